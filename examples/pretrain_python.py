@@ -1,0 +1,409 @@
+"""Pretrain a small GPT on the Python standard library with SCAPE, and compare it with dense training.
+
+    python examples/pretrain_python.py                          # SCAPE 99% on two CPU processes, about 5 minutes
+    python examples/pretrain_python.py --strategy ddp           # the same with dense gradients
+    python examples/pretrain_python.py --compare                # dense AdamW, dense AdamS, SCAPE 90% and 99%
+    torchrun --nproc-per-node 2 examples/pretrain_python.py     # launched from outside
+    python examples/pretrain_python.py --accelerator gpu --devices 8 --precision bf16-mixed
+
+Each run leaves its figures (result.json), a plot (loss.png), the training log (metrics.csv) and a checkpoint
+(last.ckpt) in its folder under --out; --compare skips the runs that are already there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning
+import matplotlib
+import torch
+import torchmetrics
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import LearningRateMonitor, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from litgpt import GPT, Config
+from litgpt.generate.base import generate
+from torch.nn.functional import cross_entropy
+from torchmetrics import MeanMetric
+from torchmetrics.text import Perplexity
+
+from lightning_scape import AdamS, ScapeMonitor, ScapeStrategy
+from lightning_scape.data import VOCABULARY, PythonSource
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+SIZES = {
+    "tiny": {"n_layer": 2, "n_embd": 64, "n_head": 2, "intermediate_size": 192},  # 0.14M parameters
+    "small": {"n_layer": 6, "n_embd": 192, "n_head": 6, "intermediate_size": 576},  # 3.0M parameters
+}
+LEARNING_RATES = {"adamw": 2e-3, "adams": 1e-3}  # AdamS takes longer steps for the same rate
+RUNS = (
+    {"strategy": "ddp", "optimizer": "adamw"},
+    {"strategy": "ddp", "optimizer": "adams"},
+    {"strategy": "scape", "optimizer": "adams", "sparsity": 0.9},
+    {"strategy": "scape", "optimizer": "adams", "sparsity": 0.99},
+)
+"""What --compare runs."""
+EXCHANGE = ("norm", "wait", "synchronize", "reconstruct")
+"""Phases of a SCAPE step that wait for other ranks; the rest is its own work."""
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:.3f} MB"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+ROWS: list[tuple[str, str, Callable[[Any], str]]] = [
+    ("validation loss (nats per byte)", "val_loss", "{:.4f}".format),
+    ("perplexity per byte", "val_perplexity", "{:.3f}".format),
+    ("bits per byte", "bits_per_byte", "{:.4f}".format),
+    ("learning rate", "lr", "{:g}".format),
+    ("sent per rank and step", "bytes_total", megabytes),
+    ("- gradient values", "bytes_values", megabytes),
+    ("- updated parameters", "bytes_parameters", megabytes),
+    ("- mask", "bytes_mask", megabytes),
+    ("- norm", "bytes_norm", megabytes),
+    ("these bytes are", "bytes_are", str),
+    ("a dense all-reduce sends (computed)", "bytes_dense", megabytes),
+    ("ratio", "ratio", "{:.1f}x".format),
+    ("time per step", "seconds_step", milliseconds),
+    ("- forward, backward and the rest", "seconds_compute", milliseconds),
+    ("- selection and update", "seconds_selection", milliseconds),
+    ("- communication and waiting", "seconds_exchange", milliseconds),
+    ("whole run", "seconds_run", lambda seconds: f"{seconds / 60:.1f} min"),
+]
+"""Of the table: title, key in a run's figures, how to write it. DDP communicates during the backward pass, so its
+split cannot be told from outside."""
+
+
+class Pretraining(LightningModule):
+    """A LitGPT model that learns to predict the next byte."""
+
+    def __init__(self, model: GPT, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.model = model
+        self.args = args
+        self.val_loss = MeanMetric()
+        self.val_perplexity = Perplexity()
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        loss = cross_entropy(self.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor) -> None:
+        logits, targets = self.model(batch[:, :-1]).float(), batch[:, 1:]
+        self.val_loss.update(cross_entropy(logits.flatten(0, 1), targets.flatten()), weight=targets.numel())
+        self.val_perplexity.update(logits, targets)
+        self.log("val_loss", self.val_loss, prog_bar=True)
+        self.log("val_perplexity", self.val_perplexity)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        make = {"adamw": torch.optim.AdamW, "adams": AdamS}[self.args.optimizer]
+        optimizer = make(self.parameters(), lr=learning_rate(self.args), betas=(0.9, 0.95), weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.learning_rate_factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def learning_rate_factor(self, step: int) -> float:
+        """Linear warm-up, then a cosine down to a tenth."""
+        warmup = max(1, self.args.steps // 20)
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (step - warmup) / (self.args.steps - warmup)))
+
+
+class Figures(Callback):
+    """Collects the loss over steps and bytes, and where the time of a step goes.
+
+    Args:
+        every_n_steps: steps from one look at the optimizer's figures to the next; a look costs time.
+        dense_bytes: what a step sends under DDP, None under SCAPE, which counts for itself.
+        varying_steps: so many first steps may each send another number of bytes.
+    """
+
+    def __init__(self, every_n_steps: int, dense_bytes: int | None, varying_steps: int) -> None:
+        self.every_n_steps = every_n_steps
+        self.dense_bytes = dense_bytes
+        self.varying_steps = varying_steps
+        self.history: dict[int, dict[str, float]] = {}
+        self.last: Any = None
+        self.step_seconds: list[float] = []
+        self.phases: list[dict[str, float]] = []
+        self._sent = 0
+        self._counted_steps = 0
+        self._started = 0.0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.step_seconds.append(time.perf_counter() - self._started)
+        if trainer.global_step <= self.varying_steps or trainer.global_step % self.every_n_steps == 0:
+            self._count(trainer)
+
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step > self._counted_steps:
+            self._count(trainer)
+        metrics = {name: trainer.callback_metrics[name].item() for name in ("val_loss", "val_perplexity")}
+        self.history[trainer.global_step] = {**metrics, "bytes": self._sent}
+
+    def _count(self, trainer: Trainer) -> None:
+        """Add the bytes of the steps since the last count, all of which sent as much as the last one."""
+        if self.dense_bytes is None:
+            self.last = trainer.optimizers[0].stats
+            self.phases.append(self.last.seconds)
+        sent = self.dense_bytes if self.dense_bytes is not None else self.last.bytes_total
+        self._sent += sent * (trainer.global_step - self._counted_steps)
+        self._counted_steps = trainer.global_step
+
+    def summary(self) -> dict[str, Any]:
+        """Bytes and seconds of one step; the first tenth of the steps, while everything warms up, is not timed."""
+        step = statistics.median(self.step_seconds[len(self.step_seconds) // 10 :])
+        if self.last is None:
+            sent = self.dense_bytes
+            return {"bytes_total": sent, "bytes_dense": sent, "bytes_are": "computed", "seconds_step": step}
+        phases = {phase: statistics.median(each[phase] for each in self.phases) for phase in self.last.seconds}
+        exchange, total = sum(phases[phase] for phase in EXCHANGE), sum(phases.values())
+        kinds = ("bytes_values", "bytes_parameters", "bytes_mask", "bytes_norm", "bytes_total", "bytes_dense")
+        return {
+            **{kind: getattr(self.last, kind) for kind in kinds},
+            "bytes_are": "counted",
+            "seconds_step": step,
+            "seconds_compute": step - total,
+            "seconds_selection": total - exchange,
+            "seconds_exchange": exchange,
+            "seconds_by_phase": phases,
+        }
+
+
+def learning_rate(args: argparse.Namespace) -> float:
+    return args.lr if args.lr is not None else LEARNING_RATES[args.optimizer]
+
+
+def build_model(args: argparse.Namespace) -> GPT:
+    config = Config(
+        name=f"python-{args.size}",
+        block_size=args.context,
+        vocab_size=VOCABULARY,
+        padded_vocab_size=VOCABULARY,
+        norm_class_name="RMSNorm",
+        mlp_class_name="LLaMAMLP",  # SwiGLU
+        rotary_percentage=1.0,
+        parallel_residual=False,
+        bias=False,
+        **SIZES[args.size],
+    )
+    model = GPT(config)
+    return model.apply(model._init_weights)
+
+
+def build_trainer(args: argparse.Namespace, parameters: int, folder: Path) -> tuple[Trainer, Figures]:
+    scape = args.strategy == "scape"
+    ranks = args.devices * args.nodes
+    # A ring all-reduce, which is what DDP does; gloo and NCCL do not count what they send.
+    width = 2 if args.precision in ("bf16-true", "16-true") else 4
+    dense_bytes = None if scape else 2 * width * parameters * (ranks - 1) // ranks
+    every = max(1, args.steps // 100)
+    figures = Figures(every, dense_bytes, varying_steps=args.dense_steps + args.sparsity_warmup_steps)
+    strategy = (
+        ScapeStrategy(
+            sparsity=args.sparsity, dense_steps=args.dense_steps, sparsity_warmup_steps=args.sparsity_warmup_steps
+        )
+        if scape
+        else "ddp"
+    )
+    trainer = Trainer(
+        accelerator=args.accelerator,
+        devices=args.devices,
+        num_nodes=args.nodes,
+        strategy=strategy,
+        precision=args.precision,
+        max_steps=args.steps,
+        gradient_clip_val=1.0,
+        val_check_interval=max(1, args.steps // 12),
+        check_val_every_n_epoch=None,
+        limit_val_batches=args.val_batches,
+        num_sanity_val_steps=0,
+        log_every_n_steps=every,
+        logger=CSVLogger(folder, name="", version=""),
+        callbacks=[figures, LearningRateMonitor(), TQDMProgressBar(20), *([ScapeMonitor(every)] if scape else [])],
+        enable_checkpointing=False,  # one checkpoint, at the end
+        enable_model_summary=False,
+    )
+    return trainer, figures
+
+
+def train(args: argparse.Namespace) -> None:
+    """One run; every rank comes here."""
+    folder = folder_of(args)
+    seed_everything(args.seed)
+    source = PythonSource(args.batch_size, args.context, seed=args.seed, max_bytes=args.max_bytes)
+    model = build_model(args)
+    module = Pretraining(model, args)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    trainer, figures = build_trainer(args, parameters, folder)
+    started = time.perf_counter()
+    trainer.validate(module, source, verbose=False)
+    trainer.fit(module, source)
+    trainer.validate(module, source, verbose=False)
+    trainer.save_checkpoint(folder / "last.ckpt", weights_only=False)
+    if not trainer.is_global_zero:
+        return
+    result = {
+        "name": run_name(args),
+        "settings": settings(args),
+        "versions": versions(),
+        "corpus_fingerprint": source.fingerprint,
+        "model_parameters": parameters,
+        "ranks": trainer.world_size,
+        "lr": learning_rate(args),
+        "seconds_run": time.perf_counter() - started,
+        **figures.history[trainer.global_step],
+        **figures.summary(),
+        "history": [{"step": step, **figures.history[step]} for step in sorted(figures.history)],
+        "sample": sample(model, args),
+    }
+    result["bits_per_byte"] = result["val_loss"] / math.log(2)
+    result["ratio"] = result["bytes_dense"] / result["bytes_total"] if result["bytes_total"] else None
+    (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    plot([result], folder / "loss.png")
+    print(f"\nA sample at temperature 0.8:\n\n{result['sample']}\n")
+    print(table([result]))
+    print(f"\nIn {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+
+
+def sample(model: GPT, args: argparse.Namespace) -> str:
+    """What the model writes after `def `, as far as its context reaches."""
+    model = model.cpu().eval()
+    model.set_kv_cache(batch_size=1)
+    prompt = torch.tensor(list(b"def "))
+    torch.manual_seed(args.seed)
+    text = generate(model, prompt, max_returned_tokens=args.context, temperature=0.8)
+    model.clear_kv_cache()
+    return bytes(text.tolist()).decode("utf-8", errors="replace")
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Markdown, one column per run."""
+    lines = [["", *(result["name"] for result in results)], ["---"] * (1 + len(results))]
+    for title, key, show in ROWS:
+        lines.append([title, *(show(result[key]) if result.get(key) is not None else "-" for result in results)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    """Validation loss over steps and over what a rank has sent."""
+    figure, (over_steps, over_bytes) = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
+    for result in results:
+        losses = [point["val_loss"] for point in result["history"]]
+        over_steps.plot([point["step"] for point in result["history"]], losses, ".-", label=result["name"])
+        over_bytes.plot([point["bytes"] / 1e6 for point in result["history"]][1:], losses[1:], ".-")
+    over_steps.set(xlabel="steps", ylabel="validation loss (nats per byte)")
+    over_bytes.set(xlabel="megabytes sent per rank")
+    over_bytes.set_xscale("log" if all(result["bytes_total"] for result in results) else "linear")
+    over_steps.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """All runs, each in processes of its own, on the same batches in the same order."""
+    results = []
+    for choice in RUNS:
+        run_args = argparse.Namespace(**{**vars(args), **choice, "compare": False})
+        path = folder_of(run_args) / "result.json"
+        if is_done(path, run_args):
+            print(f"{run_name(run_args)}: done before, see {path}")
+        else:
+            print(f"{run_name(run_args)}: training", flush=True)
+            subprocess.run([sys.executable, __file__, *to_flags(run_args)], check=True)
+        results.append(json.loads(path.read_text()))
+    plot(results, args.out / "compare.png")
+    (args.out / "compare.md").write_text(table(results) + "\n")
+    print(f"\n{table(results)}\n\nIn {args.out}: compare.md, compare.png and a folder for each run")
+
+
+def is_done(path: Path, args: argparse.Namespace) -> bool:
+    if not path.exists():
+        return False
+    result = json.loads(path.read_text())
+    return (result["settings"], result["versions"]) == (settings(args), versions())
+
+
+def to_flags(args: argparse.Namespace) -> list[str]:
+    values = {name: value for name, value in vars(args).items() if name != "compare" and value is not None}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(args).items() if name not in ("out", "compare")}
+
+
+def versions() -> dict[str, str]:
+    modules = {module.__name__: module.__version__ for module in (torch, lightning, torchmetrics)}
+    return {"python": platform.python_version(), **modules}
+
+
+def folder_of(args: argparse.Namespace) -> Path:
+    return args.out / run_name(args).replace("%", "").replace(" ", "-").lower()
+
+
+def run_name(args: argparse.Namespace) -> str:
+    if args.strategy == "scape":
+        return f"SCAPE {100 * args.sparsity:g}%"
+    return f"dense {'AdamW' if args.optimizer == 'adamw' else 'AdamS'}"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--compare", action="store_true", help="run dense AdamW, dense AdamS, SCAPE 90%% and 99%%, and compare them")
+    add("--strategy", choices=("scape", "ddp"), default="scape")
+    add("--optimizer", choices=tuple(LEARNING_RATES), default="adams", help="under scape, both become its AdamS")
+    add("--sparsity", type=float, default=0.99, help="share of the entries that is not sent in a step")
+    add("--dense-steps", type=int, default=0, help="first steps that send everything")
+    add("--sparsity-warmup-steps", type=int, default=0, help="steps over which the density falls to its final value")
+    add("--steps", type=int, default=2000)
+    add("--lr", type=float, help=f"default: {LEARNING_RATES}")
+    add("--size", choices=tuple(SIZES), default="small")
+    add("--batch-size", type=int, default=4, help="windows per rank")
+    add("--context", type=int, default=128, help="bytes per window")
+    add("--max-bytes", type=int, help="use only so much of the corpus")
+    add("--val-batches", type=int, default=100, help="validation batches per rank")
+    add("--devices", type=int, default=2, help="ranks on this node")
+    add("--nodes", type=int, default=1)
+    add("--accelerator", default="cpu")
+    add("--precision", default="32-true")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=Path("out/pretrain_python"))
+    return parser.parse_args()
+
+
+def main() -> None:
+    # The loader slices a tensor in memory, so workers would only cost; its length is exact.
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*`IterableDataset` has `__len__` defined.*")
+    args = parse_args()
+    if args.compare:
+        compare(args)
+    else:
+        train(args)
+
+
+if __name__ == "__main__":
+    main()

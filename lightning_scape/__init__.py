@@ -1,0 +1,23 @@
+"""SCAPE sparse data-parallel training for Lightning: ``Trainer(strategy=ScapeStrategy(sparsity=0.99))``."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_scape.__about__ import __version__
+from lightning_scape.adams import AdamS
+from lightning_scape.config import ScapeConfig
+from lightning_scape.monitor import ScapeMonitor
+from lightning_scape.optimizer import ScapeOptimizer, StepStats
+from lightning_scape.strategy import ScapeStrategy
+
+# No entry point registers strategies: `Trainer(strategy="scape")` works once this package is imported.
+ScapeStrategy.register_strategies(StrategyRegistry)
+
+__all__ = [
+    "AdamS",
+    "ScapeConfig",
+    "ScapeMonitor",
+    "ScapeOptimizer",
+    "ScapeStrategy",
+    "StepStats",
+    "__version__",
+]

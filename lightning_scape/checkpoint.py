@@ -1,0 +1,217 @@
+"""A whole state by parameter: collected from N ranks, taken apart again on any number of them.
+
+Format 1, tensors, numbers and strings only (``torch.load(weights_only=True)`` reads it)::
+
+    {
+      "state": {i: {"exp_avg": m, "last_step": clock, "step": t, ["master": ...], ["local_exp_avg", "evidence"]}},
+      "param_groups": [...],                            # as torch writes them
+      "scape": {"format": 1, "config": {...}, "world_size": N, "step": t, "calls": n, "names": {i: name},
+                "residuals": [{i: e}, ...],             # one dict per rank
+                "mask": [blocks, q] or None, "mask_uses": n, "block_size": B, "skipped_in_row": n, "skipped_total": n},
+    }
+
+``i`` counts all parameters of the groups, as in torch's own state dicts; every tensor by parameter has its shape.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_scape.clipping import GradientClipping
+from lightning_scape.collectives import Communicator
+from lightning_scape.config import ScapeConfig
+from lightning_scape.layout import Layout
+from lightning_scape.mask import DelayedMask
+from lightning_scape.parameters import Parameters
+from lightning_scape.state import SHARD_TENSORS, ScapeState
+
+FORMAT = 1
+_SAVED_AS = dict(zip(SHARD_TENSORS, ("exp_avg", "last_step", "master", "local_exp_avg", "evidence"), strict=True))
+_REMEDY = "Load it into the same model with the same parameter groups."
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The live objects that make up an optimizer's state."""
+
+    state: ScapeState
+    layout: Layout
+    config: ScapeConfig
+    parameters: Parameters
+    masks: DelayedMask
+    clipping: GradientClipping
+
+
+def consolidate(snapshot: Snapshot, communicator: Communicator, to: int) -> dict[str, Any] | None:
+    """The whole state but for ``param_groups`` on rank ``to``, in host memory; None on the others. Collective."""
+    layout, parameters, state = snapshot.layout, snapshot.parameters, snapshot.state
+    step = int(state.step)
+    by_parameter: dict[int, dict[str, Any]] = {index: {"step": step} for index in parameters.indices}
+    for name, saved_as in _SAVED_AS.items():
+        shard: Tensor | None = getattr(state, name)
+        if shard is None:
+            continue
+        shards = communicator.collect(shard.view(-1), to)
+        if shards is not None:
+            for place, tensor in _cut(torch.cat(shards), layout, parameters):
+                by_parameter[parameters.indices[place]][saved_as] = tensor
+    residuals = communicator.collect(state.residual.view(-1), to)
+    if residuals is None:
+        return None
+    mask = snapshot.masks.active
+    return {
+        "state": by_parameter,
+        "scape": {
+            "format": FORMAT,
+            "config": snapshot.config.as_dict(),
+            "world_size": communicator.world_size,
+            "step": step,
+            "calls": state.calls,
+            "names": dict(zip(parameters.indices, parameters.names, strict=True)),
+            "residuals": [
+                {parameters.indices[place]: tensor for place, tensor in _cut(residual, layout, parameters)}
+                for residual in residuals
+            ],
+            "mask": None if mask is None else mask[: layout.used_blocks].cpu().clone(),
+            "mask_uses": snapshot.masks.uses,
+            "block_size": layout.block_size,
+            "skipped_in_row": snapshot.clipping.skipped_in_row,
+            "skipped_total": snapshot.clipping.skipped_total,
+        },
+    }
+
+
+def load(snapshot: Snapshot, saved: Mapping[str, Any], rank: int) -> None:
+    """Fills a snapshot with this rank's part of a whole state; see :meth:`ScapeOptimizer.load_state_dict`.
+
+    Raises:
+        ValueError: the state is not of this model, or of a newer format. Nothing has been changed then.
+    """
+    _check(snapshot, saved)
+    if "scape" not in saved:
+        _load_first_moments(snapshot, saved["state"], rank)
+        return
+    whole, layout, state = saved["scape"], snapshot.layout, snapshot.state
+    state.step.fill_(whole["step"])
+    state.calls = whole["calls"]
+    snapshot.clipping.skipped_in_row = whole["skipped_in_row"]
+    snapshot.clipping.skipped_total = whole["skipped_total"]
+    if "master" in next(iter(saved["state"].values())) and snapshot.parameters.need_masters:
+        state.master = torch.zeros_like(state.momentum)
+    for name, saved_as in _SAVED_AS.items():
+        shard: Tensor | None = getattr(state, name)
+        tensors = {index: entry[saved_as] for index, entry in saved["state"].items() if saved_as in entry}
+        if shard is not None and tensors:
+            _fill_shard(shard.view(-1), tensors, snapshot, rank)
+    _load_residual(snapshot, whole, rank)
+    mask = whole["mask"]
+    if mask is not None and whole["block_size"] == layout.block_size and mask.shape[0] == layout.used_blocks:
+        filler = torch.arange(mask.shape[1]).expand(layout.blocks - layout.used_blocks, -1).to(mask.dtype)
+        snapshot.masks.active = torch.cat([mask, filler]).to(state.momentum.device)
+        snapshot.masks.uses = whole["mask_uses"]
+    elif mask is not None:
+        warnings.warn(
+            f"The checkpoint's masks are for blocks of {whole['block_size']} entries, this run's are"
+            f" {layout.block_size}: the first step makes its mask anew. All else carries over.",
+            stacklevel=4,
+        )
+
+
+def _check(snapshot: Snapshot, saved: Mapping[str, Any]) -> None:
+    parameters = snapshot.parameters
+    if not isinstance(saved, Mapping) or "state" not in saved or "param_groups" not in saved:
+        raise ValueError(
+            "An optimizer state must have `state` and `param_groups`, got"
+            f" {sorted(saved) if isinstance(saved, Mapping) else type(saved).__name__}. {_REMEDY}"
+        )
+    version = saved.get("scape", {}).get("format", FORMAT)
+    if version > FORMAT:
+        raise ValueError(
+            f"The state's format must be at most {FORMAT}, got {version}: it was written by a newer lightning_scape."
+            " Upgrade this installation."
+        )
+    state = saved["state"]
+    if set(state) != set(parameters.indices):
+        odd = sorted(set(state) ^ set(parameters.indices))
+        raise ValueError(
+            f"The state must hold the model's {len(parameters.indices)} trained parameters, got {len(state)}; the first"
+            f" that only one of them has is number {odd[0]}. {_REMEDY}"
+        )
+    for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
+        shape = tuple(state[index]["exp_avg"].shape)
+        if shape != tuple(parameter.shape):
+            raise ValueError(
+                f"The state of {name!r} (number {index}) must have shape {tuple(parameter.shape)}, got {shape}. {_REMEDY}"
+            )
+
+
+def _load_first_moments(snapshot: Snapshot, state: Mapping[int, Mapping[str, Any]], rank: int) -> None:
+    step = max(int(entry.get("step", 0)) for entry in state.values())
+    snapshot.state.step.fill_(step)
+    snapshot.state.clock.fill_(step)
+    moments = {index: entry["exp_avg"] for index, entry in state.items()}
+    _fill_shard(snapshot.state.momentum.view(-1), moments, snapshot, rank)
+    warnings.warn(
+        f"The checkpoint was not written by SCAPE: first moments and step ({step}) carry over; a second moment, if any,"
+        " does not (AdamS has none), and residuals start at zero.",
+        stacklevel=5,
+    )
+
+
+def _load_residual(snapshot: Snapshot, whole: Mapping[str, Any], rank: int) -> None:
+    residual, world_size = snapshot.state.residual.view(-1), snapshot.layout.world_size
+    saved: Sequence[Mapping[int, Tensor]] = whole["residuals"]
+    if len(saved) == world_size:
+        _fill_all(residual, saved[rank], snapshot)
+        return
+    # Every rank takes the mean: the mean over ranks, which is what training depends on, stays what it was.
+    mean = {index: sum(part[index] for part in saved) / len(saved) for index in saved[0]}
+    _fill_all(residual, mean, snapshot)
+    warnings.warn(
+        f"The checkpoint was written by {len(saved)} ranks, this run has {world_size}: momentum, clocks, masters and"
+        " masks carry over exactly; each rank starts from the mean of the saved residuals.",
+        stacklevel=5,
+    )
+
+
+# ------------------------------------------------------------------------------- blocks <-> parameters
+
+
+def _cut(flat: Tensor, layout: Layout, parameters: Parameters) -> Iterator[tuple[int, Tensor]]:
+    """Each parameter's place and its part of ``flat [blocks * B]``, in its shape, as a contiguous copy."""
+    found = {segment.index: segment for segment in layout.segments}
+    for place, parameter in enumerate(parameters.tensors):
+        if place not in found:  # a parameter without entries
+            yield place, torch.empty(parameter.shape, dtype=flat.dtype)
+            continue
+        part = flat[found[place].first_block * layout.block_size :]
+        yield place, part.as_strided(parameter.shape, parameter.stride()).clone(memory_format=torch.contiguous_format)
+
+
+def _in_memory_order(tensor: Tensor, parameter: Tensor) -> Tensor:
+    ordered = torch.empty_like(parameter, dtype=tensor.dtype, device="cpu")
+    ordered.copy_(tensor)
+    return ordered.as_strided((ordered.numel(),), (1,))
+
+
+def _fill_all(flat: Tensor, tensors: Mapping[int, Tensor], snapshot: Snapshot) -> None:
+    layout, parameters = snapshot.layout, snapshot.parameters
+    for piece in layout.pieces():
+        place = piece.segment.index
+        source = _in_memory_order(tensors[parameters.indices[place]], parameters.tensors[place])
+        flat[piece.row * layout.block_size :][: piece.numel].copy_(source)
+
+
+def _fill_shard(flat: Tensor, tensors: Mapping[int, Tensor], snapshot: Snapshot, rank: int) -> None:
+    layout, parameters = snapshot.layout, snapshot.parameters
+    for piece in layout.shard_pieces(rank):
+        place = piece.segment.index
+        source = _in_memory_order(tensors[parameters.indices[place]], parameters.tensors[place])
+        flat[piece.row * layout.block_size :][: piece.numel].copy_(source[piece.start : piece.start + piece.numel])
+

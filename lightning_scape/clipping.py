@@ -1,0 +1,147 @@
+"""The step's scale: one clipping factor for all ranks, and 0 for a step whose gradient is not finite (DESIGN 3.2)."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_scape import ops
+from lightning_scape.collectives import Communicator
+from lightning_scape.config import ScapeConfig
+
+SKETCH_WIDTH = 4093
+"""Buckets of the norm sketch: the largest prime below 4096, so that no matrix width is a multiple of it by chance."""
+_SKETCH_ROWS = 32
+_TINY = torch.finfo(torch.float32).tiny
+
+
+class GradientClipping:
+    """Measures the averaged gradient's norm and keeps what was decided until the step that uses it.
+
+    Nothing here touches a gradient or a residual: :func:`ops.fold` applies what is recorded.
+
+    Args:
+        config: ``clip_norm`` and ``max_skipped`` are used.
+        communicator: whose ranks' gradients are averaged.
+    """
+
+    def __init__(self, config: ScapeConfig, communicator: Communicator) -> None:
+        self.rule = config.clip_norm
+        self.max_skipped = config.max_skipped
+        self.communicator = communicator
+        self.skipped_in_row = 0
+        self.skipped_total = 0
+        self.last_skipped = False
+        self.norm: Tensor | None = None
+        """Norm measured for the current gradient (0-dim fp32), None before."""
+        self.clip_value: float | None = None
+        self._factor: Tensor | None = None
+        self._signs: Tensor | None = None
+        self._verdict: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def forget(self) -> None:
+        """Drops what was recorded: the gradient it was measured on is gone."""
+        self.norm = self._factor = self.clip_value = None
+
+    def record_norm(self, grads: Sequence[Tensor | None], max_norm: float, device: torch.device) -> Tensor:
+        """Measures the norm and records the factor ``min(1, max_norm / norm)``. Returns the norm, 0-dim fp32."""
+        if not max_norm > 0:
+            raise ValueError(
+                f"`max_norm` must be > 0, got {max_norm!r}. To train without clipping, don't call clip_grad_norm"
+                " (Trainer: gradient_clip_val=None)."
+            )
+        self.norm = self._measure(grads, device, sketch=self.rule == "sketch")
+        # clamp: a factor that underflows to 0 would read as "skip".
+        self._factor = (max_norm / (self.norm + 1e-6)).clamp(min=_TINY, max=1.0)
+        return self.norm
+
+    def record_value(self, clip_value: float) -> None:
+        """Records the bound to which gradients are clamped elementwise at the fold."""
+        if not clip_value > 0:
+            raise ValueError(f"`clip_value` must be > 0, got {clip_value!r}. To train without clipping, don't call it.")
+        self.clip_value = float(clip_value)
+
+    def scale(self, grads: Sequence[Tensor | None], device: torch.device) -> Tensor:
+        """What the step's gradient is multiplied with: the recorded factor, 1 without one, 0 if it is not finite.
+
+        0-dim fp32 on ``device``, the same verdict on all ranks: a NaN or inf on any of them makes the norm not finite
+        on every one.
+        """
+        if self.norm is None:
+            self.norm = self._measure(grads, device, sketch=False)
+        factor = torch.ones_like(self.norm) if self._factor is None else self._factor
+        return torch.where(torch.isfinite(self.norm), factor, torch.zeros_like(factor))
+
+    def _measure(self, grads: Sequence[Tensor | None], device: torch.device, *, sketch: bool) -> Tensor:
+        world_size = self.communicator.world_size
+        if world_size > 1 and sketch:
+            if self._signs is None or self._signs.device != device:
+                self._signs = _random_signs(2 * _SKETCH_ROWS * SKETCH_WIDTH).to(device)
+            buckets = ops.sketch(grads, self._signs, SKETCH_WIDTH)
+            return torch.linalg.vector_norm(self.communicator.all_reduce_sum(buckets) / world_size)
+        present = [grad for grad in grads if grad is not None and grad.numel()]
+        total = ops.squared_norm(present) if present else torch.zeros((), device=device)
+        return (self.communicator.all_reduce_sum(total) / world_size).sqrt()
+
+    # ------------------------------------------------------------------------------------- skipped steps
+
+    def judge(self, scale: Tensor) -> None:
+        """Notes whether the step with this scale was skipped.
+
+        On the CPU at once; on CUDA when :meth:`settle` is called, for reading it now would stop the host.
+
+        Raises:
+            FloatingPointError: ``max_skipped`` steps in a row were skipped (on every rank in the same step).
+        """
+        if scale.device.type != "cuda":
+            self._count(scale)
+            return
+        on_host = torch.empty((), dtype=scale.dtype, pin_memory=True)
+        on_host.copy_(scale, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._verdict = (on_host, event)
+
+    def settle(self) -> None:
+        """Counts a verdict that was still on the device: long decided by the time the next step begins."""
+        if self._verdict is not None:
+            on_host, event = self._verdict
+            self._verdict = None
+            event.synchronize()
+            self._count(on_host)
+
+    def _count(self, scale_on_host: Tensor) -> None:
+        self.last_skipped = float(scale_on_host) == 0.0
+        if not self.last_skipped:
+            self.skipped_in_row = 0
+            return
+        self.skipped_total += 1
+        self.skipped_in_row += 1
+        if self.skipped_in_row >= self.max_skipped:
+            raise FloatingPointError(
+                f"The gradient norm must be finite, got NaN or inf in {self.skipped_in_row} steps in a row"
+                f" (max_skipped={self.max_skipped}); parameters and residuals are as they were before the first of them."
+                " Lower the learning rate, clip gradients, or look for a bad batch; raise `max_skipped` to wait longer."
+            )
+        if self.communicator.rank == 0:
+            warnings.warn(
+                f"The gradient norm was not finite on at least one rank: step skipped on all ranks, nothing lost"
+                f" ({self.skipped_in_row} in a row, {self.skipped_total} in total; an error at"
+                f" {self.max_skipped} in a row).",
+                stacklevel=4,
+            )
+
+
+def sketch_deviation(width: int = SKETCH_WIDTH) -> float:
+    """Relative standard deviation of the sketched norm, ``sqrt(1 / (2 W))``: 0.011."""
+    return math.sqrt(1 / (2 * width))
+
+
+def _random_signs(count: int) -> Tensor:
+    """The same +1 and -1 on every rank, fp32."""
+    generator = torch.Generator().manual_seed(0x5CA9E)
+    return torch.randint(0, 2, (count,), generator=generator).mul_(2).sub_(1).float()

@@ -1,0 +1,238 @@
+"""Every message this package sends, on which group and stream, and how many bytes it cost.
+
+A step sends four messages, however many parameters or layers there are:
+
+========== ================================ ============================================ ==================
+kind       call                             bytes a rank sends                           when
+========== ================================ ============================================ ==================
+norm       all-reduce, fp32                 2 (N-1)/N * 16 KB (sketch) or 4 bytes        before the fold
+values     all-to-all, wire dtype           (N-1)/N * k * 2 (bf16) or 4 (fp32)           after compaction
+parameters all-gather, parameter dtype      (N-1)/N * k * itemsize                       after the update
+mask       all-gather, uint8 or uint16      (N-1)/N * k * 1 or 2                         during the next step
+========== ================================ ============================================ ==================
+
+The mask travels on a process group (on CUDA: communicator and stream) of its own, so that it never queues behind, nor
+holds up, the messages of the step or of the model. With one rank nothing is sent at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ProcessGroup = dist.ProcessGroup
+KINDS = ("norm", "values", "parameters", "mask")
+
+
+def new_mask_group(
+    process_group: ProcessGroup | None = None, *, backend: str | None = None, timeout: timedelta | None = None
+) -> ProcessGroup | None:
+    """A second group over the ranks of ``process_group``, for the mask exchange alone. All of its ranks must call.
+
+    None where there is nobody to talk to: no process group, or one rank.
+    """
+    if not is_distributed() or dist.get_world_size(process_group) == 1:
+        return None
+    ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
+    # Without local synchronization every rank of the job, not only of this group, would have to call.
+    return dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=ranks is not None)
+
+
+def is_distributed() -> bool:
+    """Whether a process group is up."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], process_group: ProcessGroup | None = None) -> None:
+    """Overwrites the tensors with those of the group's first rank, in few fused messages. In place."""
+    if not is_distributed() or dist.get_world_size(process_group) == 1:
+        return
+    source = dist.get_global_rank(process_group, 0) if process_group is not None else 0
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    with torch.no_grad():
+        for same_kind in kinds.values():
+            for bucket in _buckets(same_kind, limit=1 << 26):
+                flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+                as_bytes = flat.view(torch.uint8) if flat.element_size() > 1 or flat.dtype == torch.bool else flat
+                dist.broadcast(as_bytes, source, group=process_group)
+                for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+
+
+def _buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """Groups of tensors of about ``limit`` bytes, in order."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        bucket.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+        if size >= limit:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+@dataclass
+class PendingMask:
+    """A mask under way. Keeps alive what the message reads and writes until it has arrived."""
+
+    mask: Tensor
+    """``[blocks, q]``; its contents are undefined before :meth:`wait`."""
+    shard: Tensor
+    work: Any = None
+    stream: torch.cuda.Stream | None = None
+
+    def wait(self) -> tuple[Tensor, float]:
+        """The mask and the seconds the host waited; on CUDA the current stream waits, the host does not."""
+        began = time.perf_counter()
+        if self.work is not None:
+            self.work.wait()
+        if self.stream is not None:
+            current = torch.cuda.current_stream(self.mask.device)
+            current.wait_stream(self.stream)
+            # Allocated on the side stream, read on this one: the allocator must not hand it out again too early.
+            self.mask.record_stream(current)
+        return self.mask, time.perf_counter() - began
+
+
+@dataclass
+class Communicator:
+    """The messages of one optimizer over one process group; N = 1 sends nothing and returns what it got.
+
+    Args:
+        process_group: the data-parallel ranks; None is the default group, or no group where none is up.
+        mask_group: group for the mask exchange, from :func:`new_mask_group`.
+    """
+
+    process_group: ProcessGroup | None
+    mask_group: ProcessGroup | None
+    bytes_sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    """Bytes this rank sent since :meth:`start_count`, by kind."""
+
+    def __post_init__(self) -> None:
+        up = is_distributed()
+        self.rank: int = dist.get_rank(self.process_group) if up else 0
+        self.world_size: int = dist.get_world_size(self.process_group) if up else 1
+        if self.rank < 0:
+            raise ValueError(
+                "`process_group` must contain the calling rank, got a group that does not. Build the optimizer only"
+                " on the ranks of its group."
+            )
+        self._side_stream: torch.cuda.Stream | None = None
+
+    def start_count(self) -> None:
+        """Sets the byte counters to zero."""
+        self.bytes_sent.update(dict.fromkeys(KINDS, 0))
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, group=self.process_group)
+            self._count("norm", 2 * tensor.numel() * tensor.element_size())
+        return tensor
+
+    def exchange(self, values: Tensor) -> Tensor:
+        """Sends shard j of ``values [N*R, q]`` to rank j; returns ``[N, R, q]``, the ranks' values for this shard."""
+        if self.world_size > 1:
+            received = torch.empty_like(values)
+            dist.all_to_all_single(received, values, group=self.process_group)
+            self._count("values", values.numel() * values.element_size())
+            values = received
+        return values.view(self.world_size, -1, values.shape[1])
+
+    def gather_parameters(self, shard: Tensor) -> Tensor:
+        """``[N*R, q]``: every rank's ``shard [R, q]``, in rank order."""
+        if self.world_size == 1:
+            return shard
+        full = shard.new_empty((self.world_size * shard.shape[0], shard.shape[1]))
+        _all_gather(full, shard, self.process_group)
+        self._count("parameters", full.numel() * full.element_size())
+        return full
+
+    @contextlib.contextmanager
+    def beside_compute(self, device: torch.device) -> Iterator[None]:
+        """On CUDA, what runs inside goes to one side stream, after all work queued so far; elsewhere nothing changes.
+
+        The side stream reads the residual, which the next fold overwrites: :meth:`PendingMask.wait` comes before it.
+        """
+        if device.type != "cuda":
+            yield
+            return
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream(device)
+        self._side_stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._side_stream):
+            yield
+
+    def start_mask_gather(self, shard: Tensor) -> PendingMask:
+        """Begins to collect every rank's ``shard [R, q]`` of the next mask; call inside :meth:`beside_compute`."""
+        stream = self._side_stream if shard.device.type == "cuda" else None
+        if self.world_size == 1:
+            return PendingMask(shard, shard, stream=stream)
+        full = shard.new_empty((self.world_size * shard.shape[0], shard.shape[1]))
+        work = _all_gather(full, shard, self.mask_group, async_op=True)
+        self._count("mask", full.numel() * full.element_size())
+        return PendingMask(full, shard, work, stream)
+
+    def collect(self, flat: Tensor, to: int) -> list[Tensor] | None:
+        """Every rank's ``flat`` (same length on all) on rank ``to`` in host memory, None elsewhere; for checkpoints."""
+        if self.world_size == 1:
+            return [flat.detach().cpu().clone()]
+        mine = self.rank == to
+        whole = [torch.empty(flat.shape, dtype=flat.dtype, device="cpu") for _ in range(self.world_size)] if mine else None
+        target = dist.get_global_rank(self.process_group, to) if self.process_group is not None else to
+        begin = 0
+        for part in flat.detach().split(1 << 22):
+            received = [torch.empty_like(part) for _ in range(self.world_size)] if mine else None
+            dist.gather(part.contiguous(), received, dst=target, group=self.process_group)
+            for whole_rank, part_rank in zip(whole or (), received or (), strict=True):
+                whole_rank[begin : begin + part.numel()] = part_rank
+            begin += part.numel()
+        return whole
+
+    def share(self, tensor: Tensor) -> Tensor:
+        """``[N, ...]``: every rank's small ``tensor`` (same shape on all), on every rank. Not counted."""
+        if self.world_size == 1:
+            return tensor.unsqueeze(0)
+        full = tensor.new_empty((self.world_size, *tensor.shape))
+        _all_gather(full, tensor.contiguous(), self.process_group)
+        return full
+
+    def share_object(self, value: Any) -> list[Any]:
+        """Every rank's small picklable ``value``, on every rank. Set-up only."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def agree(self, value: Any, device: torch.device) -> bool:
+        """Whether ``repr(value)`` is the same on all ranks; one message of 8 bytes."""
+        digest = blake2b(repr(value).encode(), digest_size=8).digest()
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
+        everyone = self.share(mine)
+        return bool((everyone == everyone[0]).all())  # set-up: waiting for the device is fine
+
+    def _count(self, kind: str, buffer_bytes: int) -> None:
+        """A rank keeps 1/N of every buffer to itself."""
+        self.bytes_sent[kind] += buffer_bytes * (self.world_size - 1) // self.world_size
+
+
+def _all_gather(output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, async_op: bool = False) -> Any:
+    # 2.13 renamed this call (the old name warns there); older releases have only the old one.
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    if output.dtype == torch.uint16:  # neither gloo nor NCCL knows the type
+        output, tensor = output.view(torch.uint8), tensor.view(torch.uint8)
+    return call(output, tensor, group=group, async_op=async_op)

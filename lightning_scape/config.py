@@ -1,0 +1,222 @@
+"""What a user may choose, validated once, frozen afterwards.
+
+Symbols: ``rho = 1 - sparsity`` is the density, ``B`` the block length, ``q`` the entries sent per block.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+MaskStatistic = Literal["residual", "first_moment"]
+WireDtype = Literal["bf16", "fp32"]
+ClipNorm = Literal["sketch", "local"]
+
+MAX_BYTE_BLOCK = 256
+"""Longest block whose positions fit one byte on the wire."""
+MAX_BLOCK = 65536
+"""Longest block whose positions fit two bytes on the wire."""
+
+_WIRE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_RESIDUAL_DTYPES = (torch.float32, torch.float64)
+
+
+class Quota(NamedTuple):
+    """``sent`` of every ``block_size`` consecutive entries travel each step."""
+
+    block_size: int
+    sent: int
+
+    @property
+    def density(self) -> float:
+        """Share of the entries that is sent, ``q / B``."""
+        return self.sent / self.block_size
+
+
+@dataclass(kw_only=True, frozen=True)
+class ScapeConfig:
+    """Every option of SCAPE (arXiv 2607.01678); immutable, checked when made.
+
+    Raises:
+        ValueError: an option is outside its rule; the message gives rule, value and remedy.
+    """
+
+    sparsity: float = 0.99
+    """Share of the entries that is NOT sent in a step, in [0, 1). 0 is dense AdamS, sharded."""
+
+    dense_steps: int = 0
+    """So many first steps send everything (steps, >= 0)."""
+
+    sparsity_warmup_steps: int = 0
+    """After the dense steps, so many steps in which the density falls geometrically from 1 to 1 - sparsity."""
+
+    mask_interval: int = 1
+    """Steps for which one mask is used before the next is made. Keep 1 unless you measure otherwise."""
+
+    mask_statistic: MaskStatistic = "residual"
+    """What ranks the entries: ``"residual"`` (sum of the local first moments since the entry's last visit, up to the
+    ends of the window; no memory) or ``"first_moment"`` (the local first moments themselves, added up; 8P/N bytes)."""
+
+    wire_dtype: WireDtype = "bf16"
+    """How values travel to their owner: ``"bf16"`` (2 bytes, rounding error stays in the residual) or ``"fp32"``."""
+
+    bias_correction: bool = False
+    """Divide the first moments by ``1 - beta1**t``, as the code of AdamS does and its paper does not."""
+
+    clip_norm: ClipNorm = "sketch"
+    """How ``gradient_clip_val`` measures the averaged gradient: ``"sketch"`` (estimate of its true norm, one standard
+    deviation 1.1%, one 16 KB message) or ``"local"`` (root mean square of the ranks' own norms, never too small)."""
+
+    local_group_size: int = 1
+    """Ranks per node that reduce densely among themselves. Only 1, the flat case, exists so far."""
+
+    residual_dtype: torch.dtype | str = torch.float32
+    """dtype of the error-feedback residual: ``torch.float32`` or ``torch.float64`` (their names are accepted)."""
+
+    residual_device: torch.device | str | None = None
+    """Where the residual lives; None is the parameters' own device."""
+
+    max_skipped: int = 10
+    """Steps in a row that may be skipped for a gradient norm that is not finite, before an error is raised."""
+
+    check_replicas_every: int = 0
+    """Compare all ranks' parameters bit for bit every so many steps; 0 is never."""
+
+    block_size: int | None = None
+    """Block length B; None takes the largest B <= 256 for which (1 - sparsity) * B is a whole number."""
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.sparsity) or not 0.0 <= self.sparsity < 1.0:
+            raise ValueError(
+                f"`sparsity` must be a number in [0, 1), got {self.sparsity!r}. It is the share of entries that is not"
+                " sent: 0.99 sends 1% of them; use 0 to send everything."
+            )
+        for name, least in _LEAST_WHOLE.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"`{name}` must be a whole number >= {least}, got {value!r}.")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+        if not isinstance(self.bias_correction, bool):
+            raise ValueError(f"`bias_correction` must be True or False, got {self.bias_correction!r}.")
+        if self.local_group_size != 1:
+            raise ValueError(
+                f"`local_group_size` must be 1, got {self.local_group_size!r}: two-level groups (dense inside a node,"
+                " sparse between nodes) are not built yet. Leave it at 1, the flat case."
+            )
+        object.__setattr__(self, "residual_dtype", _as_dtype(self.residual_dtype))
+        if self.residual_device is not None:
+            object.__setattr__(self, "residual_device", torch.device(self.residual_device))
+        self._check_block_size()
+        if self.dense and self.sparsity_warmup_steps:
+            raise ValueError(
+                f"`sparsity_warmup_steps` must be 0 when sparsity is 0, got {self.sparsity_warmup_steps}: there is no"
+                " sparsity to warm up to. Raise `sparsity` or drop the warm-up."
+            )
+
+    def _check_block_size(self) -> None:
+        if self.block_size is None:
+            if round((1.0 - self.sparsity) * MAX_BLOCK) < 1:
+                raise ValueError(
+                    f"`sparsity` must leave at least one entry in {MAX_BLOCK}, got {self.sparsity!r}. Lower it to at"
+                    f" most {1 - 1 / MAX_BLOCK:.6f}."
+                )
+            return
+        if (
+            isinstance(self.block_size, bool)
+            or not isinstance(self.block_size, int)
+            or not 1 <= self.block_size <= MAX_BLOCK
+        ):
+            raise ValueError(
+                f"`block_size` must be None or a whole number from 1 to {MAX_BLOCK}, got {self.block_size!r}."
+            )
+        if round((1.0 - self.sparsity) * self.block_size) < 1:
+            raise ValueError(
+                f"`block_size` must hold at least one sent entry: (1 - {self.sparsity}) * {self.block_size} rounds to 0."
+                f" Use block_size >= {math.ceil(1 / (1 - self.sparsity))}, or None."
+            )
+
+    @property
+    def dense(self) -> bool:
+        """Whether everything is sent at every step."""
+        return self.sparsity == 0.0
+
+    @property
+    def quota(self) -> Quota:
+        """Block length and entries sent per block, once all warm-up is over (DESIGN 3.1)."""
+        return quota_for(self.sparsity, self.block_size)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All options as plain numbers, strings and None (what a checkpoint may hold)."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            name: str(value) if isinstance(value, (torch.dtype, torch.device)) else value
+            for name, value in values.items()
+        }
+
+    @property
+    def values_dtype(self) -> torch.dtype:
+        """The torch dtype that ``wire_dtype`` names."""
+        return _WIRE_DTYPES[self.wire_dtype]
+
+
+_LEAST_WHOLE = {
+    "dense_steps": 0,
+    "sparsity_warmup_steps": 0,
+    "mask_interval": 1,
+    "max_skipped": 1,
+    "check_replicas_every": 0,
+}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "mask_statistic": ("residual", "first_moment"),
+    "wire_dtype": ("bf16", "fp32"),
+    "clip_norm": ("sketch", "local"),
+}
+
+
+def quota_for(sparsity: float, block_size: int | None = None) -> Quota:
+    """Block length and quota for a sparsity.
+
+    The largest B <= 256 for which ``rho * B`` is whole; where there is none, the B <= 256 that comes closest to the
+    density; below a density of 1/256 the block is ``1 / rho`` entries long and sends one.
+
+    >>> quota_for(0.99)
+    Quota(block_size=200, sent=2)
+    >>> quota_for(0.9)
+    Quota(block_size=250, sent=25)
+    >>> quota_for(0.999)
+    Quota(block_size=1000, sent=1)
+    """
+    # 0.99 is not 99/100 in binary: go by the decimal the user wrote.
+    density = 1 - Fraction(repr(float(sparsity)))
+    if block_size is not None:
+        return Quota(block_size, max(1, round(density * block_size)))
+    if density * MAX_BYTE_BLOCK < 1:
+        return Quota(min(MAX_BLOCK, round(1 / density)), 1)
+    lengths = range(MAX_BYTE_BLOCK, 0, -1)
+    best = min(
+        (length for length in lengths if round(density * length) >= 1),
+        key=lambda length: (abs(Fraction(round(density * length), length) - density), -length),
+    )
+    return Quota(best, round(density * best))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _as_dtype(value: torch.dtype | str) -> torch.dtype:
+    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if dtype not in _RESIDUAL_DTYPES:
+        raise ValueError(
+            f"`residual_dtype` must be torch.float32 or torch.float64, got {value!r}: a narrower residual would lose"
+            " gradient mass at every step."
+        )
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,111 @@
+"""Parameters <-> blocks <-> shards. Integers only: no tensor is touched here.
+
+Every parameter is cut into blocks of ``B`` consecutive entries (in memory order), its last block filled up with pads.
+The blocks of all parameters, in order, form one row of blocks; some empty ones at the end make their count a multiple
+of ``N``, so that each rank owns the same number of consecutive blocks: its shard.
+
+Example, ``B = 4``, ``N = 2``, parameters of 6 and 9 entries (``.`` is a pad)::
+
+    parameter 0     parameter 1           filler
+    abcd ef..       ghij klmn o...        ....
+    block 0    1       2    3    4           5
+    `---- shard of rank 0 ----' `--- shard of rank 1 ---'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter's place in the row of blocks."""
+
+    index: int
+    """Position of the parameter in the list it came from."""
+    group: int
+    """Index of its optimizer parameter group."""
+    numel: int
+    """Entries of the parameter, > 0."""
+    first_block: int
+    blocks: int
+
+    @property
+    def stop_block(self) -> int:
+        """One past the last block."""
+        return self.first_block + self.blocks
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive whole blocks of one parameter: all of them, or those inside a shard."""
+
+    segment: Segment
+    row: int
+    """First block, counted from the start of the tensor the piece is used with (all blocks, or one shard)."""
+    blocks: int
+    start: int
+    """First entry, counted from the start of the parameter."""
+    numel: int
+    """Entries of the parameter inside the piece; pads not counted."""
+
+    def kept(self, sent: int, block_size: int) -> int:
+        """How many of the ``blocks * sent`` chosen positions are entries of the parameter.
+
+        Pads stand at the end of the parameter's last block and are chosen last (:func:`ops.select`), so these are the
+        *first* ``kept`` of the piece's positions. Nothing has to be looked up in the mask.
+        """
+        tail = self.numel - (self.blocks - 1) * block_size
+        return (self.blocks - 1) * sent + min(sent, tail)
+
+
+class Layout:
+    """Blocks of ``block_size`` entries over all parameters, cut into ``world_size`` equal shards.
+
+    Args:
+        numels: entries of each parameter, in optimizer order; empty parameters take no block.
+        groups: parameter group of each parameter.
+        block_size: B.
+        world_size: N.
+    """
+
+    def __init__(self, numels: Sequence[int], groups: Sequence[int], block_size: int, world_size: int) -> None:
+        assert len(numels) == len(groups)
+        assert block_size > 0
+        assert world_size > 0
+        self.block_size = block_size
+        self.world_size = world_size
+        segments, block = [], 0
+        for index, (numel, group) in enumerate(zip(numels, groups, strict=True)):
+            if numel:
+                blocks = -(-numel // block_size)
+                segments.append(Segment(index, group, numel, block, blocks))
+                block += blocks
+        self.segments = tuple(segments)
+        self.used_blocks = block
+        """Blocks that hold parameters."""
+        self.shard_blocks = -(-block // world_size)
+        """Blocks of one shard, the same on every rank."""
+        self.blocks = self.shard_blocks * world_size
+        """All blocks, the fillers at the end included."""
+
+    @property
+    def numel(self) -> int:
+        """P: entries of all parameters, without pads."""
+        return sum(segment.numel for segment in self.segments)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Each parameter whole; rows count from block 0."""
+        for segment in self.segments:
+            yield Piece(segment, segment.first_block, segment.blocks, 0, segment.numel)
+
+    def shard_pieces(self, rank: int) -> Iterator[Piece]:
+        """What lies in the shard of ``rank``; rows count from the shard's first block."""
+        first, stop = rank * self.shard_blocks, (rank + 1) * self.shard_blocks
+        for segment in self.segments:
+            low, high = max(first, segment.first_block), min(stop, segment.stop_block)
+            if low < high:
+                start = (low - segment.first_block) * self.block_size
+                end = min((high - segment.first_block) * self.block_size, segment.numel)
+                yield Piece(segment, low - first, high - low, start, end - start)

@@ -1,0 +1,106 @@
+"""Which entries are sent: how many at which step, and the delay of one step between making a mask and using it.
+
+Two of SCAPE's five points live here (DESIGN 1): *partitioned mask generation*, each rank makes the mask of its own
+shard; and the *delayed mask*, made at the end of step t-1, exchanged during forward and backward of step t, used at the
+end of step t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_scape.collectives import PendingMask
+from lightning_scape.config import Quota, ScapeConfig
+
+
+@dataclass(frozen=True)
+class SparsitySchedule:
+    """Entries sent per block at each step: dense steps, then a geometric decay of the density, then the quota."""
+
+    quota: Quota
+    dense_steps: int
+    warmup_steps: int
+
+    @classmethod
+    def of(cls, config: ScapeConfig) -> SparsitySchedule:
+        """The schedule that a configuration asks for."""
+        return cls(config.quota, config.dense_steps, config.sparsity_warmup_steps)
+
+    def sent(self, step: int) -> int:
+        """q of a step, counted from 0; q = B means that everything is sent, and needs no mask.
+
+        In the warm-up the density is ``rho**(i / (warmup_steps + 1))`` at its i-th step (i = 1, 2, ...).
+        """
+        into_warmup = step - self.dense_steps + 1
+        if into_warmup <= 0:
+            return self.quota.block_size
+        if into_warmup > self.warmup_steps:
+            return self.quota.sent
+        density = self.quota.density ** (into_warmup / (self.warmup_steps + 1))
+        return min(self.quota.block_size, max(self.quota.sent, round(density * self.quota.block_size)))
+
+
+MakeShard = Callable[[int], Tensor]
+"""Given q, picks the mask of this rank's shard: ``[R, q]``."""
+StartGather = Callable[[Tensor], PendingMask]
+"""Begins the exchange of a shard's mask."""
+
+
+class DelayedMask:
+    """The mask in use and the one under way. Owns the delay; knows nothing of how masks are picked or sent.
+
+    Args:
+        schedule: q at each step.
+        interval: steps for which one mask is used (``mask_interval``).
+    """
+
+    def __init__(self, schedule: SparsitySchedule, interval: int) -> None:
+        self.schedule = schedule
+        self.interval = interval
+        self.active: Tensor | None = None
+        """``[blocks, q]``, the mask last used (or loaded, to be used next)."""
+        self.uses = 0
+        """Steps that have used the active mask."""
+        self._pending: PendingMask | None = None
+
+    def take(self, step: int, make: MakeShard, start: StartGather) -> tuple[Tensor | None, float]:
+        """The mask of this step, and the seconds the host waited for it; None when the step sends everything.
+
+        It is the one prepared at the end of the step before. Where there is none (the first step, or the first after
+        dense ones) it is made now, from this step's own statistics, and waited for. Call after the fold.
+        """
+        sent = self.schedule.sent(step)
+        waited = self.arrive()
+        if sent == self.schedule.quota.block_size:
+            self.active, self.uses = None, 0
+            return None, waited
+        if self.active is None or self.active.shape[1] != sent:
+            self._pending = start(make(sent))
+            waited += self.arrive()
+        self.uses += 1
+        return self.active, waited
+
+    def prepare(self, step: int, make: MakeShard, start: StartGather) -> None:
+        """At the end of ``step``: makes the mask of ``step + 1`` and sets its exchange off, unless none is due.
+
+        None is due when the next step sends everything, when the active mask serves ``interval`` steps and has not yet,
+        or when this step sent everything: then nothing is left in the residual to rank, and the next step makes its
+        mask from its own gradient.
+        """
+        sent = self.schedule.sent(step + 1)
+        if self.active is None or sent == self.schedule.quota.block_size:
+            return
+        if self.uses >= self.interval or self.active.shape[1] != sent:
+            self._pending = start(make(sent))
+
+    def arrive(self) -> float:
+        """Waits for the mask under way, if any; returns the seconds the host waited."""
+        if self._pending is None:
+            return 0.0
+        self.active, waited = self._pending.wait()
+        self.uses = 0
+        self._pending = None
+        return waited

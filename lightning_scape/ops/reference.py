@@ -1,0 +1,415 @@
+"""The arithmetic of a step in plain PyTorch: the definition that every faster kernel is tested against.
+
+Symbols: ``B`` block length, ``q`` entries sent per block, ``R`` rows (blocks) of the tensor at hand, ``P`` parameters.
+A *mask* is an integer tensor ``[R, q]`` of positions in ``0 .. B-1``, no position twice in a row; ``mask=None`` stands
+for all of them (``q = B``), which costs no index. A *scale* is a 0-dim fp32 tensor: the clipping factor of the step,
+and 0 for a step that must be skipped; every function here then leaves its state untouched.
+
+Nothing here allocates a tensor of the size of its state: work goes in chunks of rows that stay in cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_scape.layout import Piece
+
+_CHUNK = 1 << 18
+"""Entries handled at a time: small enough for a core's cache, large enough to hide the cost of a call."""
+_MAX_PASSES = 32
+"""Up to so many entries a block are chosen by repeated maximum, which beats a sort; beyond it by ``topk``."""
+_MAGNITUDE_BITS = 0x7FFFFFFF
+"""All bits of an fp32 but its sign; as an integer, these order finite magnitudes (and rank inf, NaN above them)."""
+
+
+class Hyper(NamedTuple):
+    """Hyperparameters of the rows of a shard: fp32 tensors, 0-dim for one parameter group, else ``[R, 1]``."""
+
+    lr: Tensor
+    beta1: Tensor
+    beta2: Tensor
+    eps: Tensor
+    weight_decay: Tensor
+
+    def rows(self, rows: slice) -> Hyper:
+        """The hyperparameters of some rows."""
+        return Hyper(*(value[rows] if value.dim() else value for value in self))
+
+
+class TauStep(NamedTuple):
+    """Result of :func:`tau_step`."""
+
+    theta: Tensor
+    momentum: Tensor
+
+
+# ------------------------------------------------------------------------------------------------ gradients
+
+
+def squared_norm(grads: Sequence[Tensor]) -> Tensor:
+    """Sum of squares of all entries: 0-dim fp32; inf or NaN if any entry is (or if the sum overflows)."""
+    norms = torch._foreach_norm(list(grads), 2, dtype=torch.float32)
+    return torch.stack(norms).square().sum()
+
+
+def sketch(grads: Sequence[Tensor | None], signs: Tensor, width: int) -> Tensor:
+    """Signed bucket sums of a gradient, linear in it (AMS sketch: Alon, Matias, Szegedy 1996; DESIGN 3.2).
+
+    Entry ``i`` goes to bucket ``(i + r) mod width`` with sign ``signs[i + o]``; ``r`` and ``o`` change pseudo-randomly
+    from chunk to chunk. ``width`` should be prime: with a power of two, a whole column of a matrix would fall into one
+    bucket. The expected square of the sketch's norm is the square of the gradient's norm, with a relative standard
+    deviation of ``sqrt(2 / width)`` (half of it for the norm).
+
+    Args:
+        grads: flat gradients, any float dtype; None is a gradient of zeros.
+        signs: fp32 ``[2 L]`` of +1 and -1; L is the length of a chunk, a multiple of ``width``.
+        width: buckets.
+
+    Returns:
+        fp32 ``[width]``. A NaN or inf in the gradient makes the sum over it not finite.
+    """
+    buckets = torch.zeros(width, dtype=torch.float32, device=signs.device)
+    length = signs.numel() // 2
+    for index, grad in enumerate(grads):
+        if grad is None:
+            continue
+        for number, chunk in enumerate(grad.split(length)):
+            mixed = _mix(index, number)
+            offset, rotation = mixed % length, (mixed >> 32) % width
+            signed = chunk * signs[offset : offset + chunk.numel()]
+            whole = chunk.numel() // width * width
+            if whole:
+                sums = signed[:whole].view(-1, width).sum(0, dtype=torch.float32)
+                _add_rotated(buckets, sums, rotation)
+            if whole < chunk.numel():
+                _add_rotated(buckets, signed[whole:], rotation)
+    return buckets
+
+
+def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor, clip_value: float | None) -> None:
+    """``residual += scale * grad``, in place; ``clip_value`` first clamps the gradient to ``[-v, v]``.
+
+    Args:
+        residuals: flat, the residual's dtype; one per gradient.
+        grads: flat, any float dtype; None is a gradient of zeros. Left as they are.
+        scale: 0 folds nothing, even where a gradient is not finite.
+        clip_value: v > 0, or None.
+    """
+    on_host = _host_value(scale)
+    if on_host == 0.0:
+        return
+    for residual, grad in zip(residuals, grads, strict=True):
+        if grad is None:
+            continue
+        for target, part in zip(residual.split(_CHUNK), grad.split(_CHUNK), strict=True):
+            value = part if clip_value is None else part.clamp(-clip_value, clip_value)
+            if value.device != target.device or value.dtype != target.dtype:
+                value = value.to(device=target.device, dtype=target.dtype)
+            if on_host is None:
+                factor = scale.to(target.device)
+                target.add_(torch.where(factor != 0, value * factor, 0.0))
+            else:
+                target.add_(value, alpha=on_host)
+
+
+def accumulate_first_moment(
+    momentum: Tensor, evidence: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
+) -> None:
+    """One step of a rank's own first moment, and its sum since each entry's last visit (``"first_moment"``).
+
+    ``momentum = beta1 * momentum + (1 - beta1) * scale * grad``, then ``evidence += momentum``; all flat, in place.
+    A scale of 0 changes nothing.
+    """
+    on_host = _host_value(scale)
+    if on_host == 0.0:
+        return
+    for first, total, part in zip(momentum.split(_CHUNK), evidence.split(_CHUNK), grad.split(_CHUNK), strict=True):
+        value = part if clip_value is None else part.clamp(-clip_value, clip_value)
+        value = value.to(device=first.device, dtype=first.dtype)
+        if on_host is None:
+            factor = scale.to(first.device)
+            moved = beta1 * first + (1 - beta1) * factor * value
+            first.copy_(torch.where(factor != 0, moved, first))
+            total.add_(torch.where(factor != 0, first, 0.0))
+        else:
+            first.mul_(beta1).add_(value, alpha=(1 - beta1) * on_host)
+            total.add_(first)
+
+
+# ---------------------------------------------------------------------------------------------------- masks
+
+
+def position_dtype(block_size: int) -> torch.dtype:
+    """``torch.uint8`` for positions in blocks of up to 256 entries, ``torch.uint16`` above (to 65,536)."""
+    return torch.uint8 if block_size <= 256 else torch.uint16
+
+
+def select(statistic: Tensor, sent: int) -> Tensor:
+    """Positions of the ``sent`` largest magnitudes of each block, largest first (DESIGN 3.1).
+
+    Magnitude and position make one integer key: the bits of ``|x|``, whose lowest bits (as many as a position needs)
+    give way to the position. So magnitudes that agree in all but those bits count as equal (for B = 200: to one part
+    in 2**15), equal ones go to the lowest position first, and every implementation chooses the same entries. Pads hold
+    0 and stand last in their block, hence are chosen only when no entry is left, and after all entries.
+
+    Example: ``[[3, -5, 0, 0], [0, 0, 0, 0]]`` with ``sent=2`` gives ``[[1, 0], [0, 1]]``.
+
+    Args:
+        statistic: ``[R, B]`` float; its sign does not count.
+        sent: q, 1 .. B.
+
+    Returns:
+        ``[R, q]``, dtype :func:`position_dtype`.
+    """
+    blocks, length = statistic.shape
+    assert 1 <= sent <= length
+    low = (1 << (length - 1).bit_length()) - 1
+    order = low - torch.arange(length, dtype=torch.int32, device=statistic.device)
+    chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=statistic.device)
+    for rows in _row_chunks(blocks, length):
+        keys = statistic[rows].to(torch.float32).view(torch.int32).bitwise_and(_MAGNITUDE_BITS & ~low)
+        keys.bitwise_or_(order)
+        if sent > _MAX_PASSES:
+            best = keys.topk(sent, dim=1).values
+        else:
+            best = torch.empty(keys.shape[0], sent, dtype=torch.int32, device=keys.device)
+            for column in range(sent):
+                top = keys.amax(1, keepdim=True)
+                best[:, column : column + 1] = top
+                if column + 1 < sent:
+                    keys.scatter_(1, (low - (top & low)).long(), -1)
+        chosen[rows] = (low - (best & low)).to(chosen.dtype)
+    return chosen
+
+
+# ------------------------------------------------------------------------------ blocks: residual and shard state
+
+
+def take(matrix: Tensor, mask: Tensor | None) -> Tensor:
+    """``[R, q]``: the masked entries of ``matrix [R, B]`` (all of it, not copied, for ``mask=None``)."""
+    return matrix if mask is None else matrix.gather(1, mask.long())
+
+
+def put(matrix: Tensor, mask: Tensor | None, values: Tensor) -> None:
+    """Overwrites the masked entries of ``matrix [R, B]`` with ``values [R, q]``."""
+    if mask is None:
+        matrix.copy_(values)
+    else:
+        matrix.scatter_(1, mask.long(), values.to(matrix.dtype))
+
+
+def compact(residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor) -> Tensor:
+    """Takes the masked entries out of the residual, rounded for the wire; the rounding error stays behind.
+
+    Sent plus what is left equals what was there, exactly: the difference of a number and its rounding is itself a
+    number of the wider format. Magnitudes beyond the wire dtype's largest are sent as that, the rest stays.
+
+    Args:
+        residual: ``[R, B]``, changed in place.
+        mask: ``[R, q]`` or None.
+        wire_dtype: dtype of the values sent.
+        scale: 0 sends zeros and leaves the residual as it is.
+
+    Returns:
+        ``[R, q]`` of ``wire_dtype``.
+    """
+    blocks, length = residual.shape
+    sent = length if mask is None else mask.shape[1]
+    values = torch.empty(blocks, sent, dtype=wire_dtype, device=residual.device)
+    on_host = _host_value(scale)
+    if on_host == 0.0:
+        return values.zero_()
+    limit = torch.finfo(wire_dtype).max
+    for rows in _row_chunks(blocks, sent):
+        chosen = None if mask is None else mask[rows]
+        there = take(residual[rows], chosen)
+        rounded = there.clamp(-limit, limit).to(wire_dtype)
+        if on_host is None:
+            rounded = torch.where(scale.to(rounded.device) != 0, rounded, 0.0)
+        values[rows] = rounded
+        put(residual[rows], chosen, there - rounded.to(residual.dtype))
+    return values
+
+
+def tau_step(
+    theta: Tensor, momentum: Tensor, tau: Tensor, total: Tensor, hyper: Hyper, correction: Tensor | float
+) -> TauStep:
+    """``tau`` steps of AdamS at once, from the sum of their gradients (DESIGN 3, step 4; AdamS: arXiv 2505.16363).
+
+    With ``g = A / tau``, the mean gradient since the last visit::
+
+        bt    = b1**tau
+        m'    = bt*m + (1-bt)*g                       tau EMA steps
+        S     = tau*g + (m - g)*b1*(1-bt)/(1-b1)      sum of the tau first moments
+        v     = b2*m**2 + (1-b2)*A**2/tau             A**2/tau estimates E[g**2] per step
+        theta = (1 - lr*wd)**tau * theta - lr*S/(sqrt(v)+eps)
+
+    For ``tau = 1`` this is AdamS, term for term. All tensors have one shape and float dtype; pure.
+
+    Args:
+        theta: parameter values.
+        momentum: m, first moment after the last visit.
+        tau: steps since the last visit, >= 1.
+        total: A, mean over ranks of the gradients summed since the last visit.
+        hyper: lr, betas, eps, weight decay.
+        correction: divides both first moments; ``1 - b1**t``, or 1 for none.
+    """
+    lr, beta1, beta2, eps, decay = hyper
+    g = total / tau
+    bt = beta1**tau
+    new_momentum = bt * momentum + (1 - bt) * g
+    moved = (tau * g + (momentum - g) * (beta1 * (1 - bt) / (1 - beta1))) / correction
+    v = beta2 * (momentum / correction).square() + (1 - beta2) * total.square() / tau
+    new_theta = theta * (1 - lr * decay) ** tau - lr * moved / (v.sqrt() + eps)
+    return TauStep(new_theta, new_momentum)
+
+
+def update(
+    theta: Tensor,
+    momentum: Tensor,
+    clock: Tensor,
+    mask: Tensor | None,
+    total: Tensor,
+    step: Tensor,
+    hyper: Hyper,
+    correction: Tensor | float,
+    scale: Tensor,
+) -> Tensor:
+    """:func:`tau_step` on the masked entries of a shard; theta, momentum and clock change in place.
+
+    Args:
+        theta: ``[R, q]`` values of the masked parameters.
+        momentum: ``[R, B]`` of theta's dtype.
+        clock: ``[R, B]`` int32, step of each entry's last update.
+        mask: ``[R, q]`` or None.
+        total: ``[R, q]``, A of :func:`tau_step`.
+        step: 0-dim int32, t of this step.
+        hyper: of the shard's rows.
+        correction: as in :func:`tau_step`, 0-dim or ``[R, 1]``.
+        scale: 0 changes nothing.
+
+    Returns:
+        0-dim int64: how many of the entries were visited in the step before too.
+    """
+    again = torch.zeros((), dtype=torch.int64, device=theta.device)
+    on_host = _host_value(scale)
+    if on_host == 0.0:
+        return again
+    for rows in _row_chunks(*theta.shape):
+        chosen = None if mask is None else mask[rows]
+        old_momentum, last = take(momentum[rows], chosen), take(clock[rows], chosen)
+        tau = step - last
+        again += (tau == 1).sum()
+        divisor = correction[rows] if isinstance(correction, Tensor) and correction.dim() else correction
+        new = tau_step(theta[rows], old_momentum, tau.to(theta.dtype), total[rows], hyper.rows(rows), divisor)
+        if on_host is None:
+            applied = scale != 0
+            new = TauStep(*(torch.where(applied, a, b) for a, b in zip(new, (theta[rows], old_momentum), strict=True)))
+            now = torch.where(applied, step, last)
+        else:
+            now = step.expand_as(last)
+        theta[rows] = new.theta
+        put(momentum[rows], chosen, new.momentum)
+        put(clock[rows], chosen, now)
+    return again
+
+
+# ------------------------------------------------------------------------- parameters: each a flat tensor of its own
+
+
+def gather(flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int) -> None:
+    """Copies the masked entries of the parameters into ``out [R, q]``; positions that are pads are left alone.
+
+    Args:
+        flats: every parameter, flat, by index.
+        pieces: which parameters fill which rows of ``mask`` and ``out``.
+        mask: ``[R, q]`` or None.
+        out: ``[R, q]``, contiguous.
+        block_size: B.
+    """
+    for piece in pieces:
+        target = _kept(out, piece, block_size)
+        flat = flats[piece.segment.index][piece.start : piece.start + piece.numel]
+        if mask is None:
+            target.copy_(flat)
+        else:
+            target.copy_(flat.index_select(0, _entries(mask, piece, block_size, target.numel())))
+
+
+def scatter(
+    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, values: Tensor, block_size: int
+) -> None:
+    """The reverse of :func:`gather`: writes ``values [R, q]`` to the masked entries of the parameters."""
+    for piece in pieces:
+        source = _kept(values, piece, block_size)
+        flat = flats[piece.segment.index][piece.start : piece.start + piece.numel]
+        if mask is None:
+            flat.copy_(source)
+        else:
+            flat.index_copy_(0, _entries(mask, piece, block_size, source.numel()), source.to(flat.dtype))
+
+
+def checksum(flat: Tensor) -> Tensor:
+    """Two sums of the bits of a flat tensor that differ, but for odd chance, when any bit or place does: int64 [2]."""
+    bits = flat.view(_BITS[flat.element_size()])
+    width = 1024
+    whole = bits.numel() // width * width
+    columns = torch.zeros(width, dtype=torch.int64, device=flat.device)
+    rows = torch.zeros((), dtype=torch.int64, device=flat.device)
+    if whole:
+        table = bits[:whole].view(-1, width)
+        columns += table.sum(0, dtype=torch.int64)
+        sums = table.sum(1, dtype=torch.int64)
+        rows += (sums * (2 * torch.arange(sums.numel(), device=flat.device) + 1)).sum()
+    columns[: bits.numel() - whole] += bits[whole:]
+    return torch.stack([(columns * (2 * torch.arange(width, device=flat.device) + 1)).sum(), rows])
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+# -------------------------------------------------------------------------------------------------- small helpers
+
+
+def _host_value(scale: Tensor) -> float | None:
+    """The scale, where reading it waits for nothing; None on a device, where the decision must stay there."""
+    return float(scale) if scale.device.type == "cpu" else None
+
+
+def _row_chunks(rows: int, columns: int) -> Iterator[slice]:
+    """Slices of about ``_CHUNK`` entries, whole rows each, that cover ``rows``."""
+    step = max(1, _CHUNK // max(1, columns))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def _kept(matrix: Tensor, piece: Piece, block_size: int) -> Tensor:
+    rows = matrix[piece.row : piece.row + piece.blocks]
+    return rows.view(-1)[: piece.kept(rows.shape[1], block_size)]
+
+
+def _entries(mask: Tensor, piece: Piece, block_size: int, kept: int) -> Tensor:
+    """Where the piece's first ``kept`` chosen positions lie in the piece, counted in entries: int64 ``[kept]``."""
+    starts = torch.arange(0, piece.blocks * block_size, block_size, device=mask.device)
+    entries = mask[piece.row : piece.row + piece.blocks].long().add_(starts.unsqueeze(1))
+    return entries.view(-1)[:kept]
+
+
+def _add_rotated(buckets: Tensor, sums: Tensor, rotation: int) -> None:
+    """Adds ``sums[j]`` to ``buckets[(j + rotation) mod width]``."""
+    head = min(sums.numel(), buckets.numel() - rotation)
+    buckets[rotation : rotation + head] += sums[:head]
+    if head < sums.numel():
+        buckets[: sums.numel() - head] += sums[head:]
+
+
+def _mix(a: int, b: int) -> int:
+    """64 well-mixed bits of two small integers (the finalizer of splitmix64)."""
+    z = (a * 0x9E3779B97F4A7C15 + b * 0xD1B54A32D192ED03 + 0x8CB92BA72F3D8DD7) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return z ^ (z >> 31)

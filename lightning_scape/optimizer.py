@@ -1,0 +1,526 @@
+"""ScapeOptimizer: the step of SCAPE (arXiv 2607.01678) over AdamS (arXiv 2505.16363).
+
+Symbols: ``P`` parameters, ``N`` data-parallel ranks, ``B`` block length, ``q`` entries sent per block, ``k = q*P/B``
+entries sent per step, ``R`` blocks of a shard, ``t`` step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from lightning_scape import checkpoint, ops
+from lightning_scape.__about__ import __version__
+from lightning_scape.clipping import GradientClipping
+from lightning_scape.collectives import Communicator, PendingMask, ProcessGroup, new_mask_group
+from lightning_scape.config import ScapeConfig
+from lightning_scape.convert import check_convertible
+from lightning_scape.layout import Layout, Piece
+from lightning_scape.mask import DelayedMask, SparsitySchedule
+from lightning_scape.parameters import Parameters
+from lightning_scape.replicas import check_replicas, check_same_setup
+from lightning_scape.state import ScapeState, flatten, flatten_like
+from lightning_scape.stats import PHASES, StepStats
+
+@dataclass
+class _Record:
+    """What one step leaves for :attr:`ScapeOptimizer.stats`. Tensors stay on the device until someone looks."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    exchange_wait: float = 0.0
+    sent: int = 0
+    norm: Tensor | None = None
+    scale: Tensor | None = None
+    sent_energy: Tensor | None = None
+    again: Tensor | None = None
+    bytes_sent: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Run:
+    """All that changes. Fabric runs methods with a wrapper for ``self``: an attribute set there would be lost."""
+
+    state: ScapeState | None = None
+    masters_stale: bool = False
+    flats: list[Tensor] = field(default_factory=list)
+    record: _Record | None = None
+    stats: StepStats | None = None
+    consolidated: dict[str, Any] | None = None
+
+
+class ScapeOptimizer(torch.optim.Optimizer):
+    r"""AdamS with sharded state, whose ranks exchange ``1 - sparsity`` of the entries per step.
+
+    Every rank holds all parameters and a residual (fp32, P entries): what it has computed and not yet sent. Rank j owns
+    one N-th of the entries, with their first moment, clock and, for narrow parameters, fp32 master weights. A step:
+
+    1. **norm**         the scale of the step: clipping factor, or 0 if a gradient is not finite
+    2. **wait**         the mask made at the end of the last step has arrived
+    3. **fold**         residual += scale * gradient
+    4. **compact**      masked entries leave the residual, rounded for the wire
+    5. **synchronize**  all-to-all; the owner averages what the ranks sent, in rank order, in fp32
+    6. **update**       tau steps of AdamS at once on the masked entries of the shard
+    7. **reconstruct**  all-gather of the updated values; every rank writes them
+    8. **select**       each owner picks its shard's next mask; the exchange starts and is not waited for
+
+    Entries outside the mask are left bitwise as they are. Ranks hold bitwise equal parameters after every step. Works
+    under plain ``torchrun`` as well as under Lightning; with one rank nothing is sent.
+
+    Constructing is collective: all ranks of ``process_group`` must do it, with the same parameters and config, and
+    parameters must be equal on all ranks at the first step.
+
+    Args:
+        params: parameters or parameter groups: dense, float, on one device. Frozen ones (``requires_grad=False``) are
+            left out for good.
+        lr, betas, eps, weight_decay: of AdamS, per group; weight decay is decoupled.
+        config: all options of SCAPE.
+        process_group: data-parallel ranks; None is the default group (no group: one rank).
+        mask_group: group for the mask exchange; None makes one.
+
+    Raises:
+        TypeError, ValueError: a parameter or an option cannot be kept, or ranks differ; the same on every rank.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        *,
+        config: ScapeConfig,
+        process_group: ProcessGroup | None = None,
+        mask_group: ProcessGroup | None = None,
+    ) -> None:
+        self._closed = False
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._closed = True
+        if not isinstance(config, ScapeConfig):
+            raise TypeError(f"`config` must be a ScapeConfig, got {type(config).__name__}. Pass ScapeConfig(sparsity=...).")
+        self.config = config
+        self._parameters = Parameters.of(self.param_groups)
+        self._communicator = Communicator(process_group, mask_group or new_mask_group(process_group))
+        problem = self._parameters.problem(self.param_groups)
+        setup = {
+            "lightning_scape's version": __version__,
+            "config": [f"{name}={value!r}" for name, value in config.as_dict().items()],
+            "parameters (group, shape, strides, dtype)": self._parameters.describe(),
+        }
+        check_same_setup(self._communicator, setup, problem, self.param_groups[0]["params"][0].device)
+        self._known = {id(parameter) for parameter in self._parameters.tensors}
+        self._layout = Layout(
+            [parameter.numel() for parameter in self._parameters.tensors],
+            self._parameters.groups,
+            config.quota.block_size,
+            self._communicator.world_size,
+        )
+        self._pieces = list(self._layout.pieces())
+        self._shard_pieces = list(self._layout.shard_pieces(self._communicator.rank))
+        self._masks = DelayedMask(SparsitySchedule.of(config), config.mask_interval)
+        self._clipping = GradientClipping(config, self._communicator)
+        self._run = _Run()
+
+    @classmethod
+    def from_optimizer(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        config: ScapeConfig,
+        process_group: ProcessGroup | None = None,
+        *,
+        mask_group: ProcessGroup | None = None,
+    ) -> ScapeOptimizer:
+        """Takes over the parameters and settings of a torch ``AdamW`` or ``Adam``, or an :class:`AdamS`.
+
+        lr, betas, eps and weight decay are kept per group, and the group dicts are shared by reference, so that whoever
+        holds them (an LR scheduler) goes on steering. ``fused`` and ``foreach`` are ways to compute and are dropped. An
+        ``AdamS(bias_correction=True)`` keeps its bias correction.
+
+        Raises:
+            TypeError: another kind of optimizer.
+            ValueError: a setting that cannot be kept (``amsgrad``, ``maximize``, ``differentiable``, ``capturable``),
+                or an optimizer that has already stepped.
+        """
+        check_convertible(optimizer)
+        groups = [dict(group) for group in optimizer.param_groups]
+        new = cls(groups, config=config, process_group=process_group, mask_group=mask_group)
+        for shared, own in zip(optimizer.param_groups, new.param_groups, strict=True):
+            for name, value in own.items():
+                shared.setdefault(name, value)
+        new.param_groups = optimizer.param_groups
+        new.defaults = optimizer.defaults
+        return new
+
+    # ------------------------------------------------------------------------------------------- the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step; see the class for its phases.
+
+        Args:
+            closure: evaluated first, with gradients enabled (forward, backward, clipping).
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            FloatingPointError: ``max_skipped`` steps in a row had a gradient that is not finite.
+            RuntimeError: replicas differ (first step, and every ``check_replicas_every``).
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        state, record = self._begin()
+        grads = self._gradients()
+
+        with _phase("norm", record):
+            scale = self._clipping.scale(grads, self._parameters.device)
+        with _phase("wait", record):
+            record.exchange_wait = self._masks.arrive()
+        with _phase("fold", record):
+            self._fold(state, grads, scale)
+        with _phase("select", record):  # idle but for the first sparse step, whose mask nobody could make before
+            mask, waited = self._masks.take(state.calls, self._make_mask, self._start_gather)
+            record.exchange_wait += waited
+        with _phase("compact", record):
+            values = self._compact(state, mask, scale)
+            record.sent_energy = ops.squared_norm([values])
+        with _phase("synchronize", record):
+            total = self._synchronize(values, state.momentum.dtype)
+            del values
+        with _phase("update", record):
+            theta = self._update(state, mask, total, scale, record)
+            del total
+        with _phase("reconstruct", record):
+            full = self._communicator.gather_parameters(theta)
+            ops.scatter(self._run.flats, self._pieces, mask, full, self._layout.block_size)
+            del full, theta
+        with _phase("select", record):
+            self._masks.prepare(state.calls, self._make_mask, self._start_gather)
+
+        self._end(state, mask, scale)
+        return loss
+
+    def _begin(self) -> tuple[ScapeState, _Record]:
+        """Buffers exist, masters are current, counters are at zero, verdicts of the last step are in."""
+        run, layout = self._run, self._layout
+        self._clipping.settle()
+        # Anew at each step: `module.to()` puts a parameter into other memory.
+        run.flats = [flatten(parameter) for parameter in self._parameters.tensors]
+        if run.state is None:
+            run.state = self._allocate()
+            check_replicas(self._communicator, run.flats, self._parameters.names)
+        state = run.state
+        if self._parameters.need_masters and (state.master is None or run.masters_stale):
+            state.refresh_master(run.flats, layout, self._communicator.rank)
+        run.masters_stale = False
+        run.record, run.stats, run.consolidated = _Record(), None, None
+        self._communicator.start_count()
+        return state, run.record
+
+    def _gradients(self) -> list[Tensor | None]:
+        """Flat gradients in parameter order; None (unused on this rank) counts as zeros."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and id(parameter) not in self._known:
+                    raise ValueError(
+                        f"Parameters must require grad when the optimizer is built, got a gradient for one of shape"
+                        f" {tuple(parameter.shape)} that was frozen then. Unfreeze it first and build the optimizer anew."
+                    )
+        return [
+            None if parameter.grad is None else flatten_like(parameter.grad, parameter)
+            for parameter in self._parameters.tensors
+        ]
+
+    def _fold(self, state: ScapeState, grads: Sequence[Tensor | None], scale: Tensor) -> None:
+        residual = state.residual.view(-1)
+        clip_value = self._clipping.clip_value
+        ops.fold(self._views(residual, self._pieces), grads, scale, clip_value)
+        if state.local_momentum is None or state.evidence is None:
+            return
+        moments = self._views(state.local_momentum.view(-1), self._shard_pieces)
+        totals = self._views(state.evidence.view(-1), self._shard_pieces)
+        for piece, momentum, evidence in zip(self._shard_pieces, moments, totals, strict=True):
+            grad = grads[piece.segment.index]
+            part = (
+                torch.zeros_like(momentum) if grad is None else grad[piece.start : piece.start + piece.numel]
+            )
+            beta1 = float(self.param_groups[piece.segment.group]["betas"][0])
+            ops.accumulate_first_moment(momentum, evidence, part, beta1, scale, clip_value)
+
+    def _compact(self, state: ScapeState, mask: Tensor | None, scale: Tensor) -> Tensor:
+        chosen = None if mask is None else mask.to(state.residual.device)
+        values = ops.compact(state.residual, chosen, self.config.values_dtype, scale)
+        if state.evidence is not None:
+            own = None if chosen is None else self._own_rows(chosen)
+            seen = ops.take(state.evidence, own)
+            ops.put(state.evidence, own, torch.where(scale.to(seen.device) != 0, 0.0, seen))
+        return values.to(self._parameters.device)
+
+    def _synchronize(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """A, ``[R, q]``: the mean over ranks of what they sent for this shard, summed in rank order."""
+        received = self._communicator.exchange(values)
+        total = received[0].to(dtype, copy=True)
+        for contribution in received[1:]:
+            total += contribution
+        return total.div_(self._communicator.world_size)
+
+    def _update(
+        self, state: ScapeState, mask: Tensor | None, total: Tensor, scale: Tensor, record: _Record
+    ) -> Tensor:
+        """The masked values of this shard after the step, ``[R, q]`` in the dtype in which they travel."""
+        own = None if mask is None else self._own_rows(mask)
+        record.sent = total.shape[1]
+        if state.master is not None:
+            theta = ops.take(state.master, own)
+        else:
+            theta = torch.zeros_like(total)
+            ops.gather(self._run.flats, self._shard_pieces, own, theta, self._layout.block_size)
+        step = state.step + 1
+        hyper, correction = self._hyper(step, theta.dtype)
+        record.again = ops.update(
+            theta, state.momentum, state.clock, own, total, step, hyper, correction, scale
+        )
+        if state.master is not None and own is not None:
+            ops.put(state.master, own, theta)
+        return theta.to(self._parameters.wire_dtype)
+
+    def _end(self, state: ScapeState, mask: Tensor | None, scale: Tensor) -> None:
+        record, config = self._run.record, self.config
+        assert record is not None
+        state.step += (scale != 0).to(state.step.dtype)
+        state.calls += 1
+        record.norm, record.scale = self._clipping.norm, scale
+        record.bytes_sent = dict(self._communicator.bytes_sent)
+        self._clipping.forget()
+        if config.check_replicas_every and state.calls % config.check_replicas_every == 0:
+            check_replicas(self._communicator, self._run.flats, self._parameters.names)
+        self._clipping.judge(scale)
+
+    # ------------------------------------------------------------------------------------- mask making
+
+    def _make_mask(self, sent: int) -> Tensor:
+        """The mask of this rank's shard, ``[R, q]``, from its accumulated first-moment mass there."""
+        state = self._run.state
+        assert state is not None
+        with self._communicator.beside_compute(self._parameters.device):
+            statistic = state.evidence
+            if statistic is None:
+                statistic = state.shard_of_residual(self._layout, self._communicator.rank)
+            return ops.select(statistic, sent).to(self._parameters.device)
+
+    def _start_gather(self, shard: Tensor) -> PendingMask:
+        with self._communicator.beside_compute(self._parameters.device):
+            return self._communicator.start_mask_gather(shard)
+
+    def _own_rows(self, mask: Tensor) -> Tensor:
+        rank, rows = self._communicator.rank, self._layout.shard_blocks
+        return mask[rank * rows : (rank + 1) * rows]
+
+    # ---------------------------------------------------------------------------------- hyperparameters
+
+    def _hyper(self, step: Tensor, dtype: torch.dtype) -> tuple[ops.Hyper, Tensor | float]:
+        """Hyperparameters and bias correction of this shard's rows.
+
+        A parameter frozen since the optimizer was built gets learning rate 0: it stands still.
+        """
+        kinds = [
+            (piece.segment.group, self._parameters.tensors[piece.segment.index].requires_grad) for piece in self._shard_pieces
+        ]
+        table = []
+        distinct = list(dict.fromkeys(kinds)) or [(0, True)]
+        for group_index, trained in distinct:
+            group = self.param_groups[group_index]
+            beta1, beta2 = (float(beta) for beta in group["betas"])
+            lr = float(group["lr"]) if trained else 0.0  # a tensor lr on CUDA makes the host wait; a float does not
+            biased = self.config.bias_correction or bool(group.get("bias_correction"))
+            table.append([lr, beta1, beta2, float(group["eps"]), float(group["weight_decay"]), float(biased)])
+        columns = torch.tensor(table, dtype=dtype).to(self._parameters.device, non_blocking=True)
+        if len(distinct) > 1:
+            columns = columns.index_select(0, self._row_kinds([distinct.index(kind) for kind in kinds]))
+            lr, beta1, beta2, eps, decay, biases = columns.split(1, dim=1)
+        else:
+            lr, beta1, beta2, eps, decay, biases = columns[0].unbind()
+        corrected = any(row[-1] for row in table)
+        correction = torch.where(biases != 0, 1 - beta1**step, 1.0) if corrected else 1.0
+        return ops.Hyper(lr, beta1, beta2, eps, decay), correction
+
+    def _row_kinds(self, kind_of_piece: Sequence[int]) -> Tensor:
+        """``[R]`` int64: index into the table of hyperparameters, row by row; fillers take the last piece's."""
+        counts = [piece.blocks for piece in self._shard_pieces]
+        counts[-1] += self._layout.shard_blocks - sum(counts)
+        return torch.repeat_interleave(
+            torch.tensor(kind_of_piece), torch.tensor(counts), output_size=self._layout.shard_blocks
+        ).to(self._parameters.device, non_blocking=True)
+
+    # ---------------------------------------------------------------------------------------- gradients
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Records the factor by which the step scales the gradient so that its norm is at most ``max_norm``.
+
+        The norm is that of the gradient averaged over ranks, which none of them holds: see ``clip_norm``. Gradients
+        stay as they are; the factor is applied when the step folds them in. Collective. Call after backward, before
+        :meth:`step`.
+
+        Returns:
+            The norm before clipping, 0-dim fp32; not finite if any rank's gradient is not, and the step will be
+            skipped.
+        """
+        with torch.no_grad():
+            return self._clipping.record_norm(self._gradients(), float(max_norm), self._parameters.device)
+
+    def clip_grad_value(self, clip_value: float) -> None:
+        """Records that the step clamps every rank's gradient to ``[-clip_value, clip_value]`` before folding it in."""
+        self._clipping.record_value(float(clip_value))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients, and what was recorded about them. Residuals are kept: they are not yet sent."""
+        super().zero_grad(set_to_none)
+        self._clipping.forget()
+
+    # --------------------------------------------------------------------------------- life of the state
+
+    def drain(self) -> None:
+        """Waits for the mask exchange under way, if any, so that process groups may be torn down or state be saved."""
+        self._masks.arrive()
+        self._clipping.settle()
+
+    def mark_masters_stale(self) -> None:
+        """Tells that parameters were overwritten from outside: fp32 masters are read anew at the next step."""
+        self._run.masters_stale = True
+
+    def name_parameters(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Gives parameters names, for error messages and checkpoints; tied ones keep their first."""
+        self._parameters.rename(named_parameters)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while constructing: shards are cut once.
+
+        Raises:
+            ValueError: the optimizer is built already.
+        """
+        if self._closed:
+            raise ValueError(
+                "Parameter groups must be given when the optimizer is built, got another one afterwards: residuals and"
+                " shards are laid out over all parameters at once. Build a new ScapeOptimizer over all groups."
+            )
+        super().add_param_group(param_group)
+
+    @property
+    def stats(self) -> StepStats | None:
+        """Figures of the last step, None before the first.
+
+        Made when asked for (then kept until the next step): reads the whole residual once, and on CUDA waits for the
+        device. Ask every so many steps.
+        """
+        run = self._run
+        if run.stats is None and run.record is not None and run.state is not None:
+            run.stats = self._make_stats(run.state, run.record)
+        return run.stats
+
+    def _make_stats(self, state: ScapeState, record: _Record) -> StepStats:
+        assert record.norm is not None
+        assert record.scale is not None
+        assert record.sent_energy is not None
+        assert record.again is not None
+        left = float(ops.squared_norm([state.residual]))
+        sent = float(record.sent_energy)
+        scale = float(record.scale)
+        n, block_size = self._communicator.world_size, self._layout.block_size
+        mine = sum(piece.kept(record.sent, block_size) for piece in self._shard_pieces)
+        pads = self._layout.shard_blocks * record.sent - mine  # the same ones every time
+        churn = 1 - max(0.0, float(record.again) - pads) / mine if mine and scale else 0.0
+        return StepStats(
+            step=state.calls,
+            **{f"bytes_{kind}": record.bytes_sent.get(kind, 0) for kind in ("values", "parameters", "mask", "norm")},
+            bytes_dense=2 * (n - 1) * sum(p.numel() * p.element_size() for p in self._parameters.tensors) // n,
+            density=sum(piece.kept(record.sent, block_size) for piece in self._pieces) / max(1, self._layout.numel),
+            mask_churn=churn,
+            residual_norm=left**0.5,
+            energy_captured=sent / (sent + left) if sent + left > 0 else 0.0,
+            exchange_wait=record.exchange_wait,
+            grad_norm=float(record.norm),
+            clip_factor=scale,
+            skipped=scale == 0.0,
+            skipped_total=self._clipping.skipped_total,
+            seconds=record.seconds,
+        )
+
+    # ------------------------------------------------------------------------------------- checkpoints
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collects the state of all ranks on rank ``to``, where :meth:`state_dict` then returns it. Collective.
+
+        The whole state takes about ``(4 N + 12) P`` bytes of host memory there, residuals of all ranks included.
+        """
+        self.drain()
+        state = self._run.state or self._allocate()
+        collected = checkpoint.consolidate(self._snapshot(state), self._communicator, to)
+        if collected is not None:
+            collected["param_groups"] = super().state_dict()["param_groups"]
+        self._run.consolidated = collected
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, by parameter, independent of the number of ranks: tensors, numbers and strings only.
+
+        Raises:
+            RuntimeError: with several ranks, :meth:`consolidate_state_dict` was not called since the last step.
+        """
+        run = self._run
+        if run.consolidated is None and self._communicator.world_size == 1:
+            self.consolidate_state_dict()
+        if run.consolidated is None:
+            raise RuntimeError(
+                "The state must be collected from all ranks before it is read, got a call of state_dict() on rank"
+                f" {self._communicator.rank} without it. Call consolidate_state_dict(to=0) on every rank, then"
+                " state_dict() on rank 0."
+            )
+        return run.consolidated
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes this rank's part of a whole state. Call on every rank, with the same state.
+
+        A state of another number of ranks is resharded: momentum, clocks and masters exactly, residuals so that their
+        mean over ranks is kept. One of another block length or sparsity drops the masks. One of AdamW, Adam or AdamS
+        gives its first moments. Each with a warning that says so.
+
+        Raises:
+            ValueError: parameters or groups differ in number or shape, or the format is newer than this package.
+        """
+        self.drain()
+        state = self._allocate()
+        snapshot = self._snapshot(state)
+        checkpoint.load(snapshot, state_dict, self._communicator.rank)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in saved.items() if name in group and name != "params"})
+        self._run.state = state
+        self._run.record = self._run.stats = self._run.consolidated = None
+        self._run.masters_stale = False
+
+    def _snapshot(self, state: ScapeState) -> checkpoint.Snapshot:
+        return checkpoint.Snapshot(state, self._layout, self.config, self._parameters, self._masks, self._clipping)
+
+    def _allocate(self) -> ScapeState:
+        return ScapeState.allocate(self._layout, self.config, self._parameters.state_dtype, self._parameters.device)
+
+    def _views(self, flat: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+        """The entries of each piece in a flat buffer of blocks, pads left out."""
+        block_size = self._layout.block_size
+        return [flat[piece.row * block_size : piece.row * block_size + piece.numel] for piece in pieces]
+
+
+@contextmanager
+def _phase(name: str, record: _Record) -> Iterator[None]:
+    """A profiler range, and the host's seconds in the step's record."""
+    began = time.perf_counter()
+    with record_function(f"scape::{name}"):
+        yield
+    record.seconds[name] += time.perf_counter() - began

@@ -1,0 +1,134 @@
+"""The parameters that an optimizer is over: which, of what dtype, flat, under which name, and what must hold of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_scape.state import is_dense
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""dtypes of parameters that can be trained, and carried by the wire."""
+
+
+@dataclass
+class Parameters:
+    """The trainable parameters of all groups, each once, in order. Lists run in parallel.
+
+    ``indices`` are their positions among *all* parameters, frozen ones included, as in a torch state dict.
+    """
+
+    tensors: list[Tensor]
+    groups: list[int]
+    indices: list[int]
+    names: list[str]
+
+    @classmethod
+    def of(cls, param_groups: Sequence[dict[str, Any]]) -> Parameters:
+        """Takes those that require grad now; tied ones (the same object twice) count once."""
+        found = cls([], [], [], [])
+        seen: set[int] = set()
+        index = 0
+        for number, group in enumerate(param_groups):
+            given = group.get("param_names") or []
+            for place, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    found.tensors.append(parameter)
+                    found.groups.append(number)
+                    found.indices.append(index)
+                    found.names.append(given[place] if place < len(given) else f"parameter {index}")
+                index += 1
+        return found
+
+    def rename(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes the names given; a tied parameter keeps its first, one not mentioned the name it has."""
+        names: dict[int, str] = {}
+        for name, parameter in named_parameters:
+            names.setdefault(id(parameter), name)
+        self.names[:] = [names.get(id(p), name) for p, name in zip(self.tensors, self.names, strict=True)]
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are (checked to be one place)."""
+        return self.tensors[0].device
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """In which updated values travel: the parameters' own dtype; of mixed ones, the narrowest that holds them all."""
+        return reduce(torch.promote_types, (parameter.dtype for parameter in self.tensors))
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Of momentum and masters: fp32, or fp64 if a parameter is."""
+        return torch.promote_types(self.wire_dtype, torch.float32)
+
+    @property
+    def need_masters(self) -> bool:
+        """Whether some are narrower than the arithmetic, so that small updates would be rounded away."""
+        return any(parameter.dtype != self.state_dtype for parameter in self.tensors)
+
+    def describe(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...], str]]:
+        """Group, shape, strides and dtype of each: what must be the same on all ranks."""
+        return [
+            (group, tuple(p.shape), p.stride(), str(p.dtype)) for p, group in zip(self.tensors, self.groups, strict=True)
+        ]
+
+    def problem(self, param_groups: Sequence[dict[str, Any]]) -> str | None:
+        """The first rule that a parameter or a group breaks, as rule, value and remedy; None if all hold."""
+        for group in param_groups:
+            if (found := _problem_of_group(group)) is not None:
+                return found
+        if not self.tensors:
+            return (
+                "At least one parameter must require grad, got none that does. Unfreeze what is to be trained before"
+                " building the optimizer."
+            )
+        for name, parameter in zip(self.names, self.tensors, strict=True):
+            if (found := _problem_of_parameter(name, parameter, self.device)) is not None:
+                return found
+        return None
+
+
+def _problem_of_parameter(name: str, parameter: Tensor, device: torch.device) -> str | None:
+    shape = tuple(parameter.shape)
+    if parameter.layout != torch.strided:
+        return f"Parameters must be dense, got {name} of shape {shape} with layout {parameter.layout}. Make it dense."
+    if parameter.dtype not in DTYPES:
+        supported = ", ".join(map(str, DTYPES))
+        return (
+            f"Parameters must be one of {supported}, got {name} of shape {shape} in {parameter.dtype}, which the wire"
+            " cannot carry. Convert it (a complex one: to its real view), or freeze it before building the optimizer."
+        )
+    if parameter.device != device:
+        return (
+            f"Parameters must be on one device, got {name} on {parameter.device} and others on {device}. SCAPE shards"
+            " the optimizer, not the model: put the whole model on each rank's device."
+        )
+    if not is_dense(parameter):
+        return (
+            f"Parameters must fill their memory without overlap or gap, got {name} of shape {shape} with strides"
+            f" {parameter.stride()}. Make it contiguous before building the optimizer."
+        )
+    return None
+
+
+def _problem_of_group(group: dict[str, Any]) -> str | None:
+    betas = group["betas"]
+    rules = (
+        (float(group["lr"]) >= 0, "lr", ">= 0", group["lr"]),
+        (len(betas) == 2 and all(0 <= float(b) < 1 for b in betas), "betas", "two numbers in [0, 1)", betas),
+        (float(group["eps"]) > 0, "eps", "> 0", group["eps"]),
+        (float(group["weight_decay"]) >= 0, "weight_decay", ">= 0", group["weight_decay"]),
+    )
+    for holds, name, rule, value in rules:
+        if not holds:
+            return f"`{name}` must be {rule}, got {value!r}. Change it in the parameter group."
+    if group.get("maximize"):
+        return "`maximize` must be False, got True. Negate the loss instead."
+    return None

@@ -1,0 +1,108 @@
+"""What a rank holds between steps: its residual over all parameters, and the optimizer state of its own shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_scape import ops
+from lightning_scape.config import ScapeConfig
+from lightning_scape.layout import Layout
+
+SHARD_TENSORS = ("momentum", "clock", "master", "local_momentum", "evidence")
+"""Names of the shard's tensors, each ``[R, B]`` or None."""
+
+
+@dataclass
+class ScapeState:
+    """Buffers of one rank. ``blocks`` counts all blocks, ``R`` those of a shard, ``B`` is the block length."""
+
+    residual: Tensor
+    """``[blocks, B]`` fp32 (or fp64): what this rank has computed and not yet sent."""
+    momentum: Tensor
+    """``[R, B]`` fp32 (fp64 for fp64 parameters): m of AdamS."""
+    clock: Tensor
+    """``[R, B]`` int32: step of each entry's last update, 0 before the first."""
+    step: Tensor
+    """0-dim int32 on the parameters' device: t, steps taken and not skipped."""
+    calls: int = 0
+    """Calls of ``step()``, skipped ones included; the sparsity schedule goes by it."""
+    master: Tensor | None = None
+    """``[R, B]`` fp32 weights, when a parameter is narrower than that; made at the first step."""
+    local_momentum: Tensor | None = None
+    """``[R, B]`` fp32, ``mask_statistic="first_moment"`` only: first moment of this rank's own gradient."""
+    evidence: Tensor | None = None
+    """``[R, B]`` fp32, likewise: that moment summed since each entry's last visit."""
+
+    @classmethod
+    def allocate(cls, layout: Layout, config: ScapeConfig, dtype: torch.dtype, device: torch.device) -> ScapeState:
+        """All zeros."""
+        shard = (layout.shard_blocks, layout.block_size)
+        home = config.residual_device if config.residual_device is not None else device
+        assert isinstance(config.residual_dtype, torch.dtype)
+        local = config.mask_statistic == "first_moment"
+        return cls(
+            residual=torch.zeros(layout.blocks, layout.block_size, dtype=config.residual_dtype, device=home),
+            momentum=torch.zeros(shard, dtype=dtype, device=device),
+            clock=torch.zeros(shard, dtype=torch.int32, device=device),
+            step=torch.zeros((), dtype=torch.int32, device=device),
+            local_momentum=torch.zeros(shard, device=home) if local else None,
+            evidence=torch.zeros(shard, device=home) if local else None,
+        )
+
+    def shard_of_residual(self, layout: Layout, rank: int) -> Tensor:
+        """``[R, B]``: the residual's rows in the shard of ``rank``; a view."""
+        return self.residual[rank * layout.shard_blocks : (rank + 1) * layout.shard_blocks]
+
+    def refresh_master(self, flats: Sequence[Tensor], layout: Layout, rank: int) -> None:
+        """Reads the shard's master weights from the parameters anew."""
+        if self.master is None:
+            self.master = torch.zeros_like(self.momentum)
+        ops.gather(flats, list(layout.shard_pieces(rank)), None, self.master, layout.block_size)
+
+
+def flatten(parameter: Tensor) -> Tensor:
+    """A flat view of a parameter's memory. Never a copy.
+
+    Raises:
+        ValueError: the tensor overlaps itself or has gaps.
+    """
+    if not is_dense(parameter):
+        raise ValueError(
+            f"Parameters must fill their memory without overlap or gap, got shape {tuple(parameter.shape)} with strides"
+            f" {parameter.stride()}. Make it contiguous before building the optimizer."
+        )
+    return parameter.detach().as_strided((parameter.numel(),), (1,))
+
+
+def flatten_like(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient's entries in the memory order of its parameter; a view where strides agree (they nearly always do).
+
+    Raises:
+        ValueError: the gradient is sparse.
+    """
+    if gradient.layout != torch.strided:
+        raise ValueError(
+            f"Gradients must be dense, got {gradient.layout} for a parameter of shape {tuple(parameter.shape)}. Build"
+            " the embedding with `sparse=False`: SCAPE picks the entries to send itself."
+        )
+    if gradient.stride() != parameter.stride():
+        gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+    return gradient.detach().as_strided((gradient.numel(),), (1,))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor's entries fill one run of memory, in whatever order."""
+    expected = 1
+    if not tensor.numel():
+        return True
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

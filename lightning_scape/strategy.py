@@ -1,0 +1,208 @@
+"""ScapeStrategy: SCAPE as a strategy of ``lightning.pytorch.Trainer``.
+
+Launching, environments, samplers and checkpoint files are DDPStrategy's. What differs: the module is not wrapped (no
+gradient is reduced in the backward pass), and each optimizer is swapped for a :class:`ScapeOptimizer`, in whose
+``step()`` everything happens.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+from typing_extensions import override
+
+from lightning_scape import core
+from lightning_scape.collectives import broadcast_tensors, new_mask_group
+from lightning_scape.config import ClipNorm, MaskStatistic, ScapeConfig, WireDtype
+
+
+class ScapeStrategy(DDPStrategy):
+    """Data-parallel training that sends 1% of the entries each step (SCAPE, arXiv 2607.01678).
+
+    ``Trainer(strategy=ScapeStrategy(sparsity=0.99))``, or ``Trainer(strategy="scape")`` for the defaults, and nothing
+    else changes: return AdamW, Adam or AdamS from ``configure_optimizers`` and they are swapped for a
+    :class:`~lightning_scape.ScapeOptimizer` with the same parameter groups. Schedulers, gradient accumulation,
+    ``gradient_clip_val``, every precision, callbacks and checkpoints work as they do with DDP.
+
+    Two things to know. Buffers are equal on all ranks at the start and are not sent again, so the running statistics
+    of BatchNorm drift apart and a checkpoint holds rank 0's: train with ``Trainer(sync_batchnorm=True)`` where it
+    matters. And saving a checkpoint is collective: when one rank alone fails and a callback saves on exceptions, the
+    others are waited for until ``timeout``.
+
+    Args:
+        sparsity: share of the entries that is not sent in a step, in [0, 1). 0 is dense AdamS, sharded.
+        config: all options at once, instead of one by one; an option given both ways must be the same.
+        dense_steps: see :class:`~lightning_scape.ScapeConfig`, as for all options down to ``block_size``.
+        sparsity_warmup_steps: steps over which the density falls from 1 to ``1 - sparsity``.
+        mask_interval: steps for which one mask is used.
+        mask_statistic: what ranks the entries.
+        wire_dtype: how values travel to their owner.
+        bias_correction: divide the first moments by ``1 - beta1**t``.
+        clip_norm: how ``gradient_clip_val`` measures the averaged gradient.
+        local_group_size: ranks per node that reduce densely among themselves; only 1 so far.
+        residual_dtype: dtype of the error-feedback residual.
+        residual_device: where the residual lives.
+        max_skipped: steps in a row that may be skipped for a gradient that is not finite.
+        check_replicas_every: compare all ranks' parameters every so many steps.
+        block_size: block length, None for the best.
+        accelerator: as in DDPStrategy, as for all that follow.
+        parallel_devices: this node's devices.
+        cluster_environment: how ranks find each other.
+        checkpoint_io: how checkpoints are written.
+        precision_plugin: the precision.
+        process_group_backend: ``"gloo"``, ``"nccl"``; None goes by the device.
+        timeout: how long a collective waits for the other ranks.
+        start_method: how processes are started.
+
+    Raises:
+        ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
+    """
+
+    def __init__(
+        self,
+        sparsity: float = 0.99,
+        *,
+        config: ScapeConfig | None = None,
+        dense_steps: int = 0,
+        sparsity_warmup_steps: int = 0,
+        mask_interval: int = 1,
+        mask_statistic: MaskStatistic = "residual",
+        wire_dtype: WireDtype = "bf16",
+        bias_correction: bool = False,
+        clip_norm: ClipNorm = "sketch",
+        local_group_size: int = 1,
+        residual_dtype: torch.dtype | str = torch.float32,
+        residual_device: torch.device | str | None = None,
+        max_skipped: int = 10,
+        check_replicas_every: int = 0,
+        block_size: int | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        given = locals()
+        self.config = core.resolve_config(config, {name: given[name] for name in core.CONFIG_DEFAULTS})
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._mask_group: ProcessGroup | None = None
+        self._mask_group_of: ProcessGroup | None = None
+        self._interrupted = False
+
+    def __repr__(self) -> str:
+        """The options that differ from the defaults, and a remedy where the package is not the one we extend."""
+        options = ", ".join(
+            f"{field.name}={getattr(self.config, field.name)!r}"
+            for field in fields(ScapeConfig)
+            if field.name == "sparsity" or getattr(self.config, field.name) != field.default
+        )
+        # pytorch_lightning's Trainer rejects us by printing us; this is the only word we get in.
+        foreign = "pytorch_lightning" in sys.modules
+        remedy = " for lightning.pytorch.Trainer; use `from lightning.pytorch import Trainer`" if foreign else ""
+        return f"<{type(self).__name__}({options}){remedy}>"
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        strategy_registry.register("scape", cls, description="SCAPE: sparse data-parallel training", override=True)
+
+    @override
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        # Once per process group, not once per fit: groups are never freed.
+        if self._mask_group_of is not torch.distributed.group.WORLD:
+            self._mask_group = new_mask_group(timeout=self._timeout)
+            self._mask_group_of = torch.distributed.group.WORLD
+
+    @override
+    def configure_ddp(self) -> None:
+        assert self.model is not None
+        self.model = self._setup_model(self.model)
+
+    @override
+    def _setup_model(self, model: Module) -> Module:  # type: ignore[override]
+        """What DDP's constructor does besides wrapping: make all ranks equal to rank 0."""
+        broadcast_tensors(core.module_state(model))
+        if self.world_size > 1 and core.has_local_batch_norm(model):
+            rank_zero_warn(
+                "ScapeStrategy sends no buffers after the start: the running statistics of BatchNorm will differ"
+                " between ranks and checkpoints hold rank 0's. Set `Trainer(sync_batchnorm=True)` to share them."
+            )
+        return model
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        self._interrupted = False
+        # `configure_optimizers` may return None: Lightning then runs without an optimizer.
+        if any(isinstance(optimizer, _MockOptimizer) for optimizer in self.optimizers):
+            return
+        assert self.lightning_module is not None
+        scape_optimizers = core.swap_optimizers(
+            self.optimizers,
+            [config.scheduler for config in self.lr_scheduler_configs],
+            self.config,
+            named_parameters=self.lightning_module.named_parameters(),
+            mask_group=self._mask_group,
+        )
+        self.optimizers = [*scape_optimizers]
+
+    @override
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        plugin = self.precision_plugin
+        # Lightning asks the plugin to clip and never the strategy; its class must keep its name, by which the state of
+        # the scaler is filed in checkpoints.
+        plugin.clip_gradients = core.clip_gradients  # type: ignore[method-assign]
+        if isinstance(plugin, MixedPrecision):
+            plugin.scaler = core.sharded_scaler(plugin.scaler)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict=strict)
+        core.mark_masters_stale(self.optimizers)
+
+    @override
+    def on_train_end(self) -> None:
+        core.drain(self.optimizers)
+        super().on_train_end()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._interrupted = True
+
+    @override
+    def teardown(self) -> None:
+        # After an exception the other ranks may never send what this one would wait for.
+        if not self._interrupted:
+            core.drain(self.optimizers)
+        vars(self.precision_plugin).pop("clip_gradients", None)
+        super().teardown()

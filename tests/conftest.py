@@ -1,0 +1,78 @@
+"""Fixtures shared by all tests. Every test starts from the same process state and leaves none behind."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: the ranks of a test share few cores, and thread pools of several ranks fight over them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import functools
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import launcher
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import settings
+
+torch.set_num_threads(1)
+
+# No deadline: the machine is shared with other ranks. Derandomized: a change is to blame for a failure, not the draw.
+settings.register_profile("scape", deadline=None, derandomize=True, max_examples=50, database=None)
+settings.load_profile("scape")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow (minutes each)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--run-slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: needs --run-slow"))
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="gpu: needs a CUDA device"))
+        if "two_host" in item.keywords and not _has_network_namespaces():
+            item.add_marker(pytest.mark.skip(reason="two_host: needs Linux, root, iproute2 and network namespaces"))
+
+
+@functools.cache
+def _has_network_namespaces() -> bool:
+    if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
+        return False
+    return subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
+    """``run_ranks(fn, world_size, *args, timeout=120.0, expect_errors=False)``: see :func:`launcher.run_ranks`."""
+    return functools.partial(launcher.run_ranks, workdir=tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _clean_process() -> Iterator[None]:
+    """Each test sees the environment, Lightning's rank and torch's globals as at the start of the session."""
+    environ = dict(os.environ)
+    torch.manual_seed(0)
+    yield
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environ)
+    launcher.reset_rank_zero()
+    if torch.are_deterministic_algorithms_enabled():  # asking is free, telling imports the compiler
+        torch.use_deterministic_algorithms(False)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Code that reads memory it never wrote meets NaN, here and on every rank."""
+    with launcher.poisoned_empty():
+        yield
