@@ -6,7 +6,8 @@ from lightning_scape.__about__ import __version__
 from lightning_scape.adams import AdamS
 from lightning_scape.config import ScapeConfig
 from lightning_scape.monitor import ScapeMonitor
-from lightning_scape.optimizer import ScapeOptimizer, StepStats
+from lightning_scape.optimizer import ScapeOptimizer
+from lightning_scape.stats import StepStats
 from lightning_scape.strategy import ScapeStrategy
 
 # No entry point registers strategies: `Trainer(strategy="scape")` works once this package is imported.

@@ -171,7 +171,7 @@ def _load_residual(snapshot: Snapshot, whole: Mapping[str, Any], rank: int) -> N
         _fill_all(residual, saved[rank], snapshot)
         return
     # Every rank takes the mean: the mean over ranks, which is what training depends on, stays what it was.
-    mean = {index: sum(part[index] for part in saved) / len(saved) for index in saved[0]}
+    mean = {index: torch.stack([part[index] for part in saved]).mean(0) for index in saved[0]}
     _fill_all(residual, mean, snapshot)
     warnings.warn(
         f"The checkpoint was written by {len(saved)} ranks, this run has {world_size}: momentum, clocks, masters and"
@@ -214,4 +214,3 @@ def _fill_shard(flat: Tensor, tensors: Mapping[int, Tensor], snapshot: Snapshot,
         place = piece.segment.index
         source = _in_memory_order(tensors[parameters.indices[place]], parameters.tensors[place])
         flat[piece.row * layout.block_size :][: piece.numel].copy_(source[piece.start : piece.start + piece.numel])
-

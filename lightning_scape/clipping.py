@@ -13,9 +13,10 @@ from lightning_scape import ops
 from lightning_scape.collectives import Communicator
 from lightning_scape.config import ScapeConfig
 
-SKETCH_WIDTH = 4093
-"""Buckets of the norm sketch: the largest prime below 4096, so that no matrix width is a multiple of it by chance."""
-_SKETCH_ROWS = 32
+SKETCH_WIDTHS = (4093, 4091, 4079, 4073, 4057, 4051, 4049, 4027)
+"""Buckets of the norm sketch: the largest primes below 4096, so that no matrix is as wide as all of them."""
+_CHUNK = 1 << 16
+"""Entries with the same width of the sketch; the signs take twice as many floats."""
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -80,9 +81,10 @@ class GradientClipping:
         world_size = self.communicator.world_size
         if world_size > 1 and sketch:
             if self._signs is None or self._signs.device != device:
-                self._signs = _random_signs(2 * _SKETCH_ROWS * SKETCH_WIDTH).to(device)
-            buckets = ops.sketch(grads, self._signs, SKETCH_WIDTH)
-            return torch.linalg.vector_norm(self.communicator.all_reduce_sum(buckets) / world_size)
+                self._signs = _random_signs(2 * _CHUNK).to(device)
+            buckets = ops.sketch(grads, self._signs, SKETCH_WIDTHS)
+            norm: Tensor = torch.linalg.vector_norm(self.communicator.all_reduce_sum(buckets) / world_size)
+            return norm
         present = [grad for grad in grads if grad is not None and grad.numel()]
         total = ops.squared_norm(present) if present else torch.zeros((), device=device)
         return (self.communicator.all_reduce_sum(total) / world_size).sqrt()
@@ -136,7 +138,7 @@ class GradientClipping:
             )
 
 
-def sketch_deviation(width: int = SKETCH_WIDTH) -> float:
+def sketch_deviation(width: int = SKETCH_WIDTHS[0]) -> float:
     """Relative standard deviation of the sketched norm, ``sqrt(1 / (2 W))``: 0.011."""
     return math.sqrt(1 / (2 * width))
 

@@ -44,7 +44,10 @@ def new_mask_group(
         return None
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
     # Without local synchronization every rank of the job, not only of this group, would have to call.
-    return dist.new_group(ranks, backend=backend, timeout=timeout, use_local_synchronization=ranks is not None)
+    group: ProcessGroup = dist.new_group(
+        ranks, backend=backend, timeout=timeout, use_local_synchronization=ranks is not None
+    )
+    return group
 
 
 def is_distributed() -> bool:
@@ -119,7 +122,7 @@ class Communicator:
     process_group: ProcessGroup | None
     mask_group: ProcessGroup | None
     bytes_sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    """Bytes this rank sent since :meth:`start_count`, by kind."""
+    """Bytes this rank sent since :meth:`take_count`, by kind."""
 
     def __post_init__(self) -> None:
         up = is_distributed()
@@ -132,9 +135,10 @@ class Communicator:
             )
         self._side_stream: torch.cuda.Stream | None = None
 
-    def start_count(self) -> None:
-        """Sets the byte counters to zero."""
-        self.bytes_sent.update(dict.fromkeys(KINDS, 0))
+    def take_count(self) -> dict[str, int]:
+        """The byte counters, which start again from zero."""
+        counted, self.bytes_sent = self.bytes_sent, dict.fromkeys(KINDS, 0)
+        return counted
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
@@ -191,7 +195,9 @@ class Communicator:
         if self.world_size == 1:
             return [flat.detach().cpu().clone()]
         mine = self.rank == to
-        whole = [torch.empty(flat.shape, dtype=flat.dtype, device="cpu") for _ in range(self.world_size)] if mine else None
+        whole = (
+            [torch.empty(flat.shape, dtype=flat.dtype, device="cpu") for _ in range(self.world_size)] if mine else None
+        )
         target = dist.get_global_rank(self.process_group, to) if self.process_group is not None else to
         begin = 0
         for part in flat.detach().split(1 << 22):
@@ -206,9 +212,10 @@ class Communicator:
         """``[N, ...]``: every rank's small ``tensor`` (same shape on all), on every rank. Not counted."""
         if self.world_size == 1:
             return tensor.unsqueeze(0)
-        full = tensor.new_empty((self.world_size, *tensor.shape))
-        _all_gather(full, tensor.contiguous(), self.process_group)
-        return full
+        flat = tensor.reshape(-1)
+        full = flat.new_empty(self.world_size * flat.numel())
+        _all_gather(full, flat, self.process_group)
+        return full.view(self.world_size, *tensor.shape)
 
     def share_object(self, value: Any) -> list[Any]:
         """Every rank's small picklable ``value``, on every rank. Set-up only."""

@@ -37,7 +37,9 @@ def check_convertible(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for name, why in _NOT_KEPT.items():
             if group.get(name):
-                raise ValueError(f"`{name}` must be False, got {group[name]!r}: {why}. Build {kind.__name__} without it.")
+                raise ValueError(
+                    f"`{name}` must be False, got {group[name]!r}: {why}. Build {kind.__name__} without it."
+                )
         if isinstance(optimizer, torch.optim.Adam) and group["weight_decay"] and not _decoupled(optimizer, group):
             warnings.warn(
                 f"Adam's weight_decay={group['weight_decay']} is an L2 term in the gradient; SCAPE decays weights"

@@ -30,7 +30,7 @@ class SparsitySchedule:
         return cls(config.quota, config.dense_steps, config.sparsity_warmup_steps)
 
     def sent(self, step: int) -> int:
-        """q of a step, counted from 0; q = B means that everything is sent, and needs no mask.
+        """Q of a step, counted from 0; q = B means that everything is sent, and needs no mask.
 
         In the warm-up the density is ``rho**(i / (warmup_steps + 1))`` at its i-th step (i = 1, 2, ...).
         """
@@ -39,7 +39,7 @@ class SparsitySchedule:
             return self.quota.block_size
         if into_warmup > self.warmup_steps:
             return self.quota.sent
-        density = self.quota.density ** (into_warmup / (self.warmup_steps + 1))
+        density: float = self.quota.density ** (into_warmup / (self.warmup_steps + 1))
         return min(self.quota.block_size, max(self.quota.sent, round(density * self.quota.block_size)))
 
 

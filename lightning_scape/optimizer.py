@@ -29,6 +29,7 @@ from lightning_scape.replicas import check_replicas, check_same_setup
 from lightning_scape.state import ScapeState, flatten, flatten_like
 from lightning_scape.stats import PHASES, StepStats
 
+
 @dataclass
 class _Record:
     """What one step leaves for :attr:`ScapeOptimizer.stats`. Tensors stay on the device until someone looks."""
@@ -50,6 +51,7 @@ class _Run:
     state: ScapeState | None = None
     masters_stale: bool = False
     flats: list[Tensor] = field(default_factory=list)
+    clip_seconds: float = 0.0
     record: _Record | None = None
     stats: StepStats | None = None
     consolidated: dict[str, Any] | None = None
@@ -104,7 +106,9 @@ class ScapeOptimizer(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._closed = True
         if not isinstance(config, ScapeConfig):
-            raise TypeError(f"`config` must be a ScapeConfig, got {type(config).__name__}. Pass ScapeConfig(sparsity=...).")
+            raise TypeError(
+                f"`config` must be a ScapeConfig, got {type(config).__name__}. Pass ScapeConfig(sparsity=...)."
+            )
         self.config = config
         self._parameters = Parameters.of(self.param_groups)
         self._communicator = Communicator(process_group, mask_group or new_mask_group(process_group))
@@ -161,7 +165,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------------------------------- the step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; see the class for its phases.
 
         Args:
@@ -210,7 +214,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         return loss
 
     def _begin(self) -> tuple[ScapeState, _Record]:
-        """Buffers exist, masters are current, counters are at zero, verdicts of the last step are in."""
+        """Buffers exist, masters are current, the record is blank, the verdict on the last step is in."""
         run, layout = self._run, self._layout
         self._clipping.settle()
         # Anew at each step: `module.to()` puts a parameter into other memory.
@@ -223,7 +227,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             state.refresh_master(run.flats, layout, self._communicator.rank)
         run.masters_stale = False
         run.record, run.stats, run.consolidated = _Record(), None, None
-        self._communicator.start_count()
+        run.record.seconds["norm"], run.clip_seconds = run.clip_seconds, 0.0
         return state, run.record
 
     def _gradients(self) -> list[Tensor | None]:
@@ -250,9 +254,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         totals = self._views(state.evidence.view(-1), self._shard_pieces)
         for piece, momentum, evidence in zip(self._shard_pieces, moments, totals, strict=True):
             grad = grads[piece.segment.index]
-            part = (
-                torch.zeros_like(momentum) if grad is None else grad[piece.start : piece.start + piece.numel]
-            )
+            part = torch.zeros_like(momentum) if grad is None else grad[piece.start : piece.start + piece.numel]
             beta1 = float(self.param_groups[piece.segment.group]["betas"][0])
             ops.accumulate_first_moment(momentum, evidence, part, beta1, scale, clip_value)
 
@@ -273,9 +275,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             total += contribution
         return total.div_(self._communicator.world_size)
 
-    def _update(
-        self, state: ScapeState, mask: Tensor | None, total: Tensor, scale: Tensor, record: _Record
-    ) -> Tensor:
+    def _update(self, state: ScapeState, mask: Tensor | None, total: Tensor, scale: Tensor, record: _Record) -> Tensor:
         """The masked values of this shard after the step, ``[R, q]`` in the dtype in which they travel."""
         own = None if mask is None else self._own_rows(mask)
         record.sent = total.shape[1]
@@ -286,9 +286,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             ops.gather(self._run.flats, self._shard_pieces, own, theta, self._layout.block_size)
         step = state.step + 1
         hyper, correction = self._hyper(step, theta.dtype)
-        record.again = ops.update(
-            theta, state.momentum, state.clock, own, total, step, hyper, correction, scale
-        )
+        record.again = ops.update(theta, state.momentum, state.clock, own, total, step, hyper, correction, scale)
         if state.master is not None and own is not None:
             ops.put(state.master, own, theta)
         return theta.to(self._parameters.wire_dtype)
@@ -299,7 +297,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         state.step += (scale != 0).to(state.step.dtype)
         state.calls += 1
         record.norm, record.scale = self._clipping.norm, scale
-        record.bytes_sent = dict(self._communicator.bytes_sent)
+        record.bytes_sent = self._communicator.take_count()
         self._clipping.forget()
         if config.check_replicas_every and state.calls % config.check_replicas_every == 0:
             check_replicas(self._communicator, self._run.flats, self._parameters.names)
@@ -333,16 +331,17 @@ class ScapeOptimizer(torch.optim.Optimizer):
         A parameter frozen since the optimizer was built gets learning rate 0: it stands still.
         """
         kinds = [
-            (piece.segment.group, self._parameters.tensors[piece.segment.index].requires_grad) for piece in self._shard_pieces
+            (piece.segment.group, self._parameters.tensors[piece.segment.index].requires_grad)
+            for piece in self._shard_pieces
         ]
         table = []
         distinct = list(dict.fromkeys(kinds)) or [(0, True)]
         for group_index, trained in distinct:
             group = self.param_groups[group_index]
             beta1, beta2 = (float(beta) for beta in group["betas"])
-            lr = float(group["lr"]) if trained else 0.0  # a tensor lr on CUDA makes the host wait; a float does not
+            rate = float(group["lr"]) if trained else 0.0  # a tensor lr on CUDA makes the host wait; a float does not
             biased = self.config.bias_correction or bool(group.get("bias_correction"))
-            table.append([lr, beta1, beta2, float(group["eps"]), float(group["weight_decay"]), float(biased)])
+            table.append([rate, beta1, beta2, float(group["eps"]), float(group["weight_decay"]), float(biased)])
         columns = torch.tensor(table, dtype=dtype).to(self._parameters.device, non_blocking=True)
         if len(distinct) > 1:
             columns = columns.index_select(0, self._row_kinds([distinct.index(kind) for kind in kinds]))
@@ -374,8 +373,11 @@ class ScapeOptimizer(torch.optim.Optimizer):
             The norm before clipping, 0-dim fp32; not finite if any rank's gradient is not, and the step will be
             skipped.
         """
-        with torch.no_grad():
-            return self._clipping.record_norm(self._gradients(), float(max_norm), self._parameters.device)
+        began = time.perf_counter()
+        with torch.no_grad(), record_function("scape::norm"):
+            norm = self._clipping.record_norm(self._gradients(), float(max_norm), self._parameters.device)
+        self._run.clip_seconds = time.perf_counter() - began
+        return norm
 
     def clip_grad_value(self, clip_value: float) -> None:
         """Records that the step clamps every rank's gradient to ``[-clip_value, clip_value]`` before folding it in."""

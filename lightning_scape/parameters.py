@@ -76,7 +76,8 @@ class Parameters:
     def describe(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...], str]]:
         """Group, shape, strides and dtype of each: what must be the same on all ranks."""
         return [
-            (group, tuple(p.shape), p.stride(), str(p.dtype)) for p, group in zip(self.tensors, self.groups, strict=True)
+            (group, tuple(p.shape), p.stride(), str(p.dtype))
+            for p, group in zip(self.tensors, self.groups, strict=True)
         ]
 
     def problem(self, param_groups: Sequence[dict[str, Any]]) -> str | None:

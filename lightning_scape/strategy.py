@@ -7,6 +7,7 @@ gradient is reduced in the backward pass), and each optimizer is swapped for a :
 
 from __future__ import annotations
 
+import atexit
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
@@ -17,6 +18,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import _MockOptimizer
@@ -28,7 +30,7 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_scape import core
-from lightning_scape.collectives import broadcast_tensors, new_mask_group
+from lightning_scape.collectives import broadcast_tensors, is_distributed, new_mask_group
 from lightning_scape.config import ClipNorm, MaskStatistic, ScapeConfig, WireDtype
 
 
@@ -136,7 +138,12 @@ class ScapeStrategy(DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
+        starting = not is_distributed()
         super().setup_distributed()
+        if starting:
+            # Lightning does so for NCCL alone. With gloo, whose threads would outlive the interpreter, one process in
+            # ten ended by abort() (torch 2.13, 40 runs of plain DDP).
+            atexit.register(_destroy_dist_connection)
         # Once per process group, not once per fit: groups are never freed.
         if self._mask_group_of is not torch.distributed.group.WORLD:
             self._mask_group = new_mask_group(timeout=self._timeout)

@@ -175,23 +175,21 @@ def test_group_added_later_starts_its_own_clock():
 
 
 def test_parameter_without_gradient_stands_still():
-    params, gradients = make_parameters(), make_gradients(4)
-    optimizer = AdamS(params, lr=1e-2, bias_correction=True)
+    params, gradients = make_parameters(), make_gradients(3)
+    options: dict[str, Any] = {"lr": 1e-2, "bias_correction": True}
+    # As if the step without a gradient had not been: no decay, no momentum, and bias correction by its own count.
+    expected = reference_steps(params[1], [gradients[0][1], gradients[2][1]], **options)[-1]
+    optimizer = AdamS(params, **options)
     train(optimizer, params, gradients[:1])
     idle, moment = params[1].detach().clone(), optimizer.state[params[1]]["exp_avg"].clone()
-    expected = reference_steps(params[1], [gradients[0][1], gradients[3][1]], lr=1e-2, bias_correction=True)
-    start = params[1].detach().clone()
-    for step in gradients[1:3]:
-        for index, param in enumerate(params):
-            param.grad = None if index == 1 else step[index].clone()
-        optimizer.step()
-        assert torch.equal(params[1], idle)
-        assert torch.equal(optimizer.state[params[1]]["exp_avg"], moment)
-    assert optimizer.state[params[1]]["step"] == 1
-    assert optimizer.state[params[0]]["step"] == 3
-    train(optimizer, params, gradients[3:])
-    # The reference began from the parameter after step one; only its increments can be compared.
-    assert relative_error(params[1] - start * (1 - 1e-3), expected[1] - expected[0] * (1 - 1e-3)) < 1e-3
+    for index, param in enumerate(params):
+        param.grad = None if index == 1 else gradients[1][index].clone()
+    optimizer.step()
+    assert torch.equal(params[1], idle)
+    assert torch.equal(optimizer.state[params[1]]["exp_avg"], moment)
+    train(optimizer, params, gradients[2:])
+    assert relative_error(params[1], expected) < 1e-6
+    assert [optimizer.state[param]["step"] for param in params] == [3, 2, 3, 3]
 
 
 def test_step_before_any_gradient_does_nothing():
@@ -248,6 +246,18 @@ def test_resume_from_state_dict_is_bitwise(tmp_path, dtype, bias_correction):
         assert torch.equal(old, new)
         assert torch.equal(resumed.state[new]["exp_avg"], optimizer.state[old]["exp_avg"])
         assert resumed.state[new]["step"] == optimizer.state[old]["step"] == 6
+
+
+def test_state_of_a_wider_model_is_narrowed_to_float32_at_most():
+    wide = make_parameters(torch.float64)
+    first = AdamS(wide)
+    train(first, wide, make_gradients(1, torch.float64))
+    for dtype in (torch.float32, torch.bfloat16):
+        narrow = make_parameters(dtype)
+        second = AdamS(narrow)
+        second.load_state_dict(first.state_dict())
+        for old, new in zip(wide, narrow, strict=True):
+            assert torch.equal(second.state[new]["exp_avg"], first.state[old]["exp_avg"].float())
 
 
 def test_loaded_state_shares_no_memory_with_its_source():

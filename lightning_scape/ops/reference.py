@@ -20,6 +20,8 @@ from lightning_scape.layout import Piece
 
 _CHUNK = 1 << 18
 """Entries handled at a time: small enough for a core's cache, large enough to hide the cost of a call."""
+_SMALL_CHUNK = 1 << 14
+"""Likewise where many temporaries are alive at once; below the size at which malloc asks the kernel for pages."""
 _MAX_PASSES = 32
 """Up to so many entries a block are chosen by repeated maximum, which beats a sort; beyond it by ``topk``."""
 _MAGNITUDE_BITS = 0x7FFFFFFF
@@ -52,39 +54,43 @@ class TauStep(NamedTuple):
 
 def squared_norm(grads: Sequence[Tensor]) -> Tensor:
     """Sum of squares of all entries: 0-dim fp32; inf or NaN if any entry is (or if the sum overflows)."""
-    norms = torch._foreach_norm(list(grads), 2, dtype=torch.float32)
+    wide = [grad for grad in grads if grad.dtype == torch.float64]
+    narrow = [grad for grad in grads if grad.dtype != torch.float64]
+    norms = list(torch._foreach_norm(narrow, 2, dtype=torch.float32)) if narrow else []
+    norms += [norm.float() for norm in torch._foreach_norm(wide)] if wide else []
     return torch.stack(norms).square().sum()
 
 
-def sketch(grads: Sequence[Tensor | None], signs: Tensor, width: int) -> Tensor:
+def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int]) -> Tensor:
     """Signed bucket sums of a gradient, linear in it (AMS sketch: Alon, Matias, Szegedy 1996; DESIGN 3.2).
 
-    Entry ``i`` goes to bucket ``(i + r) mod width`` with sign ``signs[i + o]``; ``r`` and ``o`` change pseudo-randomly
-    from chunk to chunk. ``width`` should be prime: with a power of two, a whole column of a matrix would fall into one
-    bucket. The expected square of the sketch's norm is the square of the gradient's norm, with a relative standard
-    deviation of ``sqrt(2 / width)`` (half of it for the norm).
+    Entry ``i`` of a chunk goes to bucket ``(i mod w + r) mod W`` with sign ``signs[i + o]``; ``w`` (one of ``widths``,
+    of which W is the largest), ``r`` and ``o`` change pseudo-randomly from chunk to chunk. Widths should be different
+    primes: with one power of two, whole columns of a matrix would fall into one bucket. The expected square of the
+    sketch's norm is the square of the gradient's norm, with a relative standard deviation of ``sqrt(2 / W)`` (half of
+    it for the norm).
 
     Args:
         grads: flat gradients, any float dtype; None is a gradient of zeros.
-        signs: fp32 ``[2 L]`` of +1 and -1; L is the length of a chunk, a multiple of ``width``.
-        width: buckets.
+        signs: fp32 ``[2 L]`` of +1 and -1; L is the length of a chunk.
+        widths: buckets used, by chunk.
 
     Returns:
-        fp32 ``[width]``. A NaN or inf in the gradient makes the sum over it not finite.
+        fp32 ``[W]``. A NaN or inf in the gradient makes the sum over it not finite.
     """
-    buckets = torch.zeros(width, dtype=torch.float32, device=signs.device)
+    buckets = torch.zeros(max(widths), dtype=torch.float32, device=signs.device)
     length = signs.numel() // 2
     for index, grad in enumerate(grads):
         if grad is None:
             continue
         for number, chunk in enumerate(grad.split(length)):
             mixed = _mix(index, number)
-            offset, rotation = mixed % length, (mixed >> 32) % width
+            offset, rotation = mixed % length, (mixed >> 32) % buckets.numel()
+            width = widths[(mixed >> 24) % len(widths)]
             signed = chunk * signs[offset : offset + chunk.numel()]
             whole = chunk.numel() // width * width
             if whole:
-                sums = signed[:whole].view(-1, width).sum(0, dtype=torch.float32)
-                _add_rotated(buckets, sums, rotation)
+                _add_rotated(buckets, signed[:whole].view(-1, width).sum(0, dtype=torch.float32), rotation)
             if whole < chunk.numel():
                 _add_rotated(buckets, signed[whole:], rotation)
     return buckets
@@ -170,7 +176,7 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     low = (1 << (length - 1).bit_length()) - 1
     order = low - torch.arange(length, dtype=torch.int32, device=statistic.device)
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=statistic.device)
-    for rows in _row_chunks(blocks, length):
+    for rows in _row_chunks(blocks, length, _CHUNK):
         keys = statistic[rows].to(torch.float32).view(torch.int32).bitwise_and(_MAGNITUDE_BITS & ~low)
         keys.bitwise_or_(order)
         if sent > _MAX_PASSES:
@@ -224,7 +230,7 @@ def compact(residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scal
     if on_host == 0.0:
         return values.zero_()
     limit = torch.finfo(wire_dtype).max
-    for rows in _row_chunks(blocks, sent):
+    for rows in _row_chunks(blocks, sent, _SMALL_CHUNK):
         chosen = None if mask is None else mask[rows]
         there = take(residual[rows], chosen)
         rounded = there.clamp(-limit, limit).to(wire_dtype)
@@ -299,7 +305,8 @@ def update(
     on_host = _host_value(scale)
     if on_host == 0.0:
         return again
-    for rows in _row_chunks(*theta.shape):
+    blocks, sent = theta.shape
+    for rows in _row_chunks(blocks, sent, _SMALL_CHUNK):
         chosen = None if mask is None else mask[rows]
         old_momentum, last = take(momentum[rows], chosen), take(clock[rows], chosen)
         tau = step - last
@@ -380,9 +387,9 @@ def _host_value(scale: Tensor) -> float | None:
     return float(scale) if scale.device.type == "cpu" else None
 
 
-def _row_chunks(rows: int, columns: int) -> Iterator[slice]:
-    """Slices of about ``_CHUNK`` entries, whole rows each, that cover ``rows``."""
-    step = max(1, _CHUNK // max(1, columns))
+def _row_chunks(rows: int, columns: int, entries: int) -> Iterator[slice]:
+    """Slices of about ``entries`` entries, whole rows each, that cover ``rows``."""
+    step = max(1, entries // max(1, columns))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
@@ -400,7 +407,7 @@ def _entries(mask: Tensor, piece: Piece, block_size: int, kept: int) -> Tensor:
 
 
 def _add_rotated(buckets: Tensor, sums: Tensor, rotation: int) -> None:
-    """Adds ``sums[j]`` to ``buckets[(j + rotation) mod width]``."""
+    """Adds ``sums[j]`` to ``buckets[(j + rotation) mod W]``."""
     head = min(sums.numel(), buckets.numel() - rotation)
     buckets[rotation : rotation + head] += sums[:head]
     if head < sums.numel():

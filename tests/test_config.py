@@ -1,0 +1,93 @@
+"""ScapeConfig: what is accepted, what is refused with which words, and the quota it leads to."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_scape import ScapeConfig
+from lightning_scape.config import MAX_BYTE_BLOCK, Quota, quota_for
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "quota"),
+    [
+        (0.99, Quota(200, 2)),
+        (0.9, Quota(250, 25)),
+        (0.999, Quota(1000, 1)),
+        (0.5, Quota(256, 128)),
+        (0.0, Quota(256, 256)),
+        (0.98, Quota(250, 5)),
+        (0.9999, Quota(10000, 1)),
+        (1 - 1 / 256, Quota(256, 1)),
+    ],
+)
+def test_quota_is_the_largest_block_with_a_whole_number_sent(sparsity: float, quota: Quota) -> None:
+    assert ScapeConfig(sparsity=sparsity).quota == quota
+
+
+@given(st.floats(0.0, 0.9999))
+def test_quota_density_is_close_to_what_was_asked(sparsity: float) -> None:
+    quota = quota_for(sparsity)
+    assert 1 <= quota.sent <= quota.block_size
+    assert quota.block_size <= MAX_BYTE_BLOCK or quota.sent == 1
+    assert quota.density == pytest.approx(1 - sparsity, rel=0.01)
+
+
+def test_given_block_size_is_used() -> None:
+    assert ScapeConfig(sparsity=0.99, block_size=100).quota == Quota(100, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sparsity": 1.0}, r"`sparsity` must be a number in \[0, 1\), got 1.0"),
+        ({"sparsity": -0.1}, r"`sparsity` .* got -0.1"),
+        ({"sparsity": float("nan")}, r"`sparsity` .* got nan"),
+        ({"sparsity": "0.99"}, r"`sparsity` .* got '0.99'"),
+        ({"sparsity": True}, r"`sparsity` .* got True"),
+        ({"sparsity": 0.9999999}, r"at least one entry in 65536, got 0.9999999"),
+        ({"dense_steps": -1}, "`dense_steps` must be a whole number >= 0, got -1"),
+        ({"dense_steps": 1.5}, "`dense_steps` must be a whole number >= 0, got 1.5"),
+        ({"sparsity_warmup_steps": -3}, "`sparsity_warmup_steps` must be a whole number >= 0, got -3"),
+        ({"sparsity": 0.0, "sparsity_warmup_steps": 3}, "`sparsity_warmup_steps` must be 0 when sparsity is 0, got 3"),
+        ({"mask_interval": 0}, "`mask_interval` must be a whole number >= 1, got 0"),
+        ({"max_skipped": 0}, "`max_skipped` must be a whole number >= 1, got 0"),
+        ({"check_replicas_every": -1}, "`check_replicas_every` must be a whole number >= 0, got -1"),
+        ({"mask_statistic": "gradient"}, "`mask_statistic` must be one of 'residual', 'first_moment', got 'gradient'"),
+        ({"wire_dtype": "int8"}, "`wire_dtype` must be one of 'bf16', 'fp32', got 'int8'"),
+        ({"clip_norm": "global"}, "`clip_norm` must be one of 'sketch', 'local', got 'global'"),
+        ({"bias_correction": 1}, "`bias_correction` must be True or False, got 1"),
+        ({"local_group_size": 4}, "`local_group_size` must be 1, got 4.*not built yet"),
+        ({"residual_dtype": torch.bfloat16}, "`residual_dtype` must be torch.float32 or torch.float64, got torch.bf"),
+        ({"residual_dtype": "int"}, "`residual_dtype` must be .* got 'int'"),
+        ({"block_size": 0}, "`block_size` must be None or a whole number from 1 to 65536, got 0"),
+        ({"block_size": 10}, "`block_size` must hold at least one sent entry.*Use block_size >= 100"),
+    ],
+)
+def test_bad_option_is_refused_with_rule_and_value(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ScapeConfig(**options)  # type: ignore[arg-type]
+
+
+def test_config_is_frozen_and_keyword_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ScapeConfig().sparsity = 0.5  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        ScapeConfig(0.9)  # type: ignore[misc]
+
+
+def test_dtype_names_are_accepted() -> None:
+    assert ScapeConfig(residual_dtype="float64").residual_dtype is torch.float64
+    assert ScapeConfig(residual_dtype="torch.float32").residual_dtype is torch.float32
+
+
+def test_as_dict_holds_only_plain_values_and_builds_the_same_config() -> None:
+    config = ScapeConfig(sparsity=0.9, residual_device="cpu", dense_steps=3)
+    plain = config.as_dict()
+    assert all(value is None or isinstance(value, (int, float, str)) for value in plain.values())
+    assert ScapeConfig(**plain) == config

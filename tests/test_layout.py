@@ -1,0 +1,47 @@
+"""Layout: blocks, shards and pieces, on the docstring's example and on random shapes."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_scape.layout import Layout
+
+
+def test_example_of_the_docstring() -> None:
+    layout = Layout([6, 9], [0, 0], block_size=4, world_size=2)
+    assert (layout.used_blocks, layout.blocks, layout.shard_blocks, layout.numel) == (5, 6, 3, 15)
+    whole = [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.pieces()]
+    assert whole == [(0, 0, 2, 0, 6), (1, 2, 3, 0, 9)]
+    first = [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.shard_pieces(0)]
+    assert first == [(0, 0, 2, 0, 6), (1, 2, 1, 0, 4)]
+    second = [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.shard_pieces(1)]
+    assert second == [(1, 0, 2, 4, 5)]
+
+
+def test_kept_counts_entries_and_leaves_out_pads() -> None:
+    (piece,) = Layout([9], [0], block_size=4, world_size=1).pieces()
+    assert [piece.kept(sent, 4) for sent in (1, 2, 4)] == [3, 5, 9]
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=12), st.integers(1, 40), st.integers(1, 5), st.data())
+def test_shards_are_equal_and_cover_every_entry_once(
+    numels: list[int], block_size: int, world_size: int, data: st.DataObject
+) -> None:
+    layout = Layout(numels, [0] * len(numels), block_size, world_size)
+    assert layout.blocks == layout.shard_blocks * world_size
+    assert layout.blocks - layout.used_blocks < world_size
+    assert layout.numel == sum(numels)
+    seen = set()
+    sent = data.draw(st.integers(1, block_size))
+    kept = 0
+    for rank in range(world_size):
+        for piece in layout.shard_pieces(rank):
+            assert piece.row >= 0
+            assert piece.row + piece.blocks <= layout.shard_blocks
+            entries = {(piece.segment.index, i) for i in range(piece.start, piece.start + piece.numel)}
+            assert not entries & seen
+            seen |= entries
+            kept += piece.kept(sent, block_size)
+    assert seen == {(index, i) for index, numel in enumerate(numels) for i in range(numel)}
+    assert kept == sum(piece.kept(sent, block_size) for piece in layout.pieces())

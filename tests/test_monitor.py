@@ -1,0 +1,126 @@
+"""ScapeMonitor: what it logs, when, and that it costs nothing otherwise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from test_strategy import BATCHES, Regression, TwoOptimizers, make_trainer
+
+from lightning_scape import ScapeConfig, ScapeMonitor, ScapeOptimizer, StepStats
+from lightning_scape.monitor import collect_metrics
+
+
+class Recorder(DummyLogger):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if any(name.startswith("scape") for name in metrics):
+            self.records.append((step, dict(metrics)))
+
+
+def _monitored(rank: int, world_size: int, every: int, options: dict[str, Any], model: type) -> dict[str, Any]:
+    looked = []
+    real = ScapeOptimizer.stats
+    ScapeOptimizer.stats = property(lambda self: looked.append(self) or real.fget(self))
+    recorders = [Recorder(), Recorder()]
+    trainer = make_trainer(callbacks=[ScapeMonitor(every)], logger=recorders, **options)
+    trainer.fit(model())
+    ScapeOptimizer.stats = real
+    return {
+        "records": recorders[0].records,
+        "other": recorders[1].records,
+        "looked": len(looked),
+        "bar": {name: float(value) for name, value in trainer.progress_bar_metrics.items()},
+    }
+
+
+def test_every_logger_gets_all_statistics_every_n_optimizer_steps(run_ranks: Any) -> None:
+    first, _ = run_ranks(_monitored, 2, 2, {}, Regression)
+    assert [step for step, _ in first["records"]] == [2, 4, 6]
+    assert [metrics["scape/step"] for _, metrics in first["records"]] == [2, 4, 6]
+    assert first["other"] == first["records"]
+    for _, metrics in first["records"]:
+        assert metrics["scape/bytes_total"] > 0
+        assert {"scape/compression", "scape/density", "scape/grad_norm", "scape/seconds/fold"} <= set(metrics)
+        assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_the_statistics_are_not_even_looked_at_on_other_steps(run_ranks: Any) -> None:
+    assert run_ranks(_monitored, 1, 4, {}, Regression)[0]["looked"] == 1
+    assert run_ranks(_monitored, 1, BATCHES + 1, {}, Regression)[0]["looked"] == 0
+
+
+def test_accumulated_batches_are_reported_once_per_optimizer_step(run_ranks: Any) -> None:
+    (result,) = run_ranks(_monitored, 1, 1, {"accumulate_grad_batches": 4}, Regression)
+    assert [metrics["scape/step"] for _, metrics in result["records"]] == [1, 2, 3]
+
+
+def test_several_optimizers_are_told_apart_and_none_is_missed(run_ranks: Any) -> None:
+    # Every batch steps both: the Trainer's step count is even after each, and 3 divides every third of them.
+    (result,) = run_ranks(_monitored, 1, 3, {}, TwoOptimizers)
+    assert [metrics["scape-0/step"] for _, metrics in result["records"]] == [2, 3, 5, 6]
+    assert all(metrics["scape-1/step"] == metrics["scape-0/step"] for _, metrics in result["records"])
+
+
+def test_the_progress_bar_shows_compression_and_gradient_norm(run_ranks: Any) -> None:
+    first, _ = run_ranks(_monitored, 2, 2, {}, Regression)
+    last = first["records"][-1][1]
+    shown = {name: value for name, value in first["bar"].items() if name.startswith("scape")}
+    assert shown == {name: pytest.approx(last[name]) for name in ("scape/compression", "scape/grad_norm")}
+
+
+def test_one_rank_has_no_compression_to_show(run_ranks: Any) -> None:
+    (result,) = run_ranks(_monitored, 1, 2, {}, Regression)
+    assert math.isnan(result["records"][-1][1]["scape/compression"])
+    assert set(result["bar"]) == {"scape/grad_norm"}
+
+
+def _files_and_bars(rank: int, world_size: int, folder: str) -> bool:
+    for bar in (TQDMProgressBar, RichProgressBar):
+        options = {"logger": CSVLogger(folder), "enable_progress_bar": True, "log_every_n_steps": 1}
+        make_trainer(callbacks=[ScapeMonitor(2), bar()], **options).fit(Regression())
+    return True
+
+
+def test_lightnings_own_logger_and_bars_take_the_names(run_ranks: Any, tmp_path: Any) -> None:
+    pytest.importorskip("rich")
+    run_ranks(_files_and_bars, 2, str(tmp_path))
+    header = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()[0]
+    assert {"scape/bytes_total", "scape/compression", "scape/seconds/select"} <= set(header.split(","))
+
+
+def _without_scape(rank: int, world_size: int) -> None:
+    make_trainer(DDPStrategy(), callbacks=[ScapeMonitor()]).fit(Regression())
+
+
+def test_another_strategy_is_an_error_that_names_it_and_the_remedy(run_ranks: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=r"is DDPStrategy. Use `Trainer\(strategy=ScapeStrategy"):
+        run_ranks(_without_scape, 2)
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "50"])
+def test_an_interval_that_is_not_a_positive_whole_number_is_an_error(every: Any) -> None:
+    with pytest.raises(ValueError, match="`every_n_steps` must be a whole number >= 1, got"):
+        ScapeMonitor(every)
+
+
+def test_metrics_are_those_of_the_stats_and_none_before_the_first_step() -> None:
+    parameter = torch.nn.Parameter(torch.ones(10))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig())
+    assert collect_metrics([optimizer]) == {}
+    parameter.grad = torch.ones(10)
+    optimizer.step()
+    assert isinstance(optimizer.stats, StepStats)
+    assert repr(collect_metrics([optimizer])) == repr(optimizer.stats.as_dict())  # repr: NaN equals NaN

@@ -1,0 +1,316 @@
+"""The reference operations, each against its definition written as a plain loop or in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_scape import ops
+from lightning_scape.clipping import SKETCH_WIDTHS, _random_signs, sketch_deviation
+from lightning_scape.layout import Layout
+
+ONE, ZERO = torch.ones(()), torch.zeros(())
+
+
+# ------------------------------------------------------------------------------------------------- select
+
+
+def test_select_example_of_the_docstring() -> None:
+    assert ops.select(torch.tensor([[3.0, -5, 0, 0], [0, 0, 0, 0]]), 2).tolist() == [[1, 0], [0, 1]]
+
+
+@pytest.mark.parametrize(("blocks", "length", "sent"), [(7, 200, 2), (5, 250, 25), (3, 256, 256), (4, 100, 1)])
+def test_select_takes_the_largest_magnitudes(blocks: int, length: int, sent: int) -> None:
+    # Magnitudes far enough apart that the bits given up for the position do not matter.
+    magnitudes = torch.stack([torch.randperm(length) for _ in range(blocks)]) + 1.0
+    statistic = magnitudes * torch.randn(blocks, length).sign()
+    chosen = ops.select(statistic, sent)
+    assert chosen.dtype is torch.uint8
+    assert torch.equal(chosen.long(), statistic.abs().sort(1, descending=True).indices[:, :sent])
+
+
+def test_select_by_maximum_and_by_sort_agree() -> None:
+    statistic = torch.randn(50, 200)
+    by_sort, by_maximum = ops.select(statistic, 33), ops.select(statistic, 32)
+    assert torch.equal(by_sort[:, :32], by_maximum)
+
+
+def test_select_in_long_blocks_uses_two_bytes() -> None:
+    statistic = torch.zeros(2, 40000)
+    statistic[0, 39999], statistic[1, 257] = -1.0, 1e-30
+    chosen = ops.select(statistic, 1)
+    assert chosen.dtype is torch.uint16
+    assert chosen.long().tolist() == [[39999], [257]]
+
+
+def test_select_breaks_ties_by_the_lowest_position() -> None:
+    assert ops.select(torch.full((1, 256), -2.0), 5).tolist() == [[0, 1, 2, 3, 4]]
+
+
+def test_select_chooses_pads_last_even_among_zeros() -> None:
+    statistic = torch.zeros(1, 8)
+    statistic[0, 3] = 1e-40  # a denormal is still more than a pad
+    assert ops.select(statistic, 5).tolist() == [[3, 0, 1, 2, 4]]
+
+
+def test_select_ranks_infinity_and_nan_above_all() -> None:
+    statistic = torch.tensor([[1.0, float("inf"), 2.0, float("nan")]])
+    assert ops.select(statistic, 2).tolist() == [[3, 1]]
+
+
+def test_select_spans_its_chunks() -> None:
+    statistic = torch.randn(5000, 200)
+    rows = [ops.select(statistic[i : i + 1], 2) for i in range(0, 5000, 499)]
+    assert torch.equal(ops.select(statistic, 2)[::499], torch.cat(rows))
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 2**31))
+def test_select_positions_are_distinct_and_no_other_entry_is_larger(length: int, sent: int, seed: int) -> None:
+    sent = min(sent, length)
+    statistic = torch.randn(3, length, generator=torch.Generator().manual_seed(seed))
+    chosen = ops.select(statistic, sent).long()
+    for row in range(3):
+        inside = set(chosen[row].tolist())
+        assert len(inside) == sent
+        rest = [abs(float(statistic[row, i])) for i in range(length) if i not in inside]
+        smallest = min(abs(float(statistic[row, i])) for i in inside)
+        bits = (length - 1).bit_length()
+        assert all(value <= smallest * (1 + 2.0 ** (bits - 23)) for value in rest)
+
+
+# -------------------------------------------------------------------------------------- fold and compact
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_fold_adds_the_scaled_gradient(dtype: torch.dtype) -> None:
+    residual, grad = torch.randn(3000), torch.randn(3000).to(dtype)
+    expected = residual + 0.5 * grad.float()
+    ops.fold([residual, residual[:0]], [grad, None], torch.tensor(0.5), None)
+    torch.testing.assert_close(residual, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_fold_clamps_before_scaling_and_leaves_the_gradient_alone() -> None:
+    residual, grad = torch.zeros(3), torch.tensor([5.0, -0.25, -9.0])
+    ops.fold([residual], [grad], torch.tensor(0.5), 1.0)
+    assert residual.tolist() == [0.5, -0.125, -0.5]
+    assert grad.tolist() == [5.0, -0.25, -9.0]
+
+
+def test_scale_zero_folds_nothing_not_even_nan() -> None:
+    residual = torch.ones(3)
+    ops.fold([residual], [torch.full((3,), float("nan"))], ZERO, None)
+    assert residual.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("whole", [True, False])
+def test_sent_plus_left_equals_what_was_there_exactly(wire: torch.dtype, whole: bool) -> None:
+    residual = torch.randn(40, 200) * torch.logspace(-30, 30, 40).unsqueeze(1)
+    residual[0, 0] = torch.finfo(torch.float32).max  # rounds to infinity in bf16, unless held back
+    before = residual.double()
+    mask = None if whole else ops.select(residual, 2)
+    sent = ops.compact(residual, mask, wire, ONE)
+    assert sent.dtype is wire
+    assert sent.isfinite().all()
+    there = torch.zeros(40, 200, dtype=torch.float64)
+    ops.put(there, mask, sent.double())
+    assert torch.equal(there + residual.double(), before)
+    if wire is torch.float32:
+        assert (ops.take(residual, mask) == 0).all()
+
+
+def test_scale_zero_sends_zeros_and_keeps_the_residual() -> None:
+    residual = torch.randn(4, 10)
+    before = residual.clone()
+    assert (ops.compact(residual, ops.select(residual, 2), torch.bfloat16, ZERO) == 0).all()
+    assert torch.equal(residual, before)
+
+
+# --------------------------------------------------------------------------------------------- tau steps
+
+
+def hyper(lr: float, beta1: float, beta2: float, eps: float, decay: float) -> ops.Hyper:
+    return ops.Hyper(*(torch.tensor(v, dtype=torch.float64) for v in (lr, beta1, beta2, eps, decay)))
+
+
+def scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+values = st.floats(-100, 100, allow_nan=False)
+
+
+@given(st.integers(1, 400), values, values, values, st.floats(0.0, 0.999), st.floats(0.0, 0.9999))
+def test_tau_steps_at_once_equal_tau_single_steps_of_the_momentum(
+    tau: int, theta: float, m: float, g: float, beta1: float, beta2: float
+) -> None:
+    lr, eps, decay = 1e-2, 1e-8, 0.1
+    got = ops.tau_step(scalar(theta), scalar(m), scalar(tau), scalar(tau * g), hyper(lr, beta1, beta2, eps, decay), 1.0)
+    momentum, moved = m, 0.0
+    for _ in range(tau):
+        momentum = beta1 * momentum + (1 - beta1) * g
+        moved += momentum
+    total = tau * g
+    v = beta2 * m**2 + (1 - beta2) * total**2 / tau
+    expected = theta * (1 - lr * decay) ** tau - lr * moved / (math.sqrt(v) + eps)
+    assert float(got.momentum) == pytest.approx(momentum, rel=1e-9, abs=1e-9)
+    assert float(got.theta) == pytest.approx(expected, rel=1e-7, abs=1e-7)
+
+
+def test_one_tau_step_is_adams_term_for_term() -> None:
+    theta, m, g = (torch.randn(100, dtype=torch.float64) for _ in range(3))
+    got = ops.tau_step(theta, m, torch.ones_like(theta), g, hyper(1e-3, 0.9, 0.95, 1e-8, 0.1), 1.0)
+    momentum = 0.9 * m + (1 - 0.9) * g
+    v = 0.95 * m**2 + (1 - 0.95) * g**2
+    torch.testing.assert_close(got.momentum, momentum, rtol=1e-15, atol=1e-15)
+    torch.testing.assert_close(got.theta, (1 - 1e-4) * theta - 1e-3 * momentum / (v.sqrt() + 1e-8), rtol=1e-14, atol=0)
+
+
+def test_weight_decay_catches_up_at_the_visit() -> None:
+    got = ops.tau_step(scalar(2.0), scalar(0.0), scalar(7), scalar(0.0), hyper(0.1, 0.9, 0.95, 1e-8, 0.5), 1.0)
+    assert float(got.theta) == pytest.approx(2.0 * 0.95**7)
+
+
+def test_update_leaves_unmasked_entries_bitwise_alone() -> None:
+    momentum, clock = torch.randn(3000, 10), torch.randint(0, 4, (3000, 10), dtype=torch.int32)
+    mask = ops.select(torch.randn(3000, 10), 2)
+    old_momentum, old_clock = momentum.clone(), clock.clone()
+    theta, total = torch.randn(3000, 2), torch.randn(3000, 2)
+    single = ops.Hyper(*(v.float() for v in hyper(1e-3, 0.9, 0.95, 1e-8, 0.1)))
+    again = ops.update(theta, momentum, clock, mask, total, torch.tensor(5, dtype=torch.int32), single, 1.0, ONE)
+    outside = torch.ones(3000, 10, dtype=torch.bool).scatter_(1, mask.long(), False)
+    assert torch.equal(momentum[outside], old_momentum[outside])
+    assert torch.equal(clock[outside], old_clock[outside])
+    assert (clock[~outside] == 5).all()
+    assert int(again) == int((old_clock[~outside] == 4).sum())
+
+
+def test_hyperparameters_by_row_equal_one_run_per_group() -> None:
+    rows = torch.tensor([[0.1], [0.2]]).repeat(500, 1)
+    table = ops.Hyper(rows, rows * 2, rows * 3, rows * 1e-6, rows)
+    states = [[torch.randn(1000, 4), torch.randn(1000, 4), torch.zeros(1000, 4, dtype=torch.int32)] for _ in range(1)]
+    theta, momentum, clock = states[0]
+    total, step = torch.randn(1000, 4), torch.tensor(3, dtype=torch.int32)
+    together = [t.clone() for t in states[0]]
+    ops.update(*together, None, total, step, table, 1.0, ONE)
+    for parity in (0, 1):
+        alone = [t[parity::2].clone() for t in (theta, momentum, clock)]
+        one = ops.Hyper(*(column[parity, 0] for column in table))
+        ops.update(*alone, None, total[parity::2], step, one, 1.0, ONE)
+        for a, b in zip(together, alone, strict=True):
+            torch.testing.assert_close(a[parity::2], b, rtol=1e-6, atol=1e-7)
+
+
+# ----------------------------------------------------------------------------------- gather and scatter
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(2, 12), st.integers(1, 3), st.integers(0, 999))
+def test_gather_and_scatter_touch_exactly_the_masked_entries(
+    numels: list[int], block_size: int, world_size: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    layout = Layout(numels, [0] * len(numels), block_size, world_size)
+    flats = [torch.randn(n, generator=generator) for n in numels]
+    sent = 1 + seed % block_size
+    statistic = torch.zeros(layout.blocks, block_size)
+    for piece in layout.pieces():
+        statistic.view(-1)[piece.row * block_size :][: piece.numel] = torch.randn(piece.numel, generator=generator)
+    mask = ops.select(statistic, sent)
+    masked = torch.zeros_like(statistic, dtype=torch.bool).scatter_(1, mask.long(), True)
+    out = torch.full((layout.blocks, sent), 7.0)
+    pieces = list(layout.pieces())
+    ops.gather(flats, pieces, mask, out, block_size)
+    assert int((out != 7.0).sum()) == sum(piece.kept(sent, block_size) for piece in pieces)
+    new = [flat.clone() for flat in flats]
+    ops.scatter(new, pieces, mask, out + 1, block_size)
+    for piece, flat, changed in zip(pieces, flats, new, strict=True):
+        inside = masked.view(-1)[piece.row * block_size :][: piece.numel]
+        assert torch.equal(changed[inside], flat[inside] + 1)
+        assert torch.equal(changed[~inside], flat[~inside])
+
+
+# ---------------------------------------------------------------------------------------- norm and checks
+
+
+def signs() -> Tensor:
+    return _random_signs(1 << 17)
+
+
+def test_sketch_is_linear() -> None:
+    a, b, table = torch.randn(500_000), torch.randn(500_000), signs()
+    together = ops.sketch([a + b], table, SKETCH_WIDTHS)
+    apart = ops.sketch([a], table, SKETCH_WIDTHS) + ops.sketch([b], table, SKETCH_WIDTHS)
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-3)
+
+
+def gradient_of_kind(kind: str) -> list[Tensor]:
+    size = 600_000
+    if kind == "random":
+        return [torch.randn(size)]
+    if kind == "heavy-tailed":
+        return [torch.randn(size) / torch.rand(size).clamp(min=1e-6)]
+    if kind == "all one":
+        return [torch.ones(size)]
+    if kind in ("one column", "columns at the sketch's own width"):  # a bucket must not collect a column
+        columns = 4096 if kind == "one column" else SKETCH_WIDTHS[0]
+        matrix = torch.zeros(800, columns)
+        matrix[:, 17] = torch.randn(800)
+        return [matrix.view(-1)]
+    if kind == "embedding rows":
+        matrix = torch.zeros(5000, 128)
+        matrix[torch.randperm(5000)[:50]] = torch.randn(50, 128)
+        return [matrix.view(-1)]
+    return [torch.randn(n) for n in torch.randint(1, 9000, (150,)).tolist()]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["random", "heavy-tailed", "all one", "one column", "columns at the sketch's own width", "embedding rows", "many"],
+)
+def test_sketch_norm_is_within_five_percent(kind: str) -> None:
+    grads = gradient_of_kind(kind)
+    true = torch.cat(grads).double().norm()
+    sketched = ops.sketch(grads, signs(), SKETCH_WIDTHS).double().norm()
+    assert float(sketched / true) == pytest.approx(1.0, abs=0.05)
+
+
+def test_sketch_deviation_is_as_stated() -> None:
+    table = signs()
+    ratios = torch.tensor(
+        [float(ops.sketch([g], table, SKETCH_WIDTHS).norm() / g.norm()) for g in torch.randn(60, 100_000)]
+    )
+    assert sketch_deviation() == pytest.approx(0.011, abs=0.0002)
+    assert float(ratios.std()) == pytest.approx(sketch_deviation(), rel=0.4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_norms_of_a_gradient_that_is_not_finite_are_not_finite(bad: float) -> None:
+    grad = torch.randn(300_000)
+    grad[123_456] = bad
+    assert not ops.squared_norm([grad]).isfinite()
+    assert not ops.sketch([grad, None], signs(), SKETCH_WIDTHS).norm().isfinite()
+
+
+def test_squared_norm_of_bf16_is_accumulated_in_fp32() -> None:
+    grad = torch.ones(10_001, dtype=torch.bfloat16)
+    assert float(ops.squared_norm([grad, grad])) == pytest.approx(20_002, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_checksum_sees_a_flipped_bit_and_two_entries_swapped(dtype: torch.dtype) -> None:
+    flat = torch.randn(5000).to(dtype)
+    original = ops.checksum(flat)
+    assert torch.equal(original, ops.checksum(flat.clone()))
+    for a, b in ((3, 4), (3, 1027), (4990, 4999), (0, 4500)):
+        swapped = flat.clone()
+        swapped[[a, b]] = flat[[b, a]]
+        assert not torch.equal(original, ops.checksum(swapped))
+    for place in (0, 2047, 4999):
+        flipped = flat.clone()
+        flipped[place] = torch.nextafter(flipped[place].float(), torch.tensor(1e9)).to(dtype) + 1
+        assert not torch.equal(original, ops.checksum(flipped))

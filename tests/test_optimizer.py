@@ -1,0 +1,829 @@
+"""ScapeOptimizer on 1 to 3 ranks: the claims of the method, each checked on what the ranks really hold and send."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
+
+RunRanks = Callable[..., list[Any]]
+SIZES = ((37, 11), (5,), (1,), (300, 7), (3, 3, 3), (641,))
+FP32 = {"wire_dtype": "fp32"}
+
+
+def parameters(sizes: tuple[tuple[int, ...], ...] = SIZES, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in sizes]
+
+
+def gradients(params: list[nn.Parameter], rank: int, step: int, whole: bool = False) -> list[Tensor]:
+    """The gradients of a rank at a step: any process can compute any rank's. ``whole``: small whole numbers."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    if whole:
+        return [torch.randint(-8, 9, p.shape, generator=generator).to(p.dtype) for p in params]
+    return [torch.randn(p.shape, generator=generator).to(p.dtype) for p in params]
+
+
+def set_gradients(params: list[nn.Parameter], rank: int, step: int, whole: bool = False) -> None:
+    for parameter, grad in zip(params, gradients(params, rank, step, whole), strict=True):
+        parameter.grad = grad
+
+
+def values(params: list[nn.Parameter]) -> list[Tensor]:
+    return [p.detach().clone() for p in params]
+
+
+def gathered(tensor: Tensor) -> list[Tensor]:
+    if not dist.is_initialized():
+        return [tensor]
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, tensor.contiguous())
+    return everyone
+
+
+def assert_replicas_equal(params: list[nn.Parameter]) -> None:
+    for parameter in params:
+        for other in gathered(parameter.detach()):
+            assert torch.equal(other, parameter)
+
+
+# ------------------------------------------------------------------------- 1. density 1 is dense AdamS
+
+
+def train_dense(rank: int, world_size: int, bias_correction: bool) -> float:
+    params, reference = parameters(), parameters()
+    groups = [{"params": params[:2], "lr": 3e-2, "weight_decay": 0.3}, {"params": params[2:]}]
+    twins = [{"params": reference[:2], "lr": 3e-2, "weight_decay": 0.3}, {"params": reference[2:]}]
+    config = ScapeConfig(sparsity=0.0, bias_correction=bias_correction, **FP32)
+    scape = ScapeOptimizer(groups, lr=1e-2, config=config)
+    dense = AdamS(twins, lr=1e-2, bias_correction=bias_correction)
+    worst = 0.0
+    for step in range(25):
+        set_gradients(params, rank, step)
+        everyone = [gradients(params, other, step) for other in range(world_size)]
+        for twin, grads in zip(reference, zip(*everyone, strict=True), strict=True):
+            twin.grad = torch.stack(grads).mean(0)
+        scape.step()
+        dense.step()
+        for mine, twin in zip(params, reference, strict=True):
+            worst = max(worst, float((mine - twin).norm() / twin.norm()))
+    return worst
+
+
+@pytest.mark.parametrize("bias_correction", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_full_density_equals_dense_adams(run_ranks: RunRanks, world_size: int, bias_correction: bool) -> None:
+    assert max(run_ranks(train_dense, world_size, bias_correction)) <= 1e-6
+
+
+# ----------------------------------------------------------------------------- 2. replicas stay equal
+
+
+class Odd(nn.Module):
+    """Tied weights, a frozen parameter, one that only rank 0 uses, sizes that nothing divides."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(53, 17)
+        self.hidden = nn.Linear(17, 17)
+        self.frozen = nn.Linear(17, 17)
+        self.sometimes = nn.Linear(17, 17, bias=False)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(17, 53, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen.requires_grad_(False)
+        self.to(dtype)
+
+    def forward(self, tokens: Tensor, use_all: bool) -> Tensor:
+        x = torch.tanh(self.hidden(self.embed(tokens))) * self.gain + self.frozen(self.embed(tokens))
+        return self.head(self.sometimes(x) if use_all else x)
+
+
+def train_odd(rank: int, world_size: int, sparsity: float, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    model = Odd(dtype)
+    before = [p.detach().clone() for p in model.parameters()]
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = ScapeOptimizer(
+        [{"params": matrices, "lr": 1e-2, "weight_decay": 0.1}, {"params": rest, "lr": 3e-2, "weight_decay": 0.0}],
+        config=ScapeConfig(sparsity=sparsity, check_replicas_every=5, **options),
+    )
+    torch.manual_seed(100 + rank)
+    losses = []
+    for step in range(12):
+        tokens = torch.randint(0, 53, (16,))
+        logits = model(tokens, use_all=rank == 0 or step % 3 == 0)
+        loss = nn.functional.cross_entropy(logits.float(), (tokens * 7 + 1) % 53)
+        loss.backward()
+        optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        assert_replicas_equal(list(model.parameters()))
+    changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    names = [name for name, _ in model.named_parameters()]
+    stats = optimizer.stats
+    assert stats is not None
+    assert stats.residual_norm < float("inf")
+    return dict(zip(names, changed, strict=True)), losses
+
+
+@pytest.mark.parametrize("sparsity", [0.9, 0.99, 0.999])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_replicas_are_bitwise_equal_after_every_step(run_ranks: RunRanks, world_size: int, sparsity: float) -> None:
+    for changed, _ in run_ranks(train_odd, world_size, sparsity, torch.float32, {}):
+        assert changed == {name: not name.startswith("frozen") for name in changed}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.bfloat16, {}),
+        (torch.float16, {"wire_dtype": "fp32"}),
+        (torch.float64, {"residual_dtype": torch.float64}),
+        (torch.float32, {"mask_statistic": "first_moment"}),
+        (torch.float32, {"mask_interval": 3}),
+        (torch.float32, {"dense_steps": 2, "sparsity_warmup_steps": 4}),
+        (torch.float32, {"clip_norm": "local", "bias_correction": True, "residual_device": "cpu"}),
+    ],
+)
+def test_replicas_are_bitwise_equal_under_every_option(
+    run_ranks: RunRanks, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    for changed, _ in run_ranks(train_odd, 2, 0.9, dtype, options):
+        assert changed == {name: not name.startswith("frozen") for name in changed}
+
+
+# ----------------------------------------------------------------------------- 3. nothing is ever lost
+
+
+class Ledger:
+    """Adds up, entry by entry, what this rank hands to the wire."""
+
+    def __init__(self, optimizer: ScapeOptimizer) -> None:
+        self.optimizer = optimizer
+        self.sent: Tensor | None = None
+        self._exchange = optimizer._communicator.exchange
+        optimizer._communicator.exchange = self.exchange  # type: ignore[method-assign]
+
+    def exchange(self, sent: Tensor) -> Tensor:
+        state = self.optimizer._run.state
+        assert state is not None
+        if self.sent is None:
+            self.sent = torch.zeros(state.residual.shape, dtype=torch.float64)
+        once = torch.zeros_like(self.sent)
+        ops.put(once, self.optimizer._masks.active, sent.double())
+        self.sent += once
+        return self._exchange(sent)
+
+    def totals(self) -> list[Tensor]:
+        """Sent plus residual, by parameter."""
+        state, optimizer = self.optimizer._run.state, self.optimizer
+        assert state is not None
+        assert self.sent is not None
+        both = (self.sent + state.residual.double()).view(-1)
+        return optimizer._views(both, optimizer._pieces)
+
+
+def train_with_ledger(rank: int, world_size: int, wire_dtype: str, whole: bool) -> float:
+    params = parameters()
+    config = ScapeConfig(sparsity=0.9, dense_steps=1, sparsity_warmup_steps=2, wire_dtype=wire_dtype)
+    optimizer = ScapeOptimizer(params, config=config)
+    ledger = Ledger(optimizer)
+    folded = [torch.zeros(p.shape, dtype=torch.float64) for p in params]
+    for step in range(15):
+        set_gradients(params, rank, step, whole)
+        if not whole:
+            optimizer.clip_grad_norm(3.0)
+        optimizer.step()
+        assert optimizer.stats is not None
+        factor = optimizer.stats.clip_factor
+        for total, parameter in zip(folded, params, strict=True):
+            assert parameter.grad is not None
+            total += factor * parameter.grad.double()
+    return max(float((total.view(-1) - seen).abs().max()) for total, seen in zip(folded, ledger.totals(), strict=True))
+
+
+@pytest.mark.parametrize("wire_dtype", ["fp32", "bf16"])
+def test_sent_plus_residual_equals_all_gradients_exactly(run_ranks: RunRanks, wire_dtype: str) -> None:
+    # Whole numbers: fp32 adds them without rounding, so that equality can be exact, with a bf16 wire too.
+    assert run_ranks(train_with_ledger, 2, wire_dtype, True) == [0.0, 0.0]
+
+
+def test_sent_plus_residual_equals_clipped_gradients_to_fp32_rounding(run_ranks: RunRanks) -> None:
+    assert max(run_ranks(train_with_ledger, 2, "bf16", False)) < 2e-6
+
+
+# ------------------------------------------------------------- 4. the mask: whose, when, how many, what it costs
+
+
+def train_watching_masks(rank: int, world_size: int, interval: int) -> dict[str, Any]:
+    params = parameters()
+    config = ScapeConfig(sparsity=0.9, mask_interval=interval)
+    quota = config.quota
+    optimizer = ScapeOptimizer(params, config=config)
+    expected: Tensor | None = None
+    seen: list[Tensor] = []
+    for step in range(6):
+        before = values(params)
+        state = optimizer._run.state
+        set_gradients(params, rank, step)
+        optimizer.step()
+        state = optimizer._run.state
+        assert state is not None
+        mask = optimizer._masks.active
+        assert mask is not None
+        assert mask.shape == (optimizer._layout.blocks, quota.sent)
+        assert all(row.unique().numel() == quota.sent for row in mask)
+        if expected is not None and step % interval == 0:
+            assert torch.equal(mask, expected), f"step {step} did not use the mask made at the end of step {step - 1}"
+        if step % interval:
+            assert torch.equal(mask, seen[-1])
+        seen.append(mask.clone())
+        # Each owner's choice, from its own residual after this step: the mask of the next.
+        own = ops.select(state.shard_of_residual(optimizer._layout, rank), quota.sent)
+        expected = torch.cat(gathered(own))
+        inside = torch.zeros(optimizer._layout.blocks, quota.block_size, dtype=torch.bool)
+        inside.scatter_(1, mask.long(), True)
+        for part, old, parameter in zip(
+            optimizer._views(inside.view(-1), optimizer._pieces), before, params, strict=True
+        ):
+            assert torch.equal(parameter.detach().view(-1)[~part], old.view(-1)[~part])
+    assert optimizer.stats is not None
+    return {"seen": len(seen)}
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_mask_of_a_step_was_made_by_its_owners_one_step_before(
+    run_ranks: RunRanks, world_size: int, interval: int
+) -> None:
+    run_ranks(train_watching_masks, world_size, interval)
+
+
+def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch.dtype, clip: bool) -> dict[str, Any]:
+    params = parameters(dtype=dtype)
+    optimizer = ScapeOptimizer(params, config=config)
+    sizes: list[tuple[str, int]] = []
+
+    def spy(name: str) -> None:
+        real = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sizes.append((name, args[0].numel() * args[0].element_size()))
+            return real(*args, **kwargs)
+
+        setattr(dist, name, call)
+
+    for step in range(3):
+        set_gradients(params, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    for name in ("all_reduce", "all_to_all_single", gather, "broadcast", "all_gather", "reduce_scatter_tensor"):
+        spy(name)
+    set_gradients(params, rank, 3)
+    if clip:
+        optimizer.clip_grad_norm(1.0)
+    optimizer.step()
+    stats = optimizer.stats
+    assert stats is not None
+    layout, quota = optimizer._layout, config.quota
+    entries = layout.blocks * quota.sent
+    share = (world_size - 1) / world_size
+    itemsize = {torch.bfloat16: 2, torch.float32: 4}
+    norm = 4093 * 4 if clip else 4
+    values_bytes = entries * itemsize[config.values_dtype]
+    parameter_bytes = entries * itemsize[dtype]
+    mask_bytes = entries * (1 if quota.block_size <= 256 else 2)
+    assert sizes == [
+        ("all_reduce", norm),
+        ("all_to_all_single", values_bytes),
+        (gather, parameter_bytes),
+        (gather, mask_bytes),
+    ]
+    assert stats.bytes_norm == int(2 * norm * share)
+    assert stats.bytes_values == int(values_bytes * share)
+    assert stats.bytes_parameters == int(parameter_bytes * share)
+    assert stats.bytes_mask == int(mask_bytes * share)
+    assert stats.bytes_total == int(2 * norm * share) + sum(
+        int(b * share) for b in (values_bytes, parameter_bytes, mask_bytes)
+    )
+    return {"density": stats.density}
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(
+    ("sparsity", "wire_dtype", "dtype"),
+    [(0.9, "bf16", torch.float32), (0.99, "fp32", torch.bfloat16), (0.999, "bf16", torch.float32)],
+)
+def test_a_step_sends_four_messages_of_the_stated_sizes(
+    run_ranks: RunRanks, sparsity: float, wire_dtype: str, dtype: torch.dtype, clip: bool
+) -> None:
+    run_ranks(count_messages, 2, ScapeConfig(sparsity=sparsity, wire_dtype=wire_dtype), dtype, clip)
+
+
+def test_one_rank_sends_nothing_and_needs_no_process_group() -> None:
+    params = parameters()
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.99))
+    before = values(params)
+    for step in range(3):
+        set_gradients(params, 0, step)
+        optimizer.step()
+    assert optimizer.stats is not None
+    assert optimizer.stats.bytes_total == 0
+    assert any(not torch.equal(a, b) for a, b in zip(before, params, strict=True))
+
+
+# --------------------------------------------------------------------------- 6. what stands still, what catches up
+
+
+def test_unmasked_entries_stand_still_and_weight_decay_catches_up() -> None:
+    # One block of 10, one entry sent: entry 0 is loud for 5 steps, then entry 9, whose gradient was always zero,
+    # wins nothing; its decay waits until it is visited.
+    parameter = nn.Parameter(torch.full((10,), 2.0))
+    config = ScapeConfig(sparsity=0.9, block_size=10, **FP32)
+    lr, decay = 0.1, 0.5
+    optimizer = ScapeOptimizer([parameter], lr=lr, weight_decay=decay, config=config)
+    for _ in range(5):
+        parameter.grad = torch.zeros(10)
+        parameter.grad[0] = 1.0
+        optimizer.step()
+    assert (parameter.detach()[1:] == 2.0).all()
+    state = optimizer._run.state
+    assert state is not None
+    assert state.clock.view(-1).tolist() == [5] + [0] * 9
+    assert (state.momentum.view(-1)[1:] == 0).all()
+    parameter.grad = torch.zeros(10)
+    parameter.grad[3] = 1e-3  # in the residual after this step, hence in the mask of the next
+    optimizer.step()
+    parameter.grad = torch.zeros(10)
+    old = parameter.detach().clone()
+    optimizer.step()
+    assert state.clock.view(-1).tolist() == [6, 0, 0, 7, 0, 0, 0, 0, 0, 0]
+    moved = float(old[3]) * (1 - lr * decay) ** 7 - float(parameter.detach()[3])
+    assert moved > 0  # the gradient's own part of the step
+    assert moved < lr * 7 / 0.05**0.5
+    assert torch.equal(parameter.detach()[4:], old[4:])
+
+
+# ------------------------------------------------------------------------------------------ 7. accumulation, clipping
+
+
+def accumulate(rank: int, world_size: int, split: int) -> list[Tensor]:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 3)).double()
+    optimizer = ScapeOptimizer(
+        model.parameters(), config=ScapeConfig(sparsity=0.9, wire_dtype="fp32", residual_dtype="float64")
+    )
+    torch.manual_seed(rank)
+    for _ in range(5):
+        batch = torch.randn(8, 8, dtype=torch.float64)
+        for part in batch.chunk(split):
+            (model(part).square().mean() / split).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_four_micro_batches_equal_one_large_batch(run_ranks: RunRanks) -> None:
+    for one, four in zip(run_ranks(accumulate, 2, 1)[0], run_ranks(accumulate, 2, 4)[0], strict=True):
+        torch.testing.assert_close(one, four, rtol=1e-6, atol=1e-7)
+
+
+def clip_ranks(rank: int, world_size: int, kind: str, rule: str) -> tuple[float, float, float, float]:
+    params = parameters(((700, 300), (200_000,), (17,)))
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.99, clip_norm=rule, **FP32))
+    everyone = [gradients(params, other, 0) for other in range(world_size)]
+    if kind == "heavy-tailed":
+        everyone = [
+            [g / torch.rand(g.shape, generator=torch.Generator().manual_seed(9)).clamp(min=1e-6) for g in grads]
+            for grads in everyone
+        ]
+    for parameter, grad in zip(params, everyone[rank], strict=True):
+        parameter.grad = grad
+    mean = [torch.stack(grads).mean(0).view(-1) for grads in zip(*everyone, strict=True)]
+    true = float(torch.cat(mean).double().norm())
+    if rule == "local":
+        own = [torch.cat([g.view(-1) for g in grads]).double().square().sum() for grads in everyone]
+        true = float((sum(own) / world_size) ** 0.5)
+    norm = float(optimizer.clip_grad_norm(true / 4))
+    untouched = torch.equal(params[0].grad, everyone[rank][0])  # type: ignore[arg-type]
+    assert untouched
+    optimizer.step()
+    stats, state = optimizer.stats, optimizer._run.state
+    assert stats is not None
+    assert state is not None
+    return norm, true, stats.clip_factor, stats.grad_norm
+
+
+@pytest.mark.parametrize("kind", ["random", "heavy-tailed"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sketched_norm_is_within_five_percent_and_all_ranks_scale_alike(
+    run_ranks: RunRanks, world_size: int, kind: str
+) -> None:
+    results = run_ranks(clip_ranks, world_size, kind, "sketch")
+    norm, true, factor, shown = results[0]
+    assert norm == pytest.approx(true, rel=0.05)
+    assert factor == pytest.approx(true / 4 / norm, rel=1e-4)
+    assert shown == norm
+    assert len({(n, f) for n, _, f, _ in results}) == 1
+
+
+def test_local_norm_is_the_root_mean_square_over_ranks(run_ranks: RunRanks) -> None:
+    for norm, true, factor, _ in run_ranks(clip_ranks, 2, "random", "local"):
+        assert norm == pytest.approx(true, rel=1e-5)
+        assert factor == pytest.approx(0.25, rel=1e-4)
+
+
+def test_one_rank_clips_by_the_exact_norm() -> None:
+    norm, true, factor, _ = clip_ranks(0, 1, "heavy-tailed", "sketch")
+    assert norm == pytest.approx(true, rel=1e-5)
+    assert factor == pytest.approx(0.25, rel=1e-4)
+
+
+def test_value_clipping_clamps_at_the_fold() -> None:
+    params = parameters(((50,),))
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, block_size=10, **FP32))
+    ledger = Ledger(optimizer)
+    params[0].grad = torch.linspace(-5, 5, 50)
+    optimizer.clip_grad_value(1.0)
+    optimizer.step()
+    assert torch.equal(ledger.totals()[0], torch.linspace(-5, 5, 50).clamp(-1, 1).double())
+    assert params[0].grad.max() == 5.0
+
+
+def test_a_clip_recorded_for_a_gradient_that_is_gone_is_forgotten() -> None:
+    params = parameters(((50,),))
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(**FP32))
+    set_gradients(params, 0, 0)
+    optimizer.clip_grad_norm(1e-3)
+    optimizer.zero_grad()  # as after a step that a gradient scaler skipped
+    set_gradients(params, 0, 1)
+    optimizer.step()
+    assert optimizer.stats is not None
+    assert optimizer.stats.clip_factor == 1.0
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan")])
+def test_clip_bounds_must_be_positive(bad: float) -> None:
+    optimizer = ScapeOptimizer(parameters(), config=ScapeConfig())
+    with pytest.raises(ValueError, match=r"`max_norm` must be > 0, got"):
+        optimizer.clip_grad_norm(bad)
+    with pytest.raises(ValueError, match=r"`clip_value` must be > 0, got"):
+        optimizer.clip_grad_value(bad)
+
+
+# ------------------------------------------------------------------------------------------- 8. not finite
+
+
+def train_through_nan(rank: int, world_size: int, bad: float, clip: bool, statistic: str) -> int:
+    params = parameters()
+    config = ScapeConfig(sparsity=0.9, max_skipped=3, mask_statistic=statistic)
+    optimizer = ScapeOptimizer(params, config=config)
+    skipped = 0
+    for step in range(12):
+        set_gradients(params, rank, step)
+        poisoned = step in (4, 5, 9)
+        if poisoned and rank == 1:
+            params[3].grad.view(-1)[77] = bad  # type: ignore[union-attr]
+        before, state = values(params), optimizer._run.state
+        held = None
+        if state is not None:
+            optimizer.drain()
+            held = [t.clone() for t in (state.residual, state.momentum, state.clock, state.step)]
+            if state.evidence is not None and state.local_momentum is not None:
+                held += [state.evidence.clone(), state.local_momentum.clone()]
+        if clip:
+            norm = optimizer.clip_grad_norm(1.0)
+            assert bool(norm.isfinite()) is not poisoned
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert optimizer.stats is not None
+        assert optimizer.stats.skipped is poisoned
+        skipped += poisoned
+        assert optimizer.stats.skipped_total == skipped
+        if poisoned:
+            assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
+            assert held is not None
+            assert state is not None
+            now = [state.residual, state.momentum, state.clock, state.step, state.evidence, state.local_momentum]
+            assert all(torch.equal(a, b) for a, b in zip(held, now, strict=False) if b is not None)
+            assert bool(caught) == (rank == 0)
+        else:
+            assert any(not torch.equal(a, b) for a, b in zip(before, params, strict=True))
+        assert_replicas_equal(params)
+        assert all(p.isfinite().all() for p in params)
+    return skipped
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(
+    run_ranks: RunRanks, bad: float, clip: bool
+) -> None:
+    assert run_ranks(train_through_nan, 2, bad, clip, "residual") == [3, 3]
+
+
+def test_a_skipped_step_keeps_first_moment_evidence(run_ranks: RunRanks) -> None:
+    assert run_ranks(train_through_nan, 2, float("nan"), True, "first_moment") == [3, 3]
+
+
+def skip_forever(rank: int, world_size: int) -> None:
+    params = parameters()
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(max_skipped=4))
+    for step in range(9):
+        set_gradients(params, rank, step)
+        if rank == 1:
+            params[0].grad.fill_(float("inf"))  # type: ignore[union-attr]
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:The gradient norm was not finite")
+def test_max_skipped_in_a_row_raises_the_same_error_on_all_ranks(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(skip_forever, 2, expect_errors=True)
+    assert isinstance(first, FloatingPointError)
+    assert "got NaN or inf in 4 steps in a row (max_skipped=4)" in str(first)
+    assert str(first) == str(second)
+
+
+# --------------------------------------------------------------------------------------------- 9. bad input
+
+
+class OwnAdamW(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "words"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), TypeError, r"must be torch.optim.AdamW.*got torch.optim.sgd.SGD"),
+        (lambda p: OwnAdamW(p), TypeError, r"must be torch.optim.AdamW.*OwnAdamW"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), ValueError, "`amsgrad` must be False, got True"),
+        (lambda p: torch.optim.AdamW(p, maximize=True), ValueError, "`maximize` must be False, got True"),
+        (lambda p: torch.optim.Adam(p, differentiable=True), ValueError, "`differentiable` must be False, got True"),
+        (lambda p: torch.optim.Adam(p, capturable=True), ValueError, "`capturable` must be False, got True"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_kept_is_refused(build: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        ScapeOptimizer.from_optimizer(build(parameters()), ScapeConfig())
+
+
+def test_an_optimizer_that_has_stepped_is_refused() -> None:
+    params = parameters()
+    dense = torch.optim.AdamW(params)
+    set_gradients(params, 0, 0)
+    dense.step()
+    with pytest.raises(ValueError, match="must not have stepped yet"):
+        ScapeOptimizer.from_optimizer(dense, ScapeConfig())
+
+
+def test_from_optimizer_keeps_settings_by_reference() -> None:
+    params = parameters()
+    own = {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.7}
+    groups = [{"params": params[:2], **own}, {"params": params[2:]}]
+    dense = torch.optim.AdamW(groups, lr=0.25, weight_decay=0.125, fused=True)
+    scape = ScapeOptimizer.from_optimizer(dense, ScapeConfig())
+    assert scape.param_groups is dense.param_groups
+    assert scape.defaults["lr"] == 0.25
+    first, second = scape.param_groups
+    assert (first["lr"], first["betas"], first["eps"], first["weight_decay"]) == (0.5, (0.8, 0.9), 1e-5, 0.7)
+    assert (second["lr"], second["betas"], second["eps"], second["weight_decay"]) == (0.25, (0.9, 0.999), 1e-8, 0.125)
+
+
+def test_adam_with_l2_decay_is_taken_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="decoupled"):
+        ScapeOptimizer.from_optimizer(torch.optim.Adam(parameters(), weight_decay=0.1), ScapeConfig())
+
+
+def test_adams_keeps_its_bias_correction() -> None:
+    params, twins = parameters(), parameters()
+    scape = ScapeOptimizer.from_optimizer(AdamS(params, bias_correction=True), ScapeConfig(sparsity=0, **FP32))
+    dense = AdamS(twins, bias_correction=True)
+    set_gradients(params, 0, 0)
+    set_gradients(twins, 0, 0)
+    scape.step()
+    dense.step()
+    for a, b in zip(params, twins, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": -1.0}, "`lr` must be >= 0, got -1.0"),
+        ({"betas": (0.9, 1.0)}, r"`betas` must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
+        ({"eps": 0.0}, "`eps` must be > 0, got 0.0"),
+        ({"weight_decay": -0.1}, "`weight_decay` must be >= 0, got -0.1"),
+    ],
+)
+def test_bad_hyperparameters_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ScapeOptimizer(parameters(), config=ScapeConfig(), **options)
+
+
+def test_parameters_that_cannot_be_carried_are_refused() -> None:
+    complex_ = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"Parameters must be one of .* in torch.complex64, which the wire cannot"):
+        ScapeOptimizer([complex_], config=ScapeConfig())
+    eighth = nn.Parameter(torch.zeros(3).to(torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match=r"in torch.float8_e4m3fn, which the wire cannot carry"):
+        ScapeOptimizer([eighth], config=ScapeConfig())
+    with pytest.raises(ValueError, match="without overlap or gap"):
+        ScapeOptimizer([nn.Parameter(torch.zeros(4, 8)[:, ::2])], config=ScapeConfig())
+    with pytest.raises(ValueError, match="At least one parameter must require grad"):
+        ScapeOptimizer([nn.Parameter(torch.zeros(3), requires_grad=False)], config=ScapeConfig())
+    with pytest.raises(TypeError, match="`config` must be a ScapeConfig, got dict"):
+        ScapeOptimizer(parameters(), config={"sparsity": 0.9})  # type: ignore[arg-type]
+
+
+def test_sparse_gradients_are_refused() -> None:
+    embedding = nn.Embedding(10, 4, sparse=True)
+    optimizer = ScapeOptimizer(embedding.parameters(), config=ScapeConfig())
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match="Gradients must be dense, got torch.sparse_coo.*sparse=False"):
+        optimizer.step()
+
+
+def test_parameter_groups_cannot_be_added_later() -> None:
+    optimizer = ScapeOptimizer(parameters(), config=ScapeConfig())
+    with pytest.raises(ValueError, match="must be given when the optimizer is built"):
+        optimizer.add_param_group({"params": parameters()})
+
+
+def test_a_parameter_unfrozen_too_late_is_noticed() -> None:
+    params = parameters()
+    params[0].requires_grad_(False)
+    optimizer = ScapeOptimizer(params, config=ScapeConfig())
+    params[0].requires_grad_(True)
+    set_gradients(params, 0, 0)
+    with pytest.raises(ValueError, match="frozen then"):
+        optimizer.step()
+
+
+def test_a_parameter_frozen_later_stands_still() -> None:
+    params = parameters()
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.0))
+    set_gradients(params, 0, 0)
+    optimizer.step()
+    params[0].requires_grad_(False)
+    before = values(params)
+    set_gradients(params, 0, 1)
+    params[0].grad = None
+    optimizer.step()
+    assert torch.equal(params[0], before[0])
+    assert not torch.equal(params[3], before[3])
+
+
+def build_differently(rank: int, world_size: int, kind: str) -> None:
+    sizes: tuple[tuple[int, ...], ...] = SIZES
+    sparsity = 0.9
+    dtype = torch.float32
+    if rank == 1 and kind == "shape":
+        sizes = ((37, 12), *SIZES[1:])
+    if rank == 1 and kind == "count":
+        sizes = SIZES[:-1]
+    if rank == 1 and kind == "sparsity":
+        sparsity = 0.99
+    if rank == 1 and kind == "dtype":
+        dtype = torch.bfloat16
+    if rank == 1 and kind == "lr":
+        ScapeOptimizer(parameters(), lr=-1, config=ScapeConfig(sparsity=0.9))
+    params = parameters(sizes, dtype)
+    if rank == 1 and kind == "values":
+        params[3].data[0, 0] += 1
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=sparsity))
+    optimizer.name_parameters([(f"layer{i}.weight", p) for i, p in enumerate(params)])
+    set_gradients(params, 0, 0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("shape", r"got a difference: parameters .*\[0\] is .*\(37, 12\).* on rank 1 and .*\(37, 11\).* on rank 0"),
+        ("count", r"the number of parameters .* is 5 on rank 1 and 6 on rank 0"),
+        ("sparsity", r"config\[0\] is 'sparsity=0.99' on rank 1 and 'sparsity=0.9' on rank 0"),
+        ("dtype", r"parameters .*\[0\] is .*torch.bfloat16.* on rank 1"),
+        ("lr", r"On rank 1: `lr` must be >= 0, got -1"),
+        ("values", r"bitwise equal parameters, got 'layer3.weight' of 2100 entries different from rank 0's on rank 1"),
+    ],
+)
+def test_ranks_that_differ_get_the_same_error_everywhere(run_ranks: RunRanks, kind: str, words: str) -> None:
+    import re
+
+    errors = run_ranks(build_differently, 2, kind, expect_errors=True)
+    assert all(isinstance(error, (ValueError, RuntimeError)) for error in errors)
+    assert re.search(words, str(errors[0]))
+    assert str(errors[0]) == str(errors[1])
+
+
+def drift(rank: int, world_size: int) -> None:
+    params = parameters()
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(check_replicas_every=3))
+    for step in range(6):
+        set_gradients(params, rank, step)
+        if step == 3 and rank == 1:
+            params[4].data.view(-1)[5] *= 1.0000001
+        optimizer.step()
+
+
+def test_check_replicas_names_the_first_parameter_that_differs(run_ranks: RunRanks) -> None:
+    errors = run_ranks(drift, 2, expect_errors=True)
+    for error in errors:
+        assert isinstance(error, RuntimeError)
+        assert "got 'parameter 4' of 27 entries different from rank 0's on rank 1" in str(error)
+
+
+# --------------------------------------------------------------------------------------------------- figures
+
+
+def collect_stats(rank: int, world_size: int) -> Any:
+    params = parameters()
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9))
+    assert optimizer.stats is None
+    for step in range(4):
+        set_gradients(params, rank, step)
+        optimizer.step()
+    return optimizer.stats
+
+
+def test_statistics_tell_what_the_step_did(run_ranks: RunRanks) -> None:
+    for stats in run_ranks(collect_stats, 2):
+        assert stats.step == 4
+        assert 0.1 <= stats.density <= 0.12  # a block that is mostly pads sends its whole quota all the same
+        assert 0.5 < stats.mask_churn <= 1.0
+        assert 0.1 < stats.energy_captured < 0.9
+        assert stats.grad_norm > 0
+        assert stats.clip_factor == 1.0
+        assert stats.bytes_dense == sum(p.numel() for p in parameters()) * 4
+        assert stats.compression == stats.bytes_dense / stats.bytes_total
+        flat = stats.as_dict()
+        assert flat["scape/bytes_total"] == stats.bytes_total
+        assert set(stats.seconds) == {k.removeprefix("scape/seconds/") for k in flat if "/seconds/" in k}
+        assert all(isinstance(v, float) for v in flat.values())
+
+
+def test_warm_up_falls_geometrically_to_the_quota() -> None:
+    params = parameters()
+    config = ScapeConfig(sparsity=0.99, dense_steps=2, sparsity_warmup_steps=3)
+    optimizer = ScapeOptimizer(params, config=config)
+    sent = []
+    for step in range(8):
+        set_gradients(params, 0, step)
+        optimizer.step()
+        assert optimizer._run.record is not None
+        sent.append(optimizer._run.record.sent)
+    assert sent == [200, 200, round(200 * 0.01**0.25), round(200 * 0.01**0.5), round(200 * 0.01**0.75), 2, 2, 2]
+
+
+def test_masters_keep_what_bf16_would_round_away_and_follow_outside_changes() -> None:
+    parameter = nn.Parameter(torch.full((8,), 100.0, dtype=torch.bfloat16))
+    optimizer = ScapeOptimizer([parameter], lr=0.01, weight_decay=0.0, config=ScapeConfig(sparsity=0.0))
+    for _ in range(200):
+        parameter.grad = torch.ones(8, dtype=torch.bfloat16)
+        optimizer.step()
+    assert (parameter < 99).all()  # single steps of 0.01 are far below bf16's spacing of 0.5 there
+    parameter.data.fill_(-50.0)
+    optimizer.mark_masters_stale()
+    parameter.grad = torch.zeros(8, dtype=torch.bfloat16)
+    optimizer.step()
+    assert ((parameter + 50).abs() < 1).all()
+
+
+def test_channels_last_parameters_and_gradients_of_other_strides_are_kept_in_step() -> None:
+    weight = torch.randn(6, 5, 3, 3)
+    mine = nn.Parameter(weight.clone().to(memory_format=torch.channels_last))
+    twin = nn.Parameter(weight.clone())
+    scape = ScapeOptimizer([mine], config=ScapeConfig(sparsity=0, **FP32))
+    dense = AdamS([twin])
+    for step in range(3):
+        grad = torch.randn(6, 5, 3, 3, generator=torch.Generator().manual_seed(step))
+        mine.grad = grad if step else grad.to(memory_format=torch.channels_last)
+        twin.grad = grad.clone()
+        scape.step()
+        dense.step()
+        torch.testing.assert_close(mine, twin, rtol=1e-6, atol=1e-7)
+
+
+def test_step_returns_what_the_closure_returned_with_gradients_enabled() -> None:
+    params = parameters(((4,),))
+    optimizer = ScapeOptimizer(params, config=ScapeConfig())
+
+    def closure() -> Tensor:
+        loss = params[0].square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).requires_grad
