@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import platform
 import statistics
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,38 +57,33 @@ RUNS = (
 )
 """What --compare runs."""
 EXCHANGE = ("norm", "wait", "synchronize", "reconstruct")
-"""Phases of a SCAPE step that wait for other ranks; the rest is its own work."""
+"""Phases of a SCAPE step in which a rank may wait for others; the rest is its own work."""
 
-
-def megabytes(count: int) -> str:
-    return f"{count / 1e6:.3f} MB"
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"
-
-
-ROWS: list[tuple[str, str, Callable[[Any], str]]] = [
-    ("validation loss (nats per byte)", "val_loss", "{:.4f}".format),
-    ("perplexity per byte", "val_perplexity", "{:.3f}".format),
-    ("bits per byte", "bits_per_byte", "{:.4f}".format),
-    ("learning rate", "lr", "{:g}".format),
-    ("sent per rank and step", "bytes_total", megabytes),
-    ("- gradient values", "bytes_values", megabytes),
-    ("- updated parameters", "bytes_parameters", megabytes),
-    ("- mask", "bytes_mask", megabytes),
-    ("- norm", "bytes_norm", megabytes),
-    ("these bytes are", "bytes_are", str),
-    ("a dense all-reduce sends (computed)", "bytes_dense", megabytes),
-    ("ratio", "ratio", "{:.1f}x".format),
-    ("time per step", "seconds_step", milliseconds),
-    ("- forward, backward and the rest", "seconds_compute", milliseconds),
-    ("- selection and update", "seconds_selection", milliseconds),
-    ("- communication and waiting", "seconds_exchange", milliseconds),
-    ("whole run", "seconds_run", lambda seconds: f"{seconds / 60:.1f} min"),
+MEGABYTES = "{:.3f} MB", 1e-6
+MILLISECONDS = "{:.1f} ms", 1e3
+ROWS: list[tuple[str, str, str, float]] = [
+    ("validation loss (nats per byte)", "val_loss", "{:.4f}", 1),
+    ("perplexity per byte", "val_perplexity", "{:.3f}", 1),
+    ("bits per byte", "bits_per_byte", "{:.4f}", 1),
+    ("learning rate", "lr", "{:g}", 1),
+    ("bytes sent are", "bytes_are", "{}", 1),
+    ("sent per rank and step, at the end", "bytes_total", *MEGABYTES),
+    ("- gradient values", "bytes_values", *MEGABYTES),
+    ("- updated parameters", "bytes_parameters", *MEGABYTES),
+    ("- mask", "bytes_mask", *MEGABYTES),
+    ("- norm", "bytes_norm", *MEGABYTES),
+    ("a dense all-reduce sends (computed)", "bytes_dense", *MEGABYTES),
+    ("ratio", "ratio", "{:.1f}x", 1),
+    ("sent per rank in the whole run", "bytes_sent", "{:.1f} MB", 1e-6),
+    ("ratio over the whole run", "ratio_run", "{:.1f}x", 1),
+    ("time per step", "seconds_step", *MILLISECONDS),
+    ("- forward, backward and the rest", "seconds_compute", *MILLISECONDS),
+    ("- selection and update", "seconds_selection", *MILLISECONDS),
+    ("- norm, communication and waiting", "seconds_exchange", *MILLISECONDS),
+    ("whole run", "seconds_run", "{:.1f} min", 1 / 60),
 ]
-"""Of the table: title, key in a run's figures, how to write it. DDP communicates during the backward pass, so its
-split cannot be told from outside."""
+"""Of the table: title, key in a run's figures, how to write it, unit. DDP communicates during the backward pass, so its
+step cannot be split from outside."""
 
 
 class Pretraining(LightningModule):
@@ -160,7 +155,7 @@ class Figures(Callback):
         if trainer.global_step > self._counted_steps:
             self._count(trainer)
         metrics = {name: trainer.callback_metrics[name].item() for name in ("val_loss", "val_perplexity")}
-        self.history[trainer.global_step] = {**metrics, "bytes": self._sent}
+        self.history[trainer.global_step] = {**metrics, "bytes_sent": self._sent}
 
     def _count(self, trainer: Trainer) -> None:
         """Add the bytes of the steps since the last count, all of which sent as much as the last one."""
@@ -192,7 +187,8 @@ class Figures(Callback):
 
 
 def learning_rate(args: argparse.Namespace) -> float:
-    return args.lr if args.lr is not None else LEARNING_RATES[args.optimizer]
+    optimizer = "adams" if args.strategy == "scape" else args.optimizer
+    return args.lr if args.lr is not None else LEARNING_RATES[optimizer]
 
 
 def build_model(args: argparse.Namespace) -> GPT:
@@ -260,8 +256,8 @@ def train(args: argparse.Namespace) -> None:
     started = time.perf_counter()
     trainer.validate(module, source, verbose=False)
     trainer.fit(module, source)
-    trainer.validate(module, source, verbose=False)
     trainer.save_checkpoint(folder / "last.ckpt", weights_only=False)
+    trainer.validate(module, source, verbose=False)
     if not trainer.is_global_zero:
         return
     result = {
@@ -279,7 +275,9 @@ def train(args: argparse.Namespace) -> None:
         "sample": sample(model, args),
     }
     result["bits_per_byte"] = result["val_loss"] / math.log(2)
-    result["ratio"] = result["bytes_dense"] / result["bytes_total"] if result["bytes_total"] else None
+    if result["bytes_total"]:  # nothing is sent by a single rank
+        result["ratio"] = result["bytes_dense"] / result["bytes_total"]
+        result["ratio_run"] = result["bytes_dense"] * args.steps / result["bytes_sent"]
     (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     plot([result], folder / "loss.png")
     print(f"\nA sample at temperature 0.8:\n\n{result['sample']}\n")
@@ -301,9 +299,15 @@ def sample(model: GPT, args: argparse.Namespace) -> str:
 def table(results: list[dict[str, Any]]) -> str:
     """Markdown, one column per run."""
     lines = [["", *(result["name"] for result in results)], ["---"] * (1 + len(results))]
-    for title, key, show in ROWS:
-        lines.append([title, *(show(result[key]) if result.get(key) is not None else "-" for result in results)])
+    for title, key, form, unit in ROWS:
+        lines.append([title, *(show(result.get(key), form, unit) for result in results)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def show(value: float | str | None, form: str, unit: float) -> str:
+    if value is None:
+        return "-"
+    return form.format(value if isinstance(value, str) else value * unit)
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
@@ -312,7 +316,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     for result in results:
         losses = [point["val_loss"] for point in result["history"]]
         over_steps.plot([point["step"] for point in result["history"]], losses, ".-", label=result["name"])
-        over_bytes.plot([point["bytes"] / 1e6 for point in result["history"]][1:], losses[1:], ".-")
+        over_bytes.plot([point["bytes_sent"] / 1e6 for point in result["history"]][1:], losses[1:], ".-")
     over_steps.set(xlabel="steps", ylabel="validation loss (nats per byte)")
     over_bytes.set(xlabel="megabytes sent per rank")
     over_bytes.set_xscale("log" if all(result["bytes_total"] for result in results) else "linear")
@@ -391,7 +395,10 @@ def parse_args() -> argparse.Namespace:
     add("--precision", default="32-true")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("out/pretrain_python"))
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.compare and "LOCAL_RANK" in os.environ:
+        parser.error("--compare starts the ranks of each run itself: call it with python, not with torchrun.")
+    return args
 
 
 def main() -> None:

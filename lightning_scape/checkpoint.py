@@ -87,13 +87,20 @@ def consolidate(snapshot: Snapshot, communicator: Communicator, to: int) -> dict
     }
 
 
-def load(snapshot: Snapshot, saved: Mapping[str, Any], rank: int) -> None:
+def load(snapshot: Snapshot, saved: Mapping[str, Any], rank: int, group_count: int) -> None:
     """Fills a snapshot with this rank's part of a whole state; see :meth:`ScapeOptimizer.load_state_dict`.
+
+    Args:
+        snapshot: freshly allocated buffers, and the live masks and counters.
+        saved: what :meth:`ScapeOptimizer.state_dict` gave, or a state of AdamW, Adam or AdamS.
+        rank: whose part is taken.
+        group_count: parameter groups of the optimizer.
 
     Raises:
         ValueError: the state is not of this model, or of a newer format. Nothing has been changed then.
     """
-    _check(snapshot, saved)
+    _check(snapshot, saved, group_count)
+    snapshot.masks.active, snapshot.masks.uses = None, 0
     if "scape" not in saved:
         _load_first_moments(snapshot, saved["state"], rank)
         return
@@ -123,7 +130,7 @@ def load(snapshot: Snapshot, saved: Mapping[str, Any], rank: int) -> None:
         )
 
 
-def _check(snapshot: Snapshot, saved: Mapping[str, Any]) -> None:
+def _check(snapshot: Snapshot, saved: Mapping[str, Any], group_count: int) -> None:
     parameters = snapshot.parameters
     if not isinstance(saved, Mapping) or "state" not in saved or "param_groups" not in saved:
         raise ValueError(
@@ -136,6 +143,10 @@ def _check(snapshot: Snapshot, saved: Mapping[str, Any]) -> None:
             f"The state's format must be at most {FORMAT}, got {version}: it was written by a newer lightning_scape."
             " Upgrade this installation."
         )
+    if len(saved["param_groups"]) != group_count:
+        raise ValueError(
+            f"The state must have {group_count} parameter groups, got {len(saved['param_groups'])}. {_REMEDY}"
+        )
     state = saved["state"]
     if set(state) != set(parameters.indices):
         odd = sorted(set(state) ^ set(parameters.indices))
@@ -147,7 +158,8 @@ def _check(snapshot: Snapshot, saved: Mapping[str, Any]) -> None:
         shape = tuple(state[index]["exp_avg"].shape)
         if shape != tuple(parameter.shape):
             raise ValueError(
-                f"The state of {name!r} (number {index}) must have shape {tuple(parameter.shape)}, got {shape}. {_REMEDY}"
+                f"The state of {name!r} (number {index}) must have shape {tuple(parameter.shape)}, got {shape}."
+                f" {_REMEDY}"
             )
 
 

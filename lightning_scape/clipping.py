@@ -126,8 +126,8 @@ class GradientClipping:
         if self.skipped_in_row >= self.max_skipped:
             raise FloatingPointError(
                 f"The gradient norm must be finite, got NaN or inf in {self.skipped_in_row} steps in a row"
-                f" (max_skipped={self.max_skipped}); parameters and residuals are as they were before the first of them."
-                " Lower the learning rate, clip gradients, or look for a bad batch; raise `max_skipped` to wait longer."
+                f" (max_skipped={self.max_skipped}); parameters and residuals are as before the first of them. Lower"
+                " the learning rate, clip gradients, or look for a bad batch; raise `max_skipped` to wait longer."
             )
         if self.communicator.rank == 0:
             warnings.warn(

@@ -138,8 +138,8 @@ class ScapeConfig:
             )
         if round((1.0 - self.sparsity) * self.block_size) < 1:
             raise ValueError(
-                f"`block_size` must hold at least one sent entry: (1 - {self.sparsity}) * {self.block_size} rounds to 0."
-                f" Use block_size >= {math.ceil(1 / (1 - self.sparsity))}, or None."
+                f"`block_size` must hold at least one sent entry, got (1 - {self.sparsity}) * {self.block_size}, which"
+                f" rounds to 0. Use block_size >= {math.ceil(1 / (1 - self.sparsity))}, or None."
             )
 
     @property

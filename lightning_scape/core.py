@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from lightning_scape.collectives import ProcessGroup, is_distributed
 from lightning_scape.config import ScapeConfig
 from lightning_scape.optimizer import ScapeOptimizer
 
@@ -198,7 +198,9 @@ def sharded_scaler(scaler: _Scaler | None, process_group: ProcessGroup | None = 
     With a plain GradScaler the rank that met the inf would leave out the step's collectives, and the others would wait
     for it. The scale and its growth go on from ``scaler``. With one rank, or without a scaler, nothing changes.
     """
-    if scaler is None or not scaler.is_enabled() or _world_size(process_group) == 1:
+    if scaler is None or not scaler.is_enabled():
+        return scaler
+    if not is_distributed() or torch.distributed.get_world_size(process_group) == 1:
         return scaler
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -207,12 +209,6 @@ def sharded_scaler(scaler: _Scaler | None, process_group: ProcessGroup | None = 
     sharded = ShardedGradScaler(device=getattr(scaler, "_device", "cuda"), process_group=process_group)
     sharded.load_state_dict(scaler.state_dict())
     return sharded
-
-
-def _world_size(process_group: ProcessGroup | None) -> int:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return 1
-    return torch.distributed.get_world_size(process_group)
 
 
 def drain(optimizers: Iterable[object]) -> None:

@@ -21,7 +21,8 @@ class ScapeMonitor(Callback):
 
     All of them go to every logger of the Trainer under ``scape/...`` (``scape-0/...``, ``scape-1/...`` with several
     optimizers); the compression ratio and the gradient norm also go to the progress bar, and so to
-    ``trainer.callback_metrics``. Other steps cost nothing. The numbers are rank 0's.
+    ``trainer.callback_metrics``. Other steps cost nothing. The loggers' numbers are rank 0's; their step axis is that
+    of the metrics which the module logs.
 
     Args:
         every_n_steps: optimizer steps from one report to the next, >= 1.

@@ -7,8 +7,7 @@ entries sent per step, ``R`` blocks of a shard, ``t`` step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,26 +21,13 @@ from lightning_scape.clipping import GradientClipping
 from lightning_scape.collectives import Communicator, PendingMask, ProcessGroup, new_mask_group
 from lightning_scape.config import ScapeConfig
 from lightning_scape.convert import check_convertible
+from lightning_scape.hyperparameters import RowHyperparameters
 from lightning_scape.layout import Layout, Piece
 from lightning_scape.mask import DelayedMask, SparsitySchedule
 from lightning_scape.parameters import Parameters
 from lightning_scape.replicas import check_replicas, check_same_setup
 from lightning_scape.state import ScapeState, flatten, flatten_like
-from lightning_scape.stats import PHASES, StepStats
-
-
-@dataclass
-class _Record:
-    """What one step leaves for :attr:`ScapeOptimizer.stats`. Tensors stay on the device until someone looks."""
-
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    exchange_wait: float = 0.0
-    sent: int = 0
-    norm: Tensor | None = None
-    scale: Tensor | None = None
-    sent_energy: Tensor | None = None
-    again: Tensor | None = None
-    bytes_sent: dict[str, int] = field(default_factory=dict)
+from lightning_scape.stats import StepRecord, StepStats
 
 
 @dataclass
@@ -50,9 +36,10 @@ class _Run:
 
     state: ScapeState | None = None
     masters_stale: bool = False
+    compared: bool = False
     flats: list[Tensor] = field(default_factory=list)
     clip_seconds: float = 0.0
-    record: _Record | None = None
+    record: StepRecord | None = None
     stats: StepStats | None = None
     consolidated: dict[str, Any] | None = None
 
@@ -130,6 +117,9 @@ class ScapeOptimizer(torch.optim.Optimizer):
         self._shard_pieces = list(self._layout.shard_pieces(self._communicator.rank))
         self._masks = DelayedMask(SparsitySchedule.of(config), config.mask_interval)
         self._clipping = GradientClipping(config, self._communicator)
+        self._hyperparameters = RowHyperparameters(
+            self._parameters, self._shard_pieces, self._layout.shard_blocks, config.bias_correction
+        )
         self._run = _Run()
 
     @classmethod
@@ -185,49 +175,49 @@ class ScapeOptimizer(torch.optim.Optimizer):
         state, record = self._begin()
         grads = self._gradients()
 
-        with _phase("norm", record):
+        with record.phase("norm"):
             scale = self._clipping.scale(grads, self._parameters.device)
-        with _phase("wait", record):
+        with record.phase("wait"):
             record.exchange_wait = self._masks.arrive()
-        with _phase("fold", record):
+        with record.phase("fold"):
             self._fold(state, grads, scale)
-        with _phase("select", record):  # idle but for the first sparse step, whose mask nobody could make before
+        with record.phase("select"):  # idle but for the first sparse step, whose mask nobody could make before
             mask, waited = self._masks.take(state.calls, self._make_mask, self._start_gather)
             record.exchange_wait += waited
-        with _phase("compact", record):
+        with record.phase("compact"):
             values = self._compact(state, mask, scale)
             record.sent_energy = ops.squared_norm([values])
-        with _phase("synchronize", record):
+        with record.phase("synchronize"):
             total = self._synchronize(values, state.momentum.dtype)
             del values
-        with _phase("update", record):
+        with record.phase("update"):
             theta = self._update(state, mask, total, scale, record)
             del total
-        with _phase("reconstruct", record):
+        with record.phase("reconstruct"):
             full = self._communicator.gather_parameters(theta)
             ops.scatter(self._run.flats, self._pieces, mask, full, self._layout.block_size)
             del full, theta
-        with _phase("select", record):
+        with record.phase("select"):
             self._masks.prepare(state.calls, self._make_mask, self._start_gather)
 
         self._end(state, mask, scale)
         return loss
 
-    def _begin(self) -> tuple[ScapeState, _Record]:
+    def _begin(self) -> tuple[ScapeState, StepRecord]:
         """Buffers exist, masters are current, the record is blank, the verdict on the last step is in."""
         run, layout = self._run, self._layout
         self._clipping.settle()
         # Anew at each step: `module.to()` puts a parameter into other memory.
         run.flats = [flatten(parameter) for parameter in self._parameters.tensors]
-        if run.state is None:
-            run.state = self._allocate()
+        state = run.state = run.state or self._allocate()
+        if not run.compared:  # the first step, or the first after a load
             check_replicas(self._communicator, run.flats, self._parameters.names)
-        state = run.state
+            run.compared = True
         if self._parameters.need_masters and (state.master is None or run.masters_stale):
             state.refresh_master(run.flats, layout, self._communicator.rank)
         run.masters_stale = False
-        run.record, run.stats, run.consolidated = _Record(), None, None
-        run.record.seconds["norm"], run.clip_seconds = run.clip_seconds, 0.0
+        run.record, run.stats, run.consolidated = StepRecord(clip_seconds=run.clip_seconds), None, None
+        run.clip_seconds = 0.0
         return state, run.record
 
     def _gradients(self) -> list[Tensor | None]:
@@ -236,8 +226,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) not in self._known:
                     raise ValueError(
-                        f"Parameters must require grad when the optimizer is built, got a gradient for one of shape"
-                        f" {tuple(parameter.shape)} that was frozen then. Unfreeze it first and build the optimizer anew."
+                        "Parameters must require grad when the optimizer is built, got a gradient for one of shape"
+                        f" {tuple(parameter.shape)} that was frozen then. Unfreeze it, then build the optimizer."
                     )
         return [
             None if parameter.grad is None else flatten_like(parameter.grad, parameter)
@@ -275,7 +265,9 @@ class ScapeOptimizer(torch.optim.Optimizer):
             total += contribution
         return total.div_(self._communicator.world_size)
 
-    def _update(self, state: ScapeState, mask: Tensor | None, total: Tensor, scale: Tensor, record: _Record) -> Tensor:
+    def _update(
+        self, state: ScapeState, mask: Tensor | None, total: Tensor, scale: Tensor, record: StepRecord
+    ) -> Tensor:
         """The masked values of this shard after the step, ``[R, q]`` in the dtype in which they travel."""
         own = None if mask is None else self._own_rows(mask)
         record.sent = total.shape[1]
@@ -285,7 +277,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             theta = torch.zeros_like(total)
             ops.gather(self._run.flats, self._shard_pieces, own, theta, self._layout.block_size)
         step = state.step + 1
-        hyper, correction = self._hyper(step, theta.dtype)
+        hyper, correction = self._hyperparameters.at(step, self.param_groups, theta.dtype)
         record.again = ops.update(theta, state.momentum, state.clock, own, total, step, hyper, correction, scale)
         if state.master is not None and own is not None:
             ops.put(state.master, own, theta)
@@ -322,43 +314,6 @@ class ScapeOptimizer(torch.optim.Optimizer):
     def _own_rows(self, mask: Tensor) -> Tensor:
         rank, rows = self._communicator.rank, self._layout.shard_blocks
         return mask[rank * rows : (rank + 1) * rows]
-
-    # ---------------------------------------------------------------------------------- hyperparameters
-
-    def _hyper(self, step: Tensor, dtype: torch.dtype) -> tuple[ops.Hyper, Tensor | float]:
-        """Hyperparameters and bias correction of this shard's rows.
-
-        A parameter frozen since the optimizer was built gets learning rate 0: it stands still.
-        """
-        kinds = [
-            (piece.segment.group, self._parameters.tensors[piece.segment.index].requires_grad)
-            for piece in self._shard_pieces
-        ]
-        table = []
-        distinct = list(dict.fromkeys(kinds)) or [(0, True)]
-        for group_index, trained in distinct:
-            group = self.param_groups[group_index]
-            beta1, beta2 = (float(beta) for beta in group["betas"])
-            rate = float(group["lr"]) if trained else 0.0  # a tensor lr on CUDA makes the host wait; a float does not
-            biased = self.config.bias_correction or bool(group.get("bias_correction"))
-            table.append([rate, beta1, beta2, float(group["eps"]), float(group["weight_decay"]), float(biased)])
-        columns = torch.tensor(table, dtype=dtype).to(self._parameters.device, non_blocking=True)
-        if len(distinct) > 1:
-            columns = columns.index_select(0, self._row_kinds([distinct.index(kind) for kind in kinds]))
-            lr, beta1, beta2, eps, decay, biases = columns.split(1, dim=1)
-        else:
-            lr, beta1, beta2, eps, decay, biases = columns[0].unbind()
-        corrected = any(row[-1] for row in table)
-        correction = torch.where(biases != 0, 1 - beta1**step, 1.0) if corrected else 1.0
-        return ops.Hyper(lr, beta1, beta2, eps, decay), correction
-
-    def _row_kinds(self, kind_of_piece: Sequence[int]) -> Tensor:
-        """``[R]`` int64: index into the table of hyperparameters, row by row; fillers take the last piece's."""
-        counts = [piece.blocks for piece in self._shard_pieces]
-        counts[-1] += self._layout.shard_blocks - sum(counts)
-        return torch.repeat_interleave(
-            torch.tensor(kind_of_piece), torch.tensor(counts), output_size=self._layout.shard_blocks
-        ).to(self._parameters.device, non_blocking=True)
 
     # ---------------------------------------------------------------------------------------- gradients
 
@@ -425,36 +380,11 @@ class ScapeOptimizer(torch.optim.Optimizer):
         """
         run = self._run
         if run.stats is None and run.record is not None and run.state is not None:
-            run.stats = self._make_stats(run.state, run.record)
+            run.record.skipped_total = self._clipping.skipped_total
+            run.stats = run.record.summary(
+                run.state.calls, run.state.residual, self._parameters.tensors, self._layout, self._shard_pieces
+            )
         return run.stats
-
-    def _make_stats(self, state: ScapeState, record: _Record) -> StepStats:
-        assert record.norm is not None
-        assert record.scale is not None
-        assert record.sent_energy is not None
-        assert record.again is not None
-        left = float(ops.squared_norm([state.residual]))
-        sent = float(record.sent_energy)
-        scale = float(record.scale)
-        n, block_size = self._communicator.world_size, self._layout.block_size
-        mine = sum(piece.kept(record.sent, block_size) for piece in self._shard_pieces)
-        pads = self._layout.shard_blocks * record.sent - mine  # the same ones every time
-        churn = 1 - max(0.0, float(record.again) - pads) / mine if mine and scale else 0.0
-        return StepStats(
-            step=state.calls,
-            **{f"bytes_{kind}": record.bytes_sent.get(kind, 0) for kind in ("values", "parameters", "mask", "norm")},
-            bytes_dense=2 * (n - 1) * sum(p.numel() * p.element_size() for p in self._parameters.tensors) // n,
-            density=sum(piece.kept(record.sent, block_size) for piece in self._pieces) / max(1, self._layout.numel),
-            mask_churn=churn,
-            residual_norm=left**0.5,
-            energy_captured=sent / (sent + left) if sent + left > 0 else 0.0,
-            exchange_wait=record.exchange_wait,
-            grad_norm=float(record.norm),
-            clip_factor=scale,
-            skipped=scale == 0.0,
-            skipped_total=self._clipping.skipped_total,
-            seconds=record.seconds,
-        )
 
     # ------------------------------------------------------------------------------------- checkpoints
 
@@ -500,12 +430,12 @@ class ScapeOptimizer(torch.optim.Optimizer):
         self.drain()
         state = self._allocate()
         snapshot = self._snapshot(state)
-        checkpoint.load(snapshot, state_dict, self._communicator.rank)
+        checkpoint.load(snapshot, state_dict, self._communicator.rank, len(self.param_groups))
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name in group and name != "params"})
         self._run.state = state
         self._run.record = self._run.stats = self._run.consolidated = None
-        self._run.masters_stale = False
+        self._run.masters_stale = self._run.compared = False
 
     def _snapshot(self, state: ScapeState) -> checkpoint.Snapshot:
         return checkpoint.Snapshot(state, self._layout, self.config, self._parameters, self._masks, self._clipping)
@@ -517,12 +447,3 @@ class ScapeOptimizer(torch.optim.Optimizer):
         """The entries of each piece in a flat buffer of blocks, pads left out."""
         block_size = self._layout.block_size
         return [flat[piece.row * block_size : piece.row * block_size + piece.numel] for piece in pieces]
-
-
-@contextmanager
-def _phase(name: str, record: _Record) -> Iterator[None]:
-    """A profiler range, and the host's seconds in the step's record."""
-    began = time.perf_counter()
-    with record_function(f"scape::{name}"):
-        yield
-    record.seconds[name] += time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""The parameters that an optimizer is over: which, of what dtype, flat, under which name, and what must hold of them."""
+"""The parameters that an optimizer is over: which, of what dtype, under which name, and what must hold of them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Parameters:
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """In which updated values travel: the parameters' own dtype; of mixed ones, the narrowest that holds them all."""
+        """In which updated values travel: the parameters' own dtype; of mixed ones, the narrowest that holds all."""
         return reduce(torch.promote_types, (parameter.dtype for parameter in self.tensors))
 
     @property

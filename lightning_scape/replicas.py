@@ -82,8 +82,8 @@ def check_replicas(communicator: Communicator, flats: Sequence[Tensor], names: S
     first = int(differs.any(dim=0).int().argmax())
     ranks = [rank for rank in range(communicator.world_size) if differs[rank, first]]
     raise RuntimeError(
-        f"All ranks must hold bitwise equal parameters, got {names[first]!r} of {flats[first].numel()} entries different"
-        f" from rank 0's on rank {', '.join(map(str, ranks))} ({int(differs.any(dim=0).sum())} of {len(names)}"
-        " parameters differ). Before the first step: seed all ranks alike or broadcast the parameters. Later: something"
-        " other than the optimizer changes parameters on single ranks."
+        f"All ranks must hold bitwise equal parameters, got {names[first]!r} of {flats[first].numel()} entries"
+        f" different from rank 0's on rank {', '.join(map(str, ranks))} ({int(differs.any(dim=0).sum())} parameters of"
+        f" {len(names)} differ). Before the first step: seed all ranks alike or broadcast the parameters. Later:"
+        " something other than the optimizer changes parameters on single ranks."
     )

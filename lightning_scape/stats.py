@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from lightning_scape import ops
+from lightning_scape.layout import Layout, Piece
 
 PHASES = ("norm", "wait", "fold", "compact", "synchronize", "update", "reconstruct", "select")
 """Phases of a step, in order; also the names of the profiler ranges (``scape::fold``, ...)."""
@@ -59,3 +67,72 @@ class StepStats:
         flat |= {"bytes_total": float(self.bytes_total), "compression": self.compression}
         flat |= {f"seconds/{phase}": value for phase, value in self.seconds.items()}
         return {f"{prefix}/{name}": value for name, value in flat.items()}
+
+
+@dataclass
+class StepRecord:
+    """What a step leaves for :class:`StepStats`. Tensors stay on the device until someone looks."""
+
+    clip_seconds: float = 0.0
+    """Spent on measuring the norm before the step."""
+    exchange_wait: float = 0.0
+    sent: int = 0
+    """q of the step."""
+    norm: Tensor | None = None
+    scale: Tensor | None = None
+    sent_energy: Tensor | None = None
+    """Squared norm of what this rank sent."""
+    again: Tensor | None = None
+    """Entries of the shard, pads included, that were visited in the step before too."""
+    skipped_total: int = 0
+    bytes_sent: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    def __post_init__(self) -> None:
+        self.seconds["norm"] = self.clip_seconds
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A profiler range, and the host's seconds."""
+        began = time.perf_counter()
+        with record_function(f"scape::{name}"):
+            yield
+        self.seconds[name] += time.perf_counter() - began
+
+    def summary(
+        self, step: int, residual: Tensor, parameters: Sequence[Tensor], layout: Layout, shard_pieces: Sequence[Piece]
+    ) -> StepStats:
+        """The figures. Reads the whole residual once, and waits for the device.
+
+        Args:
+            step: calls of ``step()`` so far.
+            residual: this rank's, as the step left it.
+            parameters: those trained.
+            layout: theirs.
+            shard_pieces: what lies in this rank's shard.
+        """
+        assert self.norm is not None
+        assert self.scale is not None
+        assert self.sent_energy is not None
+        assert self.again is not None
+        left, sent, scale = (float(x) for x in (ops.squared_norm([residual]), self.sent_energy, self.scale))
+        mine = sum(piece.kept(self.sent, layout.block_size) for piece in shard_pieces)
+        everywhere = sum(piece.kept(self.sent, layout.block_size) for piece in layout.pieces())
+        pads = layout.shard_blocks * self.sent - mine  # the same ones at every step
+        again = max(0.0, float(self.again) - pads)
+        dense = 2 * (layout.world_size - 1) * sum(p.numel() * p.element_size() for p in parameters)
+        return StepStats(
+            step=step,
+            **{f"bytes_{kind}": self.bytes_sent.get(kind, 0) for kind in ("values", "parameters", "mask", "norm")},
+            bytes_dense=dense // layout.world_size,
+            density=everywhere / max(1, layout.numel),
+            mask_churn=1 - again / mine if mine and scale else 0.0,
+            residual_norm=left**0.5,
+            energy_captured=sent / (sent + left) if sent + left > 0 else 0.0,
+            exchange_wait=self.exchange_wait,
+            grad_norm=float(self.norm),
+            clip_factor=scale,
+            skipped=scale == 0.0,
+            skipped_total=self.skipped_total,
+            seconds=dict(self.seconds),
+        )

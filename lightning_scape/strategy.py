@@ -25,12 +25,11 @@ from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.distributed import ProcessGroup
 from torch.nn import Module
 from typing_extensions import override
 
 from lightning_scape import core
-from lightning_scape.collectives import broadcast_tensors, is_distributed, new_mask_group
+from lightning_scape.collectives import ProcessGroup, broadcast_tensors, is_distributed, new_mask_group
 from lightning_scape.config import ClipNorm, MaskStatistic, ScapeConfig, WireDtype
 
 
@@ -198,12 +197,8 @@ class ScapeStrategy(DDPStrategy):
         core.mark_masters_stale(self.optimizers)
 
     @override
-    def on_train_end(self) -> None:
-        core.drain(self.optimizers)
-        super().on_train_end()
-
-    @override
     def on_exception(self, exception: BaseException) -> None:
+        # Not super(): its advice on unused parameters is about DDP's reducer, which is not used here.
         self._interrupted = True
 
     @override

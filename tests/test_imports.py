@@ -15,8 +15,20 @@ ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 
 # From the bottom up: a module may import from the layers below its own. A new module has to be given its place here.
 LAYERS = (
-    ("__about__", "adams", "config", "data", "layout", "ops", "stats"),
-    ("checkpoint", "clipping", "collectives", "convert", "mask", "parameters", "planner", "replicas", "state"),
+    ("__about__", "adams", "config", "data", "layout", "ops"),
+    (
+        "checkpoint",
+        "clipping",
+        "collectives",
+        "convert",
+        "hyperparameters",
+        "mask",
+        "parameters",
+        "planner",
+        "replicas",
+        "state",
+        "stats",
+    ),
     ("optimizer",),
     ("core",),
     ("fabric", "monitor", "strategy"),

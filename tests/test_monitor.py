@@ -48,7 +48,7 @@ def _monitored(rank: int, world_size: int, every: int, options: dict[str, Any], 
 
 def test_every_logger_gets_all_statistics_every_n_optimizer_steps(run_ranks: Any) -> None:
     first, _ = run_ranks(_monitored, 2, 2, {}, Regression)
-    assert [step for step, _ in first["records"]] == [2, 4, 6]
+    assert [step for step, _ in first["records"]] == [1, 3, 5]  # Lightning counts from 0 here, for every metric
     assert [metrics["scape/step"] for _, metrics in first["records"]] == [2, 4, 6]
     assert first["other"] == first["records"]
     for _, metrics in first["records"]:
@@ -58,8 +58,9 @@ def test_every_logger_gets_all_statistics_every_n_optimizer_steps(run_ranks: Any
 
 
 def test_the_statistics_are_not_even_looked_at_on_other_steps(run_ranks: Any) -> None:
-    assert run_ranks(_monitored, 1, 4, {}, Regression)[0]["looked"] == 1
-    assert run_ranks(_monitored, 1, BATCHES + 1, {}, Regression)[0]["looked"] == 0
+    steps = BATCHES  # of each of two ranks
+    assert run_ranks(_monitored, 2, steps - 1, {}, Regression)[0]["looked"] == 1
+    assert run_ranks(_monitored, 2, steps + 1, {}, Regression)[0]["looked"] == 0
 
 
 def test_accumulated_batches_are_reported_once_per_optimizer_step(run_ranks: Any) -> None:
@@ -69,7 +70,7 @@ def test_accumulated_batches_are_reported_once_per_optimizer_step(run_ranks: Any
 
 def test_several_optimizers_are_told_apart_and_none_is_missed(run_ranks: Any) -> None:
     # Every batch steps both: the Trainer's step count is even after each, and 3 divides every third of them.
-    (result,) = run_ranks(_monitored, 1, 3, {}, TwoOptimizers)
+    result, _ = run_ranks(_monitored, 2, 3, {}, TwoOptimizers)
     assert [metrics["scape-0/step"] for _, metrics in result["records"]] == [2, 3, 5, 6]
     assert all(metrics["scape-1/step"] == metrics["scape-0/step"] for _, metrics in result["records"])
 

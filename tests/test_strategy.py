@@ -1,4 +1,4 @@
-"""ScapeStrategy under Lightning's own Trainer. Two ranks are two processes of `run_ranks`, one unless a test says so."""
+"""ScapeStrategy under Lightning's own Trainer, on one or two ranks made by `run_ranks`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_scape
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ScapeStrategy, core
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:LightningCLI's args parameter"),  # meant for scripts; pytest has its own sys.argv
+    pytest.mark.filterwarnings("ignore:No seed found"),
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning:torch"),  # ChainedScheduler's own
+]
 
 WIDTH, BATCH, BATCHES = 7, 4, 6
 """Features; samples per rank and batch; batches per rank and epoch, if there are two ranks."""
@@ -74,7 +80,8 @@ class Regression(pl.LightningModule):
         inf_at: int | None = None,
     ) -> None:
         super().__init__()
-        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # ranks are equal only if somebody sees to it
+        # Ranks start unequal: somebody has to see to it that they are not.
+        torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
         norm = [nn.BatchNorm1d(5)] if batch_norm else []
         self.net = nn.Sequential(nn.Linear(WIDTH, 5), *norm, nn.Tanh(), nn.Linear(5, 3))
         self.optimizer, self.lr, self.scheduler = optimizer, lr, scheduler
@@ -415,13 +422,13 @@ def test_clipping_works_with_a_fused_optimizer_in_mixed_precision(run_ranks: Any
 
 def _learning_rates(rank: int, world_size: int, scheduler: str) -> tuple[list[Any], list[Any], list[str]]:
     runs = []
-    for strategy in (ScapeStrategy(sparsity=0.9), "auto"):
-        model = Regression("AdamW", scheduler=scheduler)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for strategy in (ScapeStrategy(sparsity=0.9), "auto"):
+            model = Regression("AdamW", scheduler=scheduler)
             make_trainer(strategy, max_epochs=3 if scheduler in ("plateau", "epoch") else 1).fit(model)
-        runs.append(model.lrs)
-    return runs[0], runs[1], [str(w.message) for w in caught if "scheduler" in str(w.message)]
+            runs.append(model.lrs)
+    return runs[0], runs[1], [str(w.message) for w in caught if "scheduler.step" in str(w.message)]
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

@@ -54,10 +54,11 @@ class TauStep(NamedTuple):
 
 def squared_norm(grads: Sequence[Tensor]) -> Tensor:
     """Sum of squares of all entries: 0-dim fp32; inf or NaN if any entry is (or if the sum overflows)."""
-    wide = [grad for grad in grads if grad.dtype == torch.float64]
-    narrow = [grad for grad in grads if grad.dtype != torch.float64]
-    norms = list(torch._foreach_norm(narrow, 2, dtype=torch.float32)) if narrow else []
-    norms += [norm.float() for norm in torch._foreach_norm(wide)] if wide else []
+    plain = [grad for grad in grads if grad.dtype == torch.float32]
+    # Summing another dtype in fp32 (fp64) converts it first: in chunks, for that is a temporary.
+    others = [chunk for grad in grads if grad.dtype != torch.float32 for chunk in grad.reshape(-1).split(_CHUNK)]
+    norms = list(torch._foreach_norm(plain)) if plain else []
+    norms += [torch.linalg.vector_norm(chunk, dtype=_accumulate_in(chunk)).float() for chunk in others]
     return torch.stack(norms).square().sum()
 
 
@@ -364,22 +365,27 @@ def checksum(flat: Tensor) -> Tensor:
     """Two sums of the bits of a flat tensor that differ, but for odd chance, when any bit or place does: int64 [2]."""
     bits = flat.view(_BITS[flat.element_size()])
     width = 1024
-    whole = bits.numel() // width * width
+    odd = 2 * torch.arange(_CHUNK // width + width, device=flat.device) + 1
     columns = torch.zeros(width, dtype=torch.int64, device=flat.device)
     rows = torch.zeros((), dtype=torch.int64, device=flat.device)
-    if whole:
-        table = bits[:whole].view(-1, width)
+    for number, chunk in enumerate(bits.split(_CHUNK)):
+        whole = chunk.numel() // width * width
+        table = chunk[:whole].view(-1, width)
         columns += table.sum(0, dtype=torch.int64)
+        columns[: chunk.numel() - whole] += chunk[whole:]
         sums = table.sum(1, dtype=torch.int64)
-        rows += (sums * (2 * torch.arange(sums.numel(), device=flat.device) + 1)).sum()
-    columns[: bits.numel() - whole] += bits[whole:]
-    return torch.stack([(columns * (2 * torch.arange(width, device=flat.device) + 1)).sum(), rows])
+        rows += (sums * (odd[: sums.numel()] + number * odd.numel() * 2)).sum()
+    return torch.stack([(columns * odd[:width]).sum(), rows])
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 # -------------------------------------------------------------------------------------------------- small helpers
+
+
+def _accumulate_in(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _host_value(scale: Tensor) -> float | None:

@@ -1,0 +1,209 @@
+"""What one optimizer step costs: seconds by phase, bytes on the wire, memory; against torch's AdamW on the same model.
+
+    python examples/bench_step.py                 # LitGPT's pythia-14m, 2 ranks, one core each; about a minute
+    python examples/bench_step.py --sparsity 0.9 --model pythia-31m --ranks 1
+
+Every rank is a process pinned to a core of its own with one thread. AdamW and SCAPE take turns, step by step, so that
+whatever else the machine does hits both. Prints a table, and writes JSON and a PNG.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from litgpt import GPT, Config
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_scape import ScapeConfig, ScapeOptimizer, __version__
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="pythia-14m", help="name of a LitGPT configuration")
+    parser.add_argument("--ranks", type=int, default=2, help="processes, at most one per core")
+    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.99, 0.9], help="sparsities to measure")
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["fp32", "bf16"], help="of the parameters")
+    parser.add_argument("--steps", type=int, default=15, help="timed steps, after 4 that are not")
+    parser.add_argument("--out", type=Path, default=Path("out/bench_step"), help="folder for JSON and PNG")
+    return parser.parse_args()
+
+
+def build(model: str, dtype: str, rank: int) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    module = GPT(Config.from_name(model)).to(DTYPES[dtype])
+    parameters = list(module.parameters())
+    generator = torch.Generator().manual_seed(rank)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return module, parameters
+
+
+def seconds_of(step: Any) -> float:
+    if dist.is_initialized():
+        dist.barrier()  # a rank that comes late is not the optimizer's cost
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
+
+
+def peak_bytes(work: Any) -> int:
+    """Most bytes alive at once of all that ``work`` allocates, from torch's own allocation events."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    alive = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak
+
+
+def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, store: str, results: Any) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    if args.ranks > 1:
+        dist.init_process_group("gloo", rank=rank, world_size=args.ranks, store=dist.FileStore(store, args.ranks))
+    module, parameters = build(args.model, dtype, rank)
+    size = sum(p.numel() for p in parameters)
+    config = ScapeConfig(sparsity=sparsity)
+
+    def two_steps() -> None:
+        optimizer = ScapeOptimizer(parameters, config=config)
+        optimizer.step()
+        optimizer.step()
+        optimizer.drain()
+
+    peak = peak_bytes(two_steps)
+    scape = ScapeOptimizer(parameters, config=config)
+    _, twins = build(args.model, dtype, rank)
+    adamw = torch.optim.AdamW(twins, foreach=True)
+    rows: list[dict[str, float]] = []
+    for step in range(args.steps + 4):
+        row = {"adamw": seconds_of(adamw.step), "scape": seconds_of(scape.step)}
+        assert scape.stats is not None
+        row |= {f"phase/{name}": value for name, value in scape.stats.seconds.items()}
+        if step >= 4:
+            rows.append(row)
+    stats = scape.stats
+    assert stats is not None
+    if rank == 0:
+        state = 4 * size + (12 if dtype == "bf16" else 8) * size / args.ranks
+        results.put(
+            {
+                "model": args.model,
+                "parameters": size,
+                "ranks": args.ranks,
+                "sparsity": sparsity,
+                "dtype": dtype,
+                "milliseconds": {name: 1e3 * statistics.median(row[name] for row in rows) for name in rows[0]},
+                "bytes": {kind: getattr(stats, f"bytes_{kind}") for kind in ("values", "parameters", "mask", "norm")},
+                "bytes_per_parameter": stats.bytes_total / size * args.ranks / max(1, args.ranks - 1),
+                "compression": stats.compression,
+                "peak_bytes": peak,
+                "peak_allowed": 4 * size + 14 * size / args.ranks + 0.02 * size * 4,
+                "state_bytes": state,
+            }
+        )
+    if args.ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def run(args: argparse.Namespace, sparsity: float, dtype: str) -> dict[str, Any]:
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        mp.spawn(measure, (args, sparsity, dtype, store, results), nprocs=args.ranks)
+    return results.get()
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    lines = [
+        "| parameters | sparsity | step, ms | AdamW(foreach), ms | ratio | bytes per parameter* | sent, KB"
+        " | peak memory above model and gradients, bytes per parameter |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        ms = row["milliseconds"]
+        lines.append(
+            f"| {row['parameters'] / 1e6:.1f}M {row['dtype']} | {row['sparsity']} | {ms['scape']:.1f}"
+            f" | {ms['adamw']:.1f} | {ms['scape'] / ms['adamw']:.2f} | {row['bytes_per_parameter']:.4f}"
+            f" | {sum(row['bytes'].values()) / 1e3:.0f} | {row['peak_bytes'] / row['parameters']:.2f}"
+            f" (state {row['state_bytes'] / row['parameters']:.2f}) |"
+        )
+    return "\n".join([*lines, "", "\\* per rank and step, times N/(N-1)"])
+
+
+def plot(found: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.7 * len(found)), layout="constrained")
+    labels = []
+    for place, row in enumerate(found):
+        labels += [f"SCAPE {row['sparsity']} {row['dtype']}", f"AdamW {row['dtype']}"]
+        left = 0.0
+        phases = {k.removeprefix("phase/"): v for k, v in row["milliseconds"].items() if k.startswith("phase/")}
+        for color, (name, value) in enumerate(phases.items()):
+            axes.barh(2 * place, value, left=left, color=f"C{color}", label=name if place == 0 else None)
+            left += value
+        axes.barh(2 * place + 1, row["milliseconds"]["adamw"], color="lightgray")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds per step, one core per rank")
+    axes.set_title(f"{found[0]['model']}, {found[0]['ranks']} ranks")
+    axes.legend(ncols=4, fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    args = parse_arguments()
+    found = []
+    for dtype in args.dtype:
+        for sparsity in args.sparsity:
+            print(f"measuring sparsity {sparsity}, {dtype} parameters ...", flush=True)
+            found.append(run(args, sparsity, dtype))
+            print({name: round(value, 2) for name, value in found[-1]["milliseconds"].items()}, flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    versions = {
+        "lightning_scape": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+    }
+    (args.out / "bench_step.json").write_text(json.dumps({"versions": versions, "results": found}, indent=2) + "\n")
+    plot(found, args.out / "bench_step.png")
+    print(f"\n{table(found)}\n\nwritten to {args.out}/bench_step.json and .png")
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or "unknown"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""A whole state by parameter: exact resume, another number of ranks, foreign and unfit states."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_optimizer import SIZES, gradients, parameters, set_gradients, values
+from torch import Tensor
+
+from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer
+
+RunRanks = Callable[..., list[Any]]
+
+
+def build(config: ScapeConfig, dtype: torch.dtype) -> tuple[list[Any], ScapeOptimizer]:
+    params = parameters(dtype=dtype)
+    groups = [{"params": params[:2], "lr": 3e-2}, {"params": params[2:], "weight_decay": 0.0}]
+    return params, ScapeOptimizer(groups, lr=1e-2, config=config)
+
+
+def train(params: list[Any], optimizer: ScapeOptimizer, rank: int, steps: range, bad: int | None = None) -> None:
+    for step in steps:
+        set_gradients(params, rank, step)
+        if step == bad:
+            params[0].grad.fill_(float("nan"))
+        optimizer.clip_grad_norm(20.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+
+
+def saved(optimizer: ScapeOptimizer, params: list[Any]) -> bytes:
+    """What rank 0 would write, through torch.save."""
+    optimizer.consolidate_state_dict(to=0)
+    if optimizer._communicator.rank:
+        return b""
+    file = io.BytesIO()
+    torch.save({"optimizer": optimizer.state_dict(), "model": values(params)}, file)
+    return file.getvalue()
+
+
+def restored(file: bytes, config: ScapeConfig, dtype: torch.dtype) -> tuple[list[Any], ScapeOptimizer]:
+    params, optimizer = build(config, dtype)
+    content = torch.load(io.BytesIO(file), weights_only=True)
+    for parameter, value in zip(params, content["model"], strict=True):
+        parameter.data.copy_(value)
+    optimizer.load_state_dict(content["optimizer"])
+    return params, optimizer
+
+
+def everything(params: list[Any], optimizer: ScapeOptimizer) -> list[Tensor]:
+    optimizer.drain()
+    state = optimizer._run.state
+    assert state is not None
+    held = [state.residual, state.step, optimizer._masks.active, state.local_momentum, state.evidence]
+    shard = [
+        part
+        for t in (state.momentum, state.master)
+        if t is not None
+        for part in optimizer._views(t.view(-1), optimizer._shard_pieces)
+    ]
+    clocks = optimizer._views(state.clock.view(-1), optimizer._shard_pieces)
+    return values(params) + [t for t in held if t is not None] + shard + clocks
+
+
+def stop_and_go(rank: int, world_size: int, at: int, config: ScapeConfig, dtype: torch.dtype, bad: int | None) -> int:
+    import torch.distributed as dist
+
+    params, optimizer = build(config, dtype)
+    train(params, optimizer, rank, range(at), bad)
+    box = [saved(optimizer, params)]
+    if world_size > 1:
+        dist.broadcast_object_list(box, 0)
+    train(params, optimizer, rank, range(at, 12), bad)
+    again, other = restored(box[0], config, dtype)
+    train(again, other, rank, range(at, 12), bad)
+    for a, b in zip(everything(params, optimizer), everything(again, other), strict=True):
+        assert torch.equal(a, b)
+    assert optimizer.stats is not None
+    assert other.stats is not None
+    assert optimizer.stats.bytes_total == other.stats.bytes_total
+    assert optimizer.stats.skipped_total == other.stats.skipped_total
+    assert [g["lr"] for g in other.param_groups] == [3e-2, 1e-2]
+    return len(again)
+
+
+@pytest.mark.parametrize(
+    ("at", "options", "dtype"),
+    [
+        (5, {}, torch.float32),
+        (5, {}, torch.bfloat16),
+        (1, {"sparsity": 0.99, "wire_dtype": "fp32"}, torch.float32),
+        (5, {"mask_interval": 4}, torch.float32),
+        (2, {"dense_steps": 4}, torch.float32),
+        (4, {"dense_steps": 1, "sparsity_warmup_steps": 6}, torch.bfloat16),
+        (5, {"mask_statistic": "first_moment", "bias_correction": True}, torch.float32),
+        (5, {"residual_dtype": torch.float64}, torch.float64),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_resume_equals_never_having_stopped_bit_for_bit(
+    run_ranks: RunRanks, world_size: int, at: int, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    config = ScapeConfig(**{"sparsity": 0.9, **options})
+    assert run_ranks(stop_and_go, world_size, at, config, dtype, None) == [len(SIZES)] * world_size
+
+
+def test_resume_right_after_a_skipped_step_is_exact(run_ranks: RunRanks) -> None:
+    run_ranks(stop_and_go, 2, 5, ScapeConfig(sparsity=0.9), torch.float32, 4)
+
+
+def write_state(rank: int, world_size: int, steps: int) -> tuple[bytes, Tensor]:
+    import torch.distributed as dist
+
+    config = ScapeConfig(sparsity=0.9)
+    params, optimizer = build(config, torch.float32)
+    train(params, optimizer, rank, range(steps))
+    file = saved(optimizer, params)
+    state = optimizer._run.state
+    assert state is not None
+    mean = torch.cat(optimizer._views(state.residual.view(-1), optimizer._pieces)).clone()
+    if world_size > 1:
+        dist.all_reduce(mean)
+    return file, mean / world_size
+
+
+def read_state(rank: int, world_size: int, file: bytes) -> Any:
+    import torch.distributed as dist
+
+    config = ScapeConfig(sparsity=0.9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        params, optimizer = restored(file, config, torch.float32)
+    state = optimizer._run.state
+    assert state is not None
+    mean = torch.cat(optimizer._views(state.residual.view(-1), optimizer._pieces)).clone()
+    if world_size > 1:
+        dist.all_reduce(mean)
+    optimizer.consolidate_state_dict(to=0)
+    whole = optimizer.state_dict() if rank == 0 else None
+    train(params, optimizer, rank, range(8, 12))
+    return mean / world_size, whole, [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (3, 1), (1, 2)])
+def test_another_number_of_ranks_keeps_the_state_and_the_mean_residual(
+    run_ranks: RunRanks, before: int, after: int
+) -> None:
+    file, mean = run_ranks(write_state, before, 8)[0]
+    first = torch.load(io.BytesIO(file), weights_only=True)["optimizer"]
+    results = run_ranks(read_state, after, file)
+    torch.testing.assert_close(results[0][0], mean, rtol=1e-5, atol=1e-6)
+    second = results[0][1]
+    for index, entry in first["state"].items():
+        for name, value in entry.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(second["state"][index][name]))
+    assert torch.equal(first["scape"]["mask"], second["scape"]["mask"])
+    assert any(f"was written by {before} ranks, this run has {after}" in text for text in results[0][2])
+
+
+def test_state_must_be_collected_before_it_is_read(run_ranks: RunRanks) -> None:
+    errors = run_ranks(read_too_early, 2, expect_errors=True)
+    for rank, error in enumerate(errors):
+        assert isinstance(error, RuntimeError)
+        assert f"got a call of state_dict() on rank {rank}" in str(error)
+
+
+def read_too_early(rank: int, world_size: int) -> None:
+    _, optimizer = build(ScapeConfig(), torch.float32)
+    optimizer.state_dict()
+
+
+def test_momentum_stays_fp32_under_bf16_parameters() -> None:
+    params, optimizer = build(ScapeConfig(sparsity=0.0), torch.bfloat16)
+    train(params, optimizer, 0, range(2))
+    entry = optimizer.state_dict()["state"][0]
+    assert (entry["exp_avg"].dtype, entry["last_step"].dtype, entry["master"].dtype) == (
+        torch.float32,
+        torch.int32,
+        torch.float32,
+    )
+
+
+def test_a_state_of_adamw_gives_its_first_moments() -> None:
+    params, twins = parameters(), parameters()
+    dense = torch.optim.AdamW(twins)
+    for step in range(3):
+        set_gradients(twins, 0, step)
+        dense.step()
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9))
+    with pytest.warns(UserWarning, match=r"first moments and step \(3\) carry over"):
+        optimizer.load_state_dict(dense.state_dict())
+    whole = optimizer.state_dict()
+    for index, twin in enumerate(twins):
+        assert torch.equal(whole["state"][index]["exp_avg"], dense.state[twin]["exp_avg"])
+        assert (whole["state"][index]["last_step"] == 3).all()
+    assert all(not e.any() for e in whole["scape"]["residuals"][0].values())
+
+
+def test_a_state_of_adams_goes_on_as_dense_adams() -> None:
+    twins = parameters()
+    dense = AdamS(twins)
+    for step in range(3):
+        set_gradients(twins, 0, step)
+        dense.step()
+    params = [torch.nn.Parameter(t.detach().clone()) for t in twins]
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.0, wire_dtype="fp32"))
+    with pytest.warns(UserWarning, match="carry over"):
+        optimizer.load_state_dict(dense.state_dict())
+    for mine, twin, grad in zip(params, twins, gradients(params, 0, 3), strict=True):
+        mine.grad, twin.grad = grad, grad.clone()
+    optimizer.step()
+    dense.step()
+    for mine, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(mine, twin, rtol=1e-6, atol=1e-7)
+
+
+def test_another_block_length_drops_the_mask_and_says_so() -> None:
+    params, optimizer = build(ScapeConfig(sparsity=0.9), torch.float32)
+    train(params, optimizer, 0, range(4))
+    _, other = build(ScapeConfig(sparsity=0.99), torch.float32)
+    with pytest.warns(UserWarning, match="masks are for blocks of 250 entries, this run's are 200"):
+        other.load_state_dict(optimizer.state_dict())
+    assert other._masks.active is None
+    before, after = optimizer.state_dict(), other.state_dict()
+    for index, residual in before["scape"]["residuals"][0].items():
+        assert torch.equal(residual, after["scape"]["residuals"][0][index])
+
+
+def spoil(state: dict[str, Any], kind: str) -> Any:
+    if kind == "newer":
+        state["scape"]["format"] = 2
+    if kind == "shape":
+        state["state"][1]["exp_avg"] = torch.zeros(6)
+    if kind == "count":
+        del state["state"][3]
+    if kind == "foreign":
+        return {"weights": 1}
+    if kind == "groups":
+        state["param_groups"].pop()
+    return state
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("newer", "format must be at most 1, got 2.*Upgrade"),
+        ("shape", r"state of 'parameter 1' \(number 1\) must have shape \(5,\), got \(6,\)"),
+        ("count", "must hold the model's 6 trained parameters, got 5; the first that only one of them has is number 3"),
+        ("foreign", r"must have `state` and `param_groups`, got \['weights'\]"),
+        ("groups", "must have 2 parameter groups, got 1"),
+    ],
+)
+def test_an_unfit_state_is_refused_and_changes_nothing(kind: str, words: str) -> None:
+    params, optimizer = build(ScapeConfig(sparsity=0.9), torch.float32)
+    train(params, optimizer, 0, range(4))
+    before = [t.clone() for t in everything(params, optimizer)]
+    spoiled = spoil(build_state(), kind)
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(spoiled)
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(params, optimizer), strict=True))
+
+
+def build_state() -> dict[str, Any]:
+    params, optimizer = build(ScapeConfig(sparsity=0.9), torch.float32)
+    train(params, optimizer, 0, range(2))
+    return optimizer.state_dict()
