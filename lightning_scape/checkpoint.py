@@ -57,13 +57,17 @@ def consolidate(snapshot: Snapshot, communicator: Communicator, to: int) -> dict
         shard: Tensor | None = getattr(state, name)
         if shard is None:
             continue
-        shards = communicator.collect(shard.view(-1), to)
+        shards = communicator.collect(shard.view(-1), to, parameters.device)
         if shards is not None:
             for place, tensor in _cut(torch.cat(shards), layout, parameters):
                 by_parameter[parameters.indices[place]][saved_as] = tensor
-    residuals = communicator.collect(state.residual.view(-1), to)
+    residuals = communicator.collect(state.residual.view(-1), to, parameters.device)
     if residuals is None:
         return None
+    by_rank = []
+    while residuals:  # each is let go once it is cut up
+        cut = _cut(residuals.pop(0), layout, parameters)
+        by_rank.append({parameters.indices[place]: tensor for place, tensor in cut})
     mask = snapshot.masks.active
     return {
         "state": by_parameter,
@@ -74,10 +78,7 @@ def consolidate(snapshot: Snapshot, communicator: Communicator, to: int) -> dict
             "step": step,
             "calls": state.calls,
             "names": dict(zip(parameters.indices, parameters.names, strict=True)),
-            "residuals": [
-                {parameters.indices[place]: tensor for place, tensor in _cut(residual, layout, parameters)}
-                for residual in residuals
-            ],
+            "residuals": by_rank,
             "mask": None if mask is None else mask[: layout.used_blocks].cpu().clone(),
             "mask_uses": snapshot.masks.uses,
             "block_size": layout.block_size,
@@ -105,10 +106,13 @@ def load(snapshot: Snapshot, saved: Mapping[str, Any], rank: int, group_count: i
         _load_first_moments(snapshot, saved["state"], rank)
         return
     whole, layout, state = saved["scape"], snapshot.layout, snapshot.state
+    _tell_differences(snapshot.config.as_dict(), whole["config"])
     state.step.fill_(whole["step"])
+    state.clock.fill_(whole["step"])  # of the pads, which are visited at every step
     state.calls = whole["calls"]
     snapshot.clipping.skipped_in_row = whole["skipped_in_row"]
     snapshot.clipping.skipped_total = whole["skipped_total"]
+    snapshot.clipping.last_skipped = whole["skipped_in_row"] > 0
     if "master" in next(iter(saved["state"].values())) and snapshot.parameters.need_masters:
         state.master = torch.zeros_like(state.momentum)
     for name, saved_as in _SAVED_AS.items():
@@ -148,13 +152,22 @@ def _check(snapshot: Snapshot, saved: Mapping[str, Any], group_count: int) -> No
             f"The state must have {group_count} parameter groups, got {len(saved['param_groups'])}. {_REMEDY}"
         )
     state = saved["state"]
-    if set(state) != set(parameters.indices):
-        odd = sorted(set(state) ^ set(parameters.indices))
+    odd = sorted(set(state) ^ set(parameters.indices))
+    if "scape" not in saved:  # torch leaves out what never had a gradient
+        odd = sorted(set(state) - set(parameters.indices))
+    if odd:
         raise ValueError(
             f"The state must hold the model's {len(parameters.indices)} trained parameters, got {len(state)}; the first"
             f" that only one of them has is number {odd[0]}. {_REMEDY}"
         )
     for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
+        if index not in state:
+            continue
+        if "exp_avg" not in state[index]:
+            raise ValueError(
+                f"The state of {name!r} (number {index}) must hold a first moment `exp_avg`, got"
+                f" {sorted(state[index])}. Load a state of AdamW, Adam, AdamS or ScapeOptimizer."
+            )
         shape = tuple(state[index]["exp_avg"].shape)
         if shape != tuple(parameter.shape):
             raise ValueError(
@@ -163,11 +176,29 @@ def _check(snapshot: Snapshot, saved: Mapping[str, Any], group_count: int) -> No
             )
 
 
+def _tell_differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Warns of options that change how training goes on; where the residual lives and what is checked does not."""
+    silent = ("residual_device", "max_skipped", "check_replicas_every")
+    differ = [
+        f"{name}={saved.get(name)!r} (now {value!r})"
+        for name, value in mine.items()
+        if name not in silent and saved.get(name) != value
+    ]
+    if differ:
+        warnings.warn(
+            f"The checkpoint was written with other options: {', '.join(differ)}. Training goes on with those of now.",
+            stacklevel=5,
+        )
+
+
 def _load_first_moments(snapshot: Snapshot, state: Mapping[int, Mapping[str, Any]], rank: int) -> None:
-    step = max(int(entry.get("step", 0)) for entry in state.values())
+    step = max((int(entry.get("step", 0)) for entry in state.values()), default=0)
     snapshot.state.step.fill_(step)
     snapshot.state.clock.fill_(step)
-    moments = {index: entry["exp_avg"] for index, entry in state.items()}
+    moments = {
+        index: state[index]["exp_avg"] if index in state else torch.zeros(parameter.shape)
+        for index, parameter in zip(snapshot.parameters.indices, snapshot.parameters.tensors, strict=True)
+    }
     _fill_shard(snapshot.state.momentum.view(-1), moments, snapshot, rank)
     warnings.warn(
         f"The checkpoint was not written by SCAPE: first moments and step ({step}) carry over; a second moment, if any,"

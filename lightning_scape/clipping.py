@@ -105,7 +105,7 @@ class GradientClipping:
         on_host = torch.empty((), dtype=scale.dtype, pin_memory=True)
         on_host.copy_(scale, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(scale.device))
         self._verdict = (on_host, event)
 
     def settle(self) -> None:

@@ -190,23 +190,26 @@ class Communicator:
         self._count("mask", full.numel() * full.element_size())
         return PendingMask(full, shard, work, stream)
 
-    def collect(self, flat: Tensor, to: int) -> list[Tensor] | None:
-        """Every rank's ``flat`` (same length on all) on rank ``to`` in host memory, None elsewhere; for checkpoints."""
+    def collect(self, flat: Tensor, to: int, device: torch.device) -> list[Tensor] | None:
+        """Every rank's ``flat`` (same length on all) on rank ``to`` in host memory, None elsewhere; for checkpoints.
+
+        It travels by way of ``device``, in parts: NCCL carries nothing that lives in host memory.
+        """
         if self.world_size == 1:
-            return [flat.detach().cpu().clone()]
+            return [flat.detach().to("cpu", copy=True)]
         mine = self.rank == to
-        whole = (
-            [torch.empty(flat.shape, dtype=flat.dtype, device="cpu") for _ in range(self.world_size)] if mine else None
-        )
+        count = self.world_size if mine else 0
+        whole = [torch.empty(flat.shape, dtype=flat.dtype, device="cpu") for _ in range(count)]
         target = dist.get_global_rank(self.process_group, to) if self.process_group is not None else to
         begin = 0
         for part in flat.detach().split(1 << 22):
-            received = [torch.empty_like(part) for _ in range(self.world_size)] if mine else None
-            dist.gather(part.contiguous(), received, dst=target, group=self.process_group)
-            for whole_rank, part_rank in zip(whole or (), received or (), strict=True):
+            part = part.to(device).contiguous()
+            received = [torch.empty_like(part) for _ in range(count)]
+            dist.gather(part, received if mine else None, dst=target, group=self.process_group)
+            for whole_rank, part_rank in zip(whole, received, strict=True):
                 whole_rank[begin : begin + part.numel()] = part_rank
             begin += part.numel()
-        return whole
+        return whole if mine else None
 
     def share(self, tensor: Tensor) -> Tensor:
         """``[N, ...]``: every rank's small ``tensor`` (same shape on all), on every rank. Not counted."""

@@ -98,13 +98,21 @@ class ScapeConfig:
         for name, least in _LEAST_WHOLE.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"`{name}` must be a whole number >= {least}, got {value!r}.")
+                raise ValueError(
+                    f"`{name}` must be a whole number >= {least}, got {value!r}. Use {least} or more, as an int."
+                )
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
-                raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+                raise ValueError(
+                    f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}. Use {choices[0]!r} if"
+                    " unsure."
+                )
         if not isinstance(self.bias_correction, bool):
-            raise ValueError(f"`bias_correction` must be True or False, got {self.bias_correction!r}.")
+            raise ValueError(
+                f"`bias_correction` must be True or False, got {self.bias_correction!r}. Pass a bool; False is the"
+                " paper's text."
+            )
         if self.local_group_size != 1:
             raise ValueError(
                 f"`local_group_size` must be 1, got {self.local_group_size!r}: two-level groups (dense inside a node,"
@@ -112,7 +120,7 @@ class ScapeConfig:
             )
         object.__setattr__(self, "residual_dtype", _as_dtype(self.residual_dtype))
         if self.residual_device is not None:
-            object.__setattr__(self, "residual_device", torch.device(self.residual_device))
+            object.__setattr__(self, "residual_device", _as_device(self.residual_device))
         self._check_block_size()
         if self.dense and self.sparsity_warmup_steps:
             raise ValueError(
@@ -122,7 +130,7 @@ class ScapeConfig:
 
     def _check_block_size(self) -> None:
         if self.block_size is None:
-            if round((1.0 - self.sparsity) * MAX_BLOCK) < 1:
+            if _density(self.sparsity) * MAX_BLOCK < 1:
                 raise ValueError(
                     f"`sparsity` must leave at least one entry in {MAX_BLOCK}, got {self.sparsity!r}. Lower it to at"
                     f" most {1 - 1 / MAX_BLOCK:.6f}."
@@ -134,12 +142,13 @@ class ScapeConfig:
             or not 1 <= self.block_size <= MAX_BLOCK
         ):
             raise ValueError(
-                f"`block_size` must be None or a whole number from 1 to {MAX_BLOCK}, got {self.block_size!r}."
+                f"`block_size` must be None or a whole number from 1 to {MAX_BLOCK}, got {self.block_size!r}. None"
+                " chooses it."
             )
-        if round((1.0 - self.sparsity) * self.block_size) < 1:
+        if _density(self.sparsity) * self.block_size < 1:
             raise ValueError(
-                f"`block_size` must hold at least one sent entry, got (1 - {self.sparsity}) * {self.block_size}, which"
-                f" rounds to 0. Use block_size >= {math.ceil(1 / (1 - self.sparsity))}, or None."
+                f"`block_size` must hold at least one sent entry, got (1 - {self.sparsity}) * {self.block_size}."
+                f" Use block_size >= {math.ceil(1 / _density(self.sparsity))}, or None."
             )
 
     @property
@@ -193,8 +202,7 @@ def quota_for(sparsity: float, block_size: int | None = None) -> Quota:
     >>> quota_for(0.999)
     Quota(block_size=1000, sent=1)
     """
-    # 0.99 is not 99/100 in binary: go by the decimal the user wrote.
-    density = 1 - Fraction(repr(float(sparsity)))
+    density = _density(sparsity)
     if block_size is not None:
         return Quota(block_size, max(1, round(density * block_size)))
     if density * MAX_BYTE_BLOCK < 1:
@@ -205,6 +213,20 @@ def quota_for(sparsity: float, block_size: int | None = None) -> Quota:
         key=lambda length: (abs(Fraction(round(density * length), length) - density), -length),
     )
     return Quota(best, round(density * best))
+
+
+def _density(sparsity: float) -> Fraction:
+    """``1 - sparsity``, by the decimal the user wrote: 0.99 is not 99/100 in binary."""
+    return 1 - Fraction(repr(float(sparsity)))
+
+
+def _as_device(value: torch.device | str) -> torch.device:
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"`residual_device` must be None or name a device, got {value!r}. Use None, 'cpu' or 'cuda'."
+        ) from error
 
 
 def _is_number(value: object) -> bool:

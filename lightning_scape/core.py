@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,6 @@ from torch.optim import Optimizer
 from lightning_scape.collectives import ProcessGroup, is_distributed
 from lightning_scape.config import ScapeConfig
 from lightning_scape.optimizer import ScapeOptimizer
-
-_Scaler = TypeVar("_Scaler", bound=GradScaler)
 
 CONFIG_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(ScapeConfig)}
 """Every option's name and default, in the order of :class:`ScapeConfig`."""
@@ -101,8 +99,8 @@ def swap_optimizers(
 def retarget_schedulers(schedulers: Iterable[object], swaps: Sequence[tuple[Optimizer, Optimizer]]) -> None:
     """Make each scheduler that drives an ``old`` optimizer drive the ``new`` one of its pair.
 
-    Follows schedulers inside schedulers (SequentialLR, ChainedScheduler, a warm-up wrapper of the user's own): sharing
-    the parameter groups would not be enough, for ``load_state_dict`` replaces them.
+    Follows schedulers inside schedulers (SequentialLR, ChainedScheduler, a warm-up wrapper of the user's own). Sharing
+    the parameter groups would not be enough: a scheduler also watches whether its optimizer steps.
     """
     new_for = {id(old): new for old, new in swaps}
     seen: set[int] = set()
@@ -189,10 +187,10 @@ def clip_gradients(optimizer: object, clip_val: float = 0.0, gradient_clip_algor
     elif algorithm == "value":
         inner.clip_grad_value(clip_val)
     else:
-        raise ValueError(f'`gradient_clip_algorithm` must be "norm" or "value", got {algorithm!r}.')
+        raise ValueError(f'`gradient_clip_algorithm` must be "norm" or "value", got {algorithm!r}. Use one of the two.')
 
 
-def sharded_scaler(scaler: _Scaler | None, process_group: ProcessGroup | None = None) -> GradScaler | _Scaler | None:
+def sharded_scaler(scaler: GradScaler | None, process_group: ProcessGroup | None = None) -> GradScaler | None:
     """A scaler by which all ranks skip a step if one of them met an inf, in place of one that decides alone.
 
     With a plain GradScaler the rank that met the inf would leave out the step's collectives, and the others would wait

@@ -34,31 +34,27 @@ class RowHyperparameters:
     ) -> tuple[ops.Hyper, Tensor | float]:
         """Hyperparameters and the divisor of first moments (``1 - beta1**step``, or 1) for each row.
 
-        0-dim where all rows have the same, else ``[R, 1]``. A parameter frozen since the optimizer was built gets
-        learning rate 0: it stands still.
+        0-dim where all rows have the same, else ``[R, 1]``.
         """
-        kinds = [
-            (piece.segment.group, self._parameters.tensors[piece.segment.index].requires_grad) for piece in self._pieces
-        ]
-        distinct = list(dict.fromkeys(kinds)) or [(0, True)]
-        table = [self._numbers(param_groups[group], trained) for group, trained in distinct]
-        columns = torch.tensor(table, dtype=dtype).to(self._parameters.device, non_blocking=True)
+        groups = [piece.segment.group for piece in self._pieces]
+        distinct = list(dict.fromkeys(groups)) or [0]
+        table = [self._numbers(param_groups[group]) for group in distinct]
+        columns = torch.tensor(table, dtype=torch.float64).to(self._parameters.device, non_blocking=True)
         if len(distinct) == 1:
             *values, biased = columns[0].unbind()
         else:
-            of_row = self._spread([distinct.index(kind) for kind in kinds])
+            of_row = self._spread([distinct.index(group) for group in groups])
             *values, biased = columns.index_select(0, of_row).split(1, dim=1)
-        hyper = ops.Hyper(*values)
+        hyper = ops.Hyper.of(dtype, *values)
         if not any(numbers[-1] for numbers in table):
             return hyper, 1.0
-        return hyper, torch.where(biased != 0, 1 - hyper.beta1**step, torch.ones_like(biased))
+        return hyper, torch.where(biased != 0, 1 - values[1] ** step, 1.0).to(dtype)
 
-    def _numbers(self, group: dict[str, Any], trained: bool) -> list[float]:
+    def _numbers(self, group: dict[str, Any]) -> list[float]:
         beta1, beta2 = (float(beta) for beta in group["betas"])
-        # A learning rate that is a tensor on CUDA makes the host wait for it; a float does not.
-        lr = float(group["lr"]) if trained else 0.0
         biased = self._bias_correction or bool(group.get("bias_correction"))
-        return [lr, beta1, beta2, float(group["eps"]), float(group["weight_decay"]), float(biased)]
+        # A learning rate that is a tensor on CUDA makes the host wait for it; a float does not.
+        return [float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), float(biased)]
 
     def _spread(self, of_piece: Sequence[int]) -> Tensor:
         """``[R]`` int64: a number per piece, repeated for its rows; fillers take the last piece's."""

@@ -64,6 +64,8 @@ class DelayedMask:
         """``[blocks, q]``, the mask last used (or loaded, to be used next)."""
         self.uses = 0
         """Steps that have used the active mask."""
+        self.unproven = False
+        """Whether the active mask was made within a step, rather than before it, and that step may yet be skipped."""
         self._pending: PendingMask | None = None
 
     def take(self, step: int, make: MakeShard, start: StartGather) -> tuple[Tensor | None, float]:
@@ -74,12 +76,14 @@ class DelayedMask:
         """
         sent = self.schedule.sent(step)
         waited = self.arrive()
+        self.unproven = False
         if sent == self.schedule.quota.block_size:
             self.active, self.uses = None, 0
             return None, waited
         if self.active is None or self.active.shape[1] != sent:
             self._pending = start(make(sent))
             waited += self.arrive()
+            self.unproven = True
         self.uses += 1
         return self.active, waited
 
@@ -95,6 +99,12 @@ class DelayedMask:
             return
         if self.uses >= self.interval or self.active.shape[1] != sent:
             self._pending = start(make(sent))
+
+    def forget_unproven(self) -> None:
+        """After a skipped step: drops the mask that it made for itself, and its successor; both rank nothing."""
+        if self.unproven:
+            self.arrive()
+            self.active, self.uses, self.unproven = None, 0, False
 
     def arrive(self) -> float:
         """Waits for the mask under way, if any; returns the seconds the host waited."""

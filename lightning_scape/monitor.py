@@ -33,7 +33,9 @@ class ScapeMonitor(Callback):
 
     def __init__(self, every_n_steps: int = 50) -> None:
         if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
-            raise ValueError(f"`every_n_steps` must be a whole number >= 1, got {every_n_steps!r}.")
+            raise ValueError(
+                f"`every_n_steps` must be a whole number >= 1, got {every_n_steps!r}. Drop the callback to log nothing."
+            )
         self.every_n_steps = every_n_steps
         self._reports_due = 0
 

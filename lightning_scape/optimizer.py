@@ -100,12 +100,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
         self._parameters = Parameters.of(self.param_groups)
         self._communicator = Communicator(process_group, mask_group or new_mask_group(process_group))
         problem = self._parameters.problem(self.param_groups)
-        setup = {
-            "lightning_scape's version": __version__,
-            "config": [f"{name}={value!r}" for name, value in config.as_dict().items()],
-            "parameters (group, shape, strides, dtype)": self._parameters.describe(),
-        }
-        check_same_setup(self._communicator, setup, problem, self.param_groups[0]["params"][0].device)
+        check_same_setup(self._communicator, self._describe(), problem, self._parameters.device)
+        self._strides = [parameter.stride() for parameter in self._parameters.tensors]
         self._known = {id(parameter) for parameter in self._parameters.tensors}
         self._layout = Layout(
             [parameter.numel() for parameter in self._parameters.tensors],
@@ -205,29 +201,48 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
     def _begin(self) -> tuple[ScapeState, StepRecord]:
         """Buffers exist, masters are current, the record is blank, the verdict on the last step is in."""
-        run, layout = self._run, self._layout
+        run = self._run
         self._clipping.settle()
-        # Anew at each step: `module.to()` puts a parameter into other memory.
-        run.flats = [flatten(parameter) for parameter in self._parameters.tensors]
+        if self._clipping.last_skipped:
+            self._masks.forget_unproven()
+        run.flats = self._flatten()
         state = run.state = run.state or self._allocate()
         if not run.compared:  # the first step, or the first after a load
             check_replicas(self._communicator, run.flats, self._parameters.names)
             run.compared = True
-        if self._parameters.need_masters and (state.master is None or run.masters_stale):
-            state.refresh_master(run.flats, layout, self._communicator.rank)
-        run.masters_stale = False
+        self._refresh_masters(state)
         run.record, run.stats, run.consolidated = StepRecord(clip_seconds=run.clip_seconds), None, None
         run.clip_seconds = 0.0
         return state, run.record
+
+    def _flatten(self) -> list[Tensor]:
+        """The parameters, flat; anew at each step, for `module.to()` puts a parameter into other memory."""
+        for parameter, name, stride in zip(
+            self._parameters.tensors, self._parameters.names, self._strides, strict=True
+        ):
+            if parameter.stride() != stride:
+                raise ValueError(
+                    f"Parameters must keep their memory order, got {name!r} with strides {parameter.stride()} instead"
+                    f" of {stride}. Change the memory format before building the optimizer."
+                )
+        return [flatten(parameter) for parameter in self._parameters.tensors]
+
+    def _refresh_masters(self, state: ScapeState) -> None:
+        run = self._run
+        if self._parameters.need_masters and (state.master is None or run.masters_stale):
+            state.refresh_master(run.flats, self._layout, self._communicator.rank)
+        run.masters_stale = False
 
     def _gradients(self) -> list[Tensor | None]:
         """Flat gradients in parameter order; None (unused on this rank) counts as zeros."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and id(parameter) not in self._known:
+                if parameter.requires_grad != (id(parameter) in self._known):
+                    change = "frozen then" if parameter.requires_grad else "trained then, and is frozen now"
                     raise ValueError(
-                        "Parameters must require grad when the optimizer is built, got a gradient for one of shape"
-                        f" {tuple(parameter.shape)} that was frozen then. Unfreeze it, then build the optimizer."
+                        "Parameters must be frozen or unfrozen before the optimizer is built, got one of shape"
+                        f" {tuple(parameter.shape)} that was {change}. Build a new optimizer after the change: what is"
+                        " not yet sent of a parameter would be lost, or never come to be."
                     )
         return [
             None if parameter.grad is None else flatten_like(parameter.grad, parameter)
@@ -237,7 +252,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
     def _fold(self, state: ScapeState, grads: Sequence[Tensor | None], scale: Tensor) -> None:
         residual = state.residual.view(-1)
         clip_value = self._clipping.clip_value
-        ops.fold(self._views(residual, self._pieces), grads, scale, clip_value)
+        by_piece = [grads[piece.segment.index] for piece in self._pieces]  # an empty parameter has no piece
+        ops.fold(self._views(residual, self._pieces), by_piece, scale, clip_value)
         if state.local_momentum is None or state.evidence is None:
             return
         moments = self._views(state.local_momentum.view(-1), self._shard_pieces)
@@ -346,13 +362,12 @@ class ScapeOptimizer(torch.optim.Optimizer):
     # --------------------------------------------------------------------------------- life of the state
 
     def drain(self) -> None:
-        """Waits for the mask exchange under way, if any, so that process groups may be torn down or state be saved."""
+        """Waits for the mask exchange under way, if any, so that process groups may be torn down."""
         self._masks.arrive()
-        self._clipping.settle()
 
     def mark_masters_stale(self) -> None:
-        """Tells that parameters were overwritten from outside: fp32 masters are read anew at the next step."""
-        self._run.masters_stale = True
+        """Tells that parameters were overwritten from outside: the next step reads the fp32 masters of changed ones."""
+        self._run.masters_stale, self._run.consolidated = True, None
 
     def name_parameters(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Gives parameters names, for error messages and checkpoints; tied ones keep their first."""
@@ -391,14 +406,19 @@ class ScapeOptimizer(torch.optim.Optimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collects the state of all ranks on rank ``to``, where :meth:`state_dict` then returns it. Collective.
 
-        The whole state takes about ``(4 N + 12) P`` bytes of host memory there, residuals of all ranks included.
+        The whole state takes about ``(4 N + 12) P`` bytes of host memory there, residuals of all ranks included, and
+        up to ``4 N P`` more while residuals are collected.
         """
+        run = self._run
         self.drain()
-        state = self._run.state or self._allocate()
-        collected = checkpoint.consolidate(self._snapshot(state), self._communicator, to)
-        if collected is not None:
-            collected["param_groups"] = super().state_dict()["param_groups"]
-        self._run.consolidated = collected
+        self._clipping.settle()
+        if self._clipping.last_skipped:
+            self._masks.forget_unproven()
+        state = run.state or self._allocate()
+        if state.master is not None:
+            run.flats = self._flatten()
+            self._refresh_masters(state)
+        run.consolidated = checkpoint.consolidate(self._snapshot(state), self._communicator, to)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, by parameter, independent of the number of ranks: tensors, numbers and strings only.
@@ -407,7 +427,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             RuntimeError: with several ranks, :meth:`consolidate_state_dict` was not called since the last step.
         """
         run = self._run
-        if run.consolidated is None and self._communicator.world_size == 1:
+        if self._communicator.world_size == 1:
             self.consolidate_state_dict()
         if run.consolidated is None:
             raise RuntimeError(
@@ -415,7 +435,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
                 f" {self._communicator.rank} without it. Call consolidate_state_dict(to=0) on every rank, then"
                 " state_dict() on rank 0."
             )
-        return run.consolidated
+        # Groups as they are now: a scheduler may have moved on since.
+        return {**run.consolidated, "param_groups": super().state_dict()["param_groups"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes this rank's part of a whole state. Call on every rank, with the same state.
@@ -432,10 +453,24 @@ class ScapeOptimizer(torch.optim.Optimizer):
         snapshot = self._snapshot(state)
         checkpoint.load(snapshot, state_dict, self._communicator.rank, len(self.param_groups))
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({name: value for name, value in saved.items() if name in group and name != "params"})
+            group.update({name: value for name, value in saved.items() if name != "params"})
         self._run.state = state
         self._run.record = self._run.stats = self._run.consolidated = None
-        self._run.masters_stale = self._run.compared = False
+        # Parameters may be loaded before or after: masters that do not round to them give way.
+        self._run.masters_stale, self._run.compared = True, False
+
+    def _describe(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        plain = self.config.as_dict()
+        if self.config.residual_device is not None:  # each rank has its own index
+            plain["residual_device"] = torch.device(self.config.residual_device).type
+        names = ("lr", "betas", "eps", "weight_decay", "bias_correction")
+        return {
+            "lightning_scape's version": __version__,
+            "config": [f"{name}={value!r}" for name, value in plain.items()],
+            "parameters (group, shape, strides, dtype)": self._parameters.describe(),
+            "parameter groups": [{name: str(group.get(name)) for name in names} for group in self.param_groups],
+        }
 
     def _snapshot(self, state: ScapeState) -> checkpoint.Snapshot:
         return checkpoint.Snapshot(state, self._layout, self.config, self._parameters, self._masks, self._clipping)

@@ -15,6 +15,8 @@ from lightning_scape.state import is_dense
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """dtypes of parameters that can be trained, and carried by the wire."""
 
+_LEAST_EPS = torch.finfo(torch.float32).tiny
+
 
 @dataclass
 class Parameters:
@@ -56,7 +58,7 @@ class Parameters:
     @property
     def device(self) -> torch.device:
         """Where they are (checked to be one place)."""
-        return self.tensors[0].device
+        return self.tensors[0].device if self.tensors else torch.device("cpu")
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -124,7 +126,7 @@ def _problem_of_group(group: dict[str, Any]) -> str | None:
     rules = (
         (float(group["lr"]) >= 0, "lr", ">= 0", group["lr"]),
         (len(betas) == 2 and all(0 <= float(b) < 1 for b in betas), "betas", "two numbers in [0, 1)", betas),
-        (float(group["eps"]) > 0, "eps", "> 0", group["eps"]),
+        (float(group["eps"]) >= _LEAST_EPS, "eps", f"at least {_LEAST_EPS:g}", group["eps"]),
         (float(group["weight_decay"]) >= 0, "weight_decay", ">= 0", group["weight_decay"]),
     )
     for holds, name, rule, value in rules:

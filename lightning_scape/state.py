@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_scape import ops
 from lightning_scape.config import ScapeConfig
 from lightning_scape.layout import Layout
 
@@ -58,10 +57,17 @@ class ScapeState:
         return self.residual[rank * layout.shard_blocks : (rank + 1) * layout.shard_blocks]
 
     def refresh_master(self, flats: Sequence[Tensor], layout: Layout, rank: int) -> None:
-        """Reads the shard's master weights from the parameters anew."""
+        """Reads the shard's master weights from the parameters, but for those that round to what the parameter holds.
+
+        So it does not matter in which order a checkpoint's parameters and masters are loaded.
+        """
         if self.master is None:
             self.master = torch.zeros_like(self.momentum)
-        ops.gather(flats, list(layout.shard_pieces(rank)), None, self.master, layout.block_size)
+        flat = self.master.view(-1)
+        for piece in layout.shard_pieces(rank):
+            master = flat[piece.row * layout.block_size :][: piece.numel]
+            parameter = flats[piece.segment.index][piece.start : piece.start + piece.numel]
+            master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.to(master.dtype)))
 
 
 def flatten(parameter: Tensor) -> Tensor:

@@ -38,7 +38,8 @@ class StepStats:
     energy_captured: float
     """Share of the squared norm of this rank's residual (gradient folded in) that the step sent, 0 to 1."""
     exchange_wait: float
-    """Seconds the host waited for the mask; 0 means that it travelled wholly behind the compute."""
+    """Seconds the host waited for the mask. On the CPU 0 means that it travelled wholly behind the compute; on CUDA the
+    device waits in the host's stead, which a profiler shows and this figure does not."""
     grad_norm: float
     """Norm of the averaged gradient before clipping: the sketch's estimate, or, with ``clip_norm="local"`` or without
     clipping, the root mean square of the ranks' own norms (an over-estimate)."""
@@ -47,7 +48,7 @@ class StepStats:
     skipped: bool
     """Whether the step was skipped because the norm was not finite."""
     skipped_total: int
-    """Steps skipped so far."""
+    """Steps skipped so far; on CUDA up to the step before, for the host learns of a skip one step late."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the host by phase (:data:`PHASES`). On CUDA that is the time to queue the work, not to do it."""
 

@@ -95,6 +95,7 @@ def stop_and_go(rank: int, world_size: int, at: int, config: ScapeConfig, dtype:
         (5, {}, torch.float32),
         (5, {}, torch.bfloat16),
         (1, {"sparsity": 0.99, "wire_dtype": "fp32"}, torch.float32),
+        (5, {"sparsity": 0.999}, torch.bfloat16),
         (5, {"mask_interval": 4}, torch.float32),
         (2, {"dense_steps": 4}, torch.float32),
         (4, {"dense_steps": 1, "sparsity_warmup_steps": 6}, torch.bfloat16),
@@ -112,6 +113,7 @@ def test_resume_equals_never_having_stopped_bit_for_bit(
 
 def test_resume_right_after_a_skipped_step_is_exact(run_ranks: RunRanks) -> None:
     run_ranks(stop_and_go, 2, 5, ScapeConfig(sparsity=0.9), torch.float32, 4)
+    run_ranks(stop_and_go, 2, 1, ScapeConfig(sparsity=0.9, mask_interval=3), torch.float32, 0)
 
 
 def write_state(rank: int, world_size: int, steps: int) -> tuple[bytes, Tensor]:
@@ -224,12 +226,47 @@ def test_another_block_length_drops_the_mask_and_says_so() -> None:
     params, optimizer = build(ScapeConfig(sparsity=0.9), torch.float32)
     train(params, optimizer, 0, range(4))
     _, other = build(ScapeConfig(sparsity=0.99), torch.float32)
-    with pytest.warns(UserWarning, match="masks are for blocks of 250 entries, this run's are 200"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         other.load_state_dict(optimizer.state_dict())
+    texts = [str(warning.message) for warning in caught]
+    assert any("masks are for blocks of 250 entries, this run's are 200" in text for text in texts)
+    assert any("other options: sparsity=0.9 (now 0.99)" in text for text in texts)
     assert other._masks.active is None
     before, after = optimizer.state_dict(), other.state_dict()
     for index, residual in before["scape"]["residuals"][0].items():
         assert torch.equal(residual, after["scape"]["residuals"][0][index])
+
+
+def test_the_state_read_is_the_state_of_now() -> None:
+    params, optimizer = build(ScapeConfig(sparsity=0.0), torch.bfloat16)
+    train(params, optimizer, 0, range(2))
+    optimizer.state_dict()
+    optimizer.param_groups[0]["lr"] = 0.5
+    params[0].data.fill_(7.0)
+    optimizer.mark_masters_stale()
+    state = optimizer.state_dict()
+    assert state["param_groups"][0]["lr"] == 0.5
+    assert (state["state"][0]["master"] == 7.0).all()
+
+
+def test_a_scheduler_can_go_on_from_a_loaded_state() -> None:
+    params, optimizer = build(ScapeConfig(), torch.float32)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    _, other = build(ScapeConfig(), torch.float32)
+    other.load_state_dict(optimizer.state_dict())
+    torch.optim.lr_scheduler.LambdaLR(other, lambda step: 0.5, last_epoch=1)
+
+
+def test_a_state_that_lacks_what_never_had_a_gradient_is_taken() -> None:
+    params, twins = parameters(), parameters()
+    dense = torch.optim.AdamW(twins)
+    twins[0].grad = torch.ones_like(twins[0])
+    dense.step()
+    optimizer = ScapeOptimizer(params, config=ScapeConfig())
+    with pytest.warns(UserWarning, match="carry over"):
+        optimizer.load_state_dict(dense.state_dict())
+    assert not optimizer.state_dict()["state"][1]["exp_avg"].any()
 
 
 def spoil(state: dict[str, Any], kind: str) -> Any:
@@ -241,6 +278,8 @@ def spoil(state: dict[str, Any], kind: str) -> Any:
         del state["state"][3]
     if kind == "foreign":
         return {"weights": 1}
+    if kind == "sgd":
+        state["state"][0] = {"momentum_buffer": None}
     if kind == "groups":
         state["param_groups"].pop()
     return state
@@ -253,6 +292,7 @@ def spoil(state: dict[str, Any], kind: str) -> Any:
         ("shape", r"state of 'parameter 1' \(number 1\) must have shape \(5,\), got \(6,\)"),
         ("count", "must hold the model's 6 trained parameters, got 5; the first that only one of them has is number 3"),
         ("foreign", r"must have `state` and `param_groups`, got \['weights'\]"),
+        ("sgd", r"state of 'parameter 0' .* must hold a first moment `exp_avg`, got \['momentum_buffer'\]"),
         ("groups", "must have 2 parameter groups, got 1"),
     ],
 )

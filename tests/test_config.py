@@ -50,7 +50,7 @@ def test_given_block_size_is_used() -> None:
         ({"sparsity": float("nan")}, r"`sparsity` .* got nan"),
         ({"sparsity": "0.99"}, r"`sparsity` .* got '0.99'"),
         ({"sparsity": True}, r"`sparsity` .* got True"),
-        ({"sparsity": 0.9999999}, r"at least one entry in 65536, got 0.9999999"),
+        ({"sparsity": 0.99999}, r"at least one entry in 65536, got 0.99999"),
         ({"dense_steps": -1}, "`dense_steps` must be a whole number >= 0, got -1"),
         ({"dense_steps": 1.5}, "`dense_steps` must be a whole number >= 0, got 1.5"),
         ({"sparsity_warmup_steps": -3}, "`sparsity_warmup_steps` must be a whole number >= 0, got -3"),
@@ -66,7 +66,8 @@ def test_given_block_size_is_used() -> None:
         ({"residual_dtype": torch.bfloat16}, "`residual_dtype` must be torch.float32 or torch.float64, got torch.bf"),
         ({"residual_dtype": "int"}, "`residual_dtype` must be .* got 'int'"),
         ({"block_size": 0}, "`block_size` must be None or a whole number from 1 to 65536, got 0"),
-        ({"block_size": 10}, "`block_size` must hold at least one sent entry.*Use block_size >= 100"),
+        ({"residual_device": "here"}, "`residual_device` must be None or name a device, got 'here'"),
+        ({"block_size": 99}, "`block_size` must hold at least one sent entry.*Use block_size >= 100"),
     ],
 )
 def test_bad_option_is_refused_with_rule_and_value(options: dict[str, object], words: str) -> None:

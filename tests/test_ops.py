@@ -135,7 +135,7 @@ def test_scale_zero_sends_zeros_and_keeps_the_residual() -> None:
 
 
 def hyper(lr: float, beta1: float, beta2: float, eps: float, decay: float) -> ops.Hyper:
-    return ops.Hyper(*(torch.tensor(v, dtype=torch.float64) for v in (lr, beta1, beta2, eps, decay)))
+    return ops.Hyper.of(torch.float64, *(torch.tensor(v, dtype=torch.float64) for v in (lr, beta1, beta2, eps, decay)))
 
 
 def scalar(value: float) -> Tensor:
@@ -192,7 +192,7 @@ def test_update_leaves_unmasked_entries_bitwise_alone() -> None:
 
 def test_hyperparameters_by_row_equal_one_run_per_group() -> None:
     rows = torch.tensor([[0.1], [0.2]]).repeat(500, 1)
-    table = ops.Hyper(rows, rows * 2, rows * 3, rows * 1e-6, rows)
+    table = ops.Hyper.of(torch.float32, *(v.double() for v in (rows, rows * 2, rows * 3, rows * 1e-6, rows)))
     states = [[torch.randn(1000, 4), torch.randn(1000, 4), torch.zeros(1000, 4, dtype=torch.int32)] for _ in range(1)]
     theta, momentum, clock = states[0]
     total, step = torch.randn(1000, 4), torch.tensor(3, dtype=torch.int32)
@@ -256,6 +256,8 @@ def gradient_of_kind(kind: str) -> list[Tensor]:
         return [torch.randn(size) / torch.rand(size).clamp(min=1e-6)]
     if kind == "all one":
         return [torch.ones(size)]
+    if kind == "all one, long":  # chunks must not add up in step
+        return [torch.ones(1).expand(60_000_000)]
     if kind in ("one column", "columns at the sketch's own width"):  # a bucket must not collect a column
         columns = 4096 if kind == "one column" else SKETCH_WIDTHS[0]
         matrix = torch.zeros(800, columns)
@@ -270,7 +272,16 @@ def gradient_of_kind(kind: str) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     "kind",
-    ["random", "heavy-tailed", "all one", "one column", "columns at the sketch's own width", "embedding rows", "many"],
+    [
+        "random",
+        "heavy-tailed",
+        "all one",
+        "all one, long",
+        "one column",
+        "columns at the sketch's own width",
+        "embedding rows",
+        "many",
+    ],
 )
 def test_sketch_norm_is_within_five_percent(kind: str) -> None:
     grads = gradient_of_kind(kind)
@@ -311,6 +322,9 @@ def test_checksum_sees_a_flipped_bit_and_two_entries_swapped(dtype: torch.dtype)
         swapped[[a, b]] = flat[[b, a]]
         assert not torch.equal(original, ops.checksum(swapped))
     for place in (0, 2047, 4999):
-        flipped = flat.clone()
-        flipped[place] = torch.nextafter(flipped[place].float(), torch.tensor(1e9)).to(dtype) + 1
-        assert not torch.equal(original, ops.checksum(flipped))
+        for bit in range(8):
+            flipped = flat.clone()
+            flipped.view(torch.uint8)[place] ^= 1 << bit
+            assert not torch.equal(original, ops.checksum(flipped))
+    for other in (-flat, 2 * flat):
+        assert not torch.equal(original, ops.checksum(other))

@@ -32,9 +32,9 @@ import lightning_scape
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ScapeStrategy, core
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:LightningCLI's args parameter"),  # meant for scripts; pytest has its own sys.argv
+    pytest.mark.filterwarnings("ignore:LightningCLI's args parameter"),  # it looks at sys.argv, which is pytest's
     pytest.mark.filterwarnings("ignore:No seed found"),
-    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning:torch"),  # ChainedScheduler's own
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning:torch"),  # SequentialLR's own
 ]
 
 WIDTH, BATCH, BATCHES = 7, 4, 6

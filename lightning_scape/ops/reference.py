@@ -29,13 +29,28 @@ _MAGNITUDE_BITS = 0x7FFFFFFF
 
 
 class Hyper(NamedTuple):
-    """Hyperparameters of the rows of a shard: fp32 tensors, 0-dim for one parameter group, else ``[R, 1]``."""
+    """Hyperparameters of the rows of a shard: 0-dim for one parameter group, else ``[R, 1]``; in the state's dtype.
+
+    What fp32 cannot form from rounded betas without losing digits (``1 - 0.999`` is off by 5e-5) stands here ready.
+    """
 
     lr: Tensor
     beta1: Tensor
+    log_beta1: Tensor
+    one_minus_beta1: Tensor
     beta2: Tensor
+    one_minus_beta2: Tensor
     eps: Tensor
-    weight_decay: Tensor
+    keep: Tensor
+    """``1 - lr * weight_decay``."""
+
+    @classmethod
+    def of(
+        cls, dtype: torch.dtype, lr: Tensor, beta1: Tensor, beta2: Tensor, eps: Tensor, weight_decay: Tensor
+    ) -> Hyper:
+        """From the five numbers, given in fp64."""
+        exact = (lr, beta1, beta1.log(), 1 - beta1, beta2, 1 - beta2, eps, 1 - lr * weight_decay)
+        return cls(*(value.to(dtype) for value in exact))
 
     def rows(self, rows: slice) -> Hyper:
         """The hyperparameters of some rows."""
@@ -65,11 +80,11 @@ def squared_norm(grads: Sequence[Tensor]) -> Tensor:
 def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int]) -> Tensor:
     """Signed bucket sums of a gradient, linear in it (AMS sketch: Alon, Matias, Szegedy 1996; DESIGN 3.2).
 
-    Entry ``i`` of a chunk goes to bucket ``(i mod w + r) mod W`` with sign ``signs[i + o]``; ``w`` (one of ``widths``,
-    of which W is the largest), ``r`` and ``o`` change pseudo-randomly from chunk to chunk. Widths should be different
-    primes: with one power of two, whole columns of a matrix would fall into one bucket. The expected square of the
-    sketch's norm is the square of the gradient's norm, with a relative standard deviation of ``sqrt(2 / W)`` (half of
-    it for the norm).
+    Entry ``i`` of a chunk goes to bucket ``(i mod w + r) mod W`` with sign ``s * signs[i + o]``; ``w`` (one of
+    ``widths``, of which W is the largest), ``r``, ``o`` and ``s`` change pseudo-randomly from chunk to chunk. Widths
+    should be different primes: with one power of two, whole columns of a matrix would fall into one bucket. The
+    expected square of the sketch's norm is the square of the gradient's norm, with a relative standard deviation of
+    ``sqrt(2 / W)`` (half of it for the norm).
 
     Args:
         grads: flat gradients, any float dtype; None is a gradient of zeros.
@@ -87,13 +102,14 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
         for number, chunk in enumerate(grad.split(length)):
             mixed = _mix(index, number)
             offset, rotation = mixed % length, (mixed >> 32) % buckets.numel()
-            width = widths[(mixed >> 24) % len(widths)]
+            width, sign = widths[(mixed >> 24) % len(widths)], 1 - 2 * (mixed >> 63)
             signed = chunk * signs[offset : offset + chunk.numel()]
             whole = chunk.numel() // width * width
             if whole:
-                _add_rotated(buckets, signed[:whole].view(-1, width).sum(0, dtype=torch.float32), rotation)
+                sums = signed[:whole].view(-1, width).sum(0, dtype=torch.float32)
+                _add_rotated(buckets, sums, rotation, sign)
             if whole < chunk.numel():
-                _add_rotated(buckets, signed[whole:], rotation)
+                _add_rotated(buckets, signed[whole:], rotation, sign)
     return buckets
 
 
@@ -265,13 +281,15 @@ def tau_step(
         hyper: lr, betas, eps, weight decay.
         correction: divides both first moments; ``1 - b1**t``, or 1 for none.
     """
-    lr, beta1, beta2, eps, decay = hyper
+    h = hyper
+    one_minus_bt = -torch.expm1(tau * h.log_beta1)
     g = total / tau
-    bt = beta1**tau
-    new_momentum = bt * momentum + (1 - bt) * g
-    moved = (tau * g + (momentum - g) * (beta1 * (1 - bt) / (1 - beta1))) / correction
-    v = beta2 * (momentum / correction).square() + (1 - beta2) * total.square() / tau
-    new_theta = theta * (1 - lr * decay) ** tau - lr * moved / (v.sqrt() + eps)
+    new_momentum = (1 - one_minus_bt) * momentum + one_minus_bt * g
+    moved = tau * g + (momentum - g) * (h.beta1 * one_minus_bt / h.one_minus_beta1)
+    # One step's sum is m' itself; the general form would get it from the difference of two numbers 1/(1-b1) as large.
+    moved = torch.where(tau == 1, new_momentum, moved)
+    v = h.beta2 * (momentum / correction).square() + h.one_minus_beta2 * total.square() / tau
+    new_theta = theta * h.keep**tau - h.lr * (moved / correction) / (v.sqrt() + h.eps)
     return TauStep(new_theta, new_momentum)
 
 
@@ -362,10 +380,12 @@ def scatter(
 
 
 def checksum(flat: Tensor) -> Tensor:
-    """Two sums of the bits of a flat tensor that differ, but for odd chance, when any bit or place does: int64 [2]."""
+    """Two 64-bit hashes of a flat tensor, of its sums by column and by row: int64 ``[2]``.
+
+    A changed bit, or two entries that changed places, changes at least one of them, but for a chance of about 2**-64.
+    """
     bits = flat.view(_BITS[flat.element_size()])
     width = 1024
-    odd = 2 * torch.arange(_CHUNK // width + width, device=flat.device) + 1
     columns = torch.zeros(width, dtype=torch.int64, device=flat.device)
     rows = torch.zeros((), dtype=torch.int64, device=flat.device)
     for number, chunk in enumerate(bits.split(_CHUNK)):
@@ -373,12 +393,21 @@ def checksum(flat: Tensor) -> Tensor:
         table = chunk[:whole].view(-1, width)
         columns += table.sum(0, dtype=torch.int64)
         columns[: chunk.numel() - whole] += chunk[whole:]
-        sums = table.sum(1, dtype=torch.int64)
-        rows += (sums * (odd[: sums.numel()] + number * odd.numel() * 2)).sum()
-    return torch.stack([(columns * odd[:width]).sum(), rows])
+        rows += _hashes(table.sum(1, dtype=torch.int64), number).sum()
+    return torch.stack([_hashes(columns, -1).sum(), rows])
 
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+def _hashes(sums: Tensor, salt: int) -> Tensor:
+    """Each sum mixed with its place (splitmix64's finalizer, on signed integers that wrap)."""
+    place = torch.arange(sums.numel(), device=sums.device) + salt * _CHUNK
+    z = sums + (place + 1) * -0x61C8864680B583EB
+    z = (z ^ (z >> 30)) * -0x40A7B892E31B1A47
+    z = (z ^ (z >> 27)) * -0x6B2FB644ECCEEE15
+    return z ^ (z >> 31)
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+"""Integers to read bits as; 8 bytes as two of 4, whose sums do not wrap."""
 
 
 # -------------------------------------------------------------------------------------------------- small helpers
@@ -412,12 +441,12 @@ def _entries(mask: Tensor, piece: Piece, block_size: int, kept: int) -> Tensor:
     return entries.view(-1)[:kept]
 
 
-def _add_rotated(buckets: Tensor, sums: Tensor, rotation: int) -> None:
-    """Adds ``sums[j]`` to ``buckets[(j + rotation) mod W]``."""
+def _add_rotated(buckets: Tensor, sums: Tensor, rotation: int, sign: int) -> None:
+    """Adds ``sign * sums[j]`` to ``buckets[(j + rotation) mod W]``."""
     head = min(sums.numel(), buckets.numel() - rotation)
-    buckets[rotation : rotation + head] += sums[:head]
+    buckets[rotation : rotation + head].add_(sums[:head], alpha=sign)
     if head < sums.numel():
-        buckets[: sums.numel() - head] += sums[head:]
+        buckets[: sums.numel() - head].add_(sums[head:], alpha=sign)
 
 
 def _mix(a: int, b: int) -> int:
