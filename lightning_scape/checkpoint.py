@@ -52,16 +52,17 @@ def consolidate(snapshot: Snapshot, communicator: Communicator, to: int) -> dict
     """The whole state but for ``param_groups`` on rank ``to``, in host memory; None on the others. Collective."""
     layout, parameters, state = snapshot.layout, snapshot.parameters, snapshot.state
     step = int(state.step)
+    device = state.momentum.device  # not the parameters': Lightning takes those to the CPU when a fit ends
     by_parameter: dict[int, dict[str, Any]] = {index: {"step": step} for index in parameters.indices}
     for name, saved_as in _SAVED_AS.items():
         shard: Tensor | None = getattr(state, name)
         if shard is None:
             continue
-        shards = communicator.collect(shard.view(-1), to, parameters.device)
+        shards = communicator.collect(shard.view(-1), to, device)
         if shards is not None:
             for place, tensor in _cut(torch.cat(shards), layout, parameters):
                 by_parameter[parameters.indices[place]][saved_as] = tensor
-    residuals = communicator.collect(state.residual.view(-1), to, parameters.device)
+    residuals = communicator.collect(state.residual.view(-1), to, device)
     if residuals is None:
         return None
     by_rank = []

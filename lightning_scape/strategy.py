@@ -145,11 +145,13 @@ class ScapeStrategy(DDPStrategy):
             # Lightning does so for NCCL alone. A thread of gloo that still holds the last message's tensors when the
             # interpreter ends aborts the process (seen with plain DDP, too: torch 2.13, 4 of 40 runs).
             atexit.register(_destroy_dist_connection)
+        world = dist.group.WORLD
+        assert world is not None
         # Once per process group, not once per fit: groups are never freed.
-        if self._mask_group is None or self._mask_group_of is None or self._mask_group_of() is not dist.group.WORLD:
+        if self._mask_group_of is None or self._mask_group_of() is not world:
             self._mask_group = new_mask_group(timeout=self._timeout)
             # Weak: whoever holds the group keeps its threads alive beyond the destruction above.
-            self._mask_group_of = weakref.ref(dist.group.WORLD)
+            self._mask_group_of = weakref.ref(world)
 
     @override
     def configure_ddp(self) -> None:
