@@ -5,6 +5,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_scape.__about__ import __version__
 from lightning_scape.adams import AdamS
 from lightning_scape.config import ScapeConfig
+from lightning_scape.data import PythonSource
 from lightning_scape.monitor import ScapeMonitor
 from lightning_scape.optimizer import ScapeOptimizer
 from lightning_scape.stats import StepStats
@@ -15,6 +16,7 @@ ScapeStrategy.register_strategies(StrategyRegistry)
 
 __all__ = [
     "AdamS",
+    "PythonSource",
     "ScapeConfig",
     "ScapeMonitor",
     "ScapeOptimizer",
