@@ -383,7 +383,7 @@ def parse_args() -> argparse.Namespace:
     add("--sparsity", type=float, default=0.99, help="share of the entries that is not sent in a step")
     add("--dense-steps", type=int, default=0, help="first steps that send everything")
     add("--sparsity-warmup-steps", type=int, default=0, help="steps over which the density falls to its final value")
-    add("--steps", type=int, default=2000)
+    add("--steps", type=int, default=1200)
     add("--lr", type=float, help=f"default: {LEARNING_RATES}")
     add("--size", choices=tuple(SIZES), default="small")
     add("--batch-size", type=int, default=4, help="windows per rank")

@@ -6,6 +6,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_scape.__about__ import __version__
 from lightning_scape.adams import AdamS
 from lightning_scape.config import ScapeConfig
+from lightning_scape.data import PythonSource
 from lightning_scape.fabric import FabricScapeStrategy
 from lightning_scape.monitor import ScapeMonitor
 from lightning_scape.optimizer import ScapeOptimizer
@@ -19,6 +20,7 @@ FabricScapeStrategy.register_strategies(STRATEGY_REGISTRY)
 __all__ = [
     "AdamS",
     "FabricScapeStrategy",
+    "PythonSource",
     "ScapeConfig",
     "ScapeMonitor",
     "ScapeOptimizer",

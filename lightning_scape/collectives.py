@@ -123,6 +123,8 @@ class Communicator:
     mask_group: ProcessGroup | None
     bytes_sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     """Bytes this rank sent since :meth:`take_count`, by kind."""
+    seconds: float = 0.0
+    """Seconds of the host inside messages since then, waiting for other ranks included; the mask's are left out."""
 
     def __post_init__(self) -> None:
         up = is_distributed()
@@ -135,15 +137,17 @@ class Communicator:
             )
         self._side_stream: torch.cuda.Stream | None = None
 
-    def take_count(self) -> dict[str, int]:
-        """The byte counters, which start again from zero."""
-        counted, self.bytes_sent = self.bytes_sent, dict.fromkeys(KINDS, 0)
+    def take_count(self) -> tuple[dict[str, int], float]:
+        """The bytes by kind and the seconds, which start again from zero."""
+        counted = self.bytes_sent, self.seconds
+        self.bytes_sent, self.seconds = dict.fromkeys(KINDS, 0), 0.0
         return counted
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
         if self.world_size > 1:
-            dist.all_reduce(tensor, group=self.process_group)
+            with self._timed():
+                dist.all_reduce(tensor, group=self.process_group)
             self._count("norm", 2 * tensor.numel() * tensor.element_size())
         return tensor
 
@@ -151,7 +155,8 @@ class Communicator:
         """Sends shard j of ``values [N*R, q]`` to rank j; returns ``[N, R, q]``, the ranks' values for this shard."""
         if self.world_size > 1:
             received = torch.empty_like(values)
-            dist.all_to_all_single(received, values, group=self.process_group)
+            with self._timed():
+                dist.all_to_all_single(received, values, group=self.process_group)
             self._count("values", values.numel() * values.element_size())
             values = received
         return values.view(self.world_size, -1, values.shape[1])
@@ -161,7 +166,8 @@ class Communicator:
         if self.world_size == 1:
             return shard
         full = shard.new_empty((self.world_size * shard.shape[0], shard.shape[1]))
-        _all_gather(full, shard, self.process_group)
+        with self._timed():
+            _all_gather(full, shard, self.process_group)
         self._count("parameters", full.numel() * full.element_size())
         return full
 
@@ -234,6 +240,12 @@ class Communicator:
         mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
         everyone = self.share(mine)
         return bool((everyone == everyone[0]).all())  # set-up: waiting for the device is fine
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - began
 
     def _count(self, kind: str, buffer_bytes: int) -> None:
         """A rank keeps 1/N of every buffer to itself."""

@@ -30,7 +30,7 @@ from lightning_scape.optimizer import ScapeOptimizer
 class FabricScapeStrategy(DDPStrategy):
     """``L.Fabric(strategy=FabricScapeStrategy(sparsity=0.99))``, or ``L.Fabric(strategy="scape")`` for the defaults.
 
-    ``fabric.setup(model, optimizer)`` (or ``setup_module`` and ``setup_optimizers`` apart) makes all ranks' models equal
+    ``fabric.setup(model, optimizer)`` (or ``setup_module``, ``setup_optimizers``) makes all ranks' models equal
     and swaps AdamW, Adam or AdamS for a :class:`~lightning_scape.ScapeOptimizer`; the model is not wrapped. Build LR
     schedulers on the optimizer that ``setup`` returns. ``fabric.backward``, ``no_backward_sync``, ``clip_gradients``
     (which returns the norm of the averaged gradient), ``save`` and ``load`` work as with DDP.

@@ -11,6 +11,8 @@ from torch import Tensor
 from lightning_scape.config import ScapeConfig
 from lightning_scape.layout import Layout
 
+_CHUNK = 1 << 18
+"""Entries handled at a time where temporaries of a parameter's size are to be avoided."""
 SHARD_TENSORS = ("momentum", "clock", "master", "local_momentum", "evidence")
 """Names of the shard's tensors, each ``[R, B]`` or None."""
 
@@ -65,9 +67,10 @@ class ScapeState:
             self.master = torch.zeros_like(self.momentum)
         flat = self.master.view(-1)
         for piece in layout.shard_pieces(rank):
-            master = flat[piece.row * layout.block_size :][: piece.numel]
-            parameter = flats[piece.segment.index][piece.start : piece.start + piece.numel]
-            master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.to(master.dtype)))
+            masters = flat[piece.row * layout.block_size :][: piece.numel]
+            parameters = flats[piece.segment.index][piece.start : piece.start + piece.numel]
+            for master, parameter in zip(masters.split(_CHUNK), parameters.split(_CHUNK), strict=True):
+                master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.to(master.dtype)))
 
 
 def flatten(parameter: Tensor) -> Tensor:

@@ -49,6 +49,9 @@ class StepStats:
     """Whether the step was skipped because the norm was not finite."""
     skipped_total: int
     """Steps skipped so far; on CUDA up to the step before, for the host learns of a skip one step late."""
+    message_seconds: float
+    """Seconds of the host inside the step's own messages (norm, values, parameters), waiting for other ranks included;
+    on CUDA the time to queue them."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the host by phase (:data:`PHASES`). On CUDA that is the time to queue the work, not to do it."""
 
@@ -86,6 +89,7 @@ class StepRecord:
     again: Tensor | None = None
     """Entries of the shard, pads included, that were visited in the step before too."""
     skipped_total: int = 0
+    message_seconds: float = 0.0
     bytes_sent: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
@@ -135,5 +139,6 @@ class StepRecord:
             clip_factor=scale,
             skipped=scale == 0.0,
             skipped_total=self.skipped_total,
+            message_seconds=self.message_seconds,
             seconds=dict(self.seconds),
         )

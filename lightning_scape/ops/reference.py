@@ -193,8 +193,12 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     low = (1 << (length - 1).bit_length()) - 1
     order = low - torch.arange(length, dtype=torch.int32, device=statistic.device)
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=statistic.device)
+    buffer: Tensor | None = None
     for rows in _row_chunks(blocks, length, _CHUNK):
-        keys = statistic[rows].to(torch.float32).view(torch.int32).bitwise_and(_MAGNITUDE_BITS & ~low)
+        bits = statistic[rows].to(torch.float32).view(torch.int32)
+        if buffer is None:  # once: a megabyte anew for each chunk would be fetched from the kernel each time
+            buffer = torch.empty_like(bits)
+        keys = torch.bitwise_and(bits, _MAGNITUDE_BITS & ~low, out=buffer[: bits.shape[0]])
         keys.bitwise_or_(order)
         if sent > _MAX_PASSES:
             best = keys.topk(sent, dim=1).values
