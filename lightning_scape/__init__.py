@@ -1,21 +1,25 @@
 """SCAPE sparse data-parallel training for Lightning: ``Trainer(strategy=ScapeStrategy(sparsity=0.99))``."""
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_scape.__about__ import __version__
 from lightning_scape.adams import AdamS
 from lightning_scape.config import ScapeConfig
 from lightning_scape.data import PythonSource
+from lightning_scape.fabric import FabricScapeStrategy
 from lightning_scape.monitor import ScapeMonitor
 from lightning_scape.optimizer import ScapeOptimizer
 from lightning_scape.stats import StepStats
 from lightning_scape.strategy import ScapeStrategy
 
-# No entry point registers strategies: `Trainer(strategy="scape")` works once this package is imported.
+# No entry point registers strategies: `strategy="scape"` works once this package is imported.
 ScapeStrategy.register_strategies(StrategyRegistry)
+FabricScapeStrategy.register_strategies(STRATEGY_REGISTRY)
 
 __all__ = [
     "AdamS",
+    "FabricScapeStrategy",
     "PythonSource",
     "ScapeConfig",
     "ScapeMonitor",

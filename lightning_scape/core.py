@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from datetime import timedelta
 from functools import wraps
 from typing import Any
 
@@ -18,12 +19,31 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from lightning_scape.collectives import ProcessGroup, is_distributed
+from lightning_scape.collectives import ProcessGroup, is_distributed, new_mask_group
 from lightning_scape.config import ScapeConfig
 from lightning_scape.optimizer import ScapeOptimizer
 
 CONFIG_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(ScapeConfig)}
 """Every option's name and default, in the order of :class:`ScapeConfig`."""
+
+
+class MaskGroup:
+    """A second group over all ranks, for mask exchanges: one per process group, not one per fit; none is ever freed."""
+
+    def __init__(self) -> None:
+        self._group: ProcessGroup | None = None
+        self._made_beside: weakref.ref[ProcessGroup] | None = None
+
+    def get(self, timeout: timedelta | None) -> ProcessGroup | None:
+        """The group, made at the first call (collective) and when the default process group is another one."""
+        world = torch.distributed.group.WORLD if is_distributed() else None
+        if world is None:
+            return None
+        if self._made_beside is None or self._made_beside() is not world:
+            self._group = new_mask_group(timeout=timeout)
+            # Weak: whoever holds the default group keeps its threads alive beyond its destruction at exit.
+            self._made_beside = weakref.ref(world)
+        return self._group
 
 
 def resolve_config(config: ScapeConfig | None, options: Mapping[str, Any]) -> ScapeConfig:
@@ -156,6 +176,21 @@ def scape_optimizers(optimizers: Iterable[object]) -> list[ScapeOptimizer]:
     return [inner for inner in map(unwrap_optimizer, optimizers) if isinstance(inner, ScapeOptimizer)]
 
 
+def scape_optimizer(optimizer: object) -> ScapeOptimizer:
+    """The optimizer unwrapped.
+
+    Raises:
+        TypeError: it is not one of ours.
+    """
+    inner = unwrap_optimizer(optimizer)
+    if not isinstance(inner, ScapeOptimizer):
+        raise TypeError(
+            f"Clipping under SCAPE needs a ScapeOptimizer, got {type(inner).__name__}. Give AdamW, Adam or AdamS to the"
+            " strategy (Trainer: `configure_optimizers`; Fabric: `fabric.setup`) and clip the optimizer it gives back."
+        )
+    return inner
+
+
 def clip_gradients(optimizer: object, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
     """Clip the averaged gradient of the coming step; the gradients themselves are left alone.
 
@@ -175,12 +210,7 @@ def clip_gradients(optimizer: object, clip_val: float = 0.0, gradient_clip_algor
     """
     if clip_val <= 0:
         return
-    inner = unwrap_optimizer(optimizer)
-    if not isinstance(inner, ScapeOptimizer):
-        raise TypeError(
-            f"Clipping under SCAPE needs a ScapeOptimizer, got {type(inner).__name__}. Return AdamW, Adam or AdamS from"
-            " `configure_optimizers` and take the optimizer from `self.optimizers()`."
-        )
+    inner = scape_optimizer(optimizer)
     algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
     if algorithm == "norm":
         inner.clip_grad_norm(clip_val)

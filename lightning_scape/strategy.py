@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import atexit
 import sys
-import weakref
 from collections.abc import Mapping
 from dataclasses import fields
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.registry import _StrategyRegistry
@@ -31,7 +29,7 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_scape import core
-from lightning_scape.collectives import ProcessGroup, broadcast_tensors, is_distributed, new_mask_group
+from lightning_scape.collectives import broadcast_tensors, is_distributed
 from lightning_scape.config import ClipNorm, MaskStatistic, ScapeConfig, WireDtype
 
 
@@ -116,8 +114,7 @@ class ScapeStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self._mask_group: ProcessGroup | None = None
-        self._mask_group_of: weakref.ref[ProcessGroup] | None = None
+        self._mask_group = core.MaskGroup()
         self._interrupted = False
 
     def __repr__(self) -> str:
@@ -145,13 +142,7 @@ class ScapeStrategy(DDPStrategy):
             # Lightning does so for NCCL alone. A thread of gloo that still holds the last message's tensors when the
             # interpreter ends aborts the process (seen with plain DDP, too: torch 2.13, 4 of 40 runs).
             atexit.register(_destroy_dist_connection)
-        world = dist.group.WORLD
-        assert world is not None
-        # Once per process group, not once per fit: groups are never freed.
-        if self._mask_group_of is None or self._mask_group_of() is not world:
-            self._mask_group = new_mask_group(timeout=self._timeout)
-            # Weak: whoever holds the group keeps its threads alive beyond the destruction above.
-            self._mask_group_of = weakref.ref(world)
+        self._mask_group.get(self._timeout)  # collective: every rank comes here
 
     @override
     def configure_ddp(self) -> None:
@@ -182,7 +173,7 @@ class ScapeStrategy(DDPStrategy):
             [config.scheduler for config in self.lr_scheduler_configs],
             self.config,
             named_parameters=self.lightning_module.named_parameters(),
-            mask_group=self._mask_group,
+            mask_group=self._mask_group.get(self._timeout),
         )
         self.optimizers = [*scape_optimizers]
 

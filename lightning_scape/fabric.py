@@ -1,0 +1,180 @@
+"""FabricScapeStrategy: SCAPE as a strategy of ``lightning.fabric.Fabric``, over the same core as the Trainer's."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.distributed import _destroy_dist_connection
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_scape import core
+from lightning_scape.collectives import broadcast_tensors, is_distributed
+from lightning_scape.config import ClipNorm, MaskStatistic, ScapeConfig, WireDtype
+from lightning_scape.optimizer import ScapeOptimizer
+
+
+class FabricScapeStrategy(DDPStrategy):
+    """``L.Fabric(strategy=FabricScapeStrategy(sparsity=0.99))``, or ``L.Fabric(strategy="scape")`` for the defaults.
+
+    ``fabric.setup(model, optimizer)`` (or ``setup_module``, ``setup_optimizers``) makes all ranks' models equal
+    and swaps AdamW, Adam or AdamS for a :class:`~lightning_scape.ScapeOptimizer`; the model is not wrapped. Build LR
+    schedulers on the optimizer that ``setup`` returns. ``fabric.backward``, ``no_backward_sync``, ``clip_gradients``
+    (which returns the norm of the averaged gradient), ``save`` and ``load`` work as with DDP.
+
+    Args:
+        sparsity: share of the entries that is not sent in a step, in [0, 1). 0 is dense AdamS, sharded.
+        config: all options at once, instead of one by one; an option given both ways must be the same.
+        dense_steps: see :class:`~lightning_scape.ScapeConfig`, as for all options down to ``block_size``.
+        sparsity_warmup_steps: steps over which the density falls from 1 to ``1 - sparsity``.
+        mask_interval: steps for which one mask is used.
+        mask_statistic: what ranks the entries.
+        wire_dtype: how values travel to their owner.
+        bias_correction: divide the first moments by ``1 - beta1**t``.
+        clip_norm: how ``clip_gradients(max_norm=...)`` measures the averaged gradient.
+        local_group_size: ranks per node that reduce densely among themselves; only 1 so far.
+        residual_dtype: dtype of the error-feedback residual.
+        residual_device: where the residual lives.
+        max_skipped: steps in a row that may be skipped for a gradient that is not finite.
+        check_replicas_every: compare all ranks' parameters every so many steps.
+        block_size: block length, None for the best.
+        accelerator: as in DDPStrategy, as for all that follow.
+        parallel_devices: this node's devices.
+        cluster_environment: how ranks find each other.
+        checkpoint_io: how checkpoints are written.
+        precision: the precision.
+        process_group_backend: ``"gloo"``, ``"nccl"``; None goes by the device.
+        timeout: how long a collective waits for the other ranks.
+        start_method: how processes are started.
+
+    Raises:
+        ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
+    """
+
+    def __init__(
+        self,
+        sparsity: float = 0.99,
+        *,
+        config: ScapeConfig | None = None,
+        dense_steps: int = 0,
+        sparsity_warmup_steps: int = 0,
+        mask_interval: int = 1,
+        mask_statistic: MaskStatistic = "residual",
+        wire_dtype: WireDtype = "bf16",
+        bias_correction: bool = False,
+        clip_norm: ClipNorm = "sketch",
+        local_group_size: int = 1,
+        residual_dtype: torch.dtype | str = torch.float32,
+        residual_device: torch.device | str | None = None,
+        max_skipped: int = 10,
+        check_replicas_every: int = 0,
+        block_size: int | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        given = locals()
+        self.config = core.resolve_config(config, {name: given[name] for name in core.CONFIG_DEFAULTS})
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        # The model is not wrapped and sends nothing in backward: there is nothing to hold back.
+        self._backward_sync_control = _NothingToBlock()
+        self._mask_group = core.MaskGroup()
+        # Weak: a model that the user drops must not be kept alive by the strategy.
+        self._scape_optimizers: weakref.WeakSet[ScapeOptimizer] = weakref.WeakSet()
+        self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        strategy_registry.register("scape", cls, description="SCAPE: sparse data-parallel training", override=True)
+
+    @override
+    def _setup_distributed(self) -> None:
+        starting = not is_distributed()
+        super()._setup_distributed()
+        if starting:
+            atexit.register(_destroy_dist_connection)  # see ScapeStrategy
+        self._mask_group.get(self._timeout)  # collective: every rank comes here
+
+    @override
+    def setup_module(self, module: Module) -> Module:  # type: ignore[override]
+        """What DDP's constructor does besides wrapping: make all ranks equal to rank 0."""
+        broadcast_tensors(core.module_state(module))
+        self._modules.add(module)
+        return module
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        named = [pair for module in self._modules for pair in module.named_parameters()]
+        (scape,) = core.swap_optimizers(
+            [optimizer], [], self.config, named_parameters=named, mask_group=self._mask_group.get(self._timeout)
+        )
+        self._scape_optimizers.add(scape)
+        return scape
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Records the clipping factor of the coming step, and returns the norm of the averaged gradient."""
+        if float(norm_type) != 2.0:
+            raise ValueError(
+                f"`norm_type` must be 2 under SCAPE, got {norm_type!r}: no rank holds the averaged gradient, and only"
+                " its Euclidean norm can be estimated from sketches. Leave it at 2."
+            )
+        self.precision.unscale_gradients(optimizer)
+        norm = core.scape_optimizer(optimizer).clip_grad_norm(float(max_norm))
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(
+                f"The norm of the averaged gradient must be finite, got {float(norm)} (on every rank). Pass"
+                " `error_if_nonfinite=False` to `clip_gradients` to let the optimizer skip such a step on all ranks."
+            )
+        return norm
+
+    @override
+    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        self.precision.unscale_gradients(optimizer)
+        core.scape_optimizer(optimizer).clip_grad_value(float(clip_val))
+
+    @override
+    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        super().load_module_state_dict(module, state_dict, strict=strict)
+        core.mark_masters_stale(self._scape_optimizers)
+
+
+class _NothingToBlock(_BackwardSyncControl):
+    @override
+    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
+        return nullcontext()

@@ -1,0 +1,277 @@
+"""FabricScapeStrategy under Lightning Fabric, on real ranks; and that it trains as the Trainer and the optimizer do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
+
+RunRanks = Callable[..., list[Any]]
+WIDTH = 9
+CONFIG = ScapeConfig(sparsity=0.9, block_size=10)
+
+
+def build_model(seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDTH, 33), nn.Tanh(), nn.Linear(33, 2))
+
+
+def batch_of(rank: int, step: int) -> Tensor:
+    return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return (model(batch) - batch[:, :2].sin()).square().mean()
+
+
+def build_fabric(world_size: int, precision: Any = "32-true", config: ScapeConfig = CONFIG) -> L.Fabric:
+    fabric = L.Fabric(
+        accelerator="cpu", devices=world_size, strategy=FabricScapeStrategy(config=config), precision=precision
+    )
+    fabric.launch()
+    return fabric
+
+
+def assert_replicas_equal(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        everyone = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, parameter.detach().contiguous())
+        for other in everyone:
+            assert torch.equal(other, parameter)
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+# ---------------------------------------------------------------------------------------------- three ways, one result
+
+
+def train_fabric(rank: int, world_size: int, steps: int, together: bool = True) -> list[Tensor]:
+    fabric = build_fabric(world_size)
+    model = build_model(seed=3 + rank)  # setup makes ranks equal to rank 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if together:
+        model, optimizer = fabric.setup(model, optimizer)
+    else:
+        model = fabric.setup_module(model)
+        optimizer = fabric.setup_optimizers(optimizer)
+    for step in range(steps):
+        for half, batch in enumerate(batch_of(rank, step).chunk(2)):
+            with fabric.no_backward_sync(model, enabled=half == 0):
+                fabric.backward(loss_of(model, batch) / 2)
+        norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        assert norm is not None
+        assert norm > 0
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_replicas_equal(model)
+    assert optimizer.stats.step == steps
+    return values(model)
+
+
+def train_plain(rank: int, world_size: int, steps: int) -> list[Tensor]:
+    model = build_model()
+    optimizer = ScapeOptimizer.from_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), CONFIG)
+    for step in range(steps):
+        for batch in batch_of(rank, step).chunk(2):
+            (loss_of(model, batch) / 2).backward()
+        optimizer.clip_grad_norm(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+class Batches(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for step in range(self.steps):
+            yield from batch_of(dist.get_rank(), step).chunk(2)
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build_model()
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return loss_of(self.model, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def train_trainer(rank: int, world_size: int, steps: int) -> list[Tensor]:
+    module = Module()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=ScapeStrategy(config=CONFIG),
+        max_steps=steps,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(Batches(steps), batch_size=None))
+    return values(module)
+
+
+def test_fabric_trainer_and_plain_optimizer_end_bitwise_equal(run_ranks: RunRanks) -> None:
+    fabric = run_ranks(train_fabric, 2, 7)[1]
+    apart = run_ranks(train_fabric, 2, 7, False)[0]
+    plain = run_ranks(train_plain, 2, 7)[0]
+    trainer = run_ranks(train_trainer, 2, 7)[0]
+    for a, b, c, d in zip(fabric, apart, plain, trainer, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+        assert torch.equal(a, d)
+
+
+# ------------------------------------------------------------------------------------------- precision, checkpoints
+
+
+def stop_and_go(rank: int, world_size: int, folder: str, precision: str, model_first: bool) -> None:
+    def step_through(fabric: L.Fabric, model: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            fabric.backward(loss_of(model, batch_of(rank, step).to(next(model.parameters()).dtype)))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    fabric = build_fabric(world_size, precision)
+    model = build_model()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    step_through(fabric, model, optimizer, range(4))
+    fabric.save(Path(folder) / "c.ckpt", {"model": model, "optimizer": optimizer, "step": 4})
+    step_through(fabric, model, optimizer, range(4, 9))
+
+    again = build_model(seed=9)
+    again, other = fabric.setup(again, torch.optim.AdamW(again.parameters(), lr=1e-2))
+    parts = {"model": again, "optimizer": other} if model_first else {"optimizer": other, "model": again}
+    state = {**parts, "step": 0}
+    fabric.load(Path(folder) / "c.ckpt", state, weights_only=True)
+    assert state["step"] == 4
+    step_through(fabric, again, other, range(4, 9))
+    for a, b in zip(values(model), values(again), strict=True):
+        assert torch.equal(a, b)
+    assert_replicas_equal(again)
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "64-true"])
+def test_resume_is_exact_in_every_precision_and_order_of_loading(
+    run_ranks: RunRanks, tmp_path: Path, precision: str, model_first: bool
+) -> None:
+    run_ranks(stop_and_go, 2, str(tmp_path), precision, model_first)
+
+
+def load_raw_weights(rank: int, world_size: int, path: str) -> list[Tensor]:
+    fabric = build_fabric(world_size, "bf16-true", ScapeConfig(sparsity=0.0))
+    model = build_model(seed=8)
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-6))
+    fabric.load_raw(path, model)
+    fabric.backward(loss_of(model, batch_of(rank, 0).bfloat16()))
+    optimizer.step()
+    return values(model)
+
+
+def test_weights_loaded_after_set_up_are_the_ones_trained(run_ranks: RunRanks, tmp_path: Path) -> None:
+    source = build_model(seed=5).bfloat16()
+    torch.save(source.state_dict(), tmp_path / "raw.pt")
+    for mine, loaded in zip(run_ranks(load_raw_weights, 2, str(tmp_path / "raw.pt"))[0], values(source), strict=True):
+        torch.testing.assert_close(mine, loaded, rtol=1e-2, atol=1e-2)
+
+
+# ------------------------------------------------------------------------------------------------ clipping, errors
+
+
+def clip(rank: int, world_size: int) -> None:
+    fabric = build_fabric(world_size)
+    model = build_model()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    fabric.backward(loss_of(model, batch_of(rank, 0)))
+    assert fabric.clip_gradients(model, optimizer, clip_val=0.1) is None
+    optimizer.step()
+    optimizer.zero_grad()
+    fabric.backward(loss_of(model, batch_of(rank, 1)) * (float("nan") if rank else 1.0))
+    with pytest.raises(ValueError, match="`norm_type` must be 2 under SCAPE, got 1.0"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1.0)
+    with pytest.raises(RuntimeError, match="must be finite, got nan .on every rank"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    assert not fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False).isfinite()
+    before = values(model)
+    if rank:
+        optimizer.step()
+    else:
+        with pytest.warns(UserWarning, match="step skipped on all ranks"):
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
+
+
+def test_clipping_returns_the_norm_and_tells_all_ranks_of_a_nan(run_ranks: RunRanks) -> None:
+    run_ranks(clip, 2)
+
+
+def set_up_sgd(rank: int, world_size: int) -> None:
+    fabric = build_fabric(world_size)
+    model = build_model()
+    fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_an_unsupported_optimizer_is_refused_on_every_rank(run_ranks: RunRanks) -> None:
+    for error in run_ranks(set_up_sgd, 2, expect_errors=True):
+        assert isinstance(error, TypeError)
+        assert "must be torch.optim.AdamW" in str(error)
+
+
+def test_the_name_scape_stands_for_the_default_strategy() -> None:
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy="scape")
+    assert isinstance(fabric.strategy, FabricScapeStrategy)
+    assert fabric.strategy.config == ScapeConfig()
+
+
+def test_one_device_trains_and_a_compiled_model_agrees_with_an_eager_one() -> None:
+    ends = []
+    for compiled in (False, True):
+        fabric = build_fabric(1)
+        model = build_model()
+        wrapped = torch.compile(model, backend="aot_eager") if compiled else model
+        wrapped, optimizer = fabric.setup(wrapped, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for step in range(5):
+            fabric.backward(loss_of(wrapped, batch_of(0, step)))
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(values(model))
+    for eager, compiled_end in zip(*ends, strict=True):
+        torch.testing.assert_close(eager, compiled_end, rtol=1e-4, atol=1e-5)
+
+
+def step_scheduler(rank: int, world_size: int) -> list[float]:
+    fabric = build_fabric(world_size)
+    model = build_model()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1.0))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    rates = []
+    for step in range(5):
+        rates.append(optimizer.param_groups[0]["lr"])
+        fabric.backward(loss_of(model, batch_of(rank, step)))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return rates
+
+
+def test_a_scheduler_built_on_the_returned_optimizer_steers_it(run_ranks: RunRanks) -> None:
+    assert run_ranks(step_scheduler, 2)[0] == [1.0, 1.0, 0.5, 0.5, 0.25]
