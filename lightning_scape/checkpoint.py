@@ -16,7 +16,7 @@ Format 1, tensors, numbers and strings only (``torch.load(weights_only=True)`` r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_scape.clipping import GradientClipping
 from lightning_scape.collectives import Communicator
 from lightning_scape.config import ScapeConfig
-from lightning_scape.layout import Layout
+from lightning_scape.layout import Layout, Piece
 from lightning_scape.mask import DelayedMask
 from lightning_scape.parameters import Parameters
 from lightning_scape.state import SHARD_TENSORS, ScapeState
@@ -102,7 +102,7 @@ def load(snapshot: Snapshot, saved: Mapping[str, Any], rank: int, group_count: i
         ValueError: the state is not of this model, or of a newer format. Nothing has been changed then.
     """
     _check(snapshot, saved, group_count)
-    snapshot.masks.active, snapshot.masks.uses = None, 0
+    snapshot.masks.restore(None, 0)
     if "scape" not in saved:
         _load_first_moments(snapshot, saved["state"], rank)
         return
@@ -120,13 +120,12 @@ def load(snapshot: Snapshot, saved: Mapping[str, Any], rank: int, group_count: i
         shard: Tensor | None = getattr(state, name)
         tensors = {index: entry[saved_as] for index, entry in saved["state"].items() if saved_as in entry}
         if shard is not None and tensors:
-            _fill_shard(shard.view(-1), tensors, snapshot, rank)
+            _fill(shard.view(-1), tensors, snapshot, layout.shard_pieces(rank))
     _load_residual(snapshot, whole, rank)
     mask = whole["mask"]
     if mask is not None and whole["block_size"] == layout.block_size and mask.shape[0] == layout.used_blocks:
         filler = torch.arange(mask.shape[1]).expand(layout.blocks - layout.used_blocks, -1).to(mask.dtype)
-        snapshot.masks.active = torch.cat([mask, filler]).to(state.momentum.device)
-        snapshot.masks.uses = whole["mask_uses"]
+        snapshot.masks.restore(torch.cat([mask, filler]).to(state.momentum.device), whole["mask_uses"])
     elif mask is not None:
         warnings.warn(
             f"The checkpoint's masks are for blocks of {whole['block_size']} entries, this run's are"
@@ -200,7 +199,7 @@ def _load_first_moments(snapshot: Snapshot, state: Mapping[int, Mapping[str, Any
         index: state[index]["exp_avg"] if index in state else torch.zeros(parameter.shape)
         for index, parameter in zip(snapshot.parameters.indices, snapshot.parameters.tensors, strict=True)
     }
-    _fill_shard(snapshot.state.momentum.view(-1), moments, snapshot, rank)
+    _fill(snapshot.state.momentum.view(-1), moments, snapshot, snapshot.layout.shard_pieces(rank))
     warnings.warn(
         f"The checkpoint was not written by SCAPE: first moments and step ({step}) carry over; a second moment, if any,"
         " does not (AdamS has none), and residuals start at zero.",
@@ -212,11 +211,11 @@ def _load_residual(snapshot: Snapshot, whole: Mapping[str, Any], rank: int) -> N
     residual, world_size = snapshot.state.residual.view(-1), snapshot.layout.world_size
     saved: Sequence[Mapping[int, Tensor]] = whole["residuals"]
     if len(saved) == world_size:
-        _fill_all(residual, saved[rank], snapshot)
+        _fill(residual, saved[rank], snapshot, snapshot.layout.pieces())
         return
     # Every rank takes the mean: the mean over ranks, which is what training depends on, stays what it was.
     mean = {index: torch.stack([part[index] for part in saved]).mean(0) for index in saved[0]}
-    _fill_all(residual, mean, snapshot)
+    _fill(residual, mean, snapshot, snapshot.layout.pieces())
     warnings.warn(
         f"The checkpoint was written by {len(saved)} ranks, this run has {world_size}: momentum, clocks, masters and"
         " masks carry over exactly; each rank starts from the mean of the saved residuals.",
@@ -244,17 +243,10 @@ def _in_memory_order(tensor: Tensor, parameter: Tensor) -> Tensor:
     return ordered.as_strided((ordered.numel(),), (1,))
 
 
-def _fill_all(flat: Tensor, tensors: Mapping[int, Tensor], snapshot: Snapshot) -> None:
-    layout, parameters = snapshot.layout, snapshot.parameters
-    for piece in layout.pieces():
+def _fill(flat: Tensor, tensors: Mapping[int, Tensor], snapshot: Snapshot, pieces: Iterable[Piece]) -> None:
+    """Writes each piece's part of its parameter's tensor to its place in ``flat``, the blocks that the pieces count."""
+    parameters = snapshot.parameters
+    for piece in pieces:
         place = piece.segment.index
         source = _in_memory_order(tensors[parameters.indices[place]], parameters.tensors[place])
-        flat[piece.row * layout.block_size :][: piece.numel].copy_(source)
-
-
-def _fill_shard(flat: Tensor, tensors: Mapping[int, Tensor], snapshot: Snapshot, rank: int) -> None:
-    layout, parameters = snapshot.layout, snapshot.parameters
-    for piece in layout.shard_pieces(rank):
-        place = piece.segment.index
-        source = _in_memory_order(tensors[parameters.indices[place]], parameters.tensors[place])
-        flat[piece.row * layout.block_size :][: piece.numel].copy_(source[piece.start : piece.start + piece.numel])
+        flat[piece.of_blocks(snapshot.layout.block_size)].copy_(source[piece.of_parameter])

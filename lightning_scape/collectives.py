@@ -40,7 +40,7 @@ def new_mask_group(
 
     None where there is nobody to talk to: no process group, or one rank.
     """
-    if not is_distributed() or dist.get_world_size(process_group) == 1:
+    if world_size(process_group) == 1:
         return None
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
     # Without local synchronization every rank of the job, not only of this group, would have to call.
@@ -55,9 +55,14 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def world_size(process_group: ProcessGroup | None = None) -> int:
+    """Ranks of the group; 1 where no process group is up."""
+    return dist.get_world_size(process_group) if is_distributed() else 1
+
+
 def broadcast_tensors(tensors: Iterable[Tensor], process_group: ProcessGroup | None = None) -> None:
     """Overwrites the tensors with those of the group's first rank, in few fused messages. In place."""
-    if not is_distributed() or dist.get_world_size(process_group) == 1:
+    if world_size(process_group) == 1:
         return
     source = dist.get_global_rank(process_group, 0) if process_group is not None else 0
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -127,9 +132,8 @@ class Communicator:
     """Seconds of the host inside messages since then, waiting for other ranks included; the mask's are left out."""
 
     def __post_init__(self) -> None:
-        up = is_distributed()
-        self.rank: int = dist.get_rank(self.process_group) if up else 0
-        self.world_size: int = dist.get_world_size(self.process_group) if up else 1
+        self.rank: int = dist.get_rank(self.process_group) if is_distributed() else 0
+        self.world_size: int = world_size(self.process_group)
         if self.rank < 0:
             raise ValueError(
                 "`process_group` must contain the calling rank, got a group that does not. Build the optimizer only"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from lightning_scape.collectives import ProcessGroup, is_distributed, new_mask_group
+from lightning_scape.collectives import ProcessGroup, is_distributed, new_mask_group, world_size
 from lightning_scape.config import ScapeConfig
 from lightning_scape.optimizer import ScapeOptimizer
 
@@ -228,7 +228,7 @@ def sharded_scaler(scaler: GradScaler | None, process_group: ProcessGroup | None
     """
     if scaler is None or not scaler.is_enabled():
         return scaler
-    if not is_distributed() or torch.distributed.get_world_size(process_group) == 1:
+    if world_size(process_group) == 1:
         return scaler
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 

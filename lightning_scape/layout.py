@@ -50,6 +50,15 @@ class Piece:
     numel: int
     """Entries of the parameter inside the piece; pads not counted."""
 
+    @property
+    def of_parameter(self) -> slice:
+        """Its entries in the flat parameter."""
+        return slice(self.start, self.start + self.numel)
+
+    def of_blocks(self, block_size: int) -> slice:
+        """Its entries in the flat tensor of blocks that ``row`` counts in; pads left out."""
+        return slice(self.row * block_size, self.row * block_size + self.numel)
+
     def kept(self, sent: int, block_size: int) -> int:
         """How many of the ``blocks * sent`` chosen positions are entries of the parameter.
 

@@ -100,11 +100,15 @@ class DelayedMask:
         if self.uses >= self.interval or self.active.shape[1] != sent:
             self._pending = start(make(sent))
 
+    def restore(self, mask: Tensor | None, uses: int) -> None:
+        """Takes up a mask that was saved, to be used next; None leaves it to the next step to make one."""
+        self.active, self.uses, self.unproven = mask, uses, False
+
     def forget_unproven(self) -> None:
         """After a skipped step: drops the mask that it made for itself, and its successor; both rank nothing."""
         if self.unproven:
             self.arrive()
-            self.active, self.uses, self.unproven = None, 0, False
+            self.restore(None, 0)
 
     def arrive(self) -> float:
         """Waits for the mask under way, if any; returns the seconds the host waited."""

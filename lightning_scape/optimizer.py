@@ -196,15 +196,13 @@ class ScapeOptimizer(torch.optim.Optimizer):
         with record.phase("select"):
             self._masks.prepare(state.calls, self._make_mask, self._start_gather)
 
-        self._end(state, mask, scale)
+        self._end(state, scale)
         return loss
 
     def _begin(self) -> tuple[ScapeState, StepRecord]:
         """Buffers exist, masters are current, the record is blank, the verdict on the last step is in."""
         run = self._run
-        self._clipping.settle()
-        if self._clipping.last_skipped:
-            self._masks.forget_unproven()
+        self._settle()
         run.flats = self._flatten()
         state = run.state = run.state or self._allocate()
         if not run.compared:  # the first step, or the first after a load
@@ -214,6 +212,12 @@ class ScapeOptimizer(torch.optim.Optimizer):
         run.record, run.stats, run.consolidated = StepRecord(clip_seconds=run.clip_seconds), None, None
         run.clip_seconds = 0.0
         return state, run.record
+
+    def _settle(self) -> None:
+        """Takes note of what became of the last step."""
+        self._clipping.settle()
+        if self._clipping.last_skipped:
+            self._masks.forget_unproven()
 
     def _flatten(self) -> list[Tensor]:
         """The parameters, flat; anew at each step, for `module.to()` puts a parameter into other memory."""
@@ -260,7 +264,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         totals = self._views(state.evidence.view(-1), self._shard_pieces)
         for piece, momentum, evidence in zip(self._shard_pieces, moments, totals, strict=True):
             grad = grads[piece.segment.index]
-            part = torch.zeros_like(momentum) if grad is None else grad[piece.start : piece.start + piece.numel]
+            part = torch.zeros_like(momentum) if grad is None else grad[piece.of_parameter]
             beta1 = float(self.param_groups[piece.segment.group]["betas"][0])
             ops.accumulate_first_moment(momentum, evidence, part, beta1, scale, clip_value)
 
@@ -299,7 +303,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             ops.put(state.master, own, theta)
         return theta.to(self._parameters.wire_dtype)
 
-    def _end(self, state: ScapeState, mask: Tensor | None, scale: Tensor) -> None:
+    def _end(self, state: ScapeState, scale: Tensor) -> None:
         record, config = self._run.record, self.config
         assert record is not None
         state.step += (scale != 0).to(state.step.dtype)
@@ -411,9 +415,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         """
         run = self._run
         self.drain()
-        self._clipping.settle()
-        if self._clipping.last_skipped:
-            self._masks.forget_unproven()
+        self._settle()
         state = run.state or self._allocate()
         if state.master is not None:
             run.flats = self._flatten()
@@ -480,5 +482,4 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
     def _views(self, flat: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
         """The entries of each piece in a flat buffer of blocks, pads left out."""
-        block_size = self._layout.block_size
-        return [flat[piece.row * block_size : piece.row * block_size + piece.numel] for piece in pieces]
+        return [flat[piece.of_blocks(self._layout.block_size)] for piece in pieces]

@@ -67,23 +67,14 @@ class ScapeState:
             self.master = torch.zeros_like(self.momentum)
         flat = self.master.view(-1)
         for piece in layout.shard_pieces(rank):
-            masters = flat[piece.row * layout.block_size :][: piece.numel]
-            parameters = flats[piece.segment.index][piece.start : piece.start + piece.numel]
+            masters = flat[piece.of_blocks(layout.block_size)]
+            parameters = flats[piece.segment.index][piece.of_parameter]
             for master, parameter in zip(masters.split(_CHUNK), parameters.split(_CHUNK), strict=True):
                 master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.to(master.dtype)))
 
 
 def flatten(parameter: Tensor) -> Tensor:
-    """A flat view of a parameter's memory. Never a copy.
-
-    Raises:
-        ValueError: the tensor overlaps itself or has gaps.
-    """
-    if not is_dense(parameter):
-        raise ValueError(
-            f"Parameters must fill their memory without overlap or gap, got shape {tuple(parameter.shape)} with strides"
-            f" {parameter.stride()}. Make it contiguous before building the optimizer."
-        )
+    """A flat view of the memory of a parameter that :func:`is_dense`. Never a copy."""
     return parameter.detach().as_strided((parameter.numel(),), (1,))
 
 

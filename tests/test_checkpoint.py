@@ -255,7 +255,8 @@ def test_a_scheduler_can_go_on_from_a_loaded_state() -> None:
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
     _, other = build(ScapeConfig(), torch.float32)
     other.load_state_dict(optimizer.state_dict())
-    torch.optim.lr_scheduler.LambdaLR(other, lambda step: 0.5, last_epoch=1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(other, lambda step: 0.5, last_epoch=1)
+    assert scheduler.base_lrs == [3e-2, 1e-2]
 
 
 def test_a_state_that_lacks_what_never_had_a_gradient_is_taken() -> None:

@@ -363,7 +363,7 @@ def gather(flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None
     """
     for piece in pieces:
         target = _kept(out, piece, block_size)
-        flat = flats[piece.segment.index][piece.start : piece.start + piece.numel]
+        flat = flats[piece.segment.index][piece.of_parameter]
         if mask is None:
             target.copy_(flat)
         else:
@@ -376,7 +376,7 @@ def scatter(
     """The reverse of :func:`gather`: writes ``values [R, q]`` to the masked entries of the parameters."""
     for piece in pieces:
         source = _kept(values, piece, block_size)
-        flat = flats[piece.segment.index][piece.start : piece.start + piece.numel]
+        flat = flats[piece.segment.index][piece.of_parameter]
         if mask is None:
             flat.copy_(source)
         else:
