@@ -3,7 +3,7 @@
 Format 1, tensors, numbers and strings only (``torch.load(weights_only=True)`` reads it)::
 
     {
-      "state": {i: {"exp_avg": m, "last_step": clock, "step": t, ["master": ...], ["local_exp_avg", "evidence"]}},
+      "state": {i: {"exp_avg": m, "last_step": clock, "step": t, ["master": ...], [...]}},
       "param_groups": [...],                            # as torch writes them
       "scape": {"format": 1, "config": {...}, "world_size": N, "step": t, "calls": n, "names": {i: name},
                 "residuals": [{i: e}, ...],             # one dict per rank
@@ -32,7 +32,9 @@ from lightning_scape.parameters import Parameters
 from lightning_scape.state import SHARD_TENSORS, ScapeState
 
 FORMAT = 1
-_SAVED_AS = dict(zip(SHARD_TENSORS, ("exp_avg", "last_step", "master", "local_exp_avg", "evidence"), strict=True))
+_SAVED_AS = dict(
+    zip(SHARD_TENSORS, ("exp_avg", "last_step", "master", "local_exp_avg", "evidence", "noise"), strict=True)
+)
 _REMEDY = "Load it into the same model with the same parameter groups."
 
 

@@ -1,6 +1,6 @@
 """Every message this package sends, on which group and stream, and how many bytes it cost.
 
-A step sends four messages, however many parameters or layers there are:
+A step sends five messages, however many parameters or layers there are:
 
 ========== ================================ ============================================ ==================
 kind       call                             bytes a rank sends                           when
@@ -9,17 +9,21 @@ norm       all-reduce, fp32                 2 (N-1)/N * 16 KB (sketch) or 4 byte
 values     all-to-all, wire dtype           (N-1)/N * k * 2 (bf16) or 4 (fp32)           after compaction
 parameters all-gather, parameter dtype      (N-1)/N * k * itemsize                       after the update
 mask       all-gather, uint8 or uint16      (N-1)/N * k * 1 or 2                         during the next step
+votes      all-to-all, uint8                (N-1)/N * (P/B) * (V * (2 or 3) + 1)         during the next step
 ========== ================================ ============================================ ==================
 
-The mask travels on a process group (on CUDA: communicator and stream) of its own, so that it never queues behind, nor
-holds up, the messages of the step or of the model. With one rank nothing is sent at all.
+``V`` is ``mask_votes``; 0 sends no votes, and four messages are left. Mask and votes travel on a process group (on CUDA:
+communicator and stream) of their own, so that they never queue behind, nor hold up, the messages of the step or of the
+model. With one rank nothing is sent at all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import blake2b
@@ -30,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 ProcessGroup = dist.ProcessGroup
-KINDS = ("norm", "values", "parameters", "mask")
+KINDS = ("norm", "values", "parameters", "mask", "votes")
 
 
 def new_mask_group(
@@ -98,13 +102,17 @@ class PendingMask:
 
     mask: Tensor
     """``[blocks, q]``; its contents are undefined before :meth:`wait`."""
-    shard: Tensor
+    shard: Tensor | None = None
     work: Any = None
     stream: torch.cuda.Stream | None = None
+    job: Future[None] | None = None
+    """On a thread of its own, where several messages follow one another and no stream orders them."""
 
     def wait(self) -> tuple[Tensor, float]:
         """The mask and the seconds the host waited; on CUDA the current stream waits, the host does not."""
         began = time.perf_counter()
+        if self.job is not None:
+            self.job.result()
         if self.work is not None:
             self.work.wait()
         if self.stream is not None:
@@ -190,15 +198,34 @@ class Communicator:
         with torch.cuda.stream(self._side_stream):
             yield
 
-    def start_mask_gather(self, shard: Tensor) -> PendingMask:
-        """Begins to collect every rank's ``shard [R, q]`` of the next mask; call inside :meth:`beside_compute`."""
-        stream = self._side_stream if shard.device.type == "cuda" else None
+    def start_mask(
+        self, full: Tensor, pick: Callable[[Tensor | None], Tensor], ballots: Tensor | None = None
+    ) -> PendingMask:
+        """Begins to make the next mask and to collect it; call inside :meth:`beside_compute`.
+
+        Args:
+            full: ``[N*R, q]``, takes every rank's part of the mask.
+            pick: makes this rank's part ``[R, q]``, from the ballots cast for its shard ``[N, R, W]`` (None: no votes).
+            ballots: ``[N*R, W]``, what this rank has cast; None for no votes.
+        """
         if self.world_size == 1:
-            return PendingMask(shard, shard, stream=stream)
-        full = shard.new_empty((self.world_size * shard.shape[0], shard.shape[1]))
-        work = _all_gather(full, shard, self.mask_group, async_op=True)
+            return PendingMask(full.copy_(pick(None)), stream=self._side_stream)
         self._count("mask", full.numel() * full.element_size())
-        return PendingMask(full, shard, work, stream)
+        if ballots is None:
+            shard = pick(None)
+            work = _all_gather(full, shard, self.mask_group, async_op=True)
+            return PendingMask(full, shard, work, self._side_stream)
+        self._count("votes", ballots.numel() * ballots.element_size())
+        if full.device.type == "cuda":  # the stream orders the messages, the host waits for none
+            self._vote_and_gather(full, pick, ballots)
+            return PendingMask(full, stream=self._side_stream)
+        return PendingMask(full, job=_on_a_thread(self._vote_and_gather, full, pick, ballots))
+
+    def _vote_and_gather(self, full: Tensor, pick: Callable[[Tensor | None], Tensor], ballots: Tensor) -> None:
+        received = torch.empty_like(ballots)
+        dist.all_to_all_single(received, ballots, group=self.mask_group)
+        shard = pick(received.view(self.world_size, -1, ballots.shape[1]))
+        _all_gather(full, shard, self.mask_group)
 
     def collect(self, flat: Tensor, to: int, device: torch.device) -> list[Tensor] | None:
         """Every rank's ``flat`` (same length on all) on rank ``to`` in host memory, None elsewhere; for checkpoints.
@@ -254,6 +281,22 @@ class Communicator:
     def _count(self, kind: str, buffer_bytes: int) -> None:
         """A rank keeps 1/N of every buffer to itself."""
         self.bytes_sent[kind] += buffer_bytes * (self.world_size - 1) // self.world_size
+
+
+def _on_a_thread(act: Callable[..., None], *args: Any) -> Future[None]:
+    """Calls ``act`` beside the main thread. A daemon: at exit nothing waits for a peer that is gone."""
+    future: Future[None] = Future()
+
+    @torch.no_grad()  # which is a thread's own
+    def run() -> None:
+        try:
+            act(*args)
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="scape-mask", daemon=True).start()
+    return future
 
 
 def _all_gather(output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, async_op: bool = False) -> Any:

@@ -15,6 +15,7 @@ import torch
 MaskStatistic = Literal["residual", "first_moment"]
 WireDtype = Literal["bf16", "fp32"]
 ClipNorm = Literal["sketch", "local"]
+SecondMoment = Literal["measured", "reconstructed"]
 
 MAX_BYTE_BLOCK = 256
 """Longest block whose positions fit one byte on the wire."""
@@ -60,6 +61,15 @@ class ScapeConfig:
     mask_statistic: MaskStatistic = "residual"
     """What ranks the entries: ``"residual"`` (sum of the local first moments since the entry's last visit, up to the
     ends of the window; no memory) or ``"first_moment"`` (the local first moments themselves, added up; 8P/N bytes)."""
+
+    mask_votes: int = 0
+    """Entries per block that every rank proposes to the owner, who adds them to its own statistic before it picks the
+    mask: position and 8-bit value, with the mask's exchange. 0 is the owner's own evidence alone."""
+
+    second_moment: SecondMoment = "measured"
+    """What an entry not visited in the step before is divided by: ``"measured"`` floors AdamS's denominator with the
+    owner's own running mean square of its gradient (4P/N bytes, no message), ``"reconstructed"`` takes it from the
+    synchronized buffer alone, as the paper does."""
 
     wire_dtype: WireDtype = "bf16"
     """How values travel to their owner: ``"bf16"`` (2 bytes, rounding error stays in the residual) or ``"fp32"``."""
@@ -122,6 +132,16 @@ class ScapeConfig:
         if self.residual_device is not None:
             object.__setattr__(self, "residual_device", _as_device(self.residual_device))
         self._check_block_size()
+        if self.mask_votes > self.quota.block_size:
+            raise ValueError(
+                f"`mask_votes` must be at most the block length {self.quota.block_size}, got {self.mask_votes}. As many"
+                f" as are sent per block ({self.quota.sent}) is a good number."
+            )
+        if self.mask_votes and self.mask_statistic != "residual":
+            raise ValueError(
+                f"`mask_votes` must be 0 with mask_statistic={self.mask_statistic!r}, got {self.mask_votes}: ranks vote"
+                " with their residuals. Use mask_statistic='residual', or no votes."
+            )
         if self.dense and self.sparsity_warmup_steps:
             raise ValueError(
                 f"`sparsity_warmup_steps` must be 0 when sparsity is 0, got {self.sparsity_warmup_steps}: there is no"
@@ -157,6 +177,11 @@ class ScapeConfig:
         return self.sparsity == 0.0
 
     @property
+    def measures_noise(self) -> bool:
+        """Whether the owner keeps a running mean square of its gradient."""
+        return self.second_moment == "measured" and not self.dense
+
+    @property
     def quota(self) -> Quota:
         """Block length and entries sent per block, once all warm-up is over (DESIGN 3.1)."""
         return quota_for(self.sparsity, self.block_size)
@@ -179,11 +204,13 @@ _LEAST_WHOLE = {
     "dense_steps": 0,
     "sparsity_warmup_steps": 0,
     "mask_interval": 1,
+    "mask_votes": 0,
     "max_skipped": 1,
     "check_replicas_every": 0,
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "mask_statistic": ("residual", "first_moment"),
+    "second_moment": ("measured", "reconstructed"),
     "wire_dtype": ("bf16", "fp32"),
     "clip_norm": ("sketch", "local"),
 }

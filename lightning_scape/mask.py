@@ -43,10 +43,8 @@ class SparsitySchedule:
         return min(self.quota.block_size, max(self.quota.sent, round(density * self.quota.block_size)))
 
 
-MakeShard = Callable[[int], Tensor]
-"""Given q, picks the mask of this rank's shard: ``[R, q]``."""
-StartGather = Callable[[Tensor], PendingMask]
-"""Begins the exchange of a shard's mask."""
+StartMask = Callable[[int], PendingMask]
+"""Given q, begins to make the mask and to exchange it."""
 
 
 class DelayedMask:
@@ -68,7 +66,7 @@ class DelayedMask:
         """Whether the active mask was made within a step, rather than before it, and that step may yet be skipped."""
         self._pending: PendingMask | None = None
 
-    def take(self, step: int, make: MakeShard, start: StartGather) -> tuple[Tensor | None, float]:
+    def take(self, step: int, start: StartMask) -> tuple[Tensor | None, float]:
         """The mask of this step, and the seconds the host waited for it; None when the step sends everything.
 
         It is the one prepared at the end of the step before. Where there is none (the first step, or the first after
@@ -81,13 +79,13 @@ class DelayedMask:
             self.active, self.uses = None, 0
             return None, waited
         if self.active is None or self.active.shape[1] != sent:
-            self._pending = start(make(sent))
+            self._pending = start(sent)
             waited += self.arrive()
             self.unproven = True
         self.uses += 1
         return self.active, waited
 
-    def prepare(self, step: int, make: MakeShard, start: StartGather) -> None:
+    def prepare(self, step: int, start: StartMask) -> None:
         """At the end of ``step``: makes the mask of ``step + 1`` and sets its exchange off, unless none is due.
 
         None is due when the next step sends everything, when the active mask serves ``interval`` steps and has not yet,
@@ -98,7 +96,7 @@ class DelayedMask:
         if self.active is None or sent == self.schedule.quota.block_size:
             return
         if self.uses >= self.interval or self.active.shape[1] != sent:
-            self._pending = start(make(sent))
+            self._pending = start(sent)
 
     def restore(self, mask: Tensor | None, uses: int) -> None:
         """Takes up a mask that was saved, to be used next; None leaves it to the next step to make one."""

@@ -29,6 +29,11 @@ from lightning_scape.replicas import check_replicas, check_same_setup
 from lightning_scape.state import ScapeState, flatten, flatten_like
 from lightning_scape.stats import StepRecord, StepStats
 
+NOISE_INTERVAL = 8
+"""Steps from one sample of the gradient's mean square to the next: each costs a pass over the shard."""
+NOISE_WEIGHT = 0.1
+"""Of the newest sample: a memory of about 80 steps."""
+
 
 @dataclass
 class _Run:
@@ -72,6 +77,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         config: all options of SCAPE.
         process_group: data-parallel ranks; None is the default group (no group: one rank).
         mask_group: group for the mask exchange; None makes one.
+        communicator: sends the messages, in place of one over the two groups (simulated ranks, another transport).
 
     Raises:
         TypeError, ValueError: a parameter or an option cannot be kept, or ranks differ; the same on every rank.
@@ -88,6 +94,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         config: ScapeConfig,
         process_group: ProcessGroup | None = None,
         mask_group: ProcessGroup | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
         self._closed = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -98,7 +105,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             )
         self.config = config
         self._parameters = Parameters.of(self.param_groups)
-        self._communicator = Communicator(process_group, mask_group or new_mask_group(process_group))
+        self._communicator = communicator or Communicator(process_group, mask_group or new_mask_group(process_group))
         problem = self._parameters.problem(self.param_groups)
         check_same_setup(self._communicator, self._describe(), problem, self._parameters.device)
         self._strides = [parameter.stride() for parameter in self._parameters.tensors]
@@ -178,7 +185,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         with record.phase("fold"):
             self._fold(state, grads, scale)
         with record.phase("select"):  # idle but for the first sparse step, whose mask nobody could make before
-            mask, waited = self._masks.take(state.calls, self._make_mask, self._start_gather)
+            mask, waited = self._masks.take(state.calls, self._start_mask)
             record.exchange_wait += waited
         with record.phase("compact"):
             values = self._compact(state, mask, scale)
@@ -194,7 +201,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             ops.scatter(self._run.flats, self._pieces, mask, full, self._layout.block_size)
             del full, theta
         with record.phase("select"):
-            self._masks.prepare(state.calls, self._make_mask, self._start_gather)
+            self._masks.prepare(state.calls, self._start_mask)
 
         self._end(state, scale)
         return loss
@@ -258,6 +265,14 @@ class ScapeOptimizer(torch.optim.Optimizer):
         clip_value = self._clipping.clip_value
         by_piece = [grads[piece.segment.index] for piece in self._pieces]  # an empty parameter has no piece
         ops.fold(self._views(residual, self._pieces), by_piece, scale, clip_value)
+        if state.noise is not None and state.calls % NOISE_INTERVAL == 0:
+            weight = max(NOISE_WEIGHT, 1 / (state.calls // NOISE_INTERVAL + 1))
+            for piece, noise in zip(
+                self._shard_pieces, self._views(state.noise.view(-1), self._shard_pieces), strict=True
+            ):
+                grad = grads[piece.segment.index]
+                part = None if grad is None else grad[piece.of_parameter]
+                ops.measure_noise(noise, part, weight, scale, clip_value)
         if state.local_momentum is None or state.evidence is None:
             return
         moments = self._views(state.local_momentum.view(-1), self._shard_pieces)
@@ -298,7 +313,10 @@ class ScapeOptimizer(torch.optim.Optimizer):
             ops.gather(self._run.flats, self._shard_pieces, own, theta, self._layout.block_size)
         step = state.step + 1
         hyper, correction = self._hyperparameters.at(step, self.param_groups, theta.dtype)
-        record.again = ops.update(theta, state.momentum, state.clock, own, total, step, hyper, correction, scale)
+        ranks = self._communicator.world_size
+        record.again = ops.update(
+            theta, state.momentum, state.clock, own, total, step, hyper, correction, scale, state.noise, ranks
+        )
         if state.master is not None and own is not None:
             ops.put(state.master, own, theta)
         return theta.to(self._parameters.wire_dtype)
@@ -317,19 +335,24 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------- mask making
 
-    def _make_mask(self, sent: int) -> Tensor:
-        """The mask of this rank's shard, ``[R, q]``, from its accumulated first-moment mass there."""
-        state = self._run.state
+    def _start_mask(self, sent: int) -> PendingMask:
+        """Begins to make the next mask: each owner picks for its shard, from its own evidence and the others' votes."""
+        state, rank, device = self._run.state, self._communicator.rank, self._parameters.device
         assert state is not None
-        with self._communicator.beside_compute(self._parameters.device):
-            statistic = state.evidence
-            if statistic is None:
-                statistic = state.shard_of_residual(self._layout, self._communicator.rank)
-            return ops.select(statistic, sent).to(self._parameters.device)
+        statistic = state.evidence if state.evidence is not None else state.shard_of_residual(self._layout, rank)
+        votes = self.config.mask_votes
 
-    def _start_gather(self, shard: Tensor) -> PendingMask:
-        with self._communicator.beside_compute(self._parameters.device):
-            return self._communicator.start_mask_gather(shard)
+        def pick(ballots: Tensor | None) -> Tensor:
+            if ballots is None:
+                return ops.select(statistic, sent).to(device)
+            return ops.elect(statistic, ballots.to(statistic.device), rank, votes, sent).to(device)
+
+        with self._communicator.beside_compute(device):
+            shape = self._layout.blocks, sent
+            full = torch.empty(shape, dtype=ops.position_dtype(self._layout.block_size), device=device)
+            alone = not votes or self._communicator.world_size == 1
+            ballots = None if alone else ops.vote(state.residual, votes).to(device)
+            return self._communicator.start_mask(full, pick, ballots)
 
     def _own_rows(self, mask: Tensor) -> Tensor:
         rank, rows = self._communicator.rank, self._layout.shard_blocks

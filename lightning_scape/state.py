@@ -13,7 +13,7 @@ from lightning_scape.layout import Layout
 
 _CHUNK = 1 << 18
 """Entries handled at a time where temporaries of a parameter's size are to be avoided."""
-SHARD_TENSORS = ("momentum", "clock", "master", "local_momentum", "evidence")
+SHARD_TENSORS = ("momentum", "clock", "master", "local_momentum", "evidence", "noise")
 """Names of the shard's tensors, each ``[R, B]`` or None."""
 
 
@@ -37,6 +37,8 @@ class ScapeState:
     """``[R, B]`` fp32, ``mask_statistic="first_moment"`` only: first moment of this rank's own gradient."""
     evidence: Tensor | None = None
     """``[R, B]`` fp32, likewise: that moment summed since each entry's last visit."""
+    noise: Tensor | None = None
+    """``[R, B]`` fp32 (fp64), ``second_moment="measured"`` only: running mean square of this rank's own gradient."""
 
     @classmethod
     def allocate(cls, layout: Layout, config: ScapeConfig, dtype: torch.dtype, device: torch.device) -> ScapeState:
@@ -52,6 +54,7 @@ class ScapeState:
             step=torch.zeros((), dtype=torch.int32, device=device),
             local_momentum=torch.zeros(shard, device=home) if local else None,
             evidence=torch.zeros(shard, device=home) if local else None,
+            noise=torch.zeros(shard, dtype=dtype, device=device) if config.measures_noise else None,
         )
 
     def shard_of_residual(self, layout: Layout, rank: int) -> Tensor:

@@ -15,6 +15,7 @@ from lightning_scape.layout import Layout, Piece
 
 PHASES = ("norm", "wait", "fold", "compact", "synchronize", "update", "reconstruct", "select")
 """Phases of a step, in order; also the names of the profiler ranges (``scape::fold``, ...)."""
+_KINDS = ("values", "parameters", "mask", "votes", "norm")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class StepStats:
     bytes_values: int
     bytes_parameters: int
     bytes_mask: int
+    bytes_votes: int
     bytes_norm: int
     bytes_dense: int
     """What a ring all-reduce of the whole gradient in the parameters' own dtypes would have sent (DDP)."""
@@ -58,7 +60,7 @@ class StepStats:
     @property
     def bytes_total(self) -> int:
         """All bytes this rank sent in the step."""
-        return self.bytes_values + self.bytes_parameters + self.bytes_mask + self.bytes_norm
+        return self.bytes_values + self.bytes_parameters + self.bytes_mask + self.bytes_votes + self.bytes_norm
 
     @property
     def compression(self) -> float:
@@ -128,7 +130,10 @@ class StepRecord:
         dense = 2 * (layout.world_size - 1) * sum(p.numel() * p.element_size() for p in parameters)
         return StepStats(
             step=step,
-            **{f"bytes_{kind}": self.bytes_sent.get(kind, 0) for kind in ("values", "parameters", "mask", "norm")},
+            **{
+                f"bytes_{kind}": self.bytes_sent.get(kind, 0)
+                for kind in ("values", "parameters", "mask", "votes", "norm")
+            },
             bytes_dense=dense // layout.world_size,
             density=everywhere / max(1, layout.numel),
             mask_churn=1 - again / mine if mine and scale else 0.0,

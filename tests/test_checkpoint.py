@@ -57,7 +57,7 @@ def everything(params: list[Any], optimizer: ScapeOptimizer) -> list[Tensor]:
     optimizer.drain()
     state = optimizer._run.state
     assert state is not None
-    held = [state.residual, state.step, optimizer._masks.active, state.local_momentum, state.evidence]
+    held = [state.residual, state.step, optimizer._masks.active, state.local_momentum, state.evidence, state.noise]
     shard = [
         part
         for t in (state.momentum, state.master)
@@ -101,6 +101,8 @@ def stop_and_go(rank: int, world_size: int, at: int, config: ScapeConfig, dtype:
         (4, {"dense_steps": 1, "sparsity_warmup_steps": 6}, torch.bfloat16),
         (5, {"mask_statistic": "first_moment", "bias_correction": True}, torch.float32),
         (5, {"residual_dtype": torch.float64}, torch.float64),
+        (5, {"mask_votes": 3}, torch.float32),
+        (9, {"second_moment": "reconstructed"}, torch.float32),
     ],
 )
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -18,11 +18,8 @@ class Maker:
         self.made = 0
         self.waits = 0
 
-    def make(self, sent: int) -> Tensor:
+    def start(self, sent: int) -> PendingMask:
         self.made += 1
-        return torch.full((3, sent), self.made)
-
-    def start(self, shard: Tensor) -> PendingMask:
         maker = self
 
         class Arriving(PendingMask):
@@ -30,7 +27,7 @@ class Maker:
                 maker.waits += 1
                 return self.mask, 0.25
 
-        return Arriving(shard, shard)
+        return Arriving(torch.full((3, sent), self.made))
 
 
 def run(config: ScapeConfig, steps: int) -> list[int | None]:
@@ -38,9 +35,9 @@ def run(config: ScapeConfig, steps: int) -> list[int | None]:
     maker, masks = Maker(), DelayedMask(SparsitySchedule.of(config), config.mask_interval)
     used = []
     for step in range(steps):
-        mask, _ = masks.take(step, maker.make, maker.start)
+        mask, _ = masks.take(step, maker.start)
         used.append(None if mask is None else int(mask[0, 0]))
-        masks.prepare(step, maker.make, maker.start)
+        masks.prepare(step, maker.start)
     return used
 
 
@@ -51,11 +48,11 @@ def test_each_step_uses_the_mask_made_at_the_end_of_the_step_before() -> None:
 def test_first_step_makes_its_own_mask_and_only_it_waits_for_two() -> None:
     maker = Maker()
     masks = DelayedMask(SparsitySchedule.of(ScapeConfig(sparsity=0.9)), 1)
-    assert masks.take(0, maker.make, maker.start)[1] == 0.25
+    assert masks.take(0, maker.start)[1] == 0.25
     assert (maker.made, maker.waits) == (1, 1)
-    masks.prepare(0, maker.make, maker.start)
+    masks.prepare(0, maker.start)
     assert (maker.made, maker.waits) == (2, 1)  # under way, not waited for
-    assert masks.take(1, maker.make, maker.start)[1] == 0.25
+    assert masks.take(1, maker.start)[1] == 0.25
     assert (maker.made, maker.waits) == (2, 2)
 
 

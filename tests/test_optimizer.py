@@ -156,6 +156,9 @@ def test_replicas_are_bitwise_equal_after_every_step(run_ranks: RunRanks, world_
         (torch.float16, {"wire_dtype": "fp32"}),
         (torch.float64, {"residual_dtype": torch.float64}),
         (torch.float32, {"mask_statistic": "first_moment"}),
+        (torch.float32, {"second_moment": "reconstructed"}),
+        (torch.bfloat16, {"mask_votes": 2}),
+        (torch.float32, {"mask_votes": 250, "mask_interval": 2}),
         (torch.float32, {"mask_interval": 3}),
         (torch.float32, {"dense_steps": 2, "sparsity_warmup_steps": 4}),
         (torch.float32, {"clip_norm": "local", "bias_correction": True, "residual_device": "cpu"}),
@@ -356,7 +359,13 @@ def test_unmasked_entries_stand_still_and_weight_decay_catches_up() -> None:
     # One block of 10, one entry sent. Entry 0 alone has a gradient for five steps; entry 3 gets a tiny one in the
     # sixth, hence a place in the mask of the seventh, where its decay of seven steps is made up for.
     parameter = nn.Parameter(torch.full((10,), 2.0, dtype=torch.float64))
-    config = ScapeConfig(sparsity=0.9, block_size=10, wire_dtype="fp32", residual_dtype=torch.float64)
+    config = ScapeConfig(
+        sparsity=0.9,
+        block_size=10,
+        wire_dtype="fp32",
+        residual_dtype=torch.float64,
+        second_moment="reconstructed",
+    )
     lr, decay, tiny = 0.1, 0.5, 2.0**-10
     optimizer = ScapeOptimizer([parameter], lr=lr, weight_decay=decay, config=config)
 

@@ -6,8 +6,10 @@ from lightning_scape.ops.reference import (
     accumulate_first_moment,
     checksum,
     compact,
+    elect,
     fold,
     gather,
+    measure_noise,
     position_dtype,
     put,
     scatter,
@@ -17,6 +19,7 @@ from lightning_scape.ops.reference import (
     take,
     tau_step,
     update,
+    vote,
 )
 
 __all__ = [
@@ -25,8 +28,10 @@ __all__ = [
     "accumulate_first_moment",
     "checksum",
     "compact",
+    "elect",
     "fold",
     "gather",
+    "measure_noise",
     "position_dtype",
     "put",
     "scatter",
@@ -36,4 +41,5 @@ __all__ = [
     "take",
     "tau_step",
     "update",
+    "vote",
 ]

@@ -163,6 +163,32 @@ def accumulate_first_moment(
             total.add_(first)
 
 
+def measure_noise(noise: Tensor, grad: Tensor | None, weight: float, scale: Tensor, clip_value: float | None) -> None:
+    """``noise = (1 - weight) * noise + weight * (scale * grad)**2``: a running mean of squared gradients, in place.
+
+    Args:
+        noise: flat, fp32 or fp64.
+        grad: flat, any float dtype, as long; None is a gradient of zeros.
+        weight: of this gradient, in (0, 1].
+        scale: 0 changes nothing.
+        clip_value: first clamps the gradient to ``[-v, v]``; v > 0, or None.
+    """
+    on_host = _host_value(scale)
+    if on_host == 0.0:
+        return
+    for mean, part in zip(noise.split(_CHUNK), _split_or_none(grad, noise.numel()), strict=True):
+        value = mean.new_zeros(()) if part is None else part
+        if clip_value is not None:
+            value = value.clamp(-clip_value, clip_value)
+        value = value.to(device=mean.device, dtype=mean.dtype)
+        if on_host is None:
+            factor = scale.to(mean.device)
+            moved = (1 - weight) * mean + weight * (factor * value).square()
+            mean.copy_(torch.where(factor != 0, moved, mean))
+        else:
+            mean.mul_(1 - weight).addcmul_(value, value, value=weight * on_host**2)
+
+
 # ---------------------------------------------------------------------------------------------------- masks
 
 
@@ -211,6 +237,66 @@ def select(statistic: Tensor, sent: int) -> Tensor:
                     keys.scatter_(1, (low - (top & low)).long(), -1)
         chosen[rows] = (low - (best & low)).to(chosen.dtype)
     return chosen
+
+
+def vote(residual: Tensor, votes: int) -> Tensor:
+    """A rank's ballot: the ``votes`` largest magnitudes of each block, as one row of bytes (DESIGN 6, votes).
+
+    A row holds the positions (:func:`position_dtype`), then the values as int8 in units of ``s / 127``, then the byte
+    ``log2(s) + 127``; ``s`` is the smallest power of two above the row's largest magnitude.
+
+    Example: ``[[3, -5, 0, 0]]`` with ``votes=2`` gives ``[[1, 0, -79, 48, 130]]`` (as int8 where signed): -5 and 3 in
+    units of 8/127.
+
+    Args:
+        residual: ``[R, B]`` float, finite.
+        votes: V, 1 .. B.
+
+    Returns:
+        uint8 ``[R, V * (1 or 2) + V + 1]``.
+    """
+    chosen = select(residual, votes)
+    rows = [chosen.view(torch.uint8)]
+    values = take(residual, chosen).float()
+    largest = values[:, :1].abs()
+    exponent = (largest.view(torch.int32) >> 23).add_(1).clamp_(max=254)
+    codes = values.mul_(127 / (exponent << 23).view(torch.float32)).round_()
+    rows += [codes.to(torch.int8).view(torch.uint8), exponent.to(torch.uint8)]
+    return torch.cat(rows, dim=1)
+
+
+def elect(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) -> Tensor:
+    """The next mask of a shard, from its owner's residual and what the other ranks' ballots add to it.
+
+    Args:
+        residual: ``[R, B]``, the owner's.
+        ballots: ``[N, R, W]``, from :func:`vote`; that of the owner is not read.
+        own: the owner's rank.
+        votes: V.
+        sent: q.
+
+    Returns:
+        ``[R, q]``, as :func:`select` gives it for the sum.
+    """
+    blocks, length = residual.shape
+    chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=residual.device)
+    for rows in _row_chunks(blocks, length, _CHUNK):
+        total = torch.zeros_like(residual[rows], dtype=torch.float32)
+        for rank in range(ballots.shape[0]):
+            if rank != own:
+                positions, values = _read_ballot(ballots[rank, rows], votes, length)
+                total.scatter_add_(1, positions, values)
+        chosen[rows] = select(total.add_(residual[rows]), sent)
+    return chosen
+
+
+def _read_ballot(ballot: Tensor, votes: int, length: int) -> tuple[Tensor, Tensor]:
+    """Positions (int64) and values (fp32) of a :func:`vote`, ``[R, V]`` each."""
+    width = ballot.shape[1] - votes - 1
+    positions = ballot[:, :width].contiguous().view(position_dtype(length)).long()
+    codes = ballot[:, width:-1].contiguous().view(torch.int8).float()
+    unit = (ballot[:, -1:].to(torch.int32) << 23).view(torch.float32) / 127
+    return positions, codes * unit
 
 
 # ------------------------------------------------------------------------------ blocks: residual and shard state
@@ -263,7 +349,13 @@ def compact(residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scal
 
 
 def tau_step(
-    theta: Tensor, momentum: Tensor, tau: Tensor, total: Tensor, hyper: Hyper, correction: Tensor | float
+    theta: Tensor,
+    momentum: Tensor,
+    tau: Tensor,
+    total: Tensor,
+    hyper: Hyper,
+    correction: Tensor | float,
+    noise: Tensor | None = None,
 ) -> TauStep:
     """``tau`` steps of AdamS at once, from the sum of their gradients (DESIGN 3, step 4; AdamS: arXiv 2505.16363).
 
@@ -275,7 +367,13 @@ def tau_step(
         v     = b2*m**2 + (1-b2)*A**2/tau             A**2/tau estimates E[g**2] per step
         theta = (1 - lr*wd)**tau * theta - lr*S/(sqrt(v)+eps)
 
-    For ``tau = 1`` this is AdamS, term for term. All tensors have one shape and float dtype; pure.
+    For ``tau = 1`` this is AdamS, term for term. For ``tau > 1``, v rests on a single sample of ``E[g**2]`` and one of
+    ``E[m**2]``. Where the gradient's own running mean square ``n`` is known, it is their least value, and the sample
+    counts only where the gradient is coherent beyond it::
+
+        v     = b2*max(m**2, n*(1-b1)/(1+b1)) + (1-b2)*max(n, A**2/tau**1.5)
+
+    All tensors have one shape and float dtype; pure.
 
     Args:
         theta: parameter values.
@@ -284,6 +382,7 @@ def tau_step(
         total: A, mean over ranks of the gradients summed since the last visit.
         hyper: lr, betas, eps, weight decay.
         correction: divides both first moments; ``1 - b1**t``, or 1 for none.
+        noise: n, mean square of the averaged gradient per step; None is not known.
     """
     h = hyper
     one_minus_bt = -torch.expm1(tau * h.log_beta1)
@@ -292,7 +391,13 @@ def tau_step(
     moved = tau * g + (momentum - g) * (h.beta1 * one_minus_bt / h.one_minus_beta1)
     # One step's sum is m' itself; the general form would get it from the difference of two numbers 1/(1-b1) as large.
     moved = torch.where(tau == 1, new_momentum, moved)
-    v = h.beta2 * (momentum / correction).square() + h.one_minus_beta2 * total.square() / tau
+    m2 = (momentum / correction).square()
+    v = h.beta2 * m2 + h.one_minus_beta2 * total.square() / tau
+    if noise is not None:
+        steady = noise * (h.one_minus_beta1 / (1 + h.beta1))
+        coherent = total.square() / (tau * tau.sqrt())
+        floored = h.beta2 * torch.maximum(m2, steady) + h.one_minus_beta2 * torch.maximum(noise, coherent)
+        v = torch.where(tau == 1, v, floored)
     new_theta = theta * h.keep**tau - h.lr * (moved / correction) / (v.sqrt() + h.eps)
     return TauStep(new_theta, new_momentum)
 
@@ -307,6 +412,8 @@ def update(
     hyper: Hyper,
     correction: Tensor | float,
     scale: Tensor,
+    noise: Tensor | None = None,
+    noise_ranks: int = 1,
 ) -> Tensor:
     """:func:`tau_step` on the masked entries of a shard; theta, momentum and clock change in place.
 
@@ -320,6 +427,8 @@ def update(
         hyper: of the shard's rows.
         correction: as in :func:`tau_step`, 0-dim or ``[R, 1]``.
         scale: 0 changes nothing.
+        noise: ``[R, B]``, mean square of one rank's gradient, or None.
+        noise_ranks: N; averaging over so many ranks divides it.
 
     Returns:
         0-dim int64: how many of the entries were visited in the step before too.
@@ -335,7 +444,8 @@ def update(
         tau = step - last
         again += (tau == 1).sum()
         divisor = correction[rows] if isinstance(correction, Tensor) and correction.dim() else correction
-        new = tau_step(theta[rows], old_momentum, tau.to(theta.dtype), total[rows], hyper.rows(rows), divisor)
+        known = None if noise is None else take(noise[rows], chosen).to(theta.dtype) / noise_ranks
+        new = tau_step(theta[rows], old_momentum, tau.to(theta.dtype), total[rows], hyper.rows(rows), divisor, known)
         if on_host is None:
             applied = scale != 0
             new = TauStep(*(torch.where(applied, a, b) for a, b in zip(new, (theta[rows], old_momentum), strict=True)))
@@ -415,6 +525,10 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 # -------------------------------------------------------------------------------------------------- small helpers
+
+
+def _split_or_none(flat: Tensor | None, numel: int) -> Sequence[Tensor | None]:
+    return [None] * -(-numel // _CHUNK) if flat is None else flat.split(_CHUNK)
 
 
 def _accumulate_in(tensor: Tensor) -> torch.dtype:

@@ -1,0 +1,247 @@
+"""N data-parallel ranks in one process: one model, N real ScapeOptimizers, messages that are copies in memory.
+
+The optimizers are the package's own, with their own residuals, shards, masks and clocks; only the communicator is
+replaced. Ranks take turns: each runs in a thread of its own, one thread at a time, and hands over where it waits for a
+message. So a study of what SCAPE does to training needs one core, not N processes, and is deterministic. With two
+ranks the results equal those of two real processes bit for bit (sums of two numbers have one order).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_scape.collectives import Communicator, PendingMask
+from lightning_scape.config import ScapeConfig
+from lightning_scape.optimizer import ScapeOptimizer
+
+
+class Meeting:
+    """Where ranks hand in a value and get everyone's; between meetings one rank runs at a time."""
+
+    def __init__(self, world_size: int) -> None:
+        self._barrier = threading.Barrier(world_size)
+        self._turn = threading.Lock()
+        self._values: list[Any] = [None] * world_size
+
+    def start(self) -> None:
+        """Waits for this rank's turn."""
+        self._turn.acquire()
+
+    def end(self) -> None:
+        """Lets another rank run."""
+        self._turn.release()
+
+    def fail(self) -> None:
+        """Wakes everyone who waits for this rank, with an error."""
+        self._barrier.abort()
+
+    def share(self, rank: int, value: Any) -> list[Any]:
+        """Every rank's value, in rank order."""
+        self._values[rank] = value
+        self._wait()
+        values = list(self._values)
+        self._wait()  # nobody overwrites before all have read
+        return values
+
+    def _wait(self) -> None:
+        self.end()
+        try:
+            self._barrier.wait()
+        finally:
+            self.start()
+
+
+class LocalCommunicator(Communicator):
+    """The package's communicator over a :class:`Meeting`; counts the bytes as the real one does."""
+
+    def __init__(self, meeting: Meeting, rank: int, world_size: int) -> None:
+        super().__init__(None, None)
+        self.meeting, self.rank, self.world_size = meeting, rank, world_size
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        parts = self.meeting.share(self.rank, tensor.clone())
+        self._count("norm", 2 * tensor.numel() * tensor.element_size())
+        tensor.copy_(parts[0])
+        for part in parts[1:]:
+            tensor += part
+        return tensor
+
+    def exchange(self, values: Tensor) -> Tensor:
+        self._count("values", values.numel() * values.element_size())
+        return self._exchange(values)
+
+    def _exchange(self, values: Tensor) -> Tensor:
+        rows = values.shape[0] // self.world_size
+        mine = slice(self.rank * rows, (self.rank + 1) * rows)
+        return torch.stack([part[mine] for part in self.meeting.share(self.rank, values)])
+
+    def gather_parameters(self, shard: Tensor) -> Tensor:
+        full = torch.cat(self.meeting.share(self.rank, shard))
+        self._count("parameters", full.numel() * full.element_size())
+        return full
+
+    def start_mask(
+        self, full: Tensor, pick: Callable[[Tensor | None], Tensor], ballots: Tensor | None = None
+    ) -> PendingMask:
+        self._count("mask", full.numel() * full.element_size())
+        received = None
+        if ballots is not None:
+            self._count("votes", ballots.numel() * ballots.element_size())
+            received = self._exchange(ballots)
+        return PendingMask(torch.cat(self.meeting.share(self.rank, pick(received))))
+
+    def collect(self, flat: Tensor, to: int, device: torch.device) -> list[Tensor] | None:
+        parts = self.meeting.share(self.rank, flat.clone())
+        return parts if self.rank == to else None
+
+    def share(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self.meeting.share(self.rank, tensor))
+
+    def share_object(self, value: Any) -> list[Any]:
+        return self.meeting.share(self.rank, value)
+
+
+class Ranks:
+    """N data-parallel ranks over one model: replicas that cannot differ need only one memory.
+
+    Args:
+        model: its parameters are every rank's.
+        world_size: N.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int) -> None:
+        self.parameters = list(model.parameters())
+        self.world_size = world_size
+
+    def gradient_of(self, rank: int) -> list[Tensor]:
+        """Where the gradient of a rank is added up, one tensor a parameter."""
+        raise NotImplementedError
+
+    def backward(self, rank: int, loss: Callable[[], Tensor]) -> float:
+        """Adds the gradient of ``loss()`` to that of one rank; returns the loss."""
+        for parameter, grad in zip(self.parameters, self.gradient_of(rank), strict=True):
+            parameter.grad = grad
+        value = loss()
+        value.backward()
+        return float(value.detach())
+
+
+class DenseRanks(Ranks):
+    """A plain optimizer on the averaged gradient.
+
+    Args:
+        model: its parameters are every rank's.
+        world_size: N.
+        optimizer: over the model's own parameters.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(model, world_size)
+        self.optimizer = optimizer
+        self._sum = [torch.zeros_like(parameter) for parameter in self.parameters]
+
+    def gradient_of(self, rank: int) -> list[Tensor]:
+        return self._sum
+
+    def step(self, lr: float, max_norm: float) -> None:
+        """One step, clipped; the gradient starts again from zero."""
+        torch._foreach_div_(self._sum, self.world_size)
+        torch.nn.utils.clip_grad_norm_(self.parameters, max_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        torch._foreach_zero_(self._sum)
+
+    def bytes_sent(self) -> int:
+        """By a rank in a step: a ring all-reduce of the gradient, as DDP does it (computed)."""
+        return 2 * sum(p.numel() * p.element_size() for p in self.parameters) * (self.world_size - 1) // self.world_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The reverse of :meth:`state_dict`."""
+        self.optimizer.load_state_dict(state_dict)
+
+
+class SimulatedRanks(Ranks):
+    """N ScapeOptimizers.
+
+    Args:
+        model: its parameters are every rank's.
+        world_size: N.
+        config: of all optimizers.
+        settings: lr, betas, ... of all optimizers.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int, config: ScapeConfig, settings: dict[str, Any]) -> None:
+        super().__init__(model, world_size)
+        self.meeting = Meeting(world_size)
+        self.handles = [[nn.Parameter(p.detach()) for p in self.parameters] for _ in range(world_size)]
+        """Per rank a handle on every parameter: the same memory, a gradient of its own."""
+        for handle in itertools.chain(*self.handles):
+            handle.grad = torch.zeros_like(handle)
+        self._threads = ThreadPoolExecutor(world_size)
+
+        def make(rank: int) -> ScapeOptimizer:
+            communicator = LocalCommunicator(self.meeting, rank, world_size)
+            return ScapeOptimizer(self.handles[rank], **settings, config=config, communicator=communicator)
+
+        self.optimizers: list[ScapeOptimizer] = self.each(make)
+        self.before_step: list[Callable[[ScapeOptimizer], None]] = []
+        """Called with each rank's optimizer before its step (ablations)."""
+
+    def each(self, act: Callable[[int], Any]) -> list[Any]:
+        """``act(rank)`` on every rank, in turns; their results."""
+
+        def run(rank: int) -> Any:
+            self.meeting.start()
+            try:
+                return act(rank)
+            except BaseException:
+                self.meeting.fail()
+                raise
+            finally:
+                self.meeting.end()
+
+        return [future.result() for future in [self._threads.submit(run, rank) for rank in range(self.world_size)]]
+
+    def gradient_of(self, rank: int) -> list[Tensor]:
+        return [cast(Tensor, handle.grad) for handle in self.handles[rank]]
+
+    def step(self, lr: float, max_norm: float) -> None:
+        """One step of all ranks, clipped; gradients start again from zero."""
+
+        def step(rank: int) -> None:
+            optimizer = self.optimizers[rank]
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            for prepare in self.before_step:
+                prepare(optimizer)
+            optimizer.clip_grad_norm(max_norm)
+            optimizer.step()
+            torch._foreach_zero_(self.gradient_of(rank))
+
+        self.each(step)
+
+    def bytes_sent(self) -> int:
+        """By a rank in the last step, counted from the tensors."""
+        record = self.optimizers[0]._run.record  # not `stats`: it would read the whole residual
+        return sum(record.bytes_sent.values()) if record is not None else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all ranks, as a checkpoint holds it."""
+        self.each(lambda rank: self.optimizers[rank].consolidate_state_dict())
+        return self.optimizers[0].state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The reverse of :meth:`state_dict`."""
+        self.each(lambda rank: self.optimizers[rank].load_state_dict(state_dict))

@@ -1,0 +1,199 @@
+"""Mask votes, and the measured second moment: what one rank alone cannot know of the averaged gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from test_optimizer import gathered, parameters, set_gradients
+from torch import Tensor, nn
+
+from lightning_scape import ScapeConfig, ScapeOptimizer, ops
+from lightning_scape.optimizer import NOISE_INTERVAL, NOISE_WEIGHT
+
+RunRanks = Callable[..., list[Any]]
+
+
+def read(ballot: Tensor, votes: int, length: int) -> Tensor:
+    """The ballot as a statistic of its own, ``[R, length]``."""
+    rows = torch.zeros(ballot.shape[0], length)
+    width = ballot.shape[1] - votes - 1
+    positions = ballot[:, :width].contiguous().view(ops.position_dtype(length)).long()
+    unit = torch.pow(2.0, ballot[:, -1:].float() - 127) / 127
+    return rows.scatter(1, positions, ballot[:, width:-1].contiguous().view(torch.int8).float() * unit)
+
+
+def test_vote_example_of_the_docstring() -> None:
+    ballot = ops.vote(torch.tensor([[3.0, -5.0, 0.0, 0.0]]), 2)
+    assert ballot.dtype == torch.uint8
+    assert ballot.view(torch.int8).tolist() == [[1, 0, -79, 48, -126]]
+    assert int(ballot[0, -1]) == 130
+
+
+@pytest.mark.parametrize(("length", "votes"), [(200, 2), (250, 25), (1000, 3), (7, 7)])
+def test_a_ballot_holds_the_largest_entries_to_one_part_in_127(length: int, votes: int) -> None:
+    residual = torch.randn(9, length, generator=torch.Generator().manual_seed(0)) * torch.logspace(-20, 20, 9)[:, None]
+    ballot = ops.vote(residual, votes)
+    assert ballot.shape == (9, votes * (1 if length <= 256 else 2) + votes + 1)
+    cast = read(ballot, votes, length)
+    chosen = ops.select(residual, votes).long()
+    largest = residual.abs().amax(1, keepdim=True)
+    assert ((cast.gather(1, chosen) - residual.gather(1, chosen)).abs() <= largest / 127).all()
+    assert (cast.scatter(1, chosen, 0.0) == 0).all()
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, torch.finfo(torch.float32).max])
+def test_a_ballot_of_zeros_denormals_or_the_largest_numbers_is_finite(value: float) -> None:
+    cast = read(ops.vote(torch.full((1, 4), value), 2), 2, 4)
+    assert cast.isfinite().all()
+    assert (cast <= value * 1.01).all()
+
+
+@given(st.integers(0, 2**31), st.sampled_from([(20, 3, 2), (300, 4, 1)]), st.integers(1, 4))
+def test_the_elected_are_the_largest_of_the_sum(seed: int, shape: tuple[int, int, int], ranks: int) -> None:
+    length, votes, sent = shape
+    residuals = torch.randn(ranks, 5, length, generator=torch.Generator().manual_seed(seed))
+    ballots = torch.stack([ops.vote(residual, votes) for residual in residuals])
+    for own in range(ranks):
+        total = residuals[own].clone()
+        for rank in range(ranks):
+            if rank != own:
+                total += read(ballots[rank], votes, length)
+        elected = ops.elect(residuals[own], ballots, own, votes, sent)
+        least = total.abs().gather(1, elected.long()).amin(1)
+        others = total.abs().scatter(1, elected.long(), 0.0).amax(1)
+        assert (least >= others * (1 - 2**-12)).all()  # select compares 31 bits less those of a position
+
+
+def test_an_entry_that_only_the_others_see_is_elected() -> None:
+    mine, theirs = torch.zeros(1, 10), torch.zeros(1, 10)
+    mine[0, 2], theirs[0, 7] = 1.0, 3.0
+    ballots = torch.stack([ops.vote(mine, 1), ops.vote(theirs, 1)])
+    assert ops.elect(mine, ballots, 0, 1, 1).tolist() == [[7]]
+    assert ops.elect(mine, ballots[:1], 0, 1, 1).tolist() == [[2]]
+
+
+def train_watching_votes(rank: int, world_size: int, votes: int) -> None:
+    params = parameters()
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, mask_votes=votes))
+    for step in range(5):
+        set_gradients(params, rank, step)
+        optimizer.step()
+        optimizer.drain()
+        state, masks, layout = optimizer._run.state, optimizer._masks, optimizer._layout
+        assert state is not None
+        ballots = torch.stack(gathered(ops.vote(state.residual, votes)))
+        rows = slice(rank * layout.shard_blocks, (rank + 1) * layout.shard_blocks)
+        own = state.shard_of_residual(layout, rank)
+        elected = ops.elect(own, ballots[:, rows], rank, votes, optimizer.config.quota.sent)
+        assert masks.active is not None
+        assert torch.equal(masks.active, torch.cat(gathered(elected)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_owners_elect_from_the_votes_of_all_ranks(run_ranks: RunRanks, world_size: int) -> None:
+    run_ranks(train_watching_votes, world_size, 3)
+
+
+def count_votes(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    params = parameters()
+    config = ScapeConfig(**options)
+    optimizer = ScapeOptimizer(params, config=config)
+    for step in range(3):
+        set_gradients(params, rank, step)
+        optimizer.step()
+    calls: list[tuple[str, int]] = []
+    real = dist.all_to_all_single
+
+    def spy(output: Tensor, tensor: Tensor, **kwargs: Any) -> Any:
+        calls.append((str(tensor.dtype), tensor.numel() * tensor.element_size()))
+        return real(output, tensor, **kwargs)
+
+    dist.all_to_all_single = spy
+    set_gradients(params, rank, 3)
+    optimizer.step()
+    stats = optimizer.stats
+    optimizer.drain()
+    dist.all_to_all_single = real
+    assert stats is not None
+    blocks = optimizer._layout.blocks
+    width = config.mask_votes * (1 if config.quota.block_size <= 256 else 2) + config.mask_votes + 1
+    assert calls[-1] == ("torch.uint8", blocks * width), calls
+    assert stats.bytes_votes == blocks * width * (world_size - 1) // world_size
+    assert stats.bytes_total - stats.bytes_votes == sum(
+        (stats.bytes_norm, stats.bytes_values, stats.bytes_parameters, stats.bytes_mask)
+    )
+
+
+@pytest.mark.parametrize("options", [{"sparsity": 0.99, "mask_votes": 2}, {"sparsity": 0.999, "mask_votes": 4}])
+def test_votes_are_one_message_more_and_counted(run_ranks: RunRanks, options: dict[str, Any]) -> None:
+    run_ranks(count_votes, 2, options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mask_votes": -1}, "`mask_votes` must be a whole number >= 0"),
+        ({"mask_votes": 201}, "at most the block length 200, got 201"),
+        ({"mask_votes": 1, "mask_statistic": "first_moment"}, "ranks vote with their residuals"),
+        ({"second_moment": "ema"}, "`second_moment` must be one of 'measured', 'reconstructed'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ScapeConfig(**options)
+
+
+# ------------------------------------------------------------------------------- the measured second moment
+
+
+def test_noise_is_a_running_mean_of_scaled_clamped_squares() -> None:
+    noise, grad = torch.tensor([1.0, 4.0, 9.0]), torch.tensor([3.0, -1.0, 0.5])
+    ops.measure_noise(noise, grad, 0.25, torch.tensor(0.5), 2.0)
+    assert noise.tolist() == [0.75 + 0.25 * 1.0, 3.0 + 0.25 * 0.25, 6.75 + 0.25 * 0.0625]
+    ops.measure_noise(noise, torch.full((3,), float("nan")), 0.25, torch.tensor(0.0), None)
+    assert noise.isfinite().all()
+    ops.measure_noise(noise, None, 1.0, torch.tensor(1.0), 2.0)
+    assert noise.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_the_owner_samples_its_own_gradient_every_eight_steps() -> None:
+    parameter = nn.Parameter(torch.zeros(30))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.9, block_size=10))
+    for step in range(2 * NOISE_INTERVAL + 1):
+        parameter.grad = torch.full((30,), float(step))
+        optimizer.step()
+    state = optimizer._run.state
+    assert state is not None
+    assert state.noise is not None
+    mean = 0.0
+    for sample in range(3):
+        weight = max(NOISE_WEIGHT, 1 / (sample + 1))
+        mean += weight * ((sample * NOISE_INTERVAL) ** 2 - mean)
+    assert state.noise.view(-1)[0].item() == pytest.approx(mean, rel=1e-6)
+
+
+def test_noise_floors_the_denominator_of_old_entries_only() -> None:
+    one = torch.ones((), dtype=torch.float64)
+    hyper = ops.Hyper.of(torch.float64, one, one * 0.9, one * 0.95, one * 0.0, one * 0.0)
+    total, tau = torch.tensor([1.0, 1.0, 30.0], dtype=torch.float64), torch.tensor([1.0, 9.0, 9.0]).double()
+    still = torch.zeros(3, dtype=torch.float64)
+    noise = torch.full((3,), 4.0, dtype=torch.float64)
+    with_noise = ops.tau_step(still, still, tau, total, hyper, 1.0, noise).theta
+    without = ops.tau_step(still, still, tau, total, hyper, 1.0).theta
+    assert with_noise[0] == without[0]  # tau = 1: AdamS, term for term
+    moved = without * (0.05 * total.square() / tau).sqrt()
+    floor = 0.95 * 4.0 * (0.1 / 1.9)
+    assert with_noise[1].item() == pytest.approx(float(moved[1] / (floor + 0.05 * 4.0) ** 0.5))
+    assert with_noise[2].item() == pytest.approx(float(moved[2] / (floor + 0.05 * 900 / 27) ** 0.5))
+
+
+def test_dense_runs_keep_no_noise() -> None:
+    assert not ScapeConfig(sparsity=0.0).measures_noise
+    assert not ScapeConfig(second_moment="reconstructed").measures_noise
+    assert ScapeConfig().measures_noise
