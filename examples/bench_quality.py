@@ -37,7 +37,7 @@ from torch.nn.functional import cross_entropy
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_scape import AdamS, PythonSource, ScapeConfig, ScapeOptimizer
+from lightning_scape import AdamS, PythonSource, ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.data import VOCABULARY, Shard
 from lightning_scape.mask import DelayedMask, SparsitySchedule, StartMask
 
@@ -298,9 +298,44 @@ def plain_update(ranks: SimulatedRanks, on: bool) -> None:
         ranks.before_step.append(reset)
 
 
+def dense_vectors(ranks: SimulatedRanks, on: bool) -> None:
+    """Sends everything of the tensors of fewer than two dimensions, with a second optimizer of no sparsity."""
+    if on:
+        ranks.split(lambda parameter: parameter.dim() < 2, ScapeConfig(sparsity=0.0))
+
+
+def second_moment_ema(ranks: SimulatedRanks, weight: float) -> None:
+    """Divides by an average over an entry's visits of ``A**2 / tau``, ``weight`` for the newest, kept by the owner."""
+    for optimizer in ranks.optimizers:
+        optimizer._update = EmaUpdate(optimizer, weight)
+
+
+class EmaUpdate:
+    """In place of ScapeOptimizer._update: has the average taken for what was measured."""
+
+    def __init__(self, optimizer: ScapeOptimizer, weight: float) -> None:
+        self.optimizer, self.weight, self.plain = optimizer, weight, optimizer._update
+        self.mean: Tensor | None = None
+
+    def __call__(self, state: Any, mask: Tensor | None, total: Tensor, scale: Tensor, record: Any) -> Tensor:
+        if self.mean is None:
+            self.mean = torch.zeros_like(state.momentum)
+        own = None if mask is None else self.optimizer._own_rows(mask)
+        tau = state.step + 1 - ops.take(state.clock, own)
+        sample = total.square() / tau * self.optimizer._communicator.world_size
+        old = ops.take(self.mean, own)
+        ops.put(self.mean, own, torch.where(old == 0, sample, old + self.weight * (sample - old)))
+        measured, state.noise = state.noise, self.mean
+        theta = self.plain(state, mask, total, scale, record)
+        state.noise = measured
+        return theta
+
+
 ABLATIONS: dict[str, Callable[[SimulatedRanks, Any], None]] = {
     "mask_delay": mask_delay,
     "plain_update": plain_update,
+    "dense_vectors": dense_vectors,
+    "second_moment_ema": second_moment_ema,
 }
 """Options of a run that ScapeConfig does not have."""
 
@@ -308,25 +343,72 @@ ABLATIONS: dict[str, Callable[[SimulatedRanks, Any], None]] = {
 # ------------------------------------------------------------------------------------------------- suites
 
 
-def vary(base: dict[str, Any], **lists: Iterable[Any]) -> Iterator[Run]:
+def sweep(
+    settings: Iterable[dict[str, Any]], lrs: Iterable[float], seeds: Iterable[int] = (0,), **more: Any
+) -> list[Run]:
     """One run for every combination."""
-    names = list(lists)
-    for values in itertools.product(*lists.values()):
-        yield Run(**{**base, **dict(zip(names, values, strict=True))})
+    found = itertools.product(settings, lrs, seeds)
+    return [Run(**{**setting, **more, "lr": lr, "seed": seed}) for setting, lr, seed in found]
 
 
-SHORT = [
-    Run(**{"size": "0.03M", "ranks": 2, "batch": 2, "context": 32, "steps": 10, **settings})
-    for settings in (
-        {"method": "adamw"},
-        {"method": "adams"},
-        *(scape(sparsity) for sparsity in (0.9, 0.99, 0.999)),
-        scape(mask_delay=0),
-        scape(mask_delay=2),
-        scape(plain_update=True),
-    )
+DENSE = [{"method": "adamw"}, {"method": "adams"}]
+SPARSE = [scape(0.9), scape(0.99), scape(0.999)]
+VARIED: list[dict[str, Any]] = [
+    {"mask_votes": 0},
+    {"mask_votes": 1},
+    {"mask_votes": 4},
+    {"second_moment": "reconstructed"},
+    {"second_moment": "reconstructed", "mask_votes": 0},
+    {"plain_update": True},
+    {"mask_delay": 0},
+    {"mask_delay": 2},
+    {"mask_interval": 4},
+    {"mask_interval": 16},
+    {"block_size": 100},
+    {"block_size": 1000},
+    {"wire_dtype": "fp32"},
+    {"dense_steps": 300},
+    {"sparsity_warmup_steps": 600},
+    {"clip_norm": "local"},
+    {"mask_statistic": "first_moment", "mask_votes": 0},
+    {"dense_vectors": True},
+    {"second_moment_ema": 0.1},
 ]
-SUITES: dict[str, list[Run]] = {}
+"""What is changed, one at a time, in the default configuration at 99%."""
+SHORT = [
+    *sweep(DENSE + SPARSE, [2e-3], size="0.03M", ranks=2, batch=2, context=32, steps=4),
+    *sweep((scape(**options) for options in VARIED), [2e-3], size="0.03M", ranks=2, batch=2, context=32, steps=4),
+]
+WARMUPS = [(0, 0), (0, 500), (0, 1000), (200, 800), (500, 500)]
+SUITES: dict[str, list[Run]] = {
+    "ablations": [
+        *sweep(DENSE, [2e-3, 4e-3, 8e-3], size="0.03M"),
+        *sweep(SPARSE, [2e-3, 4e-3, 8e-3], size="0.03M"),
+        *sweep((scape(**options) for options in VARIED), [4e-3], size="0.03M"),
+    ],
+    "seeds": sweep([DENSE[1], scape(), *(scape(**options) for options in VARIED[:5])], [4e-3], (0, 1, 2), size="0.03M"),
+    "start": [
+        *sweep(DENSE, [2e-3, 4e-3, 8e-3], size="0.03M", steps=1000),
+        *sweep(
+            (scape(dense_steps=dense, sparsity_warmup_steps=warm) for dense, warm in WARMUPS),
+            [2e-3, 4e-3],
+            size="0.03M",
+            steps=1000,
+        ),
+    ],
+    "ranks": [
+        *sweep([DENSE[1], scape()], [4e-3], size="0.03M", ranks=2),
+        *sweep([DENSE[1], scape()], [4e-3], size="0.03M", ranks=8),
+        *sweep([DENSE[1], scape()], [4e-3], size="0.03M", ranks=8, batch=4),
+    ],
+    "long": sweep(DENSE + SPARSE[:2], [2e-3, 4e-3], size="0.03M", steps=10_000),
+    "headline": [
+        *sweep(DENSE + SPARSE, [1e-3, 2e-3, 4e-3], (0, 1, 2), size="0.2M", steps=12_000),
+        *sweep(DENSE + SPARSE, [5e-4, 1e-3, 2e-3], size="1M", steps=12_000),
+        *sweep(DENSE + SPARSE, [5e-4, 1e-3, 2e-3], size="3M", batch=8, context=128, steps=12_000),
+    ],
+}
+"""Roughly in the order in which they tell something; the last takes days on one core."""
 
 
 # ------------------------------------------------------------------------------------------------- report
@@ -493,6 +575,10 @@ def execute(run: Run, out: Path) -> None:
 def execute_all(runs: list[Run], out: Path, jobs: int) -> None:
     """In processes of their own, ``jobs`` at a time, in order."""
     runs = [run for run in dict.fromkeys(runs) if not (out / "runs" / f"{run.name}.json").exists()]
+    if not jobs:
+        for run in runs:
+            execute(run, out)
+        return
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     waiting, running = list(runs), {}
     while waiting or running:
@@ -514,7 +600,9 @@ def main() -> None:
     parser.add_argument("--suite", nargs="*", choices=sorted(SUITES), help="suites of the long form (default: all)")
     parser.add_argument("--short", action="store_true", help="every method and ablation, a few steps each")
     parser.add_argument("--report", action="store_true", help="only write tables and plots of what is there")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one core each (default: 1)")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes, one run and one core each; 0: all in this one (default: 1)"
+    )
     parser.add_argument("--list", action="store_true", help="only name the runs")
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder for results (default: {OUT.name})")
     parser.add_argument("--run", type=json.loads, help=argparse.SUPPRESS)
@@ -529,7 +617,7 @@ def main() -> None:
         print("\n".join(run.name for run in runs))
         return
     if not args.report:
-        execute_all(runs, args.out, args.jobs)
+        execute_all(runs, args.out, 0 if args.short else args.jobs)
     print(report(args.out))
 
 

@@ -191,13 +191,26 @@ class SimulatedRanks(Ranks):
             handle.grad = torch.zeros_like(handle)
         self._threads = ThreadPoolExecutor(world_size)
 
-        def make(rank: int) -> ScapeOptimizer:
-            communicator = LocalCommunicator(self.meeting, rank, world_size)
-            return ScapeOptimizer(self.handles[rank], **settings, config=config, communicator=communicator)
-
-        self.optimizers: list[ScapeOptimizer] = self.each(make)
+        self.settings, self.config = settings, config
+        self.optimizers = self._make([True] * len(self.parameters), config)
+        self.others: list[ScapeOptimizer] = []
+        """A second optimizer for each rank, after :meth:`split`."""
         self.before_step: list[Callable[[ScapeOptimizer], None]] = []
         """Called with each rank's optimizer before its step (ablations)."""
+
+    def _make(self, chosen: list[bool], config: ScapeConfig) -> list[ScapeOptimizer]:
+        def make(rank: int) -> ScapeOptimizer:
+            communicator = LocalCommunicator(self.meeting, rank, self.world_size)
+            handles = list(itertools.compress(self.handles[rank], chosen))
+            return ScapeOptimizer(handles, **self.settings, config=config, communicator=communicator)
+
+        return self.each(make)
+
+    def split(self, apart: Callable[[Tensor], bool], config: ScapeConfig) -> None:
+        """Gives some parameters to an optimizer of their own, which also clips them on their own."""
+        chosen = [apart(parameter) for parameter in self.parameters]
+        self.optimizers = self._make([not each for each in chosen], self.config)
+        self.others = self._make(chosen, config)
 
     def each(self, act: Callable[[int], Any]) -> list[Any]:
         """``act(rank)`` on every rank, in turns; their results."""
@@ -221,27 +234,31 @@ class SimulatedRanks(Ranks):
         """One step of all ranks, clipped; gradients start again from zero."""
 
         def step(rank: int) -> None:
-            optimizer = self.optimizers[rank]
-            for group in optimizer.param_groups:
-                group["lr"] = lr
             for prepare in self.before_step:
-                prepare(optimizer)
-            optimizer.clip_grad_norm(max_norm)
-            optimizer.step()
+                prepare(self.optimizers[rank])
+            for optimizer in (self.optimizers[rank], *self.others[rank : rank + 1]):
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                optimizer.clip_grad_norm(max_norm)
+                optimizer.step()
             torch._foreach_zero_(self.gradient_of(rank))
 
         self.each(step)
 
     def bytes_sent(self) -> int:
         """By a rank in the last step, counted from the tensors."""
-        record = self.optimizers[0]._run.record  # not `stats`: it would read the whole residual
-        return sum(record.bytes_sent.values()) if record is not None else 0
+        records = [optimizer._run.record for optimizer in (self.optimizers[0], *self.others[:1])]  # stats reads more
+        return sum(sum(record.bytes_sent.values()) for record in records if record is not None)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all ranks, as a checkpoint holds it."""
-        self.each(lambda rank: self.optimizers[rank].consolidate_state_dict())
-        return self.optimizers[0].state_dict()
+        states = []
+        for optimizers in filter(None, (self.optimizers, self.others)):
+            self.each(lambda rank, optimizers=optimizers: optimizers[rank].consolidate_state_dict())
+            states.append(optimizers[0].state_dict())
+        return {"optimizers": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The reverse of :meth:`state_dict`."""
-        self.each(lambda rank: self.optimizers[rank].load_state_dict(state_dict))
+        for optimizers, state in zip((self.optimizers, self.others), state_dict["optimizers"], strict=False):
+            self.each(lambda rank, optimizers=optimizers, state=state: optimizers[rank].load_state_dict(state))

@@ -21,6 +21,8 @@ MAX_BYTE_BLOCK = 256
 """Longest block whose positions fit one byte on the wire."""
 MAX_BLOCK = 65536
 """Longest block whose positions fit two bytes on the wire."""
+_FEW = 5
+"""Where more entries per block are sent, votes no longer pay for their bytes and for selecting them."""
 
 _WIRE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _RESIDUAL_DTYPES = (torch.float32, torch.float64)
@@ -62,9 +64,10 @@ class ScapeConfig:
     """What ranks the entries: ``"residual"`` (sum of the local first moments since the entry's last visit, up to the
     ends of the window; no memory) or ``"first_moment"`` (the local first moments themselves, added up; 8P/N bytes)."""
 
-    mask_votes: int = 0
+    mask_votes: int | None = None
     """Entries per block that every rank proposes to the owner, who adds them to its own statistic before it picks the
-    mask: position and 8-bit value, with the mask's exchange. 0 is the owner's own evidence alone."""
+    mask: position and 8-bit value, with the mask's exchange. 0 is the owner's own evidence alone. None is as many as are
+    sent per block where these are at most 5 (sparsity 0.98 and more), else 0."""
 
     second_moment: SecondMoment = "measured"
     """What an entry not visited in the step before is divided by: ``"measured"`` floors AdamS's denominator with the
@@ -132,12 +135,15 @@ class ScapeConfig:
         if self.residual_device is not None:
             object.__setattr__(self, "residual_device", _as_device(self.residual_device))
         self._check_block_size()
-        if self.mask_votes > self.quota.block_size:
+        votes = self.mask_votes
+        if votes is not None and (isinstance(votes, bool) or not isinstance(votes, int) or votes < 0):
+            raise ValueError(f"`mask_votes` must be None or a whole number >= 0, got {votes!r}. None chooses it.")
+        if self.votes > self.quota.block_size:
             raise ValueError(
                 f"`mask_votes` must be at most the block length {self.quota.block_size}, got {self.mask_votes}. As many"
                 f" as are sent per block ({self.quota.sent}) is a good number."
             )
-        if self.mask_votes and self.mask_statistic != "residual":
+        if self.votes and self.mask_statistic != "residual":
             raise ValueError(
                 f"`mask_votes` must be 0 with mask_statistic={self.mask_statistic!r}, got {self.mask_votes}: ranks vote"
                 " with their residuals. Use mask_statistic='residual', or no votes."
@@ -177,6 +183,14 @@ class ScapeConfig:
         return self.sparsity == 0.0
 
     @property
+    def votes(self) -> int:
+        """Entries per block that a rank proposes."""
+        if self.mask_votes is not None:
+            return self.mask_votes
+        few = self.quota.sent <= _FEW and not self.dense
+        return self.quota.sent if few and self.mask_statistic == "residual" else 0
+
+    @property
     def measures_noise(self) -> bool:
         """Whether the owner keeps a running mean square of its gradient."""
         return self.second_moment == "measured" and not self.dense
@@ -204,7 +218,6 @@ _LEAST_WHOLE = {
     "dense_steps": 0,
     "sparsity_warmup_steps": 0,
     "mask_interval": 1,
-    "mask_votes": 0,
     "max_skipped": 1,
     "check_replicas_every": 0,
 }

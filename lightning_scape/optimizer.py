@@ -340,7 +340,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         state, rank, device = self._run.state, self._communicator.rank, self._parameters.device
         assert state is not None
         statistic = state.evidence if state.evidence is not None else state.shard_of_residual(self._layout, rank)
-        votes = self.config.mask_votes
+        votes = self.config.votes
 
         def pick(ballots: Tensor | None) -> Tensor:
             if ballots is None:

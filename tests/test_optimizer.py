@@ -334,10 +334,11 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
     ("sparsity", "wire_dtype", "dtype"),
     [(0.9, "bf16", torch.float32), (0.99, "fp32", torch.bfloat16), (0.999, "bf16", torch.float32)],
 )
-def test_a_step_sends_four_messages_of_the_stated_sizes(
+def test_a_step_without_votes_sends_four_messages_of_the_stated_sizes(
     run_ranks: RunRanks, sparsity: float, wire_dtype: str, dtype: torch.dtype, clip: bool
 ) -> None:
-    run_ranks(count_messages, 2, ScapeConfig(sparsity=sparsity, wire_dtype=wire_dtype), dtype, clip)
+    config = ScapeConfig(sparsity=sparsity, wire_dtype=wire_dtype, mask_votes=0)
+    run_ranks(count_messages, 2, config, dtype, clip)
 
 
 def test_one_rank_sends_nothing_and_needs_no_process_group() -> None:

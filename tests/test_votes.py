@@ -122,7 +122,7 @@ def count_votes(rank: int, world_size: int, options: dict[str, Any]) -> None:
     dist.all_to_all_single = real
     assert stats is not None
     blocks = optimizer._layout.blocks
-    width = config.mask_votes * (1 if config.quota.block_size <= 256 else 2) + config.mask_votes + 1
+    width = config.votes * (1 if config.quota.block_size <= 256 else 2) + config.votes + 1
     assert calls[-1] == ("torch.uint8", blocks * width), calls
     assert stats.bytes_votes == blocks * width * (world_size - 1) // world_size
     assert stats.bytes_total - stats.bytes_votes == sum(
@@ -138,7 +138,7 @@ def test_votes_are_one_message_more_and_counted(run_ranks: RunRanks, options: di
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"mask_votes": -1}, "`mask_votes` must be a whole number >= 0"),
+        ({"mask_votes": -1}, "`mask_votes` must be None or a whole number >= 0"),
         ({"mask_votes": 201}, "at most the block length 200, got 201"),
         ({"mask_votes": 1, "mask_statistic": "first_moment"}, "ranks vote with their residuals"),
         ({"second_moment": "ema"}, "`second_moment` must be one of 'measured', 'reconstructed'"),
@@ -197,3 +197,19 @@ def test_dense_runs_keep_no_noise() -> None:
     assert not ScapeConfig(sparsity=0.0).measures_noise
     assert not ScapeConfig(second_moment="reconstructed").measures_noise
     assert ScapeConfig().measures_noise
+
+
+@pytest.mark.parametrize(
+    ("options", "votes"),
+    [
+        ({"sparsity": 0.99}, 2),
+        ({"sparsity": 0.999}, 1),
+        ({"sparsity": 0.98}, 5),
+        ({"sparsity": 0.9}, 0),
+        ({"sparsity": 0.0}, 0),
+        ({"mask_statistic": "first_moment"}, 0),
+        ({"mask_votes": 7}, 7),
+    ],
+)
+def test_as_many_votes_as_are_sent_where_these_are_few(options: dict[str, Any], votes: int) -> None:
+    assert ScapeConfig(**options).votes == votes

@@ -1,0 +1,105 @@
+"""The quality benchmark: its simulated ranks are the real thing, its runs resume, its short form runs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_scape import ScapeConfig, ScapeOptimizer
+
+RunRanks = Callable[..., list[Any]]
+EXAMPLES = Path(__file__).parents[1] / "examples"
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    return load_bench()
+
+
+def load_bench() -> ModuleType:
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        return importlib.import_module("bench_quality")
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+def small(bench: ModuleType, **options: Any) -> Any:
+    settings = {"size": "0.03M", "ranks": 2, "batch": 2, "context": 32, "steps": STEPS}
+    return bench.Run(**{**bench.scape(**options), **settings})
+
+
+def train_for_real(rank: int, world_size: int, options: dict[str, Any]) -> list[Tensor]:
+    """The benchmark's run, by one of several processes."""
+    bench = load_bench()
+    run = small(bench, **options)
+    model = bench.build_model(run)
+    optimizer = ScapeOptimizer(
+        model.parameters(),
+        betas=bench.BETAS,
+        weight_decay=bench.WEIGHT_DECAY,
+        config=ScapeConfig(**dict(run.options)),
+    )
+    loader = bench.PythonSource(run.batch, run.context, seed=0, shard=bench.Shard(rank, world_size)).train_dataloader()
+    for step, batch in zip(range(run.steps), loader, strict=False):
+        bench.loss_of(model, batch).backward()
+        optimizer.param_groups[0]["lr"] = run.at(step)
+        optimizer.clip_grad_norm(bench.MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.drain()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("options", [{"sparsity": 0.9, "mask_votes": 3}, {"sparsity": 0.99}])
+def test_two_simulated_ranks_equal_two_processes_bit_for_bit(
+    run_ranks: RunRanks, bench: ModuleType, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    training = bench.Training(small(bench, **options))
+    training.go(tmp_path / "snapshot.pt", every=STEPS, seconds_between=1e9)
+    for found in run_ranks(train_for_real, 2, options):
+        for parameter, other in zip(training.model.parameters(), found, strict=True):
+            assert torch.equal(parameter.detach(), other)
+
+
+@pytest.mark.parametrize("method", ["scape", "adams"])
+def test_a_run_goes_on_from_its_snapshot_bit_for_bit(bench: ModuleType, tmp_path: Path, method: str) -> None:
+    run = bench.dataclasses.replace(small(bench, mask_votes=1), method=method)
+    whole, first = bench.Training(run), bench.Training(run)
+    whole.go(tmp_path / "a.pt", every=2, seconds_between=1e9)
+    batches = first.batches()
+    for _ in range(3):
+        for rank, batch in enumerate(next(batches)):
+            first.ranks.backward(rank, lambda batch=batch: bench.loss_of(first.model, batch))
+        first.ranks.step(run.at(first.step), bench.MAX_NORM)
+        first.bytes_sent += first.ranks.bytes_sent()
+        first.step += 1
+    first.save(tmp_path / "b.pt")
+    second = bench.Training(run)
+    second.load(tmp_path / "b.pt")
+    second.go(tmp_path / "b.pt", every=2, seconds_between=1e9)
+    assert whole.bytes_sent == second.bytes_sent
+    for parameter, other in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+
+
+def test_short_form_runs_every_method_and_ablation_and_reports(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "bench_quality.py"), "--short", f"--out={tmp_path}", "--jobs=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert {path.name for path in tmp_path.glob("*.*")} == {"quality.md", "quality.json", "loss.png", "gap.png"}
+    rows = json.loads((tmp_path / "quality.json").read_text())
+    assert {"dense AdamW", "dense AdamS", "SCAPE 90%", "SCAPE 99%", "SCAPE 99.9%"} <= {row["label"] for row in rows}
+    again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "started" not in again.stdout  # finished runs are not run again
