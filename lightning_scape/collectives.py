@@ -12,9 +12,9 @@ mask       all-gather, uint8 or uint16      (N-1)/N * k * 1 or 2                
 votes      all-to-all, uint8                (N-1)/N * (P/B) * (V * (2 or 3) + 1)         during the next step
 ========== ================================ ============================================ ==================
 
-``V`` is ``mask_votes``; 0 sends no votes, and four messages are left. Mask and votes travel on a process group (on CUDA:
-communicator and stream) of their own, so that they never queue behind, nor hold up, the messages of the step or of the
-model. With one rank nothing is sent at all.
+``V`` is ``ScapeConfig.votes``; where it is 0 there is no fifth message. Mask and votes travel on a process group (on
+CUDA: communicator and stream) of their own, so that they never queue behind, nor hold up, the messages of the step or
+of the model. With one rank nothing is sent at all.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class ScapeConfig:
 
     mask_votes: int | None = None
     """Entries per block that every rank proposes to the owner, who adds them to its own statistic before it picks the
-    mask: position and 8-bit value, with the mask's exchange. 0 is the owner's own evidence alone. None is as many as are
-    sent per block where these are at most 5 (sparsity 0.98 and more), else 0."""
+    mask: position and 8-bit value, with the mask's exchange. 0 is the owner's own evidence alone. None is as many as
+    are sent per block where these are at most 5 (sparsity 0.98 and more), else 0."""
 
     second_moment: SecondMoment = "measured"
     """What an entry not visited in the step before is divided by: ``"measured"`` floors AdamS's denominator with the
