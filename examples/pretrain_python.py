@@ -71,6 +71,7 @@ ROWS: list[tuple[str, str, str, float]] = [
     ("- gradient values", "bytes_values", *MEGABYTES),
     ("- updated parameters", "bytes_parameters", *MEGABYTES),
     ("- mask", "bytes_mask", *MEGABYTES),
+    ("- votes", "bytes_votes", *MEGABYTES),
     ("- norm", "bytes_norm", *MEGABYTES),
     ("a dense all-reduce sends (computed)", "bytes_dense", *MEGABYTES),
     ("ratio", "ratio", "{:.1f}x", 1),
@@ -174,7 +175,15 @@ class Figures(Callback):
             return {"bytes_total": sent, "bytes_dense": sent, "bytes_are": "computed", "seconds_step": step}
         phases = {phase: statistics.median(each[phase] for each in self.phases) for phase in self.last.seconds}
         exchange, total = sum(phases[phase] for phase in EXCHANGE), sum(phases.values())
-        kinds = ("bytes_values", "bytes_parameters", "bytes_mask", "bytes_norm", "bytes_total", "bytes_dense")
+        kinds = (
+            "bytes_values",
+            "bytes_parameters",
+            "bytes_mask",
+            "bytes_votes",
+            "bytes_norm",
+            "bytes_total",
+            "bytes_dense",
+        )
         return {
             **{kind: getattr(self.last, kind) for kind in kinds},
             "bytes_are": "counted",

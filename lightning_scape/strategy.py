@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from lightning_scape import core
 from lightning_scape.collectives import broadcast_tensors, is_distributed
-from lightning_scape.config import ClipNorm, MaskStatistic, ScapeConfig, WireDtype
+from lightning_scape.config import ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, WireDtype
 
 
 class ScapeStrategy(DDPStrategy):
@@ -53,6 +53,8 @@ class ScapeStrategy(DDPStrategy):
         sparsity_warmup_steps: steps over which the density falls from 1 to ``1 - sparsity``.
         mask_interval: steps for which one mask is used.
         mask_statistic: what ranks the entries.
+        mask_votes: entries per block that every rank proposes; None chooses.
+        second_moment: what an entry is divided by that was not visited in the step before.
         wire_dtype: how values travel to their owner.
         bias_correction: divide the first moments by ``1 - beta1**t``.
         clip_norm: how ``gradient_clip_val`` measures the averaged gradient.
@@ -84,6 +86,8 @@ class ScapeStrategy(DDPStrategy):
         sparsity_warmup_steps: int = 0,
         mask_interval: int = 1,
         mask_statistic: MaskStatistic = "residual",
+        mask_votes: int | None = None,
+        second_moment: SecondMoment = "measured",
         wire_dtype: WireDtype = "bf16",
         bias_correction: bool = False,
         clip_norm: ClipNorm = "sketch",
