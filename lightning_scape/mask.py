@@ -112,7 +112,7 @@ class DelayedMask:
         """Waits for the mask under way, if any; returns the seconds the host waited."""
         if self._pending is None:
             return 0.0
-        self.active, waited = self._pending.wait()
+        pending, self._pending = self._pending, None  # first: where waiting fails, nobody waits for it again
+        self.active, waited = pending.wait()
         self.uses = 0
-        self._pending = None
         return waited
