@@ -239,11 +239,13 @@ def _tell_resumed(recorded: Recorded, given: Mapping[str, Any], in_files: Mappin
         return
     print(f"SCAPE: options are those of the checkpoint, from {recorded.file}.", file=sys.stderr)
     saved = ScapeConfig(**recorded.options).as_dict()
-    for name, value in given.items():
-        if value != saved[name]:
+    # By way of a ScapeConfig: "float32" and "torch.float32" are the same option.
+    wanted = ScapeConfig(**{**recorded.options, **in_files, **given}).as_dict()
+    for name in (name for name in wanted if wanted[name] != saved[name]):
+        value = wanted[name]
+        if name in given:
             print(f"SCAPE: {name} is {value!r} by the command line (checkpoint: {saved[name]!r}).", file=sys.stderr)
-    for name, value in in_files.items():
-        if name not in given and value != saved[name]:
+        else:
             print(
                 f"SCAPE: {name} is {saved[name]!r} by the checkpoint, not {value!r} as in the configuration file; pass"
                 f" {_PREFIX}.{name}={value} to change it.",
@@ -309,9 +311,12 @@ def options_help() -> str:
     meanings = {parameter.arg_name: parameter.description or "" for parameter in parse_from_object(ScapeConfig).params}
     lines = ["SCAPE (also under `scape:` in --config files):"]
     for field in fields(ScapeConfig):
+        hint = _HINTS[field.name]
+        choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else None
+        kind = " or ".join(choices) if choices else field.type
         default = "null" if field.default is None else str(field.default).removeprefix("torch.")
         lines.append(f"  {_PREFIX}.{field.name} {field.name.upper()}")
-        note = f"{' '.join(meanings[field.name].split())} (type: {field.type}, default: {default})"
+        note = f"{' '.join(meanings[field.name].split())} (type: {kind}, default: {default})"
         lines += textwrap.wrap(note, width=100, initial_indent=" " * 24, subsequent_indent=" " * 24)
     return "\n".join(lines)
 

@@ -69,5 +69,7 @@ class LitGPTPythonSource(DataModule):  # type: ignore[misc]
 
     def _connected(self) -> PythonSource:
         if self.source is None:
-            raise RuntimeError("`connect` must be called before `setup` and the loaders, as LitGPT does. Call it first.")
+            raise RuntimeError(
+                "`connect` must be called before `setup` and the loaders, as LitGPT does. Call it first."
+            )
         return self.source
