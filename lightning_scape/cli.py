@@ -1,8 +1,8 @@
 """``litgpt-scape``: LitGPT's command line, training with SCAPE.
 
-``litgpt-scape pretrain --config FILE --scape.sparsity 0.99`` is ``litgpt pretrain --config FILE`` with another strategy.
-LitGPT has no argument for one, yet Fabric lets the environment variable ``LT_STRATEGY`` overrule what a script asks
-for. So this script takes what is SCAPE's off the command line and the configuration files, registers the strategy with
+``litgpt-scape pretrain --config FILE --scape.sparsity 0.99`` is ``litgpt pretrain --config FILE`` with SCAPE as its
+strategy. LitGPT has no argument for one, yet Fabric lets the environment variable ``LT_STRATEGY`` overrule what a script
+asks for. So this script takes what is SCAPE's off the command line and the configuration files, registers the strategy with
 it, sets the variable and hands over to LitGPT, none of whose code is changed. Processes that LitGPT starts run this
 script again; they find the options in the environment.
 
@@ -286,7 +286,8 @@ def _record_in_saved_configurations(options: Mapping[str, Any] | None) -> None:
     def dump(data: Any) -> str:
         if options is not None and isinstance(data, dict) and {"out_dir", "train", "eval"} <= data.keys():
             data = {**data, "scape": dict(options)}
-        return yaml.safe_dump(data, default_flow_style=False, allow_unicode=True, sort_keys=False)
+        text: str = yaml.safe_dump(data, default_flow_style=False, allow_unicode=True, sort_keys=False)
+        return text
 
     set_dumper("yaml", dump)
 

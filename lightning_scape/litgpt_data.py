@@ -15,8 +15,9 @@ class LitGPTPythonSource(DataModule):  # type: ignore[misc]
     """:class:`~lightning_scape.PythonSource` as a data module of LitGPT.
 
     In a configuration file: ``data: {class_path: lightning_scape.litgpt_data.LitGPTPythonSource}``. The model needs a
-    vocabulary of at least 256. Tokens are bytes, so no tokenizer is needed to train; give ``tokenizer_dir`` one that
-    maps each byte to its value (``configs/byte_tokenizer``) and it lies beside each checkpoint, for ``litgpt generate``.
+    vocabulary of at least 256. Tokens are bytes, so no tokenizer is needed to train; with ``tokenizer_dir:
+    configs/byte_tokenizer``, which maps each byte to its value, one lies beside each checkpoint, for ``litgpt
+    generate``.
 
     The loader's position is part of LitGPT's checkpoints, so a resumed run goes on with the batch after the last one.
     """
