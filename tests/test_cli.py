@@ -84,7 +84,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_the_tiny_configuration_trains_on_two_processes_and_the_loss_falls(straight: tuple[Path, str]) -> None:
     _, output = straight
-    losses = [float(line.split("loss train: ")[1].split(",")[0]) for line in output.splitlines() if "loss train" in line]
+    losses = [
+        float(line.split("loss train: ")[1].split(",")[0]) for line in output.splitlines() if "loss train" in line
+    ]
     assert len(losses) == 8
     assert losses[0] > 5.4
     assert losses[-1] < losses[0] - 0.3
