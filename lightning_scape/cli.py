@@ -1,10 +1,10 @@
 """``litgpt-scape``: LitGPT's command line, training with SCAPE.
 
 ``litgpt-scape pretrain --config FILE --scape.sparsity 0.99`` is ``litgpt pretrain --config FILE`` with SCAPE as its
-strategy. LitGPT has no argument for one, yet Fabric lets the environment variable ``LT_STRATEGY`` overrule what a script
-asks for. So this script takes what is SCAPE's off the command line and the configuration files, registers the strategy with
-it, sets the variable and hands over to LitGPT, none of whose code is changed. Processes that LitGPT starts run this
-script again; they find the options in the environment.
+strategy. LitGPT has no argument for one, yet Fabric lets the environment variable ``LT_STRATEGY`` overrule what a
+script asks for. So this script takes what is SCAPE's off the command line and the configuration files, registers the
+strategy with it, sets the variable and hands over to LitGPT, none of whose code is changed. Processes that LitGPT
+starts run this script again; they find the options in the environment.
 
 Options hold in this order: command line, then (on ``--resume``) the checkpoint's ``hyperparameters.yaml``, then the
 ``scape:`` sections of ``--config`` files, then the defaults of :class:`~lightning_scape.ScapeConfig`.
@@ -315,7 +315,7 @@ def options_help() -> str:
         hint = _HINTS[field.name]
         choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else None
         kind = " or ".join(choices) if choices else field.type
-        default = "null" if field.default is None else str(field.default).removeprefix("torch.")
+        default = "null" if field.default is None else field.default
         lines.append(f"  {_PREFIX}.{field.name} {field.name.upper()}")
         note = f"{' '.join(meanings[field.name].split())} (type: {kind}, default: {default})"
         lines += textwrap.wrap(note, width=100, initial_indent=" " * 24, subsequent_indent=" " * 24)

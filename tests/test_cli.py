@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -263,7 +263,7 @@ def test_a_wrong_section_is_named_with_its_file(tmp_path: Path, section: str, co
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """LitGPT's entry point, replaced: what it would have met, call by call."""
     calls: list[Any] = []
 
@@ -271,7 +271,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         calls.append((STRATEGY_REGISTRY.get("scape").config, list(sys.argv), dict(os.environ)))
 
     monkeypatch.setattr(importlib.import_module("litgpt.__main__"), "main", meet)
-    yield calls
+    return calls
 
 
 def start(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
