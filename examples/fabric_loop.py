@@ -1,7 +1,7 @@
 """A training loop of your own, with Lightning Fabric: what SCAPE changes in it is one argument.
 
-    python examples/fabric_loop.py                      # two CPU processes, half a minute, nothing to download
-    python examples/fabric_loop.py --devices 8 --accelerator cuda --precision bf16-mixed
+python examples/fabric_loop.py                      # two CPU processes, half a minute, nothing to download
+python examples/fabric_loop.py --devices 8 --accelerator cuda --precision bf16-mixed
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """LightningCLI: a whole training run in one file, SCAPE included.
 
-    pip install -e '.[litgpt,cli]'
-    python examples/lightning_cli.py fit --config configs/lightning_cli.yaml
-    python examples/lightning_cli.py fit --config configs/lightning_cli.yaml --trainer.strategy.init_args.sparsity 0.99
+pip install -e '.[litgpt,cli]'
+python examples/lightning_cli.py fit --config configs/lightning_cli.yaml
+python examples/lightning_cli.py fit --config configs/lightning_cli.yaml --trainer.strategy.init_args.sparsity 0.99
 """
 
 from __future__ import annotations
