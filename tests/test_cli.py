@@ -126,6 +126,14 @@ def test_a_resumed_run_takes_its_options_from_the_checkpoint_and_ends_bitwise_th
             assert torch.equal(residual, after["optimizer"]["scape"]["residuals"][rank][index])
 
 
+def test_the_saved_hyperparameters_are_a_configuration_file(
+    straight: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, seen: list[Any]
+) -> None:
+    start(monkeypatch, "pretrain", f"--config={straight[0] / 'final' / 'hyperparameters.yaml'}")
+    assert seen[-1][0] == ScapeConfig(sparsity=0.8)
+    assert "scape" not in yaml.safe_load(seen[-1][1][2].removeprefix("--config="))
+
+
 def test_plain_litgpt_generates_from_the_checkpoint(straight: tuple[Path, str]) -> None:
     output = run_module("litgpt", "generate", str(straight[0] / "final"), "--prompt=def f", "--max_new_tokens=8")
     assert "def f" in output
