@@ -55,6 +55,16 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     return functools.partial(launcher.run_ranks, workdir=tmp_path)
 
 
+@pytest.fixture
+def compiler_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where torch.compile's code goes: empty at first, and filled by no pool of processes."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    # Trial programs that show what the processor can do take longer to compile than the few kernels of a test.
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    return tmp_path / "cache"
+
+
 @pytest.fixture(autouse=True)
 def _clean_process() -> Iterator[None]:
     """Each test sees the environment, Lightning's rank and torch's globals as at the start of the session."""

@@ -31,7 +31,7 @@ LAYERS = (
     ),
     ("optimizer",),
     ("core",),
-    ("fabric", "monitor", "strategy"),
+    ("fabric", "litgpt_data", "monitor", "strategy"),
     ("cli",),
     ("__init__",),
 )
@@ -40,7 +40,7 @@ LAYER_OF = {module: number for number, modules in enumerate(LAYERS) for module i
 SIDEWAYS = ({"config", "layout", "ops"}, set(LAYERS[1]))
 
 # The package itself is on the list for one purpose: it registers the strategies by name.
-MAY_IMPORT_LIGHTNING = {"strategy", "fabric", "monitor", "data", "cli", "__init__"}
+MAY_IMPORT_LIGHTNING = {"strategy", "fabric", "monitor", "data", "litgpt_data", "cli", "__init__"}
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "litgpt", "pytorch_lightning"}
 MAY_IMPORT_TRITON = {"ops.kernels"}
 MAY_COMMUNICATE = {"collectives"}
