@@ -22,9 +22,40 @@ from torch.optim import Optimizer
 from lightning_scape.collectives import ProcessGroup, is_distributed, new_mask_group, world_size
 from lightning_scape.config import ScapeConfig
 from lightning_scape.optimizer import ScapeOptimizer
+from lightning_scape.planner import dense_would_be_faster
+from lightning_scape.stats import StepStats
 
 CONFIG_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(ScapeConfig)}
 """Every option's name and default, in the order of :class:`ScapeConfig`."""
+
+
+class PayoffCheck:
+    """Looks at a few early steps of a run and says once if, by their own figures, dense training would be faster.
+
+    On the CPU only: elsewhere the host's seconds are those of queueing the work. Steps that send everything are not
+    judged, and the first sparse ones are left out, for buffers and caches are new to them.
+
+    Args:
+        first: calls of the optimizer's ``step()`` before the first that counts.
+        steps: how many count.
+    """
+
+    def __init__(self, first: int = 10, steps: int = 5) -> None:
+        self.first, self.steps = first, steps
+        self._seen: list[StepStats] = []
+        self._sparse_steps = 0
+
+    def look(self, optimizer: ScapeOptimizer, device: torch.device) -> str | None:
+        """Call after each step; a sentence with the figures, at most once."""
+        if self._sparse_steps >= self.first + self.steps or device.type != "cpu" or optimizer.config.dense:
+            return None
+        config, run = optimizer.config, optimizer._run
+        warmed_up = run.state is not None and run.state.calls > config.dense_steps + config.sparsity_warmup_steps
+        self._sparse_steps += warmed_up
+        if self._sparse_steps <= self.first or (stats := optimizer.stats) is None:
+            return None
+        self._seen.append(stats)
+        return dense_would_be_faster(self._seen) if len(self._seen) == self.steps else None
 
 
 class MaskGroup:

@@ -430,7 +430,7 @@ def dense_would_be_faster(stats: Sequence[Any]) -> str | None:
         return None
     return (
         f"Dense training would be faster here: SCAPE's part of a step takes {show_seconds(own)}, of which"
-        f" {show_seconds(messages)} in messages; at the {bandwidth * 8e-9:.2f} Gbit/s that they reached, a dense"
+        f" {show_seconds(messages)} in messages; at the {bandwidth * 8e-9:.3g} Gbit/s that they reached, a dense"
         f" all-reduce and AdamW would take about {show_seconds(dense)}."
     )
 
