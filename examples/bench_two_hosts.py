@@ -8,9 +8,9 @@ Hosts are network namespaces (see two_hosts.py), one rank each, pinned to a core
 In each round every method trains for some steps, one after the other in the same processes, on the same model; rounds
 repeat the order, so that whatever else the machine does hits all alike. A round that is done is not measured again.
 
-Dense methods use torch's fused AdamW, its fastest. All clip the gradient norm at 1.0. "Sent" is what the host's interface
-counted (tx_bytes); "expected" is what the package counted for SCAPE, and computed for the others. Both must agree within
-5% and the headers of the packets, or the row says so and the exit status is 1.
+Dense methods use torch's fused AdamW, its fastest. All clip the gradient norm at 1.0. "Sent" is what the host's
+interface counted (tx_bytes); "expected" is what the package counted for SCAPE, and computed for the others. Both must
+agree within 5% and the headers of the packets, or the row says so and the exit status is 1.
 
 Needs Linux, root and iproute2. Writes a table, JSON and a plot to --out.
 """
@@ -166,7 +166,7 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
             pass
 
     class Hooked(DDPStrategy):
-        """Lightning registers hooks on CUDA only, and torch's bf16 hook checks its own name for NCCL: gloo does both."""
+        """Lightning registers hooks on CUDA only, and DDP knows torch's bf16 hook by name: gloo can do both."""
 
         def _register_ddp_hooks(self) -> None:
             if method == "ddp-bf16":
@@ -260,7 +260,7 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
 
 
 def expected_bytes(method: str, trainer: Any, numels: list[int]) -> float | None:
-    """What a rank of a dense method sends in a step; None where it is not known (PowerSGD's leaves depend on buckets)."""
+    """What a rank of a dense method sends in a step; None where it is not known (PowerSGD's depends on buckets)."""
     size, ranks = sum(numels), trainer.world_size
     share = (ranks - 1) / ranks
     if method in ("ddp", "ddp-bf16"):
@@ -437,7 +437,8 @@ def table(results: dict[str, Any]) -> str:
             agree = {None: "unknown", True: "yes", False: "**NO**"}[row["agree"]]
             expected = "-" if row["expected"] is None else f"{row['expected'] / 1e6:.3f}"
             lines.append(
-                f"| {cell['model']} | {cell['link']} | {METHODS[name]} | {1e3 * row['seconds']:.0f} ({low:.0f}-{high:.0f})"
+                f"| {cell['model']} | {cell['link']} | {METHODS[name]}"
+                f" | {1e3 * row['seconds']:.0f} ({low:.0f}-{high:.0f})"
                 f" | {row['steps_per_second']:.2f} | {row['seconds'] / floor:.2f} | {dense / row['seconds']:.2f}"
                 f" | {row['sent'] / 1e6:.3f} | {expected} | {agree} |"
             )
@@ -445,8 +446,8 @@ def table(results: dict[str, Any]) -> str:
         [
             *lines,
             "",
-            "\\* sent per rank and step by the interface, less the headers of its packets, is within 5% (and 4 KB) of what"
-            " the package counted (SCAPE) or of what is computed (dense methods).",
+            "\\* sent per rank and step by the interface, less the headers of its packets, is within 5% (and 4 KB) of"
+            " what the package counted (SCAPE) or of what is computed (dense methods).",
         ]
     )
 

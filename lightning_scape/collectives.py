@@ -51,7 +51,7 @@ def new_mask_group(
 
 
 def lone_group() -> ProcessGroup | None:
-    """A group of the calling rank alone, in which nothing is sent; None where no process group is up. Not collective."""
+    """A group of the calling rank alone, in which nothing is sent; None without a process group. Not collective."""
     if not is_distributed():
         return None
     group: ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)

@@ -7,8 +7,11 @@ asks for: clip, drain, scale. All of that is here, so that a strategy is left wi
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import wraps
@@ -75,6 +78,46 @@ class MaskGroup:
             # Weak: whoever holds the default group keeps its threads alive beyond its destruction at exit.
             self._made_beside = weakref.ref(world)
         return self._group
+
+
+@contextlib.contextmanager
+def explained_rendezvous(environment: Any) -> Iterator[None]:
+    """Turns the errors of ranks that do not find each other into advice that names what to set.
+
+    Args:
+        environment: a cluster environment of Lightning's, asked for its ranks only if something fails.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # torch's DistNetworkError and DistStoreError among them
+        world_size = environment.world_size()
+        remedy = _rendezvous_remedy(str(error), world_size)
+        if remedy is None:
+            raise
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise type(error)(
+            f"All {world_size} ranks must meet at MASTER_ADDR:MASTER_PORT ({where}) before `timeout` ends, got on rank"
+            f" {environment.global_rank()}: {error} {remedy}"
+        ) from error
+
+
+def _rendezvous_remedy(problem: str, world_size: int) -> str | None:
+    if "find address for" in problem:
+        there = ", ".join(name for _, name in socket.if_nameindex())
+        return f"Set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to an interface of this host: {there}."
+    if "client socket" in problem:
+        return (
+            "Check that MASTER_ADDR is the first node's address as the other nodes see it, that rank 0 is started"
+            " there, and that its firewall admits MASTER_PORT."
+        )
+    if "clients joined" in problem or "wait timeout" in problem or "onnect timeout" in problem:
+        return (
+            f"Check that `num_nodes` times `devices` is the number of ranks that were started ({world_size} are"
+            " expected), each node with a NODE_RANK of its own; that none of them failed before; that"
+            " GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) names the interface that leads to the other nodes; and that"
+            " firewalls admit all ports between the nodes."
+        )
+    return None
 
 
 def resolve_config(config: ScapeConfig | None, options: Mapping[str, Any]) -> ScapeConfig:

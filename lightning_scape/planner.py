@@ -1,15 +1,15 @@
-"""Will it help here? Step time, bytes and memory of DDP, FSDP, ZeRO-1 and SCAPE, predicted before anything is launched.
+"""Will it help here? Step time, bytes and memory of DDP, FSDP, ZeRO-1 and SCAPE, predicted before a job is launched.
 
-Symbols: ``P`` parameters, ``N`` ranks, ``G`` ranks per node, ``W`` bytes per second of one node's link, ``a`` seconds of
-latency, ``h`` seconds of the host per byte, ``C`` seconds of forward and backward of one step.
+Symbols: ``P`` parameters, ``N`` ranks, ``G`` ranks per node, ``W`` bytes per second of one node's link, ``a`` seconds
+of latency, ``h`` seconds of the host per byte, ``C`` seconds of forward and backward of one step.
 
 The model, in full:
 
-- **Bytes** are the package's own count (:mod:`lightning_scape.collectives`): ``q`` entries of every block, pads included,
-  times the width of the values, of the parameters and of the mask; dense methods send ``(N-1)/N`` of what they gather or
-  scatter, twice for an all-reduce.
-- **A message** takes ``max(bytes/W, bytes*h) + hops*a``. ``h`` is what the processor spends on sending and adding; it is
-  what a fast link waits for where the processor moves the bytes (gloo), and 0 where a device does. Rings (all-reduce,
+- **Bytes** are the package's own count (:mod:`lightning_scape.collectives`): ``q`` entries of every block, pads
+  included, times the width of the values, of the parameters and of the mask; dense methods send ``(N-1)/N`` of what
+  they gather or scatter, twice for an all-reduce.
+- **A message** takes ``max(bytes/W, bytes*h) + hops*a``. ``h`` is what the processor spends on sending and adding; it
+  is what a fast link waits for where the processor moves the bytes (gloo), and 0 where a device does. Rings (all-reduce,
   all-gather, reduce-scatter) take ``N-1`` hops a pass; an all-to-all takes one, and ``N-1`` times ``PEER_SECONDS``.
 - **A node's link** is shared by its ranks: a ring crosses it once, an all-to-all with the bytes of all ``G`` ranks.
 - **Overlap**: DDP reduces buckets of 25 MB during the backward pass, each as soon as its gradients are there; backward
@@ -120,7 +120,7 @@ class Machine:
 
     @classmethod
     def of_memory(cls, bytes_per_second: float) -> Machine:
-        """An estimate for devices that are bound by their memory, from the bytes each step touches per parameter (fp32).
+        """An estimate for devices bound by their memory, from the bytes that a step touches per parameter (fp32).
 
         AdamW reads four and writes three tensors. SCAPE folds (two read, one written), sketches (one read) and ranks
         its shard (one read); what it does to masked entries touches memory in lines of 64 bytes.
@@ -232,7 +232,7 @@ def ddp(job: Job, link: Link, machine: Machine, wire_bytes: int | None = None) -
     width = wire_bytes or job.parameter_bytes
     seconds, sent = _overlapped_gradients(job, link, width, passes=2)
     return Prediction(
-        method="DDP" if wire_bytes is None else f"DDP, bf16 wire",
+        method="DDP" if wire_bytes is None else "DDP, bf16 wire",
         seconds=seconds + _dense_optimizer(job, machine),
         bytes_sent=sent,
         memory=_memory(job, 8 + job.parameter_bytes),  # the buckets hold the gradient once more
@@ -259,6 +259,9 @@ def fsdp(job: Job, link: Link, machine: Machine, *, reduce_passes: int = 1) -> P
     What lies outside of the blocks is gathered once and kept, as torch's ``fully_shard`` does with its root.
 
     Args:
+        job: model and ranks.
+        link: between nodes.
+        machine: what the optimizer costs.
         reduce_passes: 2 where reduce-scatter is an all-reduce of which each rank keeps its part (gloo).
     """
     width, share = job.parameter_bytes, (job.ranks - 1) / job.ranks

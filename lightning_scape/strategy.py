@@ -139,7 +139,8 @@ class ScapeStrategy(DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         starting = not is_distributed()
-        super().setup_distributed()
+        with core.explained_rendezvous(self.cluster_environment):
+            super().setup_distributed()
         if starting:
             # Lightning does so for NCCL alone. A thread of gloo that still holds the last message's tensors when the
             # interpreter ends aborts the process (seen with plain DDP, too: torch 2.13, 4 of 40 runs).
