@@ -9,7 +9,7 @@ The model, in full:
   included, times the width of the values, of the parameters and of the mask; dense methods send ``(N-1)/N`` of what
   they gather or scatter, twice for an all-reduce.
 - **A message** takes ``max(bytes/W, bytes*h) + hops*a``. ``h`` is what the processor spends on sending and adding; it
-  is what a fast link waits for where the processor moves the bytes (gloo), and 0 where a device does. Rings (all-reduce,
+  is what a fast link waits for where the processor moves the bytes (gloo), and 0 where a device does. Rings (reduce,
   all-gather, reduce-scatter) take ``N-1`` hops a pass; an all-to-all takes one, and ``N-1`` times ``PEER_SECONDS``.
 - **A node's link** is shared by its ranks: a ring crosses it once, an all-to-all with the bytes of all ``G`` ranks.
 - **Overlap**: DDP reduces buckets of 25 MB during the backward pass, each as soon as its gradients are there; backward
@@ -17,6 +17,8 @@ The model, in full:
   computes, but waits for what lies outside of blocks (embedding and head). SCAPE's mask travels during forward and
   backward, its other three messages are waited for. ZeRO-1 overlaps its gradients as DDP does and waits for its
   parameters. Where the processor moves the bytes, its work is added to the compute that it interrupts.
+- **Copies**: DDP and ZeRO-1 copy gradients into buckets and back, FSDP into and out of flat buffers: 16 bytes of memory
+  a parameter, at the speed at which AdamW moves its 28.
 - **The optimizer's own time** is proportional to parameters: measured (``lightning-scape plan --measure``), or taken
   from the bytes of memory that it touches. Sharded work is divided by ``N``.
 - Ranks are equally fast: nobody waits for a straggler.
@@ -233,7 +235,7 @@ def ddp(job: Job, link: Link, machine: Machine, wire_bytes: int | None = None) -
     seconds, sent = _overlapped_gradients(job, link, width, passes=2)
     return Prediction(
         method="DDP" if wire_bytes is None else "DDP, bf16 wire",
-        seconds=seconds + _dense_optimizer(job, machine),
+        seconds=seconds + _copies(job, machine) + _dense_optimizer(job, machine),
         bytes_sent=sent,
         memory=_memory(job, 8 + job.parameter_bytes),  # the buckets hold the gradient once more
     )
@@ -247,7 +249,7 @@ def zero1(job: Job, link: Link, machine: Machine) -> Prediction:
     own = job.parameters * (machine.adamw / job.ranks + (machine.clip if job.clip else 0))
     return Prediction(
         method="ZeRO-1",
-        seconds=seconds + gather + own,
+        seconds=seconds + gather + _copies(job, machine) + own,
         bytes_sent=2 * sent,
         memory=_memory(job, 8 / job.ranks + width),
     )
@@ -288,7 +290,7 @@ def fsdp(job: Job, link: Link, machine: Machine, *, reduce_passes: int = 1) -> P
     largest = max([root, *blocks.values()])
     return Prediction(
         method="FSDP",
-        seconds=seconds + own,
+        seconds=seconds + _copies(job, machine) + own,
         bytes_sent=round((2 * inside + root + reduce_passes * job.parameters) * width * share),
         memory=round((2 * width + 8) * job.parameters / job.ranks + 2 * largest * width),
     )
@@ -350,6 +352,10 @@ def _overlapped_gradients(job: Job, link: Link, width: int, *, passes: int) -> t
         free = max(free, ready) + _ring(job, link, size * width, passes=passes, per_byte=link.reduce_seconds)
     sent = passes * job.parameters * width * (job.ranks - 1) // job.ranks
     return max(free, job.step_compute + sent * link.reduce_seconds), sent
+
+
+def _copies(job: Job, machine: Machine) -> float:
+    return 16 / 28 * machine.adamw * job.parameters if job.ranks > 1 else 0.0
 
 
 # ---------------------------------------------------------------------------------------------- what follows from it

@@ -167,6 +167,22 @@ def test_shellcheck_has_nothing_to_say(script: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+@two_host
+@pytest.mark.slow
+def test_plan_measures_the_link_between_the_hosts(hosts: Hosts) -> None:
+    pytest.importorskip("litgpt")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    torchrun += [f"--master-addr={hosts[0].address}", "--master-port=29508"]
+    plan = ("-m", "lightning_scape.plan", "--model=pythia-14m", "--measure", "--context=32", "--sparsity=0.99")
+    ended = run_on(hosts, torchrun, [{}, {}], arguments=[(f"--node-rank={rank}", *plan) for rank in range(2)])
+    assert [end.status for end in ended] == [0, 0], ended[0].output + ended[1].output
+    found = re.search(r"14.1M parameters on 2 ranks \(1 per node\), ([0-9.]+) Gbit/s", ended[0].output)
+    assert found is not None, ended[0].output
+    assert 0.1 < float(found[1]) < 1.0  # of 1 Gbit/s; a busy machine reaches less
+    assert "SCAPE 0.99" in ended[0].output
+    assert "| ranks |" not in ended[1].output  # one rank reports
+
+
 # -------------------------------------------------------------------------------------------------------- failures
 
 PATIENCE = 6
