@@ -36,26 +36,33 @@ class PayoffCheck:
     """Looks at a few early steps of a run and says once if, by their own figures, dense training would be faster.
 
     On the CPU only: elsewhere the host's seconds are those of queueing the work. Steps that send everything are not
-    judged, and the first sparse ones are left out, for buffers and caches are new to them.
+    judged, nor those of the warm-up, nor the first sparse ones, for buffers and caches are new to them. With several
+    optimizers, the one that steps first is judged.
 
     Args:
-        first: calls of the optimizer's ``step()`` before the first that counts.
+        first: sparse steps before the first that counts.
         steps: how many count.
     """
 
     def __init__(self, first: int = 10, steps: int = 5) -> None:
         self.first, self.steps = first, steps
+        self._calls = 0
         self._seen: list[StepStats] = []
-        self._sparse_steps = 0
+        self._judged: weakref.ref[ScapeOptimizer] | None = None
 
     def look(self, optimizer: ScapeOptimizer, device: torch.device) -> str | None:
-        """Call after each step; a sentence with the figures, at most once."""
-        if self._sparse_steps >= self.first + self.steps or device.type != "cpu" or optimizer.config.dense:
+        """Call after each step of an optimizer; returns a sentence with the figures, at most once."""
+        config = optimizer.config
+        if config.dense or device.type != "cpu" or len(self._seen) == self.steps:
             return None
-        config, run = optimizer.config, optimizer._run
-        warmed_up = run.state is not None and run.state.calls > config.dense_steps + config.sparsity_warmup_steps
-        self._sparse_steps += warmed_up
-        if self._sparse_steps <= self.first or (stats := optimizer.stats) is None:
+        if self._judged is None:
+            self._judged = weakref.ref(optimizer)
+        if self._judged() is not optimizer:
+            return None
+        self._calls += 1
+        if self._calls <= config.dense_steps + config.sparsity_warmup_steps + self.first:
+            return None
+        if (stats := optimizer.stats) is None:
             return None
         self._seen.append(stats)
         return dense_would_be_faster(self._seen) if len(self._seen) == self.steps else None

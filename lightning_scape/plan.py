@@ -278,16 +278,20 @@ def report(
         "",
         planner.advice(predictions),
         "",
-        "| method | step | over compute | sent per rank and step | memory per rank* | faster than it below |",
-        "|---|---|---|---|---|---|",
+        "| method | step | over compute | sent per rank and step | memory per rank*"
+        " | as fast as dense at | pays below |",
+        "|---|---|---|---|---|---|---|",
     ]
     for p in predictions:
-        even = "-"
+        even, pays = "-", "-"
         if p.sparsity is not None:
-            even = show_bandwidth(planner.break_even_bandwidth(job, link, machine, p.sparsity))
+            even, pays = (
+                show_bandwidth(planner.break_even_bandwidth(job, link, machine, p.sparsity, speedup=speedup))
+                for speedup in (1.0, planner.WORTH)
+            )
         lines.append(
             f"| {p.method} | {planner.show_seconds(p.seconds)} | {p.seconds / floor:.2f}x | {show_bytes(p.bytes_sent)}"
-            f" | {show_bytes(p.memory)} | {even} |"
+            f" | {show_bytes(p.memory)} | {even} | {pays} |"
         )
     sparsities = [p.sparsity for p in predictions if p.sparsity is not None]
     lines += ["", "The same work per rank on more ranks:", ""]
@@ -298,8 +302,8 @@ def report(
         lines.append(f"| {ranks} | {' | '.join(planner.show_seconds(p.seconds) for p in row)} |")
     lines += [
         "",
-        "\\* parameters, gradients, optimizer and buffers; activations come on top. The last column: below this",
-        "bandwidth the method beats the best of DDP, ZeRO-1 and FSDP.",
+        "\\* parameters, gradients, optimizer and buffers; activations come on top. The last columns: the bandwidth at",
+        f"which it is as fast as the best of the dense methods, and that below which it is {planner.WORTH}x as fast.",
         "",
         "Assumed: " + "; ".join([*assumed, *ASSUMPTIONS]) + ".",
     ]
@@ -331,6 +335,8 @@ def show_bandwidth(value: float | None) -> str:
     if math.isinf(value):
         return "always"
     bits = value * 8
+    if bits >= 1e12:
+        return f"{bits * 1e-12:.3g} Tbit/s"
     return f"{bits * 1e-9:.3g} Gbit/s" if bits >= 1e9 else f"{bits * 1e-6:.3g} Mbit/s"
 
 

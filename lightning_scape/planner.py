@@ -42,6 +42,8 @@ BUCKET_BYTES = 25 << 20
 """Of a DDP bucket; the first is of 1 MB."""
 BACKWARD_SHARE = 2 / 3
 """Of forward and backward."""
+WORTH = 1.1
+"""Speed-up from which sparse training is advised."""
 WARN_BELOW = 0.95
 """Dense counts as faster when its step is shorter than so much of SCAPE's."""
 
@@ -234,7 +236,7 @@ def ddp(job: Job, link: Link, machine: Machine, wire_bytes: int | None = None) -
     width = wire_bytes or job.parameter_bytes
     seconds, sent = _overlapped_gradients(job, link, width, passes=2)
     return Prediction(
-        method="DDP" if wire_bytes is None else "DDP, bf16 wire",
+        method="DDP" if wire_bytes is None else "DDP (bf16 wire)",
         seconds=seconds + _copies(job, machine) + _dense_optimizer(job, machine),
         bytes_sent=sent,
         memory=_memory(job, 8 + job.parameter_bytes),  # the buckets hold the gradient once more
@@ -362,21 +364,21 @@ def _copies(job: Job, machine: Machine) -> float:
 
 
 def best_dense(predictions: Iterable[Prediction]) -> Prediction:
-    """The fastest of what a user would use instead (fp32 on the wire or the parameters' own dtype, nothing lossy)."""
-    return min(
-        (p for p in predictions if p.method in ("DDP", "ZeRO-1", "FSDP")), key=lambda prediction: prediction.seconds
-    )
+    """The fastest of what a user would use instead."""
+    return min((p for p in predictions if not p.is_scape and p.bytes_sent), key=lambda p: p.seconds)
 
 
-def break_even_bandwidth(job: Job, link: Link, machine: Machine, sparsity: float) -> float | None:
-    """Bytes per second at which SCAPE and the best dense method take the same time; slower links favour SCAPE.
+def break_even_bandwidth(
+    job: Job, link: Link, machine: Machine, sparsity: float, *, speedup: float = 1.0
+) -> float | None:
+    """Bytes per second at which SCAPE is ``speedup`` times as fast as the best dense method; slower links favour it.
 
-    None where SCAPE is slower at 1 Mbit/s already; infinite where it is faster at 100 Tbit/s still.
+    None where it is not at 1 Mbit/s already; infinite where it is at 100 Tbit/s still.
     """
 
     def gain(bandwidth: float) -> float:
         found = predict(job, replace(link, bandwidth=bandwidth), machine, [sparsity])
-        return best_dense(found).seconds - found[-1].seconds
+        return best_dense(found).seconds - speedup * found[-1].seconds
 
     low, high = 1.25e5, 1.25e13
     if gain(low) <= 0:
@@ -401,17 +403,17 @@ def advice(predictions: Sequence[Prediction]) -> str:
     gain = dense.seconds / choice.seconds
     if gain < 1.0:
         return (
-            f"Stay with {dense.method}: its step takes {show_seconds(dense.seconds)}, {choice.method}'s"
+            f"Stay with {dense.method}: its step takes {show_seconds(dense.seconds)}, with {choice.method}"
             f" {show_seconds(choice.seconds)}; the link is fast enough for this model."
         )
-    if gain < 1.1:
+    if gain < WORTH:
         return (
             f"Stay with {dense.method}: {choice.method} would be {gain:.2f}x as fast, too little to pay for training"
             " on sparse updates."
         )
     return (
-        f"Use {choice.method}: a step takes {show_seconds(choice.seconds)} instead of {dense.method}'s"
-        f" {show_seconds(dense.seconds)}, {gain:.1f}x as fast, and sends {dense.bytes_sent / choice.bytes_sent:.0f}x"
+        f"Use {choice.method}: a step takes {show_seconds(choice.seconds)} instead of"
+        f" {show_seconds(dense.seconds)} with {dense.method}, {gain:.1f}x as fast, and sends {dense.bytes_sent / choice.bytes_sent:.0f}x"
         " fewer bytes."
     )
 

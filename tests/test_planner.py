@@ -63,7 +63,7 @@ def test_dense_bytes_are_those_of_rings() -> None:
     size = JOB.parameters * 4
     assert sent["compute only"] == 0
     assert sent["DDP"] == sent["ZeRO-1"] == 2 * size * 7 // 8
-    assert sent["DDP, bf16 wire"] == size * 7 // 8
+    assert sent["DDP (bf16 wire)"] == size * 7 // 8
     assert sent["FSDP"] == (size + 4 * 120_000 + size) * 7 // 8  # blocks twice, the rest once, the gradient
 
 
@@ -129,6 +129,10 @@ def test_break_even_is_where_both_take_the_same_time() -> None:
     assert math.isfinite(even)
     found = planner.predict(JOB, replace(GIGABIT, bandwidth=even), MACHINE, [0.99])
     assert found[-1].seconds == pytest.approx(planner.best_dense(found).seconds, rel=1e-2)
+    pays = planner.break_even_bandwidth(JOB, GIGABIT, MACHINE, 0.99, speedup=2.0)
+    assert pays is not None
+    found = planner.predict(JOB, replace(GIGABIT, bandwidth=pays), MACHINE, [0.99])
+    assert planner.best_dense(found).seconds == pytest.approx(2 * found[-1].seconds, rel=1e-2)
     slow = Machine(adamw=0, clip=0, scape={0.01: (1.0, 1.0)})
     assert planner.break_even_bandwidth(JOB, GIGABIT, slow, 0.99) is None
 
