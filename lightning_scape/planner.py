@@ -411,10 +411,10 @@ def advice(predictions: Sequence[Prediction]) -> str:
             f"Stay with {dense.method}: {choice.method} would be {gain:.2f}x as fast, too little to pay for training"
             " on sparse updates."
         )
+    fewer = dense.bytes_sent / choice.bytes_sent
     return (
-        f"Use {choice.method}: a step takes {show_seconds(choice.seconds)} instead of"
-        f" {show_seconds(dense.seconds)} with {dense.method}, {gain:.1f}x as fast, and sends {dense.bytes_sent / choice.bytes_sent:.0f}x"
-        " fewer bytes."
+        f"Use {choice.method}: a step takes {show_seconds(choice.seconds)} instead of {show_seconds(dense.seconds)} with"
+        f" {dense.method}, {gain:.1f}x as fast, and sends {fewer:.0f}x fewer bytes."
     )
 
 
