@@ -413,8 +413,8 @@ def advice(predictions: Sequence[Prediction]) -> str:
         )
     fewer = dense.bytes_sent / choice.bytes_sent
     return (
-        f"Use {choice.method}: a step takes {show_seconds(choice.seconds)} instead of {show_seconds(dense.seconds)} with"
-        f" {dense.method}, {gain:.1f}x as fast, and sends {fewer:.0f}x fewer bytes."
+        f"Use {choice.method}: a step takes {show_seconds(choice.seconds)} instead of {show_seconds(dense.seconds)}"
+        f" with {dense.method}, {gain:.1f}x as fast, and sends {fewer:.0f}x fewer bytes."
     )
 
 
