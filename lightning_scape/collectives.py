@@ -54,6 +54,14 @@ def new_mask_group(
     return group
 
 
+def lone_group() -> ProcessGroup | None:
+    """A group of the calling rank alone, in which nothing is sent; None without a process group. Not collective."""
+    if not is_distributed():
+        return None
+    group: ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return group
+
+
 def is_distributed() -> bool:
     """Whether a process group is up."""
     return dist.is_available() and dist.is_initialized()

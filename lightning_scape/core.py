@@ -7,8 +7,11 @@ asks for: clip, drain, scale. All of that is here, so that a strategy is left wi
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import wraps
@@ -22,9 +25,47 @@ from torch.optim import Optimizer
 from lightning_scape.collectives import ProcessGroup, is_distributed, new_mask_group, world_size
 from lightning_scape.config import ScapeConfig
 from lightning_scape.optimizer import ScapeOptimizer
+from lightning_scape.planner import dense_would_be_faster
+from lightning_scape.stats import StepStats
 
 CONFIG_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(ScapeConfig)}
 """Every option's name and default, in the order of :class:`ScapeConfig`."""
+
+
+class PayoffCheck:
+    """Looks at a few early steps of a run and says once if, by their own figures, dense training would be faster.
+
+    On the CPU only: elsewhere the host's seconds are those of queueing the work. Steps that send everything are not
+    judged, nor those of the warm-up, nor the first sparse ones, for buffers and caches are new to them. With several
+    optimizers, the one that steps first is judged.
+
+    Args:
+        first: sparse steps before the first that counts.
+        steps: how many count.
+    """
+
+    def __init__(self, first: int = 10, steps: int = 5) -> None:
+        self.first, self.steps = first, steps
+        self._calls = 0
+        self._seen: list[StepStats] = []
+        self._judged: weakref.ref[ScapeOptimizer] | None = None
+
+    def look(self, optimizer: ScapeOptimizer, device: torch.device) -> str | None:
+        """Call after each step of an optimizer; returns a sentence with the figures, at most once."""
+        config = optimizer.config
+        if config.dense or device.type != "cpu" or len(self._seen) == self.steps:
+            return None
+        if self._judged is None:
+            self._judged = weakref.ref(optimizer)
+        if self._judged() is not optimizer:
+            return None
+        self._calls += 1
+        if self._calls <= config.dense_steps + config.sparsity_warmup_steps + self.first:
+            return None
+        if (stats := optimizer.stats) is None:
+            return None
+        self._seen.append(stats)
+        return dense_would_be_faster(self._seen) if len(self._seen) == self.steps else None
 
 
 class MaskGroup:
@@ -44,6 +85,46 @@ class MaskGroup:
             # Weak: whoever holds the default group keeps its threads alive beyond its destruction at exit.
             self._made_beside = weakref.ref(world)
         return self._group
+
+
+@contextlib.contextmanager
+def explained_rendezvous(environment: Any) -> Iterator[None]:
+    """Turns the errors of ranks that do not find each other into advice that names what to set.
+
+    Args:
+        environment: a cluster environment of Lightning's, asked for its ranks only if something fails.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # torch's DistNetworkError and DistStoreError among them
+        world_size = environment.world_size()
+        remedy = _rendezvous_remedy(str(error), world_size)
+        if remedy is None:
+            raise
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise type(error)(
+            f"All {world_size} ranks must meet at MASTER_ADDR:MASTER_PORT ({where}) before `timeout` ends, got on rank"
+            f" {environment.global_rank()}: {error} {remedy}"
+        ) from error
+
+
+def _rendezvous_remedy(problem: str, world_size: int) -> str | None:
+    if "find address for" in problem:
+        there = ", ".join(name for _, name in socket.if_nameindex())
+        return f"Set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to an interface of this host: {there}."
+    if "client socket" in problem:
+        return (
+            "Check that MASTER_ADDR is the first node's address as the other nodes see it, that rank 0 is started"
+            " there, and that its firewall admits MASTER_PORT."
+        )
+    if "clients joined" in problem or "wait timeout" in problem or "onnect timeout" in problem:
+        return (
+            f"Check that `num_nodes` times `devices` is the number of ranks that were started ({world_size} are"
+            " expected), each node with a NODE_RANK of its own; that none of them failed before; that"
+            " GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) names the interface that leads to the other nodes; and that"
+            " firewalls admit all ports between the nodes."
+        )
+    return None
 
 
 def resolve_config(config: ScapeConfig | None, options: Mapping[str, Any]) -> ScapeConfig:

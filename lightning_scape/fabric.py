@@ -122,7 +122,8 @@ class FabricScapeStrategy(DDPStrategy):
     @override
     def _setup_distributed(self) -> None:
         starting = not is_distributed()
-        super()._setup_distributed()
+        with core.explained_rendezvous(self.cluster_environment):
+            super()._setup_distributed()
         if starting:
             atexit.register(_destroy_dist_connection)  # see ScapeStrategy
         self._mask_group.get(self._timeout)  # collective: every rank comes here

@@ -26,6 +26,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn import Module
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape import core
@@ -120,6 +121,7 @@ class ScapeStrategy(DDPStrategy):
         )
         self._mask_group = core.MaskGroup()
         self._interrupted = False
+        self._payoff = core.PayoffCheck()
 
     def __repr__(self) -> str:
         """The options that differ from the defaults, and a remedy where the package is not the one we extend."""
@@ -142,7 +144,8 @@ class ScapeStrategy(DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         starting = not is_distributed()
-        super().setup_distributed()
+        with core.explained_rendezvous(self.cluster_environment):
+            super().setup_distributed()
         if starting:
             # Lightning does so for NCCL alone. A thread of gloo that still holds the last message's tensors when the
             # interpreter ends aborts the process (seen with plain DDP, too: torch 2.13, 4 of 40 runs).
@@ -181,6 +184,14 @@ class ScapeStrategy(DDPStrategy):
             mask_group=self._mask_group.get(self._timeout),
         )
         self.optimizers = [*scape_optimizers]
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        for scape_optimizer in core.scape_optimizers([optimizer]):
+            if verdict := self._payoff.look(scape_optimizer, self.root_device):
+                rank_zero_warn(f'{verdict} Use `strategy="ddp"`, or see `lightning-scape plan --help`.')
+        return result
 
     @override
     def setup_precision_plugin(self) -> None:

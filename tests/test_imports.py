@@ -32,7 +32,8 @@ LAYERS = (
     ("optimizer",),
     ("core",),
     ("fabric", "litgpt_data", "monitor", "strategy"),
-    ("cli",),
+    ("cli", "plan"),
+    ("tool",),
     ("__init__",),
 )
 LAYER_OF = {module: number for number, modules in enumerate(LAYERS) for module in modules}
@@ -40,7 +41,7 @@ LAYER_OF = {module: number for number, modules in enumerate(LAYERS) for module i
 SIDEWAYS = ({"config", "layout", "ops"}, set(LAYERS[1]))
 
 # The package itself is on the list for one purpose: it registers the strategies by name.
-MAY_IMPORT_LIGHTNING = {"strategy", "fabric", "monitor", "data", "litgpt_data", "cli", "__init__"}
+MAY_IMPORT_LIGHTNING = {"strategy", "fabric", "monitor", "data", "litgpt_data", "cli", "plan", "__init__"}
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "litgpt", "pytorch_lightning"}
 MAY_IMPORT_TRITON = {"ops.kernels"}
 MAY_COMMUNICATE = {"collectives"}

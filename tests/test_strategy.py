@@ -10,7 +10,7 @@ import subprocess
 import sys
 import typing
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_scape
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ScapeStrategy, core
+from lightning_scape.stats import StepRecord
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:LightningCLI's args parameter"),  # it looks at sys.argv, which is pytest's
@@ -943,3 +944,38 @@ def test_a_script_trains_on_two_ranks_started_by(tmp_path: Path, launcher: str) 
     first, second = (tmp_path / f"rank-{rank}.txt" for rank in (0, 1))
     assert first.read_text() == second.read_text()
     assert first.read_text().startswith(f"step {BATCHES}, ")
+
+
+# ------------------------------------------------------------------------------------------------ does it pay?
+
+
+def _warned_that_dense_is_faster(rank: int, world_size: int, message_seconds: float) -> list[str]:
+    """Steps are real, but look as if their messages had taken so long, and dense ones had a large model's bytes."""
+    summary = StepRecord.summary
+
+    def made_up(self: StepRecord, *args: Any) -> Any:
+        stats = summary(self, *args)
+        spent = {**stats.seconds, "synchronize": stats.seconds["synchronize"] + message_seconds}
+        sent = 100 * stats.bytes_total
+        return replace(stats, message_seconds=message_seconds, seconds=spent, bytes_dense=sent)
+
+    StepRecord.summary = made_up
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(max_epochs=6).fit(Regression())
+    StepRecord.summary = summary
+    return [str(w.message) for w in caught if "Dense training would be faster" in str(w.message)]
+
+
+def test_a_run_in_which_dense_would_be_faster_says_so_once_with_figures(run_ranks: Any) -> None:
+    # Messages that take no time at all: the bytes of a dense step would not either, and its optimizer does less.
+    first, second = run_ranks(_warned_that_dense_is_faster, 2, 1e-7)
+    assert len(first) == 1
+    assert re.search(
+        r"SCAPE's part of a step takes .* in messages; at the .* Gbit/s .* about .*strategy=.ddp.", first[0]
+    )
+    assert second == []
+
+
+def test_a_run_in_which_messages_are_dear_is_silent(run_ranks: Any) -> None:
+    assert run_ranks(_warned_that_dense_is_faster, 2, 10.0) == [[], []]

