@@ -126,13 +126,15 @@ class Machine:
     def of_memory(cls, bytes_per_second: float) -> Machine:
         """An estimate for devices bound by their memory, from the bytes that a step touches per parameter (fp32).
 
-        AdamW reads four and writes three tensors. SCAPE folds (two read, one written), sketches (one read) and ranks
-        its shard (one read); what it does to masked entries touches memory in lines of 64 bytes.
+        AdamW reads four and writes three tensors. SCAPE folds (two read, one written), sketches (one read), votes (one
+        read, where few entries are sent) and ranks its shard (one read); what it does to masked entries touches memory
+        in lines of 64 bytes.
         """
 
         def of(density: float) -> tuple[float, float]:
             scattered = min(1.0, 16 * density)  # lines of 16 entries, of which each is in the mask or not
-            return (16 + 20 * scattered) / bytes_per_second, (4 + 20 * scattered) / bytes_per_second
+            votes = 4 if 0 < density < 1 and ScapeConfig(sparsity=1 - density).votes else 0
+            return (16 + votes + 20 * scattered) / bytes_per_second, (4 + 20 * scattered) / bytes_per_second
 
         return cls(
             adamw=28 / bytes_per_second,
@@ -199,10 +201,12 @@ def scape_bytes(numels: Sequence[int], ranks: int, config: ScapeConfig, *, param
         "values": blocks * sent * config.values_dtype.itemsize,
         "parameters": blocks * sent * parameter_bytes,
         "mask": 0 if config.dense else blocks * sent * position,
+        "votes": blocks * (config.votes * (position + 1) + 1) if config.votes else 0,
         "norm": 2 * 4 * norm_entries,
     }
     counted = {kind: size * (ranks - 1) // ranks for kind, size in buffers.items()}
     counted["mask"] //= mask_interval
+    counted["votes"] //= mask_interval
     return counted
 
 
@@ -308,10 +312,11 @@ def scape(job: Job, link: Link, machine: Machine, config: ScapeConfig) -> Predic
     exposed += max(crossing * sent["values"] / link.bandwidth, sent["values"] * link.copy_seconds)
     exposed += (link.latency + peers) if job.ranks > 1 else 0
     exposed += _message(link, sent["parameters"], job.ranks - 1, link.copy_seconds)
-    mask = _message(link, sent["mask"], job.ranks - 1, link.copy_seconds) if sent["mask"] else 0.0
-    compute = max(job.step_compute + sent["mask"] * link.copy_seconds, mask)
+    beside = sent["mask"] + sent["votes"]
+    mask = _message(link, beside, job.ranks - 1, link.copy_seconds) if beside else 0.0
+    compute = max(job.step_compute + beside * link.copy_seconds, mask)
     own = machine.scape_seconds(config.quota.density, job.parameters, job.ranks)
-    state = 4 + (8 if job.parameter_bytes == 4 else 12) / job.ranks
+    state = 4 + (8 + 4 * (job.parameter_bytes < 4) + 4 * config.measures_noise) / job.ranks
     return Prediction(
         method=f"SCAPE {config.sparsity:g}",
         seconds=compute + exposed + own,

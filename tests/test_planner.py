@@ -44,7 +44,7 @@ def _real_bytes(rank: int, world_size: int, sparsity: float, dtype: torch.dtype,
 
 
 def planner_kinds() -> tuple[str, ...]:
-    return ("values", "parameters", "mask", "norm")
+    return ("values", "parameters", "mask", "votes", "norm")
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.9, 0.99, 0.999])
@@ -93,7 +93,7 @@ def test_on_a_slow_link_times_are_in_proportion_to_bytes() -> None:
     slow = Link(bandwidth=1e4, latency=0)
     for prediction in planner.predict(JOB, slow, MACHINE)[1:]:
         mask = planner.scape_bytes([w.numel for w in WEIGHTS], 8, ScapeConfig(sparsity=prediction.sparsity or 0.0))
-        waited = prediction.bytes_sent - (mask["mask"] if prediction.sparsity else 0)
+        waited = prediction.bytes_sent - (mask["mask"] + mask["votes"] if prediction.sparsity else 0)
         assert prediction.seconds >= waited / 1e4
         assert prediction.seconds <= prediction.bytes_sent / 1e4 + 0.1
 
@@ -141,7 +141,7 @@ def test_memory_counts_what_each_rank_keeps() -> None:
     memory = {p.method: p.memory / JOB.parameters for p in planner.predict(JOB, GIGABIT, MACHINE)}
     assert memory["DDP"] == pytest.approx(4 + 4 + 8 + 4)
     assert memory["ZeRO-1"] == pytest.approx(4 + 4 + 1 + 4)
-    assert memory["SCAPE 0.99"] == pytest.approx(4 + 4 + 4 + 1)
+    assert memory["SCAPE 0.99"] == pytest.approx(4 + 4 + 4 + 1 + 0.5)
 
 
 def test_more_ranks_cost_more_and_are_reported_up_to_1024() -> None:
