@@ -62,13 +62,18 @@ def test_a_step_sends_five_messages_however_many_layers_and_parameters(
 
 
 def test_their_number_does_not_grow_with_ranks(run_ranks: Any) -> None:
-    for rank in run_ranks(_count_messages, 3, 3, 8, 0.9, True):
+    for rank in run_ranks(_count_messages, 3, 3, 8, 0.99, True):
         assert rank[1:] == [MESSAGES] * 3
 
 
 def test_a_dense_step_needs_no_mask(run_ranks: Any) -> None:
     for rank in run_ranks(_count_messages, 2, 3, 8, 0.0, True):
-        assert rank[1:] == [{**MESSAGES, "all_gather": 1}] * 3
+        assert rank[1:] == [{"all_reduce": 1, "all_to_all_single": 1, "all_gather": 1}] * 3
+
+
+def test_a_step_without_votes_sends_four_messages(run_ranks: Any) -> None:
+    for rank in run_ranks(_count_messages, 2, 3, 8, 0.9, True):
+        assert rank[1:] == [{**MESSAGES, "all_to_all_single": 1}] * 3
 
 
 def _alone(rank: int, world: int) -> int:
