@@ -18,17 +18,19 @@ holds up, the messages of the step or of the model. With one rank nothing is sen
 from __future__ import annotations
 
 import contextlib
+import pickle
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
 KINDS = ("norm", "values", "parameters", "mask")
 
@@ -106,7 +108,8 @@ class PendingMask:
         """The mask and the seconds the host waited; on CUDA the current stream waits, the host does not."""
         began = time.perf_counter()
         if self.work is not None:
-            self.work.wait()
+            with _lost_contact():
+                self.work.wait()
         if self.stream is not None:
             current = torch.cuda.current_stream(self.mask.device)
             current.wait_stream(self.stream)
@@ -140,6 +143,13 @@ class Communicator:
                 " on the ranks of its group."
             )
         self._side_stream: torch.cuda.Stream | None = None
+
+    @classmethod
+    def alone(cls) -> Communicator:
+        """This process, whatever group it is in."""
+        communicator = cls(None, None)
+        communicator.rank, communicator.world_size = 0, 1
+        return communicator
 
     def take_count(self) -> tuple[dict[str, int], float]:
         """The bytes by kind and the seconds, which start again from zero."""
@@ -215,7 +225,8 @@ class Communicator:
         for part in flat.detach().split(1 << 22):
             part = part.to(device).contiguous()
             received = [torch.empty_like(part) for _ in range(count)]
-            dist.gather(part, received if mine else None, dst=target, group=self.process_group)
+            with _lost_contact():
+                dist.gather(part, received if mine else None, dst=target, group=self.process_group)
             for whole_rank, part_rank in zip(whole, received, strict=True):
                 whole_rank[begin : begin + part.numel()] = part_rank
             begin += part.numel()
@@ -227,7 +238,8 @@ class Communicator:
             return tensor.unsqueeze(0)
         flat = tensor.reshape(-1)
         full = flat.new_empty(self.world_size * flat.numel())
-        _all_gather(full, flat, self.process_group)
+        with _lost_contact():
+            _all_gather(full, flat, self.process_group)
         return full.view(self.world_size, *tensor.shape)
 
     def share_object(self, value: Any) -> list[Any]:
@@ -235,8 +247,24 @@ class Communicator:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.process_group)
+        with _lost_contact():
+            dist.all_gather_object(values, value, group=self.process_group)
         return values
+
+    def together(self, act: Callable[[], T]) -> T:
+        """What ``act`` returns here. If it fails on any rank, all raise the error of the first that failed."""
+        result: list[T] = []
+        error: Exception | None = None
+        try:
+            result.append(act())
+        except Exception as raised:
+            error = raised
+        for rank, failure in enumerate(self.share_object(_portable(error))):
+            if failure is not None:
+                if error is not None and rank == self.rank:
+                    raise error
+                raise failure from RuntimeError(f"raised on rank {rank}")
+        return result[0]
 
     def agree(self, value: Any, device: torch.device) -> bool:
         """Whether ``repr(value)`` is the same on all ranks; one message of 8 bytes."""
@@ -248,12 +276,37 @@ class Communicator:
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         began = time.perf_counter()
-        yield
+        with _lost_contact():
+            yield
         self.seconds += time.perf_counter() - began
 
     def _count(self, kind: str, buffer_bytes: int) -> None:
         """A rank keeps 1/N of every buffer to itself."""
         self.bytes_sent[kind] += buffer_bytes * (self.world_size - 1) // self.world_size
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """The error as it can be sent."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+@contextlib.contextmanager
+def _lost_contact() -> Iterator[None]:
+    """Says what a failed message means: gloo and NCCL speak of sockets and timeouts."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise RuntimeError(
+            "All ranks must answer, got no answer: another rank has died, hangs, or raised an error of its own (look at"
+            " its output first), or the network broke. Training cannot go on without it: restart all ranks from the"
+            f" newest checkpoint. The message failed with: {error}"
+        ) from error
 
 
 def _all_gather(output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, async_op: bool = False) -> Any:

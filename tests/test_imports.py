@@ -21,18 +21,22 @@ LAYERS = (
         "clipping",
         "collectives",
         "convert",
+        "files",
         "hyperparameters",
         "mask",
         "parameters",
         "planner",
         "replicas",
+        "rng",
+        "sharded",
         "state",
         "stats",
     ),
-    ("optimizer",),
+    ("optimizer", "saving"),
     ("core",),
+    ("checkpoint_io",),
     ("fabric", "monitor", "strategy"),
-    ("cli",),
+    ("cli", "tool"),
     ("__init__",),
 )
 LAYER_OF = {module: number for number, modules in enumerate(LAYERS) for module in modules}
@@ -40,7 +44,7 @@ LAYER_OF = {module: number for number, modules in enumerate(LAYERS) for module i
 SIDEWAYS = ({"config", "layout", "ops"}, set(LAYERS[1]))
 
 # The package itself is on the list for one purpose: it registers the strategies by name.
-MAY_IMPORT_LIGHTNING = {"strategy", "fabric", "monitor", "data", "cli", "__init__"}
+MAY_IMPORT_LIGHTNING = {"checkpoint_io", "strategy", "fabric", "monitor", "data", "cli", "__init__"}
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "litgpt", "pytorch_lightning"}
 MAY_IMPORT_TRITON = {"ops.kernels"}
 MAY_COMMUNICATE = {"collectives"}
