@@ -305,7 +305,7 @@ def _tell_differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> None
     differ = [
         f"{name}={saved.get(name)!r} (now {value!r})"
         for name, value in mine.items()
-        if name not in silent and saved.get(name) != value
+        if name not in silent and repr(saved.get(name)) != repr(value)
     ]
     if differ:
         warnings.warn(
@@ -373,8 +373,8 @@ def _check(snapshot: Snapshot, saved: Mapping[str, Any], groups: Sequence[Mappin
         return
     _check_names(parameters, whole["names"])
     _check_residuals(parameters, whole)
-    if whole["mask"] is not None:
-        _check_mask(whole["mask"], whole["block_size"])
+    if whole.get("mask", "nothing") is not None:
+        _check_mask(whole.get("mask"), whole["block_size"])
     clocks = [entry["last_step"] for entry in state.values() if entry["last_step"].numel()]
     if any(int(clock.min()) < 0 or int(clock.max()) > whole["step"] for clock in clocks):
         raise ValueError(
@@ -394,10 +394,10 @@ def _check_description(whole: Mapping[str, Any]) -> None:
     counts = ("format", "world_size", "block_size", "step", "calls", "mask_uses", "skipped_in_row", "skipped_total")
     for name in counts:
         value, least = whole.get(name), int(name in counts[:3])
-        if not isinstance(value, int) or value < least:
+        if not isinstance(value, int) or not least <= value < 2**31:  # clocks are int32
             raise ValueError(
-                f"`{name}` of a SCAPE state must be a whole number of at least {least}, got {value!r}. The state is"
-                " damaged: load another checkpoint."
+                f"`{name}` of a SCAPE state must be a whole number from {least} to 2**31 - 1, got {value!r}. The state"
+                " is damaged: load another checkpoint."
             )
     for name in ("config", "names"):
         _check_mapping(name, whole.get(name))

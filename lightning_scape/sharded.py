@@ -19,6 +19,7 @@ import io
 import os
 import pickle
 import shutil
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,13 +131,15 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Chunk], communicator: Com
     writer = FileSystemWriter(folder)
     writer.fs = _SpeakingFileSystem()
     try:
-        save(
-            dict(tensors),
-            storage_writer=writer,
-            planner=_ChunkSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=communicator.process_group,
-            no_dist=communicator.world_size == 1,
-        )
+        with warnings.catch_warnings():  # that one process saves alone is meant
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            save(
+                dict(tensors),
+                storage_writer=writer,
+                planner=_ChunkSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=communicator.process_group,
+                no_dist=communicator.world_size == 1,
+            )
     except CheckpointException as error:  # the same on every rank: who failed, and with what
         rank, (cause, _) = sorted(error.failures.items())[0]
         reason = _oserror_in(cause)

@@ -38,8 +38,9 @@ STOPS = {
 class Loader:
     """Shuffled, alike on all ranks but for their part, and able to go on in the middle of an epoch."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, draws: bool = False) -> None:
         self.rank, self.world_size = rank, world_size
+        self.draws = draws
         self.data = torch.randn(EPOCH * world_size * 4, WIDTH, generator=torch.Generator().manual_seed(5))
         self.epoch = self.taken = 0
 
@@ -47,6 +48,8 @@ class Loader:
         return EPOCH
 
     def __iter__(self) -> Iterator[Tensor]:
+        if self.draws:  # as torch's DataLoader does, for the seeds of its workers
+            torch.rand(1)
         while self.taken < EPOCH:
             order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(self.epoch))
             first = (self.taken * self.world_size + self.rank) * 4
@@ -133,7 +136,7 @@ def fit(rank: int, world_size: int, precision: Any, options: dict[str, Any], **m
         enable_model_summary=False,
         **more,
     )
-    trainer.fit(module, Loader(rank, world_size), ckpt_path=path)
+    trainer.fit(module, Loader(rank, world_size, draws=True), ckpt_path=path)
     return module, trainer
 
 
