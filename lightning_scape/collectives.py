@@ -40,16 +40,31 @@ def new_mask_group(
 ) -> ProcessGroup | None:
     """A second group over the ranks of ``process_group``, for the mask exchange alone. All of its ranks must call.
 
-    None where there is nobody to talk to: no process group, or one rank.
+    It waits for other ranks as long as ``process_group`` does, if no ``timeout`` is given. None where there is nobody
+    to talk to: no process group, or one rank.
     """
     if world_size(process_group) == 1:
         return None
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
     # Without local synchronization every rank of the job, not only of this group, would have to call.
-    group: ProcessGroup = dist.new_group(
-        ranks, backend=backend, timeout=timeout, use_local_synchronization=ranks is not None
-    )
+    with _lost_contact():
+        group: ProcessGroup = dist.new_group(
+            ranks,
+            backend=backend,
+            timeout=timeout or _timeout_of(process_group),
+            use_local_synchronization=ranks is not None,
+        )
     return group
+
+
+def _timeout_of(process_group: ProcessGroup | None) -> timedelta | None:
+    """A group's timeout; a new group would have its backend's (30 minutes for gloo), whatever the job's is."""
+    group: Any = process_group or dist.group.WORLD
+    try:
+        timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    except (AttributeError, IndexError, RuntimeError):  # not public: if torch moves it, its default has to do
+        return None
+    return timeout
 
 
 def is_distributed() -> bool:

@@ -21,14 +21,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from launcher import RankError
-from test_checkpoint import build, everything, restored, train
+from test_checkpoint import build, everything, train
 from test_optimizer import parameters, set_gradients, values
 from test_sharded import load, numbered
 from test_strategy import GivenRanks, Regression, make_trainer
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy, newest_checkpoint
 from lightning_scape.collectives import Communicator
-from lightning_scape.files import save_file, verify
+from lightning_scape.files import load_file, save_file, verify
 from lightning_scape.saving import Content, Saver
 
 RunRanks = Callable[..., list[Any]]
@@ -56,6 +56,16 @@ def test_a_killed_rank_makes_the_others_stop_and_say_why(run_ranks: RunRanks, at
         assert isinstance(error, RuntimeError)
         assert "another rank has died, hangs, or raised an error" in str(error)
         assert "restart all ranks from the newest checkpoint" in str(error)
+
+
+def wait_for_masks(rank: int, world_size: int) -> float:
+    optimizer = ScapeOptimizer(parameters(), config=CONFIG, process_group=dist.new_group(timeout=timedelta(seconds=7)))
+    mask_group = optimizer._communicator.mask_group
+    return mask_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_masks_are_waited_for_as_long_as_all_else(run_ranks: RunRanks) -> None:
+    assert run_ranks(wait_for_masks, 2) == [7.0, 7.0]
 
 
 def hang_a_rank(rank: int, world_size: int) -> float:
@@ -108,26 +118,29 @@ def train_and_save(
 ) -> list[str]:
     """From the newest checkpoint to the end, saving over one name at every step; ``kill`` is whom, how and when."""
     ranks, path = Communicator(None, None), Path(folder) / "only.ckpt"
+    params, optimizer = build(CONFIG, torch.float32)
+    group = Communicator(dist.new_group(), None) if kind == "asynchronous" else ranks
+    dist.barrier()  # who dies while groups are being made is waited for until the timeout
     if kill is not None and kill[0] in (rank, -1):
         if kill[1] == "events":
             kill_at(int(kill[2]), folder)
         else:
             threading.Timer(kill[2], os.kill, (os.getpid(), signal.SIGKILL)).start()
     (newest, *_) = ranks.share_object(newest_checkpoint(folder) if rank == 0 else None)
-    params, optimizer = build(CONFIG, torch.float32)
     begin = 0
-    if newest is not None and kind == "full":
-        params, optimizer = restored(newest.read_bytes(), CONFIG, torch.float32)
-        begin = torch.load(newest, weights_only=True)["step"]
-    elif newest is not None:
-        content = load(newest, optimizer)
-        begin = content.rest["step"]
-        for parameter, value in zip(params, content.model("model").values(), strict=True):
+    if newest is not None:
+        if kind == "full":
+            content = load_file(newest)
+            optimizer.load_state_dict(content["optimizer"])
+            begin, model = content["step"], content["model"]
+        else:
+            saved = load(newest, optimizer)
+            begin, model = saved.rest["step"], saved.model("model").values()
+        for parameter, value in zip(params, model, strict=True):
             parameter.data.copy_(value)
     if expected and begin:
         assert digest(params, optimizer) == expected[rank][begin - 1], f"not as it was after step {begin}"
     digests, saver = [], Saver(asynchronous=kind == "asynchronous")
-    group = Communicator(dist.new_group(), None) if kind == "asynchronous" else ranks
     for step in range(begin, STEPS):
         train(params, optimizer, rank, range(step, step + 1))
         digests.append(digest(params, optimizer))
