@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from test_sharded import assert_equal
 from test_strategy import GivenRanks
 from torch import Tensor, nn
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy, core
+from lightning_scape.saving import consolidate
 
 RunRanks = Callable[..., list[Any]]
 WIDTH, STEPS, EPOCH, ACCUMULATE = 9, 11, 7, 2
@@ -113,6 +115,9 @@ class Module(L.LightningModule):
         bad = self.global_step == BAD_STEP - 1 and self.global_rank == 1
         return loss_of(self.model, batch, bad and self.trainer.strategy.world_size > 1)
 
+    def validation_step(self, batch: Tensor) -> None:
+        loss_of(self.model, batch, False)
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
@@ -134,6 +139,8 @@ def fit(rank: int, world_size: int, precision: Any, options: dict[str, Any], **m
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        limit_val_batches=2,
+        num_sanity_val_steps=0,
         **more,
     )
     trainer.fit(module, Loader(rank, world_size, draws=True), ckpt_path=path)
@@ -220,3 +227,45 @@ def test_resume_at_any_step_is_bitwise_never_having_stopped(
 ) -> None:
     folder = tmp_path / "checkpoints"
     assert run_ranks(host, 2, str(folder), precision, FORMATS[kind]) == [len(STOPS)] * 2
+
+
+# ------------------------------------------------------------------------------------------------ the hosts' own ways
+
+
+def mixed_formats(rank: int, world_size: int, folder: str) -> list[str]:
+    """Either kind of checkpoint is loaded whatever is saved; callbacks keep, link and remove directories."""
+    warnings.simplefilter("ignore")
+    sharded = {"state_dict_type": "sharded", "async_save": True}
+    keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=1, save_last="link")
+    straight, trainer = fit(rank, world_size, "32-true", sharded, callbacks=[keep])
+    (optimizer,) = core.scape_optimizers(trainer.optimizers)
+    expected, names = everything(optimizer), sorted(path.name for path in Path(folder).iterdir())
+    trainer.save_checkpoint(f"{folder}/end.ckpt")
+    trainer.strategy.wait_for_checkpoint()
+    # The end is loaded for validation alone, too.
+    trainer.validate(straight, Loader(rank, world_size), ckpt_path=f"{folder}/end.ckpt", verbose=False)
+    for options in ({}, sharded):
+        _, trainer = fit(rank, world_size, "32-true", options, callbacks=[keep], ckpt_path="last")
+        (optimizer,) = core.scape_optimizers(trainer.optimizers)
+        assert_same(expected, everything(optimizer))
+    plain = {"enable_checkpointing": False}
+    _, trainer = fit(rank, world_size, "32-true", {}, ckpt_path=f"{folder}/end.ckpt", **plain)
+    trainer.save_checkpoint(f"{folder}/full.ckpt")
+    _, trainer = fit(rank, world_size, "32-true", sharded, ckpt_path=f"{folder}/full.ckpt", **plain)
+    (optimizer,) = core.scape_optimizers(trainer.optimizers)
+    own = everything(optimizer)
+    for name in ("lr", "common"):
+        assert own[name] == expected[name]
+    assert all(torch.equal(own[name], expected[name]) for name in own if "parameter" in name or "state." in name)
+    if rank == 0:
+        whole = consolidate(Path(folder) / "end.ckpt")
+        full = torch.load(f"{folder}/full.ckpt", weights_only=True)
+        assert whole.keys() == full.keys()
+        assert_equal(whole["optimizer_states"], full["optimizer_states"])
+        assert_equal(whole["state_dict"], full["state_dict"])
+    return names
+
+
+def test_callbacks_formats_and_the_converter_work_together(run_ranks: RunRanks, tmp_path: Path) -> None:
+    names = run_ranks(mixed_formats, 2, str(tmp_path / "checkpoints"))[0]
+    assert names == ["last.ckpt", "step=9.ckpt"]
