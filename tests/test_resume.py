@@ -244,6 +244,8 @@ def mixed_formats(rank: int, world_size: int, folder: str) -> list[str]:
     trainer.strategy.wait_for_checkpoint()
     # The end is loaded for validation alone, too.
     trainer.validate(straight, Loader(rank, world_size), ckpt_path=f"{folder}/end.ckpt", verbose=False)
+    trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+    trainer.validate(straight, Loader(rank, world_size), ckpt_path=f"{folder}/weights.ckpt", verbose=False)
     for options in ({}, sharded):
         _, trainer = fit(rank, world_size, "32-true", options, callbacks=[keep], ckpt_path="last")
         (optimizer,) = core.scape_optimizers(trainer.optimizers)
