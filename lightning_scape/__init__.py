@@ -8,6 +8,7 @@ from lightning_scape.adams import AdamS
 from lightning_scape.config import ScapeConfig
 from lightning_scape.data import PythonSource
 from lightning_scape.fabric import FabricScapeStrategy
+from lightning_scape.files import CheckpointError, newest_checkpoint
 from lightning_scape.monitor import ScapeMonitor
 from lightning_scape.optimizer import ScapeOptimizer
 from lightning_scape.stats import StepStats
@@ -19,6 +20,7 @@ FabricScapeStrategy.register_strategies(STRATEGY_REGISTRY)
 
 __all__ = [
     "AdamS",
+    "CheckpointError",
     "FabricScapeStrategy",
     "PythonSource",
     "ScapeConfig",
@@ -27,4 +29,5 @@ __all__ = [
     "ScapeStrategy",
     "StepStats",
     "__version__",
+    "newest_checkpoint",
 ]

@@ -6,6 +6,7 @@ Symbols: ``g`` gradient, ``m`` first moment, ``v`` denominator's square, ``theta
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -174,12 +175,14 @@ class AdamS(Optimizer):
         """Take over options and state; the first moments keep the precision they were saved in.
 
         Args:
-            state_dict: what :meth:`state_dict` returned. Its tensors are copied.
+            state_dict: what :meth:`state_dict` returned, or what :class:`~lightning_scape.ScapeOptimizer`'s did, whose
+                first moments, step and options are taken, with a warning. Its tensors are copied.
 
         Raises:
             ValueError: the groups differ in number or size, an option is outside its rule, or a state is not one of
                 AdamS or has another shape than its parameter. Nothing has been changed then.
         """
+        state_dict = _without_scape(state_dict)
         states: dict[Tensor, dict[str, Any]] = {}
 
         def remember(_: Optimizer, final: dict[str, Any]) -> None:
@@ -211,6 +214,19 @@ class AdamS(Optimizer):
             self.register_load_state_dict_post_hook(restore, prepend=True),
         ):
             super().load_state_dict(state_dict)
+
+
+def _without_scape(saved: dict[str, Any]) -> dict[str, Any]:
+    """A state of AdamS out of one of SCAPE; any other as it is."""
+    if "scape" not in saved:
+        return saved
+    warnings.warn(
+        "The checkpoint was written by SCAPE: first moments, step and options carry over to AdamS; residuals (what was"
+        " computed and not yet sent), clocks and masks do not.",
+        stacklevel=4,
+    )
+    state = {index: {name: entry[name] for name in ("step", "exp_avg")} for index, entry in saved["state"].items()}
+    return {"state": state, "param_groups": saved["param_groups"]}
 
 
 class _Batch(NamedTuple):

@@ -11,6 +11,10 @@ Format 1, tensors, numbers and strings only (``torch.load(weights_only=True)`` r
     }
 
 ``i`` counts all parameters of the groups, as in torch's own state dicts; every tensor by parameter has its shape.
+
+In a directory (:mod:`lightning_scape.sharded`) the same tensors stand under ``state.{i}.exp_avg`` and so on, flat, in
+the parameter's memory order, in as many chunks as shards meet the parameter; residuals under ``residual.{rank}.{i}``,
+the mask's rows under ``mask``.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ from lightning_scape.collectives import Communicator
 from lightning_scape.config import ScapeConfig
 from lightning_scape.layout import Layout, Piece
 from lightning_scape.mask import DelayedMask
-from lightning_scape.parameters import Parameters
+from lightning_scape.parameters import Parameters, problem_of_group
+from lightning_scape.sharded import Chunk, OwnShards, SavedShards
 from lightning_scape.state import SHARD_TENSORS, ScapeState
 
 FORMAT = 1
@@ -72,50 +77,51 @@ def consolidate(snapshot: Snapshot, communicator: Communicator, to: int) -> dict
         cut = _cut(residuals.pop(0), layout, parameters)
         by_rank.append({parameters.indices[place]: tensor for place, tensor in cut})
     mask = snapshot.masks.active
+    whole = {
+        **_describe(snapshot, communicator.world_size),
+        "residuals": by_rank,
+        "mask": None if mask is None else mask[: layout.used_blocks].cpu().clone(),
+    }
+    return {"state": by_parameter, "scape": whole}
+
+
+def _describe(snapshot: Snapshot, world_size: int) -> dict[str, Any]:
+    """All but the tensors."""
     return {
-        "state": by_parameter,
-        "scape": {
-            "format": FORMAT,
-            "config": snapshot.config.as_dict(),
-            "world_size": communicator.world_size,
-            "step": step,
-            "calls": state.calls,
-            "names": dict(zip(parameters.indices, parameters.names, strict=True)),
-            "residuals": by_rank,
-            "mask": None if mask is None else mask[: layout.used_blocks].cpu().clone(),
-            "mask_uses": snapshot.masks.uses,
-            "block_size": layout.block_size,
-            "skipped_in_row": snapshot.clipping.skipped_in_row,
-            "skipped_total": snapshot.clipping.skipped_total,
-        },
+        "format": FORMAT,
+        "config": snapshot.config.as_dict(),
+        "world_size": world_size,
+        "step": int(snapshot.state.step),
+        "calls": snapshot.state.calls,
+        "names": dict(zip(snapshot.parameters.indices, snapshot.parameters.names, strict=True)),
+        "mask_uses": snapshot.masks.uses,
+        "block_size": snapshot.layout.block_size,
+        "skipped_in_row": snapshot.clipping.skipped_in_row,
+        "skipped_total": snapshot.clipping.skipped_total,
     }
 
 
-def load(snapshot: Snapshot, saved: Mapping[str, Any], rank: int, group_count: int) -> None:
+def load(snapshot: Snapshot, saved: Mapping[str, Any], rank: int, groups: Sequence[Mapping[str, Any]]) -> None:
     """Fills a snapshot with this rank's part of a whole state; see :meth:`ScapeOptimizer.load_state_dict`.
 
     Args:
         snapshot: freshly allocated buffers, and the live masks and counters.
         saved: what :meth:`ScapeOptimizer.state_dict` gave, or a state of AdamW, Adam or AdamS.
         rank: whose part is taken.
-        group_count: parameter groups of the optimizer.
+        groups: parameter groups of the optimizer.
 
     Raises:
         ValueError: the state is not of this model, or of a newer format. Nothing has been changed then.
     """
-    _check(snapshot, saved, group_count)
+    _check(snapshot, saved, groups)
     snapshot.masks.restore(None, 0)
     if "scape" not in saved:
         _load_first_moments(snapshot, saved["state"], rank)
         return
     whole, layout, state = saved["scape"], snapshot.layout, snapshot.state
     _tell_differences(snapshot.config.as_dict(), whole["config"])
-    state.step.fill_(whole["step"])
-    state.clock.fill_(whole["step"])  # of the pads, which are visited at every step
-    state.calls = whole["calls"]
-    snapshot.clipping.skipped_in_row = whole["skipped_in_row"]
-    snapshot.clipping.skipped_total = whole["skipped_total"]
-    snapshot.clipping.last_skipped = whole["skipped_in_row"] > 0
+    _load_clocks(snapshot, whole)
+    _load_history(snapshot, whole)
     if "master" in next(iter(saved["state"].values())) and snapshot.parameters.need_masters:
         state.master = torch.zeros_like(state.momentum)
     for name, saved_as in _SAVED_AS.items():
@@ -124,58 +130,175 @@ def load(snapshot: Snapshot, saved: Mapping[str, Any], rank: int, group_count: i
         if shard is not None and tensors:
             _fill(shard.view(-1), tensors, snapshot, layout.shard_pieces(rank))
     _load_residual(snapshot, whole, rank)
-    mask = whole["mask"]
-    if mask is not None and whole["block_size"] == layout.block_size and mask.shape[0] == layout.used_blocks:
-        filler = torch.arange(mask.shape[1]).expand(layout.blocks - layout.used_blocks, -1).to(mask.dtype)
-        snapshot.masks.restore(torch.cat([mask, filler]).to(state.momentum.device), whole["mask_uses"])
-    elif mask is not None:
+    _load_mask(snapshot, whole["mask"], whole)
+
+
+# ---------------------------------------------------------------------------------------- shards, each by its own rank
+
+
+def own_shards(snapshot: Snapshot, communicator: Communicator, param_groups: list[dict[str, Any]]) -> OwnShards:
+    """This rank's part of the state: views, nothing is copied or sent."""
+    layout, parameters, state, rank = snapshot.layout, snapshot.parameters, snapshot.state, communicator.rank
+    tensors: dict[str, Chunk] = {}
+    for name, saved_as in _SAVED_AS.items():
+        shard: Tensor | None = getattr(state, name)
+        if shard is not None:
+            tensors |= _chunks(f"state.{{}}.{saved_as}", shard.view(-1), snapshot, layout.shard_pieces(rank))
+    tensors |= _chunks(f"residual.{rank}.{{}}", state.residual.view(-1), snapshot, layout.pieces())
+    mask, first = snapshot.masks.active, rank * layout.shard_blocks
+    if mask is not None and first < layout.used_blocks:
+        rows = mask[first : min(first + layout.shard_blocks, layout.used_blocks)]
+        tensors["mask"] = Chunk(rows, first, layout.used_blocks)
+    common = {
+        **_describe(snapshot, communicator.world_size),
+        "shapes": {index: list(p.shape) for index, p in zip(parameters.indices, parameters.tensors, strict=True)},
+        "strides": {index: list(p.stride()) for index, p in zip(parameters.indices, parameters.tensors, strict=True)},
+        "tensors": [saved_as for name, saved_as in _SAVED_AS.items() if getattr(state, name) is not None],
+        "mask_shape": None if mask is None else [layout.used_blocks, mask.shape[1]],
+        "param_groups": param_groups,
+    }
+    return OwnShards(tensors, common)
+
+
+def load_shards(snapshot: Snapshot, saved: SavedShards, rank: int, groups: Sequence[Mapping[str, Any]]) -> None:
+    """As :func:`load`, from a directory, of which only this rank's part is read.
+
+    Raises:
+        ValueError: as :func:`load`.
+        OSError: a file cannot be read.
+    """
+    common, layout, state = saved.common, snapshot.layout, snapshot.state
+    _check_shards(snapshot, common, groups)
+    _load_clocks(snapshot, common)
+    if "master" in common["tensors"] and snapshot.parameters.need_masters:
+        state.master = torch.zeros_like(state.momentum)
+    targets: dict[str, Chunk] = {}
+    for name, saved_as in _SAVED_AS.items():
+        shard: Tensor | None = getattr(state, name)
+        if shard is not None and saved_as in common["tensors"]:
+            key = f"{saved.key}.state.{{}}.{saved_as}"
+            targets |= _chunks(key, shard.view(-1), snapshot, layout.shard_pieces(rank))
+    saved.directory.read(targets)
+    _read_residual(snapshot, saved, rank)
+    mask = None
+    if common["mask_shape"] is not None:
+        mask = saved.directory.tensor(f"{saved.key}.mask")
+        _check_mask(mask, common["block_size"])
+    # From here on nothing fails.
+    _tell_differences(snapshot.config.as_dict(), common["config"])
+    snapshot.masks.restore(None, 0)
+    _load_history(snapshot, common)
+    _load_mask(snapshot, mask, common)
+
+
+def _chunks(key: str, flat: Tensor, snapshot: Snapshot, pieces: Iterable[Piece]) -> dict[str, Chunk]:
+    """Each piece's entries in ``flat``, the blocks that the pieces count, as a chunk of its whole parameter."""
+    return {
+        key.format(snapshot.parameters.indices[piece.segment.index]): Chunk(
+            flat[piece.of_blocks(snapshot.layout.block_size)], piece.start, piece.segment.numel
+        )
+        for piece in pieces
+    }
+
+
+def _read_residual(snapshot: Snapshot, saved: SavedShards, rank: int) -> None:
+    layout, residual = snapshot.layout, snapshot.state.residual.view(-1)
+    before = saved.common["world_size"]
+    if before == layout.world_size:
+        saved.directory.read(_chunks(f"{saved.key}.residual.{rank}.{{}}", residual, snapshot, layout.pieces()))
+        return
+    part = torch.zeros_like(residual)
+    for other in range(before):
+        saved.directory.read(_chunks(f"{saved.key}.residual.{other}.{{}}", part, snapshot, layout.pieces()))
+        residual += part
+    residual /= before
+    _tell_resharding(before, layout.world_size)
+
+
+def merge_shards(saved: SavedShards) -> dict[str, Any]:
+    """The whole state that :meth:`ScapeOptimizer.state_dict` would have given, read into host memory."""
+    common = dict(saved.common)
+    shapes, strides, tensors = common.pop("shapes"), common.pop("strides"), common.pop("tensors")
+    groups, mask_shape = common.pop("param_groups"), common.pop("mask_shape")
+
+    def read(key: str, index: int) -> Tensor:
+        if 0 in shapes[index]:
+            return torch.empty(shapes[index])
+        flat = saved.directory.tensor(f"{saved.key}.{key}")
+        return flat.as_strided(shapes[index], strides[index]).contiguous()
+
+    state = {
+        index: {"step": common["step"], **{name: read(f"state.{index}.{name}", index) for name in tensors}}
+        for index in shapes
+    }
+    residuals = [
+        {index: read(f"residual.{rank}.{index}", index) for index in shapes} for rank in range(common["world_size"])
+    ]
+    mask = None if mask_shape is None else saved.directory.tensor(f"{saved.key}.mask")
+    return {"state": state, "scape": {**common, "residuals": residuals, "mask": mask}, "param_groups": groups}
+
+
+# ------------------------------------------------------------------------------------------------ into dense optimizers
+
+
+def as_adamw(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole state of :class:`ScapeOptimizer` as one that ``torch.optim.AdamW`` and ``Adam`` take.
+
+    First moments, step and options carry over. SCAPE has no second moment: it is set to the first one's square, as
+    AdamS's denominator has it. Residuals (what was computed and not yet sent) are lost; a warning says so.
+    """
+    state = {
+        index: {
+            "step": torch.tensor(float(entry["step"])),
+            "exp_avg": entry["exp_avg"],
+            "exp_avg_sq": entry["exp_avg"].square(),
+        }
+        for index, entry in saved["state"].items()
+    }
+    warnings.warn(
+        "SCAPE's state as AdamW's: parameters, first moments and step carry over; the second moment, which SCAPE does"
+        " not have, is set to the first one's square; residuals, clocks and masks do not carry over.",
+        stacklevel=2,
+    )
+    return {"state": state, "param_groups": saved["param_groups"]}
+
+
+# ------------------------------------------------------------------------------------------------ parts of loading
+
+
+def _load_clocks(snapshot: Snapshot, whole: Mapping[str, Any]) -> None:
+    snapshot.state.step.fill_(whole["step"])
+    snapshot.state.clock.fill_(whole["step"])  # of the pads, which are visited at every step
+    snapshot.state.calls = whole["calls"]
+
+
+def _load_history(snapshot: Snapshot, whole: Mapping[str, Any]) -> None:
+    snapshot.clipping.skipped_in_row = whole["skipped_in_row"]
+    snapshot.clipping.skipped_total = whole["skipped_total"]
+    snapshot.clipping.last_skipped = whole["skipped_in_row"] > 0
+
+
+def _load_mask(snapshot: Snapshot, mask: Tensor | None, whole: Mapping[str, Any]) -> None:
+    layout = snapshot.layout
+    if mask is None:
+        return
+    if whole["block_size"] != layout.block_size or mask.shape[0] != layout.used_blocks:
         warnings.warn(
             f"The checkpoint's masks are for blocks of {whole['block_size']} entries, this run's are"
             f" {layout.block_size}: the first step makes its mask anew. All else carries over.",
-            stacklevel=4,
+            stacklevel=5,
         )
+        return
+    filler = torch.arange(mask.shape[1]).expand(layout.blocks - layout.used_blocks, -1).to(mask.dtype)
+    snapshot.masks.restore(torch.cat([mask, filler]).to(snapshot.state.momentum.device), whole["mask_uses"])
 
 
-def _check(snapshot: Snapshot, saved: Mapping[str, Any], group_count: int) -> None:
-    parameters = snapshot.parameters
-    if not isinstance(saved, Mapping) or "state" not in saved or "param_groups" not in saved:
-        raise ValueError(
-            "An optimizer state must have `state` and `param_groups`, got"
-            f" {sorted(saved) if isinstance(saved, Mapping) else type(saved).__name__}. {_REMEDY}"
-        )
-    version = saved.get("scape", {}).get("format", FORMAT)
-    if version > FORMAT:
-        raise ValueError(
-            f"The state's format must be at most {FORMAT}, got {version}: it was written by a newer lightning_scape."
-            " Upgrade this installation."
-        )
-    if len(saved["param_groups"]) != group_count:
-        raise ValueError(
-            f"The state must have {group_count} parameter groups, got {len(saved['param_groups'])}. {_REMEDY}"
-        )
-    state = saved["state"]
-    odd = sorted(set(state) ^ set(parameters.indices))
-    if "scape" not in saved:  # torch leaves out what never had a gradient
-        odd = sorted(set(state) - set(parameters.indices))
-    if odd:
-        raise ValueError(
-            f"The state must hold the model's {len(parameters.indices)} trained parameters, got {len(state)}; the first"
-            f" that only one of them has is number {odd[0]}. {_REMEDY}"
-        )
-    for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
-        if index not in state:
-            continue
-        if "exp_avg" not in state[index]:
-            raise ValueError(
-                f"The state of {name!r} (number {index}) must hold a first moment `exp_avg`, got"
-                f" {sorted(state[index])}. Load a state of AdamW, Adam, AdamS or ScapeOptimizer."
-            )
-        shape = tuple(state[index]["exp_avg"].shape)
-        if shape != tuple(parameter.shape):
-            raise ValueError(
-                f"The state of {name!r} (number {index}) must have shape {tuple(parameter.shape)}, got {shape}."
-                f" {_REMEDY}"
-            )
+def _tell_resharding(before: int, now: int) -> None:
+    warnings.warn(
+        f"The checkpoint was written by {before} ranks, this run has {now}: momentum, clocks, masters and masks carry"
+        " over exactly; each rank starts from the mean of the saved residuals.",
+        stacklevel=6,
+    )
 
 
 def _tell_differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -184,7 +307,7 @@ def _tell_differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> None
     differ = [
         f"{name}={saved.get(name)!r} (now {value!r})"
         for name, value in mine.items()
-        if name not in silent and saved.get(name) != value
+        if name not in silent and repr(saved.get(name)) != repr(value)
     ]
     if differ:
         warnings.warn(
@@ -218,11 +341,205 @@ def _load_residual(snapshot: Snapshot, whole: Mapping[str, Any], rank: int) -> N
     # Every rank takes the mean: the mean over ranks, which is what training depends on, stays what it was.
     mean = {index: torch.stack([part[index] for part in saved]).mean(0) for index in saved[0]}
     _fill(residual, mean, snapshot, snapshot.layout.pieces())
-    warnings.warn(
-        f"The checkpoint was written by {len(saved)} ranks, this run has {world_size}: momentum, clocks, masters and"
-        " masks carry over exactly; each rank starts from the mean of the saved residuals.",
-        stacklevel=5,
-    )
+    _tell_resharding(len(saved), world_size)
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def _check(snapshot: Snapshot, saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
+        raise ValueError(
+            "An optimizer state must have `state` and `param_groups`, got"
+            f" {sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__}. {_REMEDY}"
+        )
+    whole = saved.get("scape")
+    if whole is not None:
+        _check_description(whole)
+    _check_groups(saved["param_groups"], groups)
+    parameters, state = snapshot.parameters, saved["state"]
+    _check_mapping("state", state)
+    odd = sorted(set(state) ^ set(parameters.indices), key=str)
+    if whole is None:  # torch leaves out what never had a gradient
+        odd = sorted(set(state) - set(parameters.indices), key=str)
+    if odd:
+        raise ValueError(
+            f"The state must hold the model's {len(parameters.indices)} trained parameters, got {len(state)}; the first"
+            f" that only one of them has is number {odd[0]}. {_REMEDY}"
+        )
+    expected = None if whole is None else _expected_entries(state[parameters.indices[0]])
+    for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
+        if index in state:
+            _check_entry(state[index], f"{name!r} (number {index})", parameter, expected)
+    if whole is None:
+        return
+    _check_names(parameters, whole["names"])
+    _check_residuals(parameters, whole)
+    if whole.get("mask", "nothing") is not None:
+        _check_mask(whole.get("mask"), whole["block_size"])
+    clocks = [entry["last_step"] for entry in state.values() if entry["last_step"].numel()]
+    if any(int(clock.min()) < 0 or int(clock.max()) > whole["step"] for clock in clocks):
+        raise ValueError(
+            f"The clocks of a state must be between 0 and its step ({whole['step']}), got others. The state is damaged:"
+            " load another checkpoint."
+        )
+
+
+def _check_description(whole: Mapping[str, Any]) -> None:
+    _check_mapping("scape", whole)
+    version = whole.get("format")
+    if isinstance(version, int) and version > FORMAT:
+        raise ValueError(
+            f"The state's format must be at most {FORMAT}, got {version}: it was written by a newer lightning_scape."
+            " Upgrade this installation."
+        )
+    counts = ("format", "world_size", "block_size", "step", "calls", "mask_uses", "skipped_in_row", "skipped_total")
+    for name in counts:
+        value, least = whole.get(name), int(name in counts[:3])
+        if not isinstance(value, int) or not least <= value < 2**31:  # clocks are int32
+            raise ValueError(
+                f"`{name}` of a SCAPE state must be a whole number from {least} to 2**31 - 1, got {value!r}. The state"
+                " is damaged: load another checkpoint."
+            )
+    for name in ("config", "names"):
+        _check_mapping(name, whole.get(name))
+
+
+def _check_mapping(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"`{name}` of an optimizer state must be a dict, got {type(value).__name__}. The state is damaged: load"
+            " another checkpoint."
+        )
+
+
+def _check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    if not isinstance(saved, list) or len(saved) != len(groups):
+        got = len(saved) if isinstance(saved, list) else type(saved).__name__
+        raise ValueError(f"The state must have {len(groups)} parameter groups, got {got}. {_REMEDY}")
+    for number, (theirs, mine) in enumerate(zip(saved, groups, strict=True)):
+        _check_mapping(f"param_groups[{number}]", theirs)
+        given = theirs.get("params")
+        count = len(given) if isinstance(given, list) else None
+        if count != len(mine["params"]):
+            raise ValueError(
+                f"Parameter group {number} of the state must have {len(mine['params'])} parameters, got {count}."
+                f" {_REMEDY}"
+            )
+        try:
+            problem = problem_of_group({**mine, **theirs})
+        except (TypeError, ValueError) as error:
+            problem = f"{error}."
+        if problem is not None:
+            raise ValueError(f"Parameter group {number} of the state cannot be taken: {problem}")
+
+
+def _expected_entries(first: Any) -> set[str]:
+    return {"exp_avg", "last_step"} | (set(first) & set(_SAVED_AS.values()) if isinstance(first, Mapping) else set())
+
+
+def _check_entry(entry: Any, name: str, parameter: Tensor, expected: set[str] | None) -> None:
+    """One parameter's state; ``expected`` are the tensors that SCAPE's must hold, None for another optimizer's."""
+    _check_mapping(f"state of {name}", entry)
+    if "exp_avg" not in entry:
+        raise ValueError(
+            f"The state of {name} must hold a first moment `exp_avg`, got {sorted(map(str, entry))}. Load a state of"
+            " AdamW, Adam, AdamS or ScapeOptimizer."
+        )
+    for kind in sorted(expected or {"exp_avg"}):
+        _check_tensor(entry.get(kind), f"{kind} of {name}", parameter, integer=kind == "last_step")
+
+
+def _check_tensor(tensor: Any, name: str, parameter: Tensor, *, integer: bool = False) -> None:
+    kind = "integer" if integer else "floating-point"
+    if not isinstance(tensor, Tensor) or tensor.is_floating_point() == integer or tensor.is_complex():
+        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ValueError(f"The state's {name} must be a {kind} tensor, got {got}. {_REMEDY}")
+    if tuple(tensor.shape) != tuple(parameter.shape):
+        raise ValueError(
+            f"The state's {name} must have shape {tuple(parameter.shape)}, got {tuple(tensor.shape)}. {_REMEDY}"
+        )
+
+
+def _check_residuals(parameters: Parameters, whole: Mapping[str, Any]) -> None:
+    residuals = whole.get("residuals")
+    if not isinstance(residuals, list) or len(residuals) != whole["world_size"]:
+        got = len(residuals) if isinstance(residuals, list) else type(residuals).__name__
+        raise ValueError(
+            f"A state of {whole['world_size']} ranks must hold as many residuals, got {got}. The state is damaged: load"
+            " another checkpoint."
+        )
+    for rank, residual in enumerate(residuals):
+        _check_mapping(f"residuals[{rank}]", residual)
+        for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
+            _check_tensor(residual.get(index), f"residual of {name!r} on rank {rank}", parameter)
+
+
+def _check_mask(mask: Any, block_size: int) -> None:
+    problem = None
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype not in (torch.uint8, torch.uint16):
+        problem = f"a {tuple(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+    elif mask.numel():
+        rows = mask.to(torch.int32).sort(dim=1).values
+        if int(rows.max()) >= block_size or bool((rows[:, 1:] == rows[:, :-1]).any()):
+            problem = "positions that are outside or not distinct"
+    if problem is not None:
+        raise ValueError(
+            f"A mask must be [blocks, q] uint8 or uint16, of distinct positions below {block_size}, got {problem}. The"
+            " state is damaged: load another checkpoint."
+        )
+
+
+def _check_names(parameters: Parameters, saved: Mapping[int, str]) -> None:
+    """Parameters are taken by position: one that stands elsewhere by its name would be given another's state."""
+    mine = dict(zip(parameters.indices, parameters.names, strict=True))
+    known = {name: index for index, name in mine.items()}
+    renamed = []
+    for index, name in mine.items():
+        theirs = _plain_name(str(saved.get(index, "")))
+        if theirs == _plain_name(name) or "parameter " in name or "parameter " in theirs:
+            continue
+        renamed.append(f"{theirs!r} (now {name!r})")
+        if theirs in known:
+            raise ValueError(
+                f"Parameters must come in the checkpoint's order, got {name!r} as number {index}, which was {theirs!r}"
+                " there. Build the optimizer over the parameters in the same order."
+            )
+    if renamed:
+        warnings.warn(
+            f"The checkpoint knows {len(renamed)} parameters by other names, the first as {renamed[0]}; shapes agree,"
+            " and they are taken by position.",
+            stacklevel=6,
+        )
+
+
+def _plain_name(name: str) -> str:
+    return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def _check_shards(snapshot: Snapshot, common: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    _check_description(common)
+    _check_groups(common.get("param_groups"), groups)
+    parameters = snapshot.parameters
+    shapes, strides = common["shapes"], common["strides"]
+    if set(shapes) != set(parameters.indices):
+        odd = sorted(set(shapes) ^ set(parameters.indices))
+        raise ValueError(
+            f"The state must hold the model's {len(parameters.indices)} trained parameters, got {len(shapes)}; the"
+            f" first that only one of them has is number {odd[0]}. {_REMEDY}"
+        )
+    for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
+        if tuple(shapes[index]) != tuple(parameter.shape):
+            raise ValueError(
+                f"The state of {name!r} (number {index}) must have shape {tuple(parameter.shape)}, got"
+                f" {tuple(shapes[index])}. {_REMEDY}"
+            )
+        if tuple(strides[index]) != parameter.stride() and parameter.numel():
+            raise ValueError(
+                f"A sharded state of {name!r} must have its memory order {parameter.stride()}, got"
+                f" {tuple(strides[index])}. Make it one file by `lightning-scape consolidate`, which has none."
+            )
+    _check_names(parameters, common["names"])
 
 
 # ------------------------------------------------------------------------------- blocks <-> parameters

@@ -20,6 +20,7 @@ of the model. With one rank nothing is sent at all.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,12 +28,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
 KINDS = ("norm", "values", "parameters", "mask", "votes")
 
@@ -42,15 +44,20 @@ def new_mask_group(
 ) -> ProcessGroup | None:
     """A second group over the ranks of ``process_group``, for the mask exchange alone. All of its ranks must call.
 
-    None where there is nobody to talk to: no process group, or one rank.
+    It waits for other ranks as long as ``process_group`` does, if no ``timeout`` is given. None where there is nobody
+    to talk to: no process group, or one rank.
     """
     if world_size(process_group) == 1:
         return None
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
     # Without local synchronization every rank of the job, not only of this group, would have to call.
-    group: ProcessGroup = dist.new_group(
-        ranks, backend=backend, timeout=timeout, use_local_synchronization=ranks is not None
-    )
+    with _lost_contact():
+        group: ProcessGroup = dist.new_group(
+            ranks,
+            backend=backend,
+            timeout=timeout or _timeout_of(process_group),
+            use_local_synchronization=ranks is not None,
+        )
     return group
 
 
@@ -60,6 +67,16 @@ def lone_group() -> ProcessGroup | None:
         return None
     group: ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return group
+
+
+def _timeout_of(process_group: ProcessGroup | None) -> timedelta | None:
+    """A group's timeout; a new group would have its backend's (30 minutes for gloo), whatever the job's is."""
+    group: Any = process_group or dist.group.WORLD
+    try:
+        timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    except (AttributeError, IndexError, RuntimeError):  # not public: if torch moves it, its default has to do
+        return None
+    return timeout
 
 
 def is_distributed() -> bool:
@@ -122,7 +139,8 @@ class PendingMask:
         if self.job is not None:
             self.job.result()
         if self.work is not None:
-            self.work.wait()
+            with _lost_contact():
+                self.work.wait()
         if self.stream is not None:
             current = torch.cuda.current_stream(self.mask.device)
             current.wait_stream(self.stream)
@@ -156,6 +174,13 @@ class Communicator:
                 " on the ranks of its group."
             )
         self._side_stream: torch.cuda.Stream | None = None
+
+    @classmethod
+    def alone(cls) -> Communicator:
+        """This process, whatever group it is in."""
+        communicator = cls(None, None)
+        communicator.rank, communicator.world_size = 0, 1
+        return communicator
 
     def take_count(self) -> tuple[dict[str, int], float]:
         """The bytes by kind and the seconds, which start again from zero."""
@@ -231,9 +256,11 @@ class Communicator:
 
     def _vote_and_gather(self, full: Tensor, pick: Callable[[Tensor | None], Tensor], ballots: Tensor) -> None:
         received = torch.empty_like(ballots)
-        dist.all_to_all_single(received, ballots, group=self.mask_group)
+        with _lost_contact():
+            dist.all_to_all_single(received, ballots, group=self.mask_group)
         shard = pick(received.view(self.world_size, -1, ballots.shape[1]))
-        _all_gather(full, shard, self.mask_group)
+        with _lost_contact():
+            _all_gather(full, shard, self.mask_group)
 
     def collect(self, flat: Tensor, to: int, device: torch.device) -> list[Tensor] | None:
         """Every rank's ``flat`` (same length on all) on rank ``to`` in host memory, None elsewhere; for checkpoints.
@@ -250,7 +277,8 @@ class Communicator:
         for part in flat.detach().split(1 << 22):
             part = part.to(device).contiguous()
             received = [torch.empty_like(part) for _ in range(count)]
-            dist.gather(part, received if mine else None, dst=target, group=self.process_group)
+            with _lost_contact():
+                dist.gather(part, received if mine else None, dst=target, group=self.process_group)
             for whole_rank, part_rank in zip(whole, received, strict=True):
                 whole_rank[begin : begin + part.numel()] = part_rank
             begin += part.numel()
@@ -262,7 +290,8 @@ class Communicator:
             return tensor.unsqueeze(0)
         flat = tensor.reshape(-1)
         full = flat.new_empty(self.world_size * flat.numel())
-        _all_gather(full, flat, self.process_group)
+        with _lost_contact():
+            _all_gather(full, flat, self.process_group)
         return full.view(self.world_size, *tensor.shape)
 
     def share_object(self, value: Any) -> list[Any]:
@@ -270,8 +299,24 @@ class Communicator:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.process_group)
+        with _lost_contact():
+            dist.all_gather_object(values, value, group=self.process_group)
         return values
+
+    def together(self, act: Callable[[], T]) -> T:
+        """What ``act`` returns here. If it fails on any rank, all raise the error of the first that failed."""
+        result: list[T] = []
+        error: Exception | None = None
+        try:
+            result.append(act())
+        except Exception as raised:
+            error = raised
+        for rank, failure in enumerate(self.share_object(_portable(error))):
+            if failure is not None:
+                if error is not None and rank == self.rank:
+                    raise error
+                raise failure from RuntimeError(f"raised on rank {rank}")
+        return result[0]
 
     def agree(self, value: Any, device: torch.device) -> bool:
         """Whether ``repr(value)`` is the same on all ranks; one message of 8 bytes."""
@@ -283,7 +328,8 @@ class Communicator:
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         began = time.perf_counter()
-        yield
+        with _lost_contact():
+            yield
         self.seconds += time.perf_counter() - began
 
     def _count(self, kind: str, buffer_bytes: int) -> None:
@@ -305,6 +351,30 @@ def _on_a_thread(act: Callable[..., None], *args: Any) -> Future[None]:
 
     threading.Thread(target=run, name="scape-mask", daemon=True).start()
     return future
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """The error as it can be sent."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+@contextlib.contextmanager
+def _lost_contact() -> Iterator[None]:
+    """Says what a failed message means: gloo and NCCL speak of sockets and timeouts."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise RuntimeError(
+            "All ranks must answer, got no answer: another rank has died, hangs, or raised an error of its own (look at"
+            " its output first), or the network broke. Training cannot go on without it: restart all ranks from the"
+            f" newest checkpoint. The message failed with: {error}"
+        ) from error
 
 
 def _all_gather(output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, async_op: bool = False) -> Any:

@@ -15,7 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import wraps
-from typing import Any
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -69,9 +71,14 @@ class PayoffCheck:
 
 
 class MaskGroup:
-    """A second group over all ranks, for mask exchanges: one per process group, not one per fit; none is ever freed."""
+    """A second group over all ranks, for mask exchanges: one per process group, not one per fit; none is ever freed.
 
-    def __init__(self) -> None:
+    Args:
+        backend: of the group; None is the default group's.
+    """
+
+    def __init__(self, backend: str | None = None) -> None:
+        self._backend = backend
         self._group: ProcessGroup | None = None
         self._made_beside: weakref.ref[ProcessGroup] | None = None
 
@@ -81,7 +88,7 @@ class MaskGroup:
         if world is None:
             return None
         if self._made_beside is None or self._made_beside() is not world:
-            self._group = new_mask_group(timeout=timeout)
+            self._group = new_mask_group(backend=self._backend, timeout=timeout)
             # Weak: whoever holds the default group keeps its threads alive beyond its destruction at exit.
             self._made_beside = weakref.ref(world)
         return self._group
@@ -318,6 +325,32 @@ def sharded_scaler(scaler: GradScaler | None, process_group: ProcessGroup | None
     sharded = ShardedGradScaler(device=getattr(scaler, "_device", "cuda"), process_group=process_group)
     sharded.load_state_dict(scaler.state_dict())
     return sharded
+
+
+StateDictType = Literal["full", "sharded"]
+
+
+def check_saving(state_dict_type: str, async_save: bool, checkpoint_io: object | None) -> None:
+    """Raises ValueError unless a strategy's options on checkpoints go together."""
+    if state_dict_type not in ("full", "sharded"):
+        raise ValueError(
+            f'`state_dict_type` must be "full" (one file) or "sharded" (a directory), got {state_dict_type!r}.'
+        )
+    if async_save and state_dict_type == "full":
+        raise ValueError(
+            '`async_save` must come with state_dict_type="sharded", got "full". To write one file in the background,'
+            " give `plugins=[AsyncCheckpointIO()]` to the Trainer."
+        )
+    if state_dict_type == "sharded" and checkpoint_io is not None:
+        raise ValueError(
+            f'`checkpoint_io` must be None with state_dict_type="sharded", got {type(checkpoint_io).__name__}: a'
+            " directory is written by torch.distributed.checkpoint. To save in the background, set `async_save=True`."
+        )
+
+
+def is_directory(path: str | PathLike[str]) -> bool:
+    """Whether a checkpoint is one that was saved with ``state_dict_type="sharded"``."""
+    return "://" not in str(path) and Path(path).is_dir()
 
 
 def drain(optimizers: Iterable[object]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import weakref
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,17 +16,21 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
+from lightning.fabric.utilities.types import _PATH, _Stateful
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape import core
-from lightning_scape.collectives import broadcast_tensors, is_distributed
+from lightning_scape.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.collectives import Communicator, broadcast_tensors, is_distributed
 from lightning_scape.config import ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, WireDtype
 from lightning_scape.optimizer import ScapeOptimizer
+from lightning_scape.rng import rng_state, set_rng_state
+from lightning_scape.saving import RNG, Content, SavedContent, Saver
 
 
 class FabricScapeStrategy(DDPStrategy):
@@ -61,6 +67,9 @@ class FabricScapeStrategy(DDPStrategy):
         process_group_backend: ``"gloo"``, ``"nccl"``; None goes by the device.
         timeout: how long a collective waits for the other ranks.
         start_method: how processes are started.
+        state_dict_type: ``"full"``, a checkpoint is one file; ``"sharded"``, a directory into which each rank writes
+            its own part, in parallel. Either is loaded, whatever is set here.
+        async_save: write sharded checkpoints while training goes on.
 
     Raises:
         ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
@@ -94,8 +103,11 @@ class FabricScapeStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        state_dict_type: core.StateDictType = "full",
+        async_save: bool = False,
     ) -> None:
         given = locals()
+        core.check_saving(state_dict_type, async_save, checkpoint_io)
         self.config = core.resolve_config(config, {name: given[name] for name in core.CONFIG_DEFAULTS})
         super().__init__(
             accelerator=accelerator,
@@ -110,6 +122,9 @@ class FabricScapeStrategy(DDPStrategy):
         # The model is not wrapped and sends nothing in backward: there is nothing to hold back.
         self._backward_sync_control = _NothingToBlock()
         self._mask_group = core.MaskGroup()
+        self._state_dict_type = state_dict_type
+        self._saver = Saver(async_save)
+        self._checkpoint_group = core.MaskGroup("gloo")  # background writes must not meet the step's messages
         # Weak: a model that the user drops must not be kept alive by the strategy.
         self._scape_optimizers: weakref.WeakSet[ScapeOptimizer] = weakref.WeakSet()
         self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
@@ -177,6 +192,115 @@ class FabricScapeStrategy(DDPStrategy):
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         super().load_module_state_dict(module, state_dict, strict=strict)
         core.mark_masters_stale(self._scape_optimizers)
+
+    # --------------------------------------------------------------------------------------------- checkpoints
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes and reads a checkpoint that is one file."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = ScapeCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        core.check_saving(self._state_dict_type, self._saver.asynchronous, io)
+        self._checkpoint_io = io
+
+    @override
+    def save_checkpoint(
+        self,
+        path: _PATH,
+        state: dict[str, Module | Optimizer | Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
+        if self._state_dict_type == "sharded":
+            if storage_options is not None or filter is not None:
+                raise TypeError(
+                    '`storage_options` and `filter` must be None with state_dict_type="sharded", got one: a directory'
+                    " is written by torch.distributed.checkpoint, whole."
+                )
+            shared = Path(self.broadcast(str(path)))
+            self._saver.save(shared, self._content(state), self._checkpoint_ranks())
+            return
+        ranks = Communicator(None, None)
+        converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
+        if core.scape_optimizers(state.values()):
+            converted[RNG] = ranks.share_object(rng_state())
+
+        def write() -> None:
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint=converted, path=path, storage_options=storage_options)
+
+        ranks.together(write)
+
+    def _content(self, state: Mapping[str, Any]) -> Content:
+        content = Content()
+        for name, value in state.items():
+            if isinstance(value, Module):
+                content.models[name] = self.get_module_state_dict(value)
+            elif core.scape_optimizers([value]):
+                content.optimizers[name] = core.scape_optimizer(value).sharded_state_dict()
+            else:
+                content.rest[name] = value.state_dict() if isinstance(value, _Stateful) else value
+        return content
+
+    @override
+    def load_checkpoint(
+        self,
+        path: _PATH,
+        state: Module | Optimizer | dict[str, Module | Optimizer | Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        self._saver.wait()
+        if core.is_directory(path):
+            return self._load_directory(Path(path), state, strict)
+        rest = super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
+        if isinstance(state, dict) and core.scape_optimizers(state.values()):
+            states = rest.pop(RNG, [])
+            if len(states) == self.world_size:
+                set_rng_state(states[self.global_rank])
+        return rest
+
+    def _load_directory(self, path: Path, state: Any, strict: bool) -> dict[str, Any]:
+        if not isinstance(state, dict) or not state:
+            raise ValueError(
+                f"A sharded checkpoint must be loaded into a state, got {type(state).__name__} for {str(path)!r}. Call"
+                " `fabric.load(path, {'model': model, ...})`, or make it one file by `lightning-scape consolidate`."
+            )
+        saved = SavedContent(path, self._checkpoint_ranks())
+        _validate_keys_for_strict_loading(state.keys(), saved.names, strict=strict)
+        rest = dict(saved.rest)
+        for name, value in list(state.items()):
+            if isinstance(value, Module) and name in saved.models:
+                self.load_module_state_dict(value, saved.model(name), strict=strict)
+            elif name in saved.optimizers:
+                value.load_state_dict(saved.optimizers[name])
+            elif name in rest and isinstance(value, _Stateful):
+                value.load_state_dict(rest.pop(name))
+            elif name in rest:
+                state[name] = rest.pop(name)
+        if core.scape_optimizers(state.values()):
+            generators = saved.rng(self.global_rank, self.world_size)
+            if generators is not None:
+                set_rng_state(generators)
+        return rest
+
+    def wait_for_checkpoint(self) -> None:
+        """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""
+        self._saver.wait()
+
+    def _checkpoint_ranks(self) -> Communicator:
+        return Communicator(self._checkpoint_group.get(self._timeout), None)
+
+    @override
+    def teardown(self) -> None:
+        self._saver.finish(raising=True)
+        super().teardown()
 
 
 class _NothingToBlock(_BackwardSyncControl):

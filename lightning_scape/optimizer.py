@@ -26,6 +26,7 @@ from lightning_scape.layout import Layout, Piece
 from lightning_scape.mask import DelayedMask, SparsitySchedule
 from lightning_scape.parameters import Parameters
 from lightning_scape.replicas import check_replicas, check_same_setup
+from lightning_scape.sharded import OwnShards, SavedShards
 from lightning_scape.state import ScapeState, flatten, flatten_like
 from lightning_scape.stats import StepRecord, StepStats
 
@@ -437,13 +438,15 @@ class ScapeOptimizer(torch.optim.Optimizer):
         up to ``4 N P`` more while residuals are collected.
         """
         run = self._run
-        self.drain()
-        self._settle()
-        state = run.state or self._allocate()
-        if state.master is not None:
-            run.flats = self._flatten()
-            self._refresh_masters(state)
-        run.consolidated = checkpoint.consolidate(self._snapshot(state), self._communicator, to)
+        run.consolidated = checkpoint.consolidate(self._snapshot(self._current_state()), self._communicator, to)
+
+    def sharded_state_dict(self) -> OwnShards:
+        """This rank's part of the state, as :func:`lightning_scape.sharded.write_directory` takes it; views.
+
+        Nothing is sent, and no rank ever holds the whole state.
+        """
+        groups = super().state_dict()["param_groups"]
+        return checkpoint.own_shards(self._snapshot(self._current_state()), self._communicator, groups)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, by parameter, independent of the number of ranks: tensors, numbers and strings only.
@@ -463,21 +466,29 @@ class ScapeOptimizer(torch.optim.Optimizer):
         # Groups as they are now: a scheduler may have moved on since.
         return {**run.consolidated, "param_groups": super().state_dict()["param_groups"]}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes this rank's part of a whole state. Call on every rank, with the same state.
+    def load_state_dict(self, state_dict: dict[str, Any] | SavedShards) -> None:
+        """Takes this rank's part of a whole state, or of a sharded one. Call on every rank, with the same state.
 
         A state of another number of ranks is resharded: momentum, clocks and masters exactly, residuals so that their
         mean over ranks is kept. One of another block length or sparsity drops the masks. One of AdamW, Adam or AdamS
         gives its first moments. Each with a warning that says so.
 
         Raises:
-            ValueError: parameters or groups differ in number or shape, or the format is newer than this package.
+            ValueError: parameters or groups differ in number, order or shape, or the format is newer than this
+                package. Nothing has been changed then.
+            OSError: a sharded state cannot be read; on every rank.
         """
         self.drain()
         state = self._allocate()
-        snapshot = self._snapshot(state)
-        checkpoint.load(snapshot, state_dict, self._communicator.rank, len(self.param_groups))
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+        snapshot, rank = self._snapshot(state), self._communicator.rank
+        if isinstance(state_dict, SavedShards):
+            shards = state_dict
+            self._communicator.together(lambda: checkpoint.load_shards(snapshot, shards, rank, self.param_groups))
+            saved_groups = shards.common["param_groups"]
+        else:
+            checkpoint.load(snapshot, state_dict, rank, self.param_groups)
+            saved_groups = state_dict["param_groups"]
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
         self._run.state = state
         self._run.record = self._run.stats = self._run.consolidated = None
@@ -496,6 +507,17 @@ class ScapeOptimizer(torch.optim.Optimizer):
             "parameters (group, shape, strides, dtype)": self._parameters.describe(),
             "parameter groups": [{name: str(group.get(name)) for name in names} for group in self.param_groups],
         }
+
+    def _current_state(self) -> ScapeState:
+        """The state with nothing pending: what a checkpoint holds."""
+        run = self._run
+        self.drain()
+        self._settle()
+        state = run.state or self._allocate()
+        if state.master is not None:
+            run.flats = self._flatten()
+            self._refresh_masters(state)
+        return state
 
     def _snapshot(self, state: ScapeState) -> checkpoint.Snapshot:
         return checkpoint.Snapshot(state, self._layout, self.config, self._parameters, self._masks, self._clipping)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -85,7 +85,7 @@ class Parameters:
     def problem(self, param_groups: Sequence[dict[str, Any]]) -> str | None:
         """The first rule that a parameter or a group breaks, as rule, value and remedy; None if all hold."""
         for group in param_groups:
-            if (found := _problem_of_group(group)) is not None:
+            if (found := problem_of_group(group)) is not None:
                 return found
         if not self.tensors:
             return (
@@ -121,7 +121,8 @@ def _problem_of_parameter(name: str, parameter: Tensor, device: torch.device) ->
     return None
 
 
-def _problem_of_group(group: dict[str, Any]) -> str | None:
+def problem_of_group(group: Mapping[str, Any]) -> str | None:
+    """The first rule that a group's options break, None if all hold."""
     betas = group["betas"]
     rules = (
         (float(group["lr"]) >= 0, "lr", ">= 0", group["lr"]),

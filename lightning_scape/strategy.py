@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,19 +20,26 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape import core
-from lightning_scape.collectives import broadcast_tensors, is_distributed
+from lightning_scape.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.collectives import Communicator, broadcast_tensors, is_distributed
 from lightning_scape.config import ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, WireDtype
+from lightning_scape.optimizer import ScapeOptimizer
+from lightning_scape.rng import rng_state, set_rng_state
+from lightning_scape.saving import RNG, SavedContent, Saver, host_checkpoint, host_content
 
 
 class ScapeStrategy(DDPStrategy):
@@ -73,6 +81,9 @@ class ScapeStrategy(DDPStrategy):
         process_group_backend: ``"gloo"``, ``"nccl"``; None goes by the device.
         timeout: how long a collective waits for the other ranks.
         start_method: how processes are started.
+        state_dict_type: ``"full"``, a checkpoint is one file; ``"sharded"``, a directory into which each rank writes
+            its own part, in parallel. Either is loaded, whatever is set here.
+        async_save: write sharded checkpoints while training goes on.
 
     Raises:
         ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
@@ -106,8 +117,11 @@ class ScapeStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        state_dict_type: core.StateDictType = "full",
+        async_save: bool = False,
     ) -> None:
         given = locals()
+        core.check_saving(state_dict_type, async_save, checkpoint_io)
         self.config = core.resolve_config(config, {name: given[name] for name in core.CONFIG_DEFAULTS})
         super().__init__(
             accelerator=accelerator,
@@ -122,6 +136,10 @@ class ScapeStrategy(DDPStrategy):
         self._mask_group = core.MaskGroup()
         self._interrupted = False
         self._payoff = core.PayoffCheck()
+        self._state_dict_type = state_dict_type
+        self._saver = Saver(async_save)
+        self._checkpoint_group = core.MaskGroup("gloo")  # background writes must not meet the step's messages
+        self._saved_rng: Tensor | None = None
 
     def __repr__(self) -> str:
         """The options that differ from the defaults, and a remedy where the package is not the one we extend."""
@@ -208,6 +226,90 @@ class ScapeStrategy(DDPStrategy):
         super().load_model_state_dict(checkpoint, strict=strict)
         core.mark_masters_stale(self.optimizers)
 
+    # --------------------------------------------------------------------------------------------- checkpoints
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes and reads a checkpoint that is one file."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = ScapeCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):  # which keeps the one it was given, if any
+            self._checkpoint_io.checkpoint_io = ScapeCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        core.check_saving(self._state_dict_type, self._saver.asynchronous, io)
+        self._checkpoint_io = io
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        inner = core.unwrap_optimizer(optimizer)
+        if self._state_dict_type == "sharded" and isinstance(inner, ScapeOptimizer):
+            return inner.sharded_state_dict()  # type: ignore[return-value] # taken by save_checkpoint
+        return super().optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
+        if self._state_dict_type == "sharded":
+            if storage_options is not None:
+                raise TypeError(
+                    '`storage_options` must be None with state_dict_type="sharded", got'
+                    f" {storage_options!r}: a directory is written by torch.distributed.checkpoint."
+                )
+            path = Path(self.broadcast(str(filepath)))
+            self._saver.save(path, host_content(checkpoint), self._checkpoint_ranks())
+            return
+        ranks = Communicator(None, None)
+        if "optimizer_states" in checkpoint:
+            checkpoint[RNG] = ranks.share_object(rng_state())
+        ranks.together(lambda: super(ScapeStrategy, self).save_checkpoint(checkpoint, filepath, storage_options))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        self._saver.wait()
+        self._saved_rng = None
+        if not core.is_directory(checkpoint_path):
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+            states = checkpoint.pop(RNG, [])
+            if len(states) == self.world_size:
+                self._saved_rng = states[self.global_rank]
+            return checkpoint
+        saved = SavedContent(Path(checkpoint_path), self._checkpoint_ranks())
+        self._saved_rng = saved.rng(self.global_rank, self.world_size)
+        return host_checkpoint(saved)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._saved_rng is not None:
+            set_rng_state(self._saved_rng)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._saved_rng is not None:
+            # In the middle of an epoch: what has been drawn since, to set data loaders up again, was drawn before.
+            assert self.lightning_module is not None
+            if self.lightning_module.trainer.fit_loop.restarted_mid_epoch:
+                set_rng_state(self._saved_rng)
+            self._saved_rng = None
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        self._saver.after(lambda: super(ScapeStrategy, self).remove_checkpoint(filepath))
+
+    def wait_for_checkpoint(self) -> None:
+        """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""
+        self._saver.wait()
+
+    def _checkpoint_ranks(self) -> Communicator:
+        return Communicator(self._checkpoint_group.get(self._timeout), None)
+
+    # ------------------------------------------------------------------------------------------------- the end
+
     @override
     def on_exception(self, exception: BaseException) -> None:
         # Not super(): its advice on unused parameters is about DDP's reducer, which is not used here.
@@ -218,5 +320,6 @@ class ScapeStrategy(DDPStrategy):
         # After an exception the other ranks may never send what this one would wait for.
         if not self._interrupted:
             core.drain(self.optimizers)
+        self._saver.finish(raising=not self._interrupted)
         vars(self.precision_plugin).pop("clip_gradients", None)
         super().teardown()

@@ -1,9 +1,13 @@
-"""``lightning-scape <command>``: the package's own commands, each imported only when it is called."""
+"""``lightning-scape <command>``: what is done outside of training, each imported only when it is called."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lightning_scape.__about__ import __version__
 
 
 def _plan(arguments: list[str]) -> int:
@@ -12,23 +16,65 @@ def _plan(arguments: list[str]) -> int:
     return main(arguments)
 
 
+def _consolidate(arguments: list[str]) -> int:
+    from lightning_scape import files, saving
+
+    parser = _parser("consolidate")
+    parser.add_argument("directory", type=Path, help="the sharded checkpoint")
+    parser.add_argument("file", type=Path, help="where the one file goes; an existing one is replaced when it is whole")
+    parser.add_argument(
+        "--optimizer",
+        choices=("scape", "adamw"),
+        default="scape",
+        help="whose state the file holds: SCAPE's (default; AdamS takes it too), or AdamW's, with what carries over",
+    )
+    given = parser.parse_args(arguments)
+    files.save_file(saving.consolidate(given.directory, given.optimizer), given.file)
+    print(f"{given.file}: {given.file.stat().st_size:,} bytes")
+    return 0
+
+
+def _verify(arguments: list[str]) -> int:
+    from lightning_scape import files
+
+    parser = _parser("verify")
+    parser.add_argument("path", type=Path, nargs="+", help="checkpoints, files or directories")
+    for path in parser.parse_args(arguments).path:
+        files.verify(path)
+        print(f"{path}: complete and undamaged")
+    return 0
+
+
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "plan": (_plan, "predict step time, bytes and memory, and say whether SCAPE pays"),
+    "consolidate": (_consolidate, "make one file of a sharded checkpoint"),
+    "verify": (_verify, "compare checkpoints with their checksums"),
 }
 """By name: what runs it, and one line of help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status."""
+    """Runs one command; returns the exit status: 0, 1 with the reason on stderr, or 2 for a wrong command line."""
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name == "--version":
+        print(__version__)
+        return 0
     if name in COMMANDS:
-        return COMMANDS[name][0](rest)
+        try:
+            return COMMANDS[name][0](rest)
+        except (ValueError, OSError) as error:
+            print(f"lightning-scape: {error}", file=sys.stderr)
+            return 1
     lines = [f"  {known:<12} {summary}" for known, (_, summary) in COMMANDS.items()]
     print("\n".join(["usage: lightning-scape COMMAND [options]", "", *lines, "", "COMMAND --help says more."]))
     if name in ("-h", "--help"):
         return 0
     print(f"\nerror: COMMAND must be one of {', '.join(COMMANDS)}, got {name!r}.", file=sys.stderr)
     return 2
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"lightning-scape {command}", description=COMMANDS[command][1])
 
 
 if __name__ == "__main__":

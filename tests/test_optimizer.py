@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -791,7 +792,11 @@ def build_differently(rank: int, world_size: int, kind: str) -> None:
         dtype = torch.bfloat16
     if rank == 1 and kind == "bad lr":
         ScapeOptimizer(parameters(), lr=-1, config=ScapeConfig(sparsity=0.9))
+    if rank == 1 and kind == "version":
+        sys.modules[ScapeOptimizer.__module__].__version__ = "9.9"  # type: ignore[attr-defined]
     params = parameters(sizes, dtype)
+    if rank == 1 and kind == "order":
+        params = params[::-1]
     if rank == 1 and kind == "values":
         params[3].data[0, 0] += 1
     lr = 0.5 if rank == 1 and kind == "lr" else 1e-3
@@ -808,6 +813,8 @@ def build_differently(rank: int, world_size: int, kind: str) -> None:
         ("count", r"the number of parameters .* is 5 on rank 1 and 6 on rank 0"),
         ("sparsity", r"config\[0\] is 'sparsity=0.99' on rank 1 and 'sparsity=0.9' on rank 0"),
         ("dtype", r"parameters .*\[0\] is .*torch.bfloat16.* on rank 1"),
+        ("order", r"parameters .*\[0\] is .* on rank 1 and .*\(37, 11\).* on rank 0"),
+        ("version", r"lightning_scape's version is '9.9' on rank 1"),
         ("bad lr", r"On rank 1: `lr` must be >= 0, got -1"),
         ("lr", r"parameter groups\[0\] is .*'lr': '0.5'.* on rank 1 and .*'lr': '0.001'.* on rank 0"),
         ("values", r"bitwise equal parameters, got 'layer3.weight' of 2100 entries different from rank 0's on rank 1"),

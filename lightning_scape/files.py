@@ -1,0 +1,374 @@
+"""Checkpoints on disk: whole or not there at all, and what is damaged is said to be, before anything is loaded.
+
+A file is written beside its place, synced, and renamed into it; a directory likewise (:mod:`lightning_scape.sharded`),
+and lists its files with their digests in ``manifest.json``, written last. Both are loaded by ``weights_only``: a
+checkpoint never executes code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+import torch
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_KIND = "lightning_scape sharded checkpoint"
+_CHUNK = 1 << 22
+_OLDER = "Load an older checkpoint: `lightning_scape.newest_checkpoint(folder)` finds the newest that is complete."
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is torn, damaged, foreign or newer than this package; names the file and what is wrong."""
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def save_file(content: Any, path: str | os.PathLike[str]) -> None:
+    """``torch.save`` that leaves either the whole new file or what was there before.
+
+    Raises:
+        OSError: the file could not be written; with what to do.
+    """
+    path = Path(path)
+    check_replaceable(path)
+    with explained_oserror(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = partial_of(path)
+        try:
+            with open(partial, "wb") as file:
+                stream = Recorder(file)
+                try:
+                    torch.save(content, stream)
+                except Exception:
+                    if stream.error is not None:  # torch hides the reason
+                        raise stream.error from None
+                    raise
+                file.flush()
+                os.fsync(file.fileno())
+            if path.is_dir() and not path.is_symlink():  # a sharded checkpoint: removed only now that the new is whole
+                shutil.rmtree(path)
+            os.replace(partial, path)
+            sync_folder(path.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+
+
+class Recorder:
+    """A binary file that remembers why it could not be written; whom it is handed to may hide the reason."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """As the file's."""
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def check_replaceable(path: Path) -> None:
+    """Raises ``IsADirectoryError`` if a checkpoint would take the place of a directory that is none."""
+    if path.is_dir() and not path.is_symlink() and not (path / MANIFEST).exists() and any(path.iterdir()):
+        raise IsADirectoryError(
+            errno.EISDIR,
+            f"A checkpoint must take a free name or that of another checkpoint, got the directory {str(path)!r}, which"
+            " holds other things. Give the checkpoint a name inside it.",
+        )
+
+
+def partial_of(path: Path) -> Path:
+    """Where a checkpoint is written before it takes its place."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def previous_of(path: Path) -> Path:
+    """Where the directory that a new one replaces stands for a moment."""
+    return path.with_name(f".{path.name}.previous")
+
+
+def replace_folder(partial: Path, path: Path) -> None:
+    """Puts a finished directory in the place of ``path``. At every moment one complete checkpoint has a name."""
+    previous = previous_of(path)
+    if previous.exists():
+        shutil.rmtree(previous)
+    if path.is_dir() and not path.is_symlink():
+        os.rename(path, previous)  # a directory cannot be replaced in one call
+    elif path.exists() or path.is_symlink():
+        path.unlink()
+    os.rename(partial, path)
+    sync_folder(path.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames in the folder last through a power cut; a no-op where folders cannot be synced."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def explained_oserror(path: Path) -> Iterator[None]:
+    """Adds to an OSError which checkpoint was not written and that earlier ones are untouched."""
+    try:
+        yield
+    except OSError as error:
+        raise explain_oserror(error, path) from error
+
+
+def explain_oserror(error: OSError, path: Path) -> OSError:
+    """The same error with advice."""
+    if "checkpoints before it are untouched" in str(error):
+        return error
+    remedies = {
+        errno.ENOSPC: "Free space on that disk, or save elsewhere.",
+        errno.EDQUOT: "Raise the quota, or save elsewhere.",
+        errno.EFBIG: "Raise the limit on file sizes (ulimit -f), or save elsewhere.",
+        errno.EACCES: "Give this user the right to write there, or save elsewhere.",
+        errno.EROFS: "Save to a disk that is not mounted read-only.",
+    }
+    remedy = remedies.get(error.errno or 0, "Save elsewhere, or mend the disk.")
+    return OSError(
+        error.errno or errno.EIO,
+        f"The checkpoint {str(path)!r} could not be written: {error.strerror or error}. Nothing of it is left, and the"
+        f" checkpoints before it are untouched. {remedy}",
+    )
+
+
+# ------------------------------------------------------------------------------------------------ manifests
+
+
+def digest(path: Path) -> str:
+    """128 bits of BLAKE2b over a file."""
+    total = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            total.update(chunk)
+    return total.hexdigest()
+
+
+def describe_files(folder: Path, names: list[str]) -> dict[str, list[Any]]:
+    """Size and digest of each file, for the manifest."""
+    return {name: [(folder / name).stat().st_size, digest(folder / name)] for name in names}
+
+
+def write_manifest(folder: Path, files: dict[str, list[Any]], world_size: int) -> None:
+    """Marks the directory as complete."""
+    content = {"kind": _KIND, "format": FORMAT, "world_size": world_size, "files": files}
+    body = json.dumps(content, indent=1, sort_keys=True)
+    seal = hashlib.blake2b(body.encode(), digest_size=16).hexdigest()
+    partial = folder / f"{MANIFEST}.partial"
+    with open(partial, "w") as file:
+        file.write(body + "\n" + seal + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, folder / MANIFEST)
+    sync_folder(folder)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a sharded checkpoint consists of; all its files are there and have their length.
+
+    Raises:
+        CheckpointError: the directory is torn, damaged, foreign or newer.
+    """
+    try:
+        body, _, seal = (folder / MANIFEST).read_text().strip().rpartition("\n")
+    except FileNotFoundError:
+        raise CheckpointError(_why_no_manifest(folder)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"The manifest of checkpoint {str(folder)!r} cannot be read: {error}. {_OLDER}"
+        ) from error
+    if hashlib.blake2b(body.encode(), digest_size=16).hexdigest() != seal:
+        raise CheckpointError(
+            f"The checkpoint {str(folder)!r} is damaged: its manifest is not as it was written. {_OLDER}"
+        )
+    content: dict[str, Any] = json.loads(body)
+    if content["format"] > FORMAT:
+        raise CheckpointError(
+            f"The format of {str(folder)!r} must be at most {FORMAT}, got {content['format']}: a newer lightning_scape"
+            " wrote it. Upgrade this installation."
+        )
+    for name, (size, _) in content["files"].items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found} bytes instead of {size}"
+            raise CheckpointError(f"The checkpoint {str(folder)!r} is torn: {name} {state}. {_OLDER}")
+    return content
+
+
+def _why_no_manifest(folder: Path) -> str:
+    if (folder / ".metadata").exists() or any(folder.glob("*.distcp")):
+        return (
+            f"The checkpoint {str(folder)!r} is torn, or another strategy's: it has no {MANIFEST}, which is written"
+            f" when all else is there. {_OLDER}"
+        )
+    return f"A sharded checkpoint must hold {MANIFEST}, got the directory {str(folder)!r} without it. Check the path."
+
+
+def check_digests(folder: Path, manifest: dict[str, Any], part: int = 0, of: int = 1) -> None:
+    """Reads every ``of``-th file, from the ``part``-th on, and compares it with its digest.
+
+    Raises:
+        CheckpointError: a file is not as it was written.
+    """
+    for name in sorted(manifest["files"])[part::of]:
+        if digest(folder / name) != manifest["files"][name][1]:
+            raise CheckpointError(
+                f"The checkpoint {str(folder)!r} is damaged: {name} is not as it was written (its digest differs)."
+                f" {_OLDER}"
+            )
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def load_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
+    """``torch.load`` by ``weights_only``, after every record's checksum was compared.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is torn, damaged, or holds what ``weights_only`` does not read.
+    """
+    path = Path(path)
+    with open(path, "rb") as file:
+        return load_stream(file, str(path), map_location)
+
+
+def load_stream(file: BinaryIO, name: str, map_location: Any = "cpu") -> Any:
+    """:func:`load_file` for an open file; ``name`` is for errors."""
+    _check_records(file, name)
+    file.seek(0)
+    try:
+        return torch.load(file, map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"The checkpoint {name!r} must hold tensors, numbers, strings and containers of them, got what only"
+            f" executing its code would load: {_first_line(error)} Trust a class of your own by"
+            " `torch.serialization.add_safe_globals([...])`, or save what the class holds instead."
+        ) from error
+    except Exception as error:  # torch raises whatever it trips over
+        raise CheckpointError(
+            f"The file {name!r} is no checkpoint of torch.save, or is damaged: {_first_line(error)} {_OLDER}"
+        ) from error
+
+
+def _check_records(file: BinaryIO, name: str) -> None:
+    """The zip archive's directory and the CRC-32 of each record, which torch writes and does not read."""
+    file.seek(0)
+    magic = file.read(4)
+    size = file.seek(0, os.SEEK_END)
+    if not size:
+        raise CheckpointError(f"The checkpoint {name!r} is torn: it is empty. {_OLDER}")
+    if magic != b"PK\x03\x04":
+        raise CheckpointError(
+            f"The file {name!r} must be a zip archive of torch.save, got one that starts with {magic!r}: another"
+            f" program's, or damaged. {_OLDER}"
+        )
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+            missing = not any(record.endswith("/data.pkl") for record in archive.namelist())
+    # zipfile raises many kinds for a damaged directory
+    except Exception as error:
+        raise CheckpointError(
+            f"The checkpoint {name!r} ({size} bytes) is torn or damaged: {_first_line(error)} {_OLDER}"
+        ) from error
+    if damaged is not None:
+        raise CheckpointError(
+            f"The checkpoint {name!r} is damaged: its record {damaged!r} is not as it was written (CRC-32). {_OLDER}"
+        )
+    if missing:
+        raise CheckpointError(
+            f"The file {name!r} must be a checkpoint of torch.save, got a zip archive without `data.pkl`. Check the"
+            " path."
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no reason given'}"
+
+
+def verify(path: str | os.PathLike[str]) -> None:
+    """Reads a whole checkpoint, file or directory, and compares it with its checksums; loads nothing.
+
+    Raises:
+        FileNotFoundError: there is nothing at ``path``.
+        CheckpointError: what is wrong with it.
+    """
+    path = Path(path)
+    if path.is_dir():
+        check_digests(path, read_manifest(path))
+        return
+    with open(path, "rb") as file:
+        _check_records(file, str(path))
+
+
+def newest_checkpoint(
+    folder: str | os.PathLike[str], pattern: str = "*", *, check: Callable[[Path], None] = verify
+) -> Path | None:
+    """The newest checkpoint in a folder that is complete and undamaged, to resume from after a crash.
+
+    Looks at files and directories right in the folder that match ``pattern``, newest modification first, and reads
+    each fully until one passes; those that do not are named in a warning. Writes that a crash cut short count only if
+    they are complete (a directory may be, just before it takes its place). Call it on one rank, or before the launch.
+
+    Args:
+        folder: where checkpoints are.
+        pattern: of their names, as in ``Path.glob``; ``"*.ckpt"`` is Lightning's.
+        check: raises :class:`CheckpointError` or ``OSError`` for those to be passed over.
+
+    Returns:
+        Its path, or None.
+    """
+    for path in sorted(_candidates(Path(folder), pattern), key=_modified, reverse=True):
+        try:
+            check(path)
+        except (CheckpointError, OSError) as error:
+            warnings.warn(f"Passed over: {error}", stacklevel=2)
+            continue
+        return path
+    return None
+
+
+def _candidates(folder: Path, pattern: str) -> Iterator[Path]:
+    if not folder.is_dir():
+        return
+    for path in folder.glob(pattern):
+        if not path.name.startswith("."):
+            yield path
+    for unfinished in (*folder.glob(f".{pattern}.partial"), *folder.glob(f".{pattern}.previous")):
+        if unfinished.is_dir() and (unfinished / MANIFEST).exists():
+            yield unfinished
+
+
+def _modified(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        return (path / MANIFEST if path.is_dir() else path).stat().st_mtime_ns
+    return 0

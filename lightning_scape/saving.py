@@ -1,0 +1,213 @@
+"""What goes into a sharded checkpoint and comes out of it, whoever asks: Trainer, Fabric or a script of one's own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_scape import files
+from lightning_scape.collectives import Communicator
+from lightning_scape.rng import rng_state
+from lightning_scape.sharded import REST, Chunk, Directory, OwnShards, SavedShards, as_bytes, write_directory
+
+RNG = "scape_rng"
+"""Key of the ranks' random number generators in a checkpoint that is one file."""
+
+
+@dataclass
+class Content:
+    """What a sharded checkpoint holds, by the names its user gave. This rank's part when saved."""
+
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """State dicts, the same on all ranks."""
+    optimizers: dict[str, OwnShards] = field(default_factory=dict)
+    rest: dict[str, Any] = field(default_factory=dict)
+    """Anything that ``torch.load(weights_only=True)`` reads; rank 0's is kept."""
+
+    def tensors(self, rank: int) -> dict[str, Chunk]:
+        """All chunks of this rank, by key."""
+        chunks: dict[str, Chunk] = {}
+        for name, model in self.models.items():
+            chunks |= {f"{name}.{key}": Chunk.whole(t.detach()) for key, t in model.items() if isinstance(t, Tensor)}
+        for name, shards in self.optimizers.items():
+            chunks |= {f"{name}.{key}": chunk for key, chunk in shards.tensors.items()}
+        if self.optimizers:
+            chunks[f"rng.{rank}"] = Chunk.whole(rng_state())
+        return {key: chunk for key, chunk in chunks.items() if chunk.tensor.numel()}
+
+    def table(self) -> dict[str, Any]:
+        """All that is not a tensor of a model or an optimizer."""
+        return {
+            "format": files.FORMAT,
+            "models": {
+                name: {
+                    key: (None if isinstance(value, Tensor) and value.numel() else value) for key, value in m.items()
+                }
+                for name, m in self.models.items()
+            },
+            "optimizers": {name: shards.common for name, shards in self.optimizers.items()},
+            "rest": self.rest,
+        }
+
+
+class SavedContent:
+    """A sharded checkpoint opened, complete and undamaged. Tensors are read when asked for.
+
+    Raises:
+        CheckpointError: see :class:`~lightning_scape.sharded.Directory`.
+    """
+
+    def __init__(self, path: Path, communicator: Communicator | None = None) -> None:
+        self.directory = Directory(path, communicator)
+        table = self.directory.rest()
+        if not isinstance(table, dict) or not {"models", "optimizers", "rest"} <= set(table):
+            raise files.CheckpointError(
+                f"{str(path / REST)!r} must be lightning_scape's table of contents, got another file. Load another"
+                " checkpoint."
+            )
+        self._models: dict[str, dict[str, Any]] = table["models"]
+        self.rest: dict[str, Any] = table["rest"]
+        self.optimizers = {
+            name: SavedShards(self.directory, name, common) for name, common in table["optimizers"].items()
+        }
+
+    @property
+    def names(self) -> set[str]:
+        """Of models, optimizers and the rest."""
+        return {*self._models, *self.optimizers, *self.rest}
+
+    def model(self, name: str) -> dict[str, Any]:
+        """A model's whole state dict, in host memory."""
+        kept = self._models[name]
+        return {key: self.directory.tensor(f"{name}.{key}") if value is None else value for key, value in kept.items()}
+
+    @property
+    def models(self) -> list[str]:
+        """Their names."""
+        return list(self._models)
+
+    def rng(self, rank: int, world_size: int) -> Tensor | None:
+        """The random number generators of a rank; None if the number of ranks is another."""
+        if world_size != self.directory.world_size or not self.optimizers:
+            return None
+        return self.directory.tensor(f"rng.{rank}")
+
+
+class Saver:
+    """Writes sharded checkpoints, at once or while training goes on.
+
+    In the background one checkpoint is written at a time, from a copy in host memory (this rank's part, and the
+    model); the next save, a load, and the end of training wait for it and raise what went wrong, on every rank.
+
+    Args:
+        asynchronous: return from :meth:`save` as soon as the copy is made.
+    """
+
+    def __init__(self, asynchronous: bool) -> None:
+        self.asynchronous = asynchronous
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+
+    def save(self, path: Path, content: Content, communicator: Communicator) -> None:
+        """Collective.
+
+        Args:
+            path: of the directory, the same on all ranks.
+            content: this rank's part.
+            communicator: the ranks, on a group that works in host memory, used for nothing else.
+
+        Raises:
+            OSError: this checkpoint, or the one before it that was written in the background, could not be written.
+        """
+        self.wait()
+        tensors = content.tensors(communicator.rank)
+        rest = as_bytes(content.table()) if communicator.rank == 0 else b""
+        if not self.asynchronous:
+            write_directory(path, tensors, rest, communicator)
+            return
+        copies = {key: chunk.copied() for key, chunk in tensors.items()}
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scape-checkpoint")
+        self._pending = self._executor.submit(write_directory, path, copies, rest, communicator)
+
+    def wait(self) -> None:
+        """Until nothing is being written; raises what went wrong."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def finish(self, raising: bool) -> None:
+        """Waits and lets the thread go. With ``raising=False`` an error becomes a warning: another is on its way."""
+        try:
+            self.wait()
+        except Exception as error:
+            if raising:
+                raise
+            warnings.warn(f"The last checkpoint was not written: {error}", stacklevel=2)
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown()
+                self._executor = None
+
+    def after(self, act: Callable[[], None]) -> None:
+        """Runs ``act`` now, or when what is being written is there: an old checkpoint goes only when the new is."""
+        if self._pending is None or self._executor is None:
+            act()
+            return
+        pending, executor = self._pending, self._executor
+
+        def run() -> None:
+            pending.result()
+            act()
+
+        self._pending = executor.submit(run)
+
+
+def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
+    """A sharded checkpoint as the content of the one file that the same host would have written.
+
+    Args:
+        path: the directory.
+        optimizer: whose state is written: ``"scape"``, or ``"adamw"`` (also for AdamS) with what carries over.
+
+    Raises:
+        CheckpointError: the checkpoint is torn, damaged, foreign or newer.
+    """
+    from lightning_scape.checkpoint import as_adamw, merge_shards
+
+    saved = SavedContent(path)
+    whole = dict(saved.rest)
+    whole |= {name: saved.model(name) for name in saved.models}
+    states = {name: merge_shards(shards) for name, shards in saved.optimizers.items()}
+    if optimizer == "adamw":
+        states = {name: as_adamw(state) for name, state in states.items()}
+    elif saved.optimizers:
+        world_size = saved.directory.world_size
+        whole[RNG] = [saved.rng(rank, world_size) for rank in range(world_size)]
+    if "pytorch-lightning_version" in whole:  # the Trainer's: optimizers are a list
+        whole["optimizer_states"] = list(states.values())
+    else:
+        whole |= states
+    return whole
+
+
+def host_checkpoint(saved: SavedContent) -> dict[str, Any]:
+    """What Lightning's Trainer expects of ``load_checkpoint``; optimizer states stay on disk until they are taken."""
+    checkpoint: dict[str, Any] = {**saved.rest, "state_dict": saved.model("state_dict")}
+    if saved.optimizers or "lr_schedulers" in checkpoint:
+        checkpoint["optimizer_states"] = list(saved.optimizers.values())
+    return checkpoint
+
+
+def host_content(checkpoint: Mapping[str, Any]) -> Content:
+    """The Trainer's checkpoint taken apart; the optimizers are called ``optimizer_0`` and so on."""
+    rest = dict(checkpoint)
+    states = rest.pop("optimizer_states", [])
+    models = {"state_dict": rest.pop("state_dict")}
+    return Content(models, {f"optimizer_{number}": state for number, state in enumerate(states)}, rest)

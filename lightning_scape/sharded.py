@@ -1,0 +1,377 @@
+"""A checkpoint that is a directory: each rank writes its own part, in parallel, by ``torch.distributed.checkpoint``.
+
+::
+
+    DIR/
+      __0_0.distcp ... __{N-1}_0.distcp    each rank's tensors
+      .metadata                            which file holds which chunk of which tensor
+      meta.pt                              all that is not a tensor of the model or an optimizer (rank 0's)
+      manifest.json                        size and digest of every file; written last
+
+Nothing is sent but plans: a tensor is cut into chunks along its first dimension, and whoever loads it, on any number of
+ranks, reads the chunks that overlap what it needs. The directory is written as ``.DIR.partial`` and renamed when it is
+complete, so ``DIR`` is whole or is not there; all ranks must see the same file system.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from lightning_scape import files
+from lightning_scape.collectives import Communicator
+
+REST = "meta.pt"
+"""As in Lightning's own sharded checkpoints."""
+
+
+class Chunk(NamedTuple):
+    """Rows ``[offset, offset + len(tensor))`` of a tensor of ``length`` rows; a tensor without dimensions is one row.
+
+    What is saved, or where what is loaded goes.
+    """
+
+    tensor: Tensor
+    offset: int
+    length: int
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Chunk:
+        """All of a tensor, the same on every rank (one of them writes it), or this rank's alone."""
+        return cls(tensor, 0, len(tensor) if tensor.dim() else 1)
+
+    @property
+    def size(self) -> torch.Size:
+        """Of the whole tensor."""
+        return torch.Size((self.length, *self.tensor.shape[1:])) if self.tensor.dim() else torch.Size(())
+
+    @property
+    def place(self) -> ChunkStorageMetadata:
+        """Where in the whole tensor it is."""
+        shape = self.tensor.shape
+        return ChunkStorageMetadata(torch.Size((self.offset, *(0 for _ in shape[1:]))[: len(shape)]), shape)
+
+    def copied(self) -> Chunk:
+        """The same in host memory of its own, for a write that goes on while training does."""
+        return self._replace(tensor=self.tensor.detach().to("cpu", copy=True))
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def write_directory(path: Path, tensors: Mapping[str, Chunk], rest: bytes, communicator: Communicator) -> None:
+    """Writes a sharded checkpoint, in place of what is at ``path``. Collective.
+
+    Args:
+        path: the same on all ranks, on a file system that all ranks see.
+        tensors: this rank's chunks, by key. A chunk of the same key and offset on several ranks is written once.
+        rest: content of ``meta.pt``; rank 0's is written.
+        communicator: the ranks, over a group that works in host memory.
+
+    Raises:
+        IsADirectoryError: ``path`` is a directory that is no checkpoint.
+        OSError: on every rank, if any could not write. What was at ``path`` is untouched, nothing else is left.
+    """
+    communicator.together(lambda: files.check_replaceable(path))
+    partial = files.partial_of(path)
+    lead = communicator.rank == 0
+    with files.explained_oserror(path):
+        try:
+            communicator.together(lambda: _make_empty(partial) if lead else None)
+            communicator.together(lambda: _find(partial))
+            own = _write_tensors(partial, tensors, communicator)
+            listed = communicator.share_object(own)
+            communicator.together(lambda: _complete(partial, path, rest, listed) if lead else None)
+        except Exception:
+            if lead:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def _make_empty(folder: Path) -> None:
+    if folder.exists():  # of a run that was killed
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def _find(folder: Path) -> None:
+    if not folder.is_dir():
+        raise OSError(f"all ranks must see the folder {str(folder.parent)!r}, got one that does not")
+
+
+def _write_tensors(folder: Path, tensors: Mapping[str, Chunk], communicator: Communicator) -> dict[str, list[Any]]:
+    writer = FileSystemWriter(folder)
+    writer.fs = _SpeakingFileSystem()
+    try:
+        with warnings.catch_warnings():  # that one process saves alone is meant
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            save(
+                dict(tensors),
+                storage_writer=writer,
+                planner=_ChunkSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=communicator.process_group,
+                no_dist=communicator.world_size == 1,
+            )
+    except CheckpointException as error:  # the same on every rank: who failed, and with what
+        rank, (cause, _) = sorted(error.failures.items())[0]
+        reason = _oserror_in(cause)
+        if reason is not None:
+            raise OSError(reason.errno, f"{reason.strerror or reason} (on rank {rank})") from None
+        raise
+    mine = sorted(path.name for path in folder.glob(f"__{communicator.rank}_*.distcp"))
+    described: dict[str, list[Any]] = communicator.together(lambda: files.describe_files(folder, mine))
+    return described
+
+
+def _oserror_in(error: BaseException | None) -> OSError | None:
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _complete(partial: Path, path: Path, rest: bytes, listed: Iterable[dict[str, list[Any]]]) -> None:
+    with open(partial / REST, "wb") as file:
+        file.write(rest)
+        file.flush()
+        os.fsync(file.fileno())
+    everything = files.describe_files(partial, [".metadata", REST])
+    world_size = 0
+    for own in listed:
+        everything |= own
+        world_size += 1
+    files.write_manifest(partial, everything, world_size)
+    files.replace_folder(partial, path)
+
+
+class _SpeakingFileSystem(FileSystem):
+    """Says why a write failed; torch.save, which it is handed to, would not."""
+
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:  # noqa: D102 - as in the base class
+        return _SpeakingStream(path, mode)
+
+
+class _SpeakingStream:
+    def __init__(self, path: str | os.PathLike[str], mode: str) -> None:
+        self._path, self._mode = path, mode
+
+    def __enter__(self) -> Any:
+        self._file: Any = open(self._path, self._mode)  # noqa: SIM115 - closed in __exit__
+        self._recorder = files.Recorder(self._file)
+        return self._recorder
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self._file.close()
+        except OSError as late:
+            self._recorder.error = self._recorder.error or late
+        if self._recorder.error is not None:
+            raise self._recorder.error from None
+
+
+class _ChunkSavePlanner(DefaultSavePlanner):
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_write_item(key, chunk) for key, chunk in self.state_dict.items()])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        chunk: Chunk = self.state_dict[index.fqn]
+        return chunk.tensor
+
+
+def _write_item(key: str, chunk: Chunk) -> WriteItem:
+    properties = TensorProperties(dtype=chunk.tensor.dtype)
+    data = TensorWriteData(chunk.place, properties, chunk.size)
+    return WriteItem(MetadataIndex(key, chunk.place.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+class Directory:
+    """A sharded checkpoint, found complete. Reads no tensor until asked.
+
+    Args:
+        path: the directory.
+        communicator: the ranks, each of which checks its share of the digests; None checks all of them here.
+
+    Raises:
+        CheckpointError: it is torn, damaged, foreign or newer; on every rank.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], communicator: Communicator | None = None) -> None:
+        self.path = Path(path)
+        communicator = communicator or Communicator.alone()
+        self.manifest = communicator.together(lambda: files.read_manifest(self.path))
+        communicator.together(
+            lambda: files.check_digests(self.path, self.manifest, communicator.rank, communicator.world_size)
+        )
+        self._reader = _Reader(self.path)
+        self._metadata = communicator.together(self._reader.read_metadata)
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that wrote it."""
+        return int(self.manifest["world_size"])
+
+    def rest(self) -> Any:
+        """What ``meta.pt`` holds."""
+        return files.load_file(self.path / REST)
+
+    def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]:
+        """Of the tensors whose keys begin so, by key."""
+        found = self._metadata.state_dict_metadata.items()
+        return {
+            key: tuple(entry.size)
+            for key, entry in found
+            if isinstance(entry, TensorStorageMetadata) and key.startswith(prefix)
+        }
+
+    def read(self, targets: Mapping[str, Chunk]) -> None:
+        """Fills the chunks' tensors, in place; of other dtypes are converted.
+
+        Raises:
+            CheckpointError: a key is not there, or its tensor is of another size. Nothing has been read then.
+        """
+        items: list[ReadItem] = []
+        for key, chunk in targets.items():
+            entry = self._metadata.state_dict_metadata.get(key)
+            if not isinstance(entry, TensorStorageMetadata) or entry.size != chunk.size:
+                found = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else "nothing"
+                raise files.CheckpointError(
+                    f"The checkpoint {str(self.path)!r} must hold {key!r} of shape {tuple(chunk.size)}, got {found}."
+                    " Load it into the same model."
+                )
+            items += create_read_items_for_chunk_list(key, entry, [chunk.place])
+        self._reader.read_data(LoadPlan(items), _ChunkLoadPlanner(targets)).wait()
+
+    def tensor(self, key: str) -> Tensor:
+        """One whole tensor, in host memory."""
+        entry = self._metadata.state_dict_metadata.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise files.CheckpointError(f"The checkpoint {str(self.path)!r} must hold {key!r}, got none.")
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        if tensor.numel():
+            self.read({key: Chunk.whole(tensor)})
+        return tensor
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        """Whole tensors whose keys begin so, by the rest of the key, in host memory."""
+        return {key.removeprefix(prefix): self.tensor(key) for key in self.shapes(prefix)}
+
+
+@dataclass(frozen=True)
+class SavedShards:
+    """One optimizer's state in a :class:`Directory`: what :meth:`ScapeOptimizer.load_state_dict` takes its part of."""
+
+    directory: Directory
+    key: str
+    common: dict[str, Any]
+    """What is not a tensor; see :func:`lightning_scape.checkpoint.own_shards`."""
+
+
+@dataclass(frozen=True)
+class OwnShards:
+    """This rank's part of one optimizer's state, on its way into a directory. Views of the live state."""
+
+    tensors: dict[str, Chunk]
+    common: dict[str, Any]
+    """The same on all ranks."""
+
+
+class _ChunkLoadPlanner(DefaultLoadPlanner):
+    def __init__(self, targets: Mapping[str, Chunk]) -> None:
+        super().__init__()
+        self.state_dict = dict(targets)
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        target: Tensor = self.state_dict[read_item.dest_index.fqn].tensor
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dim, offset, length)
+        return target
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError("only tensors are planned for; the base class would execute what it reads")
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Without executing anything, which the base class would."""
+        path = Path(self.path) / ".metadata"
+        with open(path, "rb") as file:
+            try:
+                metadata = _MetadataUnpickler(file).load()
+                assert isinstance(metadata, Metadata)
+            except Exception as error:
+                raise files.CheckpointError(
+                    f"{str(path)!r} must be an index of torch.distributed.checkpoint, got what cannot be read as one:"
+                    f" {type(error).__name__}: {error}. Load another checkpoint."
+                ) from error
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes the dataclasses of torch's index, dtypes and sizes, and nothing else."""
+
+    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    _NAMES = frozenset(
+        {
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+            "_StorageInfo",
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in self._MODULES and name in self._NAMES:
+            return super().find_class(module, name)
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return super().find_class(module, name)
+        if module.split(".")[0] == "pathlib" and name in ("Path", "PosixPath", "PurePosixPath"):
+            return Path
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def as_bytes(content: Any) -> bytes:
+    """``content`` as torch.save writes it."""
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()

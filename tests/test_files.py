@@ -1,0 +1,267 @@
+"""Checkpoint files: whole or not there, damage is found and named, nothing in them is executed; full disks."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import io
+import os
+import random
+import resource
+import subprocess
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_checkpoint import build, build_state, everything, train
+from test_sharded import assert_equal, mutate, save
+
+from lightning_scape import CheckpointError, ScapeConfig, newest_checkpoint
+from lightning_scape.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.files import load_file, load_stream, save_file, verify
+
+CONFIG = ScapeConfig(sparsity=0.9)
+
+
+def content() -> dict[str, Any]:
+    return {"weights": torch.arange(3000.0), "step": 3, "name": "a", "optimizer": build_state()}
+
+
+# ------------------------------------------------------------------------------------------------ damage
+
+
+def test_two_thousand_mutated_files_are_refused_or_read_as_they_were() -> None:
+    original = content()
+    file = io.BytesIO()
+    torch.save(original, file)
+    rng, refused, harmless, texts = random.Random(0), 0, 0, []
+    for _ in range(2500):
+        data = mutate(file.getvalue(), rng)
+        try:
+            loaded = load_stream(io.BytesIO(data), "c.ckpt")
+        except CheckpointError as error:
+            refused += 1
+            texts.append(str(error))
+        else:  # an alignment gap, a time stamp, bytes replaced by the same
+            harmless += 1
+            assert_equal(loaded, original)
+    assert refused + harmless == 2500
+    assert refused > 2000
+    assert all("'c.ckpt'" in text and len(text) > 60 for text in texts)
+
+
+def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in items:
+        yield from leaves(value, (*path, key))
+
+
+def replace(tree: Any, path: tuple[Any, ...], value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree[key]
+    if value is leaves:  # a mark: remove it
+        del tree[path[-1]]
+    else:
+        tree[path[-1]] = value
+
+
+JUNK = [leaves, None, -1, 2**40, 1.5, "x", [], {}, torch.zeros(2), torch.zeros(7, 5, dtype=torch.uint8), float("nan")]
+
+
+def test_states_with_any_part_replaced_are_refused_unchanged_or_taken() -> None:
+    """Never an error of another kind, never half loaded: a valid file may still hold an invalid state."""
+    state = build_state()
+    params, optimizer = build(CONFIG, torch.float32)
+    train(params, optimizer, 0, range(3))
+    rng, refused, taken, texts = random.Random(1), 0, 0, []
+    places = [path for path in leaves(state) if path]
+    before = [t.clone() for t in everything(params, optimizer)]
+    for _ in range(700):
+        spoiled = copy.deepcopy(state)
+        path = rng.choice(places)
+        replace(spoiled, path, rng.choice(JUNK))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                optimizer.load_state_dict(spoiled)
+            except ValueError as error:
+                refused += 1
+                texts.append((str(error), path))
+                assert all(torch.equal(a, b) for a, b in zip(before, everything(params, optimizer), strict=True)), path
+            else:  # an option, a name, a counter's other value
+                taken += 1
+                params, optimizer = build(CONFIG, torch.float32)
+                train(params, optimizer, 0, range(3))
+    assert refused > 300
+    assert taken > 0
+    assert all(len(text) > 40 for text, _ in texts)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: path.write_bytes(b""), "is torn: it is empty"),
+        (
+            lambda path: path.write_text("hello"),
+            "must be a zip archive of torch.save, got one that starts with b'hell'",
+        ),
+        (lambda path: zip_of(path, "a.txt"), "got a zip archive without `data.pkl`"),
+        (lambda path: torch.save(Path("x"), path), "only executing its code would load.*add_safe_globals"),
+        (lambda path: torch.save(torch.zeros(2), path, _use_new_zipfile_serialization=False), "must be a zip archive"),
+    ],
+)
+def test_what_is_no_checkpoint_is_named(tmp_path: Path, make: Callable[[Path], Any], words: str) -> None:
+    make(tmp_path / "c.ckpt")
+    with pytest.raises(CheckpointError, match=words) as caught:
+        load_file(tmp_path / "c.ckpt")
+    assert str(tmp_path / "c.ckpt") in str(caught.value)
+
+
+def zip_of(path: Path, name: str) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(name, "x")
+
+
+def test_a_checkpoint_never_executes_code(tmp_path: Path) -> None:
+    bait = tmp_path / "executed"
+
+    class Bait:
+        def __reduce__(self) -> Any:
+            return (os.mkdir, (str(bait),))
+
+    torch.save({"state_dict": Bait()}, tmp_path / "c.ckpt")
+    for weights_only in (None, True):
+        with pytest.raises(CheckpointError, match="only executing its code would load"):
+            ScapeCheckpointIO().load_checkpoint(tmp_path / "c.ckpt", weights_only=weights_only)
+    with pytest.raises(ValueError, match="must be True or None under SCAPE, got False"):
+        ScapeCheckpointIO().load_checkpoint(tmp_path / "c.ckpt", weights_only=False)
+    assert not bait.exists()
+
+
+def test_plain_torch_reads_the_file(tmp_path: Path) -> None:
+    ScapeCheckpointIO().save_checkpoint(content(), tmp_path / "sub" / "c.ckpt")
+    assert_equal(torch.load(tmp_path / "sub" / "c.ckpt", weights_only=True), content())
+    assert [path.name for path in (tmp_path / "sub").iterdir()] == ["c.ckpt"]
+
+
+# ------------------------------------------------------------------------------------------------ the newest
+
+
+def test_the_newest_complete_checkpoint_is_found_and_torn_ones_are_named(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path) is None
+    assert newest_checkpoint(tmp_path / "nowhere") is None
+    params, optimizer = build(CONFIG, torch.float32)
+    train(params, optimizer, 0, range(2))
+    save_file({"a": 1}, tmp_path / "1.ckpt")
+    save(tmp_path / "2.ckpt", optimizer, {})
+    save_file({"a": 3}, tmp_path / "3.ckpt")
+    save(tmp_path / "4.ckpt", optimizer, {})
+    for age, name in enumerate(("4.ckpt", "3.ckpt", "2.ckpt", "1.ckpt")):
+        path = tmp_path / name
+        os.utime(path / "manifest.json" if path.is_dir() else path, ns=(0, 10**18 - age))
+    assert newest_checkpoint(tmp_path) == tmp_path / "4.ckpt"
+    (tmp_path / "4.ckpt" / "__0_0.distcp").write_bytes(b"short")
+    torn = (tmp_path / "3.ckpt").read_bytes()[:-100]
+    (tmp_path / "3.ckpt").write_bytes(torn)
+    os.utime(tmp_path / "3.ckpt", ns=(0, 10**18 - 1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert newest_checkpoint(tmp_path, "*.ckpt") == tmp_path / "2.ckpt"
+    texts = [str(warning.message) for warning in caught]
+    assert "4.ckpt' is torn: __0_0.distcp has 5 bytes" in texts[0]
+    assert "3.ckpt'" in texts[1]
+    # Killed between the two renames that put a directory in another's place: both are complete.
+    (tmp_path / "2.ckpt").rename(tmp_path / ".2.ckpt.previous")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert newest_checkpoint(tmp_path, "*.ckpt") == tmp_path / ".2.ckpt.previous"
+    verify(tmp_path / ".2.ckpt.previous")
+
+
+# ------------------------------------------------------------------------------------------------ disks
+
+
+def assert_the_old_one_stays(path: Path, write: Callable[[], None], number: int) -> None:
+    """``write`` fails with this errno, says so, and leaves what was there."""
+    old = {p.name: p.read_bytes() for p in (path.rglob("*") if path.is_dir() else [path]) if p.is_file()}
+    with pytest.raises(OSError, match="could not be written.*untouched") as caught:
+        write()
+    assert caught.value.errno == number
+    assert str(path) in str(caught.value)
+    verify(path)
+    assert old == {p.name: p.read_bytes() for p in (path.rglob("*") if path.is_dir() else [path]) if p.is_file()}
+    assert not list(path.parent.glob(".*"))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_write_that_fails_half_way_leaves_the_checkpoint_before(tmp_path: Path, sharded: bool) -> None:
+    """A limit on the size of files stands for the disk: the write breaks off in the same place."""
+    params, optimizer = build(CONFIG, torch.float32)
+    train(params, optimizer, 0, range(2))
+    big = {"weights": torch.zeros(1 << 20)}
+
+    def write(model: dict[str, Any]) -> None:
+        if sharded:
+            save(tmp_path / "c.ckpt", optimizer, model)
+        else:
+            save_file({"model": model, "optimizer": optimizer.state_dict()}, tmp_path / "c.ckpt")
+
+    write({})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))  # Python ignores SIGXFSZ: write() fails instead
+    try:
+        assert_the_old_one_stays(tmp_path / "c.ckpt", lambda: write(big), errno.EFBIG)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    write(big)
+    verify(tmp_path / "c.ckpt")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_directory_that_is_no_checkpoint_is_never_replaced(tmp_path: Path, sharded: bool) -> None:
+    _, optimizer = build(CONFIG, torch.float32)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(IsADirectoryError, match="holds other things"):
+        save(tmp_path / "out", optimizer, {}) if sharded else save_file({}, tmp_path / "out")
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+    # A checkpoint of the other kind is replaced, either way.
+    save(tmp_path / "c", optimizer, {})
+    save_file({"a": 1}, tmp_path / "c")
+    assert load_file(tmp_path / "c") == {"a": 1}
+    save(tmp_path / "c", optimizer, {})
+    verify(tmp_path / "c")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if sys.platform != "linux" or os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a small file system (Linux, root); the test before covers the same code")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_full_disk_is_named_and_the_checkpoint_before_stays(small_disk: Path, sharded: bool) -> None:
+    params, optimizer = build(CONFIG, torch.float32)
+    train(params, optimizer, 0, range(2))
+
+    def write(model: dict[str, Any]) -> None:
+        if sharded:
+            save(small_disk / "c.ckpt", optimizer, model)
+        else:
+            save_file({"model": model, "optimizer": optimizer.state_dict()}, small_disk / "c.ckpt")
+
+    write({})
+    big = {"weights": torch.zeros(1 << 19)}
+    assert_the_old_one_stays(small_disk / "c.ckpt", lambda: write(big), errno.ENOSPC)

@@ -1,0 +1,273 @@
+"""Stop, resume, go on: everything is bitwise what it would have been. Both hosts, both formats, every precision."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from test_sharded import assert_equal
+from test_strategy import GivenRanks
+from torch import Tensor, nn
+
+from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy, core
+from lightning_scape.saving import consolidate
+
+RunRanks = Callable[..., list[Any]]
+WIDTH, STEPS, EPOCH, ACCUMULATE = 9, 11, 7, 2
+CONFIG = ScapeConfig(
+    sparsity=0.9, block_size=10, dense_steps=2, sparsity_warmup_steps=3, mask_interval=2, check_replicas_every=1
+)
+BAD_STEP = 7
+"""Its gradient is NaN on rank 1: the step is skipped."""
+STOPS = {
+    1: "inside dense_steps, in the middle of an epoch",
+    2: "before the first mask",
+    4: "inside the sparsity warm-up, at the end of an epoch",
+    6: "after the warm-up, right after a mask was made",
+    8: "after the skipped step, at the end of an epoch",
+    9: "between two masks",
+}
+
+
+class Loader:
+    """Shuffled, alike on all ranks but for their part, and able to go on in the middle of an epoch."""
+
+    def __init__(self, rank: int, world_size: int, draws: bool = False) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.draws = draws
+        self.data = torch.randn(EPOCH * world_size * 4, WIDTH, generator=torch.Generator().manual_seed(5))
+        self.epoch = self.taken = 0
+
+    def __len__(self) -> int:
+        return EPOCH
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if self.draws:  # as torch's DataLoader does, for the seeds of its workers
+            torch.rand(1)
+        while self.taken < EPOCH:
+            order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(self.epoch))
+            first = (self.taken * self.world_size + self.rank) * 4
+            self.taken += 1
+            yield self.data[order[first : first + 4]]
+        self.epoch, self.taken = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.taken = state["epoch"], state["taken"]
+
+
+def build_model(seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDTH, 33), nn.Tanh(), nn.Dropout(0.3), nn.Linear(33, 2))
+
+
+def loss_of(model: nn.Module, batch: Tensor, spoil: bool) -> Tensor:
+    noise = random.random() + float(np.random.rand())
+    batch = batch.to(next(model.parameters()).dtype)
+    loss = (model(batch) - batch[:, :2].sin() * noise).square().mean()
+    return loss * float("nan") if spoil else loss
+
+
+def everything(optimizer: ScapeOptimizer) -> dict[str, Any]:
+    """All that training depends on, on this rank."""
+    own = optimizer.sharded_state_dict()
+    held = {key: chunk.tensor.clone() for key, chunk in own.tensors.items()}
+    params = {f"parameter {i}": p.detach().clone() for i, p in enumerate(optimizer._parameters.tensors)}
+    lrs = [group["lr"] for group in optimizer.param_groups]
+    common = {key: value for key, value in own.common.items() if key != "names"}
+    return {**held, **params, "lr": lrs, "common": common, "torch": torch.rand(3), "python": random.random()}
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        same = torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]
+        assert same, f"{name} differs: {value} and {other[name]}"
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+# ------------------------------------------------------------------------------------------------ Trainer
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build_model()
+        self.batches: list[float] = []
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.batches.append(float(batch.sum()))
+        bad = self.global_step == BAD_STEP - 1 and self.global_rank == 1
+        return loss_of(self.model, batch, bad and self.trainer.strategy.world_size > 1)
+
+    def validation_step(self, batch: Tensor) -> None:
+        loss_of(self.model, batch, False)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def fit(rank: int, world_size: int, precision: Any, options: dict[str, Any], **more: Any) -> tuple[Module, L.Trainer]:
+    seed_all(100 * rank + (7 if "ckpt_path" in more else 1))
+    module, path = Module(), more.pop("ckpt_path", None)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=ScapeStrategy(config=CONFIG, **options),
+        plugins=[GivenRanks()],
+        max_steps=STEPS,
+        precision=precision,
+        accumulate_grad_batches=ACCUMULATE,
+        gradient_clip_val=0.5,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=2,
+        num_sanity_val_steps=0,
+        **more,
+    )
+    trainer.fit(module, Loader(rank, world_size, draws=True), ckpt_path=path)
+    return module, trainer
+
+
+def trainer_stops_and_goes(rank: int, world_size: int, folder: str, precision: Any, options: dict[str, Any]) -> int:
+    warnings.simplefilter("ignore")
+    keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    straight, trainer = fit(rank, world_size, precision, options, callbacks=[keep])
+    (optimizer,) = core.scape_optimizers(trainer.optimizers)
+    expected = everything(optimizer)
+    assert optimizer._clipping.skipped_total == 1
+    for step in STOPS:
+        path = f"{folder}/step={step}.ckpt"
+        assert Path(path).is_dir() == (options.get("state_dict_type") == "sharded")
+        resumed, trainer = fit(rank, world_size, precision, options, enable_checkpointing=False, ckpt_path=path)
+        (optimizer,) = core.scape_optimizers(trainer.optimizers)
+        assert_same(expected, everything(optimizer))
+        assert resumed.batches == straight.batches[-len(resumed.batches) :]
+    return len(STOPS)
+
+
+# ------------------------------------------------------------------------------------------------ Fabric
+
+
+def fabric_stops_and_goes(rank: int, world_size: int, folder: str, precision: Any, options: dict[str, Any]) -> int:
+    warnings.simplefilter("ignore")
+    strategy = FabricScapeStrategy(config=CONFIG, cluster_environment=GivenRanks(), **options)
+    fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=strategy, precision=precision)
+    fabric.launch()
+
+    def run(path: str | None) -> tuple[dict[str, Any], list[float]]:
+        seed_all(100 * rank + (7 if path else 1))
+        model, batches = build_model(), []
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        loader = Loader(rank, world_size)
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "step": 0}
+        if path:
+            fabric.load(path, state)
+        while state["step"] < STEPS:
+            window = []
+            for batch in loader:
+                window.append(batch)
+                if len(window) < ACCUMULATE and loader.taken < EPOCH:
+                    continue
+                batches.append(float(window[0].sum()))
+                for each in window:
+                    bad = state["step"] == BAD_STEP - 1 and rank == 1
+                    fabric.backward(loss_of(model, each, bad) / len(window))
+                fabric.clip_gradients(model, optimizer, max_norm=0.5, error_if_nonfinite=False)
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                window, state["step"] = [], state["step"] + 1
+                if not path and state["step"] in STOPS:
+                    fabric.save(f"{folder}/{state['step']}.ckpt", state)
+                if state["step"] == STEPS:
+                    break
+        return everything(core.scape_optimizer(optimizer)), batches
+
+    expected, order = run(None)
+    fabric.strategy.wait_for_checkpoint()
+    for step in STOPS:
+        found, batches = run(f"{folder}/{step}.ckpt")
+        assert_same(expected, found)
+        assert batches == order[step:]
+    return len(STOPS)
+
+
+FORMATS = {
+    "full": {},
+    "sharded": {"state_dict_type": "sharded"},
+    "asynchronous": {"state_dict_type": "sharded", "async_save": True},
+}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("host", [trainer_stops_and_goes, fabric_stops_and_goes])
+def test_resume_at_any_step_is_bitwise_never_having_stopped(
+    run_ranks: RunRanks, tmp_path: Path, host: Any, kind: str, precision: str
+) -> None:
+    folder = tmp_path / "checkpoints"
+    assert run_ranks(host, 2, str(folder), precision, FORMATS[kind]) == [len(STOPS)] * 2
+
+
+# ------------------------------------------------------------------------------------------------ the hosts' own ways
+
+
+def mixed_formats(rank: int, world_size: int, folder: str) -> list[str]:
+    """Either kind of checkpoint is loaded whatever is saved; callbacks keep, link and remove directories."""
+    warnings.simplefilter("ignore")
+    sharded = {"state_dict_type": "sharded", "async_save": True}
+    keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=1, save_last="link")
+    straight, trainer = fit(rank, world_size, "32-true", sharded, callbacks=[keep])
+    (optimizer,) = core.scape_optimizers(trainer.optimizers)
+    expected, names = everything(optimizer), sorted(path.name for path in Path(folder).iterdir())
+    trainer.save_checkpoint(f"{folder}/end.ckpt")
+    trainer.strategy.wait_for_checkpoint()
+    # The end is loaded for validation alone, too.
+    trainer.validate(straight, Loader(rank, world_size), ckpt_path=f"{folder}/end.ckpt", verbose=False)
+    trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+    trainer.validate(straight, Loader(rank, world_size), ckpt_path=f"{folder}/weights.ckpt", verbose=False)
+    for options in ({}, sharded):
+        _, trainer = fit(rank, world_size, "32-true", options, callbacks=[keep], ckpt_path="last")
+        (optimizer,) = core.scape_optimizers(trainer.optimizers)
+        assert_same(expected, everything(optimizer))
+    plain = {"enable_checkpointing": False}
+    _, trainer = fit(rank, world_size, "32-true", {}, ckpt_path=f"{folder}/end.ckpt", **plain)
+    trainer.save_checkpoint(f"{folder}/full.ckpt")
+    _, trainer = fit(rank, world_size, "32-true", sharded, ckpt_path=f"{folder}/full.ckpt", **plain)
+    (optimizer,) = core.scape_optimizers(trainer.optimizers)
+    own = everything(optimizer)
+    for name in ("lr", "common"):
+        assert own[name] == expected[name]
+    assert all(torch.equal(own[name], expected[name]) for name in own if "parameter" in name or "state." in name)
+    if rank == 0:
+        whole = consolidate(Path(folder) / "end.ckpt")
+        full = torch.load(f"{folder}/full.ckpt", weights_only=True)
+        assert whole.keys() == full.keys()
+        assert_equal(whole["optimizer_states"], full["optimizer_states"])
+        assert_equal(whole["state_dict"], full["state_dict"])
+    return names
+
+
+def test_callbacks_formats_and_the_converter_work_together(run_ranks: RunRanks, tmp_path: Path) -> None:
+    names = run_ranks(mixed_formats, 2, str(tmp_path / "checkpoints"))[0]
+    assert names == ["last.ckpt", "step=9.ckpt"]

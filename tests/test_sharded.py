@@ -1,0 +1,400 @@
+"""Sharded checkpoints: what is in the directory, other numbers of ranks, one file of it, who holds what."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_checkpoint import build, everything, train
+from test_optimizer import parameters, values
+from torch import Tensor, nn
+
+from lightning_scape import AdamS, CheckpointError, ScapeConfig, ScapeOptimizer
+from lightning_scape.collectives import Communicator
+from lightning_scape.files import save_file, verify
+from lightning_scape.saving import Content, SavedContent, Saver, consolidate
+from lightning_scape.sharded import Directory
+from lightning_scape.tool import main
+
+RunRanks = Callable[..., list[Any]]
+CONFIG = ScapeConfig(sparsity=0.9)
+RESHARDINGS = [(2, 3), (3, 2), (4, 1), (1, 4)]
+
+
+def save(path: str | Path, optimizer: ScapeOptimizer, model: dict[str, Any], **rest: Any) -> None:
+    content = Content({"model": model}, {"optimizer": optimizer.sharded_state_dict()}, rest)
+    Saver(asynchronous=False).save(Path(path), content, Communicator(None, None))
+
+
+def load(path: str | Path, optimizer: ScapeOptimizer) -> SavedContent:
+    saved = SavedContent(Path(path), Communicator(None, None))
+    optimizer.load_state_dict(saved.optimizers["optimizer"])
+    return saved
+
+
+def numbered(params: list[Any]) -> dict[str, Tensor]:
+    return {str(i): value for i, value in enumerate(values(params))}
+
+
+def whole_state(optimizer: ScapeOptimizer) -> dict[str, Any] | None:
+    optimizer.consolidate_state_dict(to=0)
+    return optimizer.state_dict() if optimizer._communicator.rank == 0 else None
+
+
+# --------------------------------------------------------------------------------------- another number of ranks
+
+
+def build_model() -> tuple[nn.Module, ScapeOptimizer]:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3))
+    optimizer = ScapeOptimizer(model.parameters(), lr=3e-3, config=CONFIG)
+    optimizer.name_parameters(model.named_parameters())
+    return model, optimizer
+
+
+DATA = torch.randn(12, 6, generator=torch.Generator().manual_seed(8))
+
+
+def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
+    return (model(rows) - rows[:, :3].sin() * 2).square().mean()
+
+
+def descend(model: nn.Module, optimizer: ScapeOptimizer, steps: int) -> list[float]:
+    """The global batch is the same for any number of ranks."""
+    rank, world_size = optimizer._communicator.rank, optimizer._communicator.world_size
+    losses = []
+    for _ in range(steps):
+        loss_of(model, DATA[rank::world_size]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss_of(model, DATA).item())
+    return losses
+
+
+def mean_residual(optimizer: ScapeOptimizer) -> Tensor:
+    state = optimizer._run.state
+    assert state is not None
+    mean = torch.cat(optimizer._views(state.residual.view(-1), optimizer._pieces)).clone()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(mean)
+    return mean / dist.get_world_size()
+
+
+def write_both(rank: int, world_size: int, folder: str) -> Any:
+    model, optimizer = build_model()
+    losses = descend(model, optimizer, 60)
+    save(f"{folder}/sharded", optimizer, model.state_dict())
+    whole = whole_state(optimizer)
+    if rank == 0:
+        save_file({"optimizer": whole, "model": model.state_dict()}, f"{folder}/full")
+    return whole, mean_residual(optimizer), losses, descend(model, optimizer, 30)
+
+
+def read_either(rank: int, world_size: int, folder: str, kind: str) -> Any:
+    model, optimizer = build_model()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if kind == "sharded":
+            model.load_state_dict(load(f"{folder}/sharded", optimizer).model("model"))
+        else:
+            content = torch.load(f"{folder}/full", weights_only=True)
+            model.load_state_dict(content["model"])
+            optimizer.load_state_dict(content["optimizer"])
+    optimizer.mark_masters_stale()
+    mean, whole = mean_residual(optimizer), whole_state(optimizer)
+    return whole, mean, [str(w.message) for w in caught], descend(model, optimizer, 30)
+
+
+@pytest.mark.parametrize(("before", "after"), RESHARDINGS)
+def test_resharding_is_exact_keeps_the_mean_residual_and_the_loss(
+    run_ranks: RunRanks, tmp_path: Path, before: int, after: int
+) -> None:
+    whole, mean, losses, straight = run_ranks(write_both, before, str(tmp_path))[0]
+    for kind in ("full", "sharded"):
+        found, found_mean, texts, further = run_ranks(read_either, after, str(tmp_path), kind)[0]
+        assert any(f"was written by {before} ranks, this run has {after}" in text for text in texts)
+        assert found["state"].keys() == whole["state"].keys()
+        for index, entry in whole["state"].items():
+            assert entry.keys() == found["state"][index].keys()
+            for name, value in entry.items():
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(found["state"][index][name]))
+        assert torch.equal(whole["scape"]["mask"], found["scape"]["mask"])
+        # To the rounding of a sum over ranks, whose terms may nearly cancel.
+        peak = max(float(e.abs().max()) for part in whole["scape"]["residuals"] for e in part.values())
+        torch.testing.assert_close(found_mean, mean, rtol=0.0, atol=4 * torch.finfo(torch.float32).eps * peak)
+        assert mean.norm() > 0
+        # The very next step is the one that would have come, to the wire's rounding; other ranks' masks come after it.
+        assert further[0] == pytest.approx(straight[0], rel=1e-4)
+        assert max(further) < losses[-1]
+        assert further[-1] < 0.8 * losses[-1]
+
+
+# ------------------------------------------------------------------------------------- in the directory, on the ranks
+
+
+def save_and_measure(rank: int, world_size: int, folder: str) -> tuple[int, int]:
+    params, optimizer = build(CONFIG, torch.bfloat16)
+    train(params, optimizer, rank, range(3))
+    save(f"{folder}/c", optimizer, numbered(params))
+    own = optimizer.sharded_state_dict().tensors
+    # Views: nothing but the rank's own shard, residual and rows of the mask.
+    state = optimizer._run.state
+    assert state is not None
+    held = [getattr(state, n) for n in ("momentum", "clock", "master", "residual")] + [optimizer._masks.active]
+    homes = {t.untyped_storage().data_ptr() for t in held}
+    assert {chunk.tensor.untyped_storage().data_ptr() for chunk in own.values()} <= homes
+    return sum(c.tensor.numel() for k, c in own.items() if k.endswith(".exp_avg")), sum(p.numel() for p in params)
+
+
+def test_every_rank_writes_its_own_shard_and_none_the_whole_state(run_ranks: RunRanks, tmp_path: Path) -> None:
+    parts = run_ranks(save_and_measure, 3, str(tmp_path))
+    assert sum(part for part, _ in parts) == parts[0][1]
+    assert all(part < 0.5 * whole for part, whole in parts)
+    names = sorted(path.name for path in (tmp_path / "c").iterdir())
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "manifest.json", "meta.pt"]
+    assert not list(tmp_path.glob(".*"))
+    # torch's own reader agrees on what is in it.
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(tmp_path / "c", tmp_path / "torch.pt")
+    content = torch.load(tmp_path / "torch.pt", weights_only=True)
+    directory = Directory(tmp_path / "c")
+    assert content.keys() == directory.shapes().keys()
+    assert all(torch.equal(value, directory.tensor(key)) for key, value in content.items())
+
+
+def write_masters(rank: int, world_size: int, folder: str) -> Any:
+    params, optimizer = build(ScapeConfig(sparsity=0.9, mask_statistic="first_moment"), torch.bfloat16)
+    train(params, optimizer, rank, range(5))
+    save(f"{folder}/c", optimizer, numbered(params), step=5)
+    return whole_state(optimizer), numbered(params)
+
+
+def test_consolidated_directory_is_the_full_checkpoint(run_ranks: RunRanks, tmp_path: Path, capsys: Any) -> None:
+    whole, model = run_ranks(write_masters, 2, str(tmp_path))[0]
+    assert main(["consolidate", str(tmp_path / "c"), str(tmp_path / "one.pt")]) == 0
+    assert main(["verify", str(tmp_path / "c"), str(tmp_path / "one.pt")]) == 0
+    assert "complete and undamaged" in capsys.readouterr().out
+    one = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert one["step"] == 5
+    assert len(one["scape_rng"]) == 2
+    assert_equal(one["model"], model)
+    assert_equal(one["optimizer"], whole)
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert_equal(value, other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_equal(a, b)
+    elif isinstance(one, Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+def test_the_tool_names_what_is_wrong_and_fails(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "c").mkdir()
+    assert main(["consolidate", str(tmp_path / "c"), str(tmp_path / "one.pt")]) == 1
+    assert "must hold manifest.json" in capsys.readouterr().err
+    assert not (tmp_path / "one.pt").exists()
+
+
+def test_scape_goes_on_as_adamw_and_as_adams_with_what_carries_over(tmp_path: Path) -> None:
+    params, optimizer = build(CONFIG, torch.float32)
+    train(params, optimizer, 0, range(6))
+    save(tmp_path / "c", optimizer, numbered(params))
+    with pytest.warns(UserWarning, match="residuals, clocks and masks do not carry over"):
+        assert main(["consolidate", str(tmp_path / "c"), str(tmp_path / "w.pt"), "--optimizer", "adamw"]) == 0
+    whole = optimizer.state_dict()
+    for kind in (torch.optim.AdamW, AdamS):
+        twins = parameters()
+        dense = kind([{"params": twins[:2]}, {"params": twins[2:]}])
+        if kind is AdamS:
+            with pytest.warns(UserWarning, match="first moments, step and options carry over to AdamS; residuals"):
+                dense.load_state_dict(whole)
+        else:
+            dense.load_state_dict(torch.load(tmp_path / "w.pt", weights_only=True)["optimizer"])
+        for index, twin in enumerate(twins):
+            assert torch.equal(dense.state[twin]["exp_avg"], whole["state"][index]["exp_avg"])
+            assert int(dense.state[twin]["step"]) == 6
+            twin.grad = torch.zeros_like(twin)
+        assert dense.param_groups[0]["lr"] == 3e-2
+        before = [twin.detach().clone() for twin in twins]
+        dense.step()
+        for twin, old in zip(twins, before, strict=True):
+            assert (twin - old).abs().max() < 0.2  # a step, not an explosion
+            assert twin.isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------ unfit directories
+
+
+def mutate(original: bytes, rng: random.Random) -> bytes:
+    """One of the ways in which files go bad, at a random place."""
+    data = bytearray(original)
+    place, length = rng.randrange(len(data)), rng.choice([1, 8, 100, 512])
+    kind = rng.randrange(7)
+    if kind == 0:
+        data[place] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        del data[place:]
+    elif kind == 2:
+        del data[place : place + length]
+    elif kind == 3:
+        data[place:place] = rng.randbytes(length)
+    elif kind == 4:
+        data[place : place + length] = bytes(len(data[place : place + length]))
+    elif kind == 5:
+        other = rng.randrange(len(data))
+        data[place : place + length] = data[other : other + length]
+    else:
+        data[place : place + length] = rng.randbytes(len(data[place : place + length]))
+    return bytes(data)
+
+
+def one_directory(tmp_path: Path, config: ScapeConfig = CONFIG) -> tuple[list[Any], ScapeOptimizer, Path]:
+    params, optimizer = build(config, torch.float32)
+    train(params, optimizer, 0, range(4))
+    save(tmp_path / "c", optimizer, numbered(params))
+    return params, optimizer, tmp_path / "c"
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "meta.pt", "manifest.json"])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
+def test_damage_to_any_file_is_found_before_anything_is_loaded(tmp_path: Path, name: str, damage: str) -> None:
+    params, optimizer, path = one_directory(tmp_path)
+    before = [t.clone() for t in everything(params, optimizer)]
+    file = path / name
+    content = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    elif damage == "truncated":
+        file.write_bytes(content[:-7])
+    else:
+        middle = len(content) // 2
+        file.write_bytes(content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :])
+    with pytest.raises(CheckpointError, match=r"torn|damaged|cannot be read") as caught:
+        load(path, optimizer)
+    assert str(path) in str(caught.value)
+    with pytest.raises(CheckpointError):
+        verify(path)
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(params, optimizer), strict=True))
+
+
+def test_three_hundred_mutated_directories_are_refused(tmp_path: Path) -> None:
+    _, optimizer, path = one_directory(tmp_path)
+    names = sorted(file.name for file in path.iterdir())
+    originals, rng, refused = {name: (path / name).read_bytes() for name in names}, random.Random(0), 0
+    for _ in range(300):
+        name = rng.choice(names)
+        data = mutate(originals[name], rng)
+        (path / name).write_bytes(data)
+        if data != originals[name]:
+            with pytest.raises(CheckpointError):
+                load(path, optimizer)
+            refused += 1
+        (path / name).write_bytes(originals[name])
+    assert refused > 280
+    load(path, optimizer)
+
+
+def test_a_newer_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_scape.files.FORMAT", 7)
+        _, optimizer, path = one_directory(tmp_path)
+    with pytest.raises(CheckpointError, match="must be at most 1, got 7.*Upgrade"):
+        load(path, optimizer)
+
+
+def test_a_directory_never_executes_code(tmp_path: Path) -> None:
+    _, _, path = one_directory(tmp_path)
+    bait = tmp_path / "executed"
+
+    class Bait:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (bait,))
+
+    (path / ".metadata").write_bytes(pickle.dumps(Bait()))
+    from lightning_scape.files import describe_files, write_manifest
+
+    write_manifest(path, describe_files(path, [".metadata", "__0_0.distcp", "meta.pt"]), 1)
+    with pytest.raises(CheckpointError, match="must be an index of torch.distributed.checkpoint"):
+        Directory(path)
+    assert not bait.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("shape", r"state of 'parameter 1' \(number 1\) must have shape \(6,\), got \(5,\)"),
+        ("count", "must hold the model's 5 trained parameters, got 6; the first that only one of them has is number 5"),
+        ("groups", "must have 1 parameter groups, got 2"),
+        ("order", "must come in the checkpoint's order, got 'b' as number 0, which was 'a' there"),
+    ],
+)
+def test_another_models_directory_is_refused_naming_the_first_difference(tmp_path: Path, kind: str, words: str) -> None:
+    params, optimizer = build(CONFIG, torch.float32)
+    if kind == "order":
+        optimizer.name_parameters([("a", params[0]), ("b", params[1])])
+    train(params, optimizer, 0, range(4))
+    save(tmp_path / "c", optimizer, {})
+    others = parameters()
+    if kind == "shape":
+        others[1] = nn.Parameter(torch.zeros(6))
+    groups = [{"params": others[:2]}, {"params": others[2:]}]
+    if kind == "count":
+        groups[1]["params"] = others[2:-1]
+        words = words.replace("must hold", "")
+    if kind == "groups":
+        groups = [{"params": others}]
+    other = ScapeOptimizer(groups, config=CONFIG)
+    if kind == "order":
+        other.name_parameters([("b", others[0]), ("a", others[1])])
+    if kind == "count":
+        words = "Parameter group 1 of the state must have 3 parameters, got 4"
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path / "c", other)
+    assert other._run.state is None
+
+
+def test_other_options_are_told_and_the_mask_is_made_anew(tmp_path: Path) -> None:
+    _, optimizer, path = one_directory(tmp_path)
+    _, other = build(ScapeConfig(sparsity=0.99, wire_dtype="fp32"), torch.float32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load(path, other)
+    texts = " ".join(str(warning.message) for warning in caught)
+    assert "sparsity=0.9 (now 0.99)" in texts
+    assert "wire_dtype='bf16' (now 'fp32')" in texts
+    assert "masks are for blocks of 250 entries, this run's are 200" in texts
+    assert_equal(optimizer.state_dict()["state"], other.state_dict()["state"])
+
+
+def test_another_memory_order_is_refused_and_one_file_has_none(tmp_path: Path) -> None:
+    def make(memory_format: torch.memory_format) -> tuple[Any, ScapeOptimizer]:
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(3, 4, 5, 5).to(memory_format=memory_format))
+        weight.grad = torch.randn_like(weight)
+        return weight, ScapeOptimizer([weight], config=CONFIG)
+
+    _, optimizer = make(torch.channels_last)
+    optimizer.step()
+    save(tmp_path / "c", optimizer, {})
+    _, other = make(torch.contiguous_format)
+    with pytest.raises(ValueError, match="memory order.*lightning-scape consolidate"):
+        load(tmp_path / "c", other)
+    other.load_state_dict(consolidate(tmp_path / "c")["optimizer"])
+    assert_equal(optimizer.state_dict()["state"], other.state_dict()["state"])
