@@ -322,7 +322,7 @@ class EmaUpdate:
             self.mean = torch.zeros_like(state.momentum)
         own = None if mask is None else self.optimizer._own_rows(mask)
         tau = state.step + 1 - ops.take(state.clock, own)
-        sample = total.square() / tau * self.optimizer._communicator.world_size
+        sample = total.square() / tau
         old = ops.take(self.mean, own)
         ops.put(self.mean, own, torch.where(old == 0, sample, old + self.weight * (sample - old)))
         measured, state.noise = state.noise, self.mean

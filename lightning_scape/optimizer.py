@@ -273,7 +273,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             ):
                 grad = grads[piece.segment.index]
                 part = None if grad is None else grad[piece.of_parameter]
-                ops.measure_noise(noise, part, weight, scale, clip_value)
+                ops.measure_noise(noise, part, weight, self._communicator.world_size, scale, clip_value)
         if state.local_momentum is None or state.evidence is None:
             return
         moments = self._views(state.local_momentum.view(-1), self._shard_pieces)
@@ -314,10 +314,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
             ops.gather(self._run.flats, self._shard_pieces, own, theta, self._layout.block_size)
         step = state.step + 1
         hyper, correction = self._hyperparameters.at(step, self.param_groups, theta.dtype)
-        ranks = self._communicator.world_size
-        record.again = ops.update(
-            theta, state.momentum, state.clock, own, total, step, hyper, correction, scale, state.noise, ranks
-        )
+        noise = state.noise
+        record.again = ops.update(theta, state.momentum, state.clock, own, total, step, hyper, correction, scale, noise)
         if state.master is not None and own is not None:
             ops.put(state.master, own, theta)
         return theta.to(self._parameters.wire_dtype)

@@ -38,7 +38,8 @@ class ScapeState:
     evidence: Tensor | None = None
     """``[R, B]`` fp32, likewise: that moment summed since each entry's last visit."""
     noise: Tensor | None = None
-    """``[R, B]`` fp32 (fp64), ``second_moment="measured"`` only: running mean square of this rank's own gradient."""
+    """``[R, B]`` fp32 (fp64), ``second_moment="measured"`` only: running mean square of this rank's own
+    gradient, over N: an estimate for the averaged one."""
 
     @classmethod
     def allocate(cls, layout: Layout, config: ScapeConfig, dtype: torch.dtype, device: torch.device) -> ScapeState:

@@ -163,13 +163,19 @@ def accumulate_first_moment(
             total.add_(first)
 
 
-def measure_noise(noise: Tensor, grad: Tensor | None, weight: float, scale: Tensor, clip_value: float | None) -> None:
-    """``noise = (1 - weight) * noise + weight * (scale * grad)**2``: a running mean of squared gradients, in place.
+def measure_noise(
+    noise: Tensor, grad: Tensor | None, weight: float, ranks: int, scale: Tensor, clip_value: float | None
+) -> None:
+    """``noise = (1 - weight) * noise + weight * (scale * grad)**2 / ranks``: a running mean of squares, in place.
+
+    An average over ranks whose gradients are noise has an N-th of one rank's mean square. So this estimates that of the
+    averaged gradient where noise prevails, and is below it where ranks agree.
 
     Args:
         noise: flat, fp32 or fp64.
         grad: flat, any float dtype, as long; None is a gradient of zeros.
         weight: of this gradient, in (0, 1].
+        ranks: N.
         scale: 0 changes nothing.
         clip_value: first clamps the gradient to ``[-v, v]``; v > 0, or None.
     """
@@ -183,10 +189,10 @@ def measure_noise(noise: Tensor, grad: Tensor | None, weight: float, scale: Tens
         value = value.to(device=mean.device, dtype=mean.dtype)
         if on_host is None:
             factor = scale.to(mean.device)
-            moved = (1 - weight) * mean + weight * (factor * value).square()
+            moved = (1 - weight) * mean + weight / ranks * (factor * value).square()
             mean.copy_(torch.where(factor != 0, moved, mean))
         else:
-            mean.mul_(1 - weight).addcmul_(value, value, value=weight * on_host**2)
+            mean.mul_(1 - weight).addcmul_(value, value, value=weight / ranks * on_host**2)
 
 
 # ---------------------------------------------------------------------------------------------------- masks
@@ -413,7 +419,6 @@ def update(
     correction: Tensor | float,
     scale: Tensor,
     noise: Tensor | None = None,
-    noise_ranks: int = 1,
 ) -> Tensor:
     """:func:`tau_step` on the masked entries of a shard; theta, momentum and clock change in place.
 
@@ -427,8 +432,7 @@ def update(
         hyper: of the shard's rows.
         correction: as in :func:`tau_step`, 0-dim or ``[R, 1]``.
         scale: 0 changes nothing.
-        noise: ``[R, B]``, mean square of one rank's gradient, or None.
-        noise_ranks: N; averaging over so many ranks divides it.
+        noise: ``[R, B]``, from :func:`measure_noise`, or None.
 
     Returns:
         0-dim int64: how many of the entries were visited in the step before too.
@@ -444,7 +448,7 @@ def update(
         tau = step - last
         again += (tau == 1).sum()
         divisor = correction[rows] if isinstance(correction, Tensor) and correction.dim() else correction
-        known = None if noise is None else take(noise[rows], chosen).to(theta.dtype) / noise_ranks
+        known = None if noise is None else take(noise[rows], chosen).to(theta.dtype)
         new = tau_step(theta[rows], old_momentum, tau.to(theta.dtype), total[rows], hyper.rows(rows), divisor, known)
         if on_host is None:
             applied = scale != 0
