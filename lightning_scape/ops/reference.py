@@ -22,6 +22,8 @@ _CHUNK = 1 << 18
 """Entries handled at a time: small enough for a core's cache, large enough to hide the cost of a call."""
 _SMALL_CHUNK = 1 << 14
 """Likewise where many temporaries are alive at once; below the size at which malloc asks the kernel for pages."""
+_SMALL_ROWS = 1 << 12
+"""At most so many rows then: an entry read from each has its cache line brought in, to be there when it is written."""
 _MAX_PASSES = 32
 """Up to so many entries a block are chosen by repeated maximum, which beats a sort; beyond it by ``topk``."""
 _MAGNITUDE_BITS = 0x7FFFFFFF
@@ -191,24 +193,26 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     blocks, length = statistic.shape
     assert 1 <= sent <= length
     low = (1 << (length - 1).bit_length()) - 1
-    order = low - torch.arange(length, dtype=torch.int32, device=statistic.device)
-    chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=statistic.device)
-    buffer: Tensor | None = None
+    device = statistic.device
+    order = low - torch.arange(length, dtype=torch.int32, device=device)
+    chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=device)
+    keys_buffer: Tensor | None = None
     for rows in _row_chunks(blocks, length, _CHUNK):
         bits = statistic[rows].to(torch.float32).view(torch.int32)
-        if buffer is None:  # once: a megabyte anew for each chunk would be fetched from the kernel each time
-            buffer = torch.empty_like(bits)
-        keys = torch.bitwise_and(bits, _MAGNITUDE_BITS & ~low, out=buffer[: bits.shape[0]])
+        if keys_buffer is None:  # once: a megabyte anew for each chunk would be fetched from the kernel each time
+            keys_buffer = torch.empty_like(bits)
+            last = torch.arange(bits.shape[0], device=device).mul_(length).add_(low)
+        keys = torch.bitwise_and(bits, _MAGNITUDE_BITS & ~low, out=keys_buffer[: bits.shape[0]])
         keys.bitwise_or_(order)
         if sent > _MAX_PASSES:
             best = keys.topk(sent, dim=1).values
         else:
-            best = torch.empty(keys.shape[0], sent, dtype=torch.int32, device=keys.device)
-            for column in range(sent):
-                top = keys.amax(1, keepdim=True)
-                best[:, column : column + 1] = top
-                if column + 1 < sent:
-                    keys.scatter_(1, (low - (top & low)).long(), -1)
+            tops = torch.empty(sent, keys.shape[0], dtype=torch.int32, device=device)
+            for turn, top in enumerate(tops):
+                torch.amax(keys, 1, out=top)
+                if turn + 1 < sent:
+                    keys.view(-1).index_fill_(0, last[: keys.shape[0]] - (top & low), -1)
+            best = tops.t()
         chosen[rows] = (low - (best & low)).to(chosen.dtype)
     return chosen
 
@@ -251,7 +255,7 @@ def compact(residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scal
     if on_host == 0.0:
         return values.zero_()
     limit = torch.finfo(wire_dtype).max
-    for rows in _row_chunks(blocks, sent, _SMALL_CHUNK):
+    for rows in _row_chunks(blocks, sent, _SMALL_CHUNK, _SMALL_ROWS):
         chosen = None if mask is None else mask[rows]
         there = take(residual[rows], chosen)
         rounded = there.clamp(-limit, limit).to(wire_dtype)
@@ -329,7 +333,7 @@ def update(
     if on_host == 0.0:
         return again
     blocks, sent = theta.shape
-    for rows in _row_chunks(blocks, sent, _SMALL_CHUNK):
+    for rows in _row_chunks(blocks, sent, _SMALL_CHUNK, _SMALL_ROWS):
         chosen = None if mask is None else mask[rows]
         old_momentum, last = take(momentum[rows], chosen), take(clock[rows], chosen)
         tau = step - last
@@ -426,9 +430,10 @@ def _host_value(scale: Tensor) -> float | None:
     return float(scale) if scale.device.type == "cpu" else None
 
 
-def _row_chunks(rows: int, columns: int, entries: int) -> Iterator[slice]:
-    """Slices of about ``entries`` entries, whole rows each, that cover ``rows``."""
+def _row_chunks(rows: int, columns: int, entries: int, most: int | None = None) -> Iterator[slice]:
+    """Slices of about ``entries`` entries, whole rows each and at most ``most``, that cover ``rows``."""
     step = max(1, entries // max(1, columns))
+    step = step if most is None else min(step, most)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
