@@ -118,6 +118,8 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
 def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor, clip_value: float | None) -> None:
     """``residual += scale * grad``, in place; ``clip_value`` first clamps the gradient to ``[-v, v]``.
 
+    Example: residual ``[1, 1]``, gradient ``[3, -8]``, scale 0.5 and ``clip_value=4`` give ``[2.5, -1]``.
+
     Args:
         residuals: flat, the residual's dtype; one per gradient.
         grads: flat, any float dtype; None is a gradient of zeros. Left as they are.
@@ -236,6 +238,8 @@ def put(matrix: Tensor, mask: Tensor | None, values: Tensor) -> None:
 def compact(residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor) -> Tensor:
     """Takes the masked entries out of the residual, rounded for the wire; the rounding error stays behind.
 
+    Example: ``[[1.00390625, 5]]`` with mask ``[[0]]`` sends ``[[1]]`` as bf16 and keeps ``[[0.00390625, 5]]``.
+
     Sent plus what is left equals what was there, exactly: the difference of a number and its rounding is itself a
     number of the wider format. Magnitudes beyond the wire dtype's largest are sent as that, the rest stays.
 
@@ -314,6 +318,9 @@ def update(
 ) -> Tensor:
     """:func:`tau_step` on the masked entries of a shard; theta, momentum and clock change in place.
 
+    Example: lr 1, no decay, both betas 0, eps 1e-30: ``theta = [[3]]`` at step 1 with ``total = [[-2]]``, clock
+    ``[[0, 0]]`` and mask ``[[1]]`` gives ``theta = [[4]]``, momentum ``[[0, -2]]``, clock ``[[0, 1]]``, and returns 1.
+
     Args:
         theta: ``[R, q]`` values of the masked parameters.
         momentum: ``[R, B]`` of theta's dtype.
@@ -357,6 +364,8 @@ def update(
 
 def gather(flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int) -> None:
     """Copies the masked entries of the parameters into ``out [R, q]``; positions that are pads are left alone.
+
+    Example: ``B = 2``, parameters ``[5, 6, 7]`` and ``[8]``, mask ``[[1], [0], [0]]``: ``out = [[6], [7], [8]]``.
 
     Args:
         flats: every parameter, flat, by index.
