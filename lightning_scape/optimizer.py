@@ -325,6 +325,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
             statistic = state.evidence
             if statistic is None:
                 statistic = state.shard_of_residual(self._layout, self._communicator.rank)
+            if statistic.is_cuda:  # it may be freed, with this optimizer, before the side stream has read it
+                statistic.record_stream(torch.cuda.current_stream(statistic.device))
             return ops.select(statistic, sent).to(self._parameters.device)
 
     def _start_gather(self, shard: Tensor) -> PendingMask:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 from kernel_checks import FAR, FarAway, KernelChecks, assert_same_bits, hyper
+from rank_checks import train_on, train_scaled
 
 from lightning_scape import ops
 from lightning_scape.ops import kernels, reference
@@ -91,6 +92,28 @@ def test_without_triton_the_reference_serves_and_says_so(monkeypatch: pytest.Mon
             ops.select(torch.zeros(1, 4), 1)
     finally:
         ops._kernels.cache_clear()
+
+
+# ---------------------------------------------------------------------------------------------------------- two ranks
+
+
+@interpreted
+def test_two_ranks_train_alike_by_kernels_and_by_reference(run_ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_reference = run_ranks(train_on, 2, "cpu")
+    monkeypatch.setenv(ops.VARIABLE, "kernels")
+    by_kernels = run_ranks(train_on, 2, "cpu")
+    for (ours, residual), (theirs, their_residual) in zip(by_kernels, by_reference, strict=True):
+        for a, b, first in zip(ours, theirs, by_kernels[0][0], strict=True):
+            assert torch.equal(a, first)
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        torch.testing.assert_close(residual, their_residual, rtol=0, atol=1e-4)
+
+
+def test_an_inf_on_one_rank_makes_the_scaler_skip_the_step_on_all(run_ranks) -> None:
+    (first, calls, scale), (second, other_calls, other_scale) = run_ranks(train_scaled, 2, "cpu")
+    assert torch.equal(first, second)
+    assert calls == other_calls == 5
+    assert scale == other_scale == 512.0
 
 
 # ----------------------------------------------------------------------------------------- places beyond 32-bit offsets
