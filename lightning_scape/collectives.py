@@ -225,11 +225,16 @@ class Communicator:
         if device.type != "cuda":
             yield
             return
+        stream = self.side_stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield
+
+    def side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The one stream beside the compute, on which masks are made and exchanged."""
         if self._side_stream is None:
             self._side_stream = torch.cuda.Stream(device)
-        self._side_stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._side_stream):
-            yield
+        return self._side_stream
 
     def start_mask(
         self, full: Tensor, pick: Callable[[Tensor | None], Tensor], ballots: Tensor | None = None

@@ -340,6 +340,9 @@ class ScapeOptimizer(torch.optim.Optimizer):
         assert state is not None
         statistic = state.evidence if state.evidence is not None else state.shard_of_residual(self._layout, rank)
         votes = self.config.votes
+        if state.residual.is_cuda:  # it may be freed, with this optimizer, before the side stream has read it
+            for read in (state.residual, statistic):
+                read.record_stream(self._communicator.side_stream(device))
 
         def pick(ballots: Tensor | None) -> Tensor:
             if ballots is None:

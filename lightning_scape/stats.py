@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 
+import torch
 from torch import Tensor
+from torch.cuda import nvtx
 from torch.profiler import record_function
 
 from lightning_scape import ops
@@ -100,9 +102,10 @@ class StepRecord:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A profiler range, and the host's seconds."""
+        """A profiler range (torch's and, where CUDA is in use, NVTX for Nsight), and the host's seconds."""
         began = time.perf_counter()
-        with record_function(f"scape::{name}"):
+        label = f"scape::{name}"
+        with record_function(label), nvtx.range(label) if torch.cuda.is_initialized() else nullcontext():
             yield
         self.seconds[name] += time.perf_counter() - began
 

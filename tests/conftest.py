@@ -18,6 +18,10 @@ from typing import Any
 import launcher
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Before Triton is imported: kernels then run on CPU tensors, in its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch.distributed as dist
 from hypothesis import settings
 

@@ -1,28 +1,29 @@
-"""The arithmetic of a step; one name each, whatever runs it."""
+"""The arithmetic of a step; one name each, whatever runs it.
 
-from lightning_scape.ops.reference import (
-    Hyper,
-    TauStep,
-    accumulate_first_moment,
-    checksum,
-    compact,
-    elect,
-    fold,
-    gather,
-    measure_noise,
-    position_dtype,
-    put,
-    scatter,
-    select,
-    sketch,
-    squared_norm,
-    take,
-    tau_step,
-    update,
-    vote,
-)
+Tensors on CUDA go through the Triton kernels of :mod:`.kernels`, all others through their twins in plain PyTorch,
+:mod:`.reference`, which define what is computed. To compare the two, or to rule the kernels out, set the environment
+variable ``LIGHTNING_SCAPE_OPS`` to ``reference`` or ``kernels``, or use :func:`using`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TypeVar
+
+from torch import Tensor
+from typing_extensions import ParamSpec
+
+from lightning_scape.ops import reference
+from lightning_scape.ops.reference import Hyper, TauStep, position_dtype
 
 __all__ = [
+    "DISPATCHED",
     "Hyper",
     "TauStep",
     "accumulate_first_moment",
@@ -41,5 +42,122 @@ __all__ = [
     "take",
     "tau_step",
     "update",
+    "using",
     "vote",
 ]
+
+VARIABLE = "LIGHTNING_SCAPE_OPS"
+"""Environment variable: which implementation to use, one of :data:`CHOICES`."""
+CHOICES = ("auto", "reference", "kernels")
+"""``auto``: kernels for CUDA tensors, else the reference. ``kernels`` on CPU tensors: needs Triton's interpreter."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_chosen: list[str] = []
+"""What :func:`using` asked for, innermost last."""
+
+
+@contextmanager
+def using(choice: str) -> Iterator[None]:
+    """Within it, every operation of this process runs by ``choice``, one of :data:`CHOICES`."""
+    _chosen.append(_checked(choice, "`choice`"))
+    try:
+        yield
+    finally:
+        _chosen.pop()
+
+
+def _dispatched(twin: Callable[_P, _T]) -> Callable[_P, _T]:
+    """The operation, by kernel or by twin, as its first tensor's device says."""
+    name = twin.__name__
+
+    @functools.wraps(twin)
+    def operation(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        implementation = _implementation(_is_on_cuda((*args, *kwargs.values())))
+        result: _T = getattr(implementation, name)(*args, **kwargs)
+        return result
+
+    return operation
+
+
+def _implementation(on_cuda: bool) -> ModuleType:
+    choice = _chosen[-1] if _chosen else _checked(os.environ.get(VARIABLE, "auto"), f"${VARIABLE}")
+    if choice == "reference" or (choice == "auto" and not on_cuda):
+        return reference
+    found = _kernels()
+    if found is not None:
+        return found
+    if choice == "kernels":
+        raise ModuleNotFoundError(
+            "The kernels need Triton, got a Python without it. Install lightning-scape[gpu], or choose 'reference'."
+        )
+    return reference
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    if find_spec("triton") is None:
+        warnings.warn(
+            "SCAPE's kernels need Triton, got a Python without it: steps on the GPU run in plain PyTorch, in several"
+            " times as many passes over memory. Install lightning-scape[gpu].",
+            stacklevel=4,
+        )
+        return None
+    from lightning_scape.ops import kernels
+
+    return kernels
+
+
+def _is_on_cuda(values: Iterable[object]) -> bool:
+    for value in values:
+        if isinstance(value, Tensor):
+            return value.is_cuda
+        if isinstance(value, (list, tuple)):
+            for member in value:
+                if isinstance(member, Tensor):
+                    return member.is_cuda
+    return False
+
+
+def _checked(choice: str, name: str) -> str:
+    if choice not in CHOICES:
+        raise ValueError(f"{name} must be one of {', '.join(CHOICES)}, got {choice!r}. Use 'auto' if unsure.")
+    return choice
+
+
+squared_norm = _dispatched(reference.squared_norm)
+sketch = _dispatched(reference.sketch)
+fold = _dispatched(reference.fold)
+accumulate_first_moment = _dispatched(reference.accumulate_first_moment)
+measure_noise = _dispatched(reference.measure_noise)
+vote = _dispatched(reference.vote)
+elect = _dispatched(reference.elect)
+select = _dispatched(reference.select)
+take = _dispatched(reference.take)
+put = _dispatched(reference.put)
+compact = _dispatched(reference.compact)
+tau_step = _dispatched(reference.tau_step)
+update = _dispatched(reference.update)
+gather = _dispatched(reference.gather)
+scatter = _dispatched(reference.scatter)
+checksum = _dispatched(reference.checksum)
+
+DISPATCHED = (
+    squared_norm,
+    sketch,
+    fold,
+    accumulate_first_moment,
+    measure_noise,
+    vote,
+    elect,
+    select,
+    take,
+    put,
+    compact,
+    tau_step,
+    update,
+    gather,
+    scatter,
+    checksum,
+)
+"""Every operation that has two implementations."""

@@ -10,7 +10,7 @@ Nothing here allocates a tensor of the size of its state: work goes in chunks of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,8 @@ _CHUNK = 1 << 18
 """Entries handled at a time: small enough for a core's cache, large enough to hide the cost of a call."""
 _SMALL_CHUNK = 1 << 14
 """Likewise where many temporaries are alive at once; below the size at which malloc asks the kernel for pages."""
+_SMALL_ROWS = 1 << 12
+"""At most so many rows then: an entry read from each has its cache line brought in, to be there when it is written."""
 _MAX_PASSES = 32
 """Up to so many entries a block are chosen by repeated maximum, which beats a sort; beyond it by ``topk``."""
 _MAGNITUDE_BITS = 0x7FFFFFFF
@@ -116,6 +118,8 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
 def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor, clip_value: float | None) -> None:
     """``residual += scale * grad``, in place; ``clip_value`` first clamps the gradient to ``[-v, v]``.
 
+    Example: residual ``[1, 1]``, gradient ``[3, -8]``, scale 0.5 and ``clip_value=4`` give ``[2.5, -1]``.
+
     Args:
         residuals: flat, the residual's dtype; one per gradient.
         grads: flat, any float dtype; None is a gradient of zeros. Left as they are.
@@ -179,10 +183,24 @@ def measure_noise(
         scale: 0 changes nothing.
         clip_value: first clamps the gradient to ``[-v, v]``; v > 0, or None.
     """
+    _measure_noise_in_chunks(noise, grad, weight, ranks, scale, clip_value, _CHUNK)
+
+
+def _measure_noise_in_chunks(
+    noise: Tensor,
+    grad: Tensor | None,
+    weight: float,
+    ranks: int,
+    scale: Tensor,
+    clip_value: float | None,
+    chunk: int,
+) -> None:
+    """:func:`measure_noise`, ``chunk`` entries at a time."""
     on_host = _host_value(scale)
     if on_host == 0.0:
         return
-    for mean, part in zip(noise.split(_CHUNK), _split_or_none(grad, noise.numel()), strict=True):
+    means = noise.split(chunk)
+    for mean, part in zip(means, [None] * len(means) if grad is None else grad.split(chunk), strict=True):
         value = mean.new_zeros(()) if part is None else part
         if clip_value is not None:
             value = value.clamp(-clip_value, clip_value)
@@ -223,24 +241,26 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     blocks, length = statistic.shape
     assert 1 <= sent <= length
     low = (1 << (length - 1).bit_length()) - 1
-    order = low - torch.arange(length, dtype=torch.int32, device=statistic.device)
-    chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=statistic.device)
-    buffer: Tensor | None = None
+    device = statistic.device
+    order = low - torch.arange(length, dtype=torch.int32, device=device)
+    chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=device)
+    keys_buffer: Tensor | None = None
     for rows in _row_chunks(blocks, length, _CHUNK):
         bits = statistic[rows].to(torch.float32).view(torch.int32)
-        if buffer is None:  # once: a megabyte anew for each chunk would be fetched from the kernel each time
-            buffer = torch.empty_like(bits)
-        keys = torch.bitwise_and(bits, _MAGNITUDE_BITS & ~low, out=buffer[: bits.shape[0]])
+        if keys_buffer is None:  # once: a megabyte anew for each chunk would be fetched from the kernel each time
+            keys_buffer = torch.empty_like(bits)
+            last = torch.arange(bits.shape[0], device=device).mul_(length).add_(low)
+        keys = torch.bitwise_and(bits, _MAGNITUDE_BITS & ~low, out=keys_buffer[: bits.shape[0]])
         keys.bitwise_or_(order)
         if sent > _MAX_PASSES:
             best = keys.topk(sent, dim=1).values
         else:
-            best = torch.empty(keys.shape[0], sent, dtype=torch.int32, device=keys.device)
-            for column in range(sent):
-                top = keys.amax(1, keepdim=True)
-                best[:, column : column + 1] = top
-                if column + 1 < sent:
-                    keys.scatter_(1, (low - (top & low)).long(), -1)
+            tops = torch.empty(sent, keys.shape[0], dtype=torch.int32, device=device)
+            for turn, top in enumerate(tops):
+                torch.amax(keys, 1, out=top)
+                if turn + 1 < sent:
+                    keys.view(-1).index_fill_(0, last[: keys.shape[0]] - (top & low), -1)
+            best = tops.t()
         chosen[rows] = (low - (best & low)).to(chosen.dtype)
     return chosen
 
@@ -261,14 +281,18 @@ def vote(residual: Tensor, votes: int) -> Tensor:
     Returns:
         uint8 ``[R, V * (1 or 2) + V + 1]``.
     """
-    chosen = select(residual, votes)
-    rows = [chosen.view(torch.uint8)]
+    return _ballots_of(residual, select(residual, votes))
+
+
+def _ballots_of(residual: Tensor, chosen: Tensor) -> Tensor:
+    """:func:`vote`, for the positions ``chosen [R, V]``, largest magnitude first."""
     values = take(residual, chosen).float()
     largest = values[:, :1].abs()
     exponent = (largest.view(torch.int32) >> 23).add_(1).clamp_(max=254)
     codes = values.mul_(127 / (exponent << 23).view(torch.float32)).round_()
-    rows += [codes.to(torch.int8).view(torch.uint8), exponent.to(torch.uint8)]
-    return torch.cat(rows, dim=1)
+    return torch.cat(
+        [chosen.view(torch.uint8), codes.to(torch.int8).view(torch.uint8), exponent.to(torch.uint8)], dim=1
+    )
 
 
 def elect(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) -> Tensor:
@@ -284,15 +308,28 @@ def elect(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) ->
     Returns:
         ``[R, q]``, as :func:`select` gives it for the sum.
     """
+    return _elect_in_chunks(residual, ballots, own, votes, sent, select, _CHUNK)
+
+
+def _elect_in_chunks(
+    residual: Tensor,
+    ballots: Tensor,
+    own: int,
+    votes: int,
+    sent: int,
+    choose: Callable[[Tensor, int], Tensor],
+    chunk: int,
+) -> Tensor:
+    """:func:`elect` by the selection ``choose``, about ``chunk`` entries at a time."""
     blocks, length = residual.shape
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=residual.device)
-    for rows in _row_chunks(blocks, length, _CHUNK):
+    for rows in _row_chunks(blocks, length, chunk):
         total = torch.zeros_like(residual[rows], dtype=torch.float32)
         for rank in range(ballots.shape[0]):
             if rank != own:
                 positions, values = _read_ballot(ballots[rank, rows], votes, length)
                 total.scatter_add_(1, positions, values)
-        chosen[rows] = select(total.add_(residual[rows]), sent)
+        chosen[rows] = choose(total.add_(residual[rows]), sent)
     return chosen
 
 
@@ -324,6 +361,8 @@ def put(matrix: Tensor, mask: Tensor | None, values: Tensor) -> None:
 def compact(residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor) -> Tensor:
     """Takes the masked entries out of the residual, rounded for the wire; the rounding error stays behind.
 
+    Example: ``[[1.00390625, 5]]`` with mask ``[[0]]`` sends ``[[1]]`` as bf16 and keeps ``[[0.00390625, 5]]``.
+
     Sent plus what is left equals what was there, exactly: the difference of a number and its rounding is itself a
     number of the wider format. Magnitudes beyond the wire dtype's largest are sent as that, the rest stays.
 
@@ -343,7 +382,7 @@ def compact(residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scal
     if on_host == 0.0:
         return values.zero_()
     limit = torch.finfo(wire_dtype).max
-    for rows in _row_chunks(blocks, sent, _SMALL_CHUNK):
+    for rows in _row_chunks(blocks, sent, _SMALL_CHUNK, _SMALL_ROWS):
         chosen = None if mask is None else mask[rows]
         there = take(residual[rows], chosen)
         rounded = there.clamp(-limit, limit).to(wire_dtype)
@@ -422,6 +461,9 @@ def update(
 ) -> Tensor:
     """:func:`tau_step` on the masked entries of a shard; theta, momentum and clock change in place.
 
+    Example: lr 1, no decay, both betas 0, eps 1e-30: ``theta = [[3]]`` at step 1 with ``total = [[-2]]``, clock
+    ``[[0, 0]]`` and mask ``[[1]]`` gives ``theta = [[4]]``, momentum ``[[0, -2]]``, clock ``[[0, 1]]``, and returns 1.
+
     Args:
         theta: ``[R, q]`` values of the masked parameters.
         momentum: ``[R, B]`` of theta's dtype.
@@ -442,7 +484,7 @@ def update(
     if on_host == 0.0:
         return again
     blocks, sent = theta.shape
-    for rows in _row_chunks(blocks, sent, _SMALL_CHUNK):
+    for rows in _row_chunks(blocks, sent, _SMALL_CHUNK, _SMALL_ROWS):
         chosen = None if mask is None else mask[rows]
         old_momentum, last = take(momentum[rows], chosen), take(clock[rows], chosen)
         tau = step - last
@@ -467,6 +509,8 @@ def update(
 
 def gather(flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int) -> None:
     """Copies the masked entries of the parameters into ``out [R, q]``; positions that are pads are left alone.
+
+    Example: ``B = 2``, parameters ``[5, 6, 7]`` and ``[8]``, mask ``[[1], [0], [0]]``: ``out = [[6], [7], [8]]``.
 
     Args:
         flats: every parameter, flat, by index.
@@ -531,10 +575,6 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 # -------------------------------------------------------------------------------------------------- small helpers
 
 
-def _split_or_none(flat: Tensor | None, numel: int) -> Sequence[Tensor | None]:
-    return [None] * -(-numel // _CHUNK) if flat is None else flat.split(_CHUNK)
-
-
 def _accumulate_in(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
@@ -544,9 +584,10 @@ def _host_value(scale: Tensor) -> float | None:
     return float(scale) if scale.device.type == "cpu" else None
 
 
-def _row_chunks(rows: int, columns: int, entries: int) -> Iterator[slice]:
-    """Slices of about ``entries`` entries, whole rows each, that cover ``rows``."""
+def _row_chunks(rows: int, columns: int, entries: int, most: int | None = None) -> Iterator[slice]:
+    """Slices of about ``entries`` entries, whole rows each and at most ``most``, that cover ``rows``."""
     step = max(1, entries // max(1, columns))
+    step = step if most is None else min(step, most)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 

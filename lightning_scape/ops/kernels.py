@@ -1,0 +1,855 @@
+"""Triton kernels: each the twin of the function of the same name and signature in :mod:`lightning_scape.ops.reference`.
+
+What is bitwise equal to the twin and what only rounds:
+
+==================================== ==================================================================================
+select, compact, gather, scatter     bitwise
+fold, accumulate_first_moment        bitwise equal to the twin on a GPU, where ``scale * grad`` is rounded before it is
+                                     added; on the CPU the twin rounds once, after the addition
+squared_norm, sketch                 another order of summation, the same at every run: no atomic additions of floats
+update                               ``exp`` and ``expm1`` round differently (2 units in the last place)
+vote, elect                          bitwise: the twin's, with this module's select, in larger parts
+measure_noise                        the twin, in larger parts: once in several steps
+take, put, checksum, tau_step        the twin itself: one call of torch each, or not part of every step
+==================================== ==================================================================================
+
+Products and sums are never contracted (``enable_fp_fusion=False``): the twin's are not. bf16 is rounded and widened
+as integers, which is the same instruction count, and exact in Triton's interpreter too. Lists of parameters are worked
+off in one launch per dtype: tables on the device say where each tensor lies and which of its entries a program takes.
+No function here makes the host wait for the device, or asks it for a size.
+
+Offsets are 64-bit wherever a tensor may hold 2**31 entries or more. Run with ``TRITON_INTERPRET=1`` on CPU tensors to
+test without a GPU.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_scape.layout import Piece
+from lightning_scape.ops import reference
+from lightning_scape.ops.reference import Hyper, TauStep, checksum, position_dtype, put, take, tau_step
+
+__all__ = [
+    "Hyper",
+    "TauStep",
+    "accumulate_first_moment",
+    "checksum",
+    "compact",
+    "elect",
+    "fold",
+    "gather",
+    "measure_noise",
+    "position_dtype",
+    "put",
+    "scatter",
+    "select",
+    "sketch",
+    "squared_norm",
+    "take",
+    "tau_step",
+    "update",
+    "vote",
+]
+
+_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+_STREAM_CHUNK = 4096
+"""Entries a program takes where memory is read end to end: 16 for each of 256 threads."""
+_LARGE_CHUNK = 1 << 24
+"""Entries handled by one torch call where there is no kernel: few calls, and temporaries of 64 MB at most."""
+_PICK_CHUNK = 1024
+"""Likewise where entries lie scattered."""
+_SELECT_TILE = 1024
+"""Entries of whole rows that a warp of :func:`select` holds in registers; longer rows are shared by several warps."""
+_LONGEST_ROW = 4096
+"""Longer blocks, and larger quotas than ``reference._MAX_PASSES``, are selected by the twin (a sort)."""
+_SKETCH_ROWS, _SKETCH_COLUMNS = 8, 256
+"""Entries of a chunk that a program of :func:`sketch` reads at a time."""
+_SKETCH_PROGRAMS = 256
+"""Partial sketches, added up in the end."""
+_CACHED_TABLES = 64
+
+
+# ---------------------------------------------------------------------------------------------- numbers in memory
+
+
+@triton.jit
+def _widen(raw, DTYPE: tl.constexpr):
+    """What lies in memory as DTYPE (bf16 comes as int16), in at least fp32."""
+    if DTYPE == tl.bfloat16:
+        value = (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif DTYPE == tl.float64:
+        value = raw
+    else:
+        value = raw.to(tl.float32)
+    return value
+
+
+@triton.jit
+def _narrow(value, DTYPE: tl.constexpr):
+    """The reverse, to the nearest, ties to even; by way of fp32, as torch converts fp64."""
+    if DTYPE == tl.float64:
+        raw = value.to(tl.float64)
+    elif DTYPE == tl.bfloat16:
+        single = value.to(tl.float32)
+        bits = single.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(single == single, rounded, 0x7FC0)
+        raw = rounded.to(tl.uint16).to(tl.int16, bitcast=True)
+    else:
+        raw = value.to(tl.float32).to(DTYPE)
+    return raw
+
+
+@triton.jit
+def _pointer(address, DTYPE: tl.constexpr):
+    """An address out of a table, as a pointer."""
+    if DTYPE == tl.bfloat16:
+        pointer = address.to(tl.pointer_type(tl.int16))
+    else:
+        pointer = address.to(tl.pointer_type(DTYPE))
+    return pointer
+
+
+@triton.jit
+def _clamp(value, limit):
+    """Keeps NaN, as torch's clamp does."""
+    value = tl.where(value > limit, limit, value)
+    return tl.where(value < -limit, -limit, value)
+
+
+@triton.jit
+def _divide(a, b):
+    if a.dtype == tl.float32:
+        quotient = tl.div_rn(a, b)  # a plain division of fp32 is off by 2 units in the last place
+    else:
+        quotient = a / b
+    return quotient
+
+
+@triton.jit
+def _root(a):
+    if a.dtype == tl.float32:
+        root = tl.sqrt_rn(a)
+    else:
+        root = tl.sqrt(a)
+    return root
+
+
+# ------------------------------------------------------------------------------------------------------ gradients
+
+
+@triton.jit
+def _squares_kernel(
+    grads, numels, chunk_tensors, chunk_starts, partials, GRAD: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr
+):
+    program = tl.program_id(0)
+    tensor, start = tl.load(chunk_tensors + program), tl.load(chunk_starts + program)
+    left = tl.load(numels + tensor) - start
+    source = _pointer(tl.load(grads + tensor), GRAD) + start
+    if ALIGNED:
+        source = tl.multiple_of(source, 16)
+    offsets = tl.arange(0, CHUNK)
+    if left >= CHUNK:  # a mask of any length would keep the loads from being 16 bytes wide
+        value = _widen(tl.load(source + offsets), GRAD)
+    else:
+        value = _widen(tl.load(source + offsets, mask=offsets < left, other=0), GRAD)
+    tl.store(partials + program, tl.sum(value * value, axis=0).to(tl.float32))
+
+
+def squared_norm(grads: Sequence[Tensor]) -> Tensor:
+    """See :func:`reference.squared_norm`. One pass, one launch per dtype."""
+    partials = []
+    for group in _by_kind(grads):
+        programs, chunks = _chunks(tuple(grad.numel() for grad in group), _STREAM_CHUNK, group[0].device)
+        partials.append(torch.empty(programs, dtype=torch.float32, device=group[0].device))
+        _launch(
+            _squares_kernel,
+            programs,
+            _addresses(group),
+            *chunks,
+            partials[-1],
+            GRAD=_DTYPES[group[0].dtype],
+            ALIGNED=_aligned(group[0]),
+            CHUNK=_STREAM_CHUNK,
+            num_warps=8,
+        )
+    if not partials:
+        return torch.zeros((), device=grads[0].device)
+    return torch.cat(partials).sum()
+
+
+@triton.jit
+def _sketch_kernel(
+    grads,
+    numels,
+    chunk_tensors,
+    chunk_starts,
+    plan,
+    signs,
+    partials,
+    chunks,
+    LENGTH: tl.constexpr,
+    GRAD: tl.constexpr,
+    BUCKETS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One program: the buckets of one range of columns, over every so many chunks. It owns what it writes."""
+    bucket = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    sums = tl.zeros([COLUMNS], dtype=tl.float32)
+    for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
+        tensor, start = tl.load(chunk_tensors + chunk), tl.load(chunk_starts + chunk)
+        left = tl.load(numels + tensor) - start
+        source = _pointer(tl.load(grads + tensor), GRAD) + start
+        numel = tl.minimum(left, LENGTH).to(tl.int32)
+        width, rotation = tl.load(plan + 4 * chunk), tl.load(plan + 4 * chunk + 1)
+        offset, sign = tl.load(plan + 4 * chunk + 2), tl.load(plan + 4 * chunk + 3)
+        column = bucket - rotation
+        column = tl.where(column < 0, column + BUCKETS, column)
+        counts = (column < width) & (bucket < BUCKETS)
+        of_chunk = tl.zeros([COLUMNS], dtype=tl.float32)
+        for first in range(0, numel, ROWS * width):
+            entry = first + tl.arange(0, ROWS)[:, None] * width + column[None, :]
+            inside = counts[None, :] & (entry < numel)
+            value = _widen(tl.load(source + entry, mask=inside, other=0), GRAD).to(tl.float32)
+            of_chunk += tl.sum(value * tl.load(signs + offset + entry, mask=inside, other=0), axis=0)
+        sums += of_chunk * sign.to(tl.float32)
+    tl.store(partials + tl.program_id(0) * BUCKETS + bucket, sums, mask=bucket < BUCKETS)
+
+
+def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int]) -> Tensor:
+    """See :func:`reference.sketch`. Each bucket is summed by one program in a fixed order: no atomic additions."""
+    buckets, length = max(widths), signs.numel() // 2
+    sums = torch.zeros(buckets, dtype=torch.float32, device=signs.device)
+    numbered = [(i, grad) for i, grad in enumerate(grads) if grad is not None and grad.numel()]
+    for dtype in dict.fromkeys(grad.dtype for _, grad in numbered):
+        group = [(i, _dense(grad)) for i, grad in numbered if grad.dtype == dtype]
+        sizes = tuple(grad.numel() for _, grad in group)
+        count, chunks = _chunks(sizes, length, signs.device)
+        programs = min(count, _SKETCH_PROGRAMS)
+        partials = torch.empty(programs, buckets, dtype=torch.float32, device=signs.device)
+        _launch(
+            _sketch_kernel,
+            (programs, triton.cdiv(buckets, _SKETCH_COLUMNS)),
+            _addresses([grad for _, grad in group]),
+            *chunks,
+            _sketch_plan(tuple(i for i, _ in group), sizes, length, tuple(widths), signs.device, _stream(signs)),
+            signs,
+            partials,
+            count,
+            LENGTH=length,
+            GRAD=_DTYPES[dtype],
+            BUCKETS=buckets,
+            ROWS=_SKETCH_ROWS,
+            COLUMNS=_SKETCH_COLUMNS,
+            num_warps=4,
+        )
+        sums += partials.sum(0)
+    return sums
+
+
+@lru_cache(maxsize=_CACHED_TABLES)
+def _sketch_plan(
+    indices: tuple[int, ...],
+    sizes: tuple[int, ...],
+    length: int,
+    widths: tuple[int, ...],
+    device: torch.device,
+    stream: int,
+) -> Tensor:
+    """Width, rotation, offset and sign of each chunk, as :func:`reference.sketch` draws them: int32 ``[chunks, 4]``."""
+    rows = []
+    for index, size in zip(indices, sizes, strict=True):
+        for number in range(-(-size // length)):
+            mixed = reference._mix(index, number)
+            width = widths[(mixed >> 24) % len(widths)]
+            rows.append([width, (mixed >> 32) % max(widths), mixed % length, 1 - 2 * (mixed >> 63)])
+    return _to_device(torch.tensor(rows, dtype=torch.int32), device)
+
+
+@triton.jit
+def _fold_kernel(
+    residuals,
+    grads,
+    numels,
+    chunk_tensors,
+    chunk_starts,
+    scale,
+    clip_value,
+    RESIDUAL: tl.constexpr,
+    GRAD: tl.constexpr,
+    CLIP: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    factor = tl.load(scale)
+    if factor != 0:
+        program = tl.program_id(0)
+        tensor, start = tl.load(chunk_tensors + program), tl.load(chunk_starts + program)
+        left = tl.load(numels + tensor) - start
+        target = _pointer(tl.load(residuals + tensor), RESIDUAL) + start
+        source = _pointer(tl.load(grads + tensor), GRAD) + start
+        if ALIGNED:
+            target, source = tl.multiple_of(target, 16), tl.multiple_of(source, 16)
+        offsets = tl.arange(0, CHUNK)
+        if left >= CHUNK:  # a mask of any length would keep loads and stores from being 16 bytes wide
+            value = _widen(tl.load(source + offsets), GRAD)
+            if CLIP:
+                value = _clamp(value, clip_value)
+            there = tl.load(target + offsets)
+            tl.store(target + offsets, there + value.to(RESIDUAL) * factor.to(RESIDUAL))
+        else:
+            inside = offsets < left
+            value = _widen(tl.load(source + offsets, mask=inside, other=0), GRAD)
+            if CLIP:
+                value = _clamp(value, clip_value)
+            there = tl.load(target + offsets, mask=inside, other=0)
+            tl.store(target + offsets, there + value.to(RESIDUAL) * factor.to(RESIDUAL), mask=inside)
+
+
+def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor, clip_value: float | None) -> None:
+    """See :func:`reference.fold`. One launch for all tensors of a dtype and alignment."""
+    pairs = [(r, _dense(g)) for r, g in zip(residuals, grads, strict=True) if g is not None and g.numel()]
+    if any(residual.device != grad.device for residual, grad in pairs):
+        reference.fold(residuals, grads, scale, clip_value)
+        return
+    groups: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[Tensor, Tensor]]] = {}
+    for residual, grad in pairs:
+        kind = residual.dtype, grad.dtype, _aligned(residual) and _aligned(grad)
+        groups.setdefault(kind, []).append((residual, grad))
+    for (of_residual, of_grad, aligned), group in groups.items():
+        device = group[0][0].device
+        programs, chunks = _chunks(tuple(grad.numel() for _, grad in group), _STREAM_CHUNK, device)
+        _launch(
+            _fold_kernel,
+            programs,
+            _addresses([residual for residual, _ in group]),
+            _addresses([grad for _, grad in group]),
+            *chunks,
+            scale.to(device),
+            _bound(clip_value, of_grad),
+            RESIDUAL=_DTYPES[of_residual],
+            GRAD=_DTYPES[of_grad],
+            CLIP=clip_value is not None,
+            ALIGNED=aligned,
+            CHUNK=_STREAM_CHUNK,
+            num_warps=8,
+        )
+
+
+@triton.jit
+def _first_moment_kernel(
+    momentum,
+    evidence,
+    grad,
+    scale,
+    beta1,
+    one_minus_beta1,
+    clip_value,
+    numel,
+    GRAD: tl.constexpr,
+    CLIP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    factor = tl.load(scale)
+    if factor != 0:
+        entry = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+        inside = entry < numel
+        value = _widen(tl.load(grad + entry, mask=inside, other=0), GRAD)
+        if CLIP:
+            value = _clamp(value, clip_value)
+        first = tl.load(momentum + entry, mask=inside, other=0)
+        first = beta1 * first + one_minus_beta1 * factor * value.to(tl.float32)
+        tl.store(momentum + entry, first, mask=inside)
+        tl.store(evidence + entry, tl.load(evidence + entry, mask=inside, other=0) + first, mask=inside)
+
+
+def accumulate_first_moment(
+    momentum: Tensor, evidence: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
+) -> None:
+    """See :func:`reference.accumulate_first_moment`."""
+    if grad.device != momentum.device or momentum.dtype != torch.float32:
+        reference.accumulate_first_moment(momentum, evidence, grad, beta1, scale, clip_value)
+        return
+    _launch(
+        _first_moment_kernel,
+        triton.cdiv(momentum.numel(), _STREAM_CHUNK),
+        momentum,
+        evidence,
+        _raw(_dense(grad)),
+        scale.to(momentum.device),
+        beta1,
+        1 - beta1,
+        _bound(clip_value, grad.dtype),
+        momentum.numel(),
+        GRAD=_DTYPES[grad.dtype],
+        CLIP=clip_value is not None,
+        CHUNK=_STREAM_CHUNK,
+        num_warps=8,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- masks
+
+
+@triton.jit
+def _select_kernel(
+    statistic,
+    chosen,
+    rows,
+    STRIDE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    SENT: tl.constexpr,
+    LOW: tl.constexpr,
+    KEPT_BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BITS_GIVEN: tl.constexpr,
+    OUT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    position = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (position < LENGTH)[None, :]
+    raw = tl.load(statistic + row[:, None] * STRIDE + position[None, :], mask=inside, other=0)
+    if BITS_GIVEN:
+        bits = raw
+    else:
+        bits = raw.to(tl.float32).to(tl.int32, bitcast=True)
+    keys = (bits & KEPT_BITS) | (LOW - position)[None, :]
+    keys = tl.where((position < LENGTH)[None, :], keys, -1)
+    for turn in range(SENT):
+        top = tl.max(keys, axis=1)
+        tl.store(chosen + row * SENT + turn, (LOW - (top & LOW)).to(OUT), mask=row < rows)
+        keys = tl.where(keys == top[:, None], -1, keys)  # no two keys of a row are equal
+
+
+def select(statistic: Tensor, sent: int) -> Tensor:
+    """See :func:`reference.select`; bitwise. One read of the statistic, one write of the mask."""
+    blocks, length = statistic.shape
+    assert 1 <= sent <= length
+    if sent > reference._MAX_PASSES or length > _LONGEST_ROW or statistic.stride(1) != 1:
+        return reference.select(statistic, sent)
+    given = statistic.view(torch.int32) if statistic.dtype == torch.float32 else statistic
+    if statistic.dtype == torch.bfloat16:
+        given = statistic.to(torch.float32).view(torch.int32)
+    chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=statistic.device)
+    low = (1 << (length - 1).bit_length()) - 1
+    block = max(16, triton.next_power_of_2(length))
+    rows = max(1, _SELECT_TILE // block)
+    _launch(
+        _select_kernel,
+        triton.cdiv(blocks, rows),
+        given,
+        chosen,
+        blocks,
+        STRIDE=given.stride(0),
+        LENGTH=length,
+        SENT=sent,
+        LOW=low,
+        KEPT_BITS=reference._MAGNITUDE_BITS & ~low,
+        ROWS=rows,
+        BLOCK=block,
+        BITS_GIVEN=given.dtype == torch.int32,
+        OUT=tl.uint8 if chosen.dtype == torch.uint8 else tl.uint16,
+        num_warps=max(1, block // _SELECT_TILE),
+    )
+    return chosen
+
+
+# ---------------------------------------------------------------------------------- blocks: residual and shard state
+
+
+@triton.jit
+def _compact_kernel(
+    residual,
+    mask,
+    values,
+    scale,
+    count,
+    stride,
+    SENT: tl.constexpr,
+    MASKED: tl.constexpr,
+    WIRE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    entry = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    inside = entry < count
+    place = residual + _row_offset(mask, entry, inside, stride, SENT, MASKED)
+    taken = tl.load(scale + entry * 0, mask=inside, other=0) != 0
+    there = tl.load(place, mask=taken, other=0)
+    raw = _narrow(_clamp(there, LIMIT), WIRE)
+    tl.store(values + entry, raw, mask=inside)
+    tl.store(place, there - _widen(raw, WIRE).to(there.dtype), mask=taken)
+
+
+@triton.jit
+def _row_offset(mask, entry, inside, stride, SENT: tl.constexpr, MASKED: tl.constexpr):
+    """Where the ``entry``-th chosen position lies in a matrix whose rows are ``stride`` apart: int64."""
+    row, column = entry // SENT, entry % SENT
+    if MASKED:
+        column = tl.load(mask + entry, mask=inside, other=0).to(tl.int64)
+    return row * stride + column
+
+
+def compact(residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor) -> Tensor:
+    """See :func:`reference.compact`; bitwise. One pass over the mask: gather, round, keep the rounding error."""
+    blocks, length = residual.shape
+    sent = length if mask is None else mask.shape[1]
+    values = torch.empty(blocks, sent, dtype=wire_dtype, device=residual.device)
+    _launch(
+        _compact_kernel,
+        triton.cdiv(values.numel(), _PICK_CHUNK),
+        residual,
+        values if mask is None else mask.contiguous(),
+        _raw(values),
+        scale.to(residual.device),
+        values.numel(),
+        residual.stride(0),
+        SENT=sent,
+        MASKED=mask is not None,
+        WIRE=_DTYPES[wire_dtype],
+        LIMIT=torch.finfo(wire_dtype).max,
+        CHUNK=_PICK_CHUNK,
+        num_warps=4,
+    )
+    return values
+
+
+@triton.jit
+def _minus_expm1(x):
+    """``1 - exp(x)`` for x <= 0, to a few units in the last place: a series where the difference would cancel."""
+    series = 1.0 + x * (1.0 / 15)
+    for fewer in tl.static_range(13):
+        series = 1.0 + x * series * (1.0 / (14 - fewer))
+    return tl.where(x > -0.4, -x * series, 1.0 - tl.exp(x))
+
+
+@triton.jit
+def _update_kernel(
+    theta,
+    momentum,
+    clock,
+    mask,
+    total,
+    step,
+    again,
+    scale,
+    lr,
+    beta1,
+    log_beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    eps,
+    keep,
+    correction,
+    noise,
+    count,
+    momentum_stride,
+    clock_stride,
+    noise_stride,
+    SENT: tl.constexpr,
+    MASKED: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    CORRECTION_BY_ROW: tl.constexpr,
+    MEASURED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    if tl.load(scale) != 0:
+        entry = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+        inside = entry < count
+        row = entry // SENT
+        h = row if BY_ROW else row * 0
+        of_momentum = momentum + _row_offset(mask, entry, inside, momentum_stride, SENT, MASKED)
+        of_clock = clock + _row_offset(mask, entry, inside, clock_stride, SENT, MASKED)
+
+        now = tl.load(step)
+        tau = now - tl.load(of_clock, mask=inside, other=0)
+        tl.atomic_add(again, tl.sum((inside & (tau == 1)).to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
+        m = tl.load(of_momentum, mask=inside, other=0)
+        a = tl.load(total + entry, mask=inside, other=0)
+        old = tl.load(theta + entry, mask=inside, other=0)
+        b1 = tl.load(beta1 + h, mask=inside, other=0)
+        whole = tl.load(keep + h, mask=inside, other=1)
+        steps = tau.to(m.dtype)
+
+        one_minus_bt = _minus_expm1(steps * tl.load(log_beta1 + h, mask=inside, other=0))
+        g = _divide(a, steps)
+        new = (1 - one_minus_bt) * m + one_minus_bt * g
+        spread = _divide(b1 * one_minus_bt, tl.load(one_minus_beta1 + h, mask=inside, other=1))
+        moved = tl.where(tau == 1, new, steps * g + (m - g) * spread)
+        if CORRECTED:
+            divisor = tl.load(correction + (row if CORRECTION_BY_ROW else row * 0), mask=inside, other=1)
+            m, moved = _divide(m, divisor), _divide(moved, divisor)
+        b2 = tl.load(beta2 + h, mask=inside, other=0)
+        one_minus_b2 = tl.load(one_minus_beta2 + h, mask=inside, other=0)
+        v = b2 * (m * m)
+        v += _divide(one_minus_b2 * (a * a), steps)
+        if MEASURED:
+            of_noise = noise + _row_offset(mask, entry, inside, noise_stride, SENT, MASKED)
+            n = tl.load(of_noise, mask=inside, other=0)
+            steady = n * _divide(tl.load(one_minus_beta1 + h, mask=inside, other=1), 1 + b1)
+            coherent = _divide(a * a, steps * _root(steps))
+            floored = b2 * tl.maximum(m * m, steady) + one_minus_b2 * tl.maximum(n, coherent)
+            v = tl.where(tau == 1, v, floored)
+        # whole**tau; the exponent in fp64, for the logarithm of a number this close to 1 has few digits in fp32.
+        shrunk = tl.exp((tau.to(tl.float64) * tl.log(tl.abs(whole).to(tl.float64))).to(m.dtype))
+        shrunk = tl.where((whole < 0) & (tau % 2 == 1), -shrunk, shrunk)
+        shrunk = tl.where(tau == 1, whole, shrunk)
+        denominator = _root(v) + tl.load(eps + h, mask=inside, other=1)
+        change = _divide(tl.load(lr + h, mask=inside, other=0) * moved, denominator)
+        tl.store(theta + entry, old * shrunk - change, mask=inside)
+        tl.store(of_momentum, new, mask=inside)
+        tl.store(of_clock, now + tl.zeros([CHUNK], dtype=tl.int32), mask=inside)
+
+
+def vote(residual: Tensor, votes: int) -> Tensor:
+    """See :func:`reference.vote`; bitwise."""
+    return reference._ballots_of(residual, select(residual, votes))
+
+
+def elect(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) -> Tensor:
+    """See :func:`reference.elect`; bitwise, for a rank names a position once: no two additions meet."""
+    return reference._elect_in_chunks(residual, ballots, own, votes, sent, select, _LARGE_CHUNK)
+
+
+def measure_noise(
+    noise: Tensor, grad: Tensor | None, weight: float, ranks: int, scale: Tensor, clip_value: float | None
+) -> None:
+    """See :func:`reference.measure_noise`."""
+    reference._measure_noise_in_chunks(noise, grad, weight, ranks, scale, clip_value, _LARGE_CHUNK)
+
+
+def update(
+    theta: Tensor,
+    momentum: Tensor,
+    clock: Tensor,
+    mask: Tensor | None,
+    total: Tensor,
+    step: Tensor,
+    hyper: Hyper,
+    correction: Tensor | float,
+    scale: Tensor,
+    noise: Tensor | None = None,
+) -> Tensor:
+    """See :func:`reference.update`. One launch; what it reads of momentum and clock it writes back."""
+    assert theta.is_contiguous()
+    assert total.is_contiguous()
+    blocks, sent = theta.shape
+    again = torch.zeros((), dtype=torch.int64, device=theta.device)
+    by_row = any(value.dim() for value in hyper)
+    columns = [value.expand(blocks, 1).contiguous() if by_row else value for value in hyper]
+    corrected = isinstance(correction, Tensor) or correction != 1.0
+    divisor = correction if isinstance(correction, Tensor) else theta.new_full((), correction if corrected else 1.0)
+    _launch(
+        _update_kernel,
+        triton.cdiv(theta.numel(), _PICK_CHUNK),
+        theta,
+        momentum,
+        clock,
+        again if mask is None else mask.contiguous(),
+        total,
+        step,
+        again,
+        scale.to(theta.device),
+        *columns,
+        divisor.contiguous(),
+        momentum if noise is None else noise,
+        theta.numel(),
+        momentum.stride(0),
+        clock.stride(0),
+        momentum.stride(0) if noise is None else noise.stride(0),
+        SENT=sent,
+        MASKED=mask is not None,
+        BY_ROW=by_row,
+        CORRECTED=corrected,
+        CORRECTION_BY_ROW=divisor.dim() > 0,
+        MEASURED=noise is not None,
+        CHUNK=_PICK_CHUNK,
+        num_warps=4,
+    )
+    return again
+
+
+# --------------------------------------------------------------------------- parameters: each a flat tensor of its own
+
+
+@triton.jit
+def _exchange_kernel(
+    addresses,
+    first_rows,
+    kept,
+    chunk_pieces,
+    chunk_starts,
+    mask,
+    values,
+    BLOCK_SIZE: tl.constexpr,
+    SENT: tl.constexpr,
+    MASKED: tl.constexpr,
+    PARAMETER: tl.constexpr,
+    VALUES: tl.constexpr,
+    TO_PARAMETER: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    piece = tl.load(chunk_pieces + program)
+    entry = tl.load(chunk_starts + program) + tl.arange(0, CHUNK)
+    inside = entry < tl.load(kept + piece)
+    place = tl.load(first_rows + piece) * SENT + entry
+    offset = entry
+    if MASKED:
+        offset = entry // SENT * BLOCK_SIZE + tl.load(mask + place, mask=inside, other=0).to(tl.int64)
+    parameter = _pointer(tl.load(addresses + piece), PARAMETER) + offset
+    if TO_PARAMETER:
+        value = _widen(tl.load(values + place, mask=inside, other=0), VALUES)
+        tl.store(parameter, _narrow(value, PARAMETER), mask=inside)
+    else:
+        value = _widen(tl.load(parameter, mask=inside, other=0), PARAMETER)
+        tl.store(values + place, _narrow(value, VALUES), mask=inside)
+
+
+def gather(flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int) -> None:
+    """See :func:`reference.gather`. One launch per dtype of the parameters."""
+    _exchange(flats, pieces, mask, out, block_size, to_parameter=False)
+
+
+def scatter(
+    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, values: Tensor, block_size: int
+) -> None:
+    """See :func:`reference.scatter`. One launch per dtype of the parameters."""
+    _exchange(flats, pieces, mask, values.contiguous(), block_size, to_parameter=True)
+
+
+def _exchange(
+    flats: Sequence[Tensor],
+    pieces: Sequence[Piece],
+    mask: Tensor | None,
+    values: Tensor,
+    block_size: int,
+    *,
+    to_parameter: bool,
+) -> None:
+    assert values.is_contiguous()
+    sent = values.shape[1]
+    mask = None if mask is None else mask.contiguous()
+    for dtype in dict.fromkeys(flats[piece.segment.index].dtype for piece in pieces):
+        group = [piece for piece in pieces if flats[piece.segment.index].dtype == dtype]
+        programs, chunks = _chunks(tuple(p.kept(sent, block_size) for p in group), _PICK_CHUNK, values.device)
+        _launch(
+            _exchange_kernel,
+            programs,
+            _addresses([flats[piece.segment.index][piece.of_parameter] for piece in group]),
+            _table(tuple(piece.row for piece in group), values.device),
+            *chunks,
+            values if mask is None else mask,
+            _raw(values),
+            BLOCK_SIZE=block_size,
+            SENT=sent,
+            MASKED=mask is not None,
+            PARAMETER=_DTYPES[dtype],
+            VALUES=_DTYPES[values.dtype],
+            TO_PARAMETER=to_parameter,
+            CHUNK=_PICK_CHUNK,
+            num_warps=4,
+        )
+
+
+# ------------------------------------------------------------------------------------------------ launches and tables
+
+
+def _launch(kernel: Any, programs: int | tuple[int, int], *args: Any, **meta: Any) -> None:
+    """Starts a kernel on the current stream of its tensors' device, and waits for nothing."""
+    grid = (programs,) if isinstance(programs, int) else programs
+    if not all(grid):
+        return
+    with torch.cuda.device_of(next(arg for arg in args if isinstance(arg, Tensor))):
+        kernel[grid](*args, **meta, enable_fp_fusion=False)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """A tensor as kernels take it: bf16 as int16."""
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+
+
+def _dense(flat: Tensor) -> Tensor:
+    return flat if flat.is_contiguous() else flat.contiguous()
+
+
+def _aligned(tensor: Tensor) -> bool:
+    """Whether 16 bytes can be read at once from its start."""
+    return tensor.data_ptr() % 16 == 0
+
+
+def _bound(clip_value: float | None, dtype: torch.dtype) -> float:
+    """The bound as a number of the gradient's dtype, to which torch's clamp rounds it."""
+    return 0.0 if clip_value is None else float(torch.tensor(clip_value, dtype=dtype, device="cpu"))
+
+
+def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Those that hold anything, by dtype and alignment."""
+    groups: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            flat = _dense(tensor).view(-1)
+            groups.setdefault((flat.dtype, _aligned(flat)), []).append(flat)
+    return list(groups.values())
+
+
+def _addresses(flats: Sequence[Tensor]) -> Tensor:
+    """Where each tensor lies; kept until other addresses are asked for 64 times, since storages may move."""
+    return _table(tuple(flat.data_ptr() for flat in flats), flats[0].device)
+
+
+def _chunks(sizes: tuple[int, ...], chunk: int, device: torch.device) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
+    """Programs needed for tensors of these sizes; the sizes, each program's tensor, and its first entry there."""
+    return _cached_chunks(sizes, chunk, device, _stream_of(device))
+
+
+def _table(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    return _cached_table(numbers, device, _stream_of(device))
+
+
+# The stream is part of the key: a table is read on the stream that filled it, and its memory returns to that stream.
+
+
+@lru_cache(maxsize=_CACHED_TABLES)
+def _cached_chunks(
+    sizes: tuple[int, ...], chunk: int, device: torch.device, stream: int
+) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
+    numels = torch.tensor(sizes, dtype=torch.int64)
+    counts = (numels + (chunk - 1)) // chunk
+    tensors = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), counts)
+    before = counts.cumsum(0) - counts
+    starts = (torch.arange(tensors.numel()) - before[tensors.long()]) * chunk
+    return tensors.numel(), (_to_device(numels, device), _to_device(tensors, device), _to_device(starts, device))
+
+
+@lru_cache(maxsize=_CACHED_TABLES)
+def _cached_table(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    return _to_device(torch.tensor(numbers, dtype=torch.int64), device)
+
+
+def _to_device(table: Tensor, device: torch.device) -> Tensor:
+    """A copy that the host does not wait for: out of pinned memory, which stays until the copy is done."""
+    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+
+
+def _stream(tensor: Tensor) -> int:
+    return _stream_of(tensor.device)
+
+
+def _stream_of(device: torch.device) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0

@@ -1,0 +1,145 @@
+"""Compiles every kernel launch of a few operations for GPUs that are not there: `compile_kernels.py 90 80`.
+
+Run without TRITON_INTERPRET. Launches are recorded on CPU tensors instead of run, and each is compiled, with the very
+arguments and constants it was given, to machine code by the assembler that comes with Triton.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from lightning_scape import ScapeConfig, ScapeOptimizer, ops
+from lightning_scape.clipping import SKETCH_WIDTHS, _random_signs
+from lightning_scape.ops import kernels
+
+NAMES = {
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.float16: "fp16",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.uint16: "u16",
+}
+
+
+class Launch:
+    """One recorded launch: what the compiler has to know of it."""
+
+    def __init__(self, kernel: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
+        self.kernel = kernel
+        self.options = {name: meta.pop(name) for name in ("num_warps",) if name in meta}
+        given = dict(zip(kernel.arg_names, args, strict=False)) | meta
+        constants = {name for name in meta if name.isupper()} | {n for n, v in given.items() if _is_one(v)}
+        self.constants = {name: given[name] for name in constants}
+        self.signature = {n: "constexpr" if n in constants else _type_of(given[n]) for n in kernel.arg_names}
+        # What Triton notices by itself at a launch: addresses and sizes that are multiples of 16.
+        self.attributes = {
+            (place,): [["tt.divisibility", 16]]
+            for place, name in enumerate(kernel.arg_names)
+            if name not in constants and _is_multiple_of_16(given[name])
+        }
+
+    @property
+    def key(self) -> str:
+        return f"{self.kernel.__name__} {self.signature} {sorted(self.constants.items(), key=str)} {self.attributes}"
+
+    def compile(self, capability: int) -> Any:
+        source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
+        target = GPUTarget("cuda", capability, 32)
+        return compile(source, target=target, options={**self.options, "enable_fp_fusion": False})
+
+
+def _is_one(value: Any) -> bool:
+    return isinstance(value, int) and value == 1
+
+
+def _is_multiple_of_16(value: Any) -> bool:
+    return (
+        (value.data_ptr() if isinstance(value, Tensor) else value) % 16 == 0 if not isinstance(value, float) else False
+    )
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "*" + NAMES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def record() -> dict[str, Launch]:
+    """The launches of whole steps over parameters of several dtypes, and of what those leave out."""
+    launches: dict[str, Launch] = {}
+
+    def note(kernel: Any, programs: Any, *args: Any, **meta: Any) -> None:
+        launch = Launch(kernel, args, dict(meta))
+        launches.setdefault(launch.key, launch)
+
+    with patch.object(kernels, "_launch", note), ops.using("kernels"):
+        for dtypes in ([torch.float32], [torch.bfloat16], [torch.float16, torch.float32], [torch.float64]):
+            for sparsity, statistic in ((0.99, "residual"), (0.9, "first_moment")):
+                steps(dtypes, ScapeConfig(sparsity=sparsity, mask_statistic=statistic, bias_correction=sparsity == 0.9))
+        signs = _random_signs(1 << 17)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            ops.sketch([torch.zeros(100_000, dtype=dtype)], signs, SKETCH_WIDTHS)
+            ops.fold([torch.zeros(9)], [torch.zeros(9, dtype=dtype)], torch.ones(()), 1.0)
+        ops.select(torch.zeros(3, 1000), 1)
+        ops.select(torch.zeros(3, 256), 32)
+    return launches
+
+
+def steps(dtypes: list[torch.dtype], config: ScapeConfig) -> None:
+    """A dense step and sparse ones; the numbers are whatever the memory holds, for nothing is computed."""
+    parameters = [torch.nn.Parameter(torch.zeros(3000 + 8 * i, dtype=d)) for i, d in enumerate(dtypes * 2)]
+    half = len(parameters) // 2
+    groups = [{"params": parameters[:half]}, {"params": parameters[half:], "lr": 0.1}]
+    optimizer = ScapeOptimizer(groups, config=config)
+    with (
+        patch.object(kernels, "select", lambda statistic, sent: _first(statistic, sent)),
+        patch.object(optimizer._clipping, "judge", lambda scale: None),
+    ):
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+    kernels.select(torch.zeros(40, config.quota.block_size), config.quota.sent)
+
+
+def _first(statistic: Tensor, sent: int) -> Tensor:
+    return torch.arange(sent, dtype=torch.uint8).expand(statistic.shape[0], sent).contiguous()
+
+
+def check(launch: Launch, ptx: str) -> None:
+    """What the source promises and a compiler could take back."""
+    name, constants = launch.kernel.__name__, launch.constants
+    lines = ptx.splitlines()
+    if any("fma.rn.f32" in line for line in lines):
+        raise AssertionError(f"{name} {constants}: a product and a sum were contracted, their twin's are not")
+    wide = {"_fold_kernel": "st.global.v4.b32", "_squares_kernel": "ld.global.v"}.get(name)
+    if wide and constants["ALIGNED"] and not any(wide in line for line in lines):
+        raise AssertionError(f"{name} {constants}: memory is not accessed 16 bytes at a time")
+
+
+def main() -> None:
+    launches = record()
+    capabilities = [int(argument) for argument in sys.argv[1:]] or [90]
+    for launch in launches.values():
+        for capability in capabilities:
+            compiled = launch.compile(capability)
+            assert compiled.asm["cubin"]
+            check(launch, compiled.asm["ptx"])
+    print(f"compiled {len(capabilities)} x {len(launches)} launches")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The kernels as compiled for this GPU, against their twins on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_checks import FAR, KernelChecks, assert_same_bits, far_piece
+
+from lightning_scape.ops import kernels, reference
+
+pytestmark = pytest.mark.gpu
+
+
+class TestOnGpu(KernelChecks):
+    device = "cuda"
+
+
+class TestFarAwayOnGpu:
+    """Buffers of 2**31 entries and more, whole: up to 9 GB of device memory at a time."""
+
+    @pytest.fixture(autouse=True)
+    def _memory(self):
+        free, _ = torch.cuda.mem_get_info()
+        if free < 24 * 2**30:
+            pytest.skip(f"needs 24 GB of free device memory, has {free / 2**30:.0f}")
+        yield
+        torch.cuda.empty_cache()
+
+    def test_select_and_compact(self) -> None:
+        blocks = FAR // 256
+        residual = torch.zeros(blocks + 1, 256, device="cuda")
+        residual[blocks] = torch.randn(256, device="cuda")
+        expected = reference.select(residual[blocks:].cpu(), 2)
+        mask = kernels.select(residual, 2)
+        assert_same_bits(mask[blocks:].cpu(), expected)
+        before = residual[blocks:].clone()
+        sent = kernels.compact(residual, mask, torch.bfloat16, torch.ones((), device="cuda"))
+        assert_same_bits(sent[blocks:].float(), before.gather(1, mask[blocks:].long()).bfloat16().float())
+
+    def test_fold(self) -> None:
+        residual = torch.zeros(FAR + 100, device="cuda")
+        grad = torch.zeros(FAR + 100, dtype=torch.bfloat16, device="cuda")
+        grad[FAR:] = 3.0
+        kernels.fold([residual], [grad], torch.full((), 0.5, device="cuda"), None)
+        assert (residual[FAR:] == 1.5).all()
+        assert float(kernels.squared_norm([grad])) == 900.0
+
+    def test_scatter_and_gather(self) -> None:
+        flat = torch.zeros(FAR + 100, dtype=torch.bfloat16, device="cuda")
+        piece, values = far_piece(100, 50), torch.tensor([[1.0], [2.0]], device="cuda")
+        mask = torch.tensor([[7], [49]], dtype=torch.uint8, device="cuda")
+        kernels.scatter([flat], [piece], mask, values, 50)
+        assert (float(flat[FAR + 7]), float(flat[FAR + 99]), float(flat.sum())) == (1.0, 2.0, 3.0)
+        out = torch.zeros_like(values)
+        kernels.gather([flat], [piece], mask, out, 50)
+        assert torch.equal(out, values)

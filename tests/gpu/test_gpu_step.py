@@ -1,0 +1,192 @@
+"""Whole steps on a GPU: no waiting, ordered streams, loss scaling, profiler ranges, memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from rank_checks import train_on, train_scaled
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_scape import ScapeConfig, ScapeOptimizer, ScapeStrategy
+from lightning_scape.ops import kernels
+from lightning_scape.stats import PHASES
+
+pytestmark = pytest.mark.gpu
+
+
+def prepare(device: str = "cuda", size: int = 100_000, **options) -> tuple[list[torch.nn.Parameter], ScapeOptimizer]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (size, 77, size // 3)
+    parameters = [torch.nn.Parameter(torch.randn(n, generator=generator).to(device)) for n in shapes]
+    return parameters, ScapeOptimizer(parameters, lr=1e-2, config=ScapeConfig(**options))
+
+
+def draw(parameters: list[torch.nn.Parameter], step: int) -> None:
+    generator = torch.Generator(parameters[0].device).manual_seed(step)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+
+
+@pytest.mark.parametrize("statistic", ["residual", "first_moment"])
+@pytest.mark.parametrize("clip", [True, False])
+def test_a_step_makes_the_host_wait_for_nothing(statistic: str, clip: bool) -> None:
+    parameters, optimizer = prepare(mask_statistic=statistic, dense_steps=1, sparsity_warmup_steps=1)
+    for step in range(6):  # dense, warm-up, sparse; the first of each kind builds tables and kernels
+        draw(parameters, step)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            if clip:
+                optimizer.clip_grad_norm(1.0)
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    optimizer.drain()
+
+
+def test_the_next_step_waits_for_a_slow_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> list[torch.Tensor]:
+        parameters, optimizer = prepare()
+        for step in range(8):
+            draw(parameters, step)
+            optimizer.step()
+        optimizer.drain()
+        return [parameter.detach().clone() for parameter in parameters]
+
+    expected = run()
+    original, streams = kernels.select, []
+
+    def slow_select(statistic: torch.Tensor, sent: int) -> torch.Tensor:
+        streams.append(torch.cuda.current_stream())
+        torch.cuda._sleep(100_000_000)
+        return original(statistic, sent)
+
+    monkeypatch.setattr(kernels, "select", slow_select)
+    for ours, theirs in zip(run(), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert streams
+    assert torch.cuda.current_stream() not in streams
+
+
+def test_the_host_goes_on_while_the_mask_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, optimizer = prepare()
+    for step in range(3):
+        draw(parameters, step)
+        optimizer.step()
+    original = kernels.select
+
+    def slow_select(statistic: torch.Tensor, sent: int) -> torch.Tensor:
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        return original(statistic, sent)
+
+    monkeypatch.setattr(kernels, "select", slow_select)
+    draw(parameters, 3)
+    torch.cuda.synchronize()
+    optimizer.step()
+    forward = torch.ones(1000, device="cuda").sum()  # on the compute stream, behind the step
+    done = torch.cuda.Event()
+    done.record()
+    done.synchronize()
+    assert optimizer._communicator._side_stream is not None
+    assert not optimizer._communicator._side_stream.query()  # compute went by while the mask was still being made
+    assert float(forward) == 1000.0
+    optimizer.drain()
+
+
+def test_an_optimizer_may_be_dropped_while_its_mask_is_made() -> None:
+    for attempt in range(5):
+        parameters, optimizer = prepare(size=1_000_000)
+        draw(parameters, attempt)
+        optimizer.step()
+        del optimizer
+        torch.full((1_400_000,), float("nan"), device="cuda")  # would land in the residual's memory
+    torch.cuda.synchronize()
+
+
+def test_steps_follow_a_model_in_a_cuda_graph() -> None:
+    def run(graphed: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(200, 200).cuda()
+        optimizer = ScapeOptimizer(model.parameters(), lr=1e-2, config=ScapeConfig(sparsity=0.9))
+        batch = torch.randn(8, 200, device="cuda")
+        step_model = torch.cuda.make_graphed_callables(model, (batch.clone(),)) if graphed else model
+        for _ in range(6):
+            step_model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.drain()
+        return model.weight.detach()
+
+    torch.testing.assert_close(run(True), run(False), rtol=1e-4, atol=1e-5)
+
+
+def test_phases_are_ranges_of_the_profiler() -> None:
+    parameters, optimizer = prepare()
+    draw(parameters, 0)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        optimizer.step()
+        optimizer.drain()
+    names = {event.key for event in profiler.key_averages()}
+    assert {f"scape::{phase}" for phase in PHASES} <= names
+
+
+def test_a_step_holds_no_temporary_of_the_models_size() -> None:
+    parameters, optimizer = prepare(size=20_000_000)
+    for step in range(2):
+        draw(parameters, step)
+        optimizer.step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    optimizer.drain()
+    grown = torch.cuda.max_memory_allocated() - before
+    size = sum(parameter.numel() for parameter in parameters)
+    assert grown < 0.5 * size  # bytes per parameter; 1% of the entries travel, with indices of 8 bytes
+
+
+class Model(BoringModel):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_trainer_fits_twice_with_accumulation_and_clipping(precision: str, tmp_path) -> None:
+    model = Model()
+    before = model.layer.weight.detach().clone()
+    for _ in range(2):
+        trainer = Trainer(
+            accelerator="gpu",
+            devices=1,
+            precision=precision,
+            strategy=ScapeStrategy(sparsity=0.9, block_size=10),
+            accumulate_grad_batches=2,
+            gradient_clip_val=1.0,
+            max_steps=5,
+            limit_val_batches=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(model)
+    assert model.layer.weight.isfinite().all()
+    assert not torch.equal(model.layer.weight.detach().cpu(), before)
+
+
+def test_two_ranks_on_one_gpu_train_like_two_on_the_cpu(run_ranks) -> None:
+    on_gpu, on_cpu = run_ranks(train_on, 2, "cuda"), run_ranks(train_on, 2, "cpu")
+    for (ours, residual), (theirs, their_residual) in zip(on_gpu, on_cpu, strict=True):
+        for a, b, first in zip(ours, theirs, on_gpu[0][0], strict=True):
+            assert torch.equal(a, first)
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        torch.testing.assert_close(residual, their_residual, rtol=0, atol=1e-4)
+
+
+def test_an_inf_on_one_rank_makes_the_scaler_skip_the_step_on_all(run_ranks) -> None:
+    (first, calls, scale), (second, other_calls, other_scale) = run_ranks(train_scaled, 2, "cuda")
+    assert torch.equal(first, second)
+    assert calls == other_calls == 5
+    assert scale == other_scale == 512.0

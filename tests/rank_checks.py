@@ -1,0 +1,45 @@
+"""What ranks do in tests on the CPU and on GPUs alike; top-level functions, for they travel to other processes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_scape import ScapeConfig, ScapeOptimizer, core
+
+
+def train_on(rank: int, world_size: int, device: str) -> tuple[list[Tensor], Tensor]:
+    """Twelve clipped steps on gradients that differ by rank; the parameters, and what this rank has not sent."""
+    generator = torch.Generator().manual_seed(1)
+    parameters = [torch.nn.Parameter(torch.randn(n, generator=generator).to(device)) for n in (700, 33, 512)]
+    optimizer = ScapeOptimizer(parameters, lr=1e-2, config=ScapeConfig(sparsity=0.9))
+    generator = torch.Generator().manual_seed(100 + rank)
+    for _ in range(12):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(device)
+        optimizer.clip_grad_norm(3.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.drain()
+    assert optimizer._run.state is not None
+    return [p.detach().cpu() for p in parameters], optimizer._run.state.residual.cpu()
+
+
+def train_scaled(rank: int, world_size: int, device: str) -> tuple[Tensor, int, float]:
+    """Six steps under a loss scaler, in one of which rank 1 meets an inf: parameter, steps taken, last scale."""
+    generator = torch.Generator().manual_seed(1)
+    parameter = torch.nn.Parameter(torch.randn(1000, generator=generator).to(device))
+    optimizer = ScapeOptimizer([parameter], lr=1e-2, config=ScapeConfig(sparsity=0.9))
+    scaler = core.sharded_scaler(torch.amp.GradScaler(device, init_scale=1024.0))
+    assert scaler is not None
+    for step in range(6):
+        factor = float("inf") if (step, rank) == (3, 1) else 1.0 + rank
+        scaler.scale((parameter * factor).sum()).backward()
+        scaler.unscale_(optimizer)
+        optimizer.clip_grad_norm(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    optimizer.drain()
+    assert optimizer._run.state is not None
+    return parameter.detach().cpu(), optimizer._run.state.calls, scaler.get_scale()

@@ -1,0 +1,70 @@
+"""The GPU benchmark, dry: its whole path on the CPU, so that whoever has a GPU finds it working."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples" / "bench_gpu.py"
+TINY = ("--device", "cpu", "--tiny", "--sparsity", "0.99", "--ranks", "1", "8", "--steps", "1")
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_gpu", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_dry_run_writes_its_report(tmp_path: Path) -> None:
+    environ = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, str(SCRIPT), *TINY, "--out", str(tmp_path)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "kernels and reference agree" in done.stdout
+    report = json.loads((tmp_path / "bench_gpu.json").read_text())
+    assert [row["ranks"] for row in report["rows"]] == [1, 8]
+    assert all(row["microseconds"]["fold"] > 0 for row in report["rows"])
+    assert (tmp_path / "bench_gpu.png").stat().st_size > 0
+    assert json.loads((tmp_path / report["overlap"]["trace"]).read_text())["traceEvents"]
+
+
+def test_no_speed_is_reported_when_kernels_are_wrong(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(bench, "short_training", lambda args, choice: {"clock": torch.full((), len(choice))})
+    args = bench.argparse.Namespace(device="cpu")
+    with pytest.raises(SystemExit, match="disagree on the clock: no speed is reported"):
+        bench.check(args)
+
+
+def test_hidden_time_is_what_both_streams_have_in_common(bench: ModuleType) -> None:
+    events = [(7, 0, 10, "_select_kernel"), (7, 20, 30, "copy"), (1, 5, 22, "gemm"), (1, 0, 99, "scape::fold")]
+    busy = bench.by_stream(events)
+    assert bench.union(busy[7]) == [(0, 10), (20, 30)]
+    assert bench.common(bench.union(busy[7]), bench.union(busy[1])) == 5 + 2
+    assert bench.union([(3, 5), (0, 4), (6, 7)]) == [(0, 5), (6, 7)]
+
+
+def test_models_have_the_size_they_are_named_after(bench: ModuleType) -> None:
+    for size, (millions, _) in bench.SIZES.items():
+        numels = [shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in bench.shapes_of(size, tiny=False)]
+        assert sum(numels) == millions * 1_000_000
+
+
+def test_targets_are_judged_by_the_measured_row(bench: ModuleType) -> None:
+    floor = {"fold": 1.2, "select": 1.6}
+    row = {"size": "500M", "sparsity": 0.99, "ranks": 1, "step / adamw": 0.6, "times the floor": floor}
+    assert [found["met"] for found in bench.judge([row]).values()] == [False, True, False]
+    assert set(bench.judge([]).values()) == {None}

@@ -1,0 +1,260 @@
+"""The Triton kernels in Triton's interpreter, against their twins; and that the two cannot drift apart."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from kernel_checks import FAR, FarAway, KernelChecks, assert_same_bits, hyper
+from rank_checks import train_on, train_scaled
+
+from lightning_scape import ops
+from lightning_scape.ops import kernels, reference
+
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"),
+    reason="kernels are compiled for the GPU here: set TRITON_INTERPRET=1 to run them on CPU tensors",
+)
+
+
+@interpreted
+class TestInterpreted(KernelChecks):
+    device = "cpu"
+
+
+# ----------------------------------------------------------------------------- same names, same signatures
+
+
+@pytest.mark.parametrize("operation", ops.DISPATCHED, ids=lambda operation: operation.__name__)
+def test_twins_have_the_same_signature(operation) -> None:
+    def parameters(function) -> list[tuple]:
+        signature = inspect.signature(function)
+        return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
+
+    name = operation.__name__
+    assert parameters(getattr(kernels, name)) == parameters(getattr(reference, name)) == parameters(operation)
+    assert getattr(ops, name) is operation
+
+
+def test_every_public_function_of_the_reference_is_dispatched_and_has_a_twin() -> None:
+    public = {
+        name
+        for name, value in vars(reference).items()
+        if inspect.isfunction(value) and value.__module__ == reference.__name__ and not name.startswith("_")
+    }
+    assert public - {"position_dtype"} == {operation.__name__ for operation in ops.DISPATCHED}
+    assert public < set(kernels.__all__)
+
+
+@pytest.mark.parametrize("name", ["select", "fold", "compact", "update", "gather"])
+def test_docstring_has_an_example(name: str) -> None:
+    assert "Example:" in inspect.getdoc(getattr(reference, name))  # KernelChecks runs it, for both
+
+
+# ------------------------------------------------------------------------------------------------------------- dispatch
+
+
+def test_cpu_tensors_go_through_the_reference_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+    monkeypatch.setattr(reference, "select", lambda *_: used.append("reference"))
+    monkeypatch.setattr(kernels, "select", lambda *_: used.append("kernels"))
+    ops.select(torch.zeros(1, 4), 1)
+    with ops.using("kernels"):
+        ops.select(torch.zeros(1, 4), 1)
+        with ops.using("reference"):
+            ops.select(torch.zeros(1, 4), 1)
+    monkeypatch.setenv("LIGHTNING_SCAPE_OPS", "kernels")
+    ops.select(torch.zeros(1, 4), 1)
+    assert used == ["reference", "kernels", "reference", "kernels"]
+
+
+def test_an_unknown_choice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="must be one of auto, reference, kernels, got 'triton'"), ops.using("triton"):
+        pass
+    monkeypatch.setenv("LIGHTNING_SCAPE_OPS", "fast")
+    with pytest.raises(ValueError, match=r"\$LIGHTNING_SCAPE_OPS must be one of"):
+        ops.select(torch.zeros(1, 4), 1)
+
+
+def test_without_triton_the_reference_serves_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops._kernels.cache_clear()
+    monkeypatch.setattr(ops, "find_spec", lambda _: None)
+    try:
+        with pytest.warns(UserWarning, match="Install lightning-scape"):
+            assert ops._implementation(on_cuda=True) is reference
+        with ops.using("kernels"), pytest.raises(ModuleNotFoundError, match="need Triton"):
+            ops.select(torch.zeros(1, 4), 1)
+    finally:
+        ops._kernels.cache_clear()
+
+
+# ---------------------------------------------------------------------------------------------------------- two ranks
+
+
+@interpreted
+def test_two_ranks_train_alike_by_kernels_and_by_reference(run_ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_reference = run_ranks(train_on, 2, "cpu")
+    monkeypatch.setenv(ops.VARIABLE, "kernels")
+    by_kernels = run_ranks(train_on, 2, "cpu")
+    for (ours, residual), (theirs, their_residual) in zip(by_kernels, by_reference, strict=True):
+        for a, b, first in zip(ours, theirs, by_kernels[0][0], strict=True):
+            assert torch.equal(a, first)
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        torch.testing.assert_close(residual, their_residual, rtol=0, atol=1e-4)
+
+
+def test_an_inf_on_one_rank_makes_the_scaler_skip_the_step_on_all(run_ranks) -> None:
+    (first, calls, scale), (second, other_calls, other_scale) = run_ranks(train_scaled, 2, "cpu")
+    assert torch.equal(first, second)
+    assert calls == other_calls == 5
+    assert scale == other_scale == 512.0
+
+
+# ----------------------------------------------------------------------------------------- places beyond 32-bit offsets
+
+
+@interpreted
+class TestFarAway:
+    """Kernels are launched directly, on rows or parameters that lie 2**31 entries apart; nothing in between exists."""
+
+    def test_select(self) -> None:
+        memory = FarAway(2 * FAR + 16)
+        for row in range(3):
+            memory.at(row * FAR, 16)[5 * row] = -1.0
+        chosen = torch.empty(3, 1, dtype=torch.uint8)
+        geometry = {"LENGTH": 16, "SENT": 1, "LOW": 15, "KEPT_BITS": 0x7FFFFFF0, "ROWS": 4, "BLOCK": 16}
+        first = memory.at(0, 16, "int32")
+        kernels._launch(
+            kernels._select_kernel,
+            1,
+            first,
+            chosen,
+            3,
+            STRIDE=FAR,
+            BITS_GIVEN=True,
+            OUT=triton.language.uint8,
+            **geometry,
+        )
+        assert chosen.tolist() == [[0], [5], [10]]
+
+    def test_compact(self) -> None:
+        memory = FarAway(FAR + 4)
+        memory.at(FAR, 4)[:] = torch.tensor([1.0, 2.0, 1.00390625, 4.0])
+        mask, values = torch.tensor([[1], [2]], dtype=torch.uint8), torch.empty(2, 1, dtype=torch.bfloat16)
+        constants = {"SENT": 1, "MASKED": True, "WIRE": triton.language.bfloat16, "LIMIT": 3e38, "CHUNK": 2}
+        kernels._launch(
+            kernels._compact_kernel, 1, memory.at(0, 4), mask, kernels._raw(values), torch.ones(()), 2, FAR, **constants
+        )
+        assert values.tolist() == [[0.0], [1.0]]
+        assert memory.at(FAR, 4).tolist() == [1.0, 2.0, 0.00390625, 4.0]
+
+    def test_update(self) -> None:
+        momenta, clocks, noises = FarAway(FAR + 4), FarAway(FAR + 4), FarAway(FAR + 4)
+        noises.at(FAR, 4)[:] = 5.0
+        mask, total = torch.tensor([[1], [2]], dtype=torch.uint8), torch.tensor([[3.0], [-2.0]])
+        theta, again = torch.tensor([[1.0], [3.0]]), torch.zeros((), dtype=torch.int64)
+        near = [torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.int32)]
+        step, single = torch.tensor(9, dtype=torch.int32), hyper("cpu", torch.float32)
+        constants = {"SENT": 1, "MASKED": True, "BY_ROW": False, "CORRECTED": False, "CORRECTION_BY_ROW": False}
+        expected = theta.clone()
+        noise = torch.tensor([[0.0] * 4, [5.0] * 4])
+        reference.update(expected, *near, mask, total, step, single, 1.0, torch.ones(()), noise)
+        kernels._launch(
+            kernels._update_kernel,
+            1,
+            theta,
+            momenta.at(0, 4),
+            clocks.at(0, 4, "int32"),
+            mask,
+            total,
+            step,
+            again,
+            torch.ones(()),
+            *single,
+            torch.ones(()),
+            noises.at(0, 4),
+            2,
+            FAR,
+            FAR,
+            FAR,
+            MEASURED=True,
+            CHUNK=2,
+            **constants,
+        )
+        torch.testing.assert_close(theta, expected)
+        torch.testing.assert_close(momenta.at(FAR, 4), near[0][1])
+        assert torch.equal(clocks.at(FAR, 4, "int32"), near[1][1])
+
+    def test_fold_and_norm(self) -> None:
+        residuals, grads = FarAway(FAR + 64), FarAway(FAR + 64)
+        grads.at(FAR, 64)[:] = torch.arange(64.0)
+        # The program that takes the last 64 entries of a gradient of 2**31 + 128.
+        numels, tensors, starts = torch.tensor([FAR + 64]), torch.tensor([0], dtype=torch.int32), torch.tensor([FAR])
+        tables = (numels, tensors, starts)
+        places = [torch.tensor([memory.at(0, 1).data_ptr()]) for memory in (residuals, grads)]
+        dtype = triton.language.float32
+        kernels._launch(
+            kernels._fold_kernel,
+            1,
+            *places,
+            *tables,
+            torch.tensor(2.0),
+            0.0,
+            RESIDUAL=dtype,
+            GRAD=dtype,
+            CLIP=False,
+            ALIGNED=True,
+            CHUNK=128,
+        )
+        assert torch.equal(residuals.at(FAR, 64), 2 * torch.arange(64.0))
+        partial = torch.empty(1)
+        kernels._launch(kernels._squares_kernel, 1, places[1], *tables, partial, GRAD=dtype, ALIGNED=True, CHUNK=128)
+        assert float(partial) == float(torch.arange(64.0).square().sum())
+
+    def test_gather_and_scatter(self) -> None:
+        memory, piece_rows = FarAway(FAR + 64), torch.tensor([0])
+        memory.at(FAR, 64)[:] = torch.arange(64.0)
+        block = FAR // 64  # blocks of 64 entries, one chosen in each: FAR is the first entry of this one
+        mask, values = FarAway(block + 1, 1), torch.zeros(1)
+        mask.at(block, 1, "uint8")[0] = 7
+        out = FarAway(block + 1)
+        arguments = (
+            torch.tensor([memory.at(0, 1).data_ptr()]),
+            piece_rows,
+            torch.tensor([block + 1]),
+            torch.tensor([0], dtype=torch.int32),
+            torch.tensor([block]),
+            mask.at(0, 1, "uint8"),
+            out.at(0, 1),
+        )
+        dtype = triton.language.float32
+        constants = {"BLOCK_SIZE": 64, "SENT": 1, "MASKED": True, "PARAMETER": dtype, "VALUES": dtype, "CHUNK": 2}
+        kernels._launch(kernels._exchange_kernel, 1, *arguments, TO_PARAMETER=False, **constants)
+        values = out.at(block, 1)
+        assert values.tolist() == [7.0]
+        values[0] = -1.0
+        kernels._launch(kernels._exchange_kernel, 1, *arguments, TO_PARAMETER=True, **constants)
+        expected = torch.arange(64.0)
+        expected[7] = -1.0
+        assert_same_bits(memory.at(FAR, 64), expected)
+
+
+# ---------------------------------------------------------------------------------- compiled, not only run
+
+
+def test_kernels_compile_for_gpus() -> None:
+    """Without a GPU: each launch of a step becomes machine code for an H100 or H200, by Triton's own assembler."""
+    script = Path(__file__).with_name("compile_kernels.py")
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = os.pathsep.join([str(script.parents[1]), str(script.parent), environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(script), "90"], env=environ, capture_output=True, text=True, timeout=170, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    assert "compiled 1 x" in done.stdout
