@@ -74,8 +74,9 @@ class ScapeConfig:
     local_group_size: int = 1
     """Ranks per node that reduce densely among themselves. Only 1, the flat case, exists so far."""
 
-    residual_dtype: torch.dtype | str = torch.float32
-    """dtype of the error-feedback residual: ``torch.float32`` or ``torch.float64`` (their names are accepted)."""
+    # A name: jsonargparse (LightningCLI) takes no dtype as the default inside a nested `config:` block.
+    residual_dtype: torch.dtype | str = "float32"
+    """dtype of the error-feedback residual: ``torch.float32`` or ``torch.float64``, or their names."""
 
     residual_device: torch.device | str | None = None
     """Where the residual lives; None is the parameters' own device."""

@@ -86,7 +86,7 @@ class FabricScapeStrategy(DDPStrategy):
         bias_correction: bool = False,
         clip_norm: ClipNorm = "sketch",
         local_group_size: int = 1,
-        residual_dtype: torch.dtype | str = torch.float32,
+        residual_dtype: torch.dtype | str = "float32",
         residual_device: torch.device | str | None = None,
         max_skipped: int = 10,
         check_replicas_every: int = 0,

@@ -100,7 +100,7 @@ class ScapeStrategy(DDPStrategy):
         bias_correction: bool = False,
         clip_norm: ClipNorm = "sketch",
         local_group_size: int = 1,
-        residual_dtype: torch.dtype | str = torch.float32,
+        residual_dtype: torch.dtype | str = "float32",
         residual_device: torch.device | str | None = None,
         max_skipped: int = 10,
         check_replicas_every: int = 0,
@@ -138,10 +138,11 @@ class ScapeStrategy(DDPStrategy):
 
     def __repr__(self) -> str:
         """The options that differ from the defaults, and a remedy where the package is not the one we extend."""
+        defaults = ScapeConfig()
         options = ", ".join(
             f"{field.name}={getattr(self.config, field.name)!r}"
             for field in fields(ScapeConfig)
-            if field.name == "sparsity" or getattr(self.config, field.name) != field.default
+            if field.name == "sparsity" or getattr(self.config, field.name) != getattr(defaults, field.name)
         )
         # pytorch_lightning's Trainer rejects us by printing us; this is the only word we get in.
         foreign = "pytorch_lightning" in sys.modules

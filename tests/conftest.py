@@ -55,6 +55,14 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     return functools.partial(launcher.run_ranks, workdir=tmp_path)
 
 
+@pytest.fixture
+def compiler_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where torch.compile's code goes: empty at first, and filled by no pool of processes."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    return tmp_path / "cache"
+
+
 @pytest.fixture(autouse=True)
 def _clean_process() -> Iterator[None]:
     """Each test sees the environment, Lightning's rank and torch's globals as at the start of the session."""

@@ -17,6 +17,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
+import shutil
 import signal
 import sys
 import time
@@ -27,6 +28,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._device import _device_constructors
@@ -300,6 +302,11 @@ def reset_rank_zero(rank: int = 0) -> None:
     for name in ("lightning.fabric.utilities.rank_zero", "lightning.pytorch.utilities.rank_zero"):
         if name in sys.modules:
             importlib.import_module(name).rank_zero_only.rank = rank
+
+
+needs_compiler = pytest.mark.skipif(
+    not shutil.which(os.environ.get("CXX", "g++")), reason="torch.compile on a CPU needs a C++ compiler (g++, or CXX)"
+)
 
 
 _EMPTY = {"empty": torch, "empty_like": torch, "empty_strided": torch, "new_empty": torch.Tensor}

@@ -35,7 +35,7 @@ LAYERS = (
     ("optimizer", "saving"),
     ("core",),
     ("checkpoint_io",),
-    ("fabric", "monitor", "strategy"),
+    ("fabric", "litgpt_data", "monitor", "strategy"),
     ("cli", "tool"),
     ("__init__",),
 )
@@ -44,7 +44,7 @@ LAYER_OF = {module: number for number, modules in enumerate(LAYERS) for module i
 SIDEWAYS = ({"config", "layout", "ops"}, set(LAYERS[1]))
 
 # The package itself is on the list for one purpose: it registers the strategies by name.
-MAY_IMPORT_LIGHTNING = {"checkpoint_io", "strategy", "fabric", "monitor", "data", "cli", "__init__"}
+MAY_IMPORT_LIGHTNING = {"checkpoint_io", "strategy", "fabric", "monitor", "data", "litgpt_data", "cli", "__init__"}
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "litgpt", "pytorch_lightning"}
 MAY_IMPORT_TRITON = {"ops.kernels"}
 MAY_COMMUNICATE = {"collectives"}

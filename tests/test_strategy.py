@@ -855,6 +855,14 @@ def test_a_yaml_file_sets_every_kind_of_option(tmp_path: Path) -> None:
     assert cli.trainer.strategy._start_method == "fork"
 
 
+@pytest.mark.parametrize("dtype", ["", ", residual_dtype: float64"])
+def test_a_yaml_file_may_give_the_config_as_a_block(tmp_path: Path, dtype: str) -> None:
+    config = f"{{sparsity: 0.9, wire_dtype: fp32{dtype}}}"
+    cli = run_cli(tmp_path, f"{{class_path: lightning_scape.ScapeStrategy, init_args: {{config: {config}}}}}")
+    expected = ScapeConfig(sparsity=0.9, wire_dtype="fp32", residual_dtype="float64" if dtype else "float32")
+    assert cli.trainer.strategy.config == expected
+
+
 def test_a_yaml_file_may_give_just_the_name(tmp_path: Path) -> None:
     assert isinstance(run_cli(tmp_path, "scape").trainer.strategy, ScapeStrategy)
 

@@ -1,0 +1,331 @@
+"""``litgpt-scape``: LitGPT's command line, training with SCAPE.
+
+``litgpt-scape pretrain --config FILE --scape.sparsity 0.99`` is ``litgpt pretrain --config FILE`` with SCAPE as its
+strategy. LitGPT has no argument for one, yet Fabric lets the environment variable ``LT_STRATEGY`` overrule what a
+script asks for. So this script takes what is SCAPE's off the command line and the configuration files, registers the
+strategy with it, sets the variable and hands over to LitGPT, none of whose code is changed. Processes that LitGPT
+starts run this script again; they find the options in the environment.
+
+Options hold in this order: command line, then (on ``--resume``) the checkpoint's ``hyperparameters.yaml``, then the
+``scape:`` sections of ``--config`` files, then the defaults of :class:`~lightning_scape.ScapeConfig`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, NamedTuple, NoReturn
+
+import yaml
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from lightning_scape.config import ScapeConfig
+from lightning_scape.fabric import FabricScapeStrategy
+
+COMMANDS = ("pretrain", "finetune_full")
+"""LitGPT's commands that train all parameters with an optimizer that SCAPE can stand in for."""
+
+OPTIONS_VARIABLE = "LIGHTNING_SCAPE_OPTIONS"
+"""Environment variable by which a process passes the options on to those it starts, as JSON."""
+
+_PREFIX = "--scape"
+_HINTS = typing.get_type_hints(ScapeConfig)
+
+
+def main() -> None:
+    """The console script; reads ``sys.argv``. Ends the process with status 2 where an option of SCAPE is wrong."""
+    try:
+        given, rest = split_arguments(sys.argv[1:])
+        command = rest[0] if rest else None
+        if command not in COMMANDS:
+            _refuse_elsewhere(command, given)
+            _run_litgpt(rest)
+            return
+        _check_environment()
+        in_files, rest = take_sections(rest)
+        config = _resolve(rest, given, in_files)
+    except ValueError as error:
+        _fail(str(error))
+    with scape_strategy(config):
+        _run_litgpt(rest, help_too=True)
+
+
+# ---------------------------------------------------------------------------------- what is SCAPE's on the command line
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Options of SCAPE by field, and all the other arguments in their order.
+
+    >>> split_arguments(["pretrain", "--scape.sparsity", "0.9", "--seed=1", "--scape.dense_steps=3"])
+    ({'sparsity': 0.9, 'dense_steps': 3}, ['pretrain', '--seed=1'])
+
+    Raises:
+        ValueError: an option that SCAPE does not have, or one without its value.
+    """
+    options: dict[str, Any] = {}
+    rest: list[str] = []
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        if argument.split("=")[0].split(".")[0] != _PREFIX:
+            rest.append(argument)
+            continue
+        flag, equals, text = argument.partition("=")
+        name = flag.removeprefix(_PREFIX).removeprefix(".")
+        _check_name(name, f"got {argument!r}")
+        if not equals:
+            if not waiting or waiting[0].startswith("--"):
+                raise ValueError(f"{flag} must be followed by a value, got none. Write {flag}=VALUE.")
+            text = waiting.pop(0)
+        options[name] = _read_value(name, text)
+    return options, rest
+
+
+def _check_name(name: str, received: str) -> None:
+    if name not in _HINTS:
+        known = ", ".join(_HINTS)
+        raise ValueError(f"An option of SCAPE must be one of {known}; {received}. Use one of these names.")
+
+
+def _read_value(name: str, value: Any) -> Any:
+    """A text as the field's type, where it can be read so; whether the value will do is for ScapeConfig to say."""
+    if not isinstance(value, str):
+        return value
+    kinds = typing.get_args(_HINTS[name]) or (_HINTS[name],)
+    if NoneType in kinds and value.lower() in ("null", "none"):
+        return None
+    if bool in kinds:
+        return {"true": True, "false": False}.get(value.lower(), value)
+    for kind in (int, float):
+        if kind in kinds:
+            try:
+                return kind(value)
+            except ValueError:
+                continue
+    return value
+
+
+def _refuse_elsewhere(command: str | None, given: Mapping[str, Any]) -> None:
+    if given:
+        raise ValueError(
+            f"Options of SCAPE must go with the commands {' or '.join(COMMANDS)}, which train all parameters, got"
+            f" {', '.join(f'{_PREFIX}.{name}' for name in given)} with {command!r}. Drop them: every other command is"
+            " LitGPT's own."
+        )
+
+
+def _check_environment() -> None:
+    asked = os.environ.get("LT_STRATEGY", "scape")
+    if asked != "scape":
+        raise ValueError(
+            f"The environment variable LT_STRATEGY must be unset, got {asked!r}: it asks Fabric for another strategy."
+            " Unset it, or use `litgpt`."
+        )
+
+
+def take_sections(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The ``scape:`` sections of all ``--config`` files, the last of an option holding, and the arguments without them.
+
+    LitGPT's parser refuses a section it does not know, and it reads the file again when it saves a checkpoint. A file
+    with such a section is therefore replaced by its other content as text, which the parser takes as well as a path.
+
+    Raises:
+        ValueError: a section is not a mapping of options that SCAPE has.
+    """
+    found: dict[str, Any] = {}
+    rest: list[str] = []
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        flag, equals, source = argument.partition("=")
+        if flag != "--config" or not (equals or waiting):
+            rest.append(argument)
+            continue
+        source = source if equals else waiting.pop(0)
+        content = _read_mapping(source)
+        if "scape" not in content:
+            rest.append(f"--config={source}")
+            continue
+        found |= _check_section(content.pop("scape"), source)
+        if content:
+            rest.append(f"--config={yaml.safe_dump(content, sort_keys=False)}")
+    return found, rest
+
+
+def _read_mapping(source: str) -> dict[str, Any]:
+    """What a ``--config`` argument holds; empty for what is not a local file with a mapping, which LitGPT judges."""
+    try:
+        content = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _check_section(section: Any, source: str | Path) -> dict[str, Any]:
+    if not isinstance(section, dict):
+        raise ValueError(
+            f"`scape:` in {source} must be a mapping, got {section!r}. Write the options under it, one a line:"
+            " `sparsity: 0.99`."
+        )
+    for name in section:
+        _check_name(name, f"got {name!r} under `scape:` in {source}")
+    return {name: _read_value(name, value) for name, value in section.items()}
+
+
+# --------------------------------------------------------------------------------------------------- which options hold
+
+
+class Recorded(NamedTuple):
+    """What a checkpoint says of the options it was trained with."""
+
+    file: Path
+    """The checkpoint's ``hyperparameters.yaml``."""
+
+    options: dict[str, Any]
+    """Its ``scape:`` section; empty where there is none."""
+
+
+def _resolve(rest: Sequence[str], given: Mapping[str, Any], in_files: Mapping[str, Any]) -> ScapeConfig:
+    passed_on = os.environ.get(OPTIONS_VARIABLE)
+    if passed_on is not None:  # another process of this run has resolved them
+        return ScapeConfig(**json.loads(passed_on))
+    recorded = find_recorded(rest)
+    if recorded is None:
+        return ScapeConfig(**{**in_files, **given})
+    config = ScapeConfig(**{**in_files, **recorded.options, **given})
+    _tell_resumed(recorded, given, in_files)
+    return config
+
+
+def find_recorded(arguments: Sequence[str]) -> Recorded | None:
+    """The options of the checkpoint that LitGPT will resume from, if any.
+
+    Args:
+        arguments: LitGPT's own, the command first.
+    """
+    if any(argument.split("=")[0] in ("-h", "--help", "--print_config") for argument in arguments):
+        return None
+    from jsonargparse import capture_parser
+    from litgpt.__main__ import PARSER_DATA
+    from litgpt.utils import CLI, find_resume_path, init_out_dir
+
+    parser = capture_parser(lambda: CLI(PARSER_DATA[arguments[0]]))
+    parser.exit_on_error = False
+    try:
+        parsed = parser.parse_args(list(arguments[1:]))
+        checkpoint = find_resume_path(parsed.resume, init_out_dir(parsed.out_dir))
+    except Exception:  # of any kind: LitGPT meets it next and reports it as it always does
+        return None
+    if not checkpoint:
+        return None
+    folder = Path(checkpoint) if Path(checkpoint).is_dir() else Path(checkpoint).parent
+    file = folder / "hyperparameters.yaml"
+    return Recorded(file, _check_section(_read_mapping(str(file)).get("scape", {}), file))
+
+
+@rank_zero_only
+def _tell_resumed(recorded: Recorded, given: Mapping[str, Any], in_files: Mapping[str, Any]) -> None:
+    if not recorded.options:
+        print(f"SCAPE: {recorded.file} records no options of SCAPE; those given now hold.", file=sys.stderr)
+        return
+    print(f"SCAPE: options are those of the checkpoint, from {recorded.file}.", file=sys.stderr)
+    saved = ScapeConfig(**recorded.options).as_dict()
+    # By way of a ScapeConfig: "float32" and "torch.float32" are the same option.
+    wanted = ScapeConfig(**{**recorded.options, **in_files, **given}).as_dict()
+    for name in (name for name in wanted if wanted[name] != saved[name]):
+        value = wanted[name]
+        if name in given:
+            print(f"SCAPE: {name} is {value!r} by the command line (checkpoint: {saved[name]!r}).", file=sys.stderr)
+        else:
+            print(
+                f"SCAPE: {name} is {saved[name]!r} by the checkpoint, not {value!r} as in the configuration file; pass"
+                f" {_PREFIX}.{name}={value} to change it.",
+                file=sys.stderr,
+            )
+
+
+# --------------------------------------------------------------------------------------------------- handing over
+
+
+@contextmanager
+def scape_strategy(config: ScapeConfig) -> Iterator[None]:
+    """Inside, whatever Fabric a script builds trains with SCAPE, and LitGPT's saved configurations say so."""
+    before = {name: os.environ.get(name) for name in ("LT_STRATEGY", OPTIONS_VARIABLE)}
+    os.environ.update({"LT_STRATEGY": "scape", OPTIONS_VARIABLE: json.dumps(config.as_dict())})
+    STRATEGY_REGISTRY.register("scape", FabricScapeStrategy, override=True, config=config)
+    _record_in_saved_configurations(config.as_dict())
+    try:
+        yield
+    finally:
+        _record_in_saved_configurations(None)
+        FabricScapeStrategy.register_strategies(STRATEGY_REGISTRY)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _record_in_saved_configurations(options: Mapping[str, Any] | None) -> None:
+    """Have jsonargparse add a ``scape:`` section to the configurations of training commands that it writes as YAML.
+
+    LitGPT saves ``hyperparameters.yaml`` by parsing ``sys.argv`` anew, with a parser that knows no option of SCAPE, and
+    after all hooks of a strategy. How values become YAML is what jsonargparse lets its users choose.
+    """
+    from jsonargparse import set_dumper
+
+    def dump(data: Any) -> str:
+        if options is not None and isinstance(data, dict) and {"out_dir", "train", "eval"} <= data.keys():
+            data = {**data, "scape": dict(options)}
+        text: str = yaml.safe_dump(data, default_flow_style=False, allow_unicode=True, sort_keys=False)
+        return text
+
+    set_dumper("yaml", dump)
+
+
+def _run_litgpt(arguments: Sequence[str], help_too: bool = False) -> None:
+    from litgpt.__main__ import main as litgpt_main
+
+    before = sys.argv
+    sys.argv = [sys.argv[0], *arguments]
+    try:
+        litgpt_main()
+    finally:
+        sys.argv = before
+        if help_too and {"-h", "--help"} & set(arguments):
+            print(f"\n{options_help()}")
+
+
+def options_help() -> str:
+    """What ``--help`` says of the options of SCAPE: name, type, default and meaning of each."""
+    from docstring_parser import parse_from_object
+
+    meanings = {parameter.arg_name: parameter.description or "" for parameter in parse_from_object(ScapeConfig).params}
+    lines = ["SCAPE (also under `scape:` in --config files):"]
+    for field in fields(ScapeConfig):
+        hint = _HINTS[field.name]
+        choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else None
+        kind = " or ".join(choices) if choices else field.type
+        default = "null" if field.default is None else field.default
+        lines.append(f"  {_PREFIX}.{field.name} {field.name.upper()}")
+        note = f"{' '.join(meanings[field.name].split())} (type: {kind}, default: {default})"
+        lines += textwrap.wrap(note, width=100, initial_indent=" " * 24, subsequent_indent=" " * 24)
+    return "\n".join(lines)
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"litgpt-scape: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The examples besides the main one, in short form: each trains, and leaves what it says it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightning_scape import ScapeConfig
+
+RunRanks = Callable[..., list[Any]]
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+CLI_FILE = ROOT / "configs" / "lightning_cli.yaml"
+
+
+def run_example(rank: int, world_size: int, name: str, *options: str) -> str:
+    """What the script prints on this rank; the ranks are there already, so it starts none."""
+    os.chdir(ROOT)
+    sys.argv = [str(EXAMPLES / name), *options]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return printed.getvalue()
+
+
+def test_the_fabric_loop_learns_and_saves(run_ranks: RunRanks, tmp_path: Path) -> None:
+    options = ("--steps=41", "--batch=4", "--context=32", f"--save={tmp_path / 'end.ckpt'}")
+    output = run_ranks(run_example, 2, "fabric_loop.py", *options)[0]
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
+    assert len(losses) == 3
+    assert losses[0] > 5.0
+    assert losses[-1] < losses[0] - 1.0
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    assert saved["optimizer"]["scape"]["step"] == 41
+    assert len(saved["optimizer"]["scape"]["residuals"]) == 2
+
+
+def test_a_transformers_model_trains_and_is_saved_in_its_own_format(run_ranks: RunRanks, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="examples/finetune_transformers.py needs transformers")
+    options = ("--steps=30", "--batch=4", "--context=32", "--lr=3e-3", f"--out={tmp_path}")
+    output = run_ranks(run_example, 2, "finetune_transformers.py", *options)[0]
+    loss = float(re.search(r"validation loss ([\d.]+)", output)[1])
+    assert loss < math.log(256) - 1.0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.config.vocab_size == 256
+    (metrics,) = tmp_path.rglob("metrics.csv")
+    assert "scape/density" in metrics.read_text().splitlines()[0]
+
+
+def test_the_lightning_cli_file_trains_through_its_script(run_ranks: RunRanks, tmp_path: Path) -> None:
+    pytest.importorskip("litgpt", reason="examples/lightning_cli.py needs litgpt")
+    short = {
+        "trainer.max_steps": 4,
+        "trainer.val_check_interval": 4,
+        "trainer.limit_val_batches": 1,
+        "trainer.default_root_dir": tmp_path,
+        "trainer.strategy.init_args.sparsity": 0.8,
+        "data.max_bytes": 2_000_000,
+    }
+    options = [f"--{key}={value}" for key, value in short.items()]
+    run_ranks(run_example, 2, "lightning_cli.py", "fit", f"--config={CLI_FILE}", *options)
+    (checkpoint,) = tmp_path.rglob("*.ckpt")
+    state = torch.load(checkpoint, weights_only=True)
+    assert state["global_step"] == 4
+    assert state["optimizer_states"][0]["scape"]["config"]["sparsity"] == 0.8
+    assert f"of {sum(weight.numel() for weight in state['state_dict'].values()):,} parameters" in CLI_FILE.read_text()
+    (saved,) = tmp_path.rglob("config.yaml")
+    content, expected = yaml.safe_load(saved.read_text()), yaml.safe_load(CLI_FILE.read_text())
+    given = expected["trainer"]["strategy"]["init_args"]
+    assert {name: content["trainer"]["strategy"]["init_args"][name] for name in given} == {**given, "sparsity": 0.8}
+    assert content["model"] == expected["model"]
+
+
+def test_the_lightning_cli_file_gives_every_option_and_explains_every_key() -> None:
+    lines = CLI_FILE.read_text().splitlines()
+    given = yaml.safe_load(CLI_FILE.read_text())["trainer"]["strategy"]["init_args"]
+    assert ScapeConfig(**given) == ScapeConfig(sparsity=0.9)
+    assert set(given) == {field.name for field in fields(ScapeConfig)}
+    for line in lines:
+        if re.match(r"\s+\w+: *\S", line) and not line.strip().startswith("class_path"):
+            assert re.search(r"# .*\(.*default: .*\)$", line), line
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_litgpt_script_goes_from_pretraining_to_an_answer(tmp_path: Path) -> None:
+    pytest.importorskip("litgpt", reason="examples/litgpt_finetune.sh needs litgpt")
+    launched = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK")
+    environ = {name: value for name, value in os.environ.items() if name not in launched}
+    environ |= {"PYTHON": sys.executable, "STEPS": "6", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "litgpt_finetune.sh"), str(tmp_path)],
+        cwd=ROOT,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=550,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    stages = {name: tmp_path / name / "final" / "hyperparameters.yaml" for name in ("base", "continued", "finetuned")}
+    sparsities = {name: yaml.safe_load(file.read_text())["scape"]["sparsity"] for name, file in stages.items()}
+    assert sparsities == {"base": 0.9, "continued": 0.99, "finetuned": 0.9}
+    assert "3 + 4 =" in done.stdout.split("== 4.")[1]
