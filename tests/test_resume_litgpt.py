@@ -57,7 +57,7 @@ def test_a_run_that_was_killed_resumes_and_ends_bitwise_as_one_that_was_not(tmp_
     assert "Resuming training from" in output
     straight, resumed = load(tmp_path / "straight" / "final"), load(tmp_path / "killed" / "final")
     assert straight["step_count"] == resumed["step_count"] == STEPS
-    # Not the random generators: LitGPT makes a validation loader after it has loaded, which draws a seed, and its models
-    # draw nothing.
+    # Not the random generators: after loading, LitGPT makes a validation loader, which draws a seed. Its models draw
+    # nothing.
     for part in ("model", "optimizer", "train_dataloader"):
         assert_equal(straight[part], resumed[part])
