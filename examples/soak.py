@@ -35,7 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints")
     parser.add_argument("--devices", type=int, default=2, help="ranks")
     parser.add_argument("--precision", default="bf16-mixed")
-    parser.add_argument("--bound", type=float, default=16.0, help="MB by which a rank's memory may grow after 1/5")
+    parser.add_argument("--bound", type=float, default=8.0, help="MB by which a rank's memory may grow after 1/5")
     parser.add_argument("--out", type=Path, default=Path("out/soak"), help="folder for JSON, PNG and checkpoints")
     return parser.parse_args()
 
@@ -124,7 +124,8 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         steps = [point["step"] for point in result["curve"]]
         memory.plot(steps, [point["megabytes"] for point in result["curve"]], label=f"rank {rank}")
         loss.plot(steps, [point["loss"] for point in result["curve"]], label=f"rank {rank}")
-    memory.set(ylabel="resident memory, MB", ylim=(0, None), title="Memory and loss over a long run")
+    top = max(point["megabytes"] for result in results for point in result["curve"])
+    memory.set(ylabel="resident memory, MB", ylim=(0, 1.2 * top), title="Memory and loss over a long run")
     loss.set(ylabel="loss, nats per byte (mean over 100)", xlabel="optimizer step")
     memory.legend()
     figure.tight_layout()

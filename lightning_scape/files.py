@@ -43,6 +43,7 @@ def save_file(content: Any, path: str | os.PathLike[str]) -> None:
         OSError: the file could not be written; with what to do.
     """
     path = Path(path)
+    check_replaceable(path)
     with explained_oserror(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = partial_of(path)
@@ -57,7 +58,7 @@ def save_file(content: Any, path: str | os.PathLike[str]) -> None:
                     raise
                 file.flush()
                 os.fsync(file.fileno())
-            if path.is_dir():  # a sharded checkpoint of the same name: replaced only now that the new one is whole
+            if path.is_dir() and not path.is_symlink():  # a sharded checkpoint: removed only now that the new is whole
                 shutil.rmtree(path)
             os.replace(partial, path)
             sync_folder(path.parent)
@@ -84,6 +85,16 @@ class Recorder:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
+
+
+def check_replaceable(path: Path) -> None:
+    """Raises ``IsADirectoryError`` if a checkpoint would take the place of a directory that is none."""
+    if path.is_dir() and not path.is_symlink() and not (path / MANIFEST).exists() and any(path.iterdir()):
+        raise IsADirectoryError(
+            errno.EISDIR,
+            f"A checkpoint must take a free name or that of another checkpoint, got the directory {str(path)!r}, which"
+            " holds other things. Give the checkpoint a name inside it.",
+        )
 
 
 def partial_of(path: Path) -> Path:

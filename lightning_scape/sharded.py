@@ -99,8 +99,10 @@ def write_directory(path: Path, tensors: Mapping[str, Chunk], rest: bytes, commu
         communicator: the ranks, over a group that works in host memory.
 
     Raises:
+        IsADirectoryError: ``path`` is a directory that is no checkpoint.
         OSError: on every rank, if any could not write. What was at ``path`` is untouched, nothing else is left.
     """
+    communicator.together(lambda: files.check_replaceable(path))
     partial = files.partial_of(path)
     lead = communicator.rank == 0
     with files.explained_oserror(path):

@@ -36,10 +36,15 @@ DISTANCE = 0.35  # SCAPE 99% above dense AdamS, measured 0.22, 0.15, 0.23 after 
 
 def run_example(out: Path, *options: str, timeout: float = 170) -> str:
     """The output of the example, which starts its second rank itself, as it does for a user."""
+    return run_script(EXAMPLE, f"--out={out}", *options, timeout=timeout)
+
+
+def run_script(script: Path, *options: str, timeout: float = 170) -> str:
+    """The output of a script that starts its other ranks itself."""
     launched = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK")
     environ = {name: value for name, value in os.environ.items() if name not in launched}
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environ.get("PYTHONPATH")])])
-    command = [sys.executable, str(EXAMPLE), f"--out={out}", *options]
+    command = [sys.executable, str(script), *options]
     done = subprocess.run(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False
     )

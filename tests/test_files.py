@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from test_checkpoint import build, build_state, everything, train
-from test_sharded import assert_equal, save
+from test_sharded import assert_equal, mutate, save
 
 from lightning_scape import CheckpointError, ScapeConfig, newest_checkpoint
 from lightning_scape.checkpoint_io import ScapeCheckpointIO
@@ -33,29 +33,6 @@ def content() -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------ damage
-
-
-def mutate(original: bytes, rng: random.Random) -> bytes:
-    """One of the ways in which files go bad, at a random place."""
-    data = bytearray(original)
-    place, length = rng.randrange(len(data)), rng.choice([1, 8, 100, 512])
-    kind = rng.randrange(7)
-    if kind == 0:
-        data[place] ^= 1 << rng.randrange(8)
-    elif kind == 1:
-        del data[place:]
-    elif kind == 2:
-        del data[place : place + length]
-    elif kind == 3:
-        data[place:place] = rng.randbytes(length)
-    elif kind == 4:
-        data[place : place + length] = bytes(len(data[place : place + length]))
-    elif kind == 5:
-        other = rng.randrange(len(data))
-        data[place : place + length] = data[other : other + length]
-    else:
-        data[place : place + length] = rng.randbytes(len(data[place : place + length]))
-    return bytes(data)
 
 
 def test_two_thousand_mutated_files_are_refused_or_read_as_they_were() -> None:
@@ -244,6 +221,22 @@ def test_a_write_that_fails_half_way_leaves_the_checkpoint_before(tmp_path: Path
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     write(big)
     verify(tmp_path / "c.ckpt")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_directory_that_is_no_checkpoint_is_never_replaced(tmp_path: Path, sharded: bool) -> None:
+    _, optimizer = build(CONFIG, torch.float32)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(IsADirectoryError, match="holds other things"):
+        save(tmp_path / "out", optimizer, {}) if sharded else save_file({}, tmp_path / "out")
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+    # A checkpoint of the other kind is replaced, either way.
+    save(tmp_path / "c", optimizer, {})
+    save_file({"a": 1}, tmp_path / "c")
+    assert load_file(tmp_path / "c") == {"a": 1}
+    save(tmp_path / "c", optimizer, {})
+    verify(tmp_path / "c")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -241,6 +242,29 @@ def test_scape_goes_on_as_adamw_and_as_adams_with_what_carries_over(tmp_path: Pa
 # ------------------------------------------------------------------------------------------------ unfit directories
 
 
+def mutate(original: bytes, rng: random.Random) -> bytes:
+    """One of the ways in which files go bad, at a random place."""
+    data = bytearray(original)
+    place, length = rng.randrange(len(data)), rng.choice([1, 8, 100, 512])
+    kind = rng.randrange(7)
+    if kind == 0:
+        data[place] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        del data[place:]
+    elif kind == 2:
+        del data[place : place + length]
+    elif kind == 3:
+        data[place:place] = rng.randbytes(length)
+    elif kind == 4:
+        data[place : place + length] = bytes(len(data[place : place + length]))
+    elif kind == 5:
+        other = rng.randrange(len(data))
+        data[place : place + length] = data[other : other + length]
+    else:
+        data[place : place + length] = rng.randbytes(len(data[place : place + length]))
+    return bytes(data)
+
+
 def one_directory(tmp_path: Path, config: ScapeConfig = CONFIG) -> tuple[list[Any], ScapeOptimizer, Path]:
     params, optimizer = build(config, torch.float32)
     train(params, optimizer, 0, range(4))
@@ -268,6 +292,23 @@ def test_damage_to_any_file_is_found_before_anything_is_loaded(tmp_path: Path, n
     with pytest.raises(CheckpointError):
         verify(path)
     assert all(torch.equal(a, b) for a, b in zip(before, everything(params, optimizer), strict=True))
+
+
+def test_three_hundred_mutated_directories_are_refused(tmp_path: Path) -> None:
+    _, optimizer, path = one_directory(tmp_path)
+    names = sorted(file.name for file in path.iterdir())
+    originals, rng, refused = {name: (path / name).read_bytes() for name in names}, random.Random(0), 0
+    for _ in range(300):
+        name = rng.choice(names)
+        data = mutate(originals[name], rng)
+        (path / name).write_bytes(data)
+        if data != originals[name]:
+            with pytest.raises(CheckpointError):
+                load(path, optimizer)
+            refused += 1
+        (path / name).write_bytes(originals[name])
+    assert refused > 280
+    load(path, optimizer)
 
 
 def test_a_newer_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,35 @@
+"""`examples/soak.py`: a long run with checkpoints keeps its memory flat and its replicas equal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_example import ROOT, run_script
+
+SOAK = ROOT / "examples" / "soak.py"
+
+
+def assert_all_is_well(out: Path, steps: int, bound: float) -> None:
+    results = json.loads((out / "soak.json").read_text())
+    assert len(results) == 2
+    for result in results:
+        assert result["steps"] == steps
+        assert result["resumed"] == result["checkpoints"] // 2 > 0
+        assert result["growth_megabytes"] < bound
+        assert result["skipped"] == 0
+        assert result["curve"][-1]["loss"] < 0.75 * result["curve"][0]["loss"]
+    assert (out / "soak.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_hundreds_of_steps_keep_memory_flat_and_replicas_equal(tmp_path: Path) -> None:
+    run_script(SOAK, f"--out={tmp_path}", "--steps=400", "--save-every=50", "--bound=16")
+    assert_all_is_well(tmp_path, 400, 16.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_five_thousand_steps_keep_memory_flat_and_replicas_equal(tmp_path: Path) -> None:
+    run_script(SOAK, f"--out={tmp_path}", timeout=1400)
+    assert_all_is_well(tmp_path, 5000, 8.0)
