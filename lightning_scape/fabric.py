@@ -30,7 +30,7 @@ from lightning_scape.collectives import Communicator, broadcast_tensors, is_dist
 from lightning_scape.config import ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, WireDtype
 from lightning_scape.optimizer import ScapeOptimizer
 from lightning_scape.rng import rng_state, set_rng_state
-from lightning_scape.saving import RNG, Content, SavedContent, Saver
+from lightning_scape.saving import RNG, Content, SavedContent, Saver, replicated
 
 
 class FabricScapeStrategy(DDPStrategy):
@@ -241,7 +241,8 @@ class FabricScapeStrategy(DDPStrategy):
         content = Content()
         for name, value in state.items():
             if isinstance(value, Module):
-                content.models[name] = self.get_module_state_dict(value)
+                names = [parameter for parameter, _ in value.named_parameters()]
+                content.models[name] = replicated(self.get_module_state_dict(value), names, self.global_rank)
             elif core.scape_optimizers([value]):
                 content.optimizers[name] = core.scape_optimizer(value).sharded_state_dict()
             else:

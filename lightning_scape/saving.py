@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ class Content:
     """What a sharded checkpoint holds, by the names its user gave. This rank's part when saved."""
 
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """State dicts, the same on all ranks."""
+    """State dicts; see :func:`replicated`."""
     optimizers: dict[str, OwnShards] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)
     """Anything that ``torch.load(weights_only=True)`` reads; rank 0's is kept."""
@@ -131,6 +131,10 @@ class Saver:
         if not self.asynchronous:
             write_directory(path, tensors, rest, communicator)
             return
+        # Lightning links to the checkpoint, and so needs its folder, before it is there.
+        make = path.parent.mkdir if communicator.rank == 0 else None
+        with files.explained_oserror(path):
+            communicator.together(lambda: make(parents=True, exist_ok=True) if make is not None else None)
         copies = {key: chunk.copied() for key, chunk in tensors.items()}
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scape-checkpoint")
@@ -205,9 +209,19 @@ def host_checkpoint(saved: SavedContent) -> dict[str, Any]:
     return checkpoint
 
 
-def host_content(checkpoint: Mapping[str, Any]) -> Content:
+def replicated(state_dict: Mapping[str, Any], parameters: Iterable[str], rank: int) -> dict[str, Any]:
+    """What a rank has to say of a model's state dict: rank 0 all of it, others the parameters, by name.
+
+    Those are the same everywhere, and each is written by one rank or another. Buffers may differ (BatchNorm).
+    """
+    if rank == 0:
+        return dict(state_dict)
+    return {name: state_dict[name] for name in parameters if name in state_dict}
+
+
+def host_content(checkpoint: Mapping[str, Any], parameters: Iterable[str], rank: int) -> Content:
     """The Trainer's checkpoint taken apart; the optimizers are called ``optimizer_0`` and so on."""
     rest = dict(checkpoint)
     states = rest.pop("optimizer_states", [])
-    models = {"state_dict": rest.pop("state_dict")}
+    models = {"state_dict": replicated(rest.pop("state_dict"), parameters, rank)}
     return Content(models, {f"optimizer_{number}": state for number, state in enumerate(states)}, rest)

@@ -260,7 +260,10 @@ class ScapeStrategy(DDPStrategy):
                     f" {storage_options!r}: a directory is written by torch.distributed.checkpoint."
                 )
             path = Path(self.broadcast(str(filepath)))
-            self._saver.save(path, host_content(checkpoint), self._checkpoint_ranks())
+            assert self.lightning_module is not None
+            names = [name for name, _ in self.lightning_module.named_parameters()]
+            content = host_content(checkpoint, names, self.global_rank)
+            self._saver.save(path, content, self._checkpoint_ranks())
             return
         ranks = Communicator(None, None)
         if "optimizer_states" in checkpoint:

@@ -271,3 +271,22 @@ def mixed_formats(rank: int, world_size: int, folder: str) -> list[str]:
 def test_callbacks_formats_and_the_converter_work_together(run_ranks: RunRanks, tmp_path: Path) -> None:
     names = run_ranks(mixed_formats, 2, str(tmp_path / "checkpoints"))[0]
     assert names == ["last.ckpt", "step=9.ckpt"]
+
+
+def save_buffers(rank: int, world_size: int, folder: str) -> list[float]:
+    strategy = FabricScapeStrategy(sparsity=0.9, state_dict_type="sharded", cluster_environment=GivenRanks())
+    fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+    fabric.launch()
+    model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(6)))
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    model(torch.randn(8, 3) + 5 * rank)
+    mine = [float(layer.running_mean.sum()) for layer in model.module]
+    fabric.save(f"{folder}/c", {"model": model, "optimizer": optimizer})
+    fabric.load(f"{folder}/c", {"model": model, "optimizer": optimizer})
+    assert [float(layer.running_mean.sum()) for layer in model.module] == mine or rank
+    return [float(layer.running_mean.sum()) for layer in model.module]
+
+
+def test_a_directory_holds_the_buffers_of_rank_zero(run_ranks: RunRanks, tmp_path: Path) -> None:
+    first, second = run_ranks(save_buffers, 2, str(tmp_path))
+    assert first == second
