@@ -206,10 +206,12 @@ def measure_link(megabytes: float = 4.0, repeats: int = 5) -> Link:
     hop = _median_seconds(lambda: communicator.all_reduce_sum(small), 4 * repeats) / (2 * (ranks - 1))
     sent = large.numel() * large.element_size() * (ranks - 1) / ranks
     elapsed, copying = _cost(lambda: communicator.exchange(large), repeats)
-    _, reducing = _cost(lambda: communicator.all_reduce_sum(large), repeats)
+    elapsed_reduce, reducing = _cost(lambda: communicator.all_reduce_sum(large), repeats)
+    bandwidth = 2 * sent / max(elapsed_reduce - 2 * hop, 1e-9)
     return Link(
-        bandwidth=sent / max(elapsed - hop, 1e-9),
+        bandwidth=bandwidth,
         latency=hop,
+        exchange_share=min(1.0, sent / max(elapsed - hop, 1e-9) / bandwidth),
         copy_seconds=copying / sent,
         reduce_seconds=reducing / (2 * sent),
     )
