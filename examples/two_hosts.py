@@ -167,8 +167,10 @@ class Hosts:
         for host in self._members:
             _run("ip", "-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
             _run("ip", "-n", host.namespace, "link", "set", INTERFACE, "up")
-            # The kernel's usual one: others (BBR) shape the traffic by a rule of their own.
-            _run(*host.command(["sysctl", "-q", "-w", "net.ipv4.tcp_congestion_control=cubic"]), optional=True)
+            # The kernel's usual congestion control: others (BBR) shape the traffic by a rule of their own.
+            subnet = host.address.rpartition(".")[0] + ".0/24"
+            _run("ip", "-n", host.namespace, "route", "replace", subnet, "dev", INTERFACE, "src", host.address,
+                 "congctl", "cubic", optional=True)  # fmt: skip
         self.set_rate(self.rate)
 
     def _build_switch(self) -> None:

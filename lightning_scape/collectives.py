@@ -201,7 +201,7 @@ class Communicator:
         if self.world_size > 1:
             received = torch.empty_like(values)
             with self._timed():
-                dist.all_to_all_single(received, values, group=self.process_group)
+                _all_to_all(received, values, self.process_group)
             self._count("values", values.numel() * values.element_size())
             values = received
         return values.view(self.world_size, -1, values.shape[1])
@@ -262,7 +262,7 @@ class Communicator:
     def _vote_and_gather(self, full: Tensor, pick: Callable[[Tensor | None], Tensor], ballots: Tensor) -> None:
         received = torch.empty_like(ballots)
         with _lost_contact():
-            dist.all_to_all_single(received, ballots, group=self.mask_group)
+            _all_to_all(received, ballots, self.mask_group)
         shard = pick(received.view(self.world_size, -1, ballots.shape[1]))
         with _lost_contact():
             _all_gather(full, shard, self.mask_group)
@@ -382,9 +382,50 @@ def _lost_contact() -> Iterator[None]:
         ) from error
 
 
+@dataclass
+class _Works:
+    """Messages under way that end together."""
+
+    works: list[Any]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def _exchange_by_pairs(received: list[Tensor], sent: list[Tensor], group: ProcessGroup | None) -> _Works:
+    """Sends ``sent[j]`` to rank j and receives ``received[j]`` from it, all at once; this rank's own is copied.
+
+    What gloo's own all-to-all and all-gather do, at up to twice the speed: they announce what they can receive behind
+    what they send, on the same connection, so that two ranks send by turns. Here every receive is announced first.
+    """
+    rank = dist.get_rank(group)
+    others = [(rank + hop) % len(sent) for hop in range(1, len(sent))]
+    works = [dist.irecv(received[peer], group=group, group_src=peer) for peer in others]
+    works += [dist.isend(sent[peer], group=group, group_dst=peer) for peer in others]
+    received[rank].copy_(sent[rank])
+    return _Works(works)
+
+
+def _by_pairs(tensor: Tensor, group: ProcessGroup | None) -> bool:
+    return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
+
+
+def _all_to_all(output: Tensor, tensor: Tensor, group: ProcessGroup | None) -> None:
+    if not _by_pairs(output, group):
+        dist.all_to_all_single(output, tensor, group=group)
+        return
+    ranks = dist.get_world_size(group)
+    _exchange_by_pairs(list(output.chunk(ranks)), list(tensor.chunk(ranks)), group).wait()
+
+
 def _all_gather(output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, async_op: bool = False) -> Any:
     # 2.13 renamed this call (the old name warns there); older releases have only the old one.
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     if output.dtype == torch.uint16:  # neither gloo nor NCCL knows the type
         output, tensor = output.view(torch.uint8), tensor.view(torch.uint8)
+    if _by_pairs(output, group):
+        ranks = dist.get_world_size(group)
+        works = _exchange_by_pairs(list(output.chunk(ranks)), [tensor] * ranks, group)
+        return works if async_op else works.wait()
     return call(output, tensor, group=group, async_op=async_op)

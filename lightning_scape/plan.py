@@ -8,6 +8,7 @@ torchrun ... -m lightning_scape.plan --model pythia-14m --measure               
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import os
 import re
@@ -190,9 +191,13 @@ def measure_machine(parameters: Sequence[Tensor], sparsities: Sequence[float], r
             if step >= 2 and optimizer.stats is not None:
                 rows.append(dict(optimizer.stats.seconds))
         optimizer.drain()
+        state = optimizer._run.state
+        votes = 0.0  # which one rank alone does not cast
+        if config.votes and state is not None:
+            votes = _median_seconds(functools.partial(ops.vote, state.residual, config.votes), repeats)
         phases = {name: median(row[name] for row in rows) for name in rows[0] if name not in _NOT_OWN}
         shard = sum(value for name, value in phases.items() if name in _SHARDED)
-        found[config.quota.density] = ((sum(phases.values()) - shard + norm) / count, shard / count)
+        found[config.quota.density] = ((sum(phases.values()) - shard + norm + votes) / count, shard / count)
     return Machine(adamw=adamw / count, clip=clip / count, scape=found)
 
 
@@ -206,10 +211,12 @@ def measure_link(megabytes: float = 4.0, repeats: int = 5) -> Link:
     hop = _median_seconds(lambda: communicator.all_reduce_sum(small), 4 * repeats) / (2 * (ranks - 1))
     sent = large.numel() * large.element_size() * (ranks - 1) / ranks
     elapsed, copying = _cost(lambda: communicator.exchange(large), repeats)
-    _, reducing = _cost(lambda: communicator.all_reduce_sum(large), repeats)
+    elapsed_reduce, reducing = _cost(lambda: communicator.all_reduce_sum(large), repeats)
+    bandwidth = 2 * sent / max(elapsed_reduce - 2 * hop, 1e-9)
     return Link(
-        bandwidth=sent / max(elapsed - hop, 1e-9),
+        bandwidth=bandwidth,
         latency=hop,
+        exchange_share=min(1.0, sent / max(elapsed - hop, 1e-9) / bandwidth),
         copy_seconds=copying / sent,
         reduce_seconds=reducing / (2 * sent),
     )

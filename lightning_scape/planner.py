@@ -11,6 +11,7 @@ The model, in full:
 - **A message** takes ``max(bytes/W, bytes*h) + hops*a``. ``h`` is what the processor spends on sending and adding; it
   is what a fast link waits for where the processor moves the bytes (gloo), and 0 where a device does. Rings (reduce,
   all-gather, reduce-scatter) take ``N-1`` hops a pass; an all-to-all takes one, and ``N-1`` times ``PEER_SECONDS``.
+- All-gather and all-to-all may reach only a share of the bandwidth: gloo's send and receive by turns.
 - **A node's link** is shared by its ranks: a ring crosses it once, an all-to-all with the bytes of all ``G`` ranks.
 - **Overlap**: DDP reduces buckets of 25 MB during the backward pass, each as soon as its gradients are there; backward
   is two thirds of ``C``, spread over the parameters by their matrix products. FSDP gathers the next block while one
@@ -101,6 +102,8 @@ class Link:
     """W: bytes per second that reach the program, protocol headers taken off."""
     latency: float = 50e-6
     """a: seconds of one hop, software included."""
+    exchange_share: float = 1.0
+    """Of the bandwidth, what all-to-all and all-gather reach. gloo's send and receive by turns: about a half."""
     copy_seconds: float = 0.0
     """h of moving bytes (all-to-all, all-gather): processor seconds per byte sent."""
     reduce_seconds: float = 0.0
@@ -251,7 +254,7 @@ def zero1(job: Job, link: Link, machine: Machine) -> Prediction:
     """Reduce-scatter of the gradient, AdamW on one N-th, all-gather of the parameters."""
     width = job.parameter_bytes
     seconds, sent = _overlapped_gradients(job, link, width, passes=1)
-    gather = _ring(job, link, job.parameters * width, passes=1, per_byte=link.copy_seconds)
+    gather = _ring(job, link, job.parameters * width, passes=1, adding=False)
     own = job.parameters * (machine.adamw / job.ranks + (machine.clip if job.clip else 0))
     return Prediction(
         method="ZeRO-1",
@@ -281,10 +284,10 @@ def fsdp(job: Job, link: Link, machine: Machine, *, reduce_passes: int = 1) -> P
     root = job.parameters - inside
 
     def gather(numel: int) -> float:
-        return _ring(job, link, numel * width, passes=1, per_byte=link.copy_seconds)
+        return _ring(job, link, numel * width, passes=1, adding=False)
 
     def scatter(numel: int) -> float:
-        return _ring(job, link, numel * width, passes=reduce_passes, per_byte=link.reduce_seconds)
+        return _ring(job, link, numel * width, passes=reduce_passes, adding=True)
 
     hidden = sum(2 * gather(numel) + scatter(numel) for numel in blocks.values())
     exposed = gather(root) + scatter(root)
@@ -306,14 +309,16 @@ def scape(job: Job, link: Link, machine: Machine, config: ScapeConfig) -> Predic
     """SCAPE with ``config``; at sparsity 0 it is dense AdamS, sharded."""
     numels = [weight.numel for weight in job.weights]
     sent = scape_bytes(numels, job.ranks, config, parameter_bytes=job.parameter_bytes, clip=job.clip)
-    exposed = _message(link, sent["norm"], 2 * (job.ranks - 1), link.reduce_seconds)
+    exposed = _message(link, sent["norm"], 2 * (job.ranks - 1), adding=True)
     peers = (job.ranks - 1) * PEER_SECONDS
     crossing = job.ranks_per_node * (job.ranks - job.ranks_per_node) / max(1, job.ranks - 1)
-    exposed += max(crossing * sent["values"] / link.bandwidth, sent["values"] * link.copy_seconds)
+    exposed += max(
+        crossing * sent["values"] / (link.bandwidth * link.exchange_share), sent["values"] * link.copy_seconds
+    )
     exposed += (link.latency + peers) if job.ranks > 1 else 0
-    exposed += _message(link, sent["parameters"], job.ranks - 1, link.copy_seconds)
+    exposed += _message(link, sent["parameters"], job.ranks - 1, adding=False)
     beside = sent["mask"] + sent["votes"]
-    mask = _message(link, beside, job.ranks - 1, link.copy_seconds) if beside else 0.0
+    mask = _message(link, beside, job.ranks - 1, adding=False) if beside else 0.0
     compute = max(job.step_compute + beside * link.copy_seconds, mask)
     own = machine.scape_seconds(config.quota.density, job.parameters, job.ranks)
     state = 4 + (8 + 4 * (job.parameter_bytes < 4) + 4 * config.measures_noise) / job.ranks
@@ -330,14 +335,15 @@ def _dense_optimizer(job: Job, machine: Machine) -> float:
     return job.parameters * (machine.adamw + (machine.clip if job.clip else 0))
 
 
-def _message(link: Link, sent: float, hops: int, per_byte: float) -> float:
-    return max(sent / link.bandwidth, sent * per_byte) + hops * link.latency
+def _message(link: Link, sent: float, hops: int, *, adding: bool) -> float:
+    share, per_byte = (1.0, link.reduce_seconds) if adding else (link.exchange_share, link.copy_seconds)
+    return max(sent / (link.bandwidth * share), sent * per_byte) + hops * link.latency
 
 
-def _ring(job: Job, link: Link, size: float, *, passes: int, per_byte: float) -> float:
+def _ring(job: Job, link: Link, size: float, *, passes: int, adding: bool) -> float:
     """Seconds of a ring over a buffer of ``size`` bytes: 1 pass gathers or scatters, 2 reduce."""
     sent = passes * size * (job.ranks - 1) / job.ranks
-    return _message(link, sent, passes * (job.ranks - 1), per_byte)
+    return _message(link, sent, passes * (job.ranks - 1), adding=adding)
 
 
 def _overlapped_gradients(job: Job, link: Link, width: int, *, passes: int) -> tuple[float, int]:
@@ -356,7 +362,7 @@ def _overlapped_gradients(job: Job, link: Link, width: int, *, passes: int) -> t
         buckets.append((job.step_compute, entries))
     free = 0.0
     for ready, size in buckets:
-        free = max(free, ready) + _ring(job, link, size * width, passes=passes, per_byte=link.reduce_seconds)
+        free = max(free, ready) + _ring(job, link, size * width, passes=passes, adding=True)
     sent = passes * job.parameters * width * (job.ranks - 1) // job.ranks
     return max(free, job.step_compute + sent * link.reduce_seconds), sent
 
