@@ -189,7 +189,7 @@ def test_noise_floors_the_denominator_of_old_entries_only() -> None:
     moved = without * (0.05 * total.square() / tau).sqrt()
     floor = 0.95 * 4.0 * (0.1 / 1.9)
     assert with_noise[1].item() == pytest.approx(float(moved[1] / (floor + 0.05 * 4.0) ** 0.5))
-    assert with_noise[2].item() == pytest.approx(float(moved[2] / (floor + 0.05 * 900 / 27) ** 0.5))
+    assert with_noise[2].item() == pytest.approx(float(moved[2] / (floor + 0.05 * 900 / 9) ** 0.5))
 
 
 def test_dense_runs_keep_no_noise() -> None:

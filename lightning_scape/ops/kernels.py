@@ -602,8 +602,7 @@ def _update_kernel(
             of_noise = noise + _row_offset(mask, entry, inside, noise_stride, SENT, MASKED)
             n = tl.load(of_noise, mask=inside, other=0)
             steady = n * _divide(tl.load(one_minus_beta1 + h, mask=inside, other=1), 1 + b1)
-            coherent = _divide(a * a, steps * _root(steps))
-            floored = b2 * tl.maximum(m * m, steady) + one_minus_b2 * tl.maximum(n, coherent)
+            floored = b2 * tl.maximum(m * m, steady) + one_minus_b2 * tl.maximum(n, _divide(a * a, steps))
             v = tl.where(tau == 1, v, floored)
         # whole**tau; the exponent in fp64, for the logarithm of a number this close to 1 has few digits in fp32.
         shrunk = tl.exp((tau.to(tl.float64) * tl.log(tl.abs(whole).to(tl.float64))).to(m.dtype))

@@ -413,10 +413,10 @@ def tau_step(
         theta = (1 - lr*wd)**tau * theta - lr*S/(sqrt(v)+eps)
 
     For ``tau = 1`` this is AdamS, term for term. For ``tau > 1``, v rests on a single sample of ``E[g**2]`` and one of
-    ``E[m**2]``. Where the gradient's own running mean square ``n`` is known, it is their least value, and the sample
-    counts only where the gradient is coherent beyond it::
+    ``E[m**2]``. Where the gradient's own running mean square ``n`` is known, it is their least value (under noise alone,
+    ``E[m**2]`` is ``n*(1-b1)/(1+b1)``)::
 
-        v     = b2*max(m**2, n*(1-b1)/(1+b1)) + (1-b2)*max(n, A**2/tau**1.5)
+        v     = b2*max(m**2, n*(1-b1)/(1+b1)) + (1-b2)*max(n, A**2/tau)
 
     All tensors have one shape and float dtype; pure.
 
@@ -436,12 +436,11 @@ def tau_step(
     moved = tau * g + (momentum - g) * (h.beta1 * one_minus_bt / h.one_minus_beta1)
     # One step's sum is m' itself; the general form would get it from the difference of two numbers 1/(1-b1) as large.
     moved = torch.where(tau == 1, new_momentum, moved)
-    m2 = (momentum / correction).square()
-    v = h.beta2 * m2 + h.one_minus_beta2 * total.square() / tau
+    m2, g2 = (momentum / correction).square(), total.square() / tau
+    v = h.beta2 * m2 + h.one_minus_beta2 * g2
     if noise is not None:
         steady = noise * (h.one_minus_beta1 / (1 + h.beta1))
-        coherent = total.square() / (tau * tau.sqrt())
-        floored = h.beta2 * torch.maximum(m2, steady) + h.one_minus_beta2 * torch.maximum(noise, coherent)
+        floored = h.beta2 * torch.maximum(m2, steady) + h.one_minus_beta2 * torch.maximum(noise, g2)
         v = torch.where(tau == 1, v, floored)
     new_theta = theta * h.keep**tau - h.lr * (moved / correction) / (v.sqrt() + h.eps)
     return TauStep(new_theta, new_momentum)
