@@ -413,7 +413,7 @@ def tau_step(
         theta = (1 - lr*wd)**tau * theta - lr*S/(sqrt(v)+eps)
 
     For ``tau = 1`` this is AdamS, term for term. For ``tau > 1``, v rests on a single sample of ``E[g**2]`` and one of
-    ``E[m**2]``. Where the gradient's own running mean square ``n`` is known, it is their least value (under noise alone,
+    ``E[m**2]``. Where the gradient's own running mean square ``n`` is known, it is their least value (for noise alone
     ``E[m**2]`` is ``n*(1-b1)/(1+b1)``)::
 
         v     = b2*max(m**2, n*(1-b1)/(1+b1)) + (1-b2)*max(n, A**2/tau)
