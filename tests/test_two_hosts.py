@@ -241,7 +241,8 @@ def namespaces() -> list[str]:
 
 
 HOLD = f"""
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell starts with it ignored
 sys.path.insert(0, {str(EXAMPLES)!r})
 from two_hosts import Hosts
 with Hosts(4) as hosts:
