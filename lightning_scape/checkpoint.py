@@ -367,7 +367,7 @@ def _check(snapshot: Snapshot, saved: Mapping[str, Any], groups: Sequence[Mappin
             f"The state must hold the model's {len(parameters.indices)} trained parameters, got {len(state)}; the first"
             f" that only one of them has is number {odd[0]}. {_REMEDY}"
         )
-    expected = None if whole is None else _expected_entries(state[parameters.indices[0]])
+    expected = None if whole is None else _expected_entries(state.values())
     for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
         if index in state:
             _check_entry(state[index], f"{name!r} (number {index})", parameter, expected)
@@ -434,8 +434,10 @@ def _check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
             raise ValueError(f"Parameter group {number} of the state cannot be taken: {problem}")
 
 
-def _expected_entries(first: Any) -> set[str]:
-    return {"exp_avg", "last_step"} | (set(first) & set(_SAVED_AS.values()) if isinstance(first, Mapping) else set())
+def _expected_entries(entries: Iterable[Any]) -> set[str]:
+    """What every parameter's state must hold: what any of them holds."""
+    held = [set(entry) for entry in entries if isinstance(entry, Mapping)]
+    return {"exp_avg", "last_step"} | (set().union(*held) & set(_SAVED_AS.values()))
 
 
 def _check_entry(entry: Any, name: str, parameter: Tensor, expected: set[str] | None) -> None:
