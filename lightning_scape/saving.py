@@ -174,10 +174,10 @@ class Saver:
 
 
 def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
-    """A sharded checkpoint as the content of the one file that the same host would have written.
+    """A checkpoint as the content of the one file that the same host would have written.
 
     Args:
-        path: the directory.
+        path: a sharded checkpoint's directory, or a full checkpoint's file.
         optimizer: whose state is written: ``"scape"``, or ``"adamw"`` (also for AdamS) with what carries over.
 
     Raises:
@@ -185,6 +185,9 @@ def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
     """
     from lightning_scape.checkpoint import as_adamw, merge_shards
 
+    if path.is_file():
+        whole = files.load_file(path)
+        return _with_adamw(whole, path) if optimizer == "adamw" else whole
     saved = SavedContent(path)
     whole = dict(saved.rest)
     whole |= {name: saved.model(name) for name in saved.models}
@@ -199,6 +202,29 @@ def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
     else:
         whole |= states
     return whole
+
+
+def _with_adamw(whole: Any, path: Path) -> dict[str, Any]:
+    """A full checkpoint whose SCAPE states, the Trainer's list or Fabric's by name, are AdamW's."""
+    from lightning_scape.checkpoint import as_adamw
+
+    found = 0
+
+    def convert(value: Any) -> Any:
+        nonlocal found
+        if isinstance(value, list):
+            return [convert(member) for member in value]
+        if not (isinstance(value, dict) and "scape" in value and "state" in value):
+            return value
+        found += 1
+        return as_adamw(value)
+
+    converted = {name: convert(value) for name, value in whole.items()} if isinstance(whole, dict) else {}
+    if not found:
+        raise files.CheckpointError(
+            f"{path} must hold an optimizer state of SCAPE, got none. Nothing needs converting."
+        )
+    return converted
 
 
 def host_checkpoint(saved: SavedContent) -> dict[str, Any]:

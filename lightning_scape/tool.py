@@ -20,7 +20,7 @@ def _consolidate(arguments: list[str]) -> int:
     from lightning_scape import files, saving
 
     parser = _parser("consolidate")
-    parser.add_argument("directory", type=Path, help="the sharded checkpoint")
+    parser.add_argument("directory", type=Path, help="the sharded checkpoint, or a file to convert")
     parser.add_argument("file", type=Path, help="where the one file goes; an existing one is replaced when it is whole")
     parser.add_argument(
         "--optimizer",

@@ -227,6 +227,15 @@ def test_scape_goes_on_as_adamw_and_as_adams_with_what_carries_over(tmp_path: Pa
                 dense.load_state_dict(whole)
         else:
             dense.load_state_dict(torch.load(tmp_path / "w.pt", weights_only=True)["optimizer"])
+            # A full checkpoint's file converts as well, in the Trainer's form and in Fabric's.
+            for name, content in (("t", {"optimizer_states": [whole]}), ("f", {"optimizer": whole, "step": 6})):
+                save_file(content, tmp_path / f"{name}.pt")
+                command = ["consolidate", str(tmp_path / f"{name}.pt"), str(tmp_path / "v.pt"), "--optimizer", "adamw"]
+                with pytest.warns(UserWarning, match="do not carry over"):
+                    assert main(command) == 0
+                found = torch.load(tmp_path / "v.pt", weights_only=True)
+                state = found["optimizer_states"][0] if name == "t" else found["optimizer"]
+                assert_equal(state, torch.load(tmp_path / "w.pt", weights_only=True)["optimizer"])
         for index, twin in enumerate(twins):
             assert torch.equal(dense.state[twin]["exp_avg"], whole["state"][index]["exp_avg"])
             assert int(dense.state[twin]["step"]) == 6
