@@ -105,7 +105,7 @@ def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, st
     stats = scape.stats
     assert stats is not None
     if rank == 0:
-        state = 4 * size + (12 if dtype == "bf16" else 8) * size / args.ranks
+        state = 4 * size + (16 if dtype == "bf16" else 12) * size / args.ranks  # momentum, clock, noise, masters
         results.put(
             {
                 "model": args.model,
