@@ -30,7 +30,8 @@ from typing import Any
 
 import matplotlib
 import torch
-from litgpt import GPT, Config
+from litgpt import GPT
+from pretrain_python import build_gpt
 from simulated_ranks import DenseRanks, SimulatedRanks
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -116,20 +117,7 @@ def scape(sparsity: float = 0.99, **options: Any) -> dict[str, Any]:
 
 def build_model(run: Run) -> GPT:
     torch.manual_seed(run.seed)
-    config = Config(
-        name=f"python-{run.size}",
-        block_size=run.context,
-        vocab_size=VOCABULARY,
-        padded_vocab_size=VOCABULARY,
-        norm_class_name="RMSNorm",
-        mlp_class_name="LLaMAMLP",
-        rotary_percentage=1.0,
-        parallel_residual=False,
-        bias=False,
-        **SIZES[run.size],
-    )
-    model = GPT(config)
-    return model.apply(model._init_weights)
+    return build_gpt(f"python-{run.size}", run.context, SIZES[run.size])
 
 
 def build_ranks(run: Run, model: GPT) -> SimulatedRanks | DenseRanks:
@@ -504,6 +492,7 @@ def report(out: Path) -> str:
         text.append("")
     plot_losses(found, out)
     plot_gaps(rows, out)
+    plot_rates(found, out)
     table = "\n".join(text)
     (out / "quality.md").write_text(table)
     (out / "quality.json").write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
@@ -519,7 +508,7 @@ def plot_losses(found: list[dict[str, Any]], out: Path) -> None:
     for result in sorted(found, key=lambda r: r["name"]):
         run = run_of(result)
         row = rows.get(run.label)
-        if setting_of(run) != setting or row is None or run.lr != row.lr or run.seed or len(run.options) > 1:
+        if setting_of(run) != setting or row is None or run.lr != row.lr or run.seed or not is_plain(run):
             continue
         history = result["history"][1:]
         for axis, key in zip(axes, ("tokens", "bytes"), strict=True):
@@ -545,6 +534,32 @@ def plot_gaps(rows: list[Row], out: Path) -> None:
     axis.set(xlabel="updates per entry (steps x density)", ylabel="loss above dense AdamS, %", xscale="log")
     axis.legend()
     save(figure, out / "gap.png")
+
+
+def plot_rates(found: list[dict[str, Any]], out: Path) -> None:
+    """Loss over the learning rate, in the setting in which most rates were tried, if several were."""
+    tried: dict[Any, dict[str, dict[float, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for result in found:
+        run = run_of(result)
+        if is_plain(run):
+            tried[setting_of(run)][run.label][run.lr].append(result["loss"])
+    setting, methods = max(tried.items(), key=lambda item: (sum(len(rates) for rates in item[1].values()), item[0][4]))
+    methods = {label: rates for label, rates in sorted(methods.items()) if len(rates) > 1}
+    if not methods:
+        return
+    figure, axis = plt.subplots(figsize=(7, 4))
+    for label, rates in methods.items():
+        lrs = sorted(rates)
+        axis.plot(lrs, [statistics.mean(rates[lr]) for lr in lrs], marker="o", label=label)
+    axis.set(xlabel="learning rate", ylabel="validation loss (nats per byte)", xscale="log")
+    axis.set_title(f"{setting[0]} parameters, {setting[1]} ranks, {setting[4]:,} steps")
+    axis.legend()
+    save(figure, out / "rates.png")
+
+
+def is_plain(run: Run) -> bool:
+    """Whether nothing but the sparsity and its warm-up is chosen."""
+    return {key for key, _ in run.options} <= {"sparsity", "sparsity_warmup_steps"}
 
 
 def save(figure: Any, path: Path) -> None:

@@ -69,7 +69,7 @@ ROWS: list[tuple[str, str, str, float]] = [
     ("bytes sent are", "bytes_are", "{}", 1),
     ("sent per rank and step, at the end", "bytes_total", *MEGABYTES),
     ("- gradient values", "bytes_values", *MEGABYTES),
-    ("- updated parameters", "bytes_parameters", *MEGABYTES),
+    ("- parameters, or their changes", "bytes_parameters", *MEGABYTES),
     ("- mask", "bytes_mask", *MEGABYTES),
     ("- votes", "bytes_votes", *MEGABYTES),
     ("- norm", "bytes_norm", *MEGABYTES),
@@ -200,10 +200,11 @@ def learning_rate(args: argparse.Namespace) -> float:
     return args.lr if args.lr is not None else LEARNING_RATES[optimizer]
 
 
-def build_model(args: argparse.Namespace) -> GPT:
+def build_gpt(name: str, context: int, shape: dict[str, int]) -> GPT:
+    """A small Llama-like GPT on bytes, with fresh weights."""
     config = Config(
-        name=f"python-{args.size}",
-        block_size=args.context,
+        name=name,
+        block_size=context,
         vocab_size=VOCABULARY,
         padded_vocab_size=VOCABULARY,
         norm_class_name="RMSNorm",
@@ -211,7 +212,7 @@ def build_model(args: argparse.Namespace) -> GPT:
         rotary_percentage=1.0,
         parallel_residual=False,
         bias=False,
-        **SIZES[args.size],
+        **shape,
     )
     model = GPT(config)
     return model.apply(model._init_weights)
@@ -258,7 +259,7 @@ def train(args: argparse.Namespace) -> None:
     folder = folder_of(args)
     seed_everything(args.seed)
     source = PythonSource(args.batch_size, args.context, seed=args.seed, max_bytes=args.max_bytes)
-    model = build_model(args)
+    model = build_gpt(f"python-{args.size}", args.context, SIZES[args.size])
     module = Pretraining(model, args)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trainer, figures = build_trainer(args, parameters, folder)

@@ -64,6 +64,8 @@ class LocalCommunicator(Communicator):
     def __init__(self, meeting: Meeting, rank: int, world_size: int) -> None:
         super().__init__(None, None)
         self.meeting, self.rank, self.world_size = meeting, rank, world_size
+        self.others_add = False
+        """Whether changes come back, which one rank alone must add: all have the parameters in the same memory."""
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         parts = self.meeting.share(self.rank, tensor.clone())
@@ -85,7 +87,7 @@ class LocalCommunicator(Communicator):
     def gather_parameters(self, shard: Tensor) -> Tensor:
         full = torch.cat(self.meeting.share(self.rank, shard))
         self._count("parameters", full.numel() * full.element_size())
-        return full
+        return full.fill_(-0.0) if self.others_add else full
 
     def start_mask(
         self, full: Tensor, pick: Callable[[Tensor | None], Tensor], ballots: Tensor | None = None
@@ -202,7 +204,9 @@ class SimulatedRanks(Ranks):
         def make(rank: int) -> ScapeOptimizer:
             communicator = LocalCommunicator(self.meeting, rank, self.world_size)
             handles = list(itertools.compress(self.handles[rank], chosen))
-            return ScapeOptimizer(handles, **self.settings, config=config, communicator=communicator)
+            optimizer = ScapeOptimizer(handles, **self.settings, config=config, communicator=communicator)
+            communicator.others_add = rank > 0 and optimizer._as_changes
+            return optimizer
 
         return self.each(make)
 

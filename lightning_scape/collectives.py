@@ -7,11 +7,12 @@ kind       call                             bytes a rank sends                  
 ========== ================================ ============================================ ==================
 norm       all-reduce, fp32                 2 (N-1)/N * 16 KB (sketch) or 4 bytes        before the fold
 values     all-to-all, wire dtype           (N-1)/N * k * 2 (bf16) or 4 (fp32)           after compaction
-parameters all-gather, parameter dtype      (N-1)/N * k * itemsize                       after the update
+parameters all-gather, wire dtype or own    (N-1)/N * k * itemsize                       after the update
 mask       all-gather, uint8 or uint16      (N-1)/N * k * 1 or 2                         during the next step
 votes      all-to-all, uint8                (N-1)/N * (P/B) * (V * (2 or 3) + 1)         during the next step
 ========== ================================ ============================================ ==================
 
+Parameters wider than the wire dtype come back as changes in it. Others, and those with masters, come back as values.
 ``V`` is ``ScapeConfig.votes``; where it is 0 there is no fifth message. Mask and votes travel on a process group (on
 CUDA: communicator and stream) of their own, so that they never queue behind, nor hold up, the messages of the step or
 of the model. With one rank nothing is sent at all.
@@ -58,14 +59,6 @@ def new_mask_group(
             timeout=timeout or _timeout_of(process_group),
             use_local_synchronization=ranks is not None,
         )
-    return group
-
-
-def lone_group() -> ProcessGroup | None:
-    """A group of the calling rank alone, in which nothing is sent; None without a process group. Not collective."""
-    if not is_distributed():
-        return None
-    group: ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return group
 
 

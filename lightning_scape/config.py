@@ -71,11 +71,13 @@ class ScapeConfig:
 
     second_moment: SecondMoment = "measured"
     """What an entry not visited in the step before is divided by: ``"measured"`` floors AdamS's denominator with the
-    owner's own running mean square of its gradient (4P/N bytes, no message), ``"reconstructed"`` takes it from the
-    synchronized buffer alone, as the paper does."""
+    owner's own running mean square of its gradient, or, at densities above 2.5%, a share of it (4P/N bytes, no
+    message); ``"reconstructed"`` takes it from the synchronized buffer alone, as the paper does."""
 
     wire_dtype: WireDtype = "bf16"
-    """How values travel to their owner: ``"bf16"`` (2 bytes, rounding error stays in the residual) or ``"fp32"``."""
+    """How values travel to their owner: ``"bf16"`` (2 bytes, rounding error stays in the residual) or ``"fp32"``. Where
+    all parameters are wider than that, they come back as changes in it (bf16: rounded by a part in 512), else, and
+    where fp32 masters are kept, as values in their own dtype."""
 
     bias_correction: bool = False
     """Divide the first moments by ``1 - beta1**t``, as the code of AdamS does and its paper does not."""
@@ -98,7 +100,8 @@ class ScapeConfig:
     """Steps in a row that may be skipped for a gradient norm that is not finite, before an error is raised."""
 
     check_replicas_every: int = 0
-    """Compare all ranks' parameters bit for bit every so many steps; 0 is never."""
+    """Compare all ranks' parameters bit for bit every so many steps; 0 is only at the first. A parameter changed on one
+    rank alone, by whatever means, differs from then on where changes come back (see ``wire_dtype``)."""
 
     block_size: int | None = None
     """Block length B; None takes the largest B <= 256 for which (1 - sparsity) * B is a whole number."""

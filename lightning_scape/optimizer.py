@@ -34,6 +34,8 @@ NOISE_INTERVAL = 8
 """Steps from one sample of the gradient's mean square to the next: each costs a pass over the shard."""
 NOISE_WEIGHT = 0.1
 """Of the newest sample: a memory of about 80 steps."""
+NOISE_FLOOR = 1 / 40
+"""Share of the mean square that bounds the denominator, times the mean interval between visits; at most 1."""
 
 
 @dataclass
@@ -62,7 +64,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
     4. **compact**      masked entries leave the residual, rounded for the wire
     5. **synchronize**  all-to-all; the owner averages what the ranks sent, in rank order, in fp32
     6. **update**       tau steps of AdamS at once on the masked entries of the shard
-    7. **reconstruct**  all-gather of the updated values; every rank writes them
+    7. **reconstruct**  all-gather of the changes (of the values, where parameters are narrow); every rank applies them
     8. **select**       each owner picks its shard's next mask; the exchange starts and is not waited for
 
     Entries outside the mask are left bitwise as they are. Ranks hold bitwise equal parameters after every step. Works
@@ -124,6 +126,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
         self._hyperparameters = RowHyperparameters(
             self._parameters, self._shard_pieces, self._layout.shard_blocks, config.bias_correction
         )
+        several = self._communicator.world_size > 1
+        self._as_changes = several and self._parameters.travel_as_changes(config.values_dtype)
         self._run = _Run()
 
     @classmethod
@@ -195,12 +199,12 @@ class ScapeOptimizer(torch.optim.Optimizer):
             total = self._synchronize(values, state.momentum.dtype)
             del values
         with record.phase("update"):
-            theta = self._update(state, mask, total, scale, record)
+            updated = self._update(state, mask, total, scale, record)
             del total
         with record.phase("reconstruct"):
-            full = self._communicator.gather_parameters(theta)
-            ops.scatter(self._run.flats, self._pieces, mask, full, self._layout.block_size)
-            del full, theta
+            full = self._communicator.gather_parameters(updated)
+            ops.scatter(self._run.flats, self._pieces, mask, full, self._layout.block_size, self._as_changes)
+            del full, updated
         with record.phase("select"):
             self._masks.prepare(state.calls, self._start_mask)
 
@@ -304,7 +308,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
     def _update(
         self, state: ScapeState, mask: Tensor | None, total: Tensor, scale: Tensor, record: StepRecord
     ) -> Tensor:
-        """The masked values of this shard after the step, ``[R, q]`` in the dtype in which they travel."""
+        """The masked values of this shard after the step, or their changes, ``[R, q]`` in the dtype of their travel."""
         own = None if mask is None else self._own_rows(mask)
         record.sent = total.shape[1]
         if state.master is not None:
@@ -312,13 +316,20 @@ class ScapeOptimizer(torch.optim.Optimizer):
         else:
             theta = torch.zeros_like(total)
             ops.gather(self._run.flats, self._shard_pieces, own, theta, self._layout.block_size)
+        before = theta.clone() if self._as_changes else None
         step = state.step + 1
         hyper, correction = self._hyperparameters.at(step, self.param_groups, theta.dtype)
-        noise = state.noise
-        record.again = ops.update(theta, state.momentum, state.clock, own, total, step, hyper, correction, scale, noise)
+        floor = min(1.0, NOISE_FLOOR * self._layout.block_size / total.shape[1])
+        record.again = ops.update(
+            theta, state.momentum, state.clock, own, total, step, hyper, correction, scale, state.noise, floor
+        )
         if state.master is not None and own is not None:
             ops.put(state.master, own, theta)
-        return theta.to(self._parameters.wire_dtype)
+        if before is None:
+            return theta.to(self._parameters.wire_dtype)
+        same = theta == before
+        # The one number whose addition leaves every other as it is, 0.0 and infinities too.
+        return theta.sub_(before).masked_fill_(same, -0.0).to(self.config.values_dtype)
 
     def _end(self, state: ScapeState, scale: Tensor) -> None:
         record, config = self._run.record, self.config
@@ -353,8 +364,15 @@ class ScapeOptimizer(torch.optim.Optimizer):
             shape = self._layout.blocks, sent
             full = torch.empty(shape, dtype=ops.position_dtype(self._layout.block_size), device=device)
             alone = not votes or self._communicator.world_size == 1
-            ballots = None if alone else ops.vote(state.residual, votes).to(device)
+            ballots = None if alone else self._cast_ballots(state.residual, votes).to(device)
             return self._communicator.start_mask(full, pick, ballots)
+
+    def _cast_ballots(self, residual: Tensor, votes: int) -> Tensor:
+        """``[N*R, W]``: this rank's votes for the other ranks' shards; zeros for its own, where its residual counts."""
+        rows = self._layout.shard_blocks
+        first = self._communicator.rank * rows
+        before, after = ops.vote(residual[:first], votes), ops.vote(residual[first + rows :], votes)
+        return torch.cat([before, before.new_zeros(rows, before.shape[1]), after])
 
     def _own_rows(self, mask: Tensor) -> Tensor:
         rank, rows = self._communicator.rank, self._layout.shard_blocks
@@ -435,7 +453,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collects the state of all ranks on rank ``to``, where :meth:`state_dict` then returns it. Collective.
 
-        The whole state takes about ``(4 N + 12) P`` bytes of host memory there, residuals of all ranks included, and
+        The whole state takes about ``(4 N + 16) P`` bytes of host memory there, residuals of all ranks included, and
         up to ``4 N P`` more while residuals are collected.
         """
         run = self._run

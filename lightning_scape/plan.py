@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_scape import ops, planner
 from lightning_scape.clipping import SKETCH_WIDTHS
-from lightning_scape.collectives import Communicator, is_distributed, lone_group
+from lightning_scape.collectives import Communicator, is_distributed
 from lightning_scape.config import ScapeConfig
 from lightning_scape.optimizer import ScapeOptimizer
 from lightning_scape.planner import Job, Link, Machine, Prediction, Weight
@@ -184,7 +184,7 @@ def measure_machine(parameters: Sequence[Tensor], sparsities: Sequence[float], r
     found: dict[float, tuple[float, float]] = {}
     for sparsity in sparsities:
         config = ScapeConfig(sparsity=sparsity)
-        optimizer = ScapeOptimizer(parameters, lr=1e-6, config=config, process_group=lone_group())
+        optimizer = ScapeOptimizer(parameters, lr=1e-6, config=config, communicator=Communicator.alone())
         rows = []
         for step in range(repeats + 2):  # the first makes its mask twice, and touches new memory
             optimizer.step()
@@ -197,7 +197,9 @@ def measure_machine(parameters: Sequence[Tensor], sparsities: Sequence[float], r
             votes = _median_seconds(functools.partial(ops.vote, state.residual, config.votes), repeats)
         phases = {name: median(row[name] for row in rows) for name in rows[0] if name not in _NOT_OWN}
         shard = sum(value for name, value in phases.items() if name in _SHARDED)
-        found[config.quota.density] = ((sum(phases.values()) - shard + norm + votes) / count, shard / count)
+        whole = sum(phases.values()) - shard + norm
+        # For the rank's own shard no votes are cast.
+        found[config.quota.density] = ((whole + votes) / count, (shard - votes) / count)
     return Machine(adamw=adamw / count, clip=clip / count, scape=found)
 
 

@@ -6,7 +6,7 @@ of latency, ``h`` seconds of the host per byte, ``C`` seconds of forward and bac
 The model, in full:
 
 - **Bytes** are the package's own count (:mod:`lightning_scape.collectives`): ``q`` entries of every block, pads
-  included, times the width of the values, of the parameters and of the mask; dense methods send ``(N-1)/N`` of what
+  included, times the width of the values, of what comes back and of the mask; dense methods send ``(N-1)/N`` of what
   they gather or scatter, twice for an all-reduce.
 - **A message** takes ``max(bytes/W, bytes*h) + hops*a``. ``h`` is what the processor spends on sending and adding; it
   is what a fast link waits for where the processor moves the bytes (gloo), and 0 where a device does. Rings (reduce,
@@ -123,21 +123,22 @@ class Machine:
     clip: float
     """Norm and scaling of a dense gradient."""
     scape: Mapping[float, tuple[float, float]] = field(default_factory=dict)
-    """By density: per parameter of the model (fold, compact, norm, write back), and of the shard (update, select)."""
+    """By density: per parameter of the model (fold, compact, norm, votes, write back), and of the shard (update and
+    selection, less the votes that its owner does not cast for it: it may be negative)."""
 
     @classmethod
     def of_memory(cls, bytes_per_second: float) -> Machine:
         """An estimate for devices bound by their memory, from the bytes that a step touches per parameter (fp32).
 
         AdamW reads four and writes three tensors. SCAPE folds (two read, one written), sketches (one read), votes (one
-        read, where few entries are sent) and ranks its shard (one read); what it does to masked entries touches memory
-        in lines of 64 bytes.
+        read of the other shards, where few entries are sent) and ranks its shard (one read); what it does to masked
+        entries touches memory in lines of 64 bytes.
         """
 
         def of(density: float) -> tuple[float, float]:
             scattered = min(1.0, 16 * density)  # lines of 16 entries, of which each is in the mask or not
             votes = 4 if 0 < density < 1 and ScapeConfig(sparsity=1 - density).votes else 0
-            return (16 + votes + 20 * scattered) / bytes_per_second, (4 + 20 * scattered) / bytes_per_second
+            return (16 + votes + 20 * scattered) / bytes_per_second, (4 - votes + 20 * scattered) / bytes_per_second
 
         return cls(
             adamw=28 / bytes_per_second,
@@ -193,7 +194,7 @@ def scape_bytes(numels: Sequence[int], ranks: int, config: ScapeConfig, *, param
         numels: entries of each parameter tensor.
         ranks: N.
         config: sparsity, wire dtype and rule of clipping are used.
-        parameter_bytes: bytes of one parameter.
+        parameter_bytes: bytes of one parameter; all have one dtype.
         clip: whether ``clip_grad_norm`` is called.
     """
     block_size, sent = config.quota
@@ -202,7 +203,7 @@ def scape_bytes(numels: Sequence[int], ranks: int, config: ScapeConfig, *, param
     mask_interval, position = config.mask_interval, 1 if block_size <= 256 else 2
     buffers = {
         "values": blocks * sent * config.values_dtype.itemsize,
-        "parameters": blocks * sent * parameter_bytes,
+        "parameters": blocks * sent * min(parameter_bytes, config.values_dtype.itemsize),
         "mask": 0 if config.dense else blocks * sent * position,
         "votes": blocks * (config.votes * (position + 1) + 1) if config.votes else 0,
         "norm": 2 * 4 * norm_entries,

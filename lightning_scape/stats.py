@@ -17,7 +17,6 @@ from lightning_scape.layout import Layout, Piece
 
 PHASES = ("norm", "wait", "fold", "compact", "synchronize", "update", "reconstruct", "select")
 """Phases of a step, in order; also the names of the profiler ranges (``scape::fold``, ...)."""
-_KINDS = ("values", "parameters", "mask", "votes", "norm")
 
 
 @dataclass(frozen=True)
@@ -133,10 +132,7 @@ class StepRecord:
         dense = 2 * (layout.world_size - 1) * sum(p.numel() * p.element_size() for p in parameters)
         return StepStats(
             step=step,
-            **{
-                f"bytes_{kind}": self.bytes_sent.get(kind, 0)
-                for kind in ("values", "parameters", "mask", "votes", "norm")
-            },
+            **{f"bytes_{kind}": size for kind, size in self.bytes_sent.items()},
             bytes_dense=dense // layout.world_size,
             density=everywhere / max(1, layout.numel),
             mask_churn=1 - again / mine if mine and scale else 0.0,

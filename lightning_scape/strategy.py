@@ -64,7 +64,7 @@ class ScapeStrategy(DDPStrategy):
         mask_statistic: what ranks the entries.
         mask_votes: entries per block that every rank proposes; None chooses.
         second_moment: what an entry is divided by that was not visited in the step before.
-        wire_dtype: how values travel to their owner.
+        wire_dtype: how values travel to their owner, and the changes of wider parameters back.
         bias_correction: divide the first moments by ``1 - beta1**t``.
         clip_norm: how ``gradient_clip_val`` measures the averaged gradient.
         local_group_size: ranks per node that reduce densely among themselves; only 1 so far.

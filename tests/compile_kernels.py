@@ -17,6 +17,7 @@ from triton.compiler import ASTSource, compile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.clipping import SKETCH_WIDTHS, _random_signs
+from lightning_scape.layout import Layout
 from lightning_scape.ops import kernels
 
 NAMES = {
@@ -89,6 +90,11 @@ def record() -> dict[str, Launch]:
         for dtypes in ([torch.float32], [torch.bfloat16], [torch.float16, torch.float32], [torch.float64]):
             for sparsity, statistic in ((0.99, "residual"), (0.9, "first_moment")):
                 steps(dtypes, ScapeConfig(sparsity=sparsity, mask_statistic=statistic, bias_correction=sparsity == 0.9))
+        for dtype in (torch.float32, torch.float64):  # as it is with several ranks
+            pieces = list(Layout([300], [0], 100, 1).pieces())
+            for mask in (None, torch.zeros(3, 1, dtype=torch.uint8)):
+                changes = torch.zeros(3, 100 if mask is None else 1, dtype=torch.bfloat16)
+                ops.scatter([torch.zeros(300, dtype=dtype)], pieces, mask, changes, 100, True)
         signs = _random_signs(1 << 17)
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             ops.sketch([torch.zeros(100_000, dtype=dtype)], signs, SKETCH_WIDTHS)

@@ -122,6 +122,9 @@ class KernelChecks:
         assert out.tolist() == [[6.0], [7.0], [8.0]]
         module.scatter(flats, list(Layout([3, 1], [0, 0], 2, 1).pieces()), mask, -out, 2)
         assert [flat.tolist() for flat in flats] == [[5.0, -6.0, -7.0], [-8.0]]
+        changes = torch.full((3, 1), 0.5, dtype=torch.bfloat16, device=self.device)
+        module.scatter(flats, list(Layout([3, 1], [0, 0], 2, 1).pieces()), mask, changes, 2, True)
+        assert [flat.tolist() for flat in flats] == [[5.0, -5.5, -6.5], [-7.5]]
 
     # ------------------------------------------------------------------------------------------------ select
 
@@ -321,6 +324,7 @@ class KernelChecks:
             given,
             torch.ones(()),
             noise,
+            0.375,
         )
         ours = kernels.update(
             *own,
@@ -331,6 +335,7 @@ class KernelChecks:
             given.to(self.device) if isinstance(given, Tensor) else given,
             self.scalar(1.0),
             None if noise is None else noise.to(self.device),
+            0.375,
         )
         assert int(ours) == int(again)
         assert torch.equal(own[2].cpu(), clock)
@@ -386,6 +391,9 @@ class KernelChecks:
         assert_same_bits(own_out.cpu(), out)
         reference.scatter(flats, pieces, mask, out * 1.001, 50)
         kernels.scatter(own, pieces, own_mask, (out * 1.001).to(self.device), 50)
+        changes = torch.randn_like(out).to(torch.bfloat16)
+        reference.scatter(flats, pieces, mask, changes, 50, True)
+        kernels.scatter(own, pieces, own_mask, changes.to(self.device), 50, True)
         for ours, theirs in zip(own, flats, strict=True):
             assert_same_bits(ours.cpu(), theirs)
 

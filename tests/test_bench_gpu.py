@@ -43,7 +43,7 @@ def test_dry_run_writes_its_report(tmp_path: Path) -> None:
 def test_no_speed_is_reported_when_kernels_are_wrong(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    monkeypatch.setattr(bench, "short_training", lambda args, choice: {"clock": torch.full((), len(choice))})
+    monkeypatch.setattr(bench, "short_training", lambda args, choice, ranks: {"clock": torch.full((), len(choice))})
     args = bench.argparse.Namespace(device="cpu")
     with pytest.raises(SystemExit, match="disagree on the clock: no speed is reported"):
         bench.check(args)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, collectives
-from lightning_scape.collectives import lone_group, world_size
+from lightning_scape.collectives import Communicator
 
 MESSAGES = {"all_reduce": 1, "_all_to_all": 2, "_all_gather": 2}
 """Norm; values and votes; parameters and mask. Five in all."""
@@ -77,10 +77,15 @@ def test_a_step_without_votes_sends_four_messages(run_ranks: Any) -> None:
         assert rank[1:] == [{**MESSAGES, "_all_to_all": 1}] * 3
 
 
-def _alone(rank: int, world: int) -> int:
-    return world_size(lone_group()) if rank == 1 else 1  # not collective: rank 0 makes none
+def _alone(rank: int, world: int) -> float:
+    if rank == 0:
+        return 0.0
+    parameter = torch.nn.Parameter(torch.ones(400))
+    parameter.grad = torch.ones(400)
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.5), communicator=Communicator.alone())
+    optimizer.step()
+    return float(parameter.detach().sum())
 
 
-def test_a_rank_may_make_a_group_of_its_own_without_the_others(run_ranks: Any) -> None:
-    assert run_ranks(_alone, 2) == [1, 1]
-    assert lone_group() is None
+def test_a_rank_may_step_alone_while_the_others_do_not(run_ranks: Any) -> None:
+    assert 0.0 < run_ranks(_alone, 2)[1] < 400.0

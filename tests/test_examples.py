@@ -117,3 +117,54 @@ def test_the_litgpt_script_goes_from_pretraining_to_an_answer(tmp_path: Path) ->
     sparsities = {name: yaml.safe_load(file.read_text())["scape"]["sparsity"] for name, file in stages.items()}
     assert sparsities == {"base": 0.9, "continued": 0.99, "finetuned": 0.9}
     assert "3 + 4 =" in done.stdout.split("== 4.")[1]
+
+
+@pytest.mark.timeout(400)
+def test_lm_eval_and_litgpt_agree_on_the_bits_per_byte_of_a_checkpoint(tmp_path: Path) -> None:
+    for name in ("litgpt", "lm_eval", "transformers"):
+        pytest.importorskip(name, reason=f"examples/evaluate_litgpt.py needs {name}: pip install -e '.[evaluate]'")
+    environ = os.environ | {"TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(ROOT)}
+
+    def run(*command: object) -> str:
+        arguments = [sys.executable, *map(str, command)]
+        done = subprocess.run(
+            arguments, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=190, check=False
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    short = ("--devices=1", "--train.max_tokens=40960", "--train.lr_warmup_steps=2", "--eval.max_iters=1")
+    run("-m", "lightning_scape.cli", "pretrain", "--config=configs/tiny_cpu.yaml", *short, f"--out_dir={tmp_path}")
+    checkpoint = tmp_path / "final"
+    before = sorted(checkpoint.iterdir())
+    output = run(EXAMPLES / "evaluate_litgpt.py", checkpoint, "--max-bytes=5000")
+    rows = {row[0]: row[1:] for row in re.findall(r"(\w+) +(as it is|rewritten) +([\d.]+) +([\d.]+) +\S+\n", output)}
+    assert {name: row[0] for name, row in rows.items()} == {"wikitext": "rewritten", "pile_10k": "as it is"}
+    for _, theirs, ours in rows.values():
+        assert float(theirs) == pytest.approx(float(ours), abs=2e-5)  # printed with five digits
+        assert 4.0 < float(theirs) < 7.5  # 8 is a guess
+    assert sorted(checkpoint.iterdir()) == before
+
+
+def test_every_byte_is_scored_once_in_the_windows_of_the_docstring() -> None:
+    windows = runpy.run_path(str(EXAMPLES / "evaluate_litgpt.py"))["windows"]
+    inputs, targets = windows("abcdef", 4)
+    assert [bytes(row) for row in inputs.tolist()] == [b"\0abc", b"bcde"]
+    assert targets.tolist() == [[*b"abcd"], [-100, -100, *b"ef"]]
+    for length in range(1, 10):
+        text = "".join(chr(ord("a") + index) for index in range(length))
+        assert bytes(token for row in windows(text, 4)[1].tolist() for token in row if token >= 0) == text.encode()
+
+
+def test_the_evaluation_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_installed = runpy.run_path(str(EXAMPLES / "evaluate_litgpt.py"))["check_installed"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "lm_eval" else name)
+    with pytest.raises(SystemExit, match=r"got no lm_eval: pip install .*\[evaluate\]"):
+        check_installed()
+
+
+def test_the_evaluation_turns_other_architectures_away() -> None:
+    litgpt = pytest.importorskip("litgpt", reason="examples/evaluate_litgpt.py needs litgpt")
+    llama_config = runpy.run_path(str(EXAMPLES / "evaluate_litgpt.py"))["llama_config"]
+    with pytest.raises(ValueError, match="Only models of Llama's architecture.*'LayerNorm'.*'GptNeoxMLP'"):
+        llama_config(litgpt.Config.from_name("pythia-14m"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 from kernel_checks import FAR, FarAway, KernelChecks, assert_same_bits, hyper
-from rank_checks import train_on, train_scaled
+from rank_checks import CHANGE_ROUNDING, train_on, train_scaled
 
 from lightning_scape import ops
 from lightning_scape.ops import kernels, reference
@@ -98,14 +98,17 @@ def test_without_triton_the_reference_serves_and_says_so(monkeypatch: pytest.Mon
 
 
 @interpreted
-def test_two_ranks_train_alike_by_kernels_and_by_reference(run_ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_reference = run_ranks(train_on, 2, "cpu")
+@pytest.mark.parametrize(("wire_dtype", "atol"), [("fp32", 1e-5), ("bf16", CHANGE_ROUNDING)])
+def test_two_ranks_train_alike_by_kernels_and_by_reference(
+    run_ranks, monkeypatch: pytest.MonkeyPatch, wire_dtype: str, atol: float
+) -> None:
+    by_reference = run_ranks(train_on, 2, "cpu", wire_dtype)
     monkeypatch.setenv(ops.VARIABLE, "kernels")
-    by_kernels = run_ranks(train_on, 2, "cpu")
+    by_kernels = run_ranks(train_on, 2, "cpu", wire_dtype)
     for (ours, residual), (theirs, their_residual) in zip(by_kernels, by_reference, strict=True):
         for a, b, first in zip(ours, theirs, by_kernels[0][0], strict=True):
             assert torch.equal(a, first)
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+            torch.testing.assert_close(a, b, rtol=0, atol=atol)
         torch.testing.assert_close(residual, their_residual, rtol=0, atol=1e-4)
 
 
@@ -179,6 +182,7 @@ class TestFarAway:
             *single,
             torch.ones(()),
             noises.at(0, 4),
+            1.0,
             2,
             FAR,
             FAR,
@@ -235,14 +239,15 @@ class TestFarAway:
         )
         dtype = triton.language.float32
         constants = {"BLOCK_SIZE": 64, "SENT": 1, "MASKED": True, "PARAMETER": dtype, "VALUES": dtype, "CHUNK": 2}
-        kernels._launch(kernels._exchange_kernel, 1, *arguments, TO_PARAMETER=False, **constants)
+        kernels._launch(kernels._exchange_kernel, 1, *arguments, TO_PARAMETER=False, ADD=False, **constants)
         values = out.at(block, 1)
         assert values.tolist() == [7.0]
         values[0] = -1.0
-        kernels._launch(kernels._exchange_kernel, 1, *arguments, TO_PARAMETER=True, **constants)
         expected = torch.arange(64.0)
-        expected[7] = -1.0
-        assert_same_bits(memory.at(FAR, 64), expected)
+        for add, result in ((False, -1.0), (True, -2.0)):
+            kernels._launch(kernels._exchange_kernel, 1, *arguments, TO_PARAMETER=True, ADD=add, **constants)
+            expected[7] = result
+            assert_same_bits(memory.at(FAR, 64), expected)
 
 
 # ---------------------------------------------------------------------------------- compiled, not only run

@@ -34,10 +34,14 @@ def test_select_takes_the_largest_magnitudes(blocks: int, length: int, sent: int
     assert torch.equal(chosen.long(), statistic.abs().sort(1, descending=True).indices[:, :sent])
 
 
-def test_select_by_maximum_and_by_sort_agree() -> None:
+@pytest.mark.parametrize("sent", [9, 100, 200])
+def test_select_by_maximum_and_by_sort_agree(sent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     statistic = torch.randn(50, 200)
-    by_sort, by_maximum = ops.select(statistic, 33), ops.select(statistic, 32)
-    assert torch.equal(by_sort[:, :32], by_maximum)
+    statistic[:, 150:] = 0  # pads among them, and ties
+    statistic[:7] = statistic[:7].round()
+    by_sort = ops.select(statistic, sent)
+    monkeypatch.setattr(ops.reference, "_MAX_PASSES", 256)
+    assert torch.equal(by_sort, ops.select(statistic, sent))
 
 
 def test_select_in_long_blocks_uses_two_bytes() -> None:
@@ -174,6 +178,12 @@ def test_one_tau_step_is_adams_term_for_term() -> None:
 def test_weight_decay_catches_up_at_the_visit() -> None:
     got = ops.tau_step(scalar(2.0), scalar(0.0), scalar(7), scalar(0.0), hyper(0.1, 0.9, 0.95, 1e-8, 0.5), 1.0)
     assert float(got.theta) == pytest.approx(2.0 * 0.95**7)
+
+
+def test_a_decay_beyond_one_changes_the_sign_at_every_step() -> None:
+    for steps in (1, 2, 3):
+        got = ops.tau_step(scalar(2.0), scalar(0.0), scalar(steps), scalar(0.0), hyper(3, 0.9, 0.95, 1e-8, 0.5), 1.0)
+        assert float(got.theta) == pytest.approx(2.0 * (-0.5) ** steps)
 
 
 def test_update_leaves_unmasked_entries_bitwise_alone() -> None:

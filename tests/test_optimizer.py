@@ -312,7 +312,7 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
     itemsize = {torch.bfloat16: 2, torch.float32: 4}
     norm = 4093 * 4 if clip else 4
     values_bytes = entries * itemsize[config.values_dtype]
-    parameter_bytes = entries * itemsize[dtype]
+    parameter_bytes = entries * min(itemsize[dtype], itemsize[config.values_dtype])
     mask_bytes = entries * (1 if quota.block_size <= 256 else 2)
     assert sizes == [
         ("all_reduce", norm),

@@ -73,6 +73,26 @@ def test_two_simulated_ranks_equal_two_processes_bit_for_bit(
             assert torch.equal(parameter.detach(), other)
 
 
+def distance(bench: ModuleType, ranks: int, wire_dtype: str) -> float:
+    """How far three steps of simulated ranks move the parameters."""
+    settings = {**bench.scape(0.9, wire_dtype=wire_dtype), "size": "0.03M", "ranks": ranks, "context": 32}
+    model = bench.build_model(bench.Run(**settings))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    simulated = bench.build_ranks(bench.Run(**settings), model)
+    batches = torch.randint(0, 256, (ranks, 2, 33), generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        for rank in range(ranks):
+            simulated.backward(rank, lambda rank=rank: bench.loss_of(model, batches[rank]))
+        simulated.step(1e-3, 1.0)
+    moved = [parameter.detach() - old for parameter, old in zip(model.parameters(), before, strict=True)]
+    return float(torch.stack([change.norm() for change in moved]).norm())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_simulated_ranks_move_as_far_by_changes_as_by_values(bench: ModuleType, ranks: int) -> None:
+    assert distance(bench, ranks, "bf16") == pytest.approx(distance(bench, ranks, "fp32"), rel=0.02)
+
+
 @pytest.mark.parametrize("method", ["scape", "adams"])
 def test_a_run_goes_on_from_its_snapshot_bit_for_bit(bench: ModuleType, tmp_path: Path, method: str) -> None:
     run = bench.dataclasses.replace(small(bench, mask_votes=1), method=method)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -127,7 +128,7 @@ def slurm_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "srun": 'while [[ $1 == -* ]]; do shift; done; exec "$@"',
         "scontrol": '[[ "$1 $2" == "show hostnames" ]] && tr , "\\n" <<<"$3"',
         "python": f'exec "{sys.executable}" "$@"',
-        "litgpt-scape": 'echo "litgpt-scape $*; master $MASTER_ADDR"',
+        "litgpt-scape": f'exec "{sys.executable}" -m lightning_scape.cli "$@"',
     }
     for name, body in tools.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
@@ -148,14 +149,19 @@ def test_the_slurm_script_trains_on_both_hosts(hosts: Hosts, slurm_tools: Path) 
 
 
 @two_host
-def test_the_litgpt_script_tells_each_task_nodes_devices_and_master(hosts: Hosts, slurm_tools: Path) -> None:
-    command = ["bash", str(EXAMPLES / "slurm_litgpt.sbatch"), "pythia-14m", "--data", "TextFiles"]
-    for end in run_on(hosts, command, of_slurm(hosts, 4504)):
-        assert end.status == 0, end.output
-        assert end.output == (
-            "litgpt-scape pretrain pythia-14m --data TextFiles --num_nodes 2 --devices 1 --scape.sparsity 0.99;"
-            f" master {hosts[0].address}\n"
-        )
+def test_the_litgpt_script_pretrains_on_both_hosts(hosts: Hosts, slurm_tools: Path) -> None:
+    pytest.importorskip("litgpt")
+    out = slurm_tools / "out"
+    options = ["--config", "configs/tiny_cpu.yaml", f"--out_dir={out}", "--train.max_tokens=8192", "--eval.max_iters=2"]
+    options += ["--data.max_bytes=200000", "--train.log_interval=1"]
+    variables = [{**task, "TORCHDYNAMO_DISABLE": "1"} for task in of_slurm(hosts, 4504)]
+    ended = run_on(hosts, ["bash", str(EXAMPLES / "slurm_litgpt.sbatch"), *options], variables)
+    assert [end.status for end in ended] == [0, 0], ended[0].output + ended[1].output
+    assert [f"MEMBER: {rank + 1}/2" in end.output for rank, end in enumerate(ended)] == [True, True]
+    assert "step 4 |" in ended[0].output
+    used = yaml.safe_load((out / "final" / "hyperparameters.yaml").read_text())
+    assert (used["num_nodes"], used["devices"]) == (2, 1)
+    assert (out / "final" / "lit_model.pth").is_file()
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -157,6 +157,8 @@ def test_noise_is_a_running_mean_of_scaled_clamped_squares() -> None:
     assert noise.tolist() == [0.75 + 0.125 * 1.0, 3.0 + 0.125 * 0.25, 6.75 + 0.125 * 0.0625]
     ops.measure_noise(noise, torch.full((3,), float("nan")), 0.25, 2, torch.tensor(0.0), None)
     assert noise.isfinite().all()
+    ops.measure_noise(noise, torch.full((3,), 1e30), 0.5, 2, torch.tensor(1.0), None)
+    assert noise.isfinite().all()  # though the square is not
     ops.measure_noise(noise, None, 1.0, 2, torch.tensor(1.0), 2.0)
     assert noise.tolist() == [0.0, 0.0, 0.0]
 
@@ -177,19 +179,40 @@ def test_the_owner_samples_its_own_gradient_every_eight_steps() -> None:
     assert state.noise.view(-1)[0].item() == pytest.approx(mean, rel=1e-6)
 
 
-def test_noise_floors_the_denominator_of_old_entries_only() -> None:
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_noise_floors_the_denominator_of_old_entries_only(share: float) -> None:
     one = torch.ones((), dtype=torch.float64)
     hyper = ops.Hyper.of(torch.float64, one, one * 0.9, one * 0.95, one * 0.0, one * 0.0)
     total, tau = torch.tensor([1.0, 1.0, 30.0], dtype=torch.float64), torch.tensor([1.0, 9.0, 9.0]).double()
     still = torch.zeros(3, dtype=torch.float64)
-    noise = torch.full((3,), 4.0, dtype=torch.float64)
-    with_noise = ops.tau_step(still, still, tau, total, hyper, 1.0, noise).theta
+    noise = torch.full((3,), 4.0 / share, dtype=torch.float64)
+    with_noise = ops.tau_step(still, still, tau, total, hyper, 1.0, noise, share).theta
     without = ops.tau_step(still, still, tau, total, hyper, 1.0).theta
     assert with_noise[0] == without[0]  # tau = 1: AdamS, term for term
     moved = without * (0.05 * total.square() / tau).sqrt()
     floor = 0.95 * 4.0 * (0.1 / 1.9)
     assert with_noise[1].item() == pytest.approx(float(moved[1] / (floor + 0.05 * 4.0) ** 0.5))
     assert with_noise[2].item() == pytest.approx(float(moved[2] / (floor + 0.05 * 900 / 9) ** 0.5))
+
+
+@pytest.mark.parametrize(("sparsity", "share"), [(0.5, 0.05), (0.9, 0.25), (0.95, 0.5), (0.99, 1.0), (0.999, 1.0)])
+def test_the_share_of_the_noise_grows_with_the_interval_between_visits(
+    sparsity: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares: list[float] = []
+    plain = ops.update
+
+    def note(*args: Any) -> Any:
+        shares.append(args[-1])
+        return plain(*args)
+
+    monkeypatch.setattr(ops, "update", note)
+    parameter = nn.Parameter(torch.zeros(3000))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=sparsity))
+    for _ in range(2):
+        parameter.grad = torch.ones(3000)
+        optimizer.step()
+    assert shares == pytest.approx([share] * 2)
 
 
 def test_dense_runs_keep_no_noise() -> None:

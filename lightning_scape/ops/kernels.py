@@ -7,7 +7,8 @@ select, compact, gather, scatter     bitwise
 fold, accumulate_first_moment        bitwise equal to the twin on a GPU, where ``scale * grad`` is rounded before it is
                                      added; on the CPU the twin rounds once, after the addition
 squared_norm, sketch                 another order of summation, the same at every run: no atomic additions of floats
-update                               ``exp`` and ``expm1`` round differently (2 units in the last place)
+update                               ``exp`` and ``expm1`` round differently (2 units in the last place), and ``floor``
+                                     is rounded to fp32
 vote, elect                          bitwise: the twin's, with this module's select, in larger parts
 measure_noise                        the twin, in larger parts: once in several steps
 take, put, checksum, tau_step        the twin itself: one call of torch each, or not part of every step
@@ -72,7 +73,8 @@ _PICK_CHUNK = 1024
 _SELECT_TILE = 1024
 """Entries of whole rows that a warp of :func:`select` holds in registers; longer rows are shared by several warps."""
 _LONGEST_ROW = 4096
-"""Longer blocks, and larger quotas than ``reference._MAX_PASSES``, are selected by the twin (a sort)."""
+_MAX_PASSES = 32
+"""Longer blocks and larger quotas are selected by the twin."""
 _SKETCH_ROWS, _SKETCH_COLUMNS = 8, 256
 """Entries of a chunk that a program of :func:`sketch` reads at a time."""
 _SKETCH_PROGRAMS = 256
@@ -438,7 +440,7 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     """See :func:`reference.select`; bitwise. One read of the statistic, one write of the mask."""
     blocks, length = statistic.shape
     assert 1 <= sent <= length
-    if sent > reference._MAX_PASSES or length > _LONGEST_ROW or statistic.stride(1) != 1:
+    if sent > _MAX_PASSES or length > _LONGEST_ROW or statistic.stride(1) != 1:
         return reference.select(statistic, sent)
     given = statistic.view(torch.int32) if statistic.dtype == torch.float32 else statistic
     if statistic.dtype == torch.bfloat16:
@@ -512,7 +514,7 @@ def compact(residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scal
         _compact_kernel,
         triton.cdiv(values.numel(), _PICK_CHUNK),
         residual,
-        values if mask is None else mask.contiguous(),
+        _raw(values) if mask is None else mask.contiguous(),
         _raw(values),
         scale.to(residual.device),
         values.numel(),
@@ -554,8 +556,10 @@ def _update_kernel(
     one_minus_beta2,
     eps,
     keep,
+    log_keep,
     correction,
     noise,
+    floor,
     count,
     momentum_stride,
     clock_stride,
@@ -600,12 +604,11 @@ def _update_kernel(
         v += _divide(one_minus_b2 * (a * a), steps)
         if MEASURED:
             of_noise = noise + _row_offset(mask, entry, inside, noise_stride, SENT, MASKED)
-            n = tl.load(of_noise, mask=inside, other=0)
+            n = tl.load(of_noise, mask=inside, other=0) * floor
             steady = n * _divide(tl.load(one_minus_beta1 + h, mask=inside, other=1), 1 + b1)
             floored = b2 * tl.maximum(m * m, steady) + one_minus_b2 * tl.maximum(n, _divide(a * a, steps))
             v = tl.where(tau == 1, v, floored)
-        # whole**tau; the exponent in fp64, for the logarithm of a number this close to 1 has few digits in fp32.
-        shrunk = tl.exp((tau.to(tl.float64) * tl.log(tl.abs(whole).to(tl.float64))).to(m.dtype))
+        shrunk = tl.exp(steps * tl.load(log_keep + h, mask=inside, other=0))  # |whole|**tau
         shrunk = tl.where((whole < 0) & (tau % 2 == 1), -shrunk, shrunk)
         shrunk = tl.where(tau == 1, whole, shrunk)
         denominator = _root(v) + tl.load(eps + h, mask=inside, other=1)
@@ -643,6 +646,7 @@ def update(
     correction: Tensor | float,
     scale: Tensor,
     noise: Tensor | None = None,
+    floor: float = 1.0,
 ) -> Tensor:
     """See :func:`reference.update`. One launch; what it reads of momentum and clock it writes back."""
     assert theta.is_contiguous()
@@ -667,6 +671,7 @@ def update(
         *columns,
         divisor.contiguous(),
         momentum if noise is None else noise,
+        float(floor),
         theta.numel(),
         momentum.stride(0),
         clock.stride(0),
@@ -701,6 +706,7 @@ def _exchange_kernel(
     PARAMETER: tl.constexpr,
     VALUES: tl.constexpr,
     TO_PARAMETER: tl.constexpr,
+    ADD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -714,6 +720,8 @@ def _exchange_kernel(
     parameter = _pointer(tl.load(addresses + piece), PARAMETER) + offset
     if TO_PARAMETER:
         value = _widen(tl.load(values + place, mask=inside, other=0), VALUES)
+        if ADD:
+            value = _widen(tl.load(parameter, mask=inside, other=0), PARAMETER) + value
         tl.store(parameter, _narrow(value, PARAMETER), mask=inside)
     else:
         value = _widen(tl.load(parameter, mask=inside, other=0), PARAMETER)
@@ -726,10 +734,15 @@ def gather(flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None
 
 
 def scatter(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, values: Tensor, block_size: int
+    flats: Sequence[Tensor],
+    pieces: Sequence[Piece],
+    mask: Tensor | None,
+    values: Tensor,
+    block_size: int,
+    add: bool = False,
 ) -> None:
     """See :func:`reference.scatter`. One launch per dtype of the parameters."""
-    _exchange(flats, pieces, mask, values.contiguous(), block_size, to_parameter=True)
+    _exchange(flats, pieces, mask, values.contiguous(), block_size, to_parameter=True, add=add)
 
 
 def _exchange(
@@ -740,6 +753,7 @@ def _exchange(
     block_size: int,
     *,
     to_parameter: bool,
+    add: bool = False,
 ) -> None:
     assert values.is_contiguous()
     sent = values.shape[1]
@@ -753,7 +767,7 @@ def _exchange(
             _addresses([flats[piece.segment.index][piece.of_parameter] for piece in group]),
             _table(tuple(piece.row for piece in group), values.device),
             *chunks,
-            values if mask is None else mask,
+            _raw(values) if mask is None else mask,
             _raw(values),
             BLOCK_SIZE=block_size,
             SENT=sent,
@@ -761,6 +775,7 @@ def _exchange(
             PARAMETER=_DTYPES[dtype],
             VALUES=_DTYPES[values.dtype],
             TO_PARAMETER=to_parameter,
+            ADD=add,
             CHUNK=_PICK_CHUNK,
             num_warps=4,
         )

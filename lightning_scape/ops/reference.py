@@ -20,12 +20,13 @@ from lightning_scape.layout import Piece
 
 _CHUNK = 1 << 18
 """Entries handled at a time: small enough for a core's cache, large enough to hide the cost of a call."""
-_SMALL_CHUNK = 1 << 14
-"""Likewise where many temporaries are alive at once; below the size at which malloc asks the kernel for pages."""
-_SMALL_ROWS = 1 << 12
+_SMALL_CHUNK = 1 << 15
+"""Likewise where many temporaries are alive at once."""
+_SMALL_ROWS = 1 << 11
 """At most so many rows then: an entry read from each has its cache line brought in, to be there when it is written."""
-_MAX_PASSES = 32
-"""Up to so many entries a block are chosen by repeated maximum, which beats a sort; beyond it by ``topk``."""
+_MAX_PASSES = 8
+"""Up to so many entries a block are chosen by repeated maximum; beyond it by NumPy's partition, which is vectorized and
+several times faster than ``topk``."""
 _MAGNITUDE_BITS = 0x7FFFFFFF
 """All bits of an fp32 but its sign; as an integer, these order finite magnitudes (and rank inf, NaN above them)."""
 
@@ -45,13 +46,16 @@ class Hyper(NamedTuple):
     eps: Tensor
     keep: Tensor
     """``1 - lr * weight_decay``."""
+    log_keep: Tensor
+    """Of its magnitude."""
 
     @classmethod
     def of(
         cls, dtype: torch.dtype, lr: Tensor, beta1: Tensor, beta2: Tensor, eps: Tensor, weight_decay: Tensor
     ) -> Hyper:
         """From the five numbers, given in fp64."""
-        exact = (lr, beta1, beta1.log(), 1 - beta1, beta2, 1 - beta2, eps, 1 - lr * weight_decay)
+        keep = 1 - lr * weight_decay
+        exact = (lr, beta1, beta1.log(), 1 - beta1, beta2, 1 - beta2, eps, keep, keep.abs().log())
         return cls(*(value.to(dtype) for value in exact))
 
     def rows(self, rows: slice) -> Hyper:
@@ -173,7 +177,7 @@ def measure_noise(
     """``noise = (1 - weight) * noise + weight * (scale * grad)**2 / ranks``: a running mean of squares, in place.
 
     An average over ranks whose gradients are noise has an N-th of one rank's mean square. So this estimates that of the
-    averaged gradient where noise prevails, and is below it where ranks agree.
+    averaged gradient where noise prevails, and is below it where ranks agree. It stays finite.
 
     Args:
         noise: flat, fp32 or fp64.
@@ -199,7 +203,7 @@ def _measure_noise_in_chunks(
     on_host = _host_value(scale)
     if on_host == 0.0:
         return
-    means = noise.split(chunk)
+    means, largest = noise.split(chunk), torch.finfo(noise.dtype).max
     for mean, part in zip(means, [None] * len(means) if grad is None else grad.split(chunk), strict=True):
         value = mean.new_zeros(()) if part is None else part
         if clip_value is not None:
@@ -207,10 +211,10 @@ def _measure_noise_in_chunks(
         value = value.to(device=mean.device, dtype=mean.dtype)
         if on_host is None:
             factor = scale.to(mean.device)
-            moved = (1 - weight) * mean + weight / ranks * (factor * value).square()
+            moved = ((1 - weight) * mean + weight / ranks * (factor * value).square()).clamp_(max=largest)
             mean.copy_(torch.where(factor != 0, moved, mean))
         else:
-            mean.mul_(1 - weight).addcmul_(value, value, value=weight / ranks * on_host**2)
+            mean.mul_(1 - weight).addcmul_(value, value, value=weight / ranks * on_host**2).clamp_(max=largest)
 
 
 # ---------------------------------------------------------------------------------------------------- masks
@@ -240,29 +244,39 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     """
     blocks, length = statistic.shape
     assert 1 <= sent <= length
-    low = (1 << (length - 1).bit_length()) - 1
-    device = statistic.device
-    order = low - torch.arange(length, dtype=torch.int32, device=device)
-    chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=device)
-    keys_buffer: Tensor | None = None
+    chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=statistic.device)
+    memory: Tensor | None = None
     for rows in _row_chunks(blocks, length, _CHUNK):
         bits = statistic[rows].to(torch.float32).view(torch.int32)
-        if keys_buffer is None:  # once: a megabyte anew for each chunk would be fetched from the kernel each time
-            keys_buffer = torch.empty_like(bits)
-            last = torch.arange(bits.shape[0], device=device).mul_(length).add_(low)
-        keys = torch.bitwise_and(bits, _MAGNITUDE_BITS & ~low, out=keys_buffer[: bits.shape[0]])
-        keys.bitwise_or_(order)
-        if sent > _MAX_PASSES:
-            best = keys.topk(sent, dim=1).values
-        else:
-            tops = torch.empty(sent, keys.shape[0], dtype=torch.int32, device=device)
-            for turn, top in enumerate(tops):
-                torch.amax(keys, 1, out=top)
-                if turn + 1 < sent:
-                    keys.view(-1).index_fill_(0, last[: keys.shape[0]] - (top & low), -1)
-            best = tops.t()
-        chosen[rows] = (low - (best & low)).to(chosen.dtype)
+        # Once, for the first chunk is the largest: a megabyte anew for each would be fetched from the kernel each time.
+        memory = torch.empty_like(bits) if memory is None else memory
+        chosen[rows] = _largest(bits, sent, memory[: bits.shape[0]])
     return chosen
+
+
+def _largest(bits: Tensor, sent: int, keys: Tensor) -> Tensor:
+    """:func:`select` for the bits of a small fp32 matrix; ``keys`` is memory of that size, or ``bits`` itself."""
+    rows, length = bits.shape
+    low = (1 << (length - 1).bit_length()) - 1
+    torch.bitwise_and(bits, _MAGNITUDE_BITS & ~low, out=keys)
+    keys.bitwise_or_(low - torch.arange(length, dtype=torch.int32, device=keys.device))
+    if sent <= _MAX_PASSES:
+        tops = torch.empty(sent, rows, dtype=torch.int32, device=keys.device)
+        last = torch.arange(low, rows * length + low, length, device=keys.device)
+        for turn, top in enumerate(tops):
+            torch.amax(keys, 1, out=top)
+            if turn + 1 < sent:
+                keys.view(-1).index_fill_(0, last - (top & low), -1)
+        best = tops.t()
+    elif keys.device.type == "cpu":
+        table, rest = keys.numpy(), length - sent
+        if rest:
+            table.partition(rest, axis=1)
+        table[:, rest:].sort(axis=1)
+        best = keys[:, rest:].flip(1)
+    else:
+        best = keys.topk(sent, dim=1).values
+    return (low - (best & low)).to(position_dtype(length))
 
 
 def vote(residual: Tensor, votes: int) -> Tensor:
@@ -308,7 +322,7 @@ def elect(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) ->
     Returns:
         ``[R, q]``, as :func:`select` gives it for the sum.
     """
-    return _elect_in_chunks(residual, ballots, own, votes, sent, select, _CHUNK)
+    return _elect_in_chunks(residual, ballots, own, votes, sent, _select_in_place, _CHUNK)
 
 
 def _elect_in_chunks(
@@ -320,17 +334,25 @@ def _elect_in_chunks(
     choose: Callable[[Tensor, int], Tensor],
     chunk: int,
 ) -> Tensor:
-    """:func:`elect` by the selection ``choose``, about ``chunk`` entries at a time."""
+    """:func:`elect`, about ``chunk`` entries at a time, by the selection ``choose``, which may use up what it gets."""
     blocks, length = residual.shape
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=residual.device)
+    memory: Tensor | None = None
     for rows in _row_chunks(blocks, length, chunk):
-        total = torch.zeros_like(residual[rows], dtype=torch.float32)
+        memory = torch.empty_like(residual[rows], dtype=torch.float32) if memory is None else memory
+        total = memory[: rows.stop - rows.start].copy_(residual[rows])
         for rank in range(ballots.shape[0]):
             if rank != own:
                 positions, values = _read_ballot(ballots[rank, rows], votes, length)
                 total.scatter_add_(1, positions, values)
-        chosen[rows] = choose(total.add_(residual[rows]), sent)
+        chosen[rows] = choose(total, sent)
     return chosen
+
+
+def _select_in_place(total: Tensor, sent: int) -> Tensor:
+    """:func:`select` for a small fp32 matrix, which is used up."""
+    bits = total.view(torch.int32)
+    return _largest(bits, sent, bits)
 
 
 def _read_ballot(ballot: Tensor, votes: int, length: int) -> tuple[Tensor, Tensor]:
@@ -383,14 +405,38 @@ def compact(residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scal
         return values.zero_()
     limit = torch.finfo(wire_dtype).max
     for rows in _row_chunks(blocks, sent, _SMALL_CHUNK, _SMALL_ROWS):
-        chosen = None if mask is None else mask[rows]
-        there = take(residual[rows], chosen)
+        part = _Chosen(mask, rows, length)
+        there = part.of(residual)
         rounded = there.clamp(-limit, limit).to(wire_dtype)
         if on_host is None:
             rounded = torch.where(scale.to(rounded.device) != 0, rounded, 0.0)
         values[rows] = rounded
-        put(residual[rows], chosen, there - rounded.to(residual.dtype))
+        part.set(residual, there.sub_(rounded) if mask is not None else there - rounded)
     return values
+
+
+class _Chosen:
+    """The masked entries of some rows: where they lie is worked out once, for all matrices of one shape."""
+
+    def __init__(self, mask: Tensor | None, rows: slice, length: int) -> None:
+        self.rows = rows
+        self.entries: Tensor | None = None
+        """In the rows, counted from their first: int64 ``[R * q]``."""
+        if mask is not None:
+            self.entries, self.shape = _entries(mask[rows], length), mask[rows].shape
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """``[R, q]``: a copy; but for no mask the rows themselves."""
+        if self.entries is None:
+            return matrix[self.rows]
+        return matrix[self.rows].view(-1).index_select(0, self.entries).view(self.shape)
+
+    def set(self, matrix: Tensor, values: Tensor) -> None:
+        """Overwrites the entries."""
+        if self.entries is None:
+            matrix[self.rows] = values
+        else:
+            matrix[self.rows].view(-1).index_copy_(0, self.entries, values.reshape(-1))
 
 
 def tau_step(
@@ -401,6 +447,7 @@ def tau_step(
     hyper: Hyper,
     correction: Tensor | float,
     noise: Tensor | None = None,
+    floor: float = 1.0,
 ) -> TauStep:
     """``tau`` steps of AdamS at once, from the sum of their gradients (DESIGN 3, step 4; AdamS: arXiv 2505.16363).
 
@@ -413,10 +460,10 @@ def tau_step(
         theta = (1 - lr*wd)**tau * theta - lr*S/(sqrt(v)+eps)
 
     For ``tau = 1`` this is AdamS, term for term. For ``tau > 1``, v rests on a single sample of ``E[g**2]`` and one of
-    ``E[m**2]``. Where the gradient's own running mean square ``n`` is known, it is their least value (for noise alone
-    ``E[m**2]`` is ``n*(1-b1)/(1+b1)``)::
+    ``E[m**2]``. Where the gradient's own running mean square ``n`` is known, a share c of it is their least value (for
+    noise alone ``E[m**2]`` is ``n*(1-b1)/(1+b1)``)::
 
-        v     = b2*max(m**2, n*(1-b1)/(1+b1)) + (1-b2)*max(n, A**2/tau)
+        v     = b2*max(m**2, c*n*(1-b1)/(1+b1)) + (1-b2)*max(c*n, A**2/tau)
 
     All tensors have one shape and float dtype; pure.
 
@@ -428,21 +475,32 @@ def tau_step(
         hyper: lr, betas, eps, weight decay.
         correction: divides both first moments; ``1 - b1**t``, or 1 for none.
         noise: n, mean square of the averaged gradient per step; None is not known.
+        floor: c.
     """
     h = hyper
-    one_minus_bt = -torch.expm1(tau * h.log_beta1)
+    first = tau.clone().eq_(1)  # 1 or 0 in the dtype of the state: blending by it is far cheaper than torch.where
+    later = 1 - first
+    one_minus_bt = torch.expm1(tau * h.log_beta1).neg_()
     g = total / tau
-    new_momentum = (1 - one_minus_bt) * momentum + one_minus_bt * g
-    moved = tau * g + (momentum - g) * (h.beta1 * one_minus_bt / h.one_minus_beta1)
+    new_momentum = (1 - one_minus_bt).mul_(momentum).add_(one_minus_bt * g)
+    moved = (tau * g).add_((momentum - g).mul_(one_minus_bt.mul_(h.beta1).div_(h.one_minus_beta1)))
     # One step's sum is m' itself; the general form would get it from the difference of two numbers 1/(1-b1) as large.
-    moved = torch.where(tau == 1, new_momentum, moved)
-    m2, g2 = (momentum / correction).square(), total.square() / tau
-    v = h.beta2 * m2 + h.one_minus_beta2 * g2
+    moved.mul_(later).add_(new_momentum * first)
+    # Nor does the decay differ from AdamS's in the last digit there.
+    keep = (tau * h.log_keep).exp_().mul_(later).add_(h.keep.abs() * first)
+    negative = h.keep < 0  # a nonsense that AdamW allows, too: lr * weight_decay above 1
+    if negative.device.type != "cpu" or negative.any():
+        keep = torch.where(negative & (tau % 2 == 1), -keep, keep)
+    corrected = not (isinstance(correction, float) and correction == 1.0)
+    m2, g2 = (momentum / correction if corrected else momentum).square(), total.square().div_(tau)
     if noise is not None:
-        steady = noise * (h.one_minus_beta1 / (1 + h.beta1))
-        floored = h.beta2 * torch.maximum(m2, steady) + h.one_minus_beta2 * torch.maximum(noise, g2)
-        v = torch.where(tau == 1, v, floored)
-    new_theta = theta * h.keep**tau - h.lr * (moved / correction) / (v.sqrt() + h.eps)
+        known = (noise * later).mul_(floor)
+        g2 = torch.maximum(g2, known, out=g2)
+        m2 = torch.maximum(m2, known.mul_(h.one_minus_beta1 / (1 + h.beta1)), out=m2)
+    v = m2.mul_(h.beta2).add_(g2.mul_(h.one_minus_beta2))
+    if corrected:
+        moved = moved.div_(correction)
+    new_theta = keep.mul_(theta).sub_(moved.mul_(h.lr).div_(v.sqrt_().add_(h.eps)))
     return TauStep(new_theta, new_momentum)
 
 
@@ -457,6 +515,7 @@ def update(
     correction: Tensor | float,
     scale: Tensor,
     noise: Tensor | None = None,
+    floor: float = 1.0,
 ) -> Tensor:
     """:func:`tau_step` on the masked entries of a shard; theta, momentum and clock change in place.
 
@@ -474,6 +533,7 @@ def update(
         correction: as in :func:`tau_step`, 0-dim or ``[R, 1]``.
         scale: 0 changes nothing.
         noise: ``[R, B]``, from :func:`measure_noise`, or None.
+        floor: as in :func:`tau_step`.
 
     Returns:
         0-dim int64: how many of the entries were visited in the step before too.
@@ -484,13 +544,13 @@ def update(
         return again
     blocks, sent = theta.shape
     for rows in _row_chunks(blocks, sent, _SMALL_CHUNK, _SMALL_ROWS):
-        chosen = None if mask is None else mask[rows]
-        old_momentum, last = take(momentum[rows], chosen), take(clock[rows], chosen)
-        tau = step - last
-        again += (tau == 1).sum()
+        part = _Chosen(mask, rows, momentum.shape[1])
+        old_momentum, last = part.of(momentum), part.of(clock)
+        tau = (step - last).to(theta.dtype)
+        again += tau.eq(1).sum()
         divisor = correction[rows] if isinstance(correction, Tensor) and correction.dim() else correction
-        known = None if noise is None else take(noise[rows], chosen).to(theta.dtype)
-        new = tau_step(theta[rows], old_momentum, tau.to(theta.dtype), total[rows], hyper.rows(rows), divisor, known)
+        known = None if noise is None else part.of(noise).to(theta.dtype)
+        new = tau_step(theta[rows], old_momentum, tau, total[rows], hyper.rows(rows), divisor, known, floor)
         if on_host is None:
             applied = scale != 0
             new = TauStep(*(torch.where(applied, a, b) for a, b in zip(new, (theta[rows], old_momentum), strict=True)))
@@ -498,8 +558,8 @@ def update(
         else:
             now = step.expand_as(last)
         theta[rows] = new.theta
-        put(momentum[rows], chosen, new.momentum)
-        put(clock[rows], chosen, now)
+        part.set(momentum, new.momentum)
+        part.set(clock, now)
     return again
 
 
@@ -524,20 +584,35 @@ def gather(flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None
         if mask is None:
             target.copy_(flat)
         else:
-            target.copy_(flat.index_select(0, _entries(mask, piece, block_size, target.numel())))
+            target.copy_(flat.index_select(0, _entries_of(piece, mask, block_size, target.numel())))
 
 
 def scatter(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, values: Tensor, block_size: int
+    flats: Sequence[Tensor],
+    pieces: Sequence[Piece],
+    mask: Tensor | None,
+    values: Tensor,
+    block_size: int,
+    add: bool = False,
 ) -> None:
-    """The reverse of :func:`gather`: writes ``values [R, q]`` to the masked entries of the parameters."""
+    """The reverse of :func:`gather`: writes ``values [R, q]`` to the masked entries of the parameters, or adds them."""
+    # Less than one entry a cache line: to read the lines first is faster, for a core waits for several at once.
+    sparse = mask is not None and block_size >= 16 * mask.shape[1] and mask.device.type == "cpu"
     for piece in pieces:
         source = _kept(values, piece, block_size)
         flat = flats[piece.segment.index][piece.of_parameter]
         if mask is None:
-            flat.copy_(source)
-        else:
-            flat.index_copy_(0, _entries(mask, piece, block_size, source.numel()), source.to(flat.dtype))
+            # In chunks, for torch first widens all of what it adds.
+            for there, new in zip(flat.split(_CHUNK), source.split(_CHUNK), strict=True):
+                there.add_(new) if add else there.copy_(new)
+            continue
+        entries = _entries_of(piece, mask, block_size, source.numel())
+        few = _SMALL_ROWS if sparse else _CHUNK
+        for places, new in zip(entries.split(few), source.split(few), strict=True):
+            if add or sparse:
+                there = flat.index_select(0, places)
+                new = there.add_(new) if add else new
+            flat.index_copy_(0, places, new.to(flat.dtype))
 
 
 def checksum(flat: Tensor) -> Tensor:
@@ -596,11 +671,15 @@ def _kept(matrix: Tensor, piece: Piece, block_size: int) -> Tensor:
     return rows.view(-1)[: piece.kept(rows.shape[1], block_size)]
 
 
-def _entries(mask: Tensor, piece: Piece, block_size: int, kept: int) -> Tensor:
+def _entries(mask: Tensor, length: int) -> Tensor:
+    """Where the chosen positions of ``mask [R, q]`` lie, counted in entries from the first block's start: int64."""
+    starts = torch.arange(0, mask.shape[0] * length, length, device=mask.device)
+    return mask.long().add_(starts.unsqueeze(1)).view(-1)
+
+
+def _entries_of(piece: Piece, mask: Tensor, block_size: int, kept: int) -> Tensor:
     """Where the piece's first ``kept`` chosen positions lie in the piece, counted in entries: int64 ``[kept]``."""
-    starts = torch.arange(0, piece.blocks * block_size, block_size, device=mask.device)
-    entries = mask[piece.row : piece.row + piece.blocks].long().add_(starts.unsqueeze(1))
-    return entries.view(-1)[:kept]
+    return _entries(mask[piece.row : piece.row + piece.blocks], block_size)[:kept]
 
 
 def _add_rotated(buckets: Tensor, sums: Tensor, rotation: int, sign: int) -> None:

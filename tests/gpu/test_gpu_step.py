@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-from rank_checks import train_on, train_scaled
+from rank_checks import CHANGE_ROUNDING, train_on, train_scaled
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ScapeStrategy
@@ -176,12 +176,13 @@ def test_trainer_fits_twice_with_accumulation_and_clipping(precision: str, tmp_p
     assert not torch.equal(model.layer.weight.detach().cpu(), before)
 
 
-def test_two_ranks_on_one_gpu_train_like_two_on_the_cpu(run_ranks) -> None:
-    on_gpu, on_cpu = run_ranks(train_on, 2, "cuda"), run_ranks(train_on, 2, "cpu")
+@pytest.mark.parametrize(("wire_dtype", "atol"), [("fp32", 1e-5), ("bf16", CHANGE_ROUNDING)])
+def test_two_ranks_on_one_gpu_train_like_two_on_the_cpu(run_ranks, wire_dtype: str, atol: float) -> None:
+    on_gpu, on_cpu = (run_ranks(train_on, 2, device, wire_dtype) for device in ("cuda", "cpu"))
     for (ours, residual), (theirs, their_residual) in zip(on_gpu, on_cpu, strict=True):
         for a, b, first in zip(ours, theirs, on_gpu[0][0], strict=True):
             assert torch.equal(a, first)
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+            torch.testing.assert_close(a, b, rtol=0, atol=atol)
         torch.testing.assert_close(residual, their_residual, rtol=0, atol=1e-4)
 
 

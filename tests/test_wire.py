@@ -1,0 +1,95 @@
+"""What comes back from the owners: changes of fp32 parameters in the wire's dtype, values of narrower ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_scape import ScapeConfig, ScapeOptimizer, collectives
+
+RunRanks = Callable[..., list[Any]]
+
+
+def gathers(rank: int, world_size: int, dtypes: list[torch.dtype], wire_dtype: str) -> list[torch.dtype]:
+    """The dtypes in which updated parameters travelled, over three steps of which the first is dense."""
+    seen: list[torch.dtype] = []
+    real = collectives.Communicator.gather_parameters
+
+    def spy(self: Any, shard: Tensor) -> Tensor:
+        seen.append(shard.dtype)
+        return real(self, shard)
+
+    params = [nn.Parameter(torch.zeros(400, dtype=dtype)) for dtype in dtypes]
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, dense_steps=1, wire_dtype=wire_dtype))
+    try:
+        collectives.Communicator.gather_parameters = spy
+        for _ in range(3):
+            for parameter in params:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        optimizer.drain()
+    finally:
+        collectives.Communicator.gather_parameters = real
+    return list(dict.fromkeys(seen))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "wire_dtype", "travels"),
+    [
+        ([torch.float32], "bf16", torch.bfloat16),
+        ([torch.float32], "fp32", torch.float32),
+        ([torch.bfloat16], "bf16", torch.bfloat16),
+        ([torch.float16], "bf16", torch.float16),
+        ([torch.float32, torch.bfloat16], "bf16", torch.float32),
+        ([torch.float64], "fp32", torch.float32),
+    ],
+)
+def test_the_narrower_of_wire_and_parameters_travels_unless_masters_are_kept(
+    run_ranks: RunRanks, dtypes: list[torch.dtype], wire_dtype: str, travels: torch.dtype
+) -> None:
+    assert run_ranks(gathers, 2, dtypes, wire_dtype) == [[travels]] * 2
+
+
+def step_from(rank: int, world_size: int, start: float, wire_dtype: str, sparsity: float) -> Tensor:
+    parameter = nn.Parameter(torch.full((400,), start))
+    config = ScapeConfig(sparsity=sparsity, wire_dtype=wire_dtype)
+    optimizer = ScapeOptimizer([parameter], lr=1e-3, weight_decay=0.1, config=config)
+    generator = torch.Generator().manual_seed(0)
+    parameter.grad = torch.randn(400, generator=generator).bfloat16().float()  # travels exactly on either wire
+    optimizer.step()
+    optimizer.drain()
+    return parameter.detach()
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.9])
+def test_a_change_is_rounded_once_and_added_alike_everywhere(run_ranks: RunRanks, sparsity: float) -> None:
+    for start in (0.0, 3.0):
+        exact = run_ranks(step_from, 2, start, "fp32", sparsity)[0]
+        first, second = run_ranks(step_from, 2, start, "bf16", sparsity)
+        assert torch.equal(first, second)
+        assert torch.equal(first, start + (exact - start).bfloat16().float())
+        moved = exact != start
+        assert 0 < int(moved.sum()) <= 400
+        assert ((first - exact).abs()[moved] <= (exact - start).abs()[moved] / 256 + 1e-6 * start).all()
+
+
+def skip(rank: int, world_size: int, sparsity: float) -> bool:
+    """Whether a skipped step leaves every bit, of zeros with a sign and of infinities too."""
+    parameter = nn.Parameter(torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1e-42, -3.0] * 50))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=sparsity))
+    before = parameter.detach().clone().view(torch.int32)
+    for bad in (float("nan"), float("inf")):
+        parameter.grad = torch.full_like(parameter, bad if rank == 0 else 1.0)
+        optimizer.step()
+    optimizer.drain()
+    return torch.equal(parameter.detach().view(torch.int32), before)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.9])
+@pytest.mark.filterwarnings("ignore:The gradient norm was not finite")
+def test_a_skipped_step_changes_no_bit(run_ranks: RunRanks, sparsity: float) -> None:
+    assert run_ranks(skip, 2, sparsity) == [True, True]
