@@ -34,7 +34,7 @@ from litgpt import GPT, Config
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, __version__, ops
-from lightning_scape.collectives import Communicator, PendingMask
+from lightning_scape.collectives import Arriving, Communicator, PendingMask
 from lightning_scape.config import Quota
 from lightning_scape.layout import Layout
 from lightning_scape.stats import PHASES, StepRecord
@@ -155,11 +155,11 @@ class Alone(Communicator):
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def exchange(self, values: torch.Tensor) -> torch.Tensor:
-        return values.clone().view(self.world_size, -1, values.shape[1])
+    def exchange(self, values: torch.Tensor) -> Arriving:
+        return Arriving(values.clone().view(self.world_size, -1, values.shape[1]))
 
-    def gather_parameters(self, shard: torch.Tensor) -> torch.Tensor:
-        return shard.repeat(self.world_size, 1)
+    def gather_parameters(self, shard: torch.Tensor) -> Arriving:
+        return Arriving(shard.repeat(self.world_size, 1))
 
     def start_mask(
         self,

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_scape.collectives import Communicator, PendingMask
+from lightning_scape.collectives import Arriving, Communicator, PendingMask
 from lightning_scape.config import ScapeConfig
 from lightning_scape.optimizer import ScapeOptimizer
 
@@ -65,7 +65,7 @@ class LocalCommunicator(Communicator):
         super().__init__(None, None)
         self.meeting, self.rank, self.world_size = meeting, rank, world_size
         self.others_add = False
-        """Whether changes come back, which one rank alone must add: all have the parameters in the same memory."""
+        """Whether changes come back, which their owners alone must add: all have the parameters in the same memory."""
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         parts = self.meeting.share(self.rank, tensor.clone())
@@ -75,19 +75,19 @@ class LocalCommunicator(Communicator):
             tensor += part
         return tensor
 
-    def exchange(self, values: Tensor) -> Tensor:
+    def exchange(self, values: Tensor) -> Arriving:
         self._count("values", values.numel() * values.element_size())
-        return self._exchange(values)
+        return Arriving(self._exchange(values))
 
     def _exchange(self, values: Tensor) -> Tensor:
         rows = values.shape[0] // self.world_size
         mine = slice(self.rank * rows, (self.rank + 1) * rows)
         return torch.stack([part[mine] for part in self.meeting.share(self.rank, values)])
 
-    def gather_parameters(self, shard: Tensor) -> Tensor:
+    def gather_parameters(self, shard: Tensor) -> Arriving:
         full = torch.cat(self.meeting.share(self.rank, shard))
         self._count("parameters", full.numel() * full.element_size())
-        return full.fill_(-0.0) if self.others_add else full
+        return Arriving(full.fill_(-0.0) if self.others_add else full)
 
     def start_mask(
         self, full: Tensor, pick: Callable[[Tensor | None], Tensor], ballots: Tensor | None = None
@@ -205,7 +205,7 @@ class SimulatedRanks(Ranks):
             communicator = LocalCommunicator(self.meeting, rank, self.world_size)
             handles = list(itertools.compress(self.handles[rank], chosen))
             optimizer = ScapeOptimizer(handles, **self.settings, config=config, communicator=communicator)
-            communicator.others_add = rank > 0 and optimizer._as_changes
+            communicator.others_add = optimizer._as_changes
             return optimizer
 
         return self.each(make)

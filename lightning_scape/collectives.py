@@ -21,6 +21,7 @@ of the model. With one rank nothing is sent at all.
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import threading
 import time
@@ -115,25 +116,47 @@ def _buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
 
 
 @dataclass
+class Arriving:
+    """A message under way. Keeps alive what it reads and writes until it has arrived."""
+
+    result: Tensor
+    """Its contents are undefined before :meth:`wait`."""
+    sent: Tensor | None = None
+    work: Any = None
+    waiting: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+    """Surrounds the wait, in place of what only says what a failed message means."""
+
+    def wait(self) -> Tensor:
+        """What has arrived; on CUDA the current stream waits, the host does not."""
+        if self.work is not None:
+            with (self.waiting or _lost_contact)():
+                self.work.wait()
+            self.work = self.sent = None
+        return self.result
+
+
+@dataclass
 class PendingMask:
-    """A mask under way. Keeps alive what the message reads and writes until it has arrived."""
+    """A mask ranked and, from :meth:`depart` on, under way."""
 
     mask: Tensor
     """``[blocks, q]``; its contents are undefined before :meth:`wait`."""
-    shard: Tensor | None = None
-    work: Any = None
+    send: Callable[[], Arriving | _Job | None] | None = None
+    """Begins to exchange it; returns what to wait for. It holds what the messages read and write."""
+    work: Arriving | _Job | None = None
     stream: torch.cuda.Stream | None = None
-    job: Future[None] | None = None
-    """On a thread of its own, where several messages follow one another and no stream orders them."""
+
+    def depart(self) -> None:
+        """Sets the exchange off, unless it is."""
+        if self.send is not None:
+            self.work, self.send = self.send(), None
 
     def wait(self) -> tuple[Tensor, float]:
         """The mask and the seconds the host waited; on CUDA the current stream waits, the host does not."""
         began = time.perf_counter()
-        if self.job is not None:
-            self.job.result()
+        self.depart()
         if self.work is not None:
-            with _lost_contact():
-                self.work.wait()
+            self.work.wait()
         if self.stream is not None:
             current = torch.cuda.current_stream(self.mask.device)
             current.wait_stream(self.stream)
@@ -184,30 +207,31 @@ class Communicator:
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
         if self.world_size > 1:
-            with self._timed():
+            with self.timed():
                 dist.all_reduce(tensor, group=self.process_group)
             self._count("norm", 2 * tensor.numel() * tensor.element_size())
         return tensor
 
-    def exchange(self, values: Tensor) -> Tensor:
-        """Sends shard j of ``values [N*R, q]`` to rank j; returns ``[N, R, q]``, the ranks' values for this shard."""
-        if self.world_size > 1:
-            received = torch.empty_like(values)
-            with self._timed():
-                _all_to_all(received, values, self.process_group)
-            self._count("values", values.numel() * values.element_size())
-            values = received
-        return values.view(self.world_size, -1, values.shape[1])
-
-    def gather_parameters(self, shard: Tensor) -> Tensor:
-        """``[N*R, q]``: every rank's ``shard [R, q]``, in rank order."""
+    def exchange(self, values: Tensor) -> Arriving:
+        """Sends shard j of ``values [N*R, q]`` to rank j; ``[N, R, q]`` arrive, the ranks' values for this shard."""
+        shape = self.world_size, -1, values.shape[1]
         if self.world_size == 1:
-            return shard
+            return Arriving(values.view(shape))
+        received = torch.empty_like(values)
+        with self.timed():
+            work = _all_to_all(received, values, self.process_group, async_op=True)
+        self._count("values", values.numel() * values.element_size())
+        return Arriving(received.view(shape), values, work, self.timed)
+
+    def gather_parameters(self, shard: Tensor) -> Arriving:
+        """``[N*R, q]`` arrive: every rank's ``shard [R, q]``, in rank order."""
+        if self.world_size == 1:
+            return Arriving(shard)
         full = shard.new_empty((self.world_size * shard.shape[0], shard.shape[1]))
-        with self._timed():
-            _all_gather(full, shard, self.process_group)
+        with self.timed():
+            work = _all_gather(full, shard, self.process_group, async_op=True)
         self._count("parameters", full.numel() * full.element_size())
-        return full
+        return Arriving(full, shard, work, self.timed)
 
     @contextlib.contextmanager
     def beside_compute(self, device: torch.device) -> Iterator[None]:
@@ -232,7 +256,7 @@ class Communicator:
     def start_mask(
         self, full: Tensor, pick: Callable[[Tensor | None], Tensor], ballots: Tensor | None = None
     ) -> PendingMask:
-        """Begins to make the next mask and to collect it; call inside :meth:`beside_compute`.
+        """Begins to make the next mask; call inside :meth:`beside_compute`. It is exchanged when told to depart.
 
         Args:
             full: ``[N*R, q]``, takes every rank's part of the mask.
@@ -242,23 +266,32 @@ class Communicator:
         if self.world_size == 1:
             return PendingMask(full.copy_(pick(None)), stream=self._side_stream)
         self._count("mask", full.numel() * full.element_size())
+        send: Callable[[], Arriving | _Job | None]
         if ballots is None:
-            shard = pick(None)
-            work = _all_gather(full, shard, self.mask_group, async_op=True)
-            return PendingMask(full, shard, work, self._side_stream)
-        self._count("votes", ballots.numel() * ballots.element_size())
-        if full.device.type == "cuda":  # the stream orders the messages, the host waits for none
-            self._vote_and_gather(full, pick, ballots)
-            return PendingMask(full, stream=self._side_stream)
-        return PendingMask(full, job=_on_a_thread(self._vote_and_gather, full, pick, ballots))
+            send = functools.partial(self._gather_mask, full, pick(None))
+        else:
+            self._count("votes", ballots.numel() * ballots.element_size())
+            send = functools.partial(self._vote_and_gather, full, pick, ballots)
+        return PendingMask(full, send, stream=self._side_stream)
 
-    def _vote_and_gather(self, full: Tensor, pick: Callable[[Tensor | None], Tensor], ballots: Tensor) -> None:
-        received = torch.empty_like(ballots)
-        with _lost_contact():
-            _all_to_all(received, ballots, self.mask_group)
-        shard = pick(received.view(self.world_size, -1, ballots.shape[1]))
-        with _lost_contact():
-            _all_gather(full, shard, self.mask_group)
+    def _gather_mask(self, full: Tensor, shard: Tensor) -> Arriving:
+        with self.beside_compute(full.device), _lost_contact():
+            return Arriving(full, shard, _all_gather(full, shard, self.mask_group, async_op=True))
+
+    def _vote_and_gather(self, full: Tensor, pick: Callable[[Tensor | None], Tensor], ballots: Tensor) -> _Job | None:
+        def messages() -> None:
+            received = torch.empty_like(ballots)
+            with _lost_contact():
+                _all_to_all(received, ballots, self.mask_group)
+            shard = pick(received.view(self.world_size, -1, ballots.shape[1]))
+            with _lost_contact():
+                _all_gather(full, shard, self.mask_group)
+
+        if full.device.type != "cuda":
+            return _on_a_thread(messages)
+        with self.beside_compute(full.device):  # the stream orders the messages, the host waits for none
+            messages()
+        return None
 
     def collect(self, flat: Tensor, to: int, device: torch.device) -> list[Tensor] | None:
         """Every rank's ``flat`` (same length on all) on rank ``to`` in host memory, None elsewhere; for checkpoints.
@@ -324,7 +357,8 @@ class Communicator:
         return bool((everyone == everyone[0]).all())  # set-up: waiting for the device is fine
 
     @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
+    def timed(self) -> Iterator[None]:
+        """Counts the seconds inside as spent in messages, and says what a failed one means."""
         began = time.perf_counter()
         with _lost_contact():
             yield
@@ -335,20 +369,30 @@ class Communicator:
         self.bytes_sent[kind] += buffer_bytes * (self.world_size - 1) // self.world_size
 
 
-def _on_a_thread(act: Callable[..., None], *args: Any) -> Future[None]:
+class _Job:
+    """Something done beside the main thread."""
+
+    def __init__(self) -> None:
+        self.future: Future[None] = Future()
+
+    def wait(self) -> None:
+        self.future.result()
+
+
+def _on_a_thread(act: Callable[[], None]) -> _Job:
     """Calls ``act`` beside the main thread. A daemon: at exit nothing waits for a peer that is gone."""
-    future: Future[None] = Future()
+    job = _Job()
 
     @torch.no_grad()  # which is a thread's own
     def run() -> None:
         try:
-            act(*args)
-            future.set_result(None)
+            act()
+            job.future.set_result(None)
         except BaseException as error:
-            future.set_exception(error)
+            job.future.set_exception(error)
 
     threading.Thread(target=run, name="scape-mask", daemon=True).start()
-    return future
+    return job
 
 
 def _portable(error: Exception | None) -> Exception | None:
@@ -404,12 +448,12 @@ def _by_pairs(tensor: Tensor, group: ProcessGroup | None) -> bool:
     return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
 
 
-def _all_to_all(output: Tensor, tensor: Tensor, group: ProcessGroup | None) -> None:
+def _all_to_all(output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, async_op: bool = False) -> Any:
     if not _by_pairs(output, group):
-        dist.all_to_all_single(output, tensor, group=group)
-        return
+        return dist.all_to_all_single(output, tensor, group=group, async_op=async_op)
     ranks = dist.get_world_size(group)
-    _exchange_by_pairs(list(output.chunk(ranks)), list(tensor.chunk(ranks)), group).wait()
+    works = _exchange_by_pairs(list(output.chunk(ranks)), list(tensor.chunk(ranks)), group)
+    return works if async_op else works.wait()
 
 
 def _all_gather(output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, async_op: bool = False) -> Any:

@@ -106,15 +106,24 @@ class Layout:
 
     def pieces(self) -> Iterator[Piece]:
         """Each parameter whole; rows count from block 0."""
-        for segment in self.segments:
-            yield Piece(segment, segment.first_block, segment.blocks, 0, segment.numel)
+        return self._cut(0, self.blocks, 0)
 
     def shard_pieces(self, rank: int) -> Iterator[Piece]:
         """What lies in the shard of ``rank``; rows count from the shard's first block."""
-        first, stop = rank * self.shard_blocks, (rank + 1) * self.shard_blocks
+        first = rank * self.shard_blocks
+        return self._cut(first, first + self.shard_blocks, first)
+
+    def pieces_beside(self, rank: int) -> Iterator[Piece]:
+        """What lies in the shards of all other ranks; rows count from block 0."""
+        first = rank * self.shard_blocks
+        yield from self._cut(0, first, 0)
+        yield from self._cut(first + self.shard_blocks, self.blocks, 0)
+
+    def _cut(self, first: int, stop: int, origin: int) -> Iterator[Piece]:
+        """What lies in the blocks from ``first`` to before ``stop``; rows count from block ``origin``."""
         for segment in self.segments:
             low, high = max(first, segment.first_block), min(stop, segment.stop_block)
             if low < high:
                 start = (low - segment.first_block) * self.block_size
                 end = min((high - segment.first_block) * self.block_size, segment.numel)
-                yield Piece(segment, low - first, high - low, start, end - start)
+                yield Piece(segment, low - origin, high - low, start, end - start)

@@ -1,8 +1,8 @@
 """Which entries are sent: how many at which step, and the delay of one step between making a mask and using it.
 
 Two of SCAPE's five points live here (DESIGN 1): *partitioned mask generation*, each rank makes the mask of its own
-shard; and the *delayed mask*, made at the end of step t-1, exchanged during forward and backward of step t, used at the
-end of step t.
+shard; and the *delayed mask*, made in step t-1 from what that step left in the residual, exchanged during forward and
+backward of step t, used at the end of step t.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SparsitySchedule:
 
 
 StartMask = Callable[[int], PendingMask]
-"""Given q, begins to make the mask and to exchange it."""
+"""Given q, begins to make the mask; it is exchanged when told to depart."""
 
 
 class DelayedMask:
@@ -69,7 +69,7 @@ class DelayedMask:
     def take(self, step: int, start: StartMask) -> tuple[Tensor | None, float]:
         """The mask of this step, and the seconds the host waited for it; None when the step sends everything.
 
-        It is the one prepared at the end of the step before. Where there is none (the first step, or the first after
+        It is the one prepared in the step before. Where there is none (the first step, or the first after
         dense ones) it is made now, from this step's own statistics, and waited for. Call after the fold.
         """
         sent = self.schedule.sent(step)
@@ -86,7 +86,7 @@ class DelayedMask:
         return self.active, waited
 
     def prepare(self, step: int, start: StartMask) -> None:
-        """At the end of ``step``: makes the mask of ``step + 1`` and sets its exchange off, unless none is due.
+        """Makes the mask of ``step + 1`` from what ``step`` has left in the residual, unless none is due.
 
         None is due when the next step sends everything, when the active mask serves ``interval`` steps and has not yet,
         or when this step sent everything: then nothing is left in the residual to rank, and the next step makes its
@@ -97,6 +97,11 @@ class DelayedMask:
             return
         if self.uses >= self.interval or self.active.shape[1] != sent:
             self._pending = start(sent)
+
+    def depart(self) -> None:
+        """At the end of a step: sets the exchange of the mask it has made off."""
+        if self._pending is not None:
+            self._pending.depart()
 
     def restore(self, mask: Tensor | None, uses: int) -> None:
         """Takes up a mask that was saved, to be used next; None leaves it to the next step to make one."""

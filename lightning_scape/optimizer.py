@@ -59,13 +59,15 @@ class ScapeOptimizer(torch.optim.Optimizer):
     one N-th of the entries, with their first moment, clock and, for narrow parameters, fp32 master weights. A step:
 
     1. **norm**         the scale of the step: clipping factor, or 0 if a gradient is not finite
-    2. **wait**         the mask made at the end of the last step has arrived
+    2. **wait**         the mask made in the last step has arrived
     3. **fold**         residual += scale * gradient
     4. **compact**      masked entries leave the residual, rounded for the wire
     5. **synchronize**  all-to-all; the owner averages what the ranks sent, in rank order, in fp32
-    6. **update**       tau steps of AdamS at once on the masked entries of the shard
-    7. **reconstruct**  all-gather of the changes (of the values, where parameters are narrow); every rank applies them
-    8. **select**       each owner picks its shard's next mask; the exchange starts and is not waited for
+    6. **select**       meanwhile each owner ranks what is left in its shard of the residual: the next mask
+    7. **update**       tau steps of AdamS at once on the masked entries of the shard
+    8. **reconstruct**  all-gather of the changes (of the values, where parameters are narrow); every rank applies them
+
+    and the exchange of the next mask begins, which nobody waits for before the next step.
 
     Entries outside the mask are left bitwise as they are. Ranks hold bitwise equal parameters after every step. Works
     under plain ``torchrun`` as well as under Lightning; with one rank nothing is sent.
@@ -121,6 +123,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         )
         self._pieces = list(self._layout.pieces())
         self._shard_pieces = list(self._layout.shard_pieces(self._communicator.rank))
+        self._pieces_beside = list(self._layout.pieces_beside(self._communicator.rank))
         self._masks = DelayedMask(SparsitySchedule.of(config), config.mask_interval)
         self._clipping = GradientClipping(config, self._communicator)
         self._hyperparameters = RowHyperparameters(
@@ -194,19 +197,22 @@ class ScapeOptimizer(torch.optim.Optimizer):
             record.exchange_wait += waited
         with record.phase("compact"):
             values = self._compact(state, mask, scale)
-            record.sent_energy = ops.squared_norm([values])
         with record.phase("synchronize"):
-            total = self._synchronize(values, state.momentum.dtype)
-            del values
+            arriving = self._communicator.exchange(values)
+        with record.phase("select"):  # while the values travel: what they leave in the residual is ranked
+            record.sent_energy = ops.squared_norm([values])
+            self._masks.prepare(state.calls, self._start_mask)
+        with record.phase("synchronize"):
+            total = self._mean(arriving.wait(), state.momentum.dtype)
+            del values, arriving
         with record.phase("update"):
             updated = self._update(state, mask, total, scale, record)
             del total
         with record.phase("reconstruct"):
-            full = self._communicator.gather_parameters(updated)
-            ops.scatter(self._run.flats, self._pieces, mask, full, self._layout.block_size, self._as_changes)
-            del full, updated
+            self._reconstruct(mask, updated)
+            del updated
         with record.phase("select"):
-            self._masks.prepare(state.calls, self._start_mask)
+            self._masks.depart()
 
         self._end(state, scale)
         return loss
@@ -297,9 +303,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
             ops.put(state.evidence, own, torch.where(scale.to(seen.device) != 0, 0.0, seen))
         return values.to(self._parameters.device)
 
-    def _synchronize(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+    def _mean(self, received: Tensor, dtype: torch.dtype) -> Tensor:
         """A, ``[R, q]``: the mean over ranks of what they sent for this shard, summed in rank order."""
-        received = self._communicator.exchange(values)
         total = received[0].to(dtype, copy=True)
         for contribution in received[1:]:
             total += contribution
@@ -330,6 +335,14 @@ class ScapeOptimizer(torch.optim.Optimizer):
         same = theta == before
         # The one number whose addition leaves every other as it is, 0.0 and infinities too.
         return theta.sub_(before).masked_fill_(same, -0.0).to(self.config.values_dtype)
+
+    def _reconstruct(self, mask: Tensor | None, updated: Tensor) -> None:
+        """Applies what the owners have made of their shards; its own, ``[R, q]``, while the others' arrive."""
+        arriving = self._communicator.gather_parameters(updated)
+        flats, block_size = self._run.flats, self._layout.block_size
+        own = None if mask is None else self._own_rows(mask)
+        ops.scatter(flats, self._shard_pieces, own, updated, block_size, self._as_changes)
+        ops.scatter(flats, self._pieces_beside, mask, arriving.wait(), block_size, self._as_changes)
 
     def _end(self, state: ScapeState, scale: Tensor) -> None:
         record, config = self._run.record, self.config

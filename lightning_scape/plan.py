@@ -212,7 +212,7 @@ def measure_link(megabytes: float = 4.0, repeats: int = 5) -> Link:
     small, large = torch.zeros(1), torch.zeros(round(megabytes * 2.5e5) // ranks * ranks, 1)
     hop = _median_seconds(lambda: communicator.all_reduce_sum(small), 4 * repeats) / (2 * (ranks - 1))
     sent = large.numel() * large.element_size() * (ranks - 1) / ranks
-    elapsed, copying = _cost(lambda: communicator.exchange(large), repeats)
+    elapsed, copying = _cost(lambda: communicator.exchange(large).wait(), repeats)
     elapsed_reduce, reducing = _cost(lambda: communicator.all_reduce_sum(large), repeats)
     bandwidth = 2 * sent / max(elapsed_reduce - 2 * hop, 1e-9)
     return Link(

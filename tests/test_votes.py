@@ -109,9 +109,9 @@ def count_votes(rank: int, world_size: int, options: dict[str, Any]) -> None:
     calls: list[tuple[str, int]] = []
     real = collectives._all_to_all
 
-    def spy(output: Tensor, tensor: Tensor, group: Any) -> None:
+    def spy(output: Tensor, tensor: Tensor, group: Any, **how: Any) -> Any:
         calls.append((str(tensor.dtype), tensor.numel() * tensor.element_size()))
-        real(output, tensor, group)
+        return real(output, tensor, group, **how)
 
     collectives._all_to_all = spy
     set_gradients(params, rank, 3)

@@ -19,7 +19,7 @@ def gathers(rank: int, world_size: int, dtypes: list[torch.dtype], wire_dtype: s
     seen: list[torch.dtype] = []
     real = collectives.Communicator.gather_parameters
 
-    def spy(self: Any, shard: Tensor) -> Tensor:
+    def spy(self: Any, shard: Tensor) -> collectives.Arriving:
         seen.append(shard.dtype)
         return real(self, shard)
 

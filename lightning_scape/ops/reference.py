@@ -11,8 +11,9 @@ Nothing here allocates a tensor of the size of its state: work goes in chunks of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,6 +64,10 @@ class Hyper(NamedTuple):
         return Hyper(*(value[rows] if value.dim() else value for value in self))
 
 
+_Array = Any
+"""A tensor; on the CPU a view of it as NumPy's array, whose slices and sums cost less."""
+
+
 class TauStep(NamedTuple):
     """Result of :func:`tau_step`."""
 
@@ -101,21 +106,18 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
         fp32 ``[W]``. A NaN or inf in the gradient makes the sum over it not finite.
     """
     buckets = torch.zeros(max(widths), dtype=torch.float32, device=signs.device)
-    length = signs.numel() // 2
+    length, target, all_signs = signs.numel() // 2, _array(buckets), _array(signs)
     for index, grad in enumerate(grads):
         if grad is None:
             continue
-        for number, chunk in enumerate(grad.split(length)):
+        plain = grad.dtype == torch.float32
+        whole = _array(grad) if plain else grad
+        for number, start in enumerate(range(0, len(whole), length)):
+            chunk = whole[start : start + length] if plain else _array(grad[start : start + length].float())
             mixed = _mix(index, number)
-            offset, rotation = mixed % length, (mixed >> 32) % buckets.numel()
+            offset, rotation = mixed % length, (mixed >> 32) % len(target)
             width, sign = widths[(mixed >> 24) % len(widths)], 1 - 2 * (mixed >> 63)
-            signed = chunk * signs[offset : offset + chunk.numel()]
-            whole = chunk.numel() // width * width
-            if whole:
-                sums = signed[:whole].view(-1, width).sum(0, dtype=torch.float32)
-                _add_rotated(buckets, sums, rotation, sign)
-            if whole < chunk.numel():
-                _add_rotated(buckets, signed[whole:], rotation, sign)
+            _add_signed(target, chunk, all_signs[offset : offset + len(chunk)], width, rotation, sign)
     return buckets
 
 
@@ -682,12 +684,21 @@ def _entries_of(piece: Piece, mask: Tensor, block_size: int, kept: int) -> Tenso
     return _entries(mask[piece.row : piece.row + piece.blocks], block_size)[:kept]
 
 
-def _add_rotated(buckets: Tensor, sums: Tensor, rotation: int, sign: int) -> None:
-    """Adds ``sign * sums[j]`` to ``buckets[(j + rotation) mod W]``."""
-    head = min(sums.numel(), buckets.numel() - rotation)
-    buckets[rotation : rotation + head].add_(sums[:head], alpha=sign)
-    if head < sums.numel():
-        buckets[: sums.numel() - head].add_(sums[head:], alpha=sign)
+def _array(tensor: Tensor) -> _Array:
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
+def _add_signed(buckets: _Array, chunk: _Array, signs: _Array, width: int, rotation: int, sign: int) -> None:
+    """Adds the signed sums of a chunk's columns: ``buckets[(j + rotation) mod W] += sign * sums[j]``."""
+    whole = len(chunk) // width * width
+    parts = [chunk[whole:] * signs[whole:]]
+    if whole:
+        einsum = torch.einsum if isinstance(chunk, Tensor) else np.einsum
+        parts.append(einsum("ij,ij->j", chunk[:whole].reshape(-1, width), signs[:whole].reshape(-1, width)))
+    for sums in parts:
+        head = min(len(sums), len(buckets) - rotation)
+        buckets[rotation : rotation + head] += sign * sums[:head]
+        buckets[: len(sums) - head] += sign * sums[head:]
 
 
 def _mix(a: int, b: int) -> int:
