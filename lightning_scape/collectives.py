@@ -180,6 +180,8 @@ class Communicator:
     """Bytes this rank sent since :meth:`take_count`, by kind."""
     seconds: float = 0.0
     """Seconds of the host inside messages since then, waiting for other ranks included; the mask's are left out."""
+    elapsed: float = 0.0
+    """Seconds from the departure to the arrival of these, what the host did meanwhile included."""
 
     def __post_init__(self) -> None:
         self.rank: int = dist.get_rank(self.process_group) if is_distributed() else 0
@@ -198,16 +200,16 @@ class Communicator:
         communicator.rank, communicator.world_size = 0, 1
         return communicator
 
-    def take_count(self) -> tuple[dict[str, int], float]:
-        """The bytes by kind and the seconds, which start again from zero."""
-        counted = self.bytes_sent, self.seconds
-        self.bytes_sent, self.seconds = dict.fromkeys(KINDS, 0), 0.0
+    def take_count(self) -> tuple[dict[str, int], float, float]:
+        """The bytes by kind, the seconds inside and the seconds elapsed, which start again from zero."""
+        counted = self.bytes_sent, self.seconds, self.elapsed
+        self.bytes_sent, self.seconds, self.elapsed = dict.fromkeys(KINDS, 0), 0.0, 0.0
         return counted
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
         if self.world_size > 1:
-            with self.timed():
+            with self._timed(time.perf_counter()):
                 dist.all_reduce(tensor, group=self.process_group)
             self._count("norm", 2 * tensor.numel() * tensor.element_size())
         return tensor
@@ -217,21 +219,22 @@ class Communicator:
         shape = self.world_size, -1, values.shape[1]
         if self.world_size == 1:
             return Arriving(values.view(shape))
-        received = torch.empty_like(values)
-        with self.timed():
+        received, departure = torch.empty_like(values), time.perf_counter()
+        with self._timed():
             work = _all_to_all(received, values, self.process_group, async_op=True)
         self._count("values", values.numel() * values.element_size())
-        return Arriving(received.view(shape), values, work, self.timed)
+        return Arriving(received.view(shape), values, work, functools.partial(self._timed, departure))
 
     def gather_parameters(self, shard: Tensor) -> Arriving:
         """``[N*R, q]`` arrive: every rank's ``shard [R, q]``, in rank order."""
         if self.world_size == 1:
             return Arriving(shard)
         full = shard.new_empty((self.world_size * shard.shape[0], shard.shape[1]))
-        with self.timed():
+        departure = time.perf_counter()
+        with self._timed():
             work = _all_gather(full, shard, self.process_group, async_op=True)
         self._count("parameters", full.numel() * full.element_size())
-        return Arriving(full, shard, work, self.timed)
+        return Arriving(full, shard, work, functools.partial(self._timed, departure))
 
     @contextlib.contextmanager
     def beside_compute(self, device: torch.device) -> Iterator[None]:
@@ -357,12 +360,14 @@ class Communicator:
         return bool((everyone == everyone[0]).all())  # set-up: waiting for the device is fine
 
     @contextlib.contextmanager
-    def timed(self) -> Iterator[None]:
-        """Counts the seconds inside as spent in messages, and says what a failed one means."""
+    def _timed(self, departure: float | None = None) -> Iterator[None]:
+        """Counts the seconds inside as spent in messages; where one arrives inside, those since its departure, too."""
         began = time.perf_counter()
         with _lost_contact():
             yield
-        self.seconds += time.perf_counter() - began
+        now = time.perf_counter()
+        self.seconds += now - began
+        self.elapsed += 0.0 if departure is None else now - departure
 
     def _count(self, kind: str, buffer_bytes: int) -> None:
         """A rank keeps 1/N of every buffer to itself."""

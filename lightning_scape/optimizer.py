@@ -350,7 +350,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         state.step += (scale != 0).to(state.step.dtype)
         state.calls += 1
         record.norm, record.scale = self._clipping.norm, scale
-        record.bytes_sent, record.message_seconds = self._communicator.take_count()
+        record.bytes_sent, record.message_seconds, record.message_elapsed = self._communicator.take_count()
         self._clipping.forget()
         if config.check_replicas_every and state.calls % config.check_replicas_every == 0:
             check_replicas(self._communicator, self._run.flats, self._parameters.names)

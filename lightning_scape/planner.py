@@ -307,7 +307,11 @@ def fsdp(job: Job, link: Link, machine: Machine, *, reduce_passes: int = 1) -> P
 
 
 def scape(job: Job, link: Link, machine: Machine, config: ScapeConfig) -> Prediction:
-    """SCAPE with ``config``; at sparsity 0 it is dense AdamS, sharded."""
+    """SCAPE with ``config``; at sparsity 0 it is dense AdamS, sharded.
+
+    What a step does while its own messages travel (ranking the next mask, applying its shard) is counted beside them:
+    on slow links up to that much too long.
+    """
     numels = [weight.numel for weight in job.weights]
     sent = scape_bytes(numels, job.ranks, config, parameter_bytes=job.parameter_bytes, clip=job.clip)
     exposed = _message(link, sent["norm"], 2 * (job.ranks - 1), adding=True)
@@ -433,21 +437,21 @@ def advice(predictions: Sequence[Prediction]) -> str:
 def dense_would_be_faster(stats: Sequence[Any]) -> str | None:
     """What a run's own figures say: None where SCAPE pays or nothing can be said, else a sentence with the figures.
 
-    The bandwidth is what the step's own messages reached, waiting included, which is less than large messages would:
-    the estimate errs on SCAPE's side. Dense AdamW's own time is taken from the fold's by the memory they touch (28
-    bytes a parameter against 12).
+    The bandwidth is what the step's own messages reached, waiting and what was done meanwhile included, which is less
+    than large messages would: the estimate errs on SCAPE's side. Dense AdamW's own time is taken from the fold's by the
+    memory they touch (28 bytes a parameter against 12).
 
     Args:
         stats: :class:`~lightning_scape.StepStats` of a few sparse steps of one rank, whose host did the work itself.
     """
-    if not stats or any(s.skipped or not s.bytes_total or s.message_seconds <= 0 for s in stats):
+    if not stats or any(s.skipped or not s.bytes_total or s.message_elapsed <= 0 for s in stats):
         return None
     messages = median(s.message_seconds for s in stats)
     fold = median(s.seconds.get("fold", 0.0) for s in stats)
     # Clipping is left out on both sides, for its dense form is as dear.
     own = median(sum(s.seconds.values()) - s.seconds.get("norm", 0.0) for s in stats)
     waited = median(s.bytes_values + s.bytes_parameters + s.bytes_norm for s in stats)
-    bandwidth = waited / messages
+    bandwidth = waited / median(s.message_elapsed for s in stats)
     dense = median(s.bytes_dense for s in stats) / bandwidth + 28 / 12 * fold
     if dense >= WARN_BELOW * own:
         return None

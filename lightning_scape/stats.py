@@ -55,6 +55,8 @@ class StepStats:
     message_seconds: float
     """Seconds of the host inside the step's own messages (norm, values, parameters), waiting for other ranks included;
     on CUDA the time to queue them."""
+    message_elapsed: float
+    """Seconds from the departure to the arrival of these messages, what the host did meanwhile included."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the host by phase (:data:`PHASES`). On CUDA that is the time to queue the work, not to do it."""
 
@@ -93,6 +95,7 @@ class StepRecord:
     """Entries of the shard, pads included, that were visited in the step before too."""
     skipped_total: int = 0
     message_seconds: float = 0.0
+    message_elapsed: float = 0.0
     bytes_sent: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
@@ -144,5 +147,6 @@ class StepRecord:
             skipped=scale == 0.0,
             skipped_total=self.skipped_total,
             message_seconds=self.message_seconds,
+            message_elapsed=self.message_elapsed,
             seconds=dict(self.seconds),
         )

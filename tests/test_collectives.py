@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_scape import ScapeConfig, ScapeOptimizer, collectives
+from lightning_scape import ScapeConfig, ScapeOptimizer, collectives, ops
 from lightning_scape.collectives import Communicator
 
 MESSAGES = {"all_reduce": 1, "_all_to_all": 2, "_all_gather": 2}
@@ -89,3 +89,40 @@ def _alone(rank: int, world: int) -> float:
 
 def test_a_rank_may_step_alone_while_the_others_do_not(run_ranks: Any) -> None:
     assert 0.0 < run_ranks(_alone, 2)[1] < 400.0
+
+
+def _order_of_a_step(rank: int, world: int, sparsity: float) -> list[str]:
+    """What a sparse step does around its messages."""
+    said: list[str] = []
+
+    def say(home: Any, name: str) -> None:
+        call = getattr(home, name)
+
+        def saying(*args: Any, **kwargs: Any) -> Any:
+            said.append(name)
+            return call(*args, **kwargs)
+
+        setattr(home, name, saying)
+
+    parameter = nn.Parameter(torch.zeros(4000))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=sparsity))
+    for step in range(3):
+        optimizer.drain()
+        if step == 2:
+            for name in ("exchange", "start_mask", "gather_parameters"):
+                say(Communicator, name)
+            for name in ("compact", "update", "scatter"):
+                say(ops, name)
+            say(collectives.Arriving, "wait")
+            say(collectives.PendingMask, "depart")
+        parameter.grad = torch.randn(4000, generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.step()
+    return said
+
+
+@pytest.mark.parametrize("sparsity", [0.9, 0.99])
+def test_a_step_works_while_its_messages_travel(run_ranks: Any, sparsity: float) -> None:
+    """It ranks the next mask while the values travel and applies its own shard while the others' come."""
+    around_values = ["compact", "exchange", "start_mask", "wait", "update"]
+    around_parameters = ["gather_parameters", "scatter", "wait", "scatter", "depart"]
+    assert run_ranks(_order_of_a_step, 2, sparsity) == [[*around_values, *around_parameters]] * 2

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_scape.layout import Layout
+from lightning_scape.layout import Layout, Piece
 
 
 def test_example_of_the_docstring() -> None:
@@ -17,6 +19,8 @@ def test_example_of_the_docstring() -> None:
     assert first == [(0, 0, 2, 0, 6), (1, 2, 1, 0, 4)]
     second = [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.shard_pieces(1)]
     assert second == [(1, 0, 2, 4, 5)]
+    assert list(layout.pieces_beside(1)) == list(layout.shard_pieces(0))
+    assert [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.pieces_beside(0)] == [(1, 3, 2, 4, 5)]
 
 
 def test_kept_counts_entries_and_leaves_out_pads() -> None:
@@ -45,3 +49,22 @@ def test_shards_are_equal_and_cover_every_entry_once(
             kept += piece.kept(sent, block_size)
     assert seen == {(index, i) for index, numel in enumerate(numels) for i in range(numel)}
     assert kept == sum(piece.kept(sent, block_size) for piece in layout.pieces())
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=12), st.integers(1, 40), st.integers(1, 5))
+def test_a_shard_and_what_lies_beside_it_are_everything(numels: list[int], block_size: int, world_size: int) -> None:
+    layout = Layout(numels, [0] * len(numels), block_size, world_size)
+
+    def rows(pieces: Iterable[Piece], first: int) -> set[tuple[int, int, int]]:
+        """Each block with the parameter and the entry that it begins at."""
+        return {
+            (first + piece.row + i, piece.segment.index, piece.start + i * block_size)
+            for piece in pieces
+            for i in range(piece.blocks)
+        }
+
+    for rank in range(world_size):
+        own = rows(layout.shard_pieces(rank), rank * layout.shard_blocks)
+        beside = rows(layout.pieces_beside(rank), 0)
+        assert not own & beside
+        assert own | beside == rows(layout.pieces(), 0)
