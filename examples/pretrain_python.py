@@ -2,7 +2,7 @@
 
     python examples/pretrain_python.py                          # SCAPE 99% on two CPU processes, about 5 minutes
     python examples/pretrain_python.py --strategy ddp           # the same with dense gradients
-    python examples/pretrain_python.py --compare                # dense AdamW, dense AdamS, SCAPE 90% and 99%
+    python examples/pretrain_python.py --compare                # dense AdamW and AdamS, SCAPE 90%, 99%, with warm-up
     torchrun --nproc-per-node 2 examples/pretrain_python.py     # launched from outside
     python examples/pretrain_python.py --accelerator gpu --devices 8 --precision bf16-mixed
 
@@ -54,6 +54,7 @@ RUNS = (
     {"strategy": "ddp", "optimizer": "adams"},
     {"strategy": "scape", "optimizer": "adams", "sparsity": 0.9},
     {"strategy": "scape", "optimizer": "adams", "sparsity": 0.99},
+    {"strategy": "scape", "optimizer": "adams", "sparsity": 0.99, "sparsity_warmup_steps": 1000},
 )
 """What --compare runs."""
 EXCHANGE = ("norm", "wait", "synchronize", "reconstruct")
@@ -380,14 +381,15 @@ def folder_of(args: argparse.Namespace) -> Path:
 
 def run_name(args: argparse.Namespace) -> str:
     if args.strategy == "scape":
-        return f"SCAPE {100 * args.sparsity:g}%"
+        warmup = f" warm-up {args.sparsity_warmup_steps}" if args.sparsity_warmup_steps else ""
+        return f"SCAPE {100 * args.sparsity:g}%{warmup}"
     return f"dense {'AdamW' if args.optimizer == 'adamw' else 'AdamS'}"
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--compare", action="store_true", help="run dense AdamW, dense AdamS, SCAPE 90%% and 99%%, and compare them")
+    add("--compare", action="store_true", help="run dense AdamW and AdamS, SCAPE 90%%, 99%% and with a warm-up")
     add("--strategy", choices=("scape", "ddp"), default="scape")
     add("--optimizer", choices=tuple(LEARNING_RATES), default="adams", help="under scape, both become its AdamS")
     add("--sparsity", type=float, default=0.99, help="share of the entries that is not sent in a step")

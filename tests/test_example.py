@@ -145,17 +145,18 @@ def test_the_distance_to_dense_adams_closes_with_more_updates(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_compare_makes_one_table_of_four_runs_and_repeats_none(tmp_path: Path):
+def test_compare_makes_one_table_of_five_runs_and_repeats_none(tmp_path: Path):
     options = ("--compare", "--size=tiny", "--steps=20", "--context=64", "--val-batches=5")
     output = run_example(tmp_path, *options, timeout=400)
     table = (tmp_path / "compare.md").read_text()
     assert table.startswith(
-        "|  | dense AdamW | dense AdamS | SCAPE 90% | SCAPE 99% |\n| --- | --- | --- | --- | --- |\n"
+        "|  | dense AdamW | dense AdamS | SCAPE 90% | SCAPE 99% | SCAPE 99% warm-up 1000 |\n"
+        "| --- | --- | --- | --- | --- | --- |\n"
     )
     assert table in output
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     again = run_example(tmp_path, *options)
-    assert again.count("done before") == 4
+    assert again.count("done before") == 5
     assert table in again
 
 
