@@ -268,7 +268,9 @@ class OtherDelay(DelayedMask):
         if self.delay == 1:
             super().prepare(step, start)
         elif self.delay == 2 and self.active is not None:
-            made, _ = start(self.schedule.sent(step + 2)).wait()
+            pending = start(self.schedule.sent(step + 2))
+            pending.depart()
+            made, _ = pending.wait()
             self._held.append(made)
             if len(self._held) == self.delay:
                 self.active, self.uses = self._held.pop(0), 0

@@ -90,14 +90,15 @@ class LocalCommunicator(Communicator):
         return Arriving(full.fill_(-0.0) if self.others_add else full)
 
     def start_mask(
-        self, full: Tensor, pick: Callable[[Tensor | None], Tensor], ballots: Tensor | None = None
+        self, make_room: Callable[[], Tensor], pick: Callable[[Tensor | None], Tensor], ballots: Tensor | None = None
     ) -> PendingMask:
-        self._count("mask", full.numel() * full.element_size())
         received = None
         if ballots is not None:
             self._count("votes", ballots.numel() * ballots.element_size())
             received = self._exchange(ballots)
-        return PendingMask(torch.cat(self.meeting.share(self.rank, pick(received))))
+        full = torch.cat(self.meeting.share(self.rank, pick(received)))
+        self._count("mask", full.numel() * full.element_size())
+        return PendingMask(Arriving(full))
 
     def collect(self, flat: Tensor, to: int, device: torch.device) -> list[Tensor] | None:
         parts = self.meeting.share(self.rank, flat.clone())

@@ -129,40 +129,49 @@ class Arriving:
     def wait(self) -> Tensor:
         """What has arrived; on CUDA the current stream waits, the host does not."""
         if self.work is not None:
+            work, self.work = self.work, None
             with (self.waiting or _lost_contact)():
-                self.work.wait()
-            self.work = self.sent = None
+                work.wait()
+            self.sent = None
         return self.result
+
+    def __enter__(self) -> Arriving:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """After an error inside the message still arrives: what is left half received breaks every later one."""
+        if kind is not None and issubclass(kind, Exception):
+            with contextlib.suppress(Exception):
+                self.wait()
 
 
 @dataclass
 class PendingMask:
-    """A mask ranked and, from :meth:`depart` on, under way."""
+    """A mask in the making: its exchange begins when it is told to depart."""
 
-    mask: Tensor
-    """``[blocks, q]``; its contents are undefined before :meth:`wait`."""
-    send: Callable[[], Arriving | _Job | None] | None = None
-    """Begins to exchange it; returns what to wait for. It holds what the messages read and write."""
-    work: Arriving | _Job | None = None
+    arriving: Arriving | None = None
+    """The mask, ``[blocks, q]``, once it has departed."""
+    send: Callable[[], Arriving] | None = None
+    """Begins the exchange."""
     stream: torch.cuda.Stream | None = None
 
     def depart(self) -> None:
         """Sets the exchange off, unless it is."""
         if self.send is not None:
-            self.work, self.send = self.send(), None
+            send, self.send = self.send, None
+            self.arriving = send()
 
     def wait(self) -> tuple[Tensor, float]:
         """The mask and the seconds the host waited; on CUDA the current stream waits, the host does not."""
+        assert self.arriving is not None
         began = time.perf_counter()
-        self.depart()
-        if self.work is not None:
-            self.work.wait()
+        mask = self.arriving.wait()
         if self.stream is not None:
-            current = torch.cuda.current_stream(self.mask.device)
+            current = torch.cuda.current_stream(mask.device)
             current.wait_stream(self.stream)
             # Allocated on the side stream, read on this one: the allocator must not hand it out again too early.
-            self.mask.record_stream(current)
-        return self.mask, time.perf_counter() - began
+            mask.record_stream(current)
+        return mask, time.perf_counter() - began
 
 
 @dataclass
@@ -180,8 +189,8 @@ class Communicator:
     """Bytes this rank sent since :meth:`take_count`, by kind."""
     seconds: float = 0.0
     """Seconds of the host inside messages since then, waiting for other ranks included; the mask's are left out."""
-    elapsed: float = 0.0
-    """Seconds from the departure to the arrival of these, what the host did meanwhile included."""
+    at_once: bool = False
+    """Waits for every message where it departs, so that ``seconds`` are all that it takes."""
 
     def __post_init__(self) -> None:
         self.rank: int = dist.get_rank(self.process_group) if is_distributed() else 0
@@ -200,16 +209,16 @@ class Communicator:
         communicator.rank, communicator.world_size = 0, 1
         return communicator
 
-    def take_count(self) -> tuple[dict[str, int], float, float]:
-        """The bytes by kind, the seconds inside and the seconds elapsed, which start again from zero."""
-        counted = self.bytes_sent, self.seconds, self.elapsed
-        self.bytes_sent, self.seconds, self.elapsed = dict.fromkeys(KINDS, 0), 0.0, 0.0
+    def take_count(self) -> tuple[dict[str, int], float]:
+        """The bytes by kind and the seconds, which start again from zero."""
+        counted = self.bytes_sent, self.seconds
+        self.bytes_sent, self.seconds = dict.fromkeys(KINDS, 0), 0.0
         return counted
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
         if self.world_size > 1:
-            with self._timed(time.perf_counter()):
+            with self._timed():
                 dist.all_reduce(tensor, group=self.process_group)
             self._count("norm", 2 * tensor.numel() * tensor.element_size())
         return tensor
@@ -219,22 +228,27 @@ class Communicator:
         shape = self.world_size, -1, values.shape[1]
         if self.world_size == 1:
             return Arriving(values.view(shape))
-        received, departure = torch.empty_like(values), time.perf_counter()
+        received = torch.empty_like(values)
         with self._timed():
             work = _all_to_all(received, values, self.process_group, async_op=True)
         self._count("values", values.numel() * values.element_size())
-        return Arriving(received.view(shape), values, work, functools.partial(self._timed, departure))
+        return self._under_way(received.view(shape), values, work)
 
     def gather_parameters(self, shard: Tensor) -> Arriving:
         """``[N*R, q]`` arrive: every rank's ``shard [R, q]``, in rank order."""
         if self.world_size == 1:
             return Arriving(shard)
         full = shard.new_empty((self.world_size * shard.shape[0], shard.shape[1]))
-        departure = time.perf_counter()
         with self._timed():
             work = _all_gather(full, shard, self.process_group, async_op=True)
         self._count("parameters", full.numel() * full.element_size())
-        return Arriving(full, shard, work, functools.partial(self._timed, departure))
+        return self._under_way(full, shard, work)
+
+    def _under_way(self, result: Tensor, sent: Tensor, work: Any) -> Arriving:
+        arriving = Arriving(result, sent, work, self._timed)
+        if self.at_once:
+            arriving.wait()
+        return arriving
 
     @contextlib.contextmanager
     def beside_compute(self, device: torch.device) -> Iterator[None]:
@@ -257,31 +271,33 @@ class Communicator:
         return self._side_stream
 
     def start_mask(
-        self, full: Tensor, pick: Callable[[Tensor | None], Tensor], ballots: Tensor | None = None
+        self, make_room: Callable[[], Tensor], pick: Callable[[Tensor | None], Tensor], ballots: Tensor | None = None
     ) -> PendingMask:
         """Begins to make the next mask; call inside :meth:`beside_compute`. It is exchanged when told to depart.
 
         Args:
-            full: ``[N*R, q]``, takes every rank's part of the mask.
+            make_room: memory for every rank's part of the mask, ``[N*R, q]``.
             pick: makes this rank's part ``[R, q]``, from the ballots cast for its shard ``[N, R, W]`` (None: no votes).
-            ballots: ``[N*R, W]``, what this rank has cast; None for no votes.
+            ballots: ``[N*R, W]``, what this rank has cast; None for no votes. With votes the mask is picked only when
+                they have been exchanged.
         """
         if self.world_size == 1:
-            return PendingMask(full.copy_(pick(None)), stream=self._side_stream)
-        self._count("mask", full.numel() * full.element_size())
-        send: Callable[[], Arriving | _Job | None]
+            return PendingMask(Arriving(pick(None)), stream=self._side_stream)
         if ballots is None:
-            send = functools.partial(self._gather_mask, full, pick(None))
+            send = functools.partial(self._gather_mask, make_room, pick(None))
         else:
-            self._count("votes", ballots.numel() * ballots.element_size())
-            send = functools.partial(self._vote_and_gather, full, pick, ballots)
-        return PendingMask(full, send, stream=self._side_stream)
+            send = functools.partial(self._vote_and_gather, make_room, pick, ballots)
+        return PendingMask(send=send, stream=self._side_stream)
 
-    def _gather_mask(self, full: Tensor, shard: Tensor) -> Arriving:
-        with self.beside_compute(full.device), _lost_contact():
+    def _gather_mask(self, make_room: Callable[[], Tensor], shard: Tensor) -> Arriving:
+        with self.beside_compute(shard.device), _lost_contact():
+            full = make_room()
+            self._count("mask", full.numel() * full.element_size())
             return Arriving(full, shard, _all_gather(full, shard, self.mask_group, async_op=True))
 
-    def _vote_and_gather(self, full: Tensor, pick: Callable[[Tensor | None], Tensor], ballots: Tensor) -> _Job | None:
+    def _vote_and_gather(
+        self, make_room: Callable[[], Tensor], pick: Callable[[Tensor | None], Tensor], ballots: Tensor
+    ) -> Arriving:
         def messages() -> None:
             received = torch.empty_like(ballots)
             with _lost_contact():
@@ -290,11 +306,14 @@ class Communicator:
             with _lost_contact():
                 _all_gather(full, shard, self.mask_group)
 
-        if full.device.type != "cuda":
-            return _on_a_thread(messages)
-        with self.beside_compute(full.device):  # the stream orders the messages, the host waits for none
-            messages()
-        return None
+        with self.beside_compute(ballots.device):
+            full = make_room()
+            self._count("mask", full.numel() * full.element_size())
+            self._count("votes", ballots.numel() * ballots.element_size())
+            if ballots.device.type == "cuda":  # the stream orders the messages, the host waits for none
+                messages()
+                return Arriving(full)
+        return Arriving(full, work=_on_a_thread(messages), waiting=contextlib.nullcontext)
 
     def collect(self, flat: Tensor, to: int, device: torch.device) -> list[Tensor] | None:
         """Every rank's ``flat`` (same length on all) on rank ``to`` in host memory, None elsewhere; for checkpoints.
@@ -360,14 +379,12 @@ class Communicator:
         return bool((everyone == everyone[0]).all())  # set-up: waiting for the device is fine
 
     @contextlib.contextmanager
-    def _timed(self, departure: float | None = None) -> Iterator[None]:
-        """Counts the seconds inside as spent in messages; where one arrives inside, those since its departure, too."""
+    def _timed(self) -> Iterator[None]:
+        """Counts the seconds inside as spent in messages, and says what a failed one means."""
         began = time.perf_counter()
         with _lost_contact():
             yield
-        now = time.perf_counter()
-        self.seconds += now - began
-        self.elapsed += 0.0 if departure is None else now - departure
+        self.seconds += time.perf_counter() - began
 
     def _count(self, kind: str, buffer_bytes: int) -> None:
         """A rank keeps 1/N of every buffer to itself."""

@@ -62,12 +62,13 @@ class PayoffCheck:
         if self._judged() is not optimizer:
             return None
         self._calls += 1
-        if self._calls <= config.dense_steps + config.sparsity_warmup_steps + self.first:
-            return None
-        if (stats := optimizer.stats) is None:
-            return None
-        self._seen.append(stats)
-        return dense_would_be_faster(self._seen) if len(self._seen) == self.steps else None
+        after = self._calls - config.dense_steps - config.sparsity_warmup_steps - self.first
+        if after > 0 and (stats := optimizer.stats) is not None:
+            self._seen.append(stats)
+        judged = len(self._seen) == self.steps
+        # What travels beside other work hides how fast the link is.
+        optimizer.communicator.at_once = after >= 0 and not judged
+        return dense_would_be_faster(self._seen) if judged else None
 
 
 class MaskGroup:

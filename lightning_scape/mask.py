@@ -80,6 +80,7 @@ class DelayedMask:
             return None, waited
         if self.active is None or self.active.shape[1] != sent:
             self._pending = start(sent)
+            self._pending.depart()
             waited += self.arrive()
             self.unproven = True
         self.uses += 1
@@ -114,10 +115,13 @@ class DelayedMask:
             self.restore(None, 0)
 
     def arrive(self) -> float:
-        """Waits for the mask under way, if any; returns the seconds the host waited."""
-        if self._pending is None:
-            return 0.0
+        """Waits for the mask under way, if any; returns the seconds the host waited.
+
+        One that has not departed is dropped: an error has ended its step, and no other rank may be sending either.
+        """
         pending, self._pending = self._pending, None  # first: where waiting fails, nobody waits for it again
+        if pending is None or pending.arriving is None:
+            return 0.0
         self.active, waited = pending.wait()
         self.uses = 0
         return waited

@@ -6,6 +6,7 @@ entries sent per step, ``R`` blocks of a shard, ``t`` step.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -63,11 +64,13 @@ class ScapeOptimizer(torch.optim.Optimizer):
     3. **fold**         residual += scale * gradient
     4. **compact**      masked entries leave the residual, rounded for the wire
     5. **synchronize**  all-to-all; the owner averages what the ranks sent, in rank order, in fp32
-    6. **select**       meanwhile each owner ranks what is left in its shard of the residual: the next mask
+    6. **select**       meanwhile what is left in the residual is ranked: by each owner, its shard's next mask; where
+                        ranks vote, by each rank, its votes for the others' shards
     7. **update**       tau steps of AdamS at once on the masked entries of the shard
     8. **reconstruct**  all-gather of the changes (of the values, where parameters are narrow); every rank applies them
 
-    and the exchange of the next mask begins, which nobody waits for before the next step.
+    and the exchange of the next mask (of the votes, from which the owners then pick it) begins, which nobody waits for
+    before the next step.
 
     Entries outside the mask are left bitwise as they are. Ranks hold bitwise equal parameters after every step. Works
     under plain ``torchrun`` as well as under Lightning; with one rank nothing is sent.
@@ -197,10 +200,10 @@ class ScapeOptimizer(torch.optim.Optimizer):
             record.exchange_wait += waited
         with record.phase("compact"):
             values = self._compact(state, mask, scale)
+            record.sent_energy = ops.squared_norm([values])
         with record.phase("synchronize"):
             arriving = self._communicator.exchange(values)
-        with record.phase("select"):  # while the values travel: what they leave in the residual is ranked
-            record.sent_energy = ops.squared_norm([values])
+        with arriving, record.phase("select"):  # while the values travel: what they leave in the residual is ranked
             self._masks.prepare(state.calls, self._start_mask)
         with record.phase("synchronize"):
             total = self._mean(arriving.wait(), state.momentum.dtype)
@@ -328,6 +331,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         record.again = ops.update(
             theta, state.momentum, state.clock, own, total, step, hyper, correction, scale, state.noise, floor
         )
+        state.step += (scale != 0).to(state.step.dtype)  # with the clocks, or the next tau would not be right
         if state.master is not None and own is not None:
             ops.put(state.master, own, theta)
         if before is None:
@@ -341,16 +345,16 @@ class ScapeOptimizer(torch.optim.Optimizer):
         arriving = self._communicator.gather_parameters(updated)
         flats, block_size = self._run.flats, self._layout.block_size
         own = None if mask is None else self._own_rows(mask)
-        ops.scatter(flats, self._shard_pieces, own, updated, block_size, self._as_changes)
+        with arriving:
+            ops.scatter(flats, self._shard_pieces, own, updated, block_size, self._as_changes)
         ops.scatter(flats, self._pieces_beside, mask, arriving.wait(), block_size, self._as_changes)
 
     def _end(self, state: ScapeState, scale: Tensor) -> None:
         record, config = self._run.record, self.config
         assert record is not None
-        state.step += (scale != 0).to(state.step.dtype)
         state.calls += 1
         record.norm, record.scale = self._clipping.norm, scale
-        record.bytes_sent, record.message_seconds, record.message_elapsed = self._communicator.take_count()
+        record.bytes_sent, record.message_seconds = self._communicator.take_count()
         self._clipping.forget()
         if config.check_replicas_every and state.calls % config.check_replicas_every == 0:
             check_replicas(self._communicator, self._run.flats, self._parameters.names)
@@ -374,11 +378,11 @@ class ScapeOptimizer(torch.optim.Optimizer):
             return ops.elect(statistic, ballots.to(statistic.device), rank, votes, sent).to(device)
 
         with self._communicator.beside_compute(device):
-            shape = self._layout.blocks, sent
-            full = torch.empty(shape, dtype=ops.position_dtype(self._layout.block_size), device=device)
+            kind = {"dtype": ops.position_dtype(self._layout.block_size), "device": device}
+            make_room = functools.partial(torch.empty, (self._layout.blocks, sent), **kind)
             alone = not votes or self._communicator.world_size == 1
             ballots = None if alone else self._cast_ballots(state.residual, votes).to(device)
-            return self._communicator.start_mask(full, pick, ballots)
+            return self._communicator.start_mask(make_room, pick, ballots)
 
     def _cast_ballots(self, residual: Tensor, votes: int) -> Tensor:
         """``[N*R, W]``: this rank's votes for the other ranks' shards; zeros for its own, where its residual counts."""
@@ -445,6 +449,11 @@ class ScapeOptimizer(torch.optim.Optimizer):
                 " shards are laid out over all parameters at once. Build a new ScapeOptimizer over all groups."
             )
         super().add_param_group(param_group)
+
+    @property
+    def communicator(self) -> Communicator:
+        """Sends this optimizer's messages."""
+        return self._communicator
 
     @property
     def stats(self) -> StepStats | None:

@@ -437,21 +437,22 @@ def advice(predictions: Sequence[Prediction]) -> str:
 def dense_would_be_faster(stats: Sequence[Any]) -> str | None:
     """What a run's own figures say: None where SCAPE pays or nothing can be said, else a sentence with the figures.
 
-    The bandwidth is what the step's own messages reached, waiting and what was done meanwhile included, which is less
-    than large messages would: the estimate errs on SCAPE's side. Dense AdamW's own time is taken from the fold's by the
+    The bandwidth is what the step's own messages reached, waiting included, which is less than large messages would:
+    the estimate errs on SCAPE's side. Dense AdamW's own time is taken from the fold's by the
     memory they touch (28 bytes a parameter against 12).
 
     Args:
-        stats: :class:`~lightning_scape.StepStats` of a few sparse steps of one rank, whose host did the work itself.
+        stats: :class:`~lightning_scape.StepStats` of a few sparse steps of one rank, whose host did the work itself
+            and waited for each message where it was sent (``Communicator.at_once``).
     """
-    if not stats or any(s.skipped or not s.bytes_total or s.message_elapsed <= 0 for s in stats):
+    if not stats or any(s.skipped or not s.bytes_total or s.message_seconds <= 0 for s in stats):
         return None
     messages = median(s.message_seconds for s in stats)
     fold = median(s.seconds.get("fold", 0.0) for s in stats)
     # Clipping is left out on both sides, for its dense form is as dear.
     own = median(sum(s.seconds.values()) - s.seconds.get("norm", 0.0) for s in stats)
     waited = median(s.bytes_values + s.bytes_parameters + s.bytes_norm for s in stats)
-    bandwidth = waited / median(s.message_elapsed for s in stats)
+    bandwidth = waited / messages
     dense = median(s.bytes_dense for s in stats) / bandwidth + 28 / 12 * fold
     if dense >= WARN_BELOW * own:
         return None

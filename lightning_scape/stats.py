@@ -15,8 +15,9 @@ from torch.profiler import record_function
 from lightning_scape import ops
 from lightning_scape.layout import Layout, Piece
 
-PHASES = ("norm", "wait", "fold", "compact", "synchronize", "update", "reconstruct", "select")
-"""Phases of a step, in order; also the names of the profiler ranges (``scape::fold``, ...)."""
+PHASES = ("norm", "wait", "fold", "compact", "synchronize", "select", "update", "reconstruct")
+"""Phases of a step, in order; also the names of the profiler ranges (``scape::fold``, ...). ``synchronize`` goes on
+after ``select``; a last, short ``select`` sets the mask's exchange off."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,6 @@ class StepStats:
     message_seconds: float
     """Seconds of the host inside the step's own messages (norm, values, parameters), waiting for other ranks included;
     on CUDA the time to queue them."""
-    message_elapsed: float
-    """Seconds from the departure to the arrival of these messages, what the host did meanwhile included."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the host by phase (:data:`PHASES`). On CUDA that is the time to queue the work, not to do it."""
 
@@ -95,7 +94,6 @@ class StepRecord:
     """Entries of the shard, pads included, that were visited in the step before too."""
     skipped_total: int = 0
     message_seconds: float = 0.0
-    message_elapsed: float = 0.0
     bytes_sent: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
@@ -147,6 +145,5 @@ class StepRecord:
             skipped=scale == 0.0,
             skipped_total=self.skipped_total,
             message_seconds=self.message_seconds,
-            message_elapsed=self.message_elapsed,
             seconds=dict(self.seconds),
         )

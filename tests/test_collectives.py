@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, collectives, ops
 from lightning_scape.collectives import Communicator
@@ -109,20 +110,75 @@ def _order_of_a_step(rank: int, world: int, sparsity: float) -> list[str]:
     for step in range(3):
         optimizer.drain()
         if step == 2:
-            for name in ("exchange", "start_mask", "gather_parameters"):
+            for name in ("exchange", "gather_parameters"):
                 say(Communicator, name)
-            for name in ("compact", "update", "scatter"):
+            for name in ("compact", "select", "vote", "elect", "update", "scatter"):
                 say(ops, name)
             say(collectives.Arriving, "wait")
             say(collectives.PendingMask, "depart")
         parameter.grad = torch.randn(4000, generator=torch.Generator().manual_seed(10 * step + rank))
         optimizer.step()
+    optimizer.drain()
     return said
 
 
-@pytest.mark.parametrize("sparsity", [0.9, 0.99])
-def test_a_step_works_while_its_messages_travel(run_ranks: Any, sparsity: float) -> None:
-    """It ranks the next mask while the values travel and applies its own shard while the others' come."""
-    around_values = ["compact", "exchange", "start_mask", "wait", "update"]
+@pytest.mark.parametrize(
+    ("sparsity", "ranking", "afterwards"), [(0.9, ["select"], ["wait"]), (0.99, ["vote", "vote"], ["wait", "elect"])]
+)
+def test_a_step_works_while_its_messages_travel(
+    run_ranks: Any, sparsity: float, ranking: list[str], afterwards: list[str]
+) -> None:
+    """It ranks what is left while the values travel, and applies its own shard while the others' come."""
+    around_values = ["compact", "exchange", *ranking, "wait", "update"]
     around_parameters = ["gather_parameters", "scatter", "wait", "scatter", "depart"]
-    assert run_ranks(_order_of_a_step, 2, sparsity) == [[*around_values, *around_parameters]] * 2
+    for order in run_ranks(_order_of_a_step, 2, sparsity):
+        assert order[: -len(afterwards)] == [*around_values, *around_parameters]
+        assert sorted(order[-len(afterwards) :]) == sorted(afterwards)  # the election is on a thread of its own
+
+
+def _after_an_error(rank: int, world: int, where: str) -> tuple[bool, float, Tensor]:
+    """A step that fails on all ranks, one of them late, then two that do not; did it fail, seconds to drain, and p."""
+    parameter = nn.Parameter(torch.zeros(4000))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.9))
+
+    def step(number: int) -> None:
+        parameter.grad = torch.randn(4000, generator=torch.Generator().manual_seed(10 * number + rank))
+        optimizer.step()
+
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    for number in range(2):
+        step(number)
+    real, real_compact = getattr(ops, where), ops.compact
+
+    def late(*args: Any) -> Tensor:
+        time.sleep(rank)
+        return real_compact(*args)
+
+    ops.compact = late
+    setattr(ops, where, fail)
+    failed = False
+    try:
+        step(2)
+    except MemoryError:
+        failed = True
+    setattr(ops, where, real)
+    ops.compact = real_compact
+    began = time.perf_counter()
+    optimizer.drain()
+    waited = time.perf_counter() - began
+    for number in (3, 4):
+        step(number)
+    optimizer.drain()
+    return failed, waited, parameter.detach().clone()
+
+
+@pytest.mark.parametrize("where", ["select", "scatter"])
+def test_an_error_beside_a_message_breaks_no_later_one(run_ranks: Any, where: str) -> None:
+    (failed, waited, first), (also, also_waited, second) = run_ranks(_after_an_error, 2, where)
+    assert failed
+    assert also
+    assert max(waited, also_waited) < 1.0  # the mask of the failed step has not been sent, nor is it now
+    assert torch.equal(first, second)
+    assert first.isfinite().all()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ScapeConfig
-from lightning_scape.collectives import PendingMask
+from lightning_scape.collectives import Arriving, PendingMask
 from lightning_scape.mask import DelayedMask, SparsitySchedule
 
 
@@ -20,14 +20,14 @@ class Maker:
 
     def start(self, sent: int) -> PendingMask:
         self.made += 1
-        maker = self
+        maker, made = self, self.made
 
-        class Arriving(PendingMask):
+        class Counting(PendingMask):
             def wait(self) -> tuple[Tensor, float]:
                 maker.waits += 1
-                return self.mask, 0.25
+                return super().wait()[0], 0.25
 
-        return Arriving(torch.full((3, sent), self.made))
+        return Counting(send=lambda: Arriving(torch.full((3, sent), made)))
 
 
 def run(config: ScapeConfig, steps: int) -> list[int | None]:
@@ -38,10 +38,11 @@ def run(config: ScapeConfig, steps: int) -> list[int | None]:
         mask, _ = masks.take(step, maker.start)
         used.append(None if mask is None else int(mask[0, 0]))
         masks.prepare(step, maker.start)
+        masks.depart()
     return used
 
 
-def test_each_step_uses_the_mask_made_at_the_end_of_the_step_before() -> None:
+def test_each_step_uses_the_mask_made_in_the_step_before() -> None:
     assert run(ScapeConfig(sparsity=0.9), 5) == [1, 2, 3, 4, 5]
 
 
@@ -51,9 +52,22 @@ def test_first_step_makes_its_own_mask_and_only_it_waits_for_two() -> None:
     assert masks.take(0, maker.start)[1] == 0.25
     assert (maker.made, maker.waits) == (1, 1)
     masks.prepare(0, maker.start)
+    masks.depart()
     assert (maker.made, maker.waits) == (2, 1)  # under way, not waited for
     assert masks.take(1, maker.start)[1] == 0.25
     assert (maker.made, maker.waits) == (2, 2)
+
+
+def test_a_mask_whose_step_failed_before_it_departed_is_dropped() -> None:
+    maker = Maker()
+    masks = DelayedMask(SparsitySchedule.of(ScapeConfig(sparsity=0.9)), 1)
+    first, _ = masks.take(0, maker.start)
+    masks.prepare(0, maker.start)
+    assert masks.arrive() == 0.0  # nobody may be sending it: waiting would be for ever
+    assert maker.waits == 1
+    assert masks.active is first
+    masks.depart()
+    assert masks.take(1, maker.start)[0] is first
 
 
 def test_interval_reuses_a_mask() -> None:

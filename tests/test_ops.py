@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -298,6 +300,23 @@ def test_sketch_norm_is_within_five_percent(kind: str) -> None:
     true = torch.cat(grads).double().norm()
     sketched = ops.sketch(grads, signs(), SKETCH_WIDTHS).double().norm()
     assert float(sketched / true) == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_gradient_that_is_not_finite_is_no_error_of_the_sketch(dtype: torch.dtype) -> None:
+    """It is the norm, on all ranks, that says so; an error on one would leave the others waiting."""
+    grad = torch.ones(200_000, dtype=dtype)
+    grad[:3] = torch.tensor([float("inf"), float("-inf"), 3e38])
+    with np.errstate(all="raise"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not ops.sketch([grad], signs(), SKETCH_WIDTHS).isfinite().all()
+
+
+def test_the_sketch_takes_a_view_with_the_negative_bit() -> None:
+    grad = torch.randn(5000)
+    negative = torch.imag(torch.complex(torch.zeros(5000), grad).conj())
+    assert negative.is_neg()
+    assert torch.equal(ops.sketch([negative], signs(), SKETCH_WIDTHS), ops.sketch([-grad], signs(), SKETCH_WIDTHS))
 
 
 def test_sketch_deviation_is_as_stated() -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, collectives, ops
+from lightning_scape.collectives import Arriving
 
 RunRanks = Callable[..., list[Any]]
 SIZES = ((37, 11), (5,), (1,), (300, 7), (3, 3, 3), (641,))
@@ -184,7 +185,7 @@ class Ledger:
         self._exchange = optimizer._communicator.exchange
         optimizer._communicator.exchange = self.exchange  # type: ignore[method-assign]
 
-    def exchange(self, sent: Tensor) -> Tensor:
+    def exchange(self, sent: Tensor) -> Arriving:
         state = self.optimizer._run.state
         assert state is not None
         if self.sent is None:
@@ -254,7 +255,7 @@ def train_watching_masks(rank: int, world_size: int, interval: int) -> dict[str,
         assert mask.shape == (optimizer._layout.blocks, quota.sent)
         assert all(row.unique().numel() == quota.sent for row in mask)
         if expected is not None and step % interval == 0:
-            assert torch.equal(mask, expected), f"step {step} did not use the mask made at the end of step {step - 1}"
+            assert torch.equal(mask, expected), f"step {step} did not use the mask made in step {step - 1}"
         if step % interval:
             assert torch.equal(mask, seen[-1])
         seen.append(mask.clone())
@@ -871,7 +872,7 @@ def test_statistics_tell_what_the_step_did(run_ranks: RunRanks) -> None:
         assert stats.compression == stats.bytes_dense / stats.bytes_total
         flat = stats.as_dict()
         assert flat["scape/bytes_total"] == stats.bytes_total
-        assert 0 < stats.message_seconds <= stats.message_elapsed < sum(stats.seconds.values())
+        assert 0 < stats.message_seconds < sum(stats.seconds.values())
         assert set(stats.seconds) == {k.removeprefix("scape/seconds/") for k in flat if "/seconds/" in k}
         assert all(isinstance(v, float) for v in flat.values())
 

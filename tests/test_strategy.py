@@ -957,8 +957,7 @@ def _warned_that_dense_is_faster(rank: int, world_size: int, message_seconds: fl
         stats = summary(self, *args)
         spent = {**stats.seconds, "synchronize": stats.seconds["synchronize"] + message_seconds}
         sent = 100 * stats.bytes_total
-        told = {"message_seconds": message_seconds, "message_elapsed": message_seconds}
-        return replace(stats, **told, seconds=spent, bytes_dense=sent)
+        return replace(stats, message_seconds=message_seconds, seconds=spent, bytes_dense=sent)
 
     StepRecord.summary = made_up
     with warnings.catch_warnings(record=True) as caught:

@@ -107,17 +107,18 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
     """
     buckets = torch.zeros(max(widths), dtype=torch.float32, device=signs.device)
     length, target, all_signs = signs.numel() // 2, _array(buckets), _array(signs)
-    for index, grad in enumerate(grads):
-        if grad is None:
-            continue
-        plain = grad.dtype == torch.float32
-        whole = _array(grad) if plain else grad
-        for number, start in enumerate(range(0, len(whole), length)):
-            chunk = whole[start : start + length] if plain else _array(grad[start : start + length].float())
-            mixed = _mix(index, number)
-            offset, rotation = mixed % length, (mixed >> 32) % len(target)
-            width, sign = widths[(mixed >> 24) % len(widths)], 1 - 2 * (mixed >> 63)
-            _add_signed(target, chunk, all_signs[offset : offset + len(chunk)], width, rotation, sign)
+    with np.errstate(all="ignore"):  # a gradient that is not finite is no error here
+        for index, grad in enumerate(grads):
+            if grad is None:
+                continue
+            plain = grad.dtype == torch.float32
+            whole = _array(grad) if plain else grad
+            for number, start in enumerate(range(0, len(whole), length)):
+                chunk = whole[start : start + length] if plain else _array(grad[start : start + length].float())
+                mixed = _mix(index, number)
+                offset, rotation = mixed % length, (mixed >> 32) % len(target)
+                width, sign = widths[(mixed >> 24) % len(widths)], 1 - 2 * (mixed >> 63)
+                _add_signed(target, chunk, all_signs[offset : offset + len(chunk)], width, rotation, sign)
     return buckets
 
 
@@ -685,7 +686,7 @@ def _entries_of(piece: Piece, mask: Tensor, block_size: int, kept: int) -> Tenso
 
 
 def _array(tensor: Tensor) -> _Array:
-    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+    return tensor.detach().resolve_neg().numpy() if tensor.device.type == "cpu" else tensor
 
 
 def _add_signed(buckets: _Array, chunk: _Array, signs: _Array, width: int, rotation: int, sign: int) -> None:
@@ -693,8 +694,9 @@ def _add_signed(buckets: _Array, chunk: _Array, signs: _Array, width: int, rotat
     whole = len(chunk) // width * width
     parts = [chunk[whole:] * signs[whole:]]
     if whole:
-        einsum = torch.einsum if isinstance(chunk, Tensor) else np.einsum
-        parts.append(einsum("ij,ij->j", chunk[:whole].reshape(-1, width), signs[:whole].reshape(-1, width)))
+        table, of_table = chunk[:whole].reshape(-1, width), signs[:whole].reshape(-1, width)
+        on_device = isinstance(table, Tensor)  # where einsum would be a matrix product, at the mercy of its precision
+        parts.append((table * of_table).sum(0) if on_device else np.einsum("ij,ij->j", table, of_table))
     for sums in parts:
         head = min(len(sums), len(buckets) - rotation)
         buckets[rotation : rotation + head] += sign * sums[:head]
