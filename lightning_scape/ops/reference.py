@@ -427,12 +427,13 @@ class _Chosen:
         """In the rows, counted from their first: int64 ``[R * q]``."""
         if mask is not None:
             self.entries, self.shape = _entries(mask[rows], length), mask[rows].shape
+            self.places = self.entries.int()  # which are read with less; an index to write to must be of 64 bits
 
     def of(self, matrix: Tensor) -> Tensor:
         """``[R, q]``: a copy; but for no mask the rows themselves."""
         if self.entries is None:
             return matrix[self.rows]
-        return matrix[self.rows].view(-1).index_select(0, self.entries).view(self.shape)
+        return matrix[self.rows].view(-1).index_select(0, self.places).view(self.shape)
 
     def set(self, matrix: Tensor, values: Tensor) -> None:
         """Overwrites the entries."""
@@ -600,7 +601,7 @@ def scatter(
 ) -> None:
     """The reverse of :func:`gather`: writes ``values [R, q]`` to the masked entries of the parameters, or adds them."""
     # Less than one entry a cache line: to read the lines first is faster, for a core waits for several at once.
-    sparse = mask is not None and block_size >= 16 * mask.shape[1] and mask.device.type == "cpu"
+    sparse = mask is not None and block_size >= 16 * mask.shape[1] and mask.device.type == "cpu" and not add
     for piece in pieces:
         source = _kept(values, piece, block_size)
         flat = flats[piece.segment.index][piece.of_parameter]
@@ -610,12 +611,14 @@ def scatter(
                 there.add_(new) if add else there.copy_(new)
             continue
         entries = _entries_of(piece, mask, block_size, source.numel())
-        few = _SMALL_ROWS if sparse else _CHUNK
+        few = _SMALL_ROWS if sparse else _SMALL_CHUNK
         for places, new in zip(entries.split(few), source.split(few), strict=True):
-            if add or sparse:
-                there = flat.index_select(0, places)
-                new = there.add_(new) if add else new
-            flat.index_copy_(0, places, new.to(flat.dtype))
+            if sparse:
+                flat.index_select(0, places)
+            if add:
+                flat.scatter_add_(0, places, new.to(flat.dtype))
+            else:
+                flat.index_copy_(0, places, new.to(flat.dtype))
 
 
 def checksum(flat: Tensor) -> Tensor:
