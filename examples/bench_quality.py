@@ -392,6 +392,10 @@ SUITES: dict[str, list[Run]] = {
         *sweep([DENSE[1], scape()], [4e-3], size="0.03M", ranks=8, batch=4),
     ],
     "long": sweep(DENSE + SPARSE[:2], [2e-3, 4e-3], size="0.03M", steps=10_000),
+    "sizes": [
+        *sweep([DENSE[1], *SPARSE[:2]], [2e-3], size="1M", batch=4, steps=10_000),
+        *sweep([DENSE[1], *SPARSE[:2]], [2e-3], size="3M", batch=2, steps=10_000),
+    ],
     "headline": [
         *sweep(DENSE + SPARSE, [1e-3, 2e-3, 4e-3], (0, 1, 2), size="0.2M", steps=12_000),
         *sweep(DENSE + SPARSE, [5e-4, 1e-3, 2e-3], size="1M", steps=12_000),
