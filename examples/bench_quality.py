@@ -532,7 +532,9 @@ def plot_gaps(rows: list[Row], out: Path) -> None:
     points: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         if row.setting in bases and row.label.startswith("SCAPE") and "," not in row.label:
-            points[f"{row.label}, {row.setting[0]}"].append((row.updates, 100 * (row.mean / bases[row.setting] - 1)))
+            size, ranks, batch = row.setting[:3]
+            gap = 100 * (row.mean / bases[row.setting] - 1)
+            points[f"{row.label}, {size}, {ranks} x {batch}"].append((row.updates, gap))
     figure, axis = plt.subplots(figsize=(7, 4))
     for label, pairs in sorted(points.items()):
         axis.plot(*zip(*sorted(pairs), strict=True), marker="o", label=label)
