@@ -271,14 +271,8 @@ def measure(args: argparse.Namespace, clock: Clock, size: str) -> list[dict[str,
 
 def selecting(optimizer: ScapeOptimizer, clock: Clock) -> float:
     """Microseconds of making a mask: the owner's ranking, or votes and election."""
-
-    def select() -> None:
-        pending = optimizer._start_mask(optimizer.config.quota.sent)
-        pending.depart()
-        pending.wait()
-
     begin = clock.mark()
-    select()
+    optimizer._start_mask(optimizer.config.quota.sent).wait()
     return clock.microseconds(begin, clock.mark())
 
 

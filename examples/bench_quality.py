@@ -268,9 +268,7 @@ class OtherDelay(DelayedMask):
         if self.delay == 1:
             super().prepare(step, start)
         elif self.delay == 2 and self.active is not None:
-            pending = start(self.schedule.sent(step + 2))
-            pending.depart()
-            made, _ = pending.wait()
+            made, _ = start(self.schedule.sent(step + 2)).wait()
             self._held.append(made)
             if len(self._held) == self.delay:
                 self.active, self.uses = self._held.pop(0), 0
@@ -310,7 +308,7 @@ class EmaUpdate:
     def __call__(self, state: Any, mask: Tensor | None, total: Tensor, scale: Tensor, record: Any) -> Tensor:
         if self.mean is None:
             self.mean = torch.zeros_like(state.momentum)
-        own = None if mask is None else self.optimizer._own_rows(mask)
+        own = self.optimizer._own_rows(mask)
         tau = state.step + 1 - ops.take(state.clock, own)
         sample = total.square() / tau
         old = ops.take(self.mean, own)

@@ -162,9 +162,14 @@ class PendingMask:
             self.arriving = send()
 
     def wait(self) -> tuple[Tensor, float]:
-        """The mask and the seconds the host waited; on CUDA the current stream waits, the host does not."""
-        assert self.arriving is not None
+        """The mask and the seconds the host waited; on CUDA the current stream waits, the host does not.
+
+        One that has not departed does so now.
+        """
         began = time.perf_counter()
+        if self.arriving is None:
+            self.depart()
+        assert self.arriving is not None
         mask = self.arriving.wait()
         if self.stream is not None:
             current = torch.cuda.current_stream(mask.device)
@@ -391,14 +396,11 @@ class Communicator:
         self.bytes_sent[kind] += buffer_bytes * (self.world_size - 1) // self.world_size
 
 
-class _Job:
-    """Something done beside the main thread."""
-
-    def __init__(self) -> None:
-        self.future: Future[None] = Future()
+class _Job(Future[None]):
+    """Something done beside the main thread, waited for like a message."""
 
     def wait(self) -> None:
-        self.future.result()
+        self.result()
 
 
 def _on_a_thread(act: Callable[[], None]) -> _Job:
@@ -409,9 +411,9 @@ def _on_a_thread(act: Callable[[], None]) -> _Job:
     def run() -> None:
         try:
             act()
-            job.future.set_result(None)
+            job.set_result(None)
         except BaseException as error:
-            job.future.set_exception(error)
+            job.set_exception(error)
 
     threading.Thread(target=run, name="scape-mask", daemon=True).start()
     return job

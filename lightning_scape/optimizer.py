@@ -301,7 +301,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         chosen = None if mask is None else mask.to(state.residual.device)
         values = ops.compact(state.residual, chosen, self.config.values_dtype, scale)
         if state.evidence is not None:
-            own = None if chosen is None else self._own_rows(chosen)
+            own = self._own_rows(chosen)
             seen = ops.take(state.evidence, own)
             ops.put(state.evidence, own, torch.where(scale.to(seen.device) != 0, 0.0, seen))
         return values.to(self._parameters.device)
@@ -317,7 +317,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         self, state: ScapeState, mask: Tensor | None, total: Tensor, scale: Tensor, record: StepRecord
     ) -> Tensor:
         """The masked values of this shard after the step, or their changes, ``[R, q]`` in the dtype of their travel."""
-        own = None if mask is None else self._own_rows(mask)
+        own = self._own_rows(mask)
         record.sent = total.shape[1]
         if state.master is not None:
             theta = ops.take(state.master, own)
@@ -344,9 +344,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
         """Applies what the owners have made of their shards; its own, ``[R, q]``, while the others' arrive."""
         arriving = self._communicator.gather_parameters(updated)
         flats, block_size = self._run.flats, self._layout.block_size
-        own = None if mask is None else self._own_rows(mask)
         with arriving:
-            ops.scatter(flats, self._shard_pieces, own, updated, block_size, self._as_changes)
+            ops.scatter(flats, self._shard_pieces, self._own_rows(mask), updated, block_size, self._as_changes)
         ops.scatter(flats, self._pieces_beside, mask, arriving.wait(), block_size, self._as_changes)
 
     def _end(self, state: ScapeState, scale: Tensor) -> None:
@@ -378,8 +377,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
             return ops.elect(statistic, ballots.to(statistic.device), rank, votes, sent).to(device)
 
         with self._communicator.beside_compute(device):
-            kind = {"dtype": ops.position_dtype(self._layout.block_size), "device": device}
-            make_room = functools.partial(torch.empty, (self._layout.blocks, sent), **kind)
+            shape, dtype = (self._layout.blocks, sent), ops.position_dtype(self._layout.block_size)
+            make_room = functools.partial(torch.empty, shape, dtype=dtype, device=device)
             alone = not votes or self._communicator.world_size == 1
             ballots = None if alone else self._cast_ballots(state.residual, votes).to(device)
             return self._communicator.start_mask(make_room, pick, ballots)
@@ -391,9 +390,10 @@ class ScapeOptimizer(torch.optim.Optimizer):
         before, after = ops.vote(residual[:first], votes), ops.vote(residual[first + rows :], votes)
         return torch.cat([before, before.new_zeros(rows, before.shape[1]), after])
 
-    def _own_rows(self, mask: Tensor) -> Tensor:
+    def _own_rows(self, mask: Tensor | None) -> Tensor | None:
+        """The rows of this rank's shard; None, which stands for all entries, stays None."""
         rank, rows = self._communicator.rank, self._layout.shard_blocks
-        return mask[rank * rows : (rank + 1) * rows]
+        return None if mask is None else mask[rank * rows : (rank + 1) * rows]
 
     # ---------------------------------------------------------------------------------------- gradients
 

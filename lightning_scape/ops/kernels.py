@@ -271,12 +271,11 @@ def _sketch_plan(
     stream: int,
 ) -> Tensor:
     """Width, rotation, offset and sign of each chunk, as :func:`reference.sketch` draws them: int32 ``[chunks, 4]``."""
-    rows = []
-    for index, size in zip(indices, sizes, strict=True):
-        for number in range(-(-size // length)):
-            mixed = reference._mix(index, number)
-            width = widths[(mixed >> 24) % len(widths)]
-            rows.append([width, (mixed >> 32) % max(widths), mixed % length, 1 - 2 * (mixed >> 63)])
+    rows = [
+        reference._draw(index, number, length, widths)
+        for index, size in zip(indices, sizes, strict=True)
+        for number in range(-(-size // length))
+    ]
     return _to_device(torch.tensor(rows, dtype=torch.int32), device)
 
 

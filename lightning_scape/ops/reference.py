@@ -109,15 +109,8 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
     length, target, all_signs = signs.numel() // 2, _array(buckets), _array(signs)
     with np.errstate(all="ignore"):  # a gradient that is not finite is no error here
         for index, grad in enumerate(grads):
-            if grad is None:
-                continue
-            plain = grad.dtype == torch.float32
-            whole = _array(grad) if plain else grad
-            for number, start in enumerate(range(0, len(whole), length)):
-                chunk = whole[start : start + length] if plain else _array(grad[start : start + length].float())
-                mixed = _mix(index, number)
-                offset, rotation = mixed % length, (mixed >> 32) % len(target)
-                width, sign = widths[(mixed >> 24) % len(widths)], 1 - 2 * (mixed >> 63)
+            for number, chunk in enumerate([] if grad is None else _chunks(grad, length)):
+                width, rotation, offset, sign = _draw(index, number, length, widths)
                 _add_signed(target, chunk, all_signs[offset : offset + len(chunk)], width, rotation, sign)
     return buckets
 
@@ -690,6 +683,21 @@ def _entries_of(piece: Piece, mask: Tensor, block_size: int, kept: int) -> Tenso
 
 def _array(tensor: Tensor) -> _Array:
     return tensor.detach().resolve_neg().numpy() if tensor.device.type == "cpu" else tensor
+
+
+def _chunks(flat: Tensor, length: int) -> Iterator[_Array]:
+    """Parts of a flat tensor in fp32; another dtype is converted part by part, for that is a temporary."""
+    if flat.dtype != torch.float32:
+        yield from (_array(part.float()) for part in flat.split(length))
+        return
+    whole = _array(flat)
+    yield from (whole[start : start + length] for start in range(0, len(whole), length))
+
+
+def _draw(index: int, number: int, length: int, widths: Sequence[int]) -> tuple[int, int, int, int]:
+    """Width, rotation, offset and sign of a gradient's chunk in :func:`sketch`, pseudo-randomly."""
+    mixed = _mix(index, number)
+    return widths[(mixed >> 24) % len(widths)], (mixed >> 32) % max(widths), mixed % length, 1 - 2 * (mixed >> 63)
 
 
 def _add_signed(buckets: _Array, chunk: _Array, signs: _Array, width: int, rotation: int, sign: int) -> None:
