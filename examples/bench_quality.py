@@ -259,10 +259,9 @@ class OtherDelay(DelayedMask):
         self.delay = delay
         self._held: list[Tensor] = []
 
-    def take(self, step: int, start: StartMask) -> tuple[Tensor | None, float]:
-        if self.delay == 0:
-            self.active = None  # so that one is made now
-        return super().take(step, start)
+    def due(self, step: int) -> bool:
+        sparse = self.schedule.sent(step) < self.schedule.quota.block_size
+        return (self.delay == 0 and sparse) or super().due(step)
 
     def prepare(self, step: int, start: StartMask) -> None:
         if self.delay == 1:

@@ -229,8 +229,11 @@ class Communicator:
         return tensor
 
     def exchange(self, values: Tensor) -> Arriving:
-        """Sends shard j of ``values [N*R, q]`` to rank j; ``[N, R, q]`` arrive, the ranks' values for this shard."""
-        shape = self.world_size, -1, values.shape[1]
+        """Sends shard j of ``values [N*R, q]`` to rank j; ``[N, R, q]`` arrive, the other ranks' values for this shard.
+
+        This rank's own place in what arrives holds nothing.
+        """
+        shape = self.world_size, values.shape[0] // self.world_size, values.shape[1]
         if self.world_size == 1:
             return Arriving(values.view(shape))
         received = torch.empty_like(values)
@@ -455,7 +458,7 @@ class _Works:
 
 
 def _exchange_by_pairs(received: list[Tensor], sent: list[Tensor], group: ProcessGroup | None) -> _Works:
-    """Sends ``sent[j]`` to rank j and receives ``received[j]`` from it, all at once; this rank's own is copied.
+    """Sends ``sent[j]`` to rank j and receives ``received[j]`` from it, all at once; this rank's own stays here.
 
     What gloo's own all-to-all and all-gather do, at up to twice the speed: they announce what they can receive behind
     what they send, on the same connection, so that two ranks send by turns. Here every receive is announced first.
@@ -464,7 +467,6 @@ def _exchange_by_pairs(received: list[Tensor], sent: list[Tensor], group: Proces
     others = [(rank + hop) % len(sent) for hop in range(1, len(sent))]
     works = [dist.irecv(received[peer], group=group, group_src=peer) for peer in others]
     works += [dist.isend(sent[peer], group=group, group_dst=peer) for peer in others]
-    received[rank].copy_(sent[rank])
     return _Works(works)
 
 
@@ -487,6 +489,8 @@ def _all_gather(output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, a
         output, tensor = output.view(torch.uint8), tensor.view(torch.uint8)
     if _by_pairs(output, group):
         ranks = dist.get_world_size(group)
-        works = _exchange_by_pairs(list(output.chunk(ranks)), [tensor] * ranks, group)
+        places = list(output.chunk(ranks))
+        works = _exchange_by_pairs(places, [tensor] * ranks, group)
+        places[dist.get_rank(group)].copy_(tensor)
         return works if async_op else works.wait()
     return call(output, tensor, group=group, async_op=async_op)

@@ -108,6 +108,12 @@ class Layout:
         """Each parameter whole; rows count from block 0."""
         return self._cut(0, self.blocks, 0)
 
+    def rows_of(self, rank: int) -> tuple[slice, list[slice]]:
+        """The blocks of a rank's shard, and those before and after it, if any."""
+        own = slice(rank * self.shard_blocks, (rank + 1) * self.shard_blocks)
+        around = [slice(0, own.start), slice(own.stop, self.blocks)]
+        return own, [rows for rows in around if rows.start < rows.stop]
+
     def shard_pieces(self, rank: int) -> Iterator[Piece]:
         """What lies in the shard of ``rank``; rows count from the shard's first block."""
         first = rank * self.shard_blocks

@@ -66,11 +66,18 @@ class DelayedMask:
         """Whether the active mask was made within a step, rather than before it, and that step may yet be skipped."""
         self._pending: PendingMask | None = None
 
+    def due(self, step: int) -> bool:
+        """Whether this step must make its mask itself (the first, or the first after dense ones); after the arrival."""
+        sent = self.schedule.sent(step)
+        if sent == self.schedule.quota.block_size:
+            return False
+        return self.active is None or self.active.shape[1] != sent
+
     def take(self, step: int, start: StartMask) -> tuple[Tensor | None, float]:
         """The mask of this step, and the seconds the host waited for it; None when the step sends everything.
 
-        It is the one prepared in the step before. Where there is none (the first step, or the first after
-        dense ones) it is made now, from this step's own statistics, and waited for. Call after the fold.
+        It is the one prepared in the step before. Where that one is :meth:`due`, it is made now, from this step's own
+        statistics, and waited for. Call after the fold.
         """
         sent = self.schedule.sent(step)
         waited = self.arrive()
@@ -78,7 +85,7 @@ class DelayedMask:
         if sent == self.schedule.quota.block_size:
             self.active, self.uses = None, 0
             return None, waited
-        if self.active is None or self.active.shape[1] != sent:
+        if self.due(step):
             self._pending = start(sent)
             self._pending.depart()
             waited += self.arrive()

@@ -63,11 +63,12 @@ class ScapeOptimizer(torch.optim.Optimizer):
     2. **wait**         the mask made in the last step has arrived
     3. **fold**         residual += scale * gradient
     4. **compact**      masked entries leave the residual, rounded for the wire
-    5. **synchronize**  all-to-all; the owner averages what the ranks sent, in rank order, in fp32
-    6. **select**       meanwhile what is left in the residual is ranked: by each owner, its shard's next mask; where
+    5. **synchronize**  all-to-all; the owner averages what the ranks sent, in rank order, in fp32. What it sends to
+                        nobody, its own shard's, a rank folds and compacts meanwhile
+    6. **update**       tau steps of AdamS at once on the masked entries of the shard
+    7. **reconstruct**  all-gather of the changes (of the values, where parameters are narrow); every rank applies them
+    8. **select**       meanwhile what is left in the residual is ranked: by each owner, its shard's next mask; where
                         ranks vote, by each rank, its votes for the others' shards
-    7. **update**       tau steps of AdamS at once on the masked entries of the shard
-    8. **reconstruct**  all-gather of the changes (of the values, where parameters are narrow); every rank applies them
 
     and the exchange of the next mask (of the votes, from which the owners then pick it) begins, which nobody waits for
     before the next step.
@@ -127,6 +128,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         self._pieces = list(self._layout.pieces())
         self._shard_pieces = list(self._layout.shard_pieces(self._communicator.rank))
         self._pieces_beside = list(self._layout.pieces_beside(self._communicator.rank))
+        self._own, self._beside = self._layout.rows_of(self._communicator.rank)
         self._masks = DelayedMask(SparsitySchedule.of(config), config.mask_interval)
         self._clipping = GradientClipping(config, self._communicator)
         self._hyperparameters = RowHyperparameters(
@@ -193,27 +195,42 @@ class ScapeOptimizer(torch.optim.Optimizer):
             scale = self._clipping.scale(grads, self._parameters.device)
         with record.phase("wait"):
             record.exchange_wait = self._masks.arrive()
+        # The first sparse step, whose mask nobody could make before, ranks all of its own gradient.
+        whole = self._masks.due(state.calls)
         with record.phase("fold"):
-            self._fold(state, grads, scale)
-        with record.phase("select"):  # idle but for the first sparse step, whose mask nobody could make before
+            self._fold_beside(state, grads, scale)
+            if whole:
+                self._fold_own(state, grads, scale)
+        with record.phase("select"):
             mask, waited = self._masks.take(state.calls, self._start_mask)
             record.exchange_wait += waited
         with record.phase("compact"):
-            values = self._compact(state, mask, scale)
-            record.sent_energy = ops.squared_norm([values])
+            values = self._compact_beside(state, mask, scale)
         with record.phase("synchronize"):
             arriving = self._communicator.exchange(values)
-        with arriving, record.phase("select"):  # while the values travel: what they leave in the residual is ranked
-            self._masks.prepare(state.calls, self._start_mask)
+        with arriving:  # while the values travel: what goes to no other rank
+            with record.phase("fold"):
+                if not whole:
+                    self._fold_own(state, grads, scale)
+            with record.phase("compact"):
+                own = self._compact_own(state, mask, scale)
+                record.sent_energy = ops.squared_norm([own, *(values[rows] for rows in self._beside)])
         with record.phase("synchronize"):
-            total = self._mean(arriving.wait(), state.momentum.dtype)
-            del values, arriving
+            total = self._mean(arriving.wait(), own, state.momentum.dtype)
+            del values, own, arriving
         with record.phase("update"):
             updated = self._update(state, mask, total, scale, record)
             del total
         with record.phase("reconstruct"):
-            self._reconstruct(mask, updated)
-            del updated
+            arriving = self._communicator.gather_parameters(updated)
+        with arriving:  # while the others' shards travel
+            with record.phase("select"):
+                self._masks.prepare(state.calls, self._start_mask)
+            with record.phase("reconstruct"):
+                self._apply(self._shard_pieces, self._own_rows(mask), updated)
+        with record.phase("reconstruct"):
+            self._apply(self._pieces_beside, mask, arriving.wait())
+            del updated, arriving
         with record.phase("select"):
             self._masks.depart()
 
@@ -274,42 +291,57 @@ class ScapeOptimizer(torch.optim.Optimizer):
             for parameter in self._parameters.tensors
         ]
 
-    def _fold(self, state: ScapeState, grads: Sequence[Tensor | None], scale: Tensor) -> None:
-        residual = state.residual.view(-1)
-        clip_value = self._clipping.clip_value
-        by_piece = [grads[piece.segment.index] for piece in self._pieces]  # an empty parameter has no piece
-        ops.fold(self._views(residual, self._pieces), by_piece, scale, clip_value)
+    def _fold_beside(self, state: ScapeState, grads: Sequence[Tensor | None], scale: Tensor) -> None:
+        """Adds to the residual what lies in the other ranks' shards."""
+        residuals = self._views(state.residual.view(-1), self._pieces_beside)
+        ops.fold(residuals, _parts(grads, self._pieces_beside), scale, self._clipping.clip_value)
+
+    def _fold_own(self, state: ScapeState, grads: Sequence[Tensor | None], scale: Tensor) -> None:
+        """Adds to the residual what lies in this rank's shard; its owner also keeps statistics of it."""
+        clip_value, parts = self._clipping.clip_value, _parts(grads, self._shard_pieces)
+        views = functools.partial(self._views, pieces=self._shard_pieces)
+        residual = state.shard_of_residual(self._layout, self._communicator.rank)
+        ops.fold(views(residual.view(-1)), parts, scale, clip_value)
         if state.noise is not None and state.calls % NOISE_INTERVAL == 0:
             weight = max(NOISE_WEIGHT, 1 / (state.calls // NOISE_INTERVAL + 1))
-            for piece, noise in zip(
-                self._shard_pieces, self._views(state.noise.view(-1), self._shard_pieces), strict=True
-            ):
-                grad = grads[piece.segment.index]
-                part = None if grad is None else grad[piece.of_parameter]
+            for noise, part in zip(views(state.noise.view(-1)), parts, strict=True):
                 ops.measure_noise(noise, part, weight, self._communicator.world_size, scale, clip_value)
         if state.local_momentum is None or state.evidence is None:
             return
-        moments = self._views(state.local_momentum.view(-1), self._shard_pieces)
-        totals = self._views(state.evidence.view(-1), self._shard_pieces)
-        for piece, momentum, evidence in zip(self._shard_pieces, moments, totals, strict=True):
-            grad = grads[piece.segment.index]
-            part = torch.zeros_like(momentum) if grad is None else grad[piece.of_parameter]
+        moments, totals = views(state.local_momentum.view(-1)), views(state.evidence.view(-1))
+        for piece, momentum, evidence, part in zip(self._shard_pieces, moments, totals, parts, strict=True):
+            grad = torch.zeros_like(momentum) if part is None else part
             beta1 = float(self.param_groups[piece.segment.group]["betas"][0])
-            ops.accumulate_first_moment(momentum, evidence, part, beta1, scale, clip_value)
+            ops.accumulate_first_moment(momentum, evidence, grad, beta1, scale, clip_value)
 
-    def _compact(self, state: ScapeState, mask: Tensor | None, scale: Tensor) -> Tensor:
+    def _compact_beside(self, state: ScapeState, mask: Tensor | None, scale: Tensor) -> Tensor:
+        """What the other ranks are sent, ``[N*R, q]``; the rows of this rank's shard hold nothing."""
         chosen = None if mask is None else mask.to(state.residual.device)
-        values = ops.compact(state.residual, chosen, self.config.values_dtype, scale)
+        blocks = self._layout.blocks if self._beside else 0
+        sent = self._layout.block_size if mask is None else mask.shape[1]
+        values = torch.empty(blocks, sent, dtype=self.config.values_dtype, device=state.residual.device)
+        for rows in self._beside:
+            part = None if chosen is None else chosen[rows]
+            ops.compact(state.residual[rows], part, self.config.values_dtype, scale, out=values[rows])
+        return values.to(self._parameters.device)
+
+    def _compact_own(self, state: ScapeState, mask: Tensor | None, scale: Tensor) -> Tensor:
+        """What this rank contributes to its own shard, ``[R, q]``."""
+        residual = state.shard_of_residual(self._layout, self._communicator.rank)
+        own = self._own_rows(mask)
+        own = None if own is None else own.to(residual.device)
+        values = ops.compact(residual, own, self.config.values_dtype, scale)
         if state.evidence is not None:
-            own = self._own_rows(chosen)
             seen = ops.take(state.evidence, own)
             ops.put(state.evidence, own, torch.where(scale.to(seen.device) != 0, 0.0, seen))
         return values.to(self._parameters.device)
 
-    def _mean(self, received: Tensor, dtype: torch.dtype) -> Tensor:
-        """A, ``[R, q]``: the mean over ranks of what they sent for this shard, summed in rank order."""
-        total = received[0].to(dtype, copy=True)
-        for contribution in received[1:]:
+    def _mean(self, received: Tensor, own: Tensor, dtype: torch.dtype) -> Tensor:
+        """A, ``[R, q]``: the mean over ranks of what they have for this shard, summed in rank order."""
+        contributions: list[Tensor] = list(received)
+        contributions[self._communicator.rank] = own
+        total = contributions[0].to(dtype, copy=True)
+        for contribution in contributions[1:]:
             total += contribution
         return total.div_(self._communicator.world_size)
 
@@ -340,13 +372,9 @@ class ScapeOptimizer(torch.optim.Optimizer):
         # The one number whose addition leaves every other as it is, 0.0 and infinities too.
         return theta.sub_(before).masked_fill_(same, -0.0).to(self.config.values_dtype)
 
-    def _reconstruct(self, mask: Tensor | None, updated: Tensor) -> None:
-        """Applies what the owners have made of their shards; its own, ``[R, q]``, while the others' arrive."""
-        arriving = self._communicator.gather_parameters(updated)
-        flats, block_size = self._run.flats, self._layout.block_size
-        with arriving:
-            ops.scatter(flats, self._shard_pieces, self._own_rows(mask), updated, block_size, self._as_changes)
-        ops.scatter(flats, self._pieces_beside, mask, arriving.wait(), block_size, self._as_changes)
+    def _apply(self, pieces: Sequence[Piece], mask: Tensor | None, updated: Tensor) -> None:
+        """Writes what the owners have made of masked entries into the parameters."""
+        ops.scatter(self._run.flats, pieces, mask, updated, self._layout.block_size, self._as_changes)
 
     def _end(self, state: ScapeState, scale: Tensor) -> None:
         record, config = self._run.record, self.config
@@ -385,15 +413,12 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
     def _cast_ballots(self, residual: Tensor, votes: int) -> Tensor:
         """``[N*R, W]``: this rank's votes for the other ranks' shards; zeros for its own, where its residual counts."""
-        rows = self._layout.shard_blocks
-        first = self._communicator.rank * rows
-        before, after = ops.vote(residual[:first], votes), ops.vote(residual[first + rows :], votes)
-        return torch.cat([before, before.new_zeros(rows, before.shape[1]), after])
+        before, after = ops.vote(residual[: self._own.start], votes), ops.vote(residual[self._own.stop :], votes)
+        return torch.cat([before, before.new_zeros(self._layout.shard_blocks, before.shape[1]), after])
 
     def _own_rows(self, mask: Tensor | None) -> Tensor | None:
         """The rows of this rank's shard; None, which stands for all entries, stays None."""
-        rank, rows = self._communicator.rank, self._layout.shard_blocks
-        return None if mask is None else mask[rank * rows : (rank + 1) * rows]
+        return None if mask is None else mask[self._own]
 
     # ---------------------------------------------------------------------------------------- gradients
 
@@ -569,3 +594,9 @@ class ScapeOptimizer(torch.optim.Optimizer):
     def _views(self, flat: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
         """The entries of each piece in a flat buffer of blocks, pads left out."""
         return [flat[piece.of_blocks(self._layout.block_size)] for piece in pieces]
+
+
+def _parts(grads: Sequence[Tensor | None], pieces: Sequence[Piece]) -> list[Tensor | None]:
+    """The gradient of each piece; None where its parameter has none."""
+    found = [(grads[piece.segment.index], piece) for piece in pieces]
+    return [None if grad is None else grad[piece.of_parameter] for grad, piece in found]

@@ -15,9 +15,9 @@ from torch.profiler import record_function
 from lightning_scape import ops
 from lightning_scape.layout import Layout, Piece
 
-PHASES = ("norm", "wait", "fold", "compact", "synchronize", "select", "update", "reconstruct")
-"""Phases of a step, in order; also the names of the profiler ranges (``scape::fold``, ...). ``synchronize`` goes on
-after ``select``; a last, short ``select`` sets the mask's exchange off."""
+PHASES = ("norm", "wait", "fold", "compact", "synchronize", "update", "reconstruct", "select")
+"""Phases of a step, in order; also the names of the profiler ranges (``scape::fold``, ...). While messages travel, some
+``fold`` and ``compact`` come after ``synchronize`` has begun, and most of ``select`` before ``reconstruct`` ends."""
 
 
 @dataclass(frozen=True)

@@ -266,6 +266,16 @@ class KernelChecks:
         assert_same_bits(ours.nan_to_num(), theirs.nan_to_num())
         assert_same_bits(own.nan_to_num(), residual.nan_to_num())
 
+    @pytest.mark.parametrize("module", [kernels, reference])
+    def test_compact_into_a_part_of_a_buffer(self, module: Any) -> None:
+        residual, scale = torch.randn(6, 200, device=self.device), self.scalar(1.0)
+        mask = reference.select(residual, 2)
+        expected = module.compact(residual.clone(), mask, torch.bfloat16, scale)
+        buffer = torch.full((8, 2), 7.0, dtype=torch.bfloat16, device=self.device)
+        assert module.compact(residual, mask, torch.bfloat16, scale, out=buffer[1:7]).data_ptr() == buffer[1].data_ptr()
+        assert_same_bits(buffer[1:7].cpu(), expected.cpu())
+        assert (buffer[[0, 7]] == 7.0).all()
+
     # -------------------------------------------------------------------------------------------------- update
 
     @pytest.mark.parametrize("masked", [True, False])

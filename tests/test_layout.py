@@ -20,6 +20,8 @@ def test_example_of_the_docstring() -> None:
     second = [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.shard_pieces(1)]
     assert second == [(1, 0, 2, 4, 5)]
     assert list(layout.pieces_beside(1)) == list(layout.shard_pieces(0))
+    assert layout.rows_of(0) == (slice(0, 3), [slice(3, 6)])
+    assert Layout([6, 9], [0, 0], 4, 3).rows_of(1) == (slice(2, 4), [slice(0, 2), slice(4, 6)])
     assert [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.pieces_beside(0)] == [(1, 3, 2, 4, 5)]
 
 

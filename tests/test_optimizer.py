@@ -177,23 +177,32 @@ def test_replicas_are_bitwise_equal_under_every_option(
 
 
 class Ledger:
-    """Adds up, entry by entry, what this rank hands to the wire."""
+    """Adds up, entry by entry, what this rank hands to the owners of the shards: to the wire, or to itself."""
 
     def __init__(self, optimizer: ScapeOptimizer) -> None:
         self.optimizer = optimizer
         self.sent: Tensor | None = None
-        self._exchange = optimizer._communicator.exchange
+        self._exchange, self._mean = optimizer._communicator.exchange, optimizer._mean
         optimizer._communicator.exchange = self.exchange  # type: ignore[method-assign]
+        optimizer._mean = self.mean  # type: ignore[method-assign]
 
     def exchange(self, sent: Tensor) -> Arriving:
-        state = self.optimizer._run.state
+        for rows in self.optimizer._beside:
+            self._enter(rows, sent[rows])
+        return self._exchange(sent)
+
+    def mean(self, received: Tensor, own: Tensor, dtype: torch.dtype) -> Tensor:
+        self._enter(self.optimizer._own, own)
+        return self._mean(received, own, dtype)
+
+    def _enter(self, rows: slice, values: Tensor) -> None:
+        state, mask = self.optimizer._run.state, self.optimizer._masks.active
         assert state is not None
         if self.sent is None:
             self.sent = torch.zeros(state.residual.shape, dtype=torch.float64)
-        once = torch.zeros_like(self.sent)
-        ops.put(once, self.optimizer._masks.active, sent.double())
-        self.sent += once
-        return self._exchange(sent)
+        once = torch.zeros_like(self.sent[rows])
+        ops.put(once, None if mask is None else mask[rows], values.double())
+        self.sent[rows] += once
 
     def totals(self) -> list[Tensor]:
         """Sent plus residual, by parameter."""

@@ -504,11 +504,13 @@ def _row_offset(mask, entry, inside, stride, SENT: tl.constexpr, MASKED: tl.cons
     return row * stride + column
 
 
-def compact(residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor) -> Tensor:
+def compact(
+    residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor, out: Tensor | None = None
+) -> Tensor:
     """See :func:`reference.compact`; bitwise. One pass over the mask: gather, round, keep the rounding error."""
     blocks, length = residual.shape
     sent = length if mask is None else mask.shape[1]
-    values = torch.empty(blocks, sent, dtype=wire_dtype, device=residual.device)
+    values = torch.empty(blocks, sent, dtype=wire_dtype, device=residual.device) if out is None else out
     _launch(
         _compact_kernel,
         triton.cdiv(values.numel(), _PICK_CHUNK),

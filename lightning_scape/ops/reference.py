@@ -376,7 +376,9 @@ def put(matrix: Tensor, mask: Tensor | None, values: Tensor) -> None:
         matrix.scatter_(1, mask.long(), values.to(matrix.dtype))
 
 
-def compact(residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor) -> Tensor:
+def compact(
+    residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor, out: Tensor | None = None
+) -> Tensor:
     """Takes the masked entries out of the residual, rounded for the wire; the rounding error stays behind.
 
     Example: ``[[1.00390625, 5]]`` with mask ``[[0]]`` sends ``[[1]]`` as bf16 and keeps ``[[0.00390625, 5]]``.
@@ -389,13 +391,14 @@ def compact(residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scal
         mask: ``[R, q]`` or None.
         wire_dtype: dtype of the values sent.
         scale: 0 sends zeros and leaves the residual as it is.
+        out: where to put the result, contiguous; None is new memory.
 
     Returns:
         ``[R, q]`` of ``wire_dtype``.
     """
     blocks, length = residual.shape
     sent = length if mask is None else mask.shape[1]
-    values = torch.empty(blocks, sent, dtype=wire_dtype, device=residual.device)
+    values = torch.empty(blocks, sent, dtype=wire_dtype, device=residual.device) if out is None else out
     on_host = _host_value(scale)
     if on_host == 0.0:
         return values.zero_()
