@@ -297,6 +297,23 @@ def second_moment_ema(ranks: SimulatedRanks, weight: float) -> None:
         optimizer._update = EmaUpdate(optimizer, weight)
 
 
+def vote_bits(ranks: SimulatedRanks, bits: int) -> None:
+    """Rounds the votes' 8-bit values to so many bits, sign included."""
+    step = 1 << (8 - bits)
+
+    def coarsened(plain: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
+        def cast(residual: Tensor, votes: int) -> Tensor:
+            ballots = plain(residual, votes)
+            codes = ballots[:, -votes - 1 : -1].view(torch.int8)
+            codes.copy_((codes.float() / step).round().mul(step).clamp(-127, 127))
+            return ballots
+
+        return cast
+
+    for optimizer in ranks.optimizers:
+        optimizer._cast_ballots = coarsened(optimizer._cast_ballots)
+
+
 class EmaUpdate:
     """In place of ScapeOptimizer._update: has the average taken for what was measured."""
 
@@ -323,6 +340,7 @@ ABLATIONS: dict[str, Callable[[SimulatedRanks, Any], None]] = {
     "plain_update": plain_update,
     "dense_vectors": dense_vectors,
     "second_moment_ema": second_moment_ema,
+    "vote_bits": vote_bits,
 }
 """Options of a run that ScapeConfig does not have."""
 
@@ -344,6 +362,8 @@ VARIED: list[dict[str, Any]] = [
     {"mask_votes": 0},
     {"mask_votes": 1},
     {"mask_votes": 4},
+    {"vote_bits": 4},
+    {"vote_bits": 2},
     {"second_moment": "reconstructed"},
     {"second_moment": "reconstructed", "mask_votes": 0},
     {"plain_update": True},
@@ -373,7 +393,7 @@ SUITES: dict[str, list[Run]] = {
         *sweep(SPARSE, [2e-3, 4e-3, 8e-3], size="0.03M"),
         *sweep((scape(**options) for options in VARIED), [4e-3], size="0.03M"),
     ],
-    "seeds": sweep([DENSE[1], scape(), *(scape(**options) for options in VARIED[:5])], [4e-3], (0, 1, 2), size="0.03M"),
+    "seeds": sweep([DENSE[1], scape(), *(scape(**options) for options in VARIED[:7])], [4e-3], (0, 1, 2), size="0.03M"),
     "start": [
         *sweep(DENSE, [2e-3, 4e-3, 8e-3], size="0.03M", steps=1000),
         *sweep(
@@ -437,6 +457,13 @@ class Row:
     def spread(self) -> float:
         return statistics.stdev(self.losses) if len(self.losses) > 1 else float("nan")
 
+    def above(self, base: Row) -> str:
+        """How far it is above another row; with the standard error of that, where both have several seeds."""
+        error = math.hypot(*(row.spread / math.sqrt(len(row.losses)) for row in (self, base))) / base.mean
+        return f"{self.mean / base.mean - 1:+.1%}" + (
+            "" if self is base or math.isnan(error) else f" ± {100 * error:.1f}"
+        )
+
 
 def rows_of(found: list[dict[str, Any]]) -> list[Row]:
     """Best learning rate of each method in each setting, by the mean over seeds."""
@@ -481,12 +508,12 @@ def report(out: Path) -> str:
         text += [
             f"### {size} parameters, {ranks} ranks of {batch} x {context} bytes, {steps:,} steps",
             "",
-            "| method | best lr (of) | validation loss, nats | seeds | against dense AdamS | next byte right |"
-            " bytes a step and parameter | updates per entry |",
+            "| method | best lr (of) | validation loss, nats | seeds | against dense AdamS (± standard error) |"
+            " next byte right | bytes a step and parameter | updates per entry |",
             "|---|---|---|---|---|---|---|---|",
         ]
         for row in here:
-            gap = f"{row.mean / base.mean - 1:+.1%}" if base is not None else "-"
+            gap = row.above(base) if base is not None else "-"
             loss = f"{row.mean:.4f}" + (f" ± {row.spread:.4f}" if len(row.losses) > 1 else "")
             text.append(
                 f"| {row.label} | {row.lr:g} ({row.tried}) | {loss} | {len(row.losses)} | {gap} |"
