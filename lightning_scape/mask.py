@@ -42,6 +42,12 @@ class SparsitySchedule:
         density: float = self.quota.density ** (into_warmup / (self.warmup_steps + 1))
         return min(self.quota.block_size, max(self.quota.sent, round(density * self.quota.block_size)))
 
+    def updates(self, steps: int) -> float:
+        """How often an entry is updated in the first ``steps`` steps, on average."""
+        settled = self.dense_steps + self.warmup_steps
+        begun = sum(self.sent(step) for step in range(min(steps, settled)))
+        return (begun + max(0, steps - settled) * self.quota.sent) / self.quota.block_size
+
 
 StartMask = Callable[[int], PendingMask]
 """Given q, begins to make the mask; it is exchanged when told to depart."""

@@ -136,6 +136,7 @@ class ScapeStrategy(DDPStrategy):
         self._mask_group = core.MaskGroup()
         self._interrupted = False
         self._payoff = core.PayoffCheck()
+        self._length_checked = False
         self._state_dict_type = state_dict_type
         self._saver = Saver(async_save)
         self._checkpoint_group = core.MaskGroup("gloo")  # background writes must not meet the step's messages
@@ -205,6 +206,11 @@ class ScapeStrategy(DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not self._length_checked:  # not earlier: only now are the data there that are counted
+            self._length_checked = True
+            assert self.lightning_module is not None
+            if advice := core.too_short(self.config, self.lightning_module.trainer.estimated_stepping_batches):
+                rank_zero_warn(advice)
         result = super().optimizer_step(optimizer, *args, **kwargs)
         for scape_optimizer in core.scape_optimizers([optimizer]):
             if verdict := self._payoff.look(scape_optimizer, self.root_device):

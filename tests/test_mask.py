@@ -91,3 +91,10 @@ def test_density_decays_geometrically() -> None:
     densities = [schedule.sent(step) / 200 for step in range(3, 102)]
     assert densities == sorted(densities, reverse=True)
     assert densities[32] == pytest.approx(0.01**0.33, rel=0.03)
+
+
+def test_updates_are_the_densities_of_all_steps() -> None:
+    schedule = SparsitySchedule.of(ScapeConfig(sparsity=0.99, dense_steps=3, sparsity_warmup_steps=20))
+    for steps in (0, 2, 10, 23, 100):
+        densities = [schedule.sent(step) / schedule.quota.block_size for step in range(steps)]
+        assert schedule.updates(steps) == pytest.approx(sum(densities))

@@ -946,6 +946,35 @@ def test_a_script_trains_on_two_ranks_started_by(tmp_path: Path, launcher: str) 
     assert first.read_text().startswith(f"step {BATCHES}, ")
 
 
+# -------------------------------------------------------------------------------------------- is it long enough?
+
+
+def _warned_of_few_updates(rank: int, world_size: int, steps: int, options: dict[str, Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(ScapeStrategy(**options), max_epochs=-1, max_steps=steps).fit(Regression())
+    return [str(w.message) for w in caught if "updated at least" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "options", "warned"),
+    [
+        (120, {"sparsity": 0.9}, 1),  # 12 updates of each entry
+        (120, {"sparsity": 0.9, "sparsity_warmup_steps": 100}, 1),  # 41
+        (120, {"sparsity": 0.9, "dense_steps": 60}, 0),  # 66
+        (20, {"sparsity": 0.99}, 0),  # somebody tries whether it works
+    ],
+)
+def test_a_run_too_short_for_its_sparsity_says_so_once(
+    run_ranks: Any, steps: int, options: dict[str, Any], warned: int
+) -> None:
+    (said,) = run_ranks(_warned_of_few_updates, 1, steps, options)
+    assert len(said) == warned
+    for message in said:
+        assert f"in the {steps} steps of this run" in message
+        assert "sparsity_warmup_steps=60" in message
+
+
 # ------------------------------------------------------------------------------------------------ does it pay?
 
 
