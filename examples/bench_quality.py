@@ -298,14 +298,14 @@ def second_moment_ema(ranks: SimulatedRanks, weight: float) -> None:
 
 
 def vote_bits(ranks: SimulatedRanks, bits: int) -> None:
-    """Rounds the votes' 8-bit values to so many bits, sign included."""
-    step = 1 << (8 - bits)
+    """Rounds the votes' 8-bit values to so many bits, sign included; the bytes are counted as if they had 8."""
+    levels = (1 << (bits - 1)) - 1
 
     def coarsened(plain: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
         def cast(residual: Tensor, votes: int) -> Tensor:
             ballots = plain(residual, votes)
             codes = ballots[:, -votes - 1 : -1].view(torch.int8)
-            codes.copy_((codes.float() / step).round().mul(step).clamp(-127, 127))
+            codes.copy_((codes.float() * (levels / 127)).round().mul(127 / levels).round())
             return ballots
 
         return cast
@@ -458,7 +458,7 @@ class Row:
         return statistics.stdev(self.losses) if len(self.losses) > 1 else float("nan")
 
     def above(self, base: Row) -> str:
-        """How far it is above another row; with the standard error of that, where both have several seeds."""
+        """How far it is above another row; with the (unpaired) standard error, where both have several seeds."""
         error = math.hypot(*(row.spread / math.sqrt(len(row.losses)) for row in (self, base))) / base.mean
         return f"{self.mean / base.mean - 1:+.1%}" + (
             "" if self is base or math.isnan(error) else f" ± {100 * error:.1f}"

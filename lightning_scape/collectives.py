@@ -6,7 +6,7 @@ A step sends five messages, however many parameters or layers there are:
 kind       call                             bytes a rank sends                           when
 ========== ================================ ============================================ ==================
 norm       all-reduce, fp32                 2 (N-1)/N * 16 KB (sketch) or 4 bytes        before the fold
-values     all-to-all, wire dtype           (N-1)/N * k * 2 (bf16) or 4 (fp32)           after compaction
+values     all-to-all, wire dtype           (N-1)/N * k * 2 (bf16) or 4 (fp32)           during the compaction
 parameters all-gather, wire dtype or own    (N-1)/N * k * itemsize                       after the update
 mask       all-gather, uint8 or uint16      (N-1)/N * k * 1 or 2                         during the next step
 votes      all-to-all, uint8                (N-1)/N * (P/B) * (V * (2 or 3) + 1)         during the next step
@@ -162,13 +162,8 @@ class PendingMask:
             self.arriving = send()
 
     def wait(self) -> tuple[Tensor, float]:
-        """The mask and the seconds the host waited; on CUDA the current stream waits, the host does not.
-
-        One that has not departed does so now.
-        """
+        """The mask and the seconds the host waited; on CUDA the current stream waits, the host does not."""
         began = time.perf_counter()
-        if self.arriving is None:
-            self.depart()
         assert self.arriving is not None
         mask = self.arriving.wait()
         if self.stream is not None:
@@ -231,9 +226,9 @@ class Communicator:
     def exchange(self, values: Tensor) -> Arriving:
         """Sends shard j of ``values [N*R, q]`` to rank j; ``[N, R, q]`` arrive, the other ranks' values for this shard.
 
-        This rank's own place in what arrives holds nothing.
+        This rank's own place in what arrives holds nothing; with one rank there is no other: ``[0, q]``, ``[1, 0, q]``.
         """
-        shape = self.world_size, values.shape[0] // self.world_size, values.shape[1]
+        shape = self.world_size, -1, values.shape[1]
         if self.world_size == 1:
             return Arriving(values.view(shape))
         received = torch.empty_like(values)
@@ -259,18 +254,23 @@ class Communicator:
         return arriving
 
     @contextlib.contextmanager
-    def beside_compute(self, device: torch.device) -> Iterator[None]:
-        """On CUDA, what runs inside goes to one side stream, after all work queued so far; elsewhere nothing changes.
+    def beside_compute(self, device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
+        """On CUDA, what runs inside goes to one side stream; elsewhere nothing changes.
 
-        The side stream reads the residual, which the next fold overwrites: :meth:`PendingMask.wait` comes before it.
+        There it comes after all work queued so far, or before ``after``, a :meth:`moment`. The side stream reads the
+        residual, which the next fold overwrites: :meth:`PendingMask.wait` comes before that.
         """
         if device.type != "cuda":
             yield
             return
         stream = self.side_stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
+        stream.wait_event(after or torch.cuda.current_stream(device).record_event())
         with torch.cuda.stream(stream):
             yield
+
+    def moment(self, device: torch.device) -> torch.cuda.Event | None:
+        """On CUDA, the end of all work queued so far on the current stream; None elsewhere."""
+        return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         """The one stream beside the compute, on which masks are made and exchanged."""

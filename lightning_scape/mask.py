@@ -73,7 +73,10 @@ class DelayedMask:
         self._pending: PendingMask | None = None
 
     def due(self, step: int) -> bool:
-        """Whether this step must make its mask itself (the first, or the first after dense ones); after the arrival."""
+        """Whether this step must make its mask itself, for there is none of its density; after the arrival.
+
+        So it is with the first sparse step, the first after dense ones, and where a mask was lost or dropped.
+        """
         sent = self.schedule.sent(step)
         if sent == self.schedule.quota.block_size:
             return False
@@ -83,7 +86,7 @@ class DelayedMask:
         """The mask of this step, and the seconds the host waited for it; None when the step sends everything.
 
         It is the one prepared in the step before. Where that one is :meth:`due`, it is made now, from this step's own
-        statistics, and waited for. Call after the fold.
+        statistics, and waited for; then all of the gradient must have been folded.
         """
         sent = self.schedule.sent(step)
         waited = self.arrive()

@@ -6,9 +6,10 @@ entries sent per step, ``R`` blocks of a shard, ``t`` step.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,7 +196,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             scale = self._clipping.scale(grads, self._parameters.device)
         with record.phase("wait"):
             record.exchange_wait = self._masks.arrive()
-        # The first sparse step, whose mask nobody could make before, ranks all of its own gradient.
+        # A step whose mask nobody could make before (the first sparse one) ranks all of its own gradient.
         whole = self._masks.due(state.calls)
         with record.phase("fold"):
             self._fold_beside(state, grads, scale)
@@ -215,22 +216,15 @@ class ScapeOptimizer(torch.optim.Optimizer):
             with record.phase("compact"):
                 own = self._compact_own(state, mask, scale)
                 record.sent_energy = ops.squared_norm([own, *(values[rows] for rows in self._beside)])
+        settled = self._communicator.moment(self._parameters.device)  # the residual does not change any more
         with record.phase("synchronize"):
             total = self._mean(arriving.wait(), own, state.momentum.dtype)
             del values, own, arriving
         with record.phase("update"):
             updated = self._update(state, mask, total, scale, record)
             del total
-        with record.phase("reconstruct"):
-            arriving = self._communicator.gather_parameters(updated)
-        with arriving:  # while the others' shards travel
-            with record.phase("select"):
-                self._masks.prepare(state.calls, self._start_mask)
-            with record.phase("reconstruct"):
-                self._apply(self._shard_pieces, self._own_rows(mask), updated)
-        with record.phase("reconstruct"):
-            self._apply(self._pieces_beside, mask, arriving.wait())
-            del updated, arriving
+        with self._reconstruct(mask, updated, record), record.phase("select"):  # while the others' shards travel
+            self._masks.prepare(state.calls, functools.partial(self._start_mask, settled=settled))
         with record.phase("select"):
             self._masks.depart()
 
@@ -315,7 +309,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             ops.accumulate_first_moment(momentum, evidence, grad, beta1, scale, clip_value)
 
     def _compact_beside(self, state: ScapeState, mask: Tensor | None, scale: Tensor) -> Tensor:
-        """What the other ranks are sent, ``[N*R, q]``; the rows of this rank's shard hold nothing."""
+        """What the other ranks are sent, ``[N*R, q]``, with zeros for this rank's shard; ``[0, q]`` for N = 1."""
         chosen = None if mask is None else mask.to(state.residual.device)
         blocks = self._layout.blocks if self._beside else 0
         sent = self._layout.block_size if mask is None else mask.shape[1]
@@ -323,6 +317,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         for rows in self._beside:
             part = None if chosen is None else chosen[rows]
             ops.compact(state.residual[rows], part, self.config.values_dtype, scale, out=values[rows])
+        values[self._own] = 0  # NCCL may look for NaN in what it is given
         return values.to(self._parameters.device)
 
     def _compact_own(self, state: ScapeState, mask: Tensor | None, scale: Tensor) -> Tensor:
@@ -372,9 +367,26 @@ class ScapeOptimizer(torch.optim.Optimizer):
         # The one number whose addition leaves every other as it is, 0.0 and infinities too.
         return theta.sub_(before).masked_fill_(same, -0.0).to(self.config.values_dtype)
 
-    def _apply(self, pieces: Sequence[Piece], mask: Tensor | None, updated: Tensor) -> None:
-        """Writes what the owners have made of masked entries into the parameters."""
-        ops.scatter(self._run.flats, pieces, mask, updated, self._layout.block_size, self._as_changes)
+    @contextlib.contextmanager
+    def _reconstruct(self, mask: Tensor | None, updated: Tensor, record: StepRecord) -> Iterator[None]:
+        """Applies what the owners have made of their shards, its own ``[R, q]``; what is inside runs while they travel.
+
+        After an error inside, too: momentum and clocks have gone on, and so must the parameters.
+        """
+        flats, block_size, add = self._run.flats, self._layout.block_size, self._as_changes
+        with record.phase("reconstruct"):
+            arriving = self._communicator.gather_parameters(updated)
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        with record.phase("reconstruct"):
+            with arriving:
+                ops.scatter(flats, self._shard_pieces, self._own_rows(mask), updated, block_size, add)
+            ops.scatter(flats, self._pieces_beside, mask, arriving.wait(), block_size, add)
+        if failure is not None:
+            raise failure
 
     def _end(self, state: ScapeState, scale: Tensor) -> None:
         record, config = self._run.record, self.config
@@ -389,8 +401,11 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------- mask making
 
-    def _start_mask(self, sent: int) -> PendingMask:
-        """Begins to make the next mask: each owner picks for its shard, from its own evidence and the others' votes."""
+    def _start_mask(self, sent: int, settled: torch.cuda.Event | None = None) -> PendingMask:
+        """Begins to make the next mask: each owner picks for its shard, from its own evidence and the others' votes.
+
+        On CUDA it waits for ``settled``, the moment from which on the residual does not change; by default, now.
+        """
         state, rank, device = self._run.state, self._communicator.rank, self._parameters.device
         assert state is not None
         statistic = state.evidence if state.evidence is not None else state.shard_of_residual(self._layout, rank)
@@ -404,7 +419,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
                 return ops.select(statistic, sent).to(device)
             return ops.elect(statistic, ballots.to(statistic.device), rank, votes, sent).to(device)
 
-        with self._communicator.beside_compute(device):
+        with self._communicator.beside_compute(device, settled):
             shape, dtype = (self._layout.blocks, sent), ops.position_dtype(self._layout.block_size)
             make_room = functools.partial(torch.empty, shape, dtype=dtype, device=device)
             alone = not votes or self._communicator.world_size == 1

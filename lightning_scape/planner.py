@@ -309,8 +309,8 @@ def fsdp(job: Job, link: Link, machine: Machine, *, reduce_passes: int = 1) -> P
 def scape(job: Job, link: Link, machine: Machine, config: ScapeConfig) -> Prediction:
     """SCAPE with ``config``; at sparsity 0 it is dense AdamS, sharded.
 
-    What a step does while its own messages travel (ranking the next mask, applying its shard) is counted beside them:
-    on slow links up to that much too long.
+    What a step does while its own messages travel (folding, compacting and applying its shard, ranking the next mask)
+    is counted beside them: on slow links up to that much too long.
     """
     numels = [weight.numel for weight in job.weights]
     sent = scape_bytes(numels, job.ranks, config, parameter_bytes=job.parameter_bytes, clip=job.clip)

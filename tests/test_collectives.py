@@ -112,7 +112,7 @@ def _order_of_a_step(rank: int, world: int, sparsity: float) -> list[str]:
         if step == 2:
             for name in ("exchange", "gather_parameters"):
                 say(Communicator, name)
-            for name in ("compact", "select", "vote", "elect", "update", "scatter"):
+            for name in ("fold", "compact", "select", "vote", "elect", "update", "scatter"):
                 say(ops, name)
             say(collectives.Arriving, "wait")
             say(collectives.PendingMask, "depart")
@@ -129,7 +129,7 @@ def test_a_step_works_while_its_messages_travel(
     run_ranks: Any, sparsity: float, ranking: list[str], afterwards: list[str]
 ) -> None:
     """It compacts its own shard while the others' values travel; ranks, and applies its own, while the others' come."""
-    around_values = ["compact", "exchange", "compact", "wait", "update"]
+    around_values = ["fold", "compact", "exchange", "fold", "compact", "wait", "update"]
     around_parameters = ["gather_parameters", *ranking, "scatter", "wait", "scatter", "depart"]
     for order in run_ranks(_order_of_a_step, 2, sparsity):
         assert order[: -len(afterwards)] == [*around_values, *around_parameters]
@@ -138,11 +138,12 @@ def test_a_step_works_while_its_messages_travel(
 
 def _after_an_error(rank: int, world: int, where: str) -> tuple[bool, float, Tensor]:
     """A step that fails on all ranks, one of them late, then two that do not; did it fail, seconds to drain, and p."""
-    parameter = nn.Parameter(torch.zeros(4000))
+    parameter = nn.Parameter(torch.zeros(4000, dtype=torch.bfloat16))
     optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.9))
 
     def step(number: int) -> None:
-        parameter.grad = torch.randn(4000, generator=torch.Generator().manual_seed(10 * number + rank))
+        gradient = torch.randn(4000, generator=torch.Generator().manual_seed(10 * number + rank))
+        parameter.grad = gradient.bfloat16()
         optimizer.step()
 
     def fail(*args: Any) -> None:
@@ -166,6 +167,12 @@ def _after_an_error(rank: int, world: int, where: str) -> tuple[bool, float, Ten
         failed = True
     setattr(home, where, real)
     ops.compact = real_compact
+    state = optimizer._run.state
+    assert state is not None
+    assert state.master is not None
+    if where != "scatter":  # the update happened wholly, or not at all
+        own = parameter.detach()[rank * 2000 : (rank + 1) * 2000]
+        assert torch.equal(state.master.view(-1)[:2000].bfloat16(), own)
     began = time.perf_counter()
     optimizer.drain()
     waited = time.perf_counter() - began

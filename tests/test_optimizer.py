@@ -859,18 +859,32 @@ def test_check_replicas_names_the_first_parameter_that_differs(run_ranks: RunRan
 # --------------------------------------------------------------------------------------------------- figures
 
 
-def collect_stats(rank: int, world_size: int) -> Any:
+def collect_stats(rank: int, world_size: int) -> tuple[Any, float]:
+    """The figures of the fourth step, and the share of its energy that left the residual."""
     params = parameters()
-    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9))
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, wire_dtype="fp32"))
     assert optimizer.stats is None
     for step in range(4):
+        state = optimizer._run.state
+        folded = None if state is None else state.residual.clone()
         set_gradients(params, rank, step)
         optimizer.step()
-    return optimizer.stats
+    assert state is not None
+    assert folded is not None
+    for part, parameter in zip(optimizer._views(folded.view(-1), optimizer._pieces), params, strict=True):
+        assert parameter.grad is not None
+        part += parameter.grad.view(-1)
+    return optimizer.stats, float((folded - state.residual).square().sum() / folded.square().sum())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_energy_captured_is_what_left_the_residual(run_ranks: RunRanks, world_size: int) -> None:
+    for stats, energy in run_ranks(collect_stats, world_size):
+        assert stats.energy_captured == pytest.approx(energy, rel=1e-4)
 
 
 def test_statistics_tell_what_the_step_did(run_ranks: RunRanks) -> None:
-    for stats in run_ranks(collect_stats, 2):
+    for stats, _ in run_ranks(collect_stats, 2):
         assert stats.step == 4
         assert 0.1 <= stats.density <= 0.12  # a block that is mostly pads sends its whole quota all the same
         assert 0.5 < stats.mask_churn <= 1.0

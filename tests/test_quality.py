@@ -35,6 +35,17 @@ def load_bench() -> ModuleType:
         sys.path.remove(str(EXAMPLES))
 
 
+@pytest.mark.parametrize(("bits", "levels"), [(4, 15), (2, 3)])
+def test_votes_of_fewer_bits_have_as_many_levels(bench: ModuleType, bits: int, levels: int) -> None:
+    run = small(bench, mask_votes=2, vote_bits=bits)
+    ranks = bench.build_ranks(run, bench.build_model(run))
+    residual = torch.randn(ranks.optimizers[0]._layout.blocks, 200).pow(15)  # so that the second is often far smaller
+    ballots = ranks.optimizers[0]._cast_ballots(residual, 2)
+    values = ballots[:, 2:4].view(torch.int8)
+    assert values.unique().numel() == levels
+    assert values.abs().max() == 127
+
+
 def small(bench: ModuleType, **options: Any) -> Any:
     settings = {"size": "0.03M", "ranks": 2, "batch": 2, "context": 32, "steps": STEPS}
     return bench.Run(**{**bench.scape(**options), **settings})
