@@ -414,7 +414,7 @@ SUITES: dict[str, list[Run]] = {
         *sweep([DENSE[1], *SPARSE[:2]], [2e-3], size="3M", batch=2, steps=10_000),
     ],
     "headline": [
-        *sweep(DENSE + SPARSE, [1e-3, 2e-3, 4e-3], (0, 1, 2), size="0.2M", steps=12_000),
+        *sweep(DENSE + SPARSE[:2], [2e-3, 4e-3, 8e-3], (0, 1, 2), size="0.2M", steps=10_000),
         *sweep(DENSE + SPARSE, [5e-4, 1e-3, 2e-3], size="1M", steps=12_000),
         *sweep(DENSE + SPARSE, [5e-4, 1e-3, 2e-3], size="3M", batch=8, context=128, steps=12_000),
     ],
@@ -553,18 +553,20 @@ def plot_losses(found: list[dict[str, Any]], out: Path) -> None:
 def plot_gaps(rows: list[Row], out: Path) -> None:
     """How far SCAPE is behind dense AdamS, over updates per entry."""
     bases = {row.setting: row.mean for row in rows if row.label == "dense AdamS"}
-    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    points: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         if row.setting in bases and row.label.startswith("SCAPE") and "," not in row.label:
             size, ranks, batch = row.setting[:3]
             gap = 100 * (row.mean / bases[row.setting] - 1)
-            points[f"{row.label}, {size}, {ranks} x {batch}"].append((row.updates, gap))
-    figure, axis = plt.subplots(figsize=(7, 4))
-    for label, pairs in sorted(points.items()):
-        axis.plot(*zip(*sorted(pairs), strict=True), marker="o", label=label)
+            points[row.label, f"{size}, {ranks} x {batch}"].append((row.updates, gap))
+    labels, where = (sorted({names[place] for names in points}) for place in (0, 1))
+    figure, axis = plt.subplots(figsize=(8, 4))
+    for (label, setting), pairs in sorted(points.items()):
+        style = {"color": f"C{where.index(setting)}", "marker": "soD^v"[labels.index(label) % 5]}
+        axis.plot(*zip(*sorted(pairs), strict=True), label=f"{label}, {setting}", **style)
     axis.axhline(0, color="grey", linewidth=0.8)
     axis.set(xlabel="updates per entry (steps x density)", ylabel="loss above dense AdamS, %", xscale="log")
-    axis.legend()
+    axis.legend(loc="upper left", bbox_to_anchor=(1.02, 1), fontsize="small")
     save(figure, out / "gap.png")
 
 
