@@ -138,6 +138,13 @@ def explained_rendezvous(environment: Any) -> Iterator[None]:
         ) from error
 
 
+_RANKS_MISSING = (
+    *("clients joined", "wait timeout", "onnect timeout"),  # waited in vain
+    *("likely closed", "reset by peer", "roken pipe", "onnection closed"),  # rank 0 had, and is gone
+)
+"""In what torch says where ranks are missing; which of it a rank gets to see is a matter of who gives up first."""
+
+
 def _rendezvous_remedy(problem: str, world_size: int) -> str | None:
     if "find address for" in problem:
         there = ", ".join(name for _, name in socket.if_nameindex())
@@ -147,7 +154,7 @@ def _rendezvous_remedy(problem: str, world_size: int) -> str | None:
             "Check that MASTER_ADDR is the first node's address as the other nodes see it, that rank 0 is started"
             " there, and that its firewall admits MASTER_PORT."
         )
-    if "clients joined" in problem or "wait timeout" in problem or "onnect timeout" in problem:
+    if any(sign in problem for sign in _RANKS_MISSING):
         return (
             f"Check that `num_nodes` times `devices` is the number of ranks that were started ({world_size} are"
             " expected), each node with a NODE_RANK of its own; that none of them failed before; that"

@@ -12,6 +12,7 @@ import typing
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -944,6 +945,29 @@ def test_a_script_trains_on_two_ranks_started_by(tmp_path: Path, launcher: str) 
     first, second = (tmp_path / f"rank-{rank}.txt" for rank in (0, 1))
     assert first.read_text() == second.read_text()
     assert first.read_text().startswith(f"step {BATCHES}, ")
+
+
+@pytest.mark.parametrize(
+    ("problem", "remedy"),
+    [
+        ("Timed out after 11 seconds waiting for clients. 2/3 clients joined.", r"\(2 are expected\)"),
+        ("Failed to recv, got 0 bytes. Connection was likely closed.", r"\(2 are expected\)"),  # rank 0 gave up first
+        ("[c10d] recvBytes failed: Connection reset by peer", r"\(2 are expected\)"),
+        ("The client socket has timed out after 10000ms while trying to connect.", "MASTER_ADDR is the first node's"),
+        ("Unable to find address for: eth7", "Set GLOO_SOCKET_IFNAME"),
+    ],
+)
+def test_ranks_that_do_not_meet_are_told_what_to_check(problem: str, remedy: str) -> None:
+    environment = SimpleNamespace(world_size=lambda: 2, global_rank=lambda: 1)
+    expected = pytest.raises(dist.DistNetworkError, match=rf"All 2 ranks must meet at .* got on rank 1: .*{remedy}")
+    with expected, core.explained_rendezvous(environment):
+        raise dist.DistNetworkError(problem)
+
+
+def test_other_errors_of_the_rendezvous_are_left_alone() -> None:
+    environment = SimpleNamespace(world_size=lambda: 2, global_rank=lambda: 1)
+    with pytest.raises(RuntimeError, match="^out of ports$"), core.explained_rendezvous(environment):
+        raise RuntimeError("out of ports")
 
 
 # -------------------------------------------------------------------------------------------- is it long enough?
