@@ -460,9 +460,8 @@ class Row:
     def above(self, base: Row) -> str:
         """How far it is above another row; with the (unpaired) standard error, where both have several seeds."""
         error = math.hypot(*(row.spread / math.sqrt(len(row.losses)) for row in (self, base))) / base.mean
-        return f"{self.mean / base.mean - 1:+.1%}" + (
-            "" if self is base or math.isnan(error) else f" ± {100 * error:.1f}"
-        )
+        gap = f"{self.mean / base.mean - 1:+.1%}"
+        return gap if self is base or math.isnan(error) else f"{gap} ± {100 * error:.1f}"
 
 
 def rows_of(found: list[dict[str, Any]]) -> list[Row]:

@@ -163,8 +163,8 @@ class PendingMask:
 
     def wait(self) -> tuple[Tensor, float]:
         """The mask and the seconds the host waited; on CUDA the current stream waits, the host does not."""
-        began = time.perf_counter()
         assert self.arriving is not None
+        began = time.perf_counter()
         mask = self.arriving.wait()
         if self.stream is not None:
             current = torch.cuda.current_stream(mask.device)
@@ -257,14 +257,15 @@ class Communicator:
     def beside_compute(self, device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
         """On CUDA, what runs inside goes to one side stream; elsewhere nothing changes.
 
-        There it comes after all work queued so far, or before ``after``, a :meth:`moment`. The side stream reads the
-        residual, which the next fold overwrites: :meth:`PendingMask.wait` comes before that.
+        There it waits for ``after``, a :meth:`moment`; by default, this one. The side stream reads the residual, which
+        the next fold overwrites: :meth:`PendingMask.wait` comes before that.
         """
-        if device.type != "cuda":
+        after = after or self.moment(device)
+        if after is None:
             yield
             return
         stream = self.side_stream(device)
-        stream.wait_event(after or torch.cuda.current_stream(device).record_event())
+        stream.wait_event(after)
         with torch.cuda.stream(stream):
             yield
 

@@ -116,14 +116,14 @@ class Layout:
 
     def shard_pieces(self, rank: int) -> Iterator[Piece]:
         """What lies in the shard of ``rank``; rows count from the shard's first block."""
-        first = rank * self.shard_blocks
-        return self._cut(first, first + self.shard_blocks, first)
+        own, _ = self.rows_of(rank)
+        return self._cut(own.start, own.stop, own.start)
 
     def pieces_beside(self, rank: int) -> Iterator[Piece]:
         """What lies in the shards of all other ranks; rows count from block 0."""
-        first = rank * self.shard_blocks
-        yield from self._cut(0, first, 0)
-        yield from self._cut(first + self.shard_blocks, self.blocks, 0)
+        _, beside = self.rows_of(rank)
+        for rows in beside:
+            yield from self._cut(rows.start, rows.stop, 0)
 
     def _cut(self, first: int, stop: int, origin: int) -> Iterator[Piece]:
         """What lies in the blocks from ``first`` to before ``stop``; rows count from block ``origin``."""

@@ -126,7 +126,6 @@ class ScapeOptimizer(torch.optim.Optimizer):
             config.quota.block_size,
             self._communicator.world_size,
         )
-        self._pieces = list(self._layout.pieces())
         self._shard_pieces = list(self._layout.shard_pieces(self._communicator.rank))
         self._pieces_beside = list(self._layout.pieces_beside(self._communicator.rank))
         self._own, self._beside = self._layout.rows_of(self._communicator.rank)
@@ -206,7 +205,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
             mask, waited = self._masks.take(state.calls, self._start_mask)
             record.exchange_wait += waited
         with record.phase("compact"):
-            values = self._compact_beside(state, mask, scale)
+            chosen = None if mask is None else mask.to(state.residual.device)
+            values = self._compact_beside(state, chosen, scale)
         with record.phase("synchronize"):
             arriving = self._communicator.exchange(values)
         with arriving:  # while the values travel: what goes to no other rank
@@ -214,7 +214,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
                 if not whole:
                     self._fold_own(state, grads, scale)
             with record.phase("compact"):
-                own = self._compact_own(state, mask, scale)
+                own = self._compact_own(state, chosen, scale)
                 record.sent_energy = ops.squared_norm([own, *(values[rows] for rows in self._beside)])
         settled = self._communicator.moment(self._parameters.device)  # the residual does not change any more
         with record.phase("synchronize"):
@@ -310,12 +310,11 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
     def _compact_beside(self, state: ScapeState, mask: Tensor | None, scale: Tensor) -> Tensor:
         """What the other ranks are sent, ``[N*R, q]``, with zeros for this rank's shard; ``[0, q]`` for N = 1."""
-        chosen = None if mask is None else mask.to(state.residual.device)
         blocks = self._layout.blocks if self._beside else 0
         sent = self._layout.block_size if mask is None else mask.shape[1]
         values = torch.empty(blocks, sent, dtype=self.config.values_dtype, device=state.residual.device)
         for rows in self._beside:
-            part = None if chosen is None else chosen[rows]
+            part = _rows_of(mask, rows)
             ops.compact(state.residual[rows], part, self.config.values_dtype, scale, out=values[rows])
         values[self._own] = 0  # NCCL may look for NaN in what it is given
         return values.to(self._parameters.device)
@@ -324,7 +323,6 @@ class ScapeOptimizer(torch.optim.Optimizer):
         """What this rank contributes to its own shard, ``[R, q]``."""
         residual = state.shard_of_residual(self._layout, self._communicator.rank)
         own = self._own_rows(mask)
-        own = None if own is None else own.to(residual.device)
         values = ops.compact(residual, own, self.config.values_dtype, scale)
         if state.evidence is not None:
             seen = ops.take(state.evidence, own)
@@ -432,8 +430,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         return torch.cat([before, before.new_zeros(self._layout.shard_blocks, before.shape[1]), after])
 
     def _own_rows(self, mask: Tensor | None) -> Tensor | None:
-        """The rows of this rank's shard; None, which stands for all entries, stays None."""
-        return None if mask is None else mask[self._own]
+        return _rows_of(mask, self._own)
 
     # ---------------------------------------------------------------------------------------- gradients
 
@@ -606,9 +603,14 @@ class ScapeOptimizer(torch.optim.Optimizer):
     def _allocate(self) -> ScapeState:
         return ScapeState.allocate(self._layout, self.config, self._parameters.state_dtype, self._parameters.device)
 
-    def _views(self, flat: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+    def _views(self, flat: Tensor, pieces: Iterable[Piece]) -> list[Tensor]:
         """The entries of each piece in a flat buffer of blocks, pads left out."""
         return [flat[piece.of_blocks(self._layout.block_size)] for piece in pieces]
+
+
+def _rows_of(mask: Tensor | None, rows: slice) -> Tensor | None:
+    """Some rows of a mask; None, which stands for all entries, stays None."""
+    return None if mask is None else mask[rows]
 
 
 def _parts(grads: Sequence[Tensor | None], pieces: Sequence[Piece]) -> list[Tensor | None]:

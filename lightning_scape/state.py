@@ -60,7 +60,8 @@ class ScapeState:
 
     def shard_of_residual(self, layout: Layout, rank: int) -> Tensor:
         """``[R, B]``: the residual's rows in the shard of ``rank``; a view."""
-        return self.residual[rank * layout.shard_blocks : (rank + 1) * layout.shard_blocks]
+        own, _ = layout.rows_of(rank)
+        return self.residual[own]
 
     def refresh_master(self, flats: Sequence[Tensor], layout: Layout, rank: int) -> None:
         """Reads the shard's master weights from the parameters, but for those that round to what the parameter holds.

@@ -136,7 +136,6 @@ class ScapeStrategy(DDPStrategy):
         self._mask_group = core.MaskGroup()
         self._interrupted = False
         self._payoff = core.PayoffCheck()
-        self._length_checked = False
         self._state_dict_type = state_dict_type
         self._saver = Saver(async_save)
         self._checkpoint_group = core.MaskGroup("gloo")  # background writes must not meet the step's messages
@@ -205,12 +204,15 @@ class ScapeStrategy(DDPStrategy):
         self.optimizers = [*scape_optimizers]
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        steps = self.lightning_module.trainer.estimated_stepping_batches  # their data are loaded by now
+        if core.scape_optimizers(self.optimizers) and (advice := core.too_short(self.config, steps)):
+            rank_zero_warn(advice)
+
+    @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not self._length_checked:  # not earlier: only now are the data there that are counted
-            self._length_checked = True
-            assert self.lightning_module is not None
-            if advice := core.too_short(self.config, self.lightning_module.trainer.estimated_stepping_batches):
-                rank_zero_warn(advice)
         result = super().optimizer_step(optimizer, *args, **kwargs)
         for scape_optimizer in core.scape_optimizers([optimizer]):
             if verdict := self._payoff.look(scape_optimizer, self.root_device):

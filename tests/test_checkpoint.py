@@ -127,7 +127,7 @@ def write_state(rank: int, world_size: int, steps: int) -> tuple[bytes, Tensor]:
     file = saved(optimizer, params)
     state = optimizer._run.state
     assert state is not None
-    mean = torch.cat(optimizer._views(state.residual.view(-1), optimizer._pieces)).clone()
+    mean = torch.cat(optimizer._views(state.residual.view(-1), optimizer._layout.pieces())).clone()
     if world_size > 1:
         dist.all_reduce(mean)
     return file, mean / world_size
@@ -142,7 +142,7 @@ def read_state(rank: int, world_size: int, file: bytes) -> Any:
         params, optimizer = restored(file, config, torch.float32)
     state = optimizer._run.state
     assert state is not None
-    mean = torch.cat(optimizer._views(state.residual.view(-1), optimizer._pieces)).clone()
+    mean = torch.cat(optimizer._views(state.residual.view(-1), optimizer._layout.pieces())).clone()
     if world_size > 1:
         dist.all_reduce(mean)
     optimizer.consolidate_state_dict(to=0)

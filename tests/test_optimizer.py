@@ -210,7 +210,7 @@ class Ledger:
         assert state is not None
         assert self.sent is not None
         both = (self.sent + state.residual.double()).view(-1)
-        return optimizer._views(both, optimizer._pieces)
+        return optimizer._views(both, optimizer._layout.pieces())
 
 
 def train_with_ledger(rank: int, world_size: int, wire_dtype: str, whole: bool) -> float:
@@ -274,7 +274,7 @@ def train_watching_masks(rank: int, world_size: int, interval: int) -> dict[str,
         inside = torch.zeros(optimizer._layout.blocks, quota.block_size, dtype=torch.bool)
         inside.scatter_(1, mask.long(), True)
         for part, old, parameter in zip(
-            optimizer._views(inside.view(-1), optimizer._pieces), before, params, strict=True
+            optimizer._views(inside.view(-1), optimizer._layout.pieces()), before, params, strict=True
         ):
             assert torch.equal(parameter.detach().view(-1)[~part], old.view(-1)[~part])
     assert optimizer.stats is not None
@@ -871,7 +871,7 @@ def collect_stats(rank: int, world_size: int) -> tuple[Any, float]:
         optimizer.step()
     assert state is not None
     assert folded is not None
-    for part, parameter in zip(optimizer._views(folded.view(-1), optimizer._pieces), params, strict=True):
+    for part, parameter in zip(optimizer._views(folded.view(-1), optimizer._layout.pieces()), params, strict=True):
         assert parameter.grad is not None
         part += parameter.grad.view(-1)
     return optimizer.stats, float((folded - state.residual).square().sum() / folded.square().sum())
