@@ -366,6 +366,7 @@ VARIED: list[dict[str, Any]] = [
     {"vote_bits": 2},
     {"second_moment": "reconstructed"},
     {"second_moment": "reconstructed", "mask_votes": 0},
+    {"catch_up": "summed"},
     {"plain_update": True},
     {"mask_delay": 0},
     {"mask_delay": 2},

@@ -16,6 +16,7 @@ MaskStatistic = Literal["residual", "first_moment"]
 WireDtype = Literal["bf16", "fp32"]
 ClipNorm = Literal["sketch", "local"]
 SecondMoment = Literal["measured", "reconstructed"]
+CatchUp = Literal["damped", "summed"]
 
 MAX_BYTE_BLOCK = 256
 """Longest block whose positions fit one byte on the wire."""
@@ -71,8 +72,13 @@ class ScapeConfig:
 
     second_moment: SecondMoment = "measured"
     """What an entry not visited in the step before is divided by: ``"measured"`` floors AdamS's denominator with the
-    owner's own running mean square of its gradient, or, at densities above 2.5%, a share of it (4P/N bytes, no
+    owner's own running mean square of its gradient, or, at densities above 5%, a share of it (4P/N bytes, no
     message); ``"reconstructed"`` takes it from the synchronized buffer alone, as the paper does."""
+
+    catch_up: CatchUp = "damped"
+    """How far the ``tau`` steps take an entry that was last visited ``tau`` steps ago: ``"damped"`` goes ``tau`` times
+    along the new first moment, which remembers longer the longer the wait, and stays stable at sharper curvature;
+    ``"summed"`` goes along the sum of the first moments of the ``tau`` steps."""
 
     wire_dtype: WireDtype = "bf16"
     """How values travel to their owner: ``"bf16"`` (2 bytes, rounding error stays in the residual) or ``"fp32"``. Where
@@ -228,6 +234,7 @@ _LEAST_WHOLE = {
 _CHOICES: dict[str, tuple[str, ...]] = {
     "mask_statistic": ("residual", "first_moment"),
     "second_moment": ("measured", "reconstructed"),
+    "catch_up": ("damped", "summed"),
     "wire_dtype": ("bf16", "fp32"),
     "clip_norm": ("sketch", "local"),
 }

@@ -27,7 +27,7 @@ from typing_extensions import override
 from lightning_scape import core
 from lightning_scape.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.collectives import Communicator, broadcast_tensors, is_distributed
-from lightning_scape.config import ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, WireDtype
+from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, WireDtype
 from lightning_scape.optimizer import ScapeOptimizer
 from lightning_scape.rng import rng_state, set_rng_state
 from lightning_scape.saving import RNG, Content, SavedContent, Saver, replicated
@@ -50,6 +50,7 @@ class FabricScapeStrategy(DDPStrategy):
         mask_statistic: what ranks the entries.
         mask_votes: entries per block that every rank proposes; None chooses.
         second_moment: what an entry is divided by that was not visited in the step before.
+        catch_up: how far such an entry goes.
         wire_dtype: how values travel to their owner, and the changes of wider parameters back.
         bias_correction: divide the first moments by ``1 - beta1**t``.
         clip_norm: how ``clip_gradients(max_norm=...)`` measures the averaged gradient.
@@ -86,6 +87,7 @@ class FabricScapeStrategy(DDPStrategy):
         mask_statistic: MaskStatistic = "residual",
         mask_votes: int | None = None,
         second_moment: SecondMoment = "measured",
+        catch_up: CatchUp = "damped",
         wire_dtype: WireDtype = "bf16",
         bias_correction: bool = False,
         clip_norm: ClipNorm = "sketch",

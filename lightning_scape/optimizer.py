@@ -36,7 +36,7 @@ NOISE_INTERVAL = 8
 """Steps from one sample of the gradient's mean square to the next: each costs a pass over the shard."""
 NOISE_WEIGHT = 0.1
 """Of the newest sample: a memory of about 80 steps."""
-NOISE_FLOOR = 1 / 40
+NOISE_FLOOR = 1 / 20
 """Share of the mean square that bounds the denominator, times the mean interval between visits; at most 1."""
 
 
@@ -353,8 +353,9 @@ class ScapeOptimizer(torch.optim.Optimizer):
         step = state.step + 1
         hyper, correction = self._hyperparameters.at(step, self.param_groups, theta.dtype)
         floor = min(1.0, NOISE_FLOOR * self._layout.block_size / total.shape[1])
+        damped = self.config.catch_up == "damped"
         record.again = ops.update(
-            theta, state.momentum, state.clock, own, total, step, hyper, correction, scale, state.noise, floor
+            theta, state.momentum, state.clock, own, total, step, hyper, correction, scale, state.noise, floor, damped
         )
         state.step += (scale != 0).to(state.step.dtype)  # with the clocks, or the next tau would not be right
         if state.master is not None and own is not None:

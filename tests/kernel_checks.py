@@ -293,6 +293,12 @@ class KernelChecks:
         rtol = 2e-6 if dtype is torch.float32 else 1e-14
         self.compare_update(masked, False, 0.3, dtype, rtol=rtol, noisy=True)
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize("noisy", [True, False])
+    def test_damped_update_equals_its_twin_within_rounding(self, noisy: bool, dtype: torch.dtype) -> None:
+        rtol = 2e-6 if dtype is torch.float32 else 1e-14
+        self.compare_update(True, True, "rows", dtype, rtol=rtol, noisy=noisy, damped=True)
+
     @pytest.mark.parametrize("decay", [0.0, 1000.0, 1500.0])  # 1 - lr * decay is 1, 0, -0.5
     @pytest.mark.parametrize("beta1", [0.0, 0.999])
     def test_update_with_extreme_hyperparameters(self, decay: float, beta1: float) -> None:
@@ -306,6 +312,7 @@ class KernelChecks:
         dtype: torch.dtype,
         rtol: float,
         noisy: bool = False,
+        damped: bool = False,
         **options: float,
     ) -> None:
         rows, length, step = 300, 20, 5000
@@ -335,6 +342,7 @@ class KernelChecks:
             torch.ones(()),
             noise,
             0.375,
+            damped,
         )
         ours = kernels.update(
             *own,
@@ -346,6 +354,7 @@ class KernelChecks:
             self.scalar(1.0),
             None if noise is None else noise.to(self.device),
             0.375,
+            damped,
         )
         assert int(ours) == int(again)
         assert torch.equal(own[2].cpu(), clock)

@@ -165,9 +165,10 @@ class TestFarAway:
         near = [torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.int32)]
         step, single = torch.tensor(9, dtype=torch.int32), hyper("cpu", torch.float32)
         constants = {"SENT": 1, "MASKED": True, "BY_ROW": False, "CORRECTED": False, "CORRECTION_BY_ROW": False}
+        constants["DAMPED"] = True
         expected = theta.clone()
         noise = torch.tensor([[0.0] * 4, [5.0] * 4])
-        reference.update(expected, *near, mask, total, step, single, 1.0, torch.ones(()), noise)
+        reference.update(expected, *near, mask, total, step, single, 1.0, torch.ones(()), noise, 1.0, True)
         kernels._launch(
             kernels._update_kernel,
             1,

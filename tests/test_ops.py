@@ -177,6 +177,41 @@ def test_one_tau_step_is_adams_term_for_term() -> None:
     torch.testing.assert_close(got.theta, (1 - 1e-4) * theta - 1e-3 * momentum / (v.sqrt() + 1e-8), rtol=1e-14, atol=0)
 
 
+def test_damped_is_adams_at_one_step_bit_for_bit() -> None:
+    theta, m, g, noise = torch.randn(4, 100)
+    single = ops.Hyper(*(v.float() for v in hyper(1e-3, 0.9, 0.95, 1e-8, 0.1)))
+    ones = torch.ones_like(theta)
+    summed = ops.tau_step(theta, m, ones, g, single, 1.0, noise.abs(), 0.5)
+    damped = ops.tau_step(theta, m, ones, g, single, 1.0, noise.abs(), 0.5, damped=True)
+    assert torch.equal(damped.theta, summed.theta)
+    assert torch.equal(damped.momentum, summed.momentum)
+
+
+def catch_up(tau: int, visits: int, curvature: float, damped: bool) -> list[float]:
+    """theta, visit by visit: a gradient of 1 at first, then that of a parabola; v is next to nothing beside eps."""
+    theta, m, path = scalar(0.0), scalar(0.0), []
+    steady = hyper(1e9, 0.9, 0.95, 1e9, 0.0)
+    for visit in range(visits):
+        total = tau * (curvature * theta - float(visit == 0))
+        theta, m = ops.tau_step(theta, m, scalar(tau), total, steady, 1.0, damped=damped)
+        path.append(float(theta))
+    return path
+
+
+@pytest.mark.parametrize("damped", [False, True])
+@pytest.mark.parametrize("tau", [1, 2, 10, 100])
+def test_a_gradient_moves_a_parameter_as_far_in_the_end_however_it_catches_up(tau: int, damped: bool) -> None:
+    assert catch_up(tau, 400, 0.0, damped)[-1] == pytest.approx(tau, rel=1e-6)
+
+
+@pytest.mark.parametrize(("tau", "summed", "damped"), [(2, 2.11, 11.3), (10, 0.276, 0.695), (100, 0.0244, 0.0215)])
+def test_how_sharp_a_parabola_may_be(tau: int, summed: float, damped: float) -> None:
+    for limit, way in ((summed, False), (damped, True)):
+        for curvature, stays in ((0.97 * limit, True), (1.03 * limit, False)):
+            path = [abs(value) for value in catch_up(tau, 1500, curvature, way)]
+            assert (max(path[-20:]) < max(path[:20])) == stays, (way, curvature)
+
+
 def test_weight_decay_catches_up_at_the_visit() -> None:
     got = ops.tau_step(scalar(2.0), scalar(0.0), scalar(7), scalar(0.0), hyper(0.1, 0.9, 0.95, 1e-8, 0.5), 1.0)
     assert float(got.theta) == pytest.approx(2.0 * 0.95**7)

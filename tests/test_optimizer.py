@@ -159,6 +159,7 @@ def test_replicas_are_bitwise_equal_after_every_step(run_ranks: RunRanks, world_
         (torch.float64, {"residual_dtype": torch.float64}),
         (torch.float32, {"mask_statistic": "first_moment"}),
         (torch.float32, {"second_moment": "reconstructed"}),
+        (torch.float32, {"catch_up": "summed"}),
         (torch.bfloat16, {"mask_votes": 2}),
         (torch.float32, {"mask_votes": 250, "mask_interval": 2}),
         (torch.float32, {"mask_interval": 3}),
@@ -377,6 +378,7 @@ def test_unmasked_entries_stand_still_and_weight_decay_catches_up() -> None:
         wire_dtype="fp32",
         residual_dtype=torch.float64,
         second_moment="reconstructed",
+        catch_up="summed",
     )
     lr, decay, tiny = 0.1, 0.5, 2.0**-10
     optimizer = ScapeOptimizer([parameter], lr=lr, weight_decay=decay, config=config)

@@ -141,6 +141,7 @@ def test_votes_are_one_message_more_and_counted(run_ranks: RunRanks, options: di
         ({"mask_votes": 201}, "at most the block length 200, got 201"),
         ({"mask_votes": 1, "mask_statistic": "first_moment"}, "ranks vote with their residuals"),
         ({"second_moment": "ema"}, "`second_moment` must be one of 'measured', 'reconstructed'"),
+        ({"catch_up": "half"}, "`catch_up` must be one of 'damped', 'summed'"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
@@ -195,7 +196,7 @@ def test_noise_floors_the_denominator_of_old_entries_only(share: float) -> None:
     assert with_noise[2].item() == pytest.approx(float(moved[2] / (floor + 0.05 * 900 / 9) ** 0.5))
 
 
-@pytest.mark.parametrize(("sparsity", "share"), [(0.5, 0.05), (0.9, 0.25), (0.95, 0.5), (0.99, 1.0), (0.999, 1.0)])
+@pytest.mark.parametrize(("sparsity", "share"), [(0.5, 0.1), (0.9, 0.5), (0.95, 1.0), (0.99, 1.0), (0.999, 1.0)])
 def test_the_share_of_the_noise_grows_with_the_interval_between_visits(
     sparsity: float, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +204,7 @@ def test_the_share_of_the_noise_grows_with_the_interval_between_visits(
     plain = ops.update
 
     def note(*args: Any) -> Any:
-        shares.append(args[-1])
+        shares.append(args[-2])
         return plain(*args)
 
     monkeypatch.setattr(ops, "update", note)

@@ -571,6 +571,7 @@ def _update_kernel(
     CORRECTED: tl.constexpr,
     CORRECTION_BY_ROW: tl.constexpr,
     MEASURED: tl.constexpr,
+    DAMPED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     if tl.load(scale) != 0:
@@ -591,11 +592,15 @@ def _update_kernel(
         whole = tl.load(keep + h, mask=inside, other=1)
         steps = tau.to(m.dtype)
 
-        one_minus_bt = _minus_expm1(steps * tl.load(log_beta1 + h, mask=inside, other=0))
+        waits = _root(steps * _root(steps)) if DAMPED else steps
+        one_minus_bt = _minus_expm1(waits * tl.load(log_beta1 + h, mask=inside, other=0))
         g = _divide(a, steps)
         new = (1 - one_minus_bt) * m + one_minus_bt * g
-        spread = _divide(b1 * one_minus_bt, tl.load(one_minus_beta1 + h, mask=inside, other=1))
-        moved = tl.where(tau == 1, new, steps * g + (m - g) * spread)
+        if DAMPED:
+            moved = steps * new
+        else:
+            spread = _divide(b1 * one_minus_bt, tl.load(one_minus_beta1 + h, mask=inside, other=1))
+            moved = tl.where(tau == 1, new, steps * g + (m - g) * spread)
         if CORRECTED:
             divisor = tl.load(correction + (row if CORRECTION_BY_ROW else row * 0), mask=inside, other=1)
             m, moved = _divide(m, divisor), _divide(moved, divisor)
@@ -648,6 +653,7 @@ def update(
     scale: Tensor,
     noise: Tensor | None = None,
     floor: float = 1.0,
+    damped: bool = False,
 ) -> Tensor:
     """See :func:`reference.update`. One launch; what it reads of momentum and clock it writes back."""
     assert theta.is_contiguous()
@@ -683,6 +689,7 @@ def update(
         CORRECTED=corrected,
         CORRECTION_BY_ROW=divisor.dim() > 0,
         MEASURED=noise is not None,
+        DAMPED=damped,
         CHUNK=_PICK_CHUNK,
         num_warps=4,
     )
