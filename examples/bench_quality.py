@@ -387,6 +387,7 @@ SHORT = [
     *sweep(DENSE + SPARSE, [2e-3], size="0.03M", ranks=2, batch=2, context=32, steps=4),
     *sweep((scape(**options) for options in VARIED), [2e-3], size="0.03M", ranks=2, batch=2, context=32, steps=4),
 ]
+HALF_AND_90: list[dict[str, Any]] = [{"sparsity": 0.5, "block_size": 200}, {"sparsity": 0.9}]
 WARMUPS = [(0, 0), (0, 500), (0, 1000), (200, 800), (500, 500)]
 SUITES: dict[str, list[Run]] = {
     "ablations": [
@@ -395,6 +396,13 @@ SUITES: dict[str, list[Run]] = {
         *sweep((scape(**options) for options in VARIED), [4e-3], size="0.03M"),
     ],
     "seeds": sweep([DENSE[1], scape(), *(scape(**options) for options in VARIED[:7])], [4e-3], (0, 1, 2), size="0.03M"),
+    "catch_up": sweep(
+        [DENSE[1], *(scape(**rate, **way) for rate in HALF_AND_90 for way in ({}, {"catch_up": "summed"}))],
+        [4e-3],
+        range(4),
+        size="0.03M",
+        steps=1500,
+    ),
     "start": [
         *sweep(DENSE, [2e-3, 4e-3, 8e-3], size="0.03M", steps=1000),
         *sweep(

@@ -87,7 +87,7 @@ class FabricScapeStrategy(DDPStrategy):
         mask_statistic: MaskStatistic = "residual",
         mask_votes: int | None = None,
         second_moment: SecondMoment = "measured",
-        catch_up: CatchUp = "damped",
+        catch_up: CatchUp = "implicit",
         wire_dtype: WireDtype = "bf16",
         bias_correction: bool = False,
         clip_norm: ClipNorm = "sketch",

@@ -353,9 +353,9 @@ class ScapeOptimizer(torch.optim.Optimizer):
         step = state.step + 1
         hyper, correction = self._hyperparameters.at(step, self.param_groups, theta.dtype)
         floor = min(1.0, NOISE_FLOOR * self._layout.block_size / total.shape[1])
-        damped = self.config.catch_up == "damped"
+        implicit = self.config.catch_up == "implicit"
         record.again = ops.update(
-            theta, state.momentum, state.clock, own, total, step, hyper, correction, scale, state.noise, floor, damped
+            theta, state.momentum, state.clock, own, total, step, hyper, correction, scale, state.noise, floor, implicit
         )
         state.step += (scale != 0).to(state.step.dtype)  # with the clocks, or the next tau would not be right
         if state.master is not None and own is not None:

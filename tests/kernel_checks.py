@@ -295,14 +295,15 @@ class KernelChecks:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     @pytest.mark.parametrize("noisy", [True, False])
-    def test_damped_update_equals_its_twin_within_rounding(self, noisy: bool, dtype: torch.dtype) -> None:
+    def test_implicit_update_equals_its_twin_within_rounding(self, noisy: bool, dtype: torch.dtype) -> None:
         rtol = 2e-6 if dtype is torch.float32 else 1e-14
-        self.compare_update(True, True, "rows", dtype, rtol=rtol, noisy=noisy, damped=True)
+        self.compare_update(True, True, "rows", dtype, rtol=rtol, noisy=noisy, implicit=True)
 
     @pytest.mark.parametrize("decay", [0.0, 1000.0, 1500.0])  # 1 - lr * decay is 1, 0, -0.5
     @pytest.mark.parametrize("beta1", [0.0, 0.999])
-    def test_update_with_extreme_hyperparameters(self, decay: float, beta1: float) -> None:
-        self.compare_update(True, False, 1.0, torch.float32, rtol=2e-6, decay=decay, beta1=beta1)
+    @pytest.mark.parametrize("implicit", [False, True])
+    def test_update_with_extreme_hyperparameters(self, decay: float, beta1: float, implicit: bool) -> None:
+        self.compare_update(True, False, 1.0, torch.float32, rtol=2e-6, implicit=implicit, decay=decay, beta1=beta1)
 
     def compare_update(
         self,
@@ -312,7 +313,7 @@ class KernelChecks:
         dtype: torch.dtype,
         rtol: float,
         noisy: bool = False,
-        damped: bool = False,
+        implicit: bool = False,
         **options: float,
     ) -> None:
         rows, length, step = 300, 20, 5000
@@ -342,7 +343,7 @@ class KernelChecks:
             torch.ones(()),
             noise,
             0.375,
-            damped,
+            implicit,
         )
         ours = kernels.update(
             *own,
@@ -354,7 +355,7 @@ class KernelChecks:
             self.scalar(1.0),
             None if noise is None else noise.to(self.device),
             0.375,
-            damped,
+            implicit,
         )
         assert int(ours) == int(again)
         assert torch.equal(own[2].cpu(), clock)

@@ -165,7 +165,7 @@ class TestFarAway:
         near = [torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.int32)]
         step, single = torch.tensor(9, dtype=torch.int32), hyper("cpu", torch.float32)
         constants = {"SENT": 1, "MASKED": True, "BY_ROW": False, "CORRECTED": False, "CORRECTION_BY_ROW": False}
-        constants["DAMPED"] = True
+        constants["IMPLICIT"] = True
         expected = theta.clone()
         noise = torch.tensor([[0.0] * 4, [5.0] * 4])
         reference.update(expected, *near, mask, total, step, single, 1.0, torch.ones(()), noise, 1.0, True)

@@ -368,7 +368,8 @@ def test_one_rank_sends_nothing_and_needs_no_process_group() -> None:
 # --------------------------------------------------------------------------- 6. what stands still, what catches up
 
 
-def test_unmasked_entries_stand_still_and_weight_decay_catches_up() -> None:
+@pytest.mark.parametrize("options", [{}, {"catch_up": "summed"}])
+def test_unmasked_entries_stand_still_and_a_visit_catches_up(options: dict[str, Any]) -> None:
     # One block of 10, one entry sent. Entry 0 alone has a gradient for five steps; entry 3 gets a tiny one in the
     # sixth, hence a place in the mask of the seventh, where its decay of seven steps is made up for.
     parameter = nn.Parameter(torch.full((10,), 2.0, dtype=torch.float64))
@@ -378,7 +379,7 @@ def test_unmasked_entries_stand_still_and_weight_decay_catches_up() -> None:
         wire_dtype="fp32",
         residual_dtype=torch.float64,
         second_moment="reconstructed",
-        catch_up="summed",
+        **options,
     )
     lr, decay, tiny = 0.1, 0.5, 2.0**-10
     optimizer = ScapeOptimizer([parameter], lr=lr, weight_decay=decay, config=config)
@@ -404,7 +405,8 @@ def test_unmasked_entries_stand_still_and_weight_decay_catches_up() -> None:
     moments = [0.0]
     for _ in range(7):
         moments.append(0.9 * moments[-1] + 0.1 * tiny / 7)
-    expected = 2.0 * (1 - lr * decay) ** 7 - lr * sum(moments) / ((0.05 * tiny**2 / 7) ** 0.5 + 1e-8)
+    moved = sum(moments) if options else 7 * (0.7 / (0.9 + 0.7)) * tiny / 7
+    expected = 2.0 * (1 - lr * decay) ** 7 - lr * moved / ((0.05 * tiny**2 / 7) ** 0.5 + 1e-8)
     assert float(parameter.detach()[3]) == pytest.approx(expected, rel=1e-9)
     others = [i for i in range(10) if i != 3]
     assert torch.equal(parameter.detach()[others], old[others])

@@ -571,7 +571,7 @@ def _update_kernel(
     CORRECTED: tl.constexpr,
     CORRECTION_BY_ROW: tl.constexpr,
     MEASURED: tl.constexpr,
-    DAMPED: tl.constexpr,
+    IMPLICIT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     if tl.load(scale) != 0:
@@ -592,14 +592,17 @@ def _update_kernel(
         whole = tl.load(keep + h, mask=inside, other=1)
         steps = tau.to(m.dtype)
 
-        waits = _root(steps * _root(steps)) if DAMPED else steps
-        one_minus_bt = _minus_expm1(waits * tl.load(log_beta1 + h, mask=inside, other=0))
+        one_minus_b1 = tl.load(one_minus_beta1 + h, mask=inside, other=1)
+        if IMPLICIT:
+            one_minus_bt = _divide(steps * one_minus_b1, (steps - 1) * one_minus_b1 + 1)
+        else:
+            one_minus_bt = _minus_expm1(steps * tl.load(log_beta1 + h, mask=inside, other=0))
         g = _divide(a, steps)
         new = (1 - one_minus_bt) * m + one_minus_bt * g
-        if DAMPED:
+        if IMPLICIT:
             moved = steps * new
         else:
-            spread = _divide(b1 * one_minus_bt, tl.load(one_minus_beta1 + h, mask=inside, other=1))
+            spread = _divide(b1 * one_minus_bt, one_minus_b1)
             moved = tl.where(tau == 1, new, steps * g + (m - g) * spread)
         if CORRECTED:
             divisor = tl.load(correction + (row if CORRECTION_BY_ROW else row * 0), mask=inside, other=1)
@@ -611,7 +614,7 @@ def _update_kernel(
         if MEASURED:
             of_noise = noise + _row_offset(mask, entry, inside, noise_stride, SENT, MASKED)
             n = tl.load(of_noise, mask=inside, other=0) * floor
-            steady = n * _divide(tl.load(one_minus_beta1 + h, mask=inside, other=1), 1 + b1)
+            steady = n * _divide(one_minus_b1, 1 + b1)
             floored = b2 * tl.maximum(m * m, steady) + one_minus_b2 * tl.maximum(n, _divide(a * a, steps))
             v = tl.where(tau == 1, v, floored)
         shrunk = tl.exp(steps * tl.load(log_keep + h, mask=inside, other=0))  # |whole|**tau
@@ -653,7 +656,7 @@ def update(
     scale: Tensor,
     noise: Tensor | None = None,
     floor: float = 1.0,
-    damped: bool = False,
+    implicit: bool = False,
 ) -> Tensor:
     """See :func:`reference.update`. One launch; what it reads of momentum and clock it writes back."""
     assert theta.is_contiguous()
@@ -689,7 +692,7 @@ def update(
         CORRECTED=corrected,
         CORRECTION_BY_ROW=divisor.dim() > 0,
         MEASURED=noise is not None,
-        DAMPED=damped,
+        IMPLICIT=implicit,
         CHUNK=_PICK_CHUNK,
         num_warps=4,
     )
