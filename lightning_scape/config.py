@@ -86,7 +86,8 @@ class ScapeConfig:
     where fp32 masters are kept, as values in their own dtype."""
 
     bias_correction: bool = False
-    """Divide the first moments by ``1 - beta1**t``, as the code of AdamS does and its paper does not."""
+    """Divide the first moments by ``1 - beta1**t``, as the code of AdamS does and its paper does not. With
+    ``catch_up="implicit"`` an entry that waits remembers longer than that: its first visits take it less far."""
 
     clip_norm: ClipNorm = "sketch"
     """How ``gradient_clip_val`` measures the averaged gradient: ``"sketch"`` (estimate of its true norm, one standard
