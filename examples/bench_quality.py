@@ -563,7 +563,8 @@ def plot_gaps(rows: list[Row], out: Path) -> None:
     bases = {row.setting: row.mean for row in rows if row.label == "dense AdamS"}
     points: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
-        if row.setting in bases and row.label.startswith("SCAPE") and "," not in row.label:
+        plain = row.label.removesuffix(", catch_up=summed")
+        if row.setting in bases and plain.startswith("SCAPE") and "," not in plain:
             size, ranks, batch = row.setting[:3]
             gap = 100 * (row.mean / bases[row.setting] - 1)
             points[row.label, f"{size}, {ranks} x {batch}"].append((row.updates, gap))
@@ -600,8 +601,8 @@ def plot_rates(found: list[dict[str, Any]], out: Path) -> None:
 
 
 def is_plain(run: Run) -> bool:
-    """Whether nothing but the sparsity and its warm-up is chosen."""
-    return {key for key, _ in run.options} <= {"sparsity", "sparsity_warmup_steps"}
+    """Whether nothing but the sparsity, its warm-up and the way of catching up is chosen."""
+    return {key for key, _ in run.options} <= {"sparsity", "sparsity_warmup_steps", "catch_up"}
 
 
 def save(figure: Any, path: Path) -> None:
