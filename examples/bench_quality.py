@@ -568,10 +568,13 @@ def plot_gaps(rows: list[Row], out: Path) -> None:
             size, ranks, batch = row.setting[:3]
             gap = 100 * (row.mean / bases[row.setting] - 1)
             points[row.label, f"{size}, {ranks} x {batch}"].append((row.updates, gap))
-    labels, where = (sorted({names[place] for names in points}) for place in (0, 1))
+    labels = sorted({label.split(",")[0] for label, _ in points})
+    where = sorted({setting for _, setting in points})
     figure, axis = plt.subplots(figsize=(8, 4))
     for (label, setting), pairs in sorted(points.items()):
-        style = {"color": f"C{where.index(setting)}", "marker": "soD^v"[labels.index(label) % 5]}
+        style = {"color": f"C{where.index(setting)}", "marker": "soD^v"[labels.index(label.split(",")[0]) % 5]}
+        if "," in label:  # summed: hollow, dashed
+            style |= {"markerfacecolor": "white", "linestyle": "--"}
         axis.plot(*zip(*sorted(pairs), strict=True), label=f"{label}, {setting}", **style)
     axis.axhline(0, color="grey", linewidth=0.8)
     axis.set(xlabel="updates per entry (steps x density)", ylabel="loss above dense AdamS, %", xscale="log")
