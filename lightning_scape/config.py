@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -233,11 +233,11 @@ _LEAST_WHOLE = {
     "check_replicas_every": 0,
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "mask_statistic": ("residual", "first_moment"),
-    "second_moment": ("measured", "reconstructed"),
-    "catch_up": ("implicit", "summed"),
-    "wire_dtype": ("bf16", "fp32"),
-    "clip_norm": ("sketch", "local"),
+    "mask_statistic": get_args(MaskStatistic),
+    "second_moment": get_args(SecondMoment),
+    "catch_up": get_args(CatchUp),
+    "wire_dtype": get_args(WireDtype),
+    "clip_norm": get_args(ClipNorm),
 }
 
 

@@ -506,7 +506,7 @@ def tau_step(
         moved = (tau * g).add_((momentum - g).mul_(one_minus_bt.mul_(h.beta1).div_(h.one_minus_beta1)))
         # One step's sum is m' itself; the general form gets it from the difference of two numbers 1/(1-b1) as large.
         moved.mul_(later).add_(new_momentum * first)
-    # Nor does the decay differ from AdamS's in the last digit there.
+    # One step's decay is AdamS's to the last digit.
     keep = (tau * h.log_keep).exp_().mul_(later).add_(h.keep.abs() * first)
     negative = h.keep < 0  # a nonsense that AdamW allows, too: lr * weight_decay above 1
     if negative.device.type != "cpu" or negative.any():
