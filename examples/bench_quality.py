@@ -13,25 +13,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import math
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 from litgpt import GPT
 from pretrain_python import build_gpt
+from quality_report import report
+from quality_runs import SHORT, SIZES, SUITES, Run, run_of
 from simulated_ranks import DenseRanks, SimulatedRanks
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -42,74 +40,10 @@ from lightning_scape import AdamS, PythonSource, ScapeConfig, ScapeOptimizer, op
 from lightning_scape.data import VOCABULARY, Shard
 from lightning_scape.mask import DelayedMask, SparsitySchedule, StartMask
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
-SIZES = {
-    "0.03M": {"n_layer": 1, "n_embd": 32, "n_head": 2, "intermediate_size": 96},
-    "0.2M": {"n_layer": 2, "n_embd": 72, "n_head": 2, "intermediate_size": 216},
-    "1M": {"n_layer": 4, "n_embd": 128, "n_head": 4, "intermediate_size": 384},
-    "3M": {"n_layer": 6, "n_embd": 192, "n_head": 6, "intermediate_size": 576},
-}
 OUT = Path(__file__).parent / "results" / "quality"
 MAX_NORM = 1.0
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """Everything that decides the result of a run."""
-
-    method: str
-    """adamw, adams or scape."""
-    size: str = "0.2M"
-    ranks: int = 4
-    batch: int = 8
-    """Windows per rank and step."""
-    context: int = 64
-    steps: int = 3000
-    lr: float = 2e-3
-    seed: int = 0
-    warmup: float = 0.1
-    """Share of the steps in which the learning rate rises linearly; a cosine to a tenth follows."""
-    options: tuple[tuple[str, Any], ...] = ()
-    """Of ScapeConfig, and of ABLATIONS."""
-
-    @property
-    def name(self) -> str:
-        """Also the name of its file."""
-        parts = [self.method, self.size, f"N{self.ranks}x{self.batch}x{self.context}", f"{self.steps}"]
-        parts += [f"lr{self.lr:g}", f"seed{self.seed}"]
-        parts += [f"{key}-{value}" for key, value in self.options]
-        return "_".join(parts)
-
-    @property
-    def label(self) -> str:
-        """What tells methods apart in a table."""
-        options = dict(self.options)
-        sparsity = f" {options.pop('sparsity', 0.99):.1%}".replace(".0%", "%") if self.method == "scape" else ""
-        name = {"adamw": "dense AdamW", "adams": "dense AdamS", "scape": "SCAPE"}[self.method]
-        return name + sparsity + "".join(f", {key}={value}" for key, value in options.items())
-
-    @property
-    def tokens(self) -> int:
-        """Of a step, over all ranks."""
-        return self.ranks * self.batch * self.context
-
-    def at(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
-        warmup = max(1, round(self.warmup * self.steps))
-        if step < warmup:
-            return self.lr * (step + 1) / warmup
-        return self.lr * (0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, self.steps - warmup)))
-
-
-def scape(sparsity: float = 0.99, **options: Any) -> dict[str, Any]:
-    """Arguments of a SCAPE run; what stands in Run's fields goes there, the rest into its options."""
-    own = {f.name for f in dataclasses.fields(Run)}
-    settings = {key: options.pop(key) for key in list(options) if key in own}
-    return {"method": "scape", "options": (("sparsity", sparsity), *sorted(options.items())), **settings}
 
 
 # ------------------------------------------------------------------------------------------------ training
@@ -343,275 +277,6 @@ ABLATIONS: dict[str, Callable[[SimulatedRanks, Any], None]] = {
     "vote_bits": vote_bits,
 }
 """Options of a run that ScapeConfig does not have."""
-
-
-# ------------------------------------------------------------------------------------------------- suites
-
-
-def sweep(
-    settings: Iterable[dict[str, Any]], lrs: Iterable[float], seeds: Iterable[int] = (0,), **more: Any
-) -> list[Run]:
-    """One run for every combination."""
-    found = itertools.product(settings, lrs, seeds)
-    return [Run(**{**setting, **more, "lr": lr, "seed": seed}) for setting, lr, seed in found]
-
-
-DENSE = [{"method": "adamw"}, {"method": "adams"}]
-SPARSE = [scape(0.9), scape(0.99), scape(0.999)]
-VARIED: list[dict[str, Any]] = [
-    {"mask_votes": 0},
-    {"mask_votes": 1},
-    {"mask_votes": 4},
-    {"vote_bits": 4},
-    {"vote_bits": 2},
-    {"second_moment": "reconstructed"},
-    {"second_moment": "reconstructed", "mask_votes": 0},
-    {"catch_up": "summed"},
-    {"plain_update": True},
-    {"mask_delay": 0},
-    {"mask_delay": 2},
-    {"mask_interval": 4},
-    {"mask_interval": 16},
-    {"block_size": 100},
-    {"block_size": 1000},
-    {"wire_dtype": "fp32"},
-    {"dense_steps": 300},
-    {"sparsity_warmup_steps": 600},
-    {"clip_norm": "local"},
-    {"mask_statistic": "first_moment", "mask_votes": 0},
-    {"dense_vectors": True},
-    {"second_moment_ema": 0.1},
-]
-"""What is changed, one at a time, in the default configuration at 99%."""
-SHORT = [
-    *sweep(DENSE + SPARSE, [2e-3], size="0.03M", ranks=2, batch=2, context=32, steps=4),
-    *sweep((scape(**options) for options in VARIED), [2e-3], size="0.03M", ranks=2, batch=2, context=32, steps=4),
-]
-HALF_AND_90: list[dict[str, Any]] = [{"sparsity": 0.5, "block_size": 200}, {"sparsity": 0.9}]
-WARMUPS = [(0, 0), (0, 500), (0, 1000), (200, 800), (500, 500)]
-SUITES: dict[str, list[Run]] = {
-    "ablations": [
-        *sweep(DENSE, [2e-3, 4e-3, 8e-3], size="0.03M"),
-        *sweep(SPARSE, [2e-3, 4e-3, 8e-3], size="0.03M"),
-        *sweep((scape(**options) for options in VARIED), [4e-3], size="0.03M"),
-    ],
-    "seeds": sweep([DENSE[1], scape(), *(scape(**options) for options in VARIED[:7])], [4e-3], (0, 1, 2), size="0.03M"),
-    "catch_up": sweep(
-        [DENSE[1], *(scape(**rate, **way) for rate in HALF_AND_90 for way in ({}, {"catch_up": "summed"}))],
-        [4e-3],
-        range(4),
-        size="0.03M",
-        steps=1500,
-    ),
-    "start": [
-        *sweep(DENSE, [2e-3, 4e-3, 8e-3], size="0.03M", steps=1000),
-        *sweep(
-            (scape(dense_steps=dense, sparsity_warmup_steps=warm) for dense, warm in WARMUPS),
-            [2e-3, 4e-3],
-            size="0.03M",
-            steps=1000,
-        ),
-    ],
-    "ranks": [
-        *sweep([DENSE[1], scape()], [4e-3], size="0.03M", ranks=2),
-        *sweep([DENSE[1], scape()], [4e-3], size="0.03M", ranks=8),
-        *sweep([DENSE[1], scape()], [4e-3], size="0.03M", ranks=8, batch=4),
-    ],
-    "long": sweep(DENSE + SPARSE[:2], [2e-3, 4e-3], size="0.03M", steps=10_000),
-    "sizes": [
-        *sweep([DENSE[1], *SPARSE[:2]], [2e-3], size="1M", batch=4, steps=10_000),
-        *sweep([DENSE[1], *SPARSE[:2]], [2e-3], size="3M", batch=2, steps=10_000),
-    ],
-    "headline": [
-        *sweep(DENSE + SPARSE[:2], [2e-3, 4e-3, 8e-3], (0, 1, 2), size="0.2M", steps=10_000),
-        *sweep(DENSE + SPARSE, [5e-4, 1e-3, 2e-3], size="1M", steps=12_000),
-        *sweep(DENSE + SPARSE, [5e-4, 1e-3, 2e-3], size="3M", batch=8, context=128, steps=12_000),
-    ],
-}
-"""Roughly in the order in which they tell something; the last takes days on one core."""
-
-
-# ------------------------------------------------------------------------------------------------- report
-
-
-def results(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted((out / "runs").glob("*.json"))]
-
-
-def run_of(result: dict[str, Any]) -> Run:
-    options = tuple((key, value) for key, value in result["run"]["options"])
-    return Run(**{**result["run"], "options": options})
-
-
-@dataclass(frozen=True)
-class Row:
-    """One method in one setting, at its best learning rate."""
-
-    setting: tuple[Any, ...]
-    label: str
-    lr: float
-    tried: int
-    losses: list[float]
-    accuracy: float
-    bytes: float
-    """Sent by one rank per step and parameter."""
-    updates: float
-    """Per entry: steps times density."""
-
-    @property
-    def mean(self) -> float:
-        return statistics.mean(self.losses)
-
-    @property
-    def spread(self) -> float:
-        return statistics.stdev(self.losses) if len(self.losses) > 1 else float("nan")
-
-    def above(self, base: Row) -> str:
-        """How far it is above another row; with the (unpaired) standard error, where both have several seeds."""
-        error = math.hypot(*(row.spread / math.sqrt(len(row.losses)) for row in (self, base))) / base.mean
-        gap = f"{self.mean / base.mean - 1:+.1%}"
-        return gap if self is base or math.isnan(error) else f"{gap} ± {100 * error:.1f}"
-
-
-def rows_of(found: list[dict[str, Any]]) -> list[Row]:
-    """Best learning rate of each method in each setting, by the mean over seeds."""
-    tried: dict[Any, dict[float, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-    for result in found:
-        run = run_of(result)
-        tried[setting_of(run), run.label][run.lr].append(result)
-    rows = []
-    for (setting, label), by_lr in tried.items():
-        lr, best = min(by_lr.items(), key=lambda item: statistics.mean(r["loss"] for r in item[1]))
-        run = run_of(best[0])
-        rows.append(
-            Row(
-                setting,
-                label,
-                lr,
-                len(by_lr),
-                [r["loss"] for r in best],
-                statistics.mean(r["accuracy"] for r in best),
-                best[0]["bytes"] / run.steps / best[0]["parameters"],
-                run.steps * (1 - dict(run.options).get("sparsity", 0.99)) if run.method == "scape" else run.steps,
-            )
-        )
-    return rows
-
-
-def setting_of(run: Run) -> tuple[Any, ...]:
-    return run.size, run.ranks, run.batch, run.context, run.steps
-
-
-def report(out: Path) -> str:
-    """Tables, one for each setting, and the plots."""
-    found = results(out)
-    if not found:
-        raise SystemExit(f"error: no results in {out / 'runs'}. Run a suite first.")
-    rows = rows_of(found)
-    text = []
-    for setting in sorted({row.setting for row in rows}, key=str):
-        here = sorted((row for row in rows if row.setting == setting), key=lambda row: row.mean)
-        base = next((row for row in here if row.label == "dense AdamS"), None)
-        size, ranks, batch, context, steps = setting
-        text += [
-            f"### {size} parameters, {ranks} ranks of {batch} x {context} bytes, {steps:,} steps",
-            "",
-            "| method | best lr (of) | validation loss, nats | seeds | against dense AdamS (± standard error) |"
-            " next byte right | bytes a step and parameter | updates per entry |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for row in here:
-            gap = row.above(base) if base is not None else "-"
-            loss = f"{row.mean:.4f}" + (f" ± {row.spread:.4f}" if len(row.losses) > 1 else "")
-            text.append(
-                f"| {row.label} | {row.lr:g} ({row.tried}) | {loss} | {len(row.losses)} | {gap} |"
-                f" {row.accuracy:.1%} | {row.bytes:.3g} | {row.updates:,.0f} |"
-            )
-        text.append("")
-    plot_losses(found, out)
-    plot_gaps(rows, out)
-    plot_rates(found, out)
-    table = "\n".join(text)
-    (out / "quality.md").write_text(table)
-    (out / "quality.json").write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
-    return table
-
-
-def plot_losses(found: list[dict[str, Any]], out: Path) -> None:
-    """Loss over tokens and over bytes, of the setting with the most tokens that has SCAPE in it."""
-    settings = {setting_of(run_of(r)) for r in found if r["run"]["method"] == "scape"}
-    setting = max(settings, key=lambda s: (s[4] >= 1000, float(s[0][:-1]), s[4]))
-    rows = {row.label: row for row in rows_of(found) if row.setting == setting}
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
-    for result in sorted(found, key=lambda r: r["name"]):
-        run = run_of(result)
-        row = rows.get(run.label)
-        if setting_of(run) != setting or row is None or run.lr != row.lr or run.seed or not is_plain(run):
-            continue
-        history = result["history"][1:]
-        for axis, key in zip(axes, ("tokens", "bytes"), strict=True):
-            axis.plot([h[key] for h in history], [h["loss"] for h in history], label=f"{run.label}, lr {run.lr:g}")
-    axes[0].set(xlabel="tokens", ylabel="validation loss (nats per byte)")
-    axes[1].set(xlabel="bytes sent by a rank", xscale="log")
-    axes[0].legend()
-    figure.suptitle(f"{setting[0]} parameters, {setting[1]} ranks, {setting[4]:,} steps")
-    save(figure, out / "loss.png")
-
-
-def plot_gaps(rows: list[Row], out: Path) -> None:
-    """How far SCAPE is behind dense AdamS, over updates per entry."""
-    bases = {row.setting: row.mean for row in rows if row.label == "dense AdamS"}
-    points: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    for row in rows:
-        plain = row.label.removesuffix(", catch_up=summed")
-        if row.setting in bases and plain.startswith("SCAPE") and "," not in plain:
-            size, ranks, batch = row.setting[:3]
-            gap = 100 * (row.mean / bases[row.setting] - 1)
-            points[row.label, f"{size}, {ranks} x {batch}"].append((row.updates, gap))
-    labels = sorted({label.split(",")[0] for label, _ in points})
-    where = sorted({setting for _, setting in points})
-    figure, axis = plt.subplots(figsize=(8, 4))
-    for (label, setting), pairs in sorted(points.items()):
-        style = {"color": f"C{where.index(setting)}", "marker": "soD^v"[labels.index(label.split(",")[0]) % 5]}
-        if "," in label:  # summed: hollow, dashed
-            style |= {"markerfacecolor": "white", "linestyle": "--"}
-        axis.plot(*zip(*sorted(pairs), strict=True), label=f"{label}, {setting}", **style)
-    axis.axhline(0, color="grey", linewidth=0.8)
-    axis.set(xlabel="updates per entry (steps x density)", ylabel="loss above dense AdamS, %", xscale="log")
-    axis.legend(loc="upper left", bbox_to_anchor=(1.02, 1), fontsize="small")
-    save(figure, out / "gap.png")
-
-
-def plot_rates(found: list[dict[str, Any]], out: Path) -> None:
-    """Loss over the learning rate, in the setting in which most rates were tried, if several were."""
-    tried: dict[Any, dict[str, dict[float, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-    for result in found:
-        run = run_of(result)
-        if is_plain(run):
-            tried[setting_of(run)][run.label][run.lr].append(result["loss"])
-    setting, methods = max(tried.items(), key=lambda item: (sum(len(rates) for rates in item[1].values()), item[0][4]))
-    methods = {label: rates for label, rates in sorted(methods.items()) if len(rates) > 1}
-    if not methods:
-        return
-    figure, axis = plt.subplots(figsize=(7, 4))
-    for label, rates in methods.items():
-        lrs = sorted(rates)
-        axis.plot(lrs, [statistics.mean(rates[lr]) for lr in lrs], marker="o", label=label)
-    axis.set(xlabel="learning rate", ylabel="validation loss (nats per byte)", xscale="log")
-    axis.set_title(f"{setting[0]} parameters, {setting[1]} ranks, {setting[4]:,} steps")
-    axis.legend()
-    save(figure, out / "rates.png")
-
-
-def is_plain(run: Run) -> bool:
-    """Whether nothing but the sparsity, its warm-up and the way of catching up is chosen."""
-    return {key for key, _ in run.options} <= {"sparsity", "sparsity_warmup_steps", "catch_up"}
-
-
-def save(figure: Any, path: Path) -> None:
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 # --------------------------------------------------------------------------------------------------- main

@@ -24,13 +24,13 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    return load_bench()
+    return load("bench_quality")
 
 
-def load_bench() -> ModuleType:
+def load(name: str) -> ModuleType:
     sys.path.insert(0, str(EXAMPLES))
     try:
-        return importlib.import_module("bench_quality")
+        return importlib.import_module(name)
     finally:
         sys.path.remove(str(EXAMPLES))
 
@@ -48,12 +48,12 @@ def test_votes_of_fewer_bits_have_as_many_levels(bench: ModuleType, bits: int, l
 
 def small(bench: ModuleType, **options: Any) -> Any:
     settings = {"size": "0.03M", "ranks": 2, "batch": 2, "context": 32, "steps": STEPS}
-    return bench.Run(**{**bench.scape(**options), **settings})
+    return bench.Run(**{**load("quality_runs").scape(**options), **settings})
 
 
 def train_for_real(rank: int, world_size: int, options: dict[str, Any]) -> list[Tensor]:
     """The benchmark's run, by one of several processes."""
-    bench = load_bench()
+    bench = load("bench_quality")
     run = small(bench, **options)
     model = bench.build_model(run)
     optimizer = ScapeOptimizer(
@@ -86,7 +86,7 @@ def test_two_simulated_ranks_equal_two_processes_bit_for_bit(
 
 def distance(bench: ModuleType, ranks: int, wire_dtype: str) -> float:
     """How far three steps of simulated ranks move the parameters."""
-    settings = {**bench.scape(0.9, wire_dtype=wire_dtype), "size": "0.03M", "ranks": ranks, "context": 32}
+    settings = load("quality_runs").scape(0.9, wire_dtype=wire_dtype, size="0.03M", ranks=ranks, context=32)
     model = bench.build_model(bench.Run(**settings))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     simulated = bench.build_ranks(bench.Run(**settings), model)

@@ -1,0 +1,200 @@
+"""Tables and plots of what `bench_quality.py` has measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from quality_runs import Run, results, run_of
+
+from lightning_scape import ScapeConfig
+from lightning_scape.mask import SparsitySchedule
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method in one setting, at its best learning rate."""
+
+    setting: tuple[Any, ...]
+    label: str
+    lr: float
+    tried: int
+    losses: list[float]
+    accuracy: float
+    bytes: float
+    """Sent by one rank per step and parameter."""
+    updates: float
+    """Per entry, on average."""
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.losses)
+
+    @property
+    def spread(self) -> float:
+        return statistics.stdev(self.losses) if len(self.losses) > 1 else float("nan")
+
+    def above(self, base: Row) -> str:
+        """How far it is above another row; with the (unpaired) standard error, where both have several seeds."""
+        error = math.hypot(*(row.spread / math.sqrt(len(row.losses)) for row in (self, base))) / base.mean
+        gap = f"{self.mean / base.mean - 1:+.1%}"
+        return gap if self is base or math.isnan(error) else f"{gap} ± {100 * error:.1f}"
+
+
+def rows_of(found: list[dict[str, Any]]) -> list[Row]:
+    """Best learning rate of each method in each setting, by the mean over seeds."""
+    tried: dict[Any, dict[float, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for result in found:
+        run = run_of(result)
+        tried[setting_of(run), run.label][run.lr].append(result)
+    rows = []
+    for (setting, label), by_lr in tried.items():
+        lr, best = min(by_lr.items(), key=lambda item: statistics.mean(r["loss"] for r in item[1]))
+        run = run_of(best[0])
+        rows.append(
+            Row(
+                setting,
+                label,
+                lr,
+                len(by_lr),
+                [r["loss"] for r in best],
+                statistics.mean(r["accuracy"] for r in best),
+                best[0]["bytes"] / run.steps / best[0]["parameters"],
+                updates_of(run),
+            )
+        )
+    return rows
+
+
+def updates_of(run: Run) -> float:
+    if run.method != "scape":
+        return run.steps
+    known = {f.name for f in dataclasses.fields(ScapeConfig)}
+    config = ScapeConfig(**{key: value for key, value in run.options if key in known})
+    return SparsitySchedule.of(config).updates(run.steps)
+
+
+def setting_of(run: Run) -> tuple[Any, ...]:
+    return run.size, run.ranks, run.batch, run.context, run.steps
+
+
+def report(out: Path) -> str:
+    """Tables, one for each setting, and the plots."""
+    found = results(out)
+    if not found:
+        raise SystemExit(f"error: no results in {out / 'runs'}. Run a suite first.")
+    rows = rows_of(found)
+    text = []
+    for setting in sorted({row.setting for row in rows}, key=str):
+        here = sorted((row for row in rows if row.setting == setting), key=lambda row: row.mean)
+        base = next((row for row in here if row.label == "dense AdamS"), None)
+        size, ranks, batch, context, steps = setting
+        text += [
+            f"### {size} parameters, {ranks} ranks of {batch} x {context} bytes, {steps:,} steps",
+            "",
+            "| method | best lr (of) | validation loss, nats | seeds | against dense AdamS (± standard error) |"
+            " next byte right | bytes a step and parameter | updates per entry |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for row in here:
+            gap = row.above(base) if base is not None else "-"
+            loss = f"{row.mean:.4f}" + (f" ± {row.spread:.4f}" if len(row.losses) > 1 else "")
+            text.append(
+                f"| {row.label} | {row.lr:g} ({row.tried}) | {loss} | {len(row.losses)} | {gap} |"
+                f" {row.accuracy:.1%} | {row.bytes:.3g} | {row.updates:,.0f} |"
+            )
+        text.append("")
+    plot_losses(found, out)
+    plot_gaps(rows, out)
+    plot_rates(found, out)
+    table = "\n".join(text)
+    (out / "quality.md").write_text(table)
+    (out / "quality.json").write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+    return table
+
+
+def plot_losses(found: list[dict[str, Any]], out: Path) -> None:
+    """Loss over tokens and over bytes, of the setting with the most tokens that has SCAPE in it."""
+    settings = {setting_of(run_of(r)) for r in found if r["run"]["method"] == "scape"}
+    setting = max(settings, key=lambda s: (s[4] >= 1000, float(s[0][:-1]), s[4]))
+    rows = {row.label: row for row in rows_of(found) if row.setting == setting}
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for result in sorted(found, key=lambda r: r["name"]):
+        run = run_of(result)
+        row = rows.get(run.label)
+        if setting_of(run) != setting or row is None or run.lr != row.lr or run.seed or not is_plain(run):
+            continue
+        history = result["history"][1:]
+        for axis, key in zip(axes, ("tokens", "bytes"), strict=True):
+            axis.plot([h[key] for h in history], [h["loss"] for h in history], label=f"{run.label}, lr {run.lr:g}")
+    axes[0].set(xlabel="tokens", ylabel="validation loss (nats per byte)")
+    axes[1].set(xlabel="bytes sent by a rank", xscale="log")
+    axes[0].legend()
+    figure.suptitle(f"{setting[0]} parameters, {setting[1]} ranks, {setting[4]:,} steps")
+    save(figure, out / "loss.png")
+
+
+def plot_gaps(rows: list[Row], out: Path) -> None:
+    """How far SCAPE is behind dense AdamS, over updates per entry."""
+    bases = {row.setting: row.mean for row in rows if row.label == "dense AdamS"}
+    points: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        plain = row.label.removesuffix(", catch_up=summed")
+        if row.setting in bases and plain.startswith("SCAPE") and "," not in plain:
+            size, ranks, batch = row.setting[:3]
+            gap = 100 * (row.mean / bases[row.setting] - 1)
+            points[row.label, f"{size}, {ranks} x {batch}"].append((row.updates, gap))
+    labels = sorted({label.split(",")[0] for label, _ in points})
+    where = sorted({setting for _, setting in points})
+    figure, axis = plt.subplots(figsize=(8, 4))
+    for (label, setting), pairs in sorted(points.items()):
+        style = {"color": f"C{where.index(setting)}", "marker": "soD^v"[labels.index(label.split(",")[0]) % 5]}
+        if "," in label:  # summed: hollow, dashed
+            style |= {"markerfacecolor": "white", "linestyle": "--"}
+        axis.plot(*zip(*sorted(pairs), strict=True), label=f"{label}, {setting}", **style)
+    axis.axhline(0, color="grey", linewidth=0.8)
+    axis.set(xlabel="updates per entry", ylabel="loss above dense AdamS, %", xscale="log")
+    axis.legend(loc="upper left", bbox_to_anchor=(1.02, 1), fontsize="small")
+    save(figure, out / "gap.png")
+
+
+def plot_rates(found: list[dict[str, Any]], out: Path) -> None:
+    """Loss over the learning rate, in the setting in which most rates were tried, if several were."""
+    tried: dict[Any, dict[str, dict[float, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for result in found:
+        run = run_of(result)
+        if is_plain(run):
+            tried[setting_of(run)][run.label][run.lr].append(result["loss"])
+    setting, methods = max(tried.items(), key=lambda item: (sum(len(rates) for rates in item[1].values()), item[0][4]))
+    methods = {label: rates for label, rates in sorted(methods.items()) if len(rates) > 1}
+    if not methods:
+        return
+    figure, axis = plt.subplots(figsize=(7, 4))
+    for label, rates in methods.items():
+        lrs = sorted(rates)
+        axis.plot(lrs, [statistics.mean(rates[lr]) for lr in lrs], marker="o", label=label)
+    axis.set(xlabel="learning rate", ylabel="validation loss (nats per byte)", xscale="log")
+    axis.set_title(f"{setting[0]} parameters, {setting[1]} ranks, {setting[4]:,} steps")
+    axis.legend()
+    save(figure, out / "rates.png")
+
+
+def is_plain(run: Run) -> bool:
+    """Whether nothing but the sparsity, its warm-up and the way of catching up is chosen."""
+    return {key for key, _ in run.options} <= {"sparsity", "sparsity_warmup_steps", "catch_up"}
+
+
+def save(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
