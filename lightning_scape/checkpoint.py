@@ -93,6 +93,7 @@ def _describe(snapshot: Snapshot, world_size: int) -> dict[str, Any]:
         "world_size": world_size,
         "step": int(snapshot.state.step),
         "calls": snapshot.state.calls,
+        "noise_samples": snapshot.state.noise_samples,
         "names": dict(zip(snapshot.parameters.indices, snapshot.parameters.names, strict=True)),
         "mask_uses": snapshot.masks.uses,
         "block_size": snapshot.layout.block_size,
@@ -129,6 +130,7 @@ def load(snapshot: Snapshot, saved: Mapping[str, Any], rank: int, groups: Sequen
         tensors = {index: entry[saved_as] for index, entry in saved["state"].items() if saved_as in entry}
         if shard is not None and tensors:
             _fill(shard.view(-1), tensors, snapshot, layout.shard_pieces(rank))
+    _load_noise(snapshot, whole, any("noise" in entry for entry in saved["state"].values()))
     _load_residual(snapshot, whole, rank)
     _load_mask(snapshot, whole["mask"], whole)
 
@@ -179,6 +181,7 @@ def load_shards(snapshot: Snapshot, saved: SavedShards, rank: int, groups: Seque
             key = f"{saved.key}.state.{{}}.{saved_as}"
             targets |= _chunks(key, shard.view(-1), snapshot, layout.shard_pieces(rank))
     saved.directory.read(targets)
+    _load_noise(snapshot, common, "noise" in common["tensors"])
     _read_residual(snapshot, saved, rank)
     mask = None
     if common["mask_shape"] is not None:
@@ -272,6 +275,15 @@ def _load_clocks(snapshot: Snapshot, whole: Mapping[str, Any]) -> None:
     snapshot.state.calls = whole["calls"]
 
 
+def _load_noise(snapshot: Snapshot, whole: Mapping[str, Any], is_there: bool) -> None:
+    """To what was measured goes how often; over another number of ranks, the averaged gradient's noise is another."""
+    state = snapshot.state
+    if state.noise is not None and is_there:
+        state.noise_samples = whole.get("noise_samples", whole["calls"])
+        if whole["world_size"] != snapshot.layout.world_size:
+            state.noise *= whole["world_size"] / snapshot.layout.world_size
+
+
 def _load_history(snapshot: Snapshot, whole: Mapping[str, Any]) -> None:
     snapshot.clipping.skipped_in_row = whole["skipped_in_row"]
     snapshot.clipping.skipped_total = whole["skipped_total"]
@@ -289,7 +301,7 @@ def _load_mask(snapshot: Snapshot, mask: Tensor | None, whole: Mapping[str, Any]
             stacklevel=5,
         )
         return
-    filler = torch.arange(mask.shape[1]).expand(layout.blocks - layout.used_blocks, -1).to(mask.dtype)
+    filler = torch.arange(mask.shape[1], device="cpu").expand(layout.blocks - layout.used_blocks, -1).to(mask.dtype)
     snapshot.masks.restore(torch.cat([mask, filler]).to(snapshot.state.momentum.device), whole["mask_uses"])
 
 

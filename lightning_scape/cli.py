@@ -35,7 +35,7 @@ COMMANDS = ("pretrain", "finetune_full")
 """LitGPT's commands that train all parameters with an optimizer that SCAPE can stand in for."""
 
 OPTIONS_VARIABLE = "LIGHTNING_SCAPE_OPTIONS"
-"""Environment variable by which a process passes the options on to those it starts, as JSON."""
+"""Environment variable by which a process passes the options on to those it starts: ``PID JSON``, with its own PID."""
 
 _PREFIX = "--scape"
 _HINTS = typing.get_type_hints(ScapeConfig)
@@ -195,8 +195,8 @@ class Recorded(NamedTuple):
 
 
 def _resolve(rest: Sequence[str], given: Mapping[str, Any], in_files: Mapping[str, Any]) -> ScapeConfig:
-    passed_on = os.environ.get(OPTIONS_VARIABLE)
-    if passed_on is not None:  # another process of this run has resolved them
+    sender, _, passed_on = os.environ.get(OPTIONS_VARIABLE, "").partition(" ")
+    if sender == str(os.getppid()):  # the process that started this one has resolved them
         return ScapeConfig(**json.loads(passed_on))
     recorded = find_recorded(rest)
     if recorded is None:
@@ -260,7 +260,7 @@ def _tell_resumed(recorded: Recorded, given: Mapping[str, Any], in_files: Mappin
 def scape_strategy(config: ScapeConfig) -> Iterator[None]:
     """Inside, whatever Fabric a script builds trains with SCAPE, and LitGPT's saved configurations say so."""
     before = {name: os.environ.get(name) for name in ("LT_STRATEGY", OPTIONS_VARIABLE)}
-    os.environ.update({"LT_STRATEGY": "scape", OPTIONS_VARIABLE: json.dumps(config.as_dict())})
+    os.environ.update({"LT_STRATEGY": "scape", OPTIONS_VARIABLE: f"{os.getpid()} {json.dumps(config.as_dict())}"})
     STRATEGY_REGISTRY.register("scape", FabricScapeStrategy, override=True, config=config)
     _record_in_saved_configurations(config.as_dict())
     try:

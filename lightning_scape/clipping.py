@@ -41,12 +41,15 @@ class GradientClipping:
         """Norm measured for the current gradient (0-dim fp32), None before."""
         self.clip_value: float | None = None
         self._factor: Tensor | None = None
+        self._measured: list[tuple[Tensor | None, int]] = []
+        """The gradients that the recorded norm is of, and their versions then."""
         self._signs: Tensor | None = None
         self._verdict: tuple[Tensor, torch.cuda.Event] | None = None
 
     def forget(self) -> None:
         """Drops what was recorded: the gradient it was measured on is gone."""
         self.norm = self._factor = self.clip_value = None
+        self._measured = []
 
     def record_norm(self, grads: Sequence[Tensor | None], max_norm: float, device: torch.device) -> Tensor:
         """Measures the norm and records the factor ``min(1, max_norm / norm)``. Returns the norm, 0-dim fp32."""
@@ -59,6 +62,20 @@ class GradientClipping:
         # clamp: a factor that underflows to 0 would read as "skip".
         self._factor = (max_norm / (self.norm + 1e-6)).clamp(min=_TINY, max=1.0)
         return self.norm
+
+    def remember(self, grads: Sequence[Tensor | None]) -> None:
+        """Notes which gradients the recorded norm is of; :meth:`check_unchanged` takes the same tensors."""
+        self._measured = [(grad, 0 if grad is None else grad._version) for grad in grads]
+
+    def check_unchanged(self, grads: Sequence[Tensor | None]) -> None:
+        """Raises ``RuntimeError`` if a gradient has changed since :meth:`remember`: it may not be finite any more."""
+        for place, (grad, (known, version)) in enumerate(zip(grads, self._measured, strict=False)):
+            if grad is not known or (grad is not None and grad._version != version):
+                raise RuntimeError(
+                    "Gradients must stay as they are between clip_grad_norm() and step(), got another one for parameter"
+                    f" {place}: neither its norm nor that it is finite is known. Clip last, or call the optimizer's"
+                    " zero_grad() to drop what was clipped."
+                )
 
     def record_value(self, clip_value: float) -> None:
         """Records the bound to which gradients are clamped elementwise at the fold."""
@@ -102,7 +119,7 @@ class GradientClipping:
         if scale.device.type != "cuda":
             self._count(scale)
             return
-        on_host = torch.empty((), dtype=scale.dtype, pin_memory=True)
+        on_host = torch.empty((), dtype=scale.dtype, device="cpu", pin_memory=True)
         on_host.copy_(scale, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(scale.device))
@@ -145,5 +162,5 @@ def sketch_deviation(width: int = SKETCH_WIDTHS[0]) -> float:
 
 def _random_signs(count: int) -> Tensor:
     """The same +1 and -1 on every rank, fp32."""
-    generator = torch.Generator().manual_seed(0x5CA9E)
-    return torch.randint(0, 2, (count,), generator=generator).mul_(2).sub_(1).float()
+    generator = torch.Generator("cpu").manual_seed(0x5CA9E)
+    return torch.randint(0, 2, (count,), generator=generator, device="cpu").mul_(2).sub_(1).float()

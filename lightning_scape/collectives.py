@@ -20,17 +20,22 @@ of the model. With one rank nothing is sent at all.
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures
 import contextlib
 import functools
+import os
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any, TypeVar
+from queue import SimpleQueue
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +44,8 @@ from torch import Tensor
 T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
 KINDS = ("norm", "values", "parameters", "mask", "votes")
+LEAVE_SECONDS = 10.0
+"""For which a process that ends waits for its last mask's exchange."""
 
 
 def new_mask_group(
@@ -76,6 +83,17 @@ def _timeout_of(process_group: ProcessGroup | None) -> timedelta | None:
 def is_distributed() -> bool:
     """Whether a process group is up."""
     return dist.is_available() and dist.is_initialized()
+
+
+def check_joined() -> None:
+    """Raises ``RuntimeError`` where a launcher started several ranks and no process group joins them."""
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if not is_distributed() and launched not in ("", "1"):
+        raise RuntimeError(
+            f"Ranks must be joined in a process group before the optimizer is built, got WORLD_SIZE={launched} and no"
+            " process group: each would train on its own. Call torch.distributed.init_process_group() first (backend"
+            " 'nccl', or 'gloo' on CPUs), or unset WORLD_SIZE to train on one rank."
+        )
 
 
 def world_size(process_group: ProcessGroup | None = None) -> int:
@@ -302,7 +320,10 @@ class Communicator:
         with self.beside_compute(shard.device), _lost_contact():
             full = make_room()
             self._count("mask", full.numel() * full.element_size())
-            return Arriving(full, shard, _all_gather(full, shard, self.mask_group, async_op=True))
+            worker = _Worker.existing(self.mask_group)
+            if worker is None:
+                return Arriving(full, shard, _all_gather(full, shard, self.mask_group, async_op=True))
+            return Arriving(full, shard, worker.do(lambda: _all_gather(full, shard, self.mask_group)))
 
     def _vote_and_gather(
         self, make_room: Callable[[], Tensor], pick: Callable[[Tensor | None], Tensor], ballots: Tensor
@@ -322,7 +343,8 @@ class Communicator:
             if ballots.device.type == "cuda":  # the stream orders the messages, the host waits for none
                 messages()
                 return Arriving(full)
-        return Arriving(full, work=_on_a_thread(messages), waiting=contextlib.nullcontext)
+        assert self.mask_group is not None
+        return Arriving(full, work=_Worker.of(self.mask_group).do(messages), waiting=contextlib.nullcontext)
 
     def collect(self, flat: Tensor, to: int, device: torch.device) -> list[Tensor] | None:
         """Every rank's ``flat`` (same length on all) on rank ``to`` in host memory, None elsewhere; for checkpoints.
@@ -407,20 +429,67 @@ class _Job(Future[None]):
         self.result()
 
 
-def _on_a_thread(act: Callable[[], None]) -> _Job:
-    """Calls ``act`` beside the main thread. A daemon: at exit nothing waits for a peer that is gone."""
-    job = _Job()
+_Jobs = SimpleQueue[tuple[_Job, Callable[[], None]] | None]
 
-    @torch.no_grad()  # which is a thread's own
-    def run() -> None:
+
+class _Worker:
+    """Does what it is given beside the main thread, one after the other.
+
+    One for each group, whichever optimizers share it: messages of a group meet their like only if all ranks send them
+    in the same order, which is the order in which the main threads hand them over. The thread is a daemon, so that at
+    exit nothing waits for a peer that is gone; yet what is under way is waited for a while, for the interpreter must
+    not end under a message.
+    """
+
+    _of: ClassVar[weakref.WeakKeyDictionary[ProcessGroup, _Worker]] = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._jobs: _Jobs = SimpleQueue()
+        self._newest: _Job | None = None
+        threading.Thread(target=_work_off, args=(self._jobs,), name="scape-mask", daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None).atexit = False  # with the group, the thread goes too
+        atexit.register(_leave, weakref.ref(self))  # after a process group's own end was registered, hence before it
+
+    @classmethod
+    def of(cls, group: ProcessGroup) -> _Worker:
+        """The group's one."""
+        worker = cls._of.get(group)
+        if worker is None:
+            worker = cls._of[group] = cls()
+        return worker
+
+    @classmethod
+    def existing(cls, group: ProcessGroup | None) -> _Worker | None:
+        """The group's one, if an optimizer that votes shares the group."""
+        return None if group is None else cls._of.get(group)
+
+    def do(self, act: Callable[[], None]) -> _Job:
+        """Hands over ``act``."""
+        job = self._newest = _Job()
+        self._jobs.put((job, act))
+        return job
+
+    def leave(self) -> None:
+        """Waits for what is under way, ``LEAVE_SECONDS`` at most."""
+        if self._newest is not None:
+            concurrent.futures.wait([self._newest], LEAVE_SECONDS)
+
+
+def _leave(worker: weakref.ref[_Worker]) -> None:
+    if (there := worker()) is not None:
+        there.leave()
+
+
+@torch.no_grad()  # which is a thread's own
+def _work_off(jobs: _Jobs) -> None:
+    while (given := jobs.get()) is not None:
+        job, act = given
         try:
             act()
             job.set_result(None)
         except BaseException as error:
             job.set_exception(error)
-
-    threading.Thread(target=run, name="scape-mask", daemon=True).start()
-    return job
+        del given, job, act  # what they hold must not live until the next
 
 
 def _portable(error: Exception | None) -> Exception | None:

@@ -342,7 +342,7 @@ def sharded_scaler(scaler: GradScaler | None, process_group: ProcessGroup | None
     """A scaler by which all ranks skip a step if one of them met an inf, in place of one that decides alone.
 
     With a plain GradScaler the rank that met the inf would leave out the step's collectives, and the others would wait
-    for it. The scale and its growth go on from ``scaler``. With one rank, or without a scaler, nothing changes.
+    for it. The scale and how it grows are those of ``scaler``. With one rank, or without a scaler, nothing changes.
     """
     if scaler is None or not scaler.is_enabled():
         return scaler

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.accelerators import Accelerator
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, MixedPrecision, Precision
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.registry import _StrategyRegistry
@@ -70,7 +70,8 @@ class FabricScapeStrategy(DDPStrategy):
         start_method: how processes are started.
         state_dict_type: ``"full"``, a checkpoint is one file; ``"sharded"``, a directory into which each rank writes
             its own part, in parallel. Either is loaded, whatever is set here.
-        async_save: write sharded checkpoints while training goes on.
+        async_save: write sharded checkpoints while training goes on. Call :meth:`wait_for_checkpoint` at the end: what
+            went wrong with the last one is raised there; the end of the process waits for it, and only warns.
 
     Raises:
         ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
@@ -127,9 +128,20 @@ class FabricScapeStrategy(DDPStrategy):
         self._state_dict_type = state_dict_type
         self._saver = Saver(async_save)
         self._checkpoint_group = core.MaskGroup("gloo")  # background writes must not meet the step's messages
+        self._forget()
+
+    def _forget(self) -> None:
         # Weak: a model that the user drops must not be kept alive by the strategy.
         self._scape_optimizers: weakref.WeakSet[ScapeOptimizer] = weakref.WeakSet()
         self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For launchers that pickle the strategy (spawn, forkserver), before anything is set up."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_scape_optimizers", "_modules")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
 
     @classmethod
     @override
@@ -143,7 +155,10 @@ class FabricScapeStrategy(DDPStrategy):
             super()._setup_distributed()
         if starting:
             atexit.register(_destroy_dist_connection)  # see ScapeStrategy
+        atexit.register(_finish, weakref.ref(self._saver))  # Fabric never tears a strategy down
         self._mask_group.get(self._timeout)  # collective: every rank comes here
+        if isinstance(self.precision, MixedPrecision):
+            self.precision.scaler = core.sharded_scaler(self.precision.scaler)
 
     @override
     def setup_module(self, module: Module) -> Module:  # type: ignore[override]
@@ -300,10 +315,10 @@ class FabricScapeStrategy(DDPStrategy):
     def _checkpoint_ranks(self) -> Communicator:
         return Communicator(self._checkpoint_group.get(self._timeout), None)
 
-    @override
-    def teardown(self) -> None:
-        self._saver.finish(raising=True)
-        super().teardown()
+
+def _finish(saver: weakref.ref[Saver]) -> None:
+    if (there := saver()) is not None:
+        there.finish(raising=False)
 
 
 class _NothingToBlock(_BackwardSyncControl):

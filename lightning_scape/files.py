@@ -222,8 +222,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return content
 
 
+def check_there(path: Path) -> None:
+    """Raises ``FileNotFoundError`` unless something is at ``path``."""
+    if not path.exists():
+        raise FileNotFoundError(f"A checkpoint must be at {str(path)!r}, got nothing there. Check the path.")
+
+
+def _has_parts(folder: Path) -> bool:
+    """Whether the directory holds what ``torch.distributed.checkpoint`` writes."""
+    return (folder / ".metadata").exists() or any(folder.glob("*.distcp"))
+
+
 def _why_no_manifest(folder: Path) -> str:
-    if (folder / ".metadata").exists() or any(folder.glob("*.distcp")):
+    if _has_parts(folder):
         return (
             f"The checkpoint {str(folder)!r} is torn, or another strategy's: it has no {MANIFEST}, which is written"
             f" when all else is there. {_OLDER}"
@@ -312,17 +323,20 @@ def _check_records(file: BinaryIO, name: str) -> None:
 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else 'no reason given'}"
+    return f"{type(error).__name__}: {text[0].rstrip('.') if text else 'no reason given'}."
 
 
 def verify(path: str | os.PathLike[str]) -> None:
     """Reads a whole checkpoint, file or directory, and compares it with its checksums; loads nothing.
 
+    Of a folder that LitGPT saved, its ``lit_model.pth``.
+
     Raises:
         FileNotFoundError: there is nothing at ``path``.
         CheckpointError: what is wrong with it.
     """
-    path = Path(path)
+    path = _checkpoint_in(Path(path))
+    check_there(path)
     if path.is_dir():
         check_digests(path, read_manifest(path))
         return
@@ -335,7 +349,8 @@ def newest_checkpoint(
 ) -> Path | None:
     """The newest checkpoint in a folder that is complete and undamaged, to resume from after a crash.
 
-    Looks at files and directories right in the folder that match ``pattern``, newest modification first, and reads
+    Looks at files and directories right in the folder that match ``pattern`` (of LitGPT's ``step-...`` folders, at the
+    ``lit_model.pth`` in them; other folders are left out), newest modification first, and reads
     each fully until one passes; those that do not are named in a warning. Writes that a crash cut short count only if
     they are complete (a directory may be, just before it takes its place). Call it on one rank, or before the launch.
 
@@ -360,12 +375,19 @@ def newest_checkpoint(
 def _candidates(folder: Path, pattern: str) -> Iterator[Path]:
     if not folder.is_dir():
         return
-    for path in folder.glob(pattern):
-        if not path.name.startswith("."):
+    for path in map(_checkpoint_in, folder.glob(pattern)):
+        is_one = not path.is_dir() or (path / MANIFEST).exists() or _has_parts(path)
+        if is_one and not path.name.startswith("."):
             yield path
     for unfinished in (*folder.glob(f".{pattern}.partial"), *folder.glob(f".{pattern}.previous")):
         if unfinished.is_dir() and (unfinished / MANIFEST).exists():
             yield unfinished
+
+
+def _checkpoint_in(path: Path) -> Path:
+    """The checkpoint in a folder that LitGPT saved, file or directory; any other path as it is."""
+    inside = path / "lit_model.pth"
+    return inside if inside.exists() else path
 
 
 def _modified(path: Path) -> int:

@@ -60,5 +60,5 @@ class RowHyperparameters:
         """``[R]`` int64: a number per piece, repeated for its rows; fillers take the last piece's."""
         counts = [piece.blocks for piece in self._pieces]
         counts[-1] += self._rows - sum(counts)
-        spread = torch.repeat_interleave(torch.tensor(of_piece), torch.tensor(counts))
+        spread = torch.repeat_interleave(torch.tensor(of_piece, device="cpu"), torch.tensor(counts, device="cpu"))
         return spread.to(self._parameters.device, non_blocking=True)

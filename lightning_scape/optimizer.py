@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from lightning_scape import checkpoint, ops
 from lightning_scape.__about__ import __version__
 from lightning_scape.clipping import GradientClipping
-from lightning_scape.collectives import Communicator, PendingMask, ProcessGroup, new_mask_group
+from lightning_scape.collectives import Communicator, PendingMask, ProcessGroup, check_joined, new_mask_group
 from lightning_scape.config import ScapeConfig
 from lightning_scape.convert import check_convertible
 from lightning_scape.hyperparameters import RowHyperparameters
@@ -91,6 +91,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError, ValueError: a parameter or an option cannot be kept, or ranks differ; the same on every rank.
+        RuntimeError: several ranks were launched, and no process group is up.
     """
 
     def __init__(
@@ -115,6 +116,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
             )
         self.config = config
         self._parameters = Parameters.of(self.param_groups)
+        if communicator is None:
+            check_joined()
         self._communicator = communicator or Communicator(process_group, mask_group or new_mask_group(process_group))
         problem = self._parameters.problem(self.param_groups)
         check_same_setup(self._communicator, self._describe(), problem, self._parameters.device)
@@ -182,7 +185,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
         Raises:
             FloatingPointError: ``max_skipped`` steps in a row had a gradient that is not finite.
-            RuntimeError: replicas differ (first step, and every ``check_replicas_every``).
+            RuntimeError: replicas differ (first step, and every ``check_replicas_every``), or gradients have changed
+                since they were clipped.
         """
         loss = None
         if closure is not None:
@@ -232,8 +236,9 @@ class ScapeOptimizer(torch.optim.Optimizer):
         return loss
 
     def _begin(self) -> tuple[ScapeState, StepRecord]:
-        """Buffers exist, masters are current, the record is blank, the verdict on the last step is in."""
+        """Gradients are those clipped, buffers exist, masters are current, the last step's verdict is in."""
         run = self._run
+        self._clipping.check_unchanged([parameter.grad for parameter in self._parameters.tensors])
         self._settle()
         run.flats = self._flatten()
         state = run.state = run.state or self._allocate()
@@ -296,8 +301,9 @@ class ScapeOptimizer(torch.optim.Optimizer):
         views = functools.partial(self._views, pieces=self._shard_pieces)
         residual = state.shard_of_residual(self._layout, self._communicator.rank)
         ops.fold(views(residual.view(-1)), parts, scale, clip_value)
-        if state.noise is not None and state.calls % NOISE_INTERVAL == 0:
-            weight = max(NOISE_WEIGHT, 1 / (state.calls // NOISE_INTERVAL + 1))
+        if state.noise is not None and (state.calls % NOISE_INTERVAL == 0 or not state.noise_samples):
+            state.noise_samples += 1
+            weight = max(NOISE_WEIGHT, 1 / state.noise_samples)
             for noise, part in zip(views(state.noise.view(-1)), parts, strict=True):
                 ops.measure_noise(noise, part, weight, self._communicator.world_size, scale, clip_value)
         if state.local_momentum is None or state.evidence is None:
@@ -439,8 +445,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
         """Records the factor by which the step scales the gradient so that its norm is at most ``max_norm``.
 
         The norm is that of the gradient averaged over ranks, which none of them holds: see ``clip_norm``. Gradients
-        stay as they are; the factor is applied when the step folds them in. Collective. Call after backward, before
-        :meth:`step`.
+        stay as they are; the factor is applied when the step folds them in. Collective. Call it last before
+        :meth:`step`, which refuses gradients that have changed since (RuntimeError).
 
         Returns:
             The norm before clipping, 0-dim fp32; not finite if any rank's gradient is not, and the step will be
@@ -449,6 +455,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         began = time.perf_counter()
         with torch.no_grad(), record_function("scape::norm"):
             norm = self._clipping.record_norm(self._gradients(), float(max_norm), self._parameters.device)
+            self._clipping.remember([parameter.grad for parameter in self._parameters.tensors])
         self._run.clip_seconds = time.perf_counter() - began
         return norm
 
@@ -509,6 +516,13 @@ class ScapeOptimizer(torch.optim.Optimizer):
         return run.stats
 
     # ------------------------------------------------------------------------------------- checkpoints
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuses copies and pickles, of which torch would keep half."""
+        raise TypeError(
+            "A ScapeOptimizer must not be copied or pickled, got an attempt to: it holds process groups and messages"
+            " under way. Save state_dict() and load it into one that is built anew."
+        )
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collects the state of all ranks on rank ``to``, where :meth:`state_dict` then returns it. Collective.
@@ -584,7 +598,10 @@ class ScapeOptimizer(torch.optim.Optimizer):
             "lightning_scape's version": __version__,
             "config": [f"{name}={value!r}" for name, value in plain.items()],
             "parameters (group, shape, strides, dtype)": self._parameters.describe(),
-            "parameter groups": [{name: str(group.get(name)) for name in names} for group in self.param_groups],
+            # As numbers: a tensor's text names its device, and leaves out digits.
+            "parameter groups": [
+                {name: _plain(group.get(name, False)) for name in names} for group in self.param_groups
+            ],
         }
 
     def _current_state(self) -> ScapeState:
@@ -607,6 +624,12 @@ class ScapeOptimizer(torch.optim.Optimizer):
     def _views(self, flat: Tensor, pieces: Iterable[Piece]) -> list[Tensor]:
         """The entries of each piece in a flat buffer of blocks, pads left out."""
         return [flat[piece.of_blocks(self._layout.block_size)] for piece in pieces]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return float(value) if isinstance(value, (int, float, Tensor)) else str(value)
 
 
 def _rows_of(mask: Tensor | None, rows: slice) -> Tensor | None:

@@ -103,7 +103,8 @@ class Saver:
     """Writes sharded checkpoints, at once or while training goes on.
 
     In the background one checkpoint is written at a time, from a copy in host memory (this rank's part, and the
-    model); the next save, a load, and the end of training wait for it and raise what went wrong, on every rank.
+    model); the next save, a load, and the end of a Trainer's fit wait for it and raise what went wrong, on every rank;
+    the end of a process that uses Fabric waits, and warns.
 
     Args:
         asynchronous: return from :meth:`save` as soon as the copy is made.
@@ -181,10 +182,12 @@ def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
         optimizer: whose state is written: ``"scape"``, or ``"adamw"`` (also for AdamS) with what carries over.
 
     Raises:
+        FileNotFoundError: there is nothing at ``path``.
         CheckpointError: the checkpoint is torn, damaged, foreign or newer.
     """
     from lightning_scape.checkpoint import as_adamw, merge_shards
 
+    files.check_there(path)
     if path.is_file():
         whole = files.load_file(path)
         return _with_adamw(whole, path) if optimizer == "adamw" else whole

@@ -280,7 +280,7 @@ class Directory:
         entry = self._metadata.state_dict_metadata.get(key)
         if not isinstance(entry, TensorStorageMetadata):
             raise files.CheckpointError(f"The checkpoint {str(self.path)!r} must hold {key!r}, got none.")
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         if tensor.numel():
             self.read({key: Chunk.whole(tensor)})
         return tensor

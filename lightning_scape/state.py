@@ -40,6 +40,8 @@ class ScapeState:
     noise: Tensor | None = None
     """``[R, B]`` fp32 (fp64), ``second_moment="measured"`` only: running mean square of this rank's own
     gradient, over N: an estimate for the averaged one."""
+    noise_samples: int = 0
+    """Gradients that went into it."""
 
     @classmethod
     def allocate(cls, layout: Layout, config: ScapeConfig, dtype: torch.dtype, device: torch.device) -> ScapeState:

@@ -29,6 +29,12 @@ def _consolidate(arguments: list[str]) -> int:
         help="whose state the file holds: SCAPE's (default; AdamS takes it too), or AdamW's, with what carries over",
     )
     given = parser.parse_args(arguments)
+    files.check_there(given.directory)
+    if given.file.is_dir() or (given.file.exists() and given.file.samefile(given.directory)):
+        taken = "a directory" if given.file.is_dir() else "the checkpoint itself, whose state would be lost"
+        raise ValueError(
+            f"FILE must be a free name or another file, got {str(given.file)!r}: {taken}. Name a new file."
+        )
     files.save_file(saving.consolidate(given.directory, given.optimizer), given.file)
     print(f"{given.file}: {given.file.stat().st_size:,} bytes")
     return 0
@@ -39,10 +45,16 @@ def _verify(arguments: list[str]) -> int:
 
     parser = _parser("verify")
     parser.add_argument("path", type=Path, nargs="+", help="checkpoints, files or directories")
+    damaged = 0
     for path in parser.parse_args(arguments).path:
-        files.verify(path)
-        print(f"{path}: complete and undamaged")
-    return 0
+        try:
+            files.verify(path)
+        except (ValueError, OSError) as error:
+            print(f"lightning-scape: {error}", file=sys.stderr)
+            damaged += 1
+        else:
+            print(f"{path}: complete and undamaged")
+    return 1 if damaged else 0
 
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {

@@ -334,9 +334,18 @@ def test_started_processes_find_the_options_in_the_environment(
     monkeypatch: pytest.MonkeyPatch, seen: list[Any]
 ) -> None:
     config = ScapeConfig(sparsity=0.8, residual_dtype="float64")
-    monkeypatch.setenv(cli.OPTIONS_VARIABLE, json.dumps(config.as_dict()))
+    monkeypatch.setenv(cli.OPTIONS_VARIABLE, f"{os.getppid()} {json.dumps(config.as_dict())}")
     start(monkeypatch, "pretrain", "pythia-14m")
     assert seen[-1][0] == config
+
+
+@pytest.mark.parametrize("left_over", ['1 {"sparsity": 0.5}', '{"sparsity": 0.5}', "garbage", ""])
+def test_options_of_another_run_in_the_environment_do_not_hold(
+    monkeypatch: pytest.MonkeyPatch, seen: list[Any], left_over: str
+) -> None:
+    monkeypatch.setenv(cli.OPTIONS_VARIABLE, left_over.replace("1 ", f"{os.getpid()} "))
+    start(monkeypatch, "pretrain", "pythia-14m", "--scape.sparsity=0.9")
+    assert seen[-1][0] == ScapeConfig(sparsity=0.9)
 
 
 def test_the_process_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ import pytest
 import torch
 import torch._inductor.config
 import torch.distributed as dist
+from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
@@ -290,3 +296,60 @@ def step_scheduler(rank: int, world_size: int) -> list[float]:
 
 def test_a_scheduler_built_on_the_returned_optimizer_steers_it(run_ranks: RunRanks) -> None:
     assert run_ranks(step_scheduler, 2)[0] == [1.0, 1.0, 0.5, 0.5, 0.25]
+
+
+# ------------------------------------------------------------------------------------------- launching, scaling, ending
+
+
+def test_the_strategy_can_be_sent_to_spawned_processes() -> None:
+    sent = pickle.loads(pickle.dumps(FabricScapeStrategy(sparsity=0.9, start_method="spawn")))
+    assert sent.config == ScapeConfig(sparsity=0.9)
+    assert not list(sent._modules)
+
+
+def overflow_on_one_rank(rank: int, world_size: int) -> list[bool]:
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0))
+    strategy = FabricScapeStrategy(config=CONFIG, timeout=timedelta(seconds=20))
+    fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=[plugin])
+    fabric.launch()
+    model = build_model()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    moved = []
+    for step in range(3):
+        before = values(model)
+        loss = loss_of(model, batch_of(rank, step)) * (float("inf") if step == 1 and rank == 1 else 1.0)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        moved.append(any(not torch.equal(a, b) for a, b in zip(before, values(model), strict=True)))
+    assert_replicas_equal(model)
+    return moved
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(run_ranks: RunRanks) -> None:
+    for moved in run_ranks(overflow_on_one_rank, 2):
+        assert moved == [True, False, True]
+
+
+LAST_SAVE = """
+import resource, signal, sys, torch, lightning as L
+from lightning_scape import FabricScapeStrategy
+strategy = FabricScapeStrategy(state_dict_type="sharded", async_save=True)
+fabric = L.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+fabric.launch()
+model = torch.nn.Linear(300, 300)
+model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+fabric.backward(model(torch.randn(1, 300)).sum())
+optimizer.step()
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # a disk that is full
+fabric.save(sys.argv[1], {"model": model, "optimizer": optimizer})
+"""
+
+
+def test_a_last_background_save_that_fails_is_told_at_the_end(tmp_path: Path) -> None:
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", LAST_SAVE, str(tmp_path / "last")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=True)
+    assert "The last checkpoint was not written" in done.stderr
+    assert not (tmp_path / "last").exists()

@@ -21,7 +21,7 @@ import torch
 from test_checkpoint import build, build_state, everything, train
 from test_sharded import assert_equal, mutate, save
 
-from lightning_scape import CheckpointError, ScapeConfig, newest_checkpoint
+from lightning_scape import CheckpointError, ScapeConfig, newest_checkpoint, tool
 from lightning_scape.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.files import load_file, load_stream, save_file, verify
 
@@ -182,6 +182,42 @@ def test_the_newest_complete_checkpoint_is_found_and_torn_ones_are_named(tmp_pat
         warnings.simplefilter("ignore")
         assert newest_checkpoint(tmp_path, "*.ckpt") == tmp_path / ".2.ckpt.previous"
     verify(tmp_path / ".2.ckpt.previous")
+
+
+def test_the_newest_of_litgpts_folders_is_the_file_in_it(tmp_path: Path) -> None:
+    for number, step in enumerate(("step-00000010", "step-00000020", "final")):
+        (tmp_path / step).mkdir()
+        save_file({"a": number}, tmp_path / step / "lit_model.pth")
+        os.utime(tmp_path / step / "lit_model.pth", ns=(0, 10**18 + number))
+    (tmp_path / "logs").mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert newest_checkpoint(tmp_path) == tmp_path / "final" / "lit_model.pth"
+    (tmp_path / "final" / "lit_model.pth").write_bytes(b"")
+    with pytest.warns(UserWarning, match="final/lit_model.pth' is torn"):
+        assert newest_checkpoint(tmp_path) == tmp_path / "step-00000020" / "lit_model.pth"
+    verify(tmp_path / "step-00000010")
+
+
+def test_the_tool_checks_all_that_it_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a": 1}, tmp_path / "good")
+    (tmp_path / "bad").write_bytes(b"PK")
+    assert tool.main(["verify", str(tmp_path / "none"), str(tmp_path / "bad"), str(tmp_path / "good")]) == 1
+    said = capsys.readouterr()
+    assert f"must be at '{tmp_path}/none', got nothing there" in said.err
+    assert f"{tmp_path}/bad'" in said.err
+    assert f"{tmp_path}/good: complete and undamaged" in said.out
+
+
+def test_the_tool_does_not_write_over_what_it_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a": 1}, tmp_path / "c")
+    before = (tmp_path / "c").read_bytes()
+    for target in (tmp_path / "c", tmp_path / "." / "c", tmp_path):
+        assert tool.main(["consolidate", str(tmp_path / "c"), str(target)]) == 1
+        assert "FILE must be a free name or another file, got" in capsys.readouterr().err
+    assert (tmp_path / "c").read_bytes() == before
+    assert tool.main(["consolidate", str(tmp_path / "none"), str(tmp_path / "d")]) == 1
+    assert "got nothing there" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ disks

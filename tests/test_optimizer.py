@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -510,6 +515,27 @@ def test_a_clip_recorded_for_a_gradient_that_is_gone_is_forgotten() -> None:
     assert optimizer.stats.clip_factor == 1.0
 
 
+@pytest.mark.parametrize("change", ["in place", "another", "gone"])
+def test_gradients_that_change_after_the_clip_are_refused_and_nothing_is_done(change: str) -> None:
+    params = parameters()
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9))
+    set_gradients(params, 0, 0)
+    before = values(params)
+    optimizer.clip_grad_norm(1.0)
+    assert params[1].grad is not None
+    if change == "in place":
+        params[1].grad.view(-1)[0] = float("nan")
+    else:
+        params[1].grad = None if change == "gone" else params[1].grad.clone()
+    with pytest.raises(RuntimeError, match=r"must stay as they are between .*, got another one for parameter 1: "):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, values(params), strict=True))
+    optimizer.zero_grad()
+    set_gradients(params, 0, 1)
+    optimizer.step()
+    assert not torch.equal(before[1], params[1])
+
+
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan")])
 def test_clip_bounds_must_be_positive(bad: float) -> None:
     optimizer = ScapeOptimizer(parameters(), config=ScapeConfig())
@@ -830,7 +856,7 @@ def build_differently(rank: int, world_size: int, kind: str) -> None:
         ("order", r"parameters .*\[0\] is .* on rank 1 and .*\(37, 11\).* on rank 0"),
         ("version", r"lightning_scape's version is '9.9' on rank 1"),
         ("bad lr", r"On rank 1: `lr` must be >= 0, got -1"),
-        ("lr", r"parameter groups\[0\] is .*'lr': '0.5'.* on rank 1 and .*'lr': '0.001'.* on rank 0"),
+        ("lr", r"parameter groups\[0\] is .*'lr': 0.5.* on rank 1 and .*'lr': 0.001.* on rank 0"),
         ("values", r"bitwise equal parameters, got 'layer3.weight' of 2100 entries different from rank 0's on rank 1"),
     ],
 )
@@ -972,3 +998,57 @@ def test_step_returns_what_the_closure_returned_with_gradients_enabled() -> None
         return loss
 
     assert optimizer.step(closure).requires_grad
+
+
+def test_ranks_that_nobody_joined_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        RuntimeError, match=r"got WORLD_SIZE=2 and no process group: each would train on its own\. Call"
+    ):
+        ScapeOptimizer(parameters(), config=ScapeConfig())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_an_optimizer_is_not_copied(copied: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=r"must not be copied or pickled"):
+        copied(ScapeOptimizer(parameters(), config=ScapeConfig()))
+
+
+def build_with_tensors(rank: int, world_size: int, apart: float) -> None:
+    lr = torch.tensor(1e-3 + rank * apart)
+    ScapeOptimizer(parameters(), lr=lr, config=ScapeConfig())  # type: ignore[arg-type]
+
+
+def test_learning_rates_that_are_tensors_are_compared_as_numbers(run_ranks: RunRanks) -> None:
+    run_ranks(build_with_tensors, 2, 0.0)
+    with pytest.raises(ValueError, match=r"All ranks must be set up alike, got a difference: parameter groups"):
+        run_ranks(build_with_tensors, 2, 1e-8)
+
+
+ENDS = """
+import os, sys, torch
+import torch.distributed as dist
+from lightning_scape import ScapeConfig, ScapeOptimizer
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+torch.manual_seed(0)
+parameter = torch.nn.Parameter(torch.randn(30_000))
+optimizer = ScapeOptimizer([parameter], config=ScapeConfig())
+for _ in range(3):
+    parameter.grad = torch.randn(30_000)
+    optimizer.step()
+if sys.argv[3] == "destroy":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("end", ["nothing", "destroy"])
+def test_a_script_may_end_right_after_a_step(tmp_path: Path, end: str) -> None:
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", ENDS, f"file://{tmp_path}/meet"]
+    ranks = [
+        subprocess.Popen([*command, str(rank), end], stderr=subprocess.PIPE, text=True, env=environment)
+        for rank in (0, 1)
+    ]
+    said = [rank.communicate(timeout=90)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said

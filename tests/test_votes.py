@@ -237,3 +237,26 @@ def test_dense_runs_keep_no_noise() -> None:
 )
 def test_as_many_votes_as_are_sent_where_these_are_few(options: dict[str, Any], votes: int) -> None:
     assert ScapeConfig(**options).votes == votes
+
+
+# --------------------------------------------------------------------------------- several optimizers, one mask group
+
+
+def train_two(rank: int, world_size: int, votes: tuple[int, int]) -> None:
+    group = collectives.new_mask_group()
+    models = [parameters(((6000,),)), parameters(((900,),))]
+    optimizers = [
+        ScapeOptimizer(params, config=ScapeConfig(mask_votes=count, check_replicas_every=1), mask_group=group)
+        for params, count in zip(models, votes, strict=True)
+    ]
+    for step in range(60):
+        for params, optimizer in zip(models, optimizers, strict=True):
+            set_gradients(params, rank, step)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("votes", [(2, 2), (2, 0)])
+def test_optimizers_that_share_a_mask_group_keep_their_messages_apart(
+    run_ranks: RunRanks, votes: tuple[int, int]
+) -> None:
+    run_ranks(train_two, 2, votes)
