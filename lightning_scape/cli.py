@@ -200,7 +200,10 @@ def _resolve(rest: Sequence[str], given: Mapping[str, Any], in_files: Mapping[st
         return ScapeConfig(**json.loads(passed_on))
     recorded = find_recorded(rest)
     if recorded is None:
-        return ScapeConfig(**{**in_files, **given})
+        config = ScapeConfig(**{**in_files, **given})
+        if not _asks_for_help(rest):
+            _tell_fresh(config)
+        return config
     config = ScapeConfig(**{**in_files, **recorded.options, **given})
     _tell_resumed(recorded, given, in_files)
     return config
@@ -212,7 +215,7 @@ def find_recorded(arguments: Sequence[str]) -> Recorded | None:
     Args:
         arguments: LitGPT's own, the command first.
     """
-    if any(argument.split("=")[0] in ("-h", "--help", "--print_config") for argument in arguments):
+    if _asks_for_help(arguments):
         return None
     from jsonargparse import capture_parser
     from litgpt.__main__ import PARSER_DATA
@@ -230,6 +233,18 @@ def find_recorded(arguments: Sequence[str]) -> Recorded | None:
     folder = Path(checkpoint) if Path(checkpoint).is_dir() else Path(checkpoint).parent
     file = folder / "hyperparameters.yaml"
     return Recorded(file, _check_section(_read_mapping(str(file)).get("scape", {}), file))
+
+
+def _asks_for_help(arguments: Sequence[str]) -> bool:
+    return any(argument.split("=")[0] in ("-h", "--help", "--print_config") for argument in arguments)
+
+
+@rank_zero_only
+def _tell_fresh(config: ScapeConfig) -> None:
+    defaults = ScapeConfig().as_dict()
+    chosen = {name: value for name, value in config.as_dict().items() if value != defaults[name]}
+    options = ", ".join(f"{name}={value!r}" for name, value in {"sparsity": config.sparsity, **chosen}.items())
+    print(f"SCAPE: {options}; all other options are the defaults.", file=sys.stderr)
 
 
 @rank_zero_only

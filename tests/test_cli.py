@@ -339,6 +339,13 @@ def test_started_processes_find_the_options_in_the_environment(
     assert seen[-1][0] == config
 
 
+def test_a_fresh_run_says_which_options_hold(
+    monkeypatch: pytest.MonkeyPatch, seen: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(monkeypatch, "pretrain", "pythia-14m", "--scape.dense_steps=3")
+    assert "SCAPE: sparsity=0.99, dense_steps=3; all other options are the defaults." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("left_over", ['1 {"sparsity": 0.5}', '{"sparsity": 0.5}', "garbage", ""])
 def test_options_of_another_run_in_the_environment_do_not_hold(
     monkeypatch: pytest.MonkeyPatch, seen: list[Any], left_over: str
