@@ -8,13 +8,15 @@ torchrun ... -m lightning_scape.plan --model pythia-14m --measure               
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import math
 import os
 import re
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -34,7 +36,10 @@ _SHARDED = ("update", "select")
 """Phases of a step that work on the rank's own shard; the others see all parameters."""
 _NOT_OWN = ("norm", "wait")
 """Phases that wait for others; the norm is measured apart."""
+CPU = torch.device("cpu")
 BYTES_PER_SECOND = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+_NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         job = Job(
             weights=weights,
             ranks=args.nodes * args.gpus_per_node,
-            ranks_per_node=args.gpus_per_node,
+            ranks_per_node=_ranks_per_node(args.nodes * args.gpus_per_node, args.gpus_per_node),
             step_compute=step_compute,
             parameter_bytes=2 if args.precision == "bf16-true" else 4,
             clip=not args.no_clipping,
@@ -57,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(report(args.model, job, link, machine, predictions, assumed))
+    print(report(args.model, job, link, machine, predictions, assumed, memory=args.memory * 1e9))
     if args.plot is not None:
         plot(args.plot, args.model, job, link, machine, args.sparsity)
         print(f"\nplotted to {args.plot}")
@@ -70,46 +75,157 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", required=True, help="name of a LitGPT configuration, such as pythia-160m")
-    add("--nodes", type=int, default=None, help="machines; under torchrun, all of them")
-    add("--gpus-per-node", type=int, default=1, help="ranks of each machine")
+    add("--nodes", type=count, default=None, help="machines, at least 2; under torchrun, all of them")
+    add("--gpus-per-node", type=count, default=None, help="ranks of each machine (default: 1, or torchrun's)")
     add("--bandwidth", type=bandwidth, default=None, help="of each node's link: 10gbit, 100mbit (bits per second)")
     add("--latency", type=seconds, default=50e-6, help="of one hop, software included (default: 50us)")
-    add("--step-compute", type=seconds, default=None, help="forward and backward of a rank's step: 0.8s, 350ms")
+    add("--step-compute", type=compute_seconds, default=None, help="forward and backward of a rank's step: 0.8s, 350ms")
     add("--measure", action="store_true", help="measure compute and optimizers here and, under torchrun, the link")
-    add("--batch-size", type=int, default=2, help="with --measure: sequences of a rank's step")
-    add("--context", type=int, default=128, help="with --measure: tokens of a sequence")
-    add("--memory-bandwidth", type=float, default=1500, help="without --measure: of the device, GB/s (default: 1500)")
-    add("--precision", choices=("32-true", "bf16-mixed", "bf16-true"), default="32-true", help="of the training")
+    add("--batch-size", type=count, default=2, help="with --measure: sequences of a rank's step")
+    add("--context", type=count, default=128, help="with --measure: tokens of a sequence")
+    add("--memory-bandwidth", type=positive, default=1500.0, help="without --measure: of the device, GB/s (1500)")
+    add("--memory", type=positive, default=80.0, help="of a rank's device, GB; advice is what fits (default: 80)")
+    add("--precision", choices=PRECISIONS, default="32-true", help="of the training, and of what is measured")
     add("--no-clipping", action="store_true", help="the gradient norm is not clipped")
-    add("--sparsity", type=float, nargs="+", default=[0.0, 0.9, 0.99, 0.999], help="which to predict")
-    add("--plot", type=Path, default=None, help="write step time over bandwidth and over ranks to this PNG")
+    add("--sparsity", type=sparsity, nargs="+", default=[0.0, 0.9, 0.99, 0.999], help="which to predict")
+    add("--plot", type=Path, default=None, help="draw step time over bandwidth and over ranks into this file (.png)")
     args = parser.parse_args(arguments)
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        _check(args)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What no option can check alone; fills in the numbers of nodes and of their ranks."""
+    launched = _launched()
     if args.nodes is None:
         if launched == 1:
-            parser.error("--nodes must be given without torchrun. Say on how many machines you want to train.")
+            raise ValueError("--nodes must be given without torchrun. Say on how many machines you want to train.")
+        args.gpus_per_node = args.gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if launched % args.gpus_per_node:
+            raise ValueError(
+                f"--gpus-per-node must divide the number of ranks that were launched, {launched}, got"
+                f" {args.gpus_per_node}. Leave it out: torchrun knows it."
+            )
         args.nodes = launched // args.gpus_per_node
+    args.gpus_per_node = args.gpus_per_node or 1
     if not args.measure and args.step_compute is None:
-        parser.error("--step-compute must be given, or --measure. Time the forward and backward pass of one rank.")
-    if args.bandwidth is None and not (args.measure and launched > 1):
-        parser.error("--bandwidth must be given, or --measure under torchrun, which measures it.")
-    return args
+        raise ValueError("--step-compute must be given, or --measure. Time the forward and backward pass of one rank.")
+    measures_link = args.measure and launched > 1
+    if args.bandwidth is None and not measures_link:
+        raise ValueError("--bandwidth must be given, or --measure under torchrun, which measures it.")
+    if args.nodes * args.gpus_per_node == 1:
+        raise ValueError("--nodes times --gpus-per-node must be at least 2 ranks, got 1. One alone sends nothing.")
+    if args.nodes == 1 and (args.bandwidth is not None or not measures_link):
+        raise ValueError(
+            "--nodes must be at least 2, got 1: a plan is about the link between machines. On one machine stay with DDP"
+            " or FSDP over its own interconnect, or launch --measure with torchrun there, without --bandwidth."
+        )
+    if args.plot is not None and not int(os.environ.get("RANK", "0")):
+        check_plot(args.plot)
+
+
+def _launched() -> int:
+    """Ranks that torchrun has launched."""
+    return int(os.environ.get("WORLD_SIZE") or "1")
+
+
+def _ranks_per_node(ranks: int, on_each: int) -> int:
+    """Of so many ranks in all, how many share a link: on one machine each has its own, the one that was measured."""
+    return on_each if on_each < ranks else 1
 
 
 def bandwidth(text: str) -> float:
     """Bytes per second: ``"10gbit"`` is 1.25e9."""
-    found = re.fullmatch(r"([0-9.]+)\s*(kbit|mbit|gbit)(/s|ps)?", text.strip().lower())
-    if not found:
-        raise argparse.ArgumentTypeError(f"a bandwidth must be a number with kbit, mbit or gbit, got {text!r}: 10gbit")
-    return float(found[1]) * BYTES_PER_SECOND[found[2]]
+    found = re.fullmatch(rf"({_NUMBER})\s*(kbit|mbit|gbit)(/s|ps)?", text.strip().lower())
+    value = float(found[1]) * BYTES_PER_SECOND[found[2]] if found else 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"a bandwidth must be a number > 0 with kbit, mbit or gbit, got {text!r}. Write 10gbit."
+        )
+    return value
 
 
 def seconds(text: str) -> float:
     """``"350ms"`` is 0.35."""
-    found = re.fullmatch(r"([0-9.]+(?:e-?[0-9]+)?)\s*(s|ms|us)?", text.strip().lower())
-    if not found:
-        raise argparse.ArgumentTypeError(f"a time must be a number with s, ms or us, got {text!r}: 0.8s")
-    return float(found[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[found[2] or "s"]
+    found = re.fullmatch(rf"({_NUMBER})\s*(s|ms|us)?", text.strip().lower())
+    value = float(found[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[found[2] or "s"] if found else math.inf
+    if value == math.inf:
+        raise argparse.ArgumentTypeError(f"a time must be a number >= 0 with s, ms or us, got {text!r}. Write 0.8s.")
+    return value
+
+
+def compute_seconds(text: str) -> float:
+    """Likewise, but not 0."""
+    value = seconds(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"a time of compute must be > 0, got {text!r}. Time one rank's step alone.")
+    return value
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"it must be a whole number >= 1, got {text!r}. Give at least 1.")
+    return value
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"it must be a finite number > 0, got {text!r}. Give it in GB, without unit.")
+    return value
+
+
+def sparsity(text: str) -> float:
+    """A number in [0, 1)."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(
+            f"a sparsity must be a number in [0, 1), got {text!r}. Write 0.99 to send 1% of the entries."
+        )
+    return value
+
+
+def check_plot(path: Path) -> None:
+    """Finds out, before anything is measured, whether a plot can be written there; makes its folder.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    _import_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    suffixes = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.is_dir() or path.suffix[1:].lower() not in suffixes:
+        what = "a directory" if path.is_dir() else f"the suffix {path.suffix!r}"
+        raise ValueError(
+            f"--plot must name a file that ends in one of .{', .'.join(suffixes)}, got {str(path)!r}, {what}. Write"
+            " plan.png."
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):  # permissions say too little: the folder may be read-only
+            pass
+        if path.exists():
+            path.open("ab").close()
+    except OSError as error:
+        raise ValueError(
+            f"--plot must name a file that can be written, got {str(path)!r}: {error}. Choose another folder."
+        ) from error
 
 
 # ---------------------------------------------------------------------------------------------------- the model
@@ -154,17 +270,30 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
 # ---------------------------------------------------------------------------------------------------- measuring
 
 
-def measure_compute(model: nn.Module, batch_size: int, context: int, repeats: int = 5) -> float:
-    """Median seconds of forward and backward; leaves gradients behind. The slowest rank's, where there are several."""
+def measure_compute(
+    model: nn.Module, batch_size: int, context: int, repeats: int = 5, precision: str = "32-true"
+) -> float:
+    """Median seconds of forward and backward on this rank, where the model is; leaves gradients behind.
+
+    Args:
+        model: a LitGPT model; for ``bf16-true``, converted already.
+        batch_size: sequences of a step.
+        context: tokens of a sequence.
+        repeats: steps that are timed, after one that is not.
+        precision: ``bf16-mixed`` computes under autocast.
+    """
+    device = next(model.parameters()).device
     vocabulary = int(model.config.padded_vocab_size)  # type: ignore[union-attr,arg-type]
-    tokens = torch.randint(0, vocabulary, (batch_size, context + 1))
+    tokens = torch.randint(0, vocabulary, (batch_size, context + 1), device=device)
     times = []
     for _ in range(repeats + 1):
         model.zero_grad()
-        began = time.perf_counter()
-        logits = model(tokens[:, :-1])
-        nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        times.append(time.perf_counter() - began)
+        began = _now(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
+            logits = model(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        times.append(_now(device) - began)
     return median(times[1:])
 
 
@@ -173,134 +302,216 @@ def measure_machine(parameters: Sequence[Tensor], sparsities: Sequence[float], r
 
     SCAPE's phases are timed in a group of this rank alone: messages are the link's, not the machine's.
     """
+    device = parameters[0].device
     count = sum(parameter.numel() for parameter in parameters)
-    clip = _median_seconds(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9), repeats)
+    clip = _median_seconds(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9), repeats, device)
     dense = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
-    adamw = _median_seconds(dense.step, repeats)
+    adamw = _median_seconds(dense.step, repeats, device)
     del dense
     grads = [parameter.grad.reshape(-1) for parameter in parameters if parameter.grad is not None]
-    signs = torch.ones(1 << 17, device=parameters[0].device)
-    norm = _median_seconds(lambda: ops.sketch(grads, signs, SKETCH_WIDTHS), repeats)
+    signs = torch.ones(1 << 17, device=device)
+    norm = _median_seconds(lambda: ops.sketch(grads, signs, SKETCH_WIDTHS), repeats, device)
+    measure = _scape_as_a_whole if device.type == "cuda" else _scape_by_phase
     found: dict[float, tuple[float, float]] = {}
     for sparsity in sparsities:
         config = ScapeConfig(sparsity=sparsity)
         optimizer = ScapeOptimizer(parameters, lr=1e-6, config=config, communicator=Communicator.alone())
-        rows = []
-        for step in range(repeats + 2):  # the first makes its mask twice, and touches new memory
-            optimizer.step()
-            if step >= 2 and optimizer.stats is not None:
-                rows.append(dict(optimizer.stats.seconds))
+        whole, shard = measure(optimizer, repeats)
         optimizer.drain()
-        state = optimizer._run.state
-        votes = 0.0  # which one rank alone does not cast
-        if config.votes and state is not None:
-            votes = _median_seconds(functools.partial(ops.vote, state.residual, config.votes), repeats)
-        phases = {name: median(row[name] for row in rows) for name in rows[0] if name not in _NOT_OWN}
-        shard = sum(value for name, value in phases.items() if name in _SHARDED)
-        whole = sum(phases.values()) - shard + norm
-        # For the rank's own shard no votes are cast.
-        found[config.quota.density] = ((whole + votes) / count, (shard - votes) / count)
+        found[config.quota.density] = ((whole + norm) / count, shard / count)
     return Machine(adamw=adamw / count, clip=clip / count, scape=found)
 
 
-def measure_link(megabytes: float = 4.0, repeats: int = 5) -> Link:
-    """What messages between the ranks of the default process group cost, from the point of view of the program."""
+def _scape_by_phase(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, float]:
+    """Seconds of a step without the norm: of what all parameters need, and of what the shard does."""
+    rows = []
+    for step in range(repeats + 2):  # the first makes its mask twice, and touches new memory
+        optimizer.step()
+        if step >= 2 and optimizer.stats is not None:
+            rows.append(dict(optimizer.stats.seconds))
+    state, config = optimizer._run.state, optimizer.config
+    votes = 0.0  # which one rank alone does not cast
+    if config.votes and state is not None:
+        votes = _median_seconds(functools.partial(ops.vote, state.residual, config.votes), repeats, CPU)
+    phases = {name: median(row[name] for row in rows) for name in rows[0] if name not in _NOT_OWN}
+    shard = sum(value for name, value in phases.items() if name in _SHARDED)
+    whole = sum(phases.values()) - shard
+    # For the rank's own shard no votes are cast.
+    return whole + votes, shard - votes
+
+
+def _scape_as_a_whole(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, float]:
+    """Likewise where the host only queues the work: a step is timed to its end, and divided as its memory traffic is.
+
+    The votes of one rank alone, which casts none, cancel out in the sum of the traffic.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    device = parameters[0].device
+    grads = [parameter.grad.reshape(-1) for parameter in parameters if parameter.grad is not None]
+    optimizer.step()  # as above
+    step = _median_seconds(optimizer.step, repeats, device)
+    norm = _median_seconds(lambda: ops.squared_norm(grads), repeats, device)  # a rank alone makes no sketch
+    config = optimizer.config
+    whole, shard = planner.scape_traffic(config.quota.density, votes=config.votes > 0)
+    part = max(0.0, step - norm) / (whole - 4 + shard)  # the traffic's own norm is a sketch: 4 bytes
+    return (whole - 4) * part, shard * part
+
+
+def measure_link(
+    megabytes: float = 4.0, repeats: int = 5, *, device: torch.device = CPU, ranks_per_node: int = 1
+) -> Link:
+    """What messages between the ranks of the default process group cost, from the point of view of the program.
+
+    Args:
+        megabytes: of a large message.
+        repeats: messages of each kind that are timed, after one that is not.
+        device: where messages are.
+        ranks_per_node: how many of them share a node's link.
+    """
     communicator = Communicator(None, None)
     ranks = communicator.world_size
     if ranks == 1:
         raise ValueError("`measure_link` needs several ranks, got one. Launch with torchrun on all nodes.")
-    small, large = torch.zeros(1), torch.zeros(round(megabytes * 2.5e5) // ranks * ranks, 1)
-    hop = _median_seconds(lambda: communicator.all_reduce_sum(small), 4 * repeats) / (2 * (ranks - 1))
+    small = torch.zeros(1, device=device)
+    large = torch.zeros(round(megabytes * 2.5e5) // ranks * ranks, 1, device=device)
+    hop = _median_seconds(lambda: communicator.all_reduce_sum(small), 4 * repeats, device) / (2 * (ranks - 1))
     sent = large.numel() * large.element_size() * (ranks - 1) / ranks
-    elapsed, copying = _cost(lambda: communicator.exchange(large).wait(), repeats)
-    elapsed_reduce, reducing = _cost(lambda: communicator.all_reduce_sum(large), repeats)
+    elapsed, copying = _cost(lambda: communicator.exchange(large).wait(), repeats, device)
+    elapsed_reduce, reducing = _cost(lambda: communicator.all_reduce_sum(large), repeats, device)
     bandwidth = 2 * sent / max(elapsed_reduce - 2 * hop, 1e-9)
+    crossing = sent * planner.nodes_share(ranks, ranks_per_node)
     return Link(
         bandwidth=bandwidth,
         latency=hop,
-        exchange_share=min(1.0, sent / max(elapsed - hop, 1e-9) / bandwidth),
+        exchange_share=min(1.0, crossing / max(elapsed - hop, 1e-9) / bandwidth),
         copy_seconds=copying / sent,
         reduce_seconds=reducing / (2 * sent),
     )
 
 
-def _cost(work: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Median seconds, and seconds of the processor in all threads, of a message."""
+def _cost(work: Callable[[], object], repeats: int, device: torch.device) -> tuple[float, float]:
+    """Median seconds, and seconds of the processor in all threads, of a message; on CUDA it moves no bytes."""
     work()
     elapsed, busy = [], []
     for _ in range(repeats):
-        began, began_busy = time.perf_counter(), time.process_time()
+        began, began_busy = _now(device), time.process_time()
         work()
-        elapsed.append(time.perf_counter() - began)
+        elapsed.append(_now(device) - began)
         busy.append(time.process_time() - began_busy)
-    return median(elapsed), median(busy)
+    return median(elapsed), 0.0 if device.type == "cuda" else median(busy)
 
 
-def _median_seconds(work: Callable[[], object], repeats: int) -> float:
+def _median_seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:
     times = []
     for _ in range(repeats + 1):
-        began = time.perf_counter()
+        began = _now(device)
         work()
-        times.append(time.perf_counter() - began)
+        times.append(_now(device) - began)
     return median(times[1:])
+
+
+def _now(device: torch.device) -> float:
+    """The host's clock, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _inputs(args: argparse.Namespace) -> tuple[Machine, Link, float, list[str]]:
     """What is measured where it was asked for and assumed elsewhere, with a line on each."""
-    assumed = []
-    machine = Machine.of_memory(args.memory_bandwidth * 1e9)
-    link = None
-    step_compute = args.step_compute
+    link, step_compute = None, args.step_compute
     if args.measure:
-        model = build_model(args.model)
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            torch.distributed.init_process_group("gloo")
-            link = measure_link()
-        parameters = list(model.parameters())
-        measured = measure_compute(model, args.batch_size, args.context)
-        step_compute = args.step_compute or measured
-        machine = measure_machine(parameters, args.sparsity)
-        if is_distributed():
-            torch.distributed.destroy_process_group()
+        machine, link, measured, where = _measure(args)
+        what = "compute and optimizers" if step_compute is None else "optimizers"
+        step_compute = measured if step_compute is None else step_compute
+        assumed = [f"{what} measured on {where}, in {args.precision}"]
     else:
-        assumed.append(f"optimizers take what their memory traffic takes at {args.memory_bandwidth:g} GB/s")
+        machine = Machine.of_memory(args.memory_bandwidth * 1e9)
+        assumed = [f"optimizers take what their memory traffic takes at {args.memory_bandwidth:g} GB/s"]
     if link is None or args.bandwidth is not None:
         known = link or Link(bandwidth=args.bandwidth, latency=args.latency)
         link = replace(known, bandwidth=args.bandwidth * TCP_SHARE)
         assumed.append(f"{1 - TCP_SHARE:.0%} of the link's bandwidth goes to protocol headers")
+    if args.nodes == 1:
+        assumed.append("every rank counts as a node: the link was measured between the ranks of one machine")
     if link.copy_seconds == 0:
         assumed.append(f"a hop takes {planner.show_seconds(link.latency)}; moving bytes costs the processor nothing")
     return machine, link, step_compute, assumed
+
+
+def _measure(args: argparse.Namespace) -> tuple[Machine, Link | None, float, str]:
+    """Optimizers, the link between the ranks (None: one rank), forward and backward, and on what: CUDA if it is there.
+
+    Raises:
+        ValueError: the model is not known, or takes no sequences of ``--context`` tokens.
+    """
+    device, where = CPU, "this machine's CPU"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        where = torch.cuda.get_device_name(device)
+    model = build_model(args.model).to(device, torch.bfloat16 if args.precision == "bf16-true" else torch.float32)
+    longest = int(model.config.block_size)  # type: ignore[union-attr,arg-type]
+    if args.context > longest:
+        raise ValueError(f"`--context` must be at most {longest} for {args.model}, got {args.context}. Shorten it.")
+    with _process_group(device):
+        link = None
+        if is_distributed():
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            link = measure_link(device=device, ranks_per_node=_ranks_per_node(_launched(), local))
+        step_compute = measure_compute(model, args.batch_size, args.context, precision=args.precision)
+        machine = measure_machine(list(model.parameters()), args.sparsity)
+    return machine, link, step_compute, where
+
+
+@contextlib.contextmanager
+def _process_group(device: torch.device) -> Iterator[None]:
+    """Joins the ranks that torchrun has launched, if any and unless they are."""
+    if _launched() == 1 or is_distributed():
+        yield
+        return
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # --------------------------------------------------------------------------------------------------- reporting
 
 
 def report(
-    model: str, job: Job, link: Link, machine: Machine, predictions: Sequence[Prediction], assumed: Sequence[str]
+    model: str,
+    job: Job,
+    link: Link,
+    machine: Machine,
+    predictions: Sequence[Prediction],
+    assumed: Sequence[str],
+    *,
+    memory: float = math.inf,
 ) -> str:
     """Tables in Markdown, the advice first."""
-    floor = predictions[0].seconds
+    alone = predictions[0].seconds
     lines = [
         f"{model}: {job.parameters / 1e6:.1f}M parameters on {job.ranks} ranks ({job.ranks_per_node} per node),"
         f" {link.bandwidth * 8e-9:.3g} Gbit/s, forward and backward {planner.show_seconds(job.step_compute)}",
         "",
-        planner.advice(predictions),
+        planner.advice(predictions, memory),
         "",
-        "| method | step | over compute | sent per rank and step | memory per rank*"
-        " | as fast as dense at | pays below |",
+        "| method | step | over compute only | sent per rank and step | memory per rank*"
+        " | as fast as dense below | pays below |",
         "|---|---|---|---|---|---|---|",
     ]
     for p in predictions:
         even, pays = "-", "-"
         if p.sparsity is not None:
             even, pays = (
-                show_bandwidth(planner.break_even_bandwidth(job, link, machine, p.sparsity, speedup=speedup))
-                for speedup in (1.0, planner.WORTH)
+                show_turning_point(job, link, machine, p.sparsity, speedup, memory) for speedup in (1.0, planner.WORTH)
             )
+        needed = planner.show_bytes(p.memory) + (", too much" if p.memory > memory else "")
         lines.append(
-            f"| {p.method} | {planner.show_seconds(p.seconds)} | {p.seconds / floor:.2f}x | {show_bytes(p.bytes_sent)}"
-            f" | {show_bytes(p.memory)} | {even} | {pays} |"
+            f"| {p.method} | {planner.show_seconds(p.seconds)} | {p.seconds / alone:.2f}x"
+            f" | {planner.show_bytes(p.bytes_sent)} | {needed} | {even} | {pays} |"
         )
     sparsities = [p.sparsity for p in predictions if p.sparsity is not None]
     lines += ["", "The same work per rank on more ranks:", ""]
@@ -309,10 +520,13 @@ def report(
     lines += [f"| ranks | {' | '.join(methods)} |", "|---" * (len(methods) + 1) + "|"]
     for ranks, row in scaling.items():
         lines.append(f"| {ranks} | {' | '.join(planner.show_seconds(p.seconds) for p in row)} |")
+    fits = "" if memory == math.inf else f" that fit into {planner.show_bytes(memory)} (all, if none does)"
     lines += [
         "",
-        "\\* parameters, gradients, optimizer and buffers; activations come on top. The last columns: the bandwidth at",
-        f"which it is as fast as the best of the dense methods, and that below which it is {planner.WORTH}x as fast.",
+        "Compute only: no messages, and the whole of AdamW on every rank; what shards the optimizer may take less.",
+        "",
+        "\\* parameters, gradients, optimizer and buffers; activations come on top. The last columns: the bandwidth",
+        f"below which it is as fast as the best of the dense methods{fits}, and {planner.WORTH}x as fast.",
         "",
         "Assumed: " + "; ".join([*assumed, *ASSUMPTIONS]) + ".",
     ]
@@ -329,12 +543,11 @@ ASSUMPTIONS = (
 )
 
 
-def show_bytes(size: float) -> str:
-    """``1_234_567`` is ``"1.23 MB"``."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size:.0f} B"
+def show_turning_point(job: Job, link: Link, machine: Machine, sparsity: float, speedup: float, memory: float) -> str:
+    """The bandwidth below which SCAPE is so fast, or ``"above"`` that from which on it is."""
+    below = planner.break_even_bandwidth(job, link, machine, sparsity, speedup=speedup, memory=memory)
+    above = planner.least_bandwidth(job, link, machine, sparsity, speedup=speedup, memory=memory)
+    return show_bandwidth(below) if above is None else f"above {show_bandwidth(above)}"
 
 
 def show_bandwidth(value: float | None) -> str:
@@ -349,17 +562,21 @@ def show_bandwidth(value: float | None) -> str:
     return f"{bits * 1e-9:.3g} Gbit/s" if bits >= 1e9 else f"{bits * 1e-6:.3g} Mbit/s"
 
 
+def _import_matplotlib() -> None:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError("`--plot` needs matplotlib. Install it: pip install 'lightning-scape[plots]'.") from error
+    matplotlib.use("Agg")
+
+
 def plot(path: Path, model: str, job: Job, link: Link, machine: Machine, sparsities: Sequence[float]) -> None:
     """Step time over the link's bandwidth, and over the number of ranks.
 
     Raises:
         ValueError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("`--plot` needs matplotlib. Install it: pip install 'lightning-scape[plots]'.") from error
-    matplotlib.use("Agg")
+    _import_matplotlib()
     import matplotlib.pyplot as plt
 
     figure, (over_bandwidth, over_ranks) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
@@ -370,7 +587,7 @@ def plot(path: Path, model: str, job: Job, link: Link, machine: Machine, sparsit
     for index, first in enumerate(rows[0]):
         style = styles[first.is_scape]
         over_bandwidth.plot(bits, [row[index].seconds for row in rows], label=first.method, **style)
-        over_ranks.plot([*scaling], [row[index].seconds for row in scaling.values()], **style)
+        over_ranks.plot([*scaling], [row[index].seconds for row in scaling.values()], marker=".", **style)
     over_bandwidth.axvline(link.bandwidth * 8, color="lightgray", zorder=0)
     over_bandwidth.set(xscale="log", yscale="log", xlabel="bandwidth, bit/s", ylabel="seconds per step")
     over_ranks.set(xscale="log", yscale="log", xlabel="ranks, the same work each")

@@ -47,6 +47,8 @@ WORTH = 1.1
 """Speed-up from which sparse training is advised."""
 WARN_BELOW = 0.95
 """Dense counts as faster when its step is shorter than so much of SCAPE's."""
+SLOWEST, FASTEST = 1.25e5, 1.25e13
+"""Bytes per second between which break-even is looked for: 1 Mbit/s and 100 Tbit/s."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,11 @@ class Job:
             raise ValueError(
                 f"`ranks` must be a multiple of `ranks_per_node`, got {self.ranks} and {self.ranks_per_node}. Nodes are"
                 " taken to be alike."
+            )
+        if 1 < self.ranks == self.ranks_per_node:
+            raise ValueError(
+                f"`ranks` must be on at least 2 nodes, got {self.ranks} on one. Only the link between nodes is known:"
+                " give 1 as `ranks_per_node` if it connects the ranks themselves."
             )
         if not self.step_compute > 0:
             raise ValueError(
@@ -130,15 +137,21 @@ class Machine:
     def of_memory(cls, bytes_per_second: float) -> Machine:
         """An estimate for devices bound by their memory, from the bytes that a step touches per parameter (fp32).
 
-        AdamW reads four and writes three tensors. SCAPE folds (two read, one written), sketches (one read), votes (one
-        read of the other shards, where few entries are sent) and ranks its shard (one read); what it does to masked
-        entries touches memory in lines of 64 bytes.
+        AdamW reads four and writes three tensors; SCAPE's are in :func:`scape_traffic`.
+
+        Raises:
+            ValueError: the bandwidth is not a positive number.
         """
+        if not 0 < bytes_per_second < math.inf:
+            raise ValueError(
+                f"`bytes_per_second` must be > 0 and finite, got {bytes_per_second!r}. An H100 reaches 3e12, a"
+                " desktop's processor 5e10."
+            )
 
         def of(density: float) -> tuple[float, float]:
-            scattered = min(1.0, 16 * density)  # lines of 16 entries, of which each is in the mask or not
-            votes = 4 if 0 < density < 1 and ScapeConfig(sparsity=1 - density).votes else 0
-            return (16 + votes + 20 * scattered) / bytes_per_second, (4 - votes + 20 * scattered) / bytes_per_second
+            votes = 0 < density < 1 and ScapeConfig(sparsity=1 - density).votes > 0
+            whole, shard = scape_traffic(density, votes=votes)
+            return whole / bytes_per_second, shard / bytes_per_second
 
         return cls(
             adamw=28 / bytes_per_second,
@@ -163,6 +176,22 @@ class Machine:
         return parameters * (whole + shard / ranks)
 
 
+def scape_traffic(density: float, *, votes: bool) -> tuple[float, float]:
+    """Bytes of memory that SCAPE's step touches (fp32): per parameter of the model, and of the shard.
+
+    It folds (two tensors read, one written), sketches (one read), votes (one read of the other shards, where few
+    entries are sent) and ranks its shard (one read); what it does to masked entries touches memory in lines of 64
+    bytes.
+
+    Args:
+        density: share of the entries that is sent.
+        votes: whether ranks vote for the others' shards.
+    """
+    scattered = min(1.0, 16 * density)  # lines of 16 entries, of which each is in the mask or not
+    cast = 4 if votes else 0
+    return 16 + cast + 20 * scattered, 4 - cast + 20 * scattered
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """One method on one job: what it takes."""
@@ -176,6 +205,10 @@ class Prediction:
     """Bytes of one rank for parameters, gradients, optimizer and buffers; activations are the same for all but FSDP's
     gathered blocks, and are left out."""
     sparsity: float | None = None
+    exposed: float = 0.0
+    """Of SCAPE: seconds of the step in which it waits for messages."""
+    latency: float = 0.0
+    """Of these, what the hops take, whatever the bandwidth."""
 
     @property
     def is_scape(self) -> bool:
@@ -230,7 +263,7 @@ def predict(job: Job, link: Link, machine: Machine, sparsities: Iterable[float] 
 
 
 def compute_only(job: Job, machine: Machine) -> Prediction:
-    """No synchronization at all: what no method can beat."""
+    """No messages, and the whole of AdamW on every rank: what shards the optimizer may take less."""
     return Prediction(
         method="compute only",
         seconds=job.step_compute + _dense_optimizer(job, machine),
@@ -315,12 +348,10 @@ def scape(job: Job, link: Link, machine: Machine, config: ScapeConfig) -> Predic
     numels = [weight.numel for weight in job.weights]
     sent = scape_bytes(numels, job.ranks, config, parameter_bytes=job.parameter_bytes, clip=job.clip)
     exposed = _message(link, sent["norm"], 2 * (job.ranks - 1), adding=True)
-    peers = (job.ranks - 1) * PEER_SECONDS
-    crossing = job.ranks_per_node * (job.ranks - job.ranks_per_node) / max(1, job.ranks - 1)
-    exposed += max(
-        crossing * sent["values"] / (link.bandwidth * link.exchange_share), sent["values"] * link.copy_seconds
-    )
-    exposed += (link.latency + peers) if job.ranks > 1 else 0
+    crossing = sent["values"] * nodes_share(job.ranks, job.ranks_per_node)
+    exposed += max(crossing / (link.bandwidth * link.exchange_share), sent["values"] * link.copy_seconds)
+    hop = (link.latency + (job.ranks - 1) * PEER_SECONDS) if job.ranks > 1 else 0.0
+    exposed += hop
     exposed += _message(link, sent["parameters"], job.ranks - 1, adding=False)
     beside = sent["mask"] + sent["votes"]
     mask = _message(link, beside, job.ranks - 1, adding=False) if beside else 0.0
@@ -333,7 +364,14 @@ def scape(job: Job, link: Link, machine: Machine, config: ScapeConfig) -> Predic
         bytes_sent=sum(sent.values()),
         memory=_memory(job, state),
         sparsity=config.sparsity,
+        exposed=exposed,
+        latency=3 * (job.ranks - 1) * link.latency + hop,
     )
+
+
+def nodes_share(ranks: int, ranks_per_node: int) -> float:
+    """Bytes of an all-to-all that cross a node's link, over those that one rank sends to all others together."""
+    return ranks_per_node * (ranks - ranks_per_node) / max(1, ranks - 1)
 
 
 def _dense_optimizer(job: Job, machine: Machine) -> float:
@@ -379,58 +417,159 @@ def _copies(job: Job, machine: Machine) -> float:
 # ---------------------------------------------------------------------------------------------- what follows from it
 
 
-def best_dense(predictions: Iterable[Prediction]) -> Prediction:
-    """The fastest of what a user would use instead."""
-    return min((p for p in predictions if not p.is_scape and p.bytes_sent), key=lambda p: p.seconds)
+def best_dense(predictions: Iterable[Prediction], memory: float = math.inf) -> Prediction:
+    """The fastest of what a user would use instead.
+
+    Args:
+        predictions: of all methods.
+        memory: bytes of a rank's device. What needs more is left out, unless all do.
+
+    Raises:
+        ValueError: they are of one rank, which has nobody to talk to.
+    """
+    dense = [p for p in predictions if not p.is_scape and p.bytes_sent]
+    if not dense:
+        raise ValueError("`predictions` must be of at least 2 ranks, got none that sends anything. Give a job of more.")
+    return _fastest([p for p in dense if p.memory <= memory] or dense)
 
 
 def break_even_bandwidth(
-    job: Job, link: Link, machine: Machine, sparsity: float, *, speedup: float = 1.0
+    job: Job, link: Link, machine: Machine, sparsity: float, *, speedup: float = 1.0, memory: float = math.inf
 ) -> float | None:
-    """Bytes per second at which SCAPE is ``speedup`` times as fast as the best dense method; slower links favour it.
+    """Bytes per second below which SCAPE is ``speedup`` times as fast as the best dense method (that fits).
 
     None where it is not at 1 Mbit/s already; infinite where it is at 100 Tbit/s still.
     """
-
-    def gain(bandwidth: float) -> float:
-        found = predict(job, replace(link, bandwidth=bandwidth), machine, [sparsity])
-        return best_dense(found).seconds - speedup * found[-1].seconds
-
-    low, high = 1.25e5, 1.25e13
+    gain = _gain(job, link, machine, sparsity, speedup, memory)
+    low, high = SLOWEST, FASTEST
     if gain(low) <= 0:
         return None
     if gain(high) > 0:
-        return math.inf
+        if gain(link.bandwidth) > 0:
+            return math.inf
+        high = link.bandwidth  # on faster links it wins again, by sending fewer messages
+    return _where_it_turns(gain, low, high)
+
+
+def least_bandwidth(
+    job: Job, link: Link, machine: Machine, sparsity: float, *, speedup: float = 1.0, memory: float = math.inf
+) -> float | None:
+    """The opposite: bytes per second from which on SCAPE is so fast, though it is not on the slowest links.
+
+    On many ranks it sends fewer messages than dense methods do, but its all-to-all may load a node's link with more
+    bytes. None where it is not so fast on ``link``, or is at 1 Mbit/s already.
+    """
+    gain = _gain(job, link, machine, sparsity, speedup, memory)
+    if gain(link.bandwidth) <= 0 or gain(SLOWEST) > 0:
+        return None
+    return _where_it_turns(gain, SLOWEST, link.bandwidth)
+
+
+def _gain(
+    job: Job, link: Link, machine: Machine, sparsity: float, speedup: float, memory: float
+) -> Callable[[float], float]:
+    def gain(bandwidth: float) -> float:
+        found = predict(job, replace(link, bandwidth=bandwidth), machine, [sparsity])
+        return best_dense(found, memory).seconds - speedup * found[-1].seconds
+
+    return gain
+
+
+def _where_it_turns(gain: Callable[[float], float], low: float, high: float) -> float:
+    """Where the gain changes its sign, to one in a thousand."""
+    falling = gain(low) > 0
     while high / low > 1.001:
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if gain(middle) > 0 else (low, middle)
+        low, high = (middle, high) if (gain(middle) > 0) == falling else (low, middle)
     return math.sqrt(low * high)
 
 
-def advice(predictions: Sequence[Prediction]) -> str:
-    """One sentence: what to use, and why."""
-    dense = best_dense(predictions)
-    candidates = [p for p in predictions if p.is_scape and p.sparsity]
-    if not candidates:
+def _fastest(methods: Iterable[Prediction]) -> Prediction:
+    return min(methods, key=lambda p: p.seconds)
+
+
+def advice(predictions: Sequence[Prediction], memory: float = math.inf) -> str:
+    """What to use, and why; never what does not fit.
+
+    Args:
+        predictions: from :func:`predict`, compute alone included.
+        memory: bytes of a rank's device.
+
+    Raises:
+        ValueError: the predictions are of one rank.
+    """
+    methods = [p for p in predictions if p.bytes_sent]
+    dense = best_dense(methods)
+    if not any(p.sparsity for p in methods) and dense.memory <= memory:
         return f"Use {dense.method}: no sparsity was asked for."
-    # The lowest sparsity within 5% of the fastest: it costs less in quality.
-    fastest = min(p.seconds for p in candidates)
-    choice = min((p for p in candidates if p.seconds <= 1.05 * fastest), key=lambda p: p.sparsity or 0)
-    gain = dense.seconds / choice.seconds
-    if gain < 1.0:
+    fitting = [p for p in methods if p.memory <= memory]
+    if not fitting:
+        least = min(methods, key=lambda p: p.memory)
         return (
-            f"Stay with {dense.method}: its step takes {show_seconds(dense.seconds)}, with {choice.method}"
-            f" {show_seconds(choice.seconds)}; the link is fast enough for this model."
+            f"None of these methods fits into the {show_bytes(memory)} of a rank: {least.method} needs the least,"
+            f" {show_bytes(least.memory)}. Use more ranks, devices with more memory, or a smaller model."
         )
-    if gain < WORTH:
+    alone = _fastest(p for p in predictions if not p.is_scape and not p.bytes_sent)
+    choice = _choice(fitting)
+    several = any(p.sparsity for p in fitting) and not all(p.is_scape for p in fitting)
+    if several:
+        said = _compared(choice, best_dense(fitting), _sparse_choice(fitting), alone)
+    else:
+        said = (
+            f"Use {choice.method}: of what fits into the {show_bytes(memory)} of a rank it is the fastest; a step takes"
+            f" {show_seconds(choice.seconds)}."
+        )
+    wished = _choice(methods)
+    if wished.memory > memory:
+        sharded = [f"; FSDP needs {show_bytes(p.memory)}" for p in methods if p.method == "FSDP"]
         return (
-            f"Stay with {dense.method}: {choice.method} would be {gain:.2f}x as fast, too little to pay for training"
+            f"{said} {wished.method} would take {show_seconds(wished.seconds)}, but needs {show_bytes(wished.memory)}"
+            f" per rank{''.join(sharded)}."
+        )
+    return said if several else f"{said} It needs {show_bytes(choice.memory)}."
+
+
+def _choice(methods: Sequence[Prediction]) -> Prediction:
+    """Sparse training where it pays, else the fastest dense method; the fastest of all where one kind is missing."""
+    sparse, dense = [p for p in methods if p.sparsity], [p for p in methods if not p.is_scape]
+    if not sparse or not dense:
+        return _fastest(methods)
+    found, instead = _sparse_choice(methods), _fastest(dense)
+    return found if instead.seconds >= WORTH * found.seconds else instead
+
+
+def _sparse_choice(methods: Sequence[Prediction]) -> Prediction:
+    """The lowest sparsity within 5% of the fastest that pays, for it costs less in quality; else the fastest."""
+    sparse = [p for p in methods if p.sparsity]
+    limit = min(1.05 * _fastest(sparse).seconds, best_dense(methods).seconds / WORTH)
+    return min((p for p in sparse if p.seconds <= limit), key=lambda p: p.sparsity or 0, default=_fastest(sparse))
+
+
+def _compared(choice: Prediction, dense: Prediction, sparse: Prediction, alone: Prediction) -> str:
+    """The advice where both kinds are there: ``choice`` is one of the two."""
+    gain = dense.seconds / sparse.seconds
+    if choice is sparse:
+        fewer = dense.bytes_sent / sparse.bytes_sent
+        return (
+            f"Use {sparse.method}: a step takes {show_seconds(sparse.seconds)} instead of {show_seconds(dense.seconds)}"
+            f" with {dense.method}, {gain:.1f}x as fast, and sends {fewer:.0f}x fewer bytes."
+        )
+    if gain >= 1.0:
+        return (
+            f"Stay with {dense.method}: {sparse.method} would be {gain:.2f}x as fast, too little to pay for training"
             " on sparse updates."
         )
-    fewer = dense.bytes_sent / choice.bytes_sent
+    if sparse.latency > max(sparse.exposed / 2, sparse.seconds - dense.seconds):
+        reason = f"{show_seconds(sparse.latency)} of that are the latency of so many ranks, whatever the bandwidth"
+    elif dense.seconds <= WORTH * alone.seconds:
+        reason = "the link is fast enough for this model"
+    elif sparse.exposed > sparse.seconds - dense.seconds:
+        reason = f"{show_seconds(sparse.exposed)} of that are spent waiting for its messages"
+    else:
+        reason = "its own work takes longer here than its smaller messages save"
     return (
-        f"Use {choice.method}: a step takes {show_seconds(choice.seconds)} instead of {show_seconds(dense.seconds)}"
-        f" with {dense.method}, {gain:.1f}x as fast, and sends {fewer:.0f}x fewer bytes."
+        f"Stay with {dense.method}: its step takes {show_seconds(dense.seconds)}, with {sparse.method}"
+        f" {show_seconds(sparse.seconds)}; {reason}."
     )
 
 
@@ -464,9 +603,21 @@ def dense_would_be_faster(stats: Sequence[Any]) -> str | None:
 
 
 def scaling(job: Job, link: Link, machine: Machine, sparsities: Sequence[float]) -> dict[int, list[Prediction]]:
-    """The same per-rank work on 4 to 1,024 ranks (weak scaling), by number of ranks."""
-    counts = [n for n in (4, 8, 16, 32, 64, 128, 256, 512, 1024) if n % job.ranks_per_node == 0]
+    """The same per-rank work on 4 to 1,024 ranks (weak scaling), by number of ranks: 2, 4, 8, ... nodes.
+
+    Where nodes are so large that no such number is within these bounds, on two of them.
+    """
+    doublings = (job.ranks_per_node << i for i in range(1, 11))
+    counts = [n for n in doublings if 4 <= n <= 1024] or [2 * job.ranks_per_node]
     return {n: predict(replace(job, ranks=n), link, machine, sparsities) for n in counts}
+
+
+def show_bytes(size: float) -> str:
+    """``1_234_567`` is ``"1.23 MB"``."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size:.0f} B"
 
 
 def show_seconds(seconds: float) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,6 +163,42 @@ def test_a_job_that_cannot_be_is_an_error_that_names_the_field(field: str, value
         replace(JOB, **{field: value})
 
 
+def test_one_node_of_several_ranks_is_refused() -> None:
+    """Dense methods were charged for a link between nodes that does not exist, and SCAPE's all-to-all was not."""
+    with pytest.raises(ValueError, match="`ranks` must be on at least 2 nodes, got 8 on one"):
+        replace(JOB, ranks_per_node=8)
+
+
+def test_memory_of_no_speed_is_refused() -> None:
+    for speed in (0.0, -5e9, math.nan):
+        with pytest.raises(ValueError, match="`bytes_per_second` must be > 0"):
+            Machine.of_memory(speed)
+
+
+@pytest.mark.parametrize(
+    ("per_node", "ranks"), [(3, [6, 12, 24, 48, 96, 192, 384, 768]), (256, [512, 1024]), (2000, [4000])]
+)
+def test_more_ranks_are_whole_nodes_and_at_least_one_row(per_node: int, ranks: list[int]) -> None:
+    job = replace(JOB, ranks=2 * per_node, ranks_per_node=per_node)
+    assert [*planner.scaling(job, GIGABIT, MACHINE, [])] == ranks
+
+
+def test_sparse_training_that_pays_on_fast_links_only_says_above() -> None:
+    """On 4,000 ranks the all-to-all loads a node's link with the bytes of 2,000, but dense rings take more hops."""
+    weights = tuple(Weight(10_000_000, i) for i in range(6))
+    job = replace(JOB, weights=weights, ranks=4000, ranks_per_node=2000)
+    link = Link(bandwidth=1e11)
+    found = planner.predict(job, link, MACHINE, [0.9])
+    assert planner.best_dense(found).seconds > found[-1].seconds
+    assert planner.break_even_bandwidth(job, link, MACHINE, 0.9) is None
+    least = planner.least_bandwidth(job, link, MACHINE, 0.9)
+    assert least is not None
+    found = planner.predict(job, replace(link, bandwidth=least), MACHINE, [0.9])
+    assert found[-1].seconds == pytest.approx(planner.best_dense(found).seconds, rel=1e-2)
+    assert plan.show_turning_point(job, link, MACHINE, 0.9, 1.0, math.inf) == f"above {plan.show_bandwidth(least)}"
+    assert planner.least_bandwidth(JOB, GIGABIT, MACHINE, 0.99) is None  # it is fast on slow links already
+
+
 # ----------------------------------------------------------------------------------------------------------- advice
 
 
@@ -168,6 +207,79 @@ def test_advice_is_to_stay_dense_on_a_fast_link_and_not_on_a_slow_one() -> None:
     slow = planner.advice(planner.predict(JOB, GIGABIT, MACHINE))
     assert fast.startswith("Stay with ")
     assert slow.startswith("Use SCAPE 0.9")
+
+
+def predictions(dense: float = 1.0, **sparse: float) -> list[planner.Prediction]:
+    """Compute alone and FSDP in 30 GB, DDP in 100 GB, SCAPE in 90 GB; ``s90=0.5`` is SCAPE 0.90 in 0.5 seconds."""
+
+    def one(method: str, seconds: float, gigabytes: int, **more: Any) -> planner.Prediction:
+        figures: dict[str, Any] = {"bytes_sent": 1000, "memory": gigabytes * 10**9, **more}
+        return planner.Prediction(method=method, seconds=seconds, **figures)
+
+    found = [one("compute only", 0.5, 30, bytes_sent=0), one("DDP", dense, 100), one("FSDP", 2 * dense, 30)]
+    for name, seconds in sparse.items():
+        sparsity = float(f"0.{name[1:]}")
+        found.append(one(f"SCAPE {sparsity:g}", seconds, 90, sparsity=sparsity))
+    return found
+
+
+def test_advice_takes_the_lowest_sparsity_that_pays() -> None:
+    """0.9 is within 5% of 0.99, but only 0.99 is 1.1 times as fast as DDP: the advice was to stay with DDP."""
+    assert planner.advice(predictions(s9=0.92, s99=0.89, s999=0.88)).startswith("Use SCAPE 0.99:")
+    assert planner.advice(predictions(s9=0.90, s99=0.88)).startswith("Use SCAPE 0.9:")
+    said = planner.advice(predictions(s9=0.96, s99=0.93))
+    assert said.startswith("Stay with DDP: SCAPE 0.99 would be 1.08x as fast")
+
+
+def test_advice_never_recommends_what_does_not_fit_while_something_does() -> None:
+    slow = predictions(s99=0.5)
+    assert planner.advice(slow, 120e9) == planner.advice(slow)
+    assert planner.advice(slow, 95e9).startswith("Use SCAPE 0.99: a step takes 500 ms instead of 2.00 s with FSDP")
+    said = planner.advice(slow, 80e9)
+    assert said.startswith("Use FSDP: of what fits into the 80 GB of a rank it is the fastest; a step takes 2.00 s.")
+    assert said.endswith("SCAPE 0.99 would take 500 ms, but needs 90 GB per rank; FSDP needs 30 GB.")
+    assert planner.advice(predictions(), 80e9).startswith("Use FSDP: ")
+    assert planner.advice(slow, 20e9).startswith("None of these methods fits into the 20 GB of a rank: FSDP needs the")
+
+
+def test_break_even_is_with_the_best_dense_method_that_fits() -> None:
+    found = predictions(s99=0.5)
+    assert planner.best_dense(found, 80e9).method == "FSDP"
+    assert planner.best_dense(found, 1e9).method == planner.best_dense(found).method == "DDP"
+    memory = planner.fsdp(JOB, GIGABIT, MACHINE).memory
+    fits = planner.break_even_bandwidth(JOB, GIGABIT, MACHINE, 0.99, speedup=4.0, memory=memory)
+    anyhow = planner.break_even_bandwidth(JOB, GIGABIT, MACHINE, 0.99, speedup=4.0)
+    assert fits is not None
+    assert anyhow is not None
+    assert fits > 1.1 * anyhow  # of the dense methods, DDP is the fastest there
+
+
+def test_advice_names_the_latency_of_many_ranks_where_that_decides() -> None:
+    """A hop of 0.2 ms on 1,024 ranks: SCAPE's three rings of hops are not hidden, and the link is not to blame."""
+    job = replace(JOB, ranks=1024, step_compute=1.0)
+    link = Link(bandwidth=1e12, latency=2e-4)
+    said = planner.advice(planner.predict(job, link, MACHINE))
+    assert said.startswith("Stay with ")
+    assert said.endswith("616 ms of that are the latency of so many ranks, whatever the bandwidth.")
+    quick = planner.predict(replace(JOB, step_compute=1.0), Link(bandwidth=1e12, latency=0), Machine.of_memory(1e10))
+    assert "the link is fast enough for this model" in planner.advice(quick)
+
+
+def test_advice_blames_the_link_only_where_dense_training_hides_its_messages() -> None:
+    def said(**figures: float) -> str:
+        *rest, last = predictions(s99=1.1)
+        return planner.advice([*rest, replace(last, **figures)])
+
+    assert said(exposed=0.5).endswith("500 ms of that are spent waiting for its messages.")
+    assert said(exposed=0.05).endswith("its own work takes longer here than its smaller messages save.")
+    assert said(exposed=0.05, latency=0.05).endswith("its own work takes longer here than its smaller messages save.")
+    assert planner.advice(predictions(0.54, s99=0.6)).endswith("the link is fast enough for this model.")
+
+
+def test_advice_for_one_rank_is_an_error_with_a_rule() -> None:
+    """It was "min() arg is an empty sequence"."""
+    with pytest.raises(ValueError, match="must be of at least 2 ranks"):
+        planner.advice(planner.predict(replace(JOB, ranks=1), GIGABIT, MACHINE))
 
 
 def stats(**changes: Any) -> StepStats:
@@ -211,11 +323,100 @@ def test_plan_answers_in_one_sentence_with_tables_and_a_plot(capsys: Any, tmp_pa
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_plan_looks_at_the_memory_of_a_rank(capsys: Any) -> None:
+    """A model of 405B parameters was told to use SCAPE, at 4,870 GB per rank and below what "no method can beat"."""
+    pytest.importorskip("litgpt")
+    command = "--model Llama-3.1-405B --nodes 1024 --bandwidth 10gbit --step-compute 0.8s --sparsity 0.999"
+    status, out, _ = run_tool(capsys, *command.split())
+    assert status == 0
+    assert "\nUse FSDP: " in out
+    assert "needs 4.87 TB per rank; FSDP needs 40 GB." in out
+    assert "| 4.87 TB, too much |" in out
+    assert "Compute only: no messages, and the whole of AdamW on every rank" in out
+    status, out, _ = run_tool(capsys, *command.split(), "--memory", "9000")
+    assert "\nUse SCAPE 0.999: " in out
+    assert "too much" not in out
+
+
+def test_the_advice_does_not_contradict_the_table(capsys: Any) -> None:
+    pytest.importorskip("litgpt")
+    _, out, _ = run_tool(capsys, *ISSUE_COMMAND.replace("10gbit", "14gbit").split())
+    assert "\nUse SCAPE 0.99: " in out
+
+
+def test_what_is_measured_and_how_is_said(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--precision`` changed the bytes, and neither the model nor how it was computed."""
+    pytest.importorskip("litgpt")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    measured = []
+
+    def measure(parameters: list[torch.Tensor], *_: Any) -> Machine:
+        measured.append(parameters[0].dtype)
+        return MACHINE
+
+    monkeypatch.setattr(plan, "measure_machine", measure)
+    command = "--model pythia-14m --nodes 2 --bandwidth 1gbit --measure --batch-size 1 --context 2 --sparsity 0.9"
+    for precision in ("32-true", "bf16-true"):
+        _, out, _ = run_tool(capsys, *command.split(), "--precision", precision)
+        assert f"compute and optimizers measured on this machine's CPU, in {precision};" in out
+    assert measured == [torch.float32, torch.bfloat16]
+    _, out, _ = run_tool(capsys, *command.split(), "--step-compute", "1s")
+    assert "Assumed: optimizers measured on this machine's CPU" in out
+
+
+class _Tiny(nn.Module):
+    """What :func:`plan.measure_compute` needs of a LitGPT model; remembers what its products were computed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(padded_vocab_size=8)
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+        self.computed: set[torch.dtype] = set()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embedding(tokens))
+        self.computed.add(logits.dtype)
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("precision", "computed", "kept"),
+    [
+        ("32-true", torch.float32, torch.float32),
+        ("bf16-mixed", torch.bfloat16, torch.float32),
+        ("bf16-true", torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_compute_is_measured_in_the_precision_asked_for(
+    precision: str, computed: torch.dtype, kept: torch.dtype
+) -> None:
+    model = _Tiny().to(kept)
+    assert plan.measure_compute(model, 2, 3, repeats=1, precision=precision) > 0
+    assert model.computed == {computed}
+    assert model.head.weight.grad is not None
+    assert model.head.weight.grad.dtype == kept
+
+
+def test_a_step_timed_as_a_whole_is_divided_as_its_traffic_is() -> None:
+    """What CUDA takes, where phases cannot be timed from the host; the code is the same on a CPU."""
+    weight = nn.Parameter(torch.randn(2000, 100))
+    weight.grad = torch.randn_like(weight)
+    for sparsity in (0.5, 0.99):
+        config = ScapeConfig(sparsity=sparsity)
+        whole, shard = plan._scape_as_a_whole(ScapeOptimizer([weight], config=config), repeats=2)
+        traffic = planner.scape_traffic(config.quota.density, votes=config.votes > 0)
+        assert whole > 0
+        assert shard / whole == pytest.approx(traffic[1] / (traffic[0] - 4))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("--model no-such-model --nodes 2 --bandwidth 1gbit --step-compute 1s", "must name a LitGPT configuration"),
-        ("--model pythia-14m --nodes 0 --bandwidth 1gbit --step-compute 1s", "`ranks` must be >= 1"),
+        (
+            "--model pythia-14m --nodes 2 --bandwidth 1gbit --measure --context 5000",
+            "`--context` must be at most 512 for pythia-14m, got 5000",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_an_error_with_a_remedy(capsys: Any, arguments: str, message: str) -> None:
@@ -231,8 +432,38 @@ def test_what_cannot_be_planned_is_an_error_with_a_remedy(capsys: Any, arguments
         ("--model m --bandwidth 1gbit --step-compute 1s", "--nodes must be given"),
         ("--model m --nodes 2 --bandwidth 1gbit", "--step-compute must be given, or --measure"),
         ("--model m --nodes 2 --step-compute 1s", "--bandwidth must be given"),
-        ("--model m --nodes 2 --bandwidth fast --step-compute 1s", "a bandwidth must be"),
-        ("--model m --nodes 2 --bandwidth 1gbit --step-compute soon", "a time must be"),
+        ("--model m --nodes 1 --bandwidth 1gbit --step-compute 1s", "must be at least 2 ranks, got 1"),
+        (
+            "--model m --nodes 1 --gpus-per-node 8 --bandwidth 1gbit --step-compute 1s",
+            "--nodes must be at least 2, got 1",
+        ),
+        ("--model m --nodes 2 --bandwidth 1gbit --step-compute 1s --plot /", "got '/', a directory"),
+        ("--model m --nodes 2 --bandwidth 1gbit --step-compute 1s --plot x.foo", "the suffix '.foo'"),
+        ("--model m --nodes 2 --bandwidth 1gbit --step-compute 1s --plot x", "the suffix ''"),
+        ("--model m --nodes 2 --bandwidth 1gbit --step-compute 1s --plot /dev/null/x.png", "that can be written"),
+        *(
+            (f"--model m --nodes 2 --bandwidth 1gbit --step-compute 1s {wrong}", message)
+            for wrong, message in (
+                ("--bandwidth fast", "a bandwidth must be a number > 0"),
+                ("--bandwidth 1.2.3gbit", "a bandwidth must be a number > 0"),
+                ("--bandwidth 0gbit", "a bandwidth must be a number > 0"),
+                ("--bandwidth=-1gbit", "a bandwidth must be a number > 0"),
+                ("--step-compute soon", "a time must be a number >= 0"),
+                ("--step-compute .", "a time must be a number >= 0"),
+                ("--step-compute=-1s", "a time must be a number >= 0"),
+                ("--step-compute 0s", "a time of compute must be > 0"),
+                ("--latency=-1us", "a time must be a number >= 0"),
+                ("--nodes 0", "--nodes: it must be a whole number >= 1, got '0'"),
+                ("--gpus-per-node -1", "--gpus-per-node: it must be a whole number >= 1"),
+                ("--batch-size 0", "--batch-size: it must be a whole number >= 1"),
+                ("--context 0", "--context: it must be a whole number >= 1"),
+                ("--memory-bandwidth 0", "--memory-bandwidth: it must be a finite number > 0"),
+                ("--memory-bandwidth -5", "--memory-bandwidth: it must be a finite number > 0"),
+                ("--memory nan", "--memory: it must be a finite number > 0"),
+                ("--sparsity 0.9 1", "a sparsity must be a number in [0, 1), got '1'"),
+                ("--sparsity nan", "a sparsity must be a number in [0, 1), got 'nan'"),
+            )
+        ),
     ],
 )
 def test_a_missing_or_wrong_option_is_named(capsys: Any, arguments: str, message: str) -> None:
@@ -251,6 +482,8 @@ def test_the_tool_lists_its_commands_and_rejects_others(capsys: Any) -> None:
 def test_units_are_read_and_written() -> None:
     assert plan.bandwidth("10gbit") == 1.25e9
     assert plan.seconds("350ms") == pytest.approx(0.35)
+    assert plan.seconds("0us") == 0
+    assert planner.show_bytes(4.87e12) == "4.87 TB"
     assert [plan.show_bandwidth(x) for x in (1.25e9, 1.25e6, None, math.inf)] == [
         "10 Gbit/s",
         "10 Mbit/s",
@@ -272,6 +505,34 @@ def test_measuring_finds_a_link_and_what_optimizers_cost(run_ranks: Any) -> None
         assert link.copy_seconds > 0
         assert machine.adamw > 0
         assert min(machine.scape[0.1]) > 0
+
+
+def _planned_on_one_machine(rank: int, world_size: int) -> tuple[int, str]:
+    plan.measure_machine = lambda *_: MACHINE  # type: ignore[assignment] # a process of its own
+    command = "--model pythia-14m --measure --batch-size 1 --context 2 --sparsity 0.9"
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = plan.main(command.split())
+    return status, out.getvalue()
+
+
+def test_ranks_of_one_machine_whose_link_was_measured_count_as_nodes(run_ranks: Any) -> None:
+    pytest.importorskip("litgpt")
+    (status, out), (_, silent) = run_ranks(_planned_on_one_machine, 2)
+    assert status == 0
+    assert "on 2 ranks (1 per node)" in out
+    assert "every rank counts as a node: the link was measured between the ranks of one machine" in out
+    assert silent == ""
+
+
+def test_an_all_to_all_is_measured_as_it_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks per node share a link, which showed in the measurement and was then charged once more."""
+    seconds = iter([0.0, 4.0, 2.0])  # of a hop, the all-to-all and the all-reduce
+    monkeypatch.setattr(plan, "_median_seconds", lambda *_: next(seconds))
+    monkeypatch.setattr(plan, "_cost", lambda *_: (next(seconds), 0.0))
+    monkeypatch.setattr(plan, "Communicator", lambda *_: SimpleNamespace(world_size=8))
+    link = plan.measure_link(ranks_per_node=4)
+    sent = 1e6 * 4 * 7 / 8
+    assert sent * planner.nodes_share(8, 4) / (link.bandwidth * link.exchange_share) == pytest.approx(4.0)
 
 
 # ------------------------------------------------------------------------------------------- against measured steps
