@@ -143,4 +143,6 @@ def problem_of_group(group: Mapping[str, Any]) -> str | None:
             return f"`{name}` must be {rule}, got {value!r}. Change it in the parameter group."
     if group.get("maximize"):
         return "`maximize` must be False, got True. Negate the loss instead."
+    if group.get("amsgrad"):
+        return "`amsgrad` must be False, got True: there is no second moment whose maximum could be taken. Drop it."
     return None

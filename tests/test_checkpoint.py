@@ -289,6 +289,8 @@ def spoil(state: dict[str, Any], kind: str) -> Any:
         state["state"][0] = {"momentum_buffer": None}
     if kind == "groups":
         state["param_groups"].pop()
+    if kind == "amsgrad":  # as a state of AdamW may have it
+        state["param_groups"][1]["amsgrad"] = True
     return state
 
 
@@ -301,6 +303,7 @@ def spoil(state: dict[str, Any], kind: str) -> Any:
         ("foreign", r"must have `state` and `param_groups`, got \['weights'\]"),
         ("sgd", r"state of 'parameter 0' .* must hold a first moment `exp_avg`, got \['momentum_buffer'\]"),
         ("groups", "must have 2 parameter groups, got 1"),
+        ("amsgrad", "group 1 of the state cannot be taken: `amsgrad` must be False, got True"),
     ],
 )
 def test_an_unfit_state_is_refused_and_changes_nothing(kind: str, words: str) -> None:
