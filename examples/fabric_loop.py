@@ -10,6 +10,7 @@ import argparse
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_scape import FabricScapeStrategy, PythonSource
@@ -31,22 +32,32 @@ class ByteModel(nn.Module):
         return self.head(self.blocks(self.bytes(tokens) + self.positions(places), mask=mask, is_causal=True))
 
 
+def positive(text: str) -> int:
+    """An option that must be a whole number >= 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text!r}. Use 1 or more.")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("steps", 200), ("devices", 2), ("batch", 8), ("context", 64)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name}", type=positive, default=default)
     parser.add_argument("--sparsity", type=float, default=0.9)
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--save", help="write a checkpoint here at the end")
     options = parser.parse_args()
 
-    fabric = L.Fabric(
-        accelerator=options.accelerator,
-        devices=options.devices,
-        precision=options.precision,
-        strategy=FabricScapeStrategy(sparsity=options.sparsity),  # was: "ddp"
-    )
+    try:
+        fabric = L.Fabric(
+            accelerator=options.accelerator,
+            devices=options.devices,
+            precision=options.precision,
+            strategy=FabricScapeStrategy(sparsity=options.sparsity),  # was: "ddp"
+        )
+    except (ValueError, MisconfigurationException) as error:  # an option that Lightning or ScapeConfig refuses
+        parser.error(str(error))
     fabric.launch()
     fabric.seed_everything(0)
     model = ByteModel(options.context)

@@ -11,17 +11,26 @@ model and tokenized as the model wants it otherwise.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lightning_scape import PythonSource, ScapeMonitor, ScapeStrategy
+
+if TYPE_CHECKING:  # --help works without it
+    from transformers import LlamaForCausalLM
+
+
+def check_installed() -> None:
+    if importlib.util.find_spec("transformers") is None:
+        raise SystemExit("This example must find transformers, got no transformers: pip install transformers")
 
 
 class CausalLM(L.LightningModule):
@@ -82,28 +91,22 @@ class Source(PythonSource):
 
 
 def tiny_llama(context: int) -> LlamaForCausalLM:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=context + 1, **shape))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="name or folder of a Hugging Face causal LM; none is a tiny random Llama")
-    for name, default in (("steps", 200), ("devices", 2), ("batch", 8), ("context", 64), ("accumulate", 1)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--sparsity", type=float, default=0.9)
-    parser.add_argument("--accelerator", default="cpu")
-    parser.add_argument("--precision", default=None)
-    parser.add_argument("--out", default="out/transformers")
-    options = parser.parse_args()
+def positive(text: str) -> int:
+    """An option that must be a whole number >= 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text!r}. Use 1 or more.")
+    return int(text)
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model) if options.model else None
-    if tokenizer is not None and tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(options.model) if options.model else tiny_llama(options.context)
-    trainer = L.Trainer(
+
+def build_trainer(options: argparse.Namespace) -> L.Trainer:
+    return L.Trainer(
         strategy=ScapeStrategy(sparsity=options.sparsity),  # was: "ddp"
         accelerator=options.accelerator,
         devices=options.devices,
@@ -118,6 +121,31 @@ def main() -> None:
         logger=L.pytorch.loggers.CSVLogger(options.out),
         callbacks=[ScapeMonitor(every_n_steps=10)],
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="name or folder of a Hugging Face causal LM; none is a tiny random Llama")
+    for name, default in (("steps", 200), ("devices", 2), ("batch", 8), ("context", 64), ("accumulate", 1)):
+        parser.add_argument(f"--{name}", type=positive, default=default)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--sparsity", type=float, default=0.9)
+    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--precision", default=None)
+    parser.add_argument("--out", default="out/transformers")
+    options = parser.parse_args()
+    check_installed()
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        trainer = build_trainer(options)
+    except (ValueError, MisconfigurationException) as error:  # an option that Lightning or ScapeConfig refuses
+        parser.error(str(error))
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model) if options.model else None
+    if tokenizer is not None and tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(options.model) if options.model else tiny_llama(options.context)
     trainer.fit(CausalLM(model, options.lr), datamodule=Source(tokenizer, options.context, batch_size=options.batch))
     if trainer.is_global_zero:
         print(f"validation loss {float(trainer.callback_metrics['val_loss']):.3f} nats per token")

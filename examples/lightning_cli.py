@@ -3,6 +3,7 @@
 pip install -e '.[litgpt,cli]'
 python examples/lightning_cli.py fit --config configs/lightning_cli.yaml
 python examples/lightning_cli.py fit --config configs/lightning_cli.yaml --trainer.strategy.init_args.sparsity 0.99
+python examples/lightning_cli.py fit --trainer.strategy scape --trainer.max_steps 100     # without a file
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from litgpt import GPT, Config
 from litgpt.utils import chunked_cross_entropy
 from torch import Tensor
@@ -26,7 +27,7 @@ class ByteGPT(L.LightningModule):
         n_layer: blocks.
         n_head: attention heads.
         n_embd: width.
-        block_size: longest context.
+        block_size: longest context; the command line takes it from data.context_length.
         lr: learning rate.
         weight_decay: decoupled weight decay.
     """
@@ -60,8 +61,13 @@ class ByteGPT(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), self.lr, betas=(0.9, 0.95), weight_decay=self.weight_decay)
 
 
+class ByteCLI(LightningCLI):
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.link_arguments("data.context_length", "model.block_size")
+
+
 def main() -> None:
-    LightningCLI(ByteGPT, PythonSource)
+    ByteCLI(ByteGPT, PythonSource)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@
     python examples/pretrain_python.py --accelerator gpu --devices 8 --precision bf16-mixed
 
 Each run leaves its figures (result.json), a plot (loss.png), the training log (metrics.csv) and a checkpoint
-(last.ckpt) in its folder under --out; --compare skips the runs that are already there.
+(last.ckpt) in its folder under --out; --compare skips the runs that are already there. An interrupted run leaves the
+log and the checkpoint after its last validation (one every 12th of the run): the same command with --resume goes on
+from there.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +33,18 @@ import matplotlib
 import torch
 import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import LearningRateMonitor, TQDMProgressBar
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from litgpt import GPT, Config
 from litgpt.generate.base import generate
 from torch.nn.functional import cross_entropy
 from torchmetrics import MeanMetric
 from torchmetrics.text import Perplexity
 
-from lightning_scape import AdamS, ScapeMonitor, ScapeStrategy
+import lightning_scape
+from lightning_scape import AdamS, ScapeConfig, ScapeMonitor, ScapeStrategy, newest_checkpoint
 from lightning_scape.data import VOCABULARY, PythonSource
 
 matplotlib.use("Agg")
@@ -49,6 +55,8 @@ SIZES = {
     "small": {"n_layer": 6, "n_embd": 192, "n_head": 6, "intermediate_size": 576},  # 3.0M parameters
 }
 LEARNING_RATES = {"adamw": 2e-3, "adams": 5e-4}  # the best of three each after 300 steps, a factor of 2 apart
+SPARSITY = {"sparsity": 0.99, "dense_steps": 0, "sparsity_warmup_steps": 0}
+"""Defaults of the options of SCAPE."""
 RUNS = (
     {"strategy": "ddp", "optimizer": "adamw"},
     {"strategy": "ddp", "optimizer": "adams"},
@@ -57,8 +65,12 @@ RUNS = (
     {"strategy": "scape", "optimizer": "adams", "sparsity": 0.99, "sparsity_warmup_steps": 1000},
 )
 """What --compare runs."""
+PROMPT = "def "
 EXCHANGE = ("norm", "wait", "synchronize", "reconstruct")
 """Phases of a SCAPE step in which a rank may wait for others; the rest is its own work."""
+
+BYTES = ("bytes_values", "bytes_parameters", "bytes_mask", "bytes_votes", "bytes_norm", "bytes_total", "bytes_dense")
+"""What is kept of a step's figures."""
 
 MEGABYTES = "{:.3f} MB", 1e-6
 MILLISECONDS = "{:.1f} ms", 1e3
@@ -121,72 +133,88 @@ class Pretraining(LightningModule):
         warmup = max(1, self.args.steps // 20)
         if step < warmup:
             return (step + 1) / warmup
-        return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (step - warmup) / (self.args.steps - warmup)))
+        return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (step - warmup) / max(1, self.args.steps - warmup)))
 
 
 class Figures(Callback):
-    """Collects the loss over steps and bytes, and where the time of a step goes.
+    """Collects the loss over steps and bytes, and where the time of a step goes; checkpoints hold it all.
 
     Args:
+        identity: of the run; a checkpoint of another one is refused.
         every_n_steps: steps from one look at the optimizer's figures to the next; a look costs time.
         dense_bytes: what a step sends under DDP, None under SCAPE, which counts for itself.
         varying_steps: so many first steps may each send another number of bytes.
     """
 
-    def __init__(self, every_n_steps: int, dense_bytes: int | None, varying_steps: int) -> None:
+    def __init__(
+        self, identity: dict[str, Any], every_n_steps: int, dense_bytes: int | None, varying_steps: int
+    ) -> None:
+        self.identity = identity
         self.every_n_steps = every_n_steps
         self.dense_bytes = dense_bytes
         self.varying_steps = varying_steps
         self.history: dict[int, dict[str, float]] = {}
-        self.last: Any = None
+        self.last: dict[str, int] = {}
         self.step_seconds: list[float] = []
         self.phases: list[dict[str, float]] = []
-        self._sent = 0
-        self._counted_steps = 0
-        self._started = 0.0
+        self.sent = 0
+        self.counted_steps = 0
+        self.run_started = time.perf_counter()
+        self._step_started = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        kept = ("identity", "history", "last", "step_seconds", "phases", "sent", "counted_steps")
+        return {"seconds": self.seconds_run, **{name: getattr(self, name) for name in kept}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved, own = state_dict["identity"], self.identity
+        if differing := sorted(name for name in saved.keys() | own.keys() if saved.get(name) != own.get(name)):
+            got = ", ".join(f"{name} {own.get(name)} for {saved.get(name)}" for name in differing)
+            raise ValueError(
+                f"--resume must have the settings and versions of the run that it goes on with, got {got}. Give the"
+                " same options, or start anew without --resume."
+            )
+        self.run_started -= state_dict["seconds"]
+        vars(self).update({name: value for name, value in state_dict.items() if name != "seconds"})
+
+    @property
+    def seconds_run(self) -> float:
+        return time.perf_counter() - self.run_started
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self._started = time.perf_counter()
+        self._step_started = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.step_seconds.append(time.perf_counter() - self._started)
+        self.step_seconds.append(time.perf_counter() - self._step_started)
         if trainer.global_step <= self.varying_steps or trainer.global_step % self.every_n_steps == 0:
             self._count(trainer)
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step > self._counted_steps:
+        if trainer.global_step > self.counted_steps:
             self._count(trainer)
         metrics = {name: trainer.callback_metrics[name].item() for name in ("val_loss", "val_perplexity")}
-        self.history[trainer.global_step] = {**metrics, "bytes_sent": self._sent}
+        self.history[trainer.global_step] = {**metrics, "bytes_sent": self.sent}
 
     def _count(self, trainer: Trainer) -> None:
         """Add the bytes of the steps since the last count, all of which sent as much as the last one."""
         if self.dense_bytes is None:
-            self.last = trainer.optimizers[0].stats
-            self.phases.append(self.last.seconds)
-        sent = self.dense_bytes if self.dense_bytes is not None else self.last.bytes_total
-        self._sent += sent * (trainer.global_step - self._counted_steps)
-        self._counted_steps = trainer.global_step
+            stats = trainer.optimizers[0].stats
+            self.last = {kind: getattr(stats, kind) for kind in BYTES}
+            self.phases.append(dict(stats.seconds))
+        sent = self.dense_bytes if self.dense_bytes is not None else self.last["bytes_total"]
+        self.sent += sent * (trainer.global_step - self.counted_steps)
+        self.counted_steps = trainer.global_step
 
     def summary(self) -> dict[str, Any]:
         """Bytes and seconds of one step; the first tenth of the steps, while everything warms up, is not timed."""
         step = statistics.median(self.step_seconds[len(self.step_seconds) // 10 :])
-        if self.last is None:
+        if self.dense_bytes is not None:
             sent = self.dense_bytes
             return {"bytes_total": sent, "bytes_dense": sent, "bytes_are": "computed", "seconds_step": step}
-        phases = {phase: statistics.median(each[phase] for each in self.phases) for phase in self.last.seconds}
+        phases = {phase: statistics.median(each[phase] for each in self.phases) for phase in self.phases[0]}
         exchange, total = sum(phases[phase] for phase in EXCHANGE), sum(phases.values())
-        kinds = (
-            "bytes_values",
-            "bytes_parameters",
-            "bytes_mask",
-            "bytes_votes",
-            "bytes_norm",
-            "bytes_total",
-            "bytes_dense",
-        )
         return {
-            **{kind: getattr(self.last, kind) for kind in kinds},
+            **self.last,
             "bytes_are": "counted",
             "seconds_step": step,
             "seconds_compute": step - total,
@@ -226,19 +254,16 @@ def build_trainer(args: argparse.Namespace, parameters: int, folder: Path) -> tu
     width = 2 if args.precision in ("bf16-true", "16-true") else 4
     dense_bytes = None if scape else 2 * width * parameters * (ranks - 1) // ranks
     every = max(1, args.steps // 100)
-    figures = Figures(every, dense_bytes, varying_steps=args.dense_steps + args.sparsity_warmup_steps)
-    strategy = (
-        ScapeStrategy(
-            sparsity=args.sparsity, dense_steps=args.dense_steps, sparsity_warmup_steps=args.sparsity_warmup_steps
-        )
-        if scape
-        else "ddp"
-    )
+    varying = args.dense_steps + args.sparsity_warmup_steps
+    figures = Figures(settings(args) | versions(), every, dense_bytes, varying)
+    # One file, overwritten after each validation and at the end of the run.
+    checkpoint = ModelCheckpoint(folder, "last", save_on_train_epoch_end=False, enable_version_counter=False)
+    monitor = [ScapeMonitor(every)] if scape else []
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=args.devices,
         num_nodes=args.nodes,
-        strategy=strategy,
+        strategy=ScapeStrategy(config=scape_config(args)) if scape else "ddp",
         precision=args.precision,
         max_steps=args.steps,
         gradient_clip_val=1.0,
@@ -248,8 +273,7 @@ def build_trainer(args: argparse.Namespace, parameters: int, folder: Path) -> tu
         num_sanity_val_steps=0,
         log_every_n_steps=every,
         logger=CSVLogger(folder, name="", version=""),
-        callbacks=[figures, LearningRateMonitor(), TQDMProgressBar(20), *([ScapeMonitor(every)] if scape else [])],
-        enable_checkpointing=False,  # one checkpoint, at the end
+        callbacks=[figures, LearningRateMonitor(), TQDMProgressBar(20), *monitor, checkpoint],
         enable_model_summary=False,
     )
     return trainer, figures
@@ -263,10 +287,15 @@ def train(args: argparse.Namespace) -> None:
     model = build_gpt(f"python-{args.size}", args.context, SIZES[args.size])
     module = Pretraining(model, args)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    trainer, figures = build_trainer(args, parameters, folder)
-    started = time.perf_counter()
+    try:
+        trainer, figures = build_trainer(args, parameters, folder)
+        source.trainer = trainer
+        source.setup()  # as Lightning does later on, inside a traceback
+    except (ValueError, MisconfigurationException) as error:  # an option that Lightning or PythonSource refuses
+        make_parser().error(str(error))
+    start = find_start(folder) if args.resume else None
     trainer.validate(module, source, verbose=False)
-    trainer.fit(module, source)
+    trainer.fit(module, source, ckpt_path=start)
     trainer.save_checkpoint(folder / "last.ckpt", weights_only=False)
     trainer.validate(module, source, verbose=False)
     if not trainer.is_global_zero:
@@ -279,7 +308,7 @@ def train(args: argparse.Namespace) -> None:
         "model_parameters": parameters,
         "ranks": trainer.world_size,
         "lr": learning_rate(args),
-        "seconds_run": time.perf_counter() - started,
+        "seconds_run": figures.seconds_run,
         **figures.history[trainer.global_step],
         **figures.summary(),
         "history": [{"step": step, **figures.history[step]} for step in sorted(figures.history)],
@@ -296,11 +325,21 @@ def train(args: argparse.Namespace) -> None:
     print(f"\nIn {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 
+def find_start(folder: Path) -> Path | None:
+    """The checkpoint to go on from, if there is one; the log so far, which would be overwritten, is renamed."""
+    start, log = newest_checkpoint(folder, "*.ckpt"), folder / "metrics.csv"
+    if rank_zero_only.rank == 0:
+        print(f"goes on from {start}" if start else f"no checkpoint in {folder}: starts from the beginning", flush=True)
+        if start and log.exists():
+            log.rename(folder / f"metrics-{len(list(folder.glob('metrics*.csv')))}.csv")
+    return start
+
+
 def sample(model: GPT, args: argparse.Namespace) -> str:
-    """What the model writes after `def `, as far as its context reaches."""
+    """What the model writes after `PROMPT`, as far as its context reaches."""
     model = model.cpu().eval()
     model.set_kv_cache(batch_size=1)
-    prompt = torch.tensor(list(b"def "))
+    prompt = torch.tensor(list(PROMPT.encode()))
     torch.manual_seed(args.seed)
     text = generate(model, prompt, max_returned_tokens=args.context, temperature=0.8)
     model.clear_kv_cache()
@@ -340,13 +379,16 @@ def compare(args: argparse.Namespace) -> None:
     """All runs, each in processes of its own, on the same batches in the same order."""
     results = []
     for choice in RUNS:
-        run_args = argparse.Namespace(**{**vars(args), **choice, "compare": False})
+        sparsity = SPARSITY if choice["strategy"] == "ddp" else {}
+        run_args = argparse.Namespace(**{**vars(args), **sparsity, **choice, "compare": False})
         path = folder_of(run_args) / "result.json"
         if is_done(path, run_args):
             print(f"{run_name(run_args)}: done before, see {path}")
         else:
             print(f"{run_name(run_args)}: training", flush=True)
-            subprocess.run([sys.executable, __file__, *to_flags(run_args)], check=True)
+            status = subprocess.run([sys.executable, __file__, *to_flags(run_args)], check=False).returncode
+            if status:
+                raise SystemExit(f"{run_name(run_args)} must end with status 0, got {status}: its output is above.")
         results.append(json.loads(path.read_text()))
     plot(results, args.out / "compare.png")
     (args.out / "compare.md").write_text(table(results) + "\n")
@@ -357,22 +399,31 @@ def is_done(path: Path, args: argparse.Namespace) -> bool:
     if not path.exists():
         return False
     result = json.loads(path.read_text())
-    return (result["settings"], result["versions"]) == (settings(args), versions())
+    # What this script wrote before it recorded that version has no `config` either: only dense runs can agree.
+    recorded = {"lightning_scape": lightning_scape.__version__, **result["versions"]}
+    return (result["settings"], recorded) == (settings(args), versions())
 
 
 def to_flags(args: argparse.Namespace) -> list[str]:
-    values = {name: value for name, value in vars(args).items() if name != "compare" and value is not None}
-    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    left_out = {"compare", "resume", *(SPARSITY if args.strategy == "ddp" else ())}
+    values = {name: value for name, value in vars(args).items() if name not in left_out and value is not None}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    return [*flags, "--resume"] if args.resume else flags
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    kept = {name: value for name, value in vars(args).items() if name not in ("out", "compare")}
-    return {**kept, "lr": learning_rate(args)}
+    kept = {name: value for name, value in vars(args).items() if name not in ("out", "compare", "resume")}
+    config = {"config": scape_config(args).as_dict()} if args.strategy == "scape" else {}
+    return {**kept, **config, "lr": learning_rate(args)}
+
+
+def scape_config(args: argparse.Namespace) -> ScapeConfig:
+    return ScapeConfig(**{name: getattr(args, name) for name in SPARSITY})
 
 
 def versions() -> dict[str, str]:
-    modules = {module.__name__: module.__version__ for module in (torch, lightning, torchmetrics)}
-    return {"python": platform.python_version(), **modules}
+    modules = (torch, lightning, torchmetrics, lightning_scape)
+    return {"python": platform.python_version(), **{module.__name__: str(module.__version__) for module in modules}}
 
 
 def folder_of(args: argparse.Namespace) -> Path:
@@ -386,31 +437,63 @@ def run_name(args: argparse.Namespace) -> str:
     return f"dense {'AdamW' if args.optimizer == 'adamw' else 'AdamS'}"
 
 
-def parse_args() -> argparse.Namespace:
+def whole(least: int) -> Callable[[str], int]:
+    """The type of an option that must be a whole number >= `least`."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number >= {least}, got {text!r}. Use {least} or more.")
+        return int(text)
+
+    return parse
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--compare", action="store_true", help="run dense AdamW and AdamS, SCAPE 90%%, 99%% and with a warm-up")
+    add("--resume", action="store_true", help="go on from the checkpoint of an interrupted run, if there is one")
     add("--strategy", choices=("scape", "ddp"), default="scape")
     add("--optimizer", choices=tuple(LEARNING_RATES), default="adams", help="under scape, both become its AdamS")
-    add("--sparsity", type=float, default=0.99, help="share of the entries that is not sent in a step")
-    add("--dense-steps", type=int, default=0, help="first steps that send everything")
-    add("--sparsity-warmup-steps", type=int, default=0, help="steps over which the density falls to its final value")
-    add("--steps", type=int, default=1200)
+    add("--sparsity", type=float, help="share of the entries that is not sent in a step (default: 0.99)")
+    add("--dense-steps", type=whole(0), help="first steps that send everything (default: 0)")
+    add("--sparsity-warmup-steps", type=whole(0), help="steps in which the density falls to its end (default: 0)")
+    add("--steps", type=whole(1), default=1200)
     add("--lr", type=float, help=f"default: {LEARNING_RATES}")
     add("--size", choices=tuple(SIZES), default="small")
-    add("--batch-size", type=int, default=4, help="windows per rank")
-    add("--context", type=int, default=128, help="bytes per window")
-    add("--max-bytes", type=int, help="use only so much of the corpus")
-    add("--val-batches", type=int, default=40, help="validation batches per rank")
-    add("--devices", type=int, default=2, help="ranks on this node")
-    add("--nodes", type=int, default=1)
+    add("--batch-size", type=whole(1), default=4, help="windows per rank")
+    add("--context", type=whole(len(PROMPT) + 1), default=128, help="bytes per window; the sample starts with 4")
+    add("--max-bytes", type=whole(1), help="use only so much of the corpus")
+    add("--val-batches", type=whole(1), default=40, help="validation batches per rank")
+    add("--devices", type=whole(1), default=2, help="ranks on this node")
+    add("--nodes", type=whole(1), default=1)
     add("--accelerator", default="cpu")
     add("--precision", default="32-true")
-    add("--seed", type=int, default=0)
+    add("--seed", type=whole(0), default=0)
     add("--out", type=Path, default=Path("out/pretrain_python"))
+    return parser
+
+
+def parse_args() -> argparse.Namespace:
+    parser = make_parser()
     args = parser.parse_args()
     if args.compare and "LOCAL_RANK" in os.environ:
         parser.error("--compare starts the ranks of each run itself: call it with python, not with torchrun.")
+    if args.compare and args.sparsity is not None:
+        parser.error(f"--compare must go without --sparsity, got {args.sparsity}: it sets each run's own. Drop one.")
+    given = ", ".join(f"--{name.replace('_', '-')}" for name in SPARSITY if getattr(args, name) is not None)
+    if args.strategy == "ddp" and not args.compare and given:
+        parser.error(f"--strategy ddp sends everything and must go without {given}. Drop it, or use --strategy scape.")
+    if args.lr is not None and not 0 <= args.lr < math.inf:
+        parser.error(f"--lr must be a number >= 0, got {args.lr}. Leave it out for {LEARNING_RATES}.")
+    if args.seed >= 2**32:
+        parser.error(f"--seed must be less than 2**32, got {args.seed}. Use a smaller one.")
+    for name, default in SPARSITY.items():
+        setattr(args, name, default if getattr(args, name) is None else getattr(args, name))
+    try:
+        scape_config(args)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 
@@ -421,6 +504,8 @@ def main() -> None:
     args = parse_args()
     if args.compare:
         compare(args)
+    elif args.resume and is_done(folder_of(args) / "result.json", args):
+        print(f"{run_name(args)}: done before, see {folder_of(args) / 'result.json'}")
     else:
         train(args)
 

@@ -51,15 +51,27 @@ class Row:
         return gap if self is base or math.isnan(error) else f"{gap} ± {100 * error:.1f}"
 
 
+def mean_losses(by_lr: dict[float, list[dict[str, Any]]]) -> dict[float, float]:
+    """Mean loss at each learning rate over the seeds that all of them have; if there are none, over those it has."""
+    seeds = {lr: {run_of(result).seed for result in here} for lr, here in by_lr.items()}
+    shared = set.intersection(*seeds.values())
+    return {
+        lr: statistics.mean(r["loss"] for r in here if run_of(r).seed in (shared or seeds[lr]))
+        for lr, here in by_lr.items()
+    }
+
+
 def rows_of(found: list[dict[str, Any]]) -> list[Row]:
-    """Best learning rate of each method in each setting, by the mean over seeds."""
+    """Each method in each setting, with all its seeds at the learning rate whose `mean_losses` is the lowest."""
     tried: dict[Any, dict[float, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for result in found:
         run = run_of(result)
         tried[setting_of(run), run.label][run.lr].append(result)
     rows = []
     for (setting, label), by_lr in tried.items():
-        lr, best = min(by_lr.items(), key=lambda item: statistics.mean(r["loss"] for r in item[1]))
+        means = mean_losses(by_lr)
+        lr = min(means, key=means.__getitem__)
+        best = by_lr[lr]
         run = run_of(best[0])
         rows.append(
             Row(
@@ -170,19 +182,19 @@ def plot_gaps(rows: list[Row], out: Path) -> None:
 
 def plot_rates(found: list[dict[str, Any]], out: Path) -> None:
     """Loss over the learning rate, in the setting in which most rates were tried, if several were."""
-    tried: dict[Any, dict[str, dict[float, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    tried: dict[Any, dict[str, dict[float, list[dict[str, Any]]]]]
+    tried = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for result in found:
         run = run_of(result)
         if is_plain(run):
-            tried[setting_of(run)][run.label][run.lr].append(result["loss"])
+            tried[setting_of(run)][run.label][run.lr].append(result)
     setting, methods = max(tried.items(), key=lambda item: (sum(len(rates) for rates in item[1].values()), item[0][4]))
     methods = {label: rates for label, rates in sorted(methods.items()) if len(rates) > 1}
     if not methods:
         return
     figure, axis = plt.subplots(figsize=(7, 4))
     for label, rates in methods.items():
-        lrs = sorted(rates)
-        axis.plot(lrs, [statistics.mean(rates[lr]) for lr in lrs], marker="o", label=label)
+        axis.plot(*zip(*sorted(mean_losses(rates).items()), strict=True), marker="o", label=label)
     axis.set(xlabel="learning rate", ylabel="validation loss (nats per byte)", xscale="log")
     axis.set_title(f"{setting[0]} parameters, {setting[1]} ranks, {setting[4]:,} steps")
     axis.legend()

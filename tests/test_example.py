@@ -6,17 +6,24 @@ measurement.
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+import lightning_scape
+
+RunRanks = Callable[..., list[Any]]
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "pretrain_python.py"
 
@@ -50,6 +57,25 @@ def run_script(script: Path, *options: str, timeout: float = 170) -> str:
     )
     assert done.returncode == 0, done.stdout[-5000:]
     return done.stdout
+
+
+def load_example() -> ModuleType:
+    sys.path.insert(0, str(EXAMPLE.parent))
+    try:
+        return importlib.import_module(EXAMPLE.stem)
+    finally:
+        sys.path.remove(str(EXAMPLE.parent))
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., argparse.Namespace]:
+    """`parse_args` of the example for a command line."""
+
+    def parse_args(*options: str) -> argparse.Namespace:
+        monkeypatch.setattr(sys, "argv", [EXAMPLE.name, *options])
+        return load_example().parse_args()
+
+    return parse_args
 
 
 def read_result(folder: Path) -> dict[str, Any]:
@@ -130,6 +156,148 @@ def test_the_checkpoint_holds_model_optimizer_and_the_loaders_position(scape_run
     assert len(checkpoint["optimizer_states"]) == 1
     (position,) = checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     assert (position["epoch"], position["consumed"]) == (0, STEPS * BATCH_SIZE * 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--steps=0", "argument --steps: must be a whole number >= 1, got '0'"),
+        ("--devices=-1", "argument --devices: must be a whole number >= 1, got '-1'"),
+        ("--batch-size=1.5", "argument --batch-size: must be a whole number >= 1, got '1.5'"),
+        ("--context=4", "argument --context: must be a whole number >= 5, got '4'"),  # the sample's prompt has 4
+        ("--lr=nan", "--lr must be a number >= 0, got nan"),
+        ("--seed=4294967296", "--seed must be less than 2**32, got 4294967296"),
+        ("--sparsity=1.5", "`sparsity` must be a number in [0, 1), got 1.5. It is the share of entries"),
+        ("--sparsity=0 --sparsity-warmup-steps=5", "`sparsity_warmup_steps` must be 0 when sparsity is 0, got 5"),
+        ("--strategy=ddp --sparsity=0.9", "--strategy ddp sends everything and must go without --sparsity."),
+        ("--strategy=ddp --dense-steps=0 --sparsity-warmup-steps=9", "without --dense-steps, --sparsity-warmup-steps."),
+        ("--compare --sparsity=0.9", "--compare must go without --sparsity, got 0.9"),
+    ],
+)
+def test_wrong_options_end_before_anything_starts(
+    parse: Callable[..., argparse.Namespace], options: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(*options.split())
+    assert ended.value.code == 2
+    assert f"{EXAMPLE.name}: error: " in (err := capsys.readouterr().err)
+    assert said in err
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [("--precision=7", "Precision '7' is invalid"), ("--max-bytes=20", "The corpus must leave files on both sides")],
+)
+def test_what_lightning_and_the_corpus_refuse_ends_without_a_traceback(
+    parse: Callable[..., argparse.Namespace],
+    option: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load_example().train(parse("--size=tiny", f"--out={tmp_path}", option))
+    assert ended.value.code == 2
+    assert f"error: {said}" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("steps", [1, 2, 25])
+def test_the_learning_rate_is_defined_at_every_step(parse: Callable[..., argparse.Namespace], steps: int) -> None:
+    """One step ended in a ZeroDivisionError."""
+    module = load_example().Pretraining(torch.nn.Linear(1, 1), parse(f"--steps={steps}"))
+    assert all(0 < module.learning_rate_factor(step) <= 1 for step in range(steps + 1))
+
+
+def test_compare_starts_runs_that_the_script_takes(parse: Callable[..., argparse.Namespace]) -> None:
+    example = load_example()
+    for choice in example.RUNS:
+        args = argparse.Namespace(**{**vars(parse("--lr=1e-3", "--resume")), **choice})
+        again = parse(*example.to_flags(args))
+        assert vars(again) == vars(args)
+
+
+def test_compare_repeats_runs_of_another_configuration_or_version(
+    parse: Callable[..., argparse.Namespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took runs from before a default of ScapeConfig changed for its own."""
+    example, args, path = load_example(), parse("--steps=9"), tmp_path / "result.json"
+    assert not example.is_done(path, args)
+    path.write_text(json.dumps({"settings": example.settings(args), "versions": example.versions()}))
+    assert example.is_done(path, args)
+    assert not example.is_done(path, parse("--steps=10"))
+    with monkeypatch.context() as patch:
+        patch.setattr(lightning_scape, "__version__", "0.0.9")
+        assert not example.is_done(path, args)
+    as_dict = lightning_scape.ScapeConfig.as_dict
+    monkeypatch.setattr(lightning_scape.ScapeConfig, "as_dict", lambda self: {**as_dict(self), "catch_up": "summed"})
+    assert not example.is_done(path, args)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "done"),
+    [
+        ("dense-adamw", ("--strategy=ddp", "--optimizer=adamw"), True),
+        ("dense-adams", ("--strategy=ddp",), True),
+        ("scape-99", (), False),
+    ],
+)
+def test_of_runs_recorded_without_a_configuration_only_dense_ones_count(
+    parse: Callable[..., argparse.Namespace],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    options: tuple[str, ...],
+    done: bool,
+) -> None:
+    example, path = load_example(), tmp_path / "result.json"
+    recorded = json.loads((EXAMPLE.parent / "results" / "compare" / f"{name}.json").read_text())
+    recorded["settings"].pop("config", None)
+    recorded["versions"].pop("lightning_scape", None)
+    path.write_text(json.dumps(recorded))
+    versions = {**recorded["versions"], "lightning_scape": lightning_scape.__version__}
+    monkeypatch.setattr(example, "versions", lambda: versions)
+    assert example.is_done(path, parse("--steps=1500", *options)) is done
+    assert not example.is_done(path, parse("--steps=1500", "--seed=1", *options))
+
+
+def interrupt_and_resume(rank: int, world_size: int, out: str) -> str:
+    """Three runs: a whole one; one that is interrupted in its 8th step; what goes on with it. Gives the last error."""
+    example = load_example()
+    short = ["--size=tiny", "--steps=12", "--context=32", "--batch-size=2", "--val-batches=1", "--max-bytes=2000000"]
+
+    def run(folder: str, *options: str) -> None:
+        sys.argv = [EXAMPLE.name, *short, f"--out={out}/{folder}", *options]
+        example.main()
+
+    run("whole")
+    on_train_batch_start = example.Figures.on_train_batch_start
+
+    def interrupt(self: Any, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 7:
+            raise KeyboardInterrupt
+        on_train_batch_start(self)
+
+    example.Figures.on_train_batch_start = interrupt
+    with pytest.raises(SystemExit):
+        run("interrupted")
+    example.Figures.on_train_batch_start = on_train_batch_start
+    with pytest.raises(ValueError, match="lr 1.0 for 0.0005") as refused:
+        run("interrupted", "--lr=1", "--resume")
+    run("interrupted", "--resume")
+    return str(refused.value)
+
+
+def test_an_interrupted_run_resumes_and_ends_as_if_it_had_not_been(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """All that Ctrl-C left was the log."""
+    refused = run_ranks(interrupt_and_resume, 2, str(tmp_path))[0]
+    assert refused.startswith("--resume must have the settings and versions of the run that it goes on with, got lr")
+    whole, resumed = (read_result(tmp_path / folder / "scape-99") for folder in ("whole", "interrupted"))
+    assert [point["step"] for point in whole["history"]] == list(range(13))
+    timed = {name for name in whole if name.startswith("seconds_")}
+    assert {name: whole[name] for name in whole.keys() - timed} == {
+        name: resumed[name] for name in resumed.keys() - timed
+    }
 
 
 @pytest.mark.slow

@@ -49,6 +49,40 @@ def test_the_fabric_loop_learns_and_saves(run_ranks: RunRanks, tmp_path: Path) -
     assert len(saved["optimizer"]["scape"]["residuals"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--sparsity=1.5", "`sparsity` must be a number in [0, 1), got 1.5. "),
+        ("--steps=0", "argument --steps: must be a whole number >= 1, got '0'"),
+        ("--precision=7", "Precision '7' is invalid"),
+    ],
+)
+def test_the_fabric_loop_refuses_wrong_options(
+    option: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fabric_loop.py", option])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / "fabric_loop.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert f"error: {said}" in capsys.readouterr().err
+
+
+def test_the_transformers_example_explains_itself_without_transformers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--help ended in a ModuleNotFoundError."""
+    script = EXAMPLES / "finetune_transformers.py"
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
+    monkeypatch.setattr(sys, "argv", [script.name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert ended.value.code == 0
+    assert "--accumulate" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [script.name])
+    with pytest.raises(SystemExit, match="must find transformers, got no transformers: pip install transformers"):
+        runpy.run_path(str(script), run_name="__main__")
+
+
 def test_a_transformers_model_trains_and_is_saved_in_its_own_format(run_ranks: RunRanks, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="examples/finetune_transformers.py needs transformers")
     options = ("--steps=30", "--batch=4", "--context=32", "--lr=3e-3", f"--out={tmp_path}")
@@ -83,6 +117,17 @@ def test_the_lightning_cli_file_trains_through_its_script(run_ranks: RunRanks, t
     given = expected["trainer"]["strategy"]["init_args"]
     assert {name: content["trainer"]["strategy"]["init_args"][name] for name in given} == {**given, "sparsity": 0.8}
     assert content["model"] == expected["model"]
+    assert content["data"]["context_length"] == expected["data"]["context_length"] == 128
+
+
+def test_the_lightning_cli_trains_without_a_file(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """The model's longest context was shorter than the data's windows."""
+    pytest.importorskip("litgpt", reason="examples/lightning_cli.py needs litgpt")
+    short = {"strategy": "scape", "max_steps": 2, "devices": 1, "accelerator": "cpu", "default_root_dir": tmp_path}
+    options = [f"--trainer.{key}={value}" for key, value in short.items()]
+    run_ranks(run_example, 1, "lightning_cli.py", "fit", "--data.max_bytes=2000000", "--data.batch_size=2", *options)
+    (checkpoint,) = tmp_path.rglob("*.ckpt")
+    assert torch.load(checkpoint, weights_only=True)["global_step"] == 2
 
 
 def test_the_lightning_cli_file_gives_every_option_and_explains_every_key() -> None:

@@ -125,6 +125,27 @@ def test_a_run_goes_on_from_its_snapshot_bit_for_bit(bench: ModuleType, tmp_path
         assert torch.equal(parameter, other)
 
 
+def rows(bench: ModuleType, losses: dict[tuple[float, int], float]) -> list[Any]:
+    """The report's rows for made-up runs of one method, losses by learning rate and seed."""
+    runs = {small(bench, lr=lr, seed=seed): loss for (lr, seed), loss in losses.items()}
+    rest = {"accuracy": 0.5, "bytes": 1, "parameters": 1}
+    found = [{"run": bench.dataclasses.asdict(run), "loss": loss, **rest} for run, loss in runs.items()]
+    return load("quality_report").rows_of(found)
+
+
+def test_learning_rates_are_compared_on_the_seeds_that_all_of_them_have(bench: ModuleType) -> None:
+    """2e-3 is better on seed 0, though its mean over seeds 0 to 2 is above the other's one loss."""
+    (row,) = rows(bench, {(1e-3, 0): 1.5, (2e-3, 0): 1.4, (2e-3, 1): 1.6, (2e-3, 2): 1.8})
+    assert (row.lr, row.losses, row.tried) == (2e-3, [1.4, 1.6, 1.8], 2)
+    (row,) = rows(bench, {(1e-3, 0): 1.4, (2e-3, 0): 1.5, (2e-3, 1): 1.1, (2e-3, 2): 1.1})
+    assert (row.lr, row.losses, row.tried) == (1e-3, [1.4], 2)
+
+
+def test_learning_rates_without_a_common_seed_are_compared_on_what_each_has(bench: ModuleType) -> None:
+    (row,) = rows(bench, {(1e-3, 0): 1.5, (2e-3, 1): 1.4, (2e-3, 2): 1.8, (4e-3, 2): 1.7})
+    assert (row.lr, row.losses, row.tried) == (1e-3, [1.5], 3)
+
+
 def test_short_form_runs_every_method_and_ablation_and_reports(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "bench_quality.py"), "--short", f"--out={tmp_path}", "--jobs=2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
