@@ -276,12 +276,12 @@ def _load_clocks(snapshot: Snapshot, whole: Mapping[str, Any]) -> None:
 
 
 def _load_noise(snapshot: Snapshot, whole: Mapping[str, Any], is_there: bool) -> None:
-    """To what was measured goes how often; over another number of ranks, the averaged gradient's noise is another."""
-    state = snapshot.state
-    if state.noise is not None and is_there:
-        state.noise_samples = whole.get("noise_samples", whole["calls"])
-        if whole["world_size"] != snapshot.layout.world_size:
-            state.noise *= whole["world_size"] / snapshot.layout.world_size
+    """To what was measured goes how often.
+
+    It is the averaged gradient's noise, and stays that over another number of ranks with the same global batch.
+    """
+    if snapshot.state.noise is not None and is_there:
+        snapshot.state.noise_samples = whole.get("noise_samples", whole["calls"])
 
 
 def _load_history(snapshot: Snapshot, whole: Mapping[str, Any]) -> None:

@@ -162,11 +162,7 @@ def test_another_number_of_ranks_keeps_the_state_and_the_mean_residual(
     second = results[0][1]
     for index, entry in first["state"].items():
         for name, value in entry.items():
-            other = torch.as_tensor(second["state"][index][name])
-            if name == "noise":  # of the averaged gradient, which is noisier over fewer ranks
-                torch.testing.assert_close(other, value * (before / after))
-            else:
-                assert torch.equal(torch.as_tensor(value), other)
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(second["state"][index][name]))
     assert torch.equal(first["scape"]["mask"], second["scape"]["mask"])
     assert any(f"was written by {before} ranks, this run has {after}" in text for text in results[0][2])
 
