@@ -167,21 +167,15 @@ def compute_seconds(text: str) -> float:
 
 def count(text: str) -> int:
     """A whole number from 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
+    value = _number(text)
+    if not (value >= 1 and value.is_integer()):
         raise argparse.ArgumentTypeError(f"it must be a whole number >= 1, got {text!r}. Give at least 1.")
-    return value
+    return int(value)
 
 
 def positive(text: str) -> float:
     """A number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    value = _number(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"it must be a finite number > 0, got {text!r}. Give it in GB, without unit.")
     return value
@@ -189,15 +183,20 @@ def positive(text: str) -> float:
 
 def sparsity(text: str) -> float:
     """A number in [0, 1)."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(
             f"a sparsity must be a number in [0, 1), got {text!r}. Write 0.99 to send 1% of the entries."
         )
     return value
+
+
+def _number(text: str) -> float:
+    """NaN, which obeys no rule, for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def check_plot(path: Path) -> None:
