@@ -88,7 +88,7 @@ def too_short(config: ScapeConfig, steps: float) -> str | None:
     return (
         f"Entries should be updated at least {FEW_UPDATES} times for SCAPE to train as well as dense AdamS, got about"
         f" {updates:.0f} times in the {steps:,.0f} steps of this run. Measured: validation loss 21% higher after 10"
-        f" updates, 4 to 7% after 30, below 1% after 100. Set `sparsity_warmup_steps={warmup}`, train longer, or lower"
+        f" updates, 4 to 7% after 30, 1 to 2% after 100. Set `sparsity_warmup_steps={warmup}`, train longer, or lower"
         f" `sparsity` (now {config.sparsity:g})."
     )
 
