@@ -29,7 +29,9 @@ class Row:
     label: str
     lr: float
     tried: int
+    seeds: list[int]
     losses: list[float]
+    """By seed."""
     accuracy: float
     bytes: float
     """Sent by one rank per step and parameter."""
@@ -45,10 +47,20 @@ class Row:
         return statistics.stdev(self.losses) if len(self.losses) > 1 else float("nan")
 
     def above(self, base: Row) -> str:
-        """How far it is above another row; with the (unpaired) standard error, where both have several seeds."""
-        error = math.hypot(*(row.spread / math.sqrt(len(row.losses)) for row in (self, base))) / base.mean
-        gap = f"{self.mean / base.mean - 1:+.1%}"
-        return gap if self is base or math.isnan(error) else f"{gap} ± {100 * error:.1f}"
+        """How far it is above another row, by the seeds of both; with the (unpaired) standard error, if several."""
+        mine, theirs = self.shared_with(base)
+        if not mine:
+            return "-"
+        gap = f"{statistics.mean(mine) / statistics.mean(theirs) - 1:+.1%}"
+        if self is base or len(mine) == 1:
+            return gap
+        error = math.hypot(*(statistics.stdev(losses) for losses in (mine, theirs))) / math.sqrt(len(mine))
+        return f"{gap} ± {100 * error / statistics.mean(theirs):.1f}"
+
+    def shared_with(self, base: Row) -> tuple[list[float], list[float]]:
+        """The losses of both on the seeds that both have."""
+        shared = [seed for seed in self.seeds if seed in base.seeds]
+        return tuple([row.losses[row.seeds.index(seed)] for seed in shared] for row in (self, base))
 
 
 def mean_losses(by_lr: dict[float, list[dict[str, Any]]]) -> dict[float, float]:
@@ -79,6 +91,7 @@ def rows_of(found: list[dict[str, Any]]) -> list[Row]:
                 label,
                 lr,
                 len(by_lr),
+                [run_of(r).seed for r in best],
                 [r["loss"] for r in best],
                 statistics.mean(r["accuracy"] for r in best),
                 best[0]["bytes"] / run.steps / best[0]["parameters"],
@@ -114,8 +127,9 @@ def report(out: Path) -> str:
         text += [
             f"### {size} parameters, {ranks} ranks of {batch} x {context} bytes, {steps:,} steps",
             "",
-            "| method | best lr (of) | validation loss, nats | seeds | against dense AdamS (± standard error) |"
-            " next byte right | bytes a step and parameter | updates per entry |",
+            "| method | best lr (of) | validation loss, nats | seeds |"
+            " against dense AdamS, shared seeds (± standard error) | next byte right |"
+            " bytes a step and parameter | updates per entry |",
             "|---|---|---|---|---|---|---|---|",
         ]
         for row in here:
@@ -158,14 +172,16 @@ def plot_losses(found: list[dict[str, Any]], out: Path) -> None:
 
 def plot_gaps(rows: list[Row], out: Path) -> None:
     """How far SCAPE is behind dense AdamS, over updates per entry."""
-    bases = {row.setting: row.mean for row in rows if row.label == "dense AdamS"}
+    bases = {row.setting: row for row in rows if row.label == "dense AdamS"}
     points: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         plain = row.label.removesuffix(", catch_up=summed")
         if row.setting in bases and plain.startswith("SCAPE") and "," not in plain:
             size, ranks, batch = row.setting[:3]
-            gap = 100 * (row.mean / bases[row.setting] - 1)
-            points[row.label, f"{size}, {ranks} x {batch}"].append((row.updates, gap))
+            mine, theirs = row.shared_with(bases[row.setting])
+            if mine:
+                gap = 100 * (statistics.mean(mine) / statistics.mean(theirs) - 1)
+                points[row.label, f"{size}, {ranks} x {batch}"].append((row.updates, gap))
     labels = sorted({label.split(",")[0] for label, _ in points})
     where = sorted({setting for _, setting in points})
     figure, axis = plt.subplots(figsize=(8, 4))

@@ -141,6 +141,16 @@ def test_learning_rates_are_compared_on_the_seeds_that_all_of_them_have(bench: M
     assert (row.lr, row.losses, row.tried) == (1e-3, [1.4], 2)
 
 
+def test_methods_are_compared_on_the_seeds_that_both_have(bench: ModuleType) -> None:
+    (base,) = rows(bench, {(1e-3, 0): 2.0, (1e-3, 3): 1.0})
+    (row,) = rows(bench, {(1e-3, 0): 2.1, (1e-3, 1): 9.0, (1e-3, 2): 9.0})
+    assert row.above(base) == "+5.0%"
+    (other,) = rows(bench, {(1e-3, 1): 2.1})
+    assert other.above(base) == "-"
+    (both,) = rows(bench, {(1e-3, 0): 2.2, (1e-3, 3): 1.1})
+    assert both.above(base) == "+10.0% ± 49.6"
+
+
 def test_learning_rates_without_a_common_seed_are_compared_on_what_each_has(bench: ModuleType) -> None:
     (row,) = rows(bench, {(1e-3, 0): 1.5, (2e-3, 1): 1.4, (2e-3, 2): 1.8, (4e-3, 2): 1.7})
     assert (row.lr, row.losses, row.tried) == (1e-3, [1.5], 3)
