@@ -445,7 +445,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self._jobs: _Jobs = SimpleQueue()
-        self._newest: _Job | None = None
+        self.newest: _Job | None = None
         threading.Thread(target=_work_off, args=(self._jobs,), name="scape-mask", daemon=True).start()
         weakref.finalize(self, self._jobs.put, None).atexit = False  # with the group, the thread goes too
         atexit.register(_leave, weakref.ref(self))  # after a process group's own end was registered, hence before it
@@ -465,19 +465,16 @@ class _Worker:
 
     def do(self, act: Callable[[], None]) -> _Job:
         """Hands over ``act``."""
-        job = self._newest = _Job()
+        job = self.newest = _Job()
         self._jobs.put((job, act))
         return job
 
-    def leave(self) -> None:
-        """Waits for what is under way, ``LEAVE_SECONDS`` at most."""
-        if self._newest is not None:
-            concurrent.futures.wait([self._newest], LEAVE_SECONDS)
-
 
 def _leave(worker: weakref.ref[_Worker]) -> None:
-    if (there := worker()) is not None:
-        there.leave()
+    """Waits for what the worker has under way, ``LEAVE_SECONDS`` at most; if its group is gone, for nothing."""
+    there = worker()
+    if there is not None and there.newest is not None:
+        concurrent.futures.wait([there.newest], LEAVE_SECONDS)
 
 
 @torch.no_grad()  # which is a thread's own

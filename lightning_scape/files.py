@@ -350,9 +350,9 @@ def newest_checkpoint(
     """The newest checkpoint in a folder that is complete and undamaged, to resume from after a crash.
 
     Looks at files and directories right in the folder that match ``pattern`` (of LitGPT's ``step-...`` folders, at the
-    ``lit_model.pth`` in them; other folders are left out), newest modification first, and reads
-    each fully until one passes; those that do not are named in a warning. Writes that a crash cut short count only if
-    they are complete (a directory may be, just before it takes its place). Call it on one rank, or before the launch.
+    ``lit_model.pth`` in them; other folders are left out), newest modification first, and reads each fully until one
+    passes; those that do not are named in a warning. Writes that a crash cut short count only if they are complete (a
+    directory may be, just before it takes its place). Call it on one rank, or before the launch.
 
     Args:
         folder: where checkpoints are.
