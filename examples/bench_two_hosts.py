@@ -95,17 +95,17 @@ def work(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from lightning_scape import plan
+    from lightning_scape import measuring, plan
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     model_name = args.models[0]
     torch.manual_seed(0)
     with contextlib.redirect_stdout(sys.stderr):
-        link = plan.measure_link(megabytes=min(4.0, bits_per_second(args.links[0]) / 8e6 / 10))
+        link = measuring.measure_link(megabytes=min(4.0, bits_per_second(args.links[0]) / 8e6 / 10))
         model = build(model_name)
-        measured = {"step_compute": plan.measure_compute(model, args.batch_size, args.context), "link": vars(link)}
-        machine = plan.measure_machine(list(model.parameters()), sparsities=(0.0, 0.9, 0.99), repeats=3)
+        measured = {"step_compute": measuring.measure_compute(model, args.batch_size, args.context), "link": vars(link)}
+        machine = measuring.measure_machine(list(model.parameters()), sparsities=(0.0, 0.9, 0.99), repeats=3)
         measured |= {"adamw": machine.adamw, "clip": machine.clip, "scape": dict(machine.scape)}
         weights = [[w.numel, w.block, w.multiplied] for w in plan.weights_of(model)]
         del model

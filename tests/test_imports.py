@@ -33,7 +33,7 @@ LAYERS = (
         "stats",
     ),
     ("optimizer", "saving"),
-    ("core",),
+    ("core", "measuring"),
     ("checkpoint_io",),
     ("fabric", "litgpt_data", "monitor", "strategy"),
     ("cli", "plan"),

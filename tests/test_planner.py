@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_scape import ScapeConfig, ScapeOptimizer, StepStats, plan, planner, tool
+from lightning_scape import ScapeConfig, ScapeOptimizer, StepStats, measuring, plan, planner, tool
 from lightning_scape.planner import Job, Link, Machine, Weight
 
 WEIGHTS = (Weight(50_000, None, False), *(Weight(30_000, i) for i in range(4)), Weight(50_000))
@@ -365,7 +365,7 @@ def test_what_is_measured_and_how_is_said(capsys: Any, monkeypatch: pytest.Monke
 
 
 class _Tiny(nn.Module):
-    """What :func:`plan.measure_compute` needs of a LitGPT model; remembers what its products were computed in."""
+    """What :func:`measuring.measure_compute` needs of a LitGPT model; remembers what its products were computed in."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -391,7 +391,7 @@ def test_compute_is_measured_in_the_precision_asked_for(
     precision: str, computed: torch.dtype, kept: torch.dtype
 ) -> None:
     model = _Tiny().to(kept)
-    assert plan.measure_compute(model, 2, 3, repeats=1, precision=precision) > 0
+    assert measuring.measure_compute(model, 2, 3, repeats=1, precision=precision) > 0
     assert model.computed == {computed}
     assert model.head.weight.grad is not None
     assert model.head.weight.grad.dtype == kept
@@ -403,7 +403,7 @@ def test_a_step_timed_as_a_whole_is_divided_as_its_traffic_is() -> None:
     weight.grad = torch.randn_like(weight)
     for sparsity in (0.5, 0.99):
         config = ScapeConfig(sparsity=sparsity)
-        whole, shard = plan._scape_as_a_whole(ScapeOptimizer([weight], config=config), repeats=2)
+        whole, shard = measuring._scape_as_a_whole(ScapeOptimizer([weight], config=config), repeats=2)
         traffic = planner.scape_traffic(config.quota.density, votes=config.votes > 0)
         assert whole > 0
         assert shard / whole == pytest.approx(traffic[1] / (traffic[0] - 4))
@@ -495,7 +495,9 @@ def test_units_are_read_and_written() -> None:
 def _measured(rank: int, world_size: int) -> tuple[Link, Machine]:
     model = nn.Linear(200, 200)
     model.weight.grad, model.bias.grad = torch.randn(200, 200), torch.randn(200)
-    return plan.measure_link(megabytes=0.5, repeats=2), plan.measure_machine([*model.parameters()], [0.9], repeats=2)
+    return measuring.measure_link(megabytes=0.5, repeats=2), measuring.measure_machine(
+        [*model.parameters()], [0.9], repeats=2
+    )
 
 
 def test_measuring_finds_a_link_and_what_optimizers_cost(run_ranks: Any) -> None:
@@ -527,10 +529,10 @@ def test_ranks_of_one_machine_whose_link_was_measured_count_as_nodes(run_ranks: 
 def test_an_all_to_all_is_measured_as_it_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks per node share a link, which showed in the measurement and was then charged once more."""
     seconds = iter([0.0, 4.0, 2.0])  # of a hop, the all-to-all and the all-reduce
-    monkeypatch.setattr(plan, "_median_seconds", lambda *_: next(seconds))
-    monkeypatch.setattr(plan, "_cost", lambda *_: (next(seconds), 0.0))
-    monkeypatch.setattr(plan, "Communicator", lambda *_: SimpleNamespace(world_size=8))
-    link = plan.measure_link(ranks_per_node=4)
+    monkeypatch.setattr(measuring, "_median_seconds", lambda *_: next(seconds))
+    monkeypatch.setattr(measuring, "_cost", lambda *_: (next(seconds), 0.0))
+    monkeypatch.setattr(measuring, "Communicator", lambda *_: SimpleNamespace(world_size=8))
+    link = measuring.measure_link(ranks_per_node=4)
     sent = 1e6 * 4 * 7 / 8
     assert sent * planner.nodes_share(8, 4) / (link.bandwidth * link.exchange_share) == pytest.approx(4.0)
 

@@ -1,0 +1,171 @@
+"""What this machine and its link can do, measured: what ``lightning-scape plan --measure`` predicts from."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from lightning_scape import ops, planner
+from lightning_scape.clipping import SKETCH_WIDTHS
+from lightning_scape.collectives import Communicator
+from lightning_scape.config import ScapeConfig
+from lightning_scape.optimizer import ScapeOptimizer
+from lightning_scape.planner import Link, Machine
+
+CPU = torch.device("cpu")
+_SHARDED = ("update", "select")
+"""Phases of a step that work on the rank's own shard; the others see all parameters."""
+_NOT_OWN = ("norm", "wait")
+"""Phases that wait for others; the norm is measured apart."""
+
+
+def measure_compute(
+    model: nn.Module, batch_size: int, context: int, repeats: int = 5, precision: str = "32-true"
+) -> float:
+    """Median seconds of forward and backward on this rank, where the model is; leaves gradients behind.
+
+    Args:
+        model: a LitGPT model; for ``bf16-true``, converted already.
+        batch_size: sequences of a step.
+        context: tokens of a sequence.
+        repeats: steps that are timed, after one that is not.
+        precision: ``bf16-mixed`` computes under autocast.
+    """
+    device = next(model.parameters()).device
+    vocabulary = int(model.config.padded_vocab_size)  # type: ignore[union-attr,arg-type]
+    tokens = torch.randint(0, vocabulary, (batch_size, context + 1), device=device)
+    times = []
+    for _ in range(repeats + 1):
+        model.zero_grad()
+        began = _now(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
+            logits = model(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        times.append(_now(device) - began)
+    return median(times[1:])
+
+
+def measure_machine(parameters: Sequence[Tensor], sparsities: Sequence[float], repeats: int = 4) -> Machine:
+    """What the optimizers cost here, per parameter; parameters must have gradients, and are changed.
+
+    SCAPE's phases are timed in a group of this rank alone: messages are the link's, not the machine's.
+    """
+    device = parameters[0].device
+    count = sum(parameter.numel() for parameter in parameters)
+    clip = _median_seconds(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9), repeats, device)
+    dense = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
+    adamw = _median_seconds(dense.step, repeats, device)
+    del dense
+    grads = [parameter.grad.reshape(-1) for parameter in parameters if parameter.grad is not None]
+    signs = torch.ones(1 << 17, device=device)
+    norm = _median_seconds(lambda: ops.sketch(grads, signs, SKETCH_WIDTHS), repeats, device)
+    measure = _scape_as_a_whole if device.type == "cuda" else _scape_by_phase
+    found: dict[float, tuple[float, float]] = {}
+    for sparsity in sparsities:
+        config = ScapeConfig(sparsity=sparsity)
+        optimizer = ScapeOptimizer(parameters, lr=1e-6, config=config, communicator=Communicator.alone())
+        whole, shard = measure(optimizer, repeats)
+        optimizer.drain()
+        found[config.quota.density] = ((whole + norm) / count, shard / count)
+    return Machine(adamw=adamw / count, clip=clip / count, scape=found)
+
+
+def _scape_by_phase(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, float]:
+    """Seconds of a step without the norm: of what all parameters need, and of what the shard does."""
+    rows = []
+    for step in range(repeats + 2):  # the first makes its mask twice, and touches new memory
+        optimizer.step()
+        if step >= 2 and optimizer.stats is not None:
+            rows.append(dict(optimizer.stats.seconds))
+    state, config = optimizer._run.state, optimizer.config
+    votes = 0.0  # which one rank alone does not cast
+    if config.votes and state is not None:
+        votes = _median_seconds(functools.partial(ops.vote, state.residual, config.votes), repeats, CPU)
+    phases = {name: median(row[name] for row in rows) for name in rows[0] if name not in _NOT_OWN}
+    shard = sum(value for name, value in phases.items() if name in _SHARDED)
+    whole = sum(phases.values()) - shard
+    # For the rank's own shard no votes are cast.
+    return whole + votes, shard - votes
+
+
+def _scape_as_a_whole(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, float]:
+    """Likewise where the host only queues the work: a step is timed to its end, and divided as its memory traffic is.
+
+    The votes of one rank alone, which casts none, cancel out in the sum of the traffic.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    device = parameters[0].device
+    grads = [parameter.grad.reshape(-1) for parameter in parameters if parameter.grad is not None]
+    optimizer.step()  # as above
+    step = _median_seconds(optimizer.step, repeats, device)
+    norm = _median_seconds(lambda: ops.squared_norm(grads), repeats, device)  # a rank alone makes no sketch
+    config = optimizer.config
+    whole, shard = planner.scape_traffic(config.quota.density, votes=config.votes > 0)
+    part = max(0.0, step - norm) / (whole - 4 + shard)  # the traffic's own norm is a sketch: 4 bytes
+    return (whole - 4) * part, shard * part
+
+
+def measure_link(
+    megabytes: float = 4.0, repeats: int = 5, *, device: torch.device = CPU, ranks_per_node: int = 1
+) -> Link:
+    """What messages between the ranks of the default process group cost, from the point of view of the program.
+
+    Args:
+        megabytes: of a large message.
+        repeats: messages of each kind that are timed, after one that is not.
+        device: where messages are.
+        ranks_per_node: how many of them share a node's link.
+    """
+    communicator = Communicator(None, None)
+    ranks = communicator.world_size
+    if ranks == 1:
+        raise ValueError("`measure_link` needs several ranks, got one. Launch with torchrun on all nodes.")
+    small = torch.zeros(1, device=device)
+    large = torch.zeros(round(megabytes * 2.5e5) // ranks * ranks, 1, device=device)
+    hop = _median_seconds(lambda: communicator.all_reduce_sum(small), 4 * repeats, device) / (2 * (ranks - 1))
+    sent = large.numel() * large.element_size() * (ranks - 1) / ranks
+    elapsed, copying = _cost(lambda: communicator.exchange(large).wait(), repeats, device)
+    elapsed_reduce, reducing = _cost(lambda: communicator.all_reduce_sum(large), repeats, device)
+    bandwidth = 2 * sent / max(elapsed_reduce - 2 * hop, 1e-9)
+    crossing = sent * planner.nodes_share(ranks, ranks_per_node)
+    return Link(
+        bandwidth=bandwidth,
+        latency=hop,
+        exchange_share=min(1.0, crossing / max(elapsed - hop, 1e-9) / bandwidth),
+        copy_seconds=copying / sent,
+        reduce_seconds=reducing / (2 * sent),
+    )
+
+
+def _cost(work: Callable[[], object], repeats: int, device: torch.device) -> tuple[float, float]:
+    """Median seconds, and seconds of the processor in all threads, of a message; on CUDA it moves no bytes."""
+    work()
+    elapsed, busy = [], []
+    for _ in range(repeats):
+        began, began_busy = _now(device), time.process_time()
+        work()
+        elapsed.append(_now(device) - began)
+        busy.append(time.process_time() - began_busy)
+    return median(elapsed), 0.0 if device.type == "cuda" else median(busy)
+
+
+def _median_seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:
+    times = []
+    for _ in range(repeats + 1):
+        began = _now(device)
+        work()
+        times.append(_now(device) - began)
+    return median(times[1:])
+
+
+def _now(device: torch.device) -> float:
+    """The host's clock, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
