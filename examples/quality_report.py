@@ -46,6 +46,10 @@ class Row:
     def spread(self) -> float:
         return statistics.stdev(self.losses) if len(self.losses) > 1 else float("nan")
 
+    def is_of(self, run: Run) -> bool:
+        """Whether the run is one of its."""
+        return (self.setting, self.label, self.lr) == (setting_of(run), run.label, run.lr)
+
     def above(self, base: Row) -> str:
         """How far it is above another row, by the seeds of both; with the (unpaired) standard error, if several."""
         mine, theirs = self.shared_with(base)
@@ -150,22 +154,29 @@ def report(out: Path) -> str:
 
 
 def plot_losses(found: list[dict[str, Any]], out: Path) -> None:
-    """Loss over tokens and over bytes, of the setting with the most tokens that has SCAPE in it."""
-    settings = {setting_of(run_of(r)) for r in found if r["run"]["method"] == "scape"}
-    setting = max(settings, key=lambda s: (s[4] >= 1000, float(s[0][:-1]), s[4]))
-    rows = {row.label: row for row in rows_of(found) if row.setting == setting}
+    """Mean loss over tokens and over bytes, of the largest model of those that most methods have trained."""
+    plain = [result for result in found if is_plain(run_of(result)) and "catch_up" not in dict(run_of(result).options)]
+    lines: dict[Any, list[Row]] = defaultdict(list)
+    for row in rows_of(plain):
+        lines[row.setting].append(row)
+
+    def worth(setting: tuple[Any, ...]) -> tuple[float, ...]:
+        methods = {row.label.split(",")[0] for row in lines[setting]}
+        return len(methods), float(setting[0][:-1]), setting[4]
+
+    setting = max(lines, key=worth)
+    rows = lines[setting]
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
-    for result in sorted(found, key=lambda r: r["name"]):
-        run = run_of(result)
-        row = rows.get(run.label)
-        if setting_of(run) != setting or row is None or run.lr != row.lr or run.seed or not is_plain(run):
-            continue
-        history = result["history"][1:]
+    for row in sorted(rows, key=lambda row: row.label):
+        runs = [result for result in plain if row.is_of(run_of(result))]
+        history = [result["history"][1:] for result in runs]
+        losses = [statistics.mean(h["loss"] for h in points) for points in zip(*history, strict=True)]
+        label = f"{row.label}, lr {row.lr:g}, seeds: {len(runs)}"
         for axis, key in zip(axes, ("tokens", "bytes"), strict=True):
-            axis.plot([h[key] for h in history], [h["loss"] for h in history], label=f"{run.label}, lr {run.lr:g}")
+            axis.plot([h[key] for h in history[0]], losses, label=label)
     axes[0].set(xlabel="tokens", ylabel="validation loss (nats per byte)")
     axes[1].set(xlabel="bytes sent by a rank", xscale="log")
-    axes[0].legend()
+    axes[0].legend(fontsize="small")
     figure.suptitle(f"{setting[0]} parameters, {setting[1]} ranks, {setting[4]:,} steps")
     save(figure, out / "loss.png")
 

@@ -68,7 +68,8 @@ class ScapeConfig:
     mask_votes: int | None = None
     """Entries per block that every rank proposes to the owner, who adds them to its own statistic before it picks the
     mask: position and 8-bit value, with the mask's exchange. 0 is the owner's own evidence alone. None is as many as
-    are sent per block where these are at most 5 (sparsity 0.98 and more), else 0."""
+    are sent per block where these are at most 5 (sparsity 0.98 and more, unless you set `block_size`) and residuals
+    are ranked, else 0."""
 
     second_moment: SecondMoment = "measured"
     """What an entry not visited in the step before is divided by: ``"measured"`` floors AdamS's denominator with the
@@ -104,14 +105,15 @@ class ScapeConfig:
     """Where the residual lives; None is the parameters' own device."""
 
     max_skipped: int = 10
-    """Steps in a row that may be skipped for a gradient norm that is not finite, before an error is raised."""
+    """A step whose gradient norm is not finite is skipped on all ranks; so many in a row are an error, at the last."""
 
     check_replicas_every: int = 0
     """Compare all ranks' parameters bit for bit every so many steps; 0 is only at the first. A parameter changed on one
     rank alone, by whatever means, differs from then on where changes come back (see ``wire_dtype``)."""
 
     block_size: int | None = None
-    """Block length B; None takes the largest B <= 256 for which (1 - sparsity) * B is a whole number."""
+    """Block length B; None takes the largest B <= 256 for which (1 - sparsity) * B is a whole number, the nearest
+    where there is none, and 1 / (1 - sparsity) below a density of 1/256."""
 
     def __post_init__(self) -> None:
         if not _is_number(self.sparsity) or not 0.0 <= self.sparsity < 1.0:

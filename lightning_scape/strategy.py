@@ -71,7 +71,7 @@ class ScapeStrategy(DDPStrategy):
         local_group_size: ranks per node that reduce densely among themselves; only 1 so far.
         residual_dtype: dtype of the error-feedback residual.
         residual_device: where the residual lives.
-        max_skipped: steps in a row that may be skipped for a gradient that is not finite.
+        max_skipped: so many skipped steps in a row, for a gradient that is not finite, are an error.
         check_replicas_every: compare all ranks' parameters every so many steps.
         block_size: block length, None for the best.
         accelerator: as in DDPStrategy, as for all that follow.
