@@ -12,11 +12,16 @@ CHANGE_ROUNDING = 2e-4
 change is rounded to bf16, it may be rounded another way."""
 
 
-def train_on(rank: int, world_size: int, device: str, wire_dtype: str = "bf16") -> tuple[list[Tensor], Tensor]:
-    """Twelve clipped steps on gradients that differ by rank; the parameters, and what this rank has not sent."""
+def train_on(
+    rank: int, world_size: int, device: str, wire_dtype: str = "bf16", sparsity: float = 0.9
+) -> tuple[list[Tensor], Tensor]:
+    """Twelve clipped steps on gradients that differ by rank; the parameters, and what this rank has not sent.
+
+    At a sparsity of 0.99 the ranks vote.
+    """
     generator = torch.Generator().manual_seed(1)
     parameters = [torch.nn.Parameter(torch.randn(n, generator=generator).to(device)) for n in (700, 33, 512)]
-    optimizer = ScapeOptimizer(parameters, lr=1e-2, config=ScapeConfig(sparsity=0.9, wire_dtype=wire_dtype))
+    optimizer = ScapeOptimizer(parameters, lr=1e-2, config=ScapeConfig(sparsity=sparsity, wire_dtype=wire_dtype))
     generator = torch.Generator().manual_seed(100 + rank)
     for _ in range(12):
         for parameter in parameters:
