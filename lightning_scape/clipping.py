@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -44,15 +45,23 @@ class GradientClipping:
         self._measured: list[tuple[Tensor | None, int]] = []
         """The gradients that the recorded norm is of, and their versions then."""
         self._signs: Tensor | None = None
-        self._verdict: tuple[Tensor, torch.cuda.Event] | None = None
+        self._strict = False
+        self._verdict: tuple[Tensor, torch.cuda.Event, bool] | None = None
 
     def forget(self) -> None:
         """Drops what was recorded: the gradient it was measured on is gone."""
         self.norm = self._factor = self.clip_value = None
         self._measured = []
+        self._strict = False
 
-    def record_norm(self, grads: Sequence[Tensor | None], max_norm: float, device: torch.device) -> Tensor:
-        """Measures the norm and records the factor ``min(1, max_norm / norm)``. Returns the norm, 0-dim fp32."""
+    def record_norm(
+        self, grads: Sequence[Tensor | None], max_norm: float, device: torch.device, *, strict: bool = False
+    ) -> Tensor:
+        """Measures the norm and records the factor ``min(1, max_norm / norm)``. Returns the norm, 0-dim fp32.
+
+        Raises:
+            RuntimeError: ``strict``, and it is not finite: at once on the CPU, on CUDA by :meth:`settle`.
+        """
         if not max_norm > 0:
             raise ValueError(
                 f"`max_norm` must be > 0, got {max_norm!r}. To train without clipping, don't call clip_grad_norm"
@@ -61,6 +70,9 @@ class GradientClipping:
         self.norm = self._measure(grads, device, sketch=self.rule == "sketch")
         # clamp: a factor that underflows to 0 would read as "skip".
         self._factor = (max_norm / (self.norm + 1e-6)).clamp(min=_TINY, max=1.0)
+        self._strict = strict
+        if strict and device.type != "cuda" and not bool(torch.isfinite(self.norm)):
+            _refuse(f"got {float(self.norm)}")
         return self.norm
 
     def remember(self, grads: Sequence[Tensor | None]) -> None:
@@ -109,13 +121,15 @@ class GradientClipping:
     # ------------------------------------------------------------------------------------- skipped steps
 
     def judge(self, scale: Tensor) -> None:
-        """Notes whether the step with this scale was skipped.
+        """Notes whether the step with this scale was skipped, and forgets what was recorded for it.
 
         On the CPU at once; on CUDA when :meth:`settle` is called, for reading it now would stop the host.
 
         Raises:
             FloatingPointError: ``max_skipped`` steps in a row were skipped (on every rank in the same step).
         """
+        strict = self._strict
+        self.forget()
         if scale.device.type != "cuda":
             self._count(scale)
             return
@@ -123,14 +137,22 @@ class GradientClipping:
         on_host.copy_(scale, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(scale.device))
-        self._verdict = (on_host, event)
+        self._verdict = (on_host, event, strict)
 
     def settle(self) -> None:
-        """Counts a verdict that was still on the device: long decided by the time the next step begins."""
+        """Counts a verdict that was still on the device: long decided by the time the next step begins.
+
+        Raises:
+            FloatingPointError: as :meth:`judge`.
+            RuntimeError: the step was skipped, and its norm was recorded as one that must be finite.
+        """
         if self._verdict is not None:
-            on_host, event = self._verdict
+            on_host, event, strict = self._verdict
             self._verdict = None
             event.synchronize()
+            if strict and float(on_host) == 0.0:
+                self.last_skipped = True
+                _refuse("got NaN or inf in the step before, which was skipped")
             self._count(on_host)
 
     def _count(self, scale_on_host: Tensor) -> None:
@@ -153,6 +175,13 @@ class GradientClipping:
                 f" {self.max_skipped} in a row).",
                 stacklevel=4,
             )
+
+
+def _refuse(what: str) -> NoReturn:
+    raise RuntimeError(
+        f"The norm of the averaged gradient must be finite, {what} (on every rank). Pass `error_if_nonfinite=False` to"
+        " let the optimizer skip such a step on all ranks."
+    )
 
 
 def sketch_deviation(width: int = SKETCH_WIDTHS[0]) -> float:

@@ -498,13 +498,17 @@ def _portable(error: Exception | None) -> Exception | None:
     return error
 
 
+_OF_THIS_RANK = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+"""What fails in a message without a peer: memory, and (from torch 2.8) whatever the device did before."""
+
+
 @contextlib.contextmanager
 def _lost_contact() -> Iterator[None]:
     """Says what a failed message means: gloo and NCCL speak of sockets and timeouts."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, _OF_THIS_RANK):
             raise
         raise RuntimeError(
             "All ranks must answer, got no answer: another rank has died, hangs, or raised an error of its own (look at"

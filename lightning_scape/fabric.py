@@ -185,20 +185,18 @@ class FabricScapeStrategy(DDPStrategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Records the clipping factor of the coming step, and returns the norm of the averaged gradient."""
+        """Records the clipping factor of the coming step, and returns the norm of the averaged gradient.
+
+        With ``error_if_nonfinite`` a norm that is not finite is an error on every rank: at once on the CPU; on CUDA by
+        the next step or checkpoint, after this step was skipped, so that the host does not wait for the device.
+        """
         if float(norm_type) != 2.0:
             raise ValueError(
                 f"`norm_type` must be 2 under SCAPE, got {norm_type!r}: no rank holds the averaged gradient, and only"
                 " its Euclidean norm can be estimated from sketches. Leave it at 2."
             )
         self.precision.unscale_gradients(optimizer)
-        norm = core.scape_optimizer(optimizer).clip_grad_norm(float(max_norm))
-        if error_if_nonfinite and not bool(torch.isfinite(norm)):
-            raise RuntimeError(
-                f"The norm of the averaged gradient must be finite, got {float(norm)} (on every rank). Pass"
-                " `error_if_nonfinite=False` to `clip_gradients` to let the optimizer skip such a step on all ranks."
-            )
-        return norm
+        return core.scape_optimizer(optimizer).clip_grad_norm(float(max_norm), error_if_nonfinite=error_if_nonfinite)
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:

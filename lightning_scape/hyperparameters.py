@@ -1,4 +1,4 @@
-"""Hyperparameters of parameter groups, as the tensors that a shard's rows are updated with."""
+"""Hyperparameters of parameter groups, as the tensors that a shard's rows are updated with, and which row has which."""
 
 from __future__ import annotations
 
@@ -28,27 +28,30 @@ class RowHyperparameters:
         self._pieces = pieces
         self._rows = rows
         self._bias_correction = bias_correction
+        self._groups = list(dict.fromkeys(piece.segment.group for piece in pieces)) or [0]
+        """Those with rows in this shard."""
+        self._of_row: Tensor | None = None
 
     def at(
         self, step: Tensor, param_groups: Sequence[dict[str, Any]], dtype: torch.dtype
     ) -> tuple[ops.Hyper, Tensor | float]:
-        """Hyperparameters and the divisor of first moments (``1 - beta1**step``, or 1) for each row.
+        """Hyperparameters and the divisor of first moments (``1 - beta1**step``, or 1) of the groups in this shard.
 
-        0-dim where all rows have the same, else ``[R, 1]``.
+        0-dim where there is one, else ``[G]``, for :meth:`group_of_row` to say which is whose.
         """
-        groups = [piece.segment.group for piece in self._pieces]
-        distinct = list(dict.fromkeys(groups)) or [0]
-        table = [self._numbers(param_groups[group]) for group in distinct]
-        columns = torch.tensor(table, dtype=torch.float64).to(self._parameters.device, non_blocking=True)
-        if len(distinct) == 1:
-            *values, biased = columns[0].unbind()
-        else:
-            of_row = self._spread([distinct.index(group) for group in groups])
-            *values, biased = columns.index_select(0, of_row).split(1, dim=1)
-        hyper = ops.Hyper.of(dtype, *values)
-        if not any(numbers[-1] for numbers in table):
-            return hyper, 1.0
-        return hyper, torch.where(biased != 0, 1 - values[1] ** step, 1.0).to(dtype)
+        table = [self._numbers(param_groups[group]) for group in self._groups]
+        columns = torch.tensor(table, dtype=torch.float64, device="cpu").to(self._parameters.device, non_blocking=True)
+        *values, biased = columns.unbind(1)
+        found = [*ops.Hyper.of(dtype, *values), torch.where(biased != 0, 1 - values[1] ** step, 1.0).to(dtype)]
+        *hyper, divisor = found if len(self._groups) > 1 else [numbers[0] for numbers in found]
+        return ops.Hyper(*hyper), divisor if any(numbers[-1] for numbers in table) else 1.0
+
+    def group_of_row(self) -> Tensor | None:
+        """int32 ``[R]``: the group of each row, counted among those in this shard; None where there is one."""
+        device = self._parameters.device
+        if len(self._groups) > 1 and (self._of_row is None or self._of_row.device != device):
+            self._of_row = self._spread().to(device)
+        return self._of_row
 
     def _numbers(self, group: dict[str, Any]) -> list[float]:
         beta1, beta2 = (float(beta) for beta in group["betas"])
@@ -56,9 +59,10 @@ class RowHyperparameters:
         # A learning rate that is a tensor on CUDA makes the host wait for it; a float does not.
         return [float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), float(biased)]
 
-    def _spread(self, of_piece: Sequence[int]) -> Tensor:
-        """``[R]`` int64: a number per piece, repeated for its rows; fillers take the last piece's."""
+    def _spread(self) -> Tensor:
+        """:meth:`group_of_row`; fillers take the last piece's group."""
         counts = [piece.blocks for piece in self._pieces]
         counts[-1] += self._rows - sum(counts)
-        spread = torch.repeat_interleave(torch.tensor(of_piece, device="cpu"), torch.tensor(counts, device="cpu"))
-        return spread.to(self._parameters.device, non_blocking=True)
+        numbers = [self._groups.index(piece.segment.group) for piece in self._pieces]
+        of_piece = torch.tensor(numbers, dtype=torch.int32, device="cpu")
+        return torch.repeat_interleave(of_piece, torch.tensor(counts, device="cpu"))

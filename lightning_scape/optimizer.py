@@ -47,6 +47,7 @@ class _Run:
     state: ScapeState | None = None
     masters_stale: bool = False
     compared: bool = False
+    sampled: bool = False
     flats: list[Tensor] = field(default_factory=list)
     clip_seconds: float = 0.0
     record: StepRecord | None = None
@@ -252,9 +253,13 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
     def _settle(self) -> None:
         """Takes note of what became of the last step."""
+        run = self._run
         self._clipping.settle()
         if self._clipping.last_skipped:
             self._masks.forget_unproven()
+            if run.state is not None and run.sampled:  # which changed nothing
+                run.state.noise_samples -= 1
+        run.sampled = False
 
     def _flatten(self) -> list[Tensor]:
         """The parameters, flat; anew at each step, for `module.to()` puts a parameter into other memory."""
@@ -303,6 +308,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         ops.fold(views(residual.view(-1)), parts, scale, clip_value)
         if state.noise is not None and (state.calls % NOISE_INTERVAL == 0 or not state.noise_samples):
             state.noise_samples += 1
+            self._run.sampled = True
             weight = max(NOISE_WEIGHT, 1 / state.noise_samples)
             for noise, part in zip(views(state.noise.view(-1)), parts, strict=True):
                 ops.measure_noise(noise, part, weight, self._communicator.world_size, scale, clip_value)
@@ -360,8 +366,21 @@ class ScapeOptimizer(torch.optim.Optimizer):
         hyper, correction = self._hyperparameters.at(step, self.param_groups, theta.dtype)
         floor = min(1.0, NOISE_FLOOR * self._layout.block_size / total.shape[1])
         implicit = self.config.catch_up == "implicit"
+        noise, group = state.noise, self._hyperparameters.group_of_row()
         record.again = ops.update(
-            theta, state.momentum, state.clock, own, total, step, hyper, correction, scale, state.noise, floor, implicit
+            theta,
+            state.momentum,
+            state.clock,
+            own,
+            total,
+            step,
+            hyper,
+            correction,
+            scale,
+            noise,
+            floor,
+            implicit,
+            group,
         )
         state.step += (scale != 0).to(state.step.dtype)  # with the clocks, or the next tau would not be right
         if state.master is not None and own is not None:
@@ -399,7 +418,6 @@ class ScapeOptimizer(torch.optim.Optimizer):
         state.calls += 1
         record.norm, record.scale = self._clipping.norm, scale
         record.bytes_sent, record.message_seconds = self._communicator.take_count()
-        self._clipping.forget()
         if config.check_replicas_every and state.calls % config.check_replicas_every == 0:
             check_replicas(self._communicator, self._run.flats, self._parameters.names)
         self._clipping.judge(scale)
@@ -441,7 +459,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------------------------------- gradients
 
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
+    def clip_grad_norm(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
         """Records the factor by which the step scales the gradient so that its norm is at most ``max_norm``.
 
         The norm is that of the gradient averaged over ranks, which none of them holds: see ``clip_norm``. Gradients
@@ -451,10 +469,15 @@ class ScapeOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before clipping, 0-dim fp32; not finite if any rank's gradient is not, and the step will be
             skipped.
+
+        Raises:
+            RuntimeError: ``error_if_nonfinite``, and the norm is not finite; on every rank. On CUDA the next step (or
+                checkpoint) raises it, after this one was skipped: to know it now, the host would have to wait.
         """
         began = time.perf_counter()
         with torch.no_grad(), record_function("scape::norm"):
-            norm = self._clipping.record_norm(self._gradients(), float(max_norm), self._parameters.device)
+            grads, device = self._gradients(), self._parameters.device
+            norm = self._clipping.record_norm(grads, float(max_norm), device, strict=error_if_nonfinite)
             self._clipping.remember([parameter.grad for parameter in self._parameters.tensors])
         self._run.clip_seconds = time.perf_counter() - began
         return norm

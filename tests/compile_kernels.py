@@ -65,16 +65,12 @@ def _is_one(value: Any) -> bool:
 
 
 def _is_multiple_of_16(value: Any) -> bool:
-    return (
-        (value.data_ptr() if isinstance(value, Tensor) else value) % 16 == 0 if not isinstance(value, float) else False
-    )
+    return (value.data_ptr() if isinstance(value, Tensor) else value) % 16 == 0
 
 
 def _type_of(value: Any) -> str:
     if isinstance(value, Tensor):
         return "*" + NAMES[value.dtype]
-    if isinstance(value, float):
-        return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
@@ -101,6 +97,10 @@ def record() -> dict[str, Launch]:
             ops.fold([torch.zeros(9)], [torch.zeros(9, dtype=dtype)], torch.ones(()), 1.0)
         ops.select(torch.zeros(3, 1000), 1)
         ops.select(torch.zeros(3, 256), 32)
+        for length, votes in ((200, 2), (256, 32), (1000, 1)):
+            ballots = torch.zeros(4, 3, votes * (2 if length <= 256 else 3) + 1, dtype=torch.uint8)
+            for dtype in (torch.float32, torch.float64):
+                ops.elect(torch.zeros(3, length, dtype=dtype), ballots, 2, votes, votes)
     return launches
 
 

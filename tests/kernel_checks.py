@@ -328,8 +328,8 @@ class KernelChecks:
         total[0] = 0.0
         divisor = {"scalar": torch.tensor(0.3, dtype=dtype), "rows": torch.linspace(0.1, 1, rows, dtype=dtype)}
         given = divisor.get(correction, correction) if isinstance(correction, str) else correction
-        given = given.unsqueeze(1) if correction == "rows" else given
-        lr = torch.linspace(1e-4, 1e-2, rows).unsqueeze(1) if by_row else 1e-3
+        lr = torch.linspace(1e-4, 1e-2, rows) if by_row else 1e-3
+        group = torch.randperm(rows, generator=generator).int() if by_row or correction == "rows" else None
         noise = torch.rand(rows, length, generator=generator, dtype=dtype).mul_(3) if noisy else None
         state = (theta, momentum, clock)
         own = [tensor.to(self.device, copy=True) for tensor in state]
@@ -344,6 +344,7 @@ class KernelChecks:
             noise,
             0.375,
             implicit,
+            group,
         )
         ours = kernels.update(
             *own,
@@ -356,6 +357,7 @@ class KernelChecks:
             None if noise is None else noise.to(self.device),
             0.375,
             implicit,
+            None if group is None else group.to(self.device),
         )
         assert int(ours) == int(again)
         assert torch.equal(own[2].cpu(), clock)
@@ -365,14 +367,43 @@ class KernelChecks:
 
     # --------------------------------------------------------------------------------------- votes and noise
 
-    @pytest.mark.parametrize(("length", "votes"), [(200, 2), (250, 25), (1000, 3)])
-    def test_votes_and_the_elected_equal_their_twins(self, length: int, votes: int) -> None:
-        residuals = [torch.randn(40, length) for _ in range(3)]
+    @pytest.mark.parametrize(("length", "votes", "sent"), [(200, 2, 2), (250, 25, 40), (1000, 3, 1), (16, 16, 16)])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_votes_and_the_elected_equal_their_twins(
+        self, length: int, votes: int, sent: int, dtype: torch.dtype
+    ) -> None:
+        residuals = [torch.randn(40, length, dtype=dtype) for _ in range(3)]
+        residuals[2][7:9] = torch.tensor([[0.0], [1e-40]])  # a ballot of zeros, and one of denormals
         ballots = torch.stack([reference.vote(residual, votes) for residual in residuals])
         for residual, ballot in zip(residuals, ballots, strict=True):
             assert torch.equal(kernels.vote(residual.to(self.device), votes).cpu(), ballot)
-        own = kernels.elect(residuals[1].to(self.device), ballots.to(self.device), 1, votes, 2)
-        assert torch.equal(own.cpu(), reference.elect(residuals[1], ballots, 1, votes, 2))
+        for own, residual in enumerate(residuals):
+            chosen = kernels.elect(residual.to(self.device), ballots.to(self.device), own, votes, sent)
+            assert torch.equal(chosen.cpu(), reference.elect(residual, ballots, own, votes, sent))
+
+    def test_the_elected_of_an_empty_shard_are_none(self) -> None:
+        empty = torch.zeros(0, 200, device=self.device)
+        ballots = torch.zeros(2, 0, 7, dtype=torch.uint8, device=self.device)
+        assert kernels.elect(empty, ballots, 0, 2, 2).shape == (0, 2)
+
+    def test_tables_do_not_come_to_lie_on_the_default_device(self) -> None:
+        """Under ``torch.set_default_device("cuda")`` they were made there, and could not be pinned."""
+        residual, grad = torch.ones(500, device=self.device), torch.ones(500, device=self.device)
+        signs, scale = _random_signs(1 << 17).to(self.device), self.scalar(1.0)
+        kernels._cached_table.cache_clear()
+        kernels._cached_chunks.cache_clear()
+        kernels._sketch_plan.cache_clear()
+        with torch.device("meta"):
+            kernels.fold([residual], [grad], scale, 0.5)
+            norm = kernels.squared_norm([grad])
+            kernels.sketch([grad], signs, SKETCH_WIDTHS)
+        assert residual.tolist() == [1.5] * 500
+        assert float(norm) == 500.0
+
+    def test_a_checksum_does_not_depend_on_its_parts(self) -> None:
+        flat = torch.randn(300_000)
+        assert torch.equal(kernels.checksum(flat.to(self.device)).cpu(), reference.checksum(flat))
+        assert torch.equal(reference._checksum_in_chunks(flat, 1024), reference.checksum(flat))
 
     @pytest.mark.parametrize("clip_value", [None, 0.3])
     def test_measured_noise_equals_its_twin(self, clip_value: float | None) -> None:

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import launcher
 import lightning as L
@@ -21,6 +22,8 @@ from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
+from lightning_scape.clipping import GradientClipping
+from lightning_scape.collectives import Communicator
 
 RunRanks = Callable[..., list[Any]]
 WIDTH = 9
@@ -230,6 +233,20 @@ def clip(rank: int, world_size: int) -> None:
 
 def test_clipping_returns_the_norm_and_tells_all_ranks_of_a_nan(run_ranks: RunRanks) -> None:
     run_ranks(clip, 2)
+
+
+def test_on_cuda_a_norm_that_must_be_finite_is_refused_by_the_next_step() -> None:
+    """Where reading it at once would stop the host; the verdict of a device is set by hand here."""
+    clipping = GradientClipping(ScapeConfig(), Communicator.alone())
+    arrived = cast(torch.cuda.Event, SimpleNamespace(synchronize=lambda: None))
+    clipping._verdict = torch.ones(()), arrived, True
+    clipping.settle()
+    assert not clipping.last_skipped
+    clipping._verdict = torch.zeros(()), arrived, True
+    with pytest.raises(RuntimeError, match="must be finite, got NaN or inf in the step before, which was skipped"):
+        clipping.settle()
+    assert clipping.last_skipped
+    clipping.settle()  # said once
 
 
 def set_up_sgd(rank: int, world_size: int) -> None:

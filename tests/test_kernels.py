@@ -164,7 +164,7 @@ class TestFarAway:
         theta, again = torch.tensor([[1.0], [3.0]]), torch.zeros((), dtype=torch.int64)
         near = [torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.int32)]
         step, single = torch.tensor(9, dtype=torch.int32), hyper("cpu", torch.float32)
-        constants = {"SENT": 1, "MASKED": True, "BY_ROW": False, "CORRECTED": False, "CORRECTION_BY_ROW": False}
+        constants = {"SENT": 1, "MASKED": True, "BY_GROUP": False, "CORRECTED": False}
         constants["IMPLICIT"] = True
         expected = theta.clone()
         noise = torch.tensor([[0.0] * 4, [5.0] * 4])
@@ -180,10 +180,11 @@ class TestFarAway:
             step,
             again,
             torch.ones(()),
+            again,
             *single,
             torch.ones(()),
             noises.at(0, 4),
-            1.0,
+            torch.ones(()),
             2,
             FAR,
             FAR,
@@ -210,7 +211,7 @@ class TestFarAway:
             *places,
             *tables,
             torch.tensor(2.0),
-            0.0,
+            torch.tensor(0.0),
             RESIDUAL=dtype,
             GRAD=dtype,
             CLIP=False,

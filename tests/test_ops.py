@@ -242,16 +242,16 @@ def test_update_leaves_unmasked_entries_bitwise_alone() -> None:
 
 
 def test_hyperparameters_by_row_equal_one_run_per_group() -> None:
-    rows = torch.tensor([[0.1], [0.2]]).repeat(500, 1)
-    table = ops.Hyper.of(torch.float32, *(v.double() for v in (rows, rows * 2, rows * 3, rows * 1e-6, rows)))
+    two, group = torch.tensor([0.1, 0.2]), torch.tensor([0, 1], dtype=torch.int32).repeat(500)
+    table = ops.Hyper.of(torch.float32, *(v.double() for v in (two, two * 2, two * 3, two * 1e-6, two)))
     states = [[torch.randn(1000, 4), torch.randn(1000, 4), torch.zeros(1000, 4, dtype=torch.int32)] for _ in range(1)]
     theta, momentum, clock = states[0]
     total, step = torch.randn(1000, 4), torch.tensor(3, dtype=torch.int32)
     together = [t.clone() for t in states[0]]
-    ops.update(*together, None, total, step, table, 1.0, ONE)
+    ops.update(*together, None, total, step, table, 1.0, ONE, group=group)
     for parity in (0, 1):
         alone = [t[parity::2].clone() for t in (theta, momentum, clock)]
-        one = ops.Hyper(*(column[parity, 0] for column in table))
+        one = ops.Hyper(*(column[parity] for column in table))
         ops.update(*alone, None, total[parity::2], step, one, 1.0, ONE)
         for a, b in zip(together, alone, strict=True):
             torch.testing.assert_close(a[parity::2], b, rtol=1e-6, atol=1e-7)

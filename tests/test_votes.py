@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -179,6 +180,21 @@ def test_the_owner_samples_its_own_gradient_every_eight_steps() -> None:
         weight = max(NOISE_WEIGHT, 1 / (sample + 1))
         mean += weight * ((sample * NOISE_INTERVAL) ** 2 - mean)
     assert state.noise.view(-1)[0].item() == pytest.approx(mean, rel=1e-6)
+
+
+def test_a_skipped_step_is_no_sample() -> None:
+    """Loss scalers overflow in their first steps: the mean began with a zero that counted."""
+    parameter = nn.Parameter(torch.zeros(30))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.9, block_size=10))
+    for value in (float("nan"), float("inf"), 2.0, 3.0):
+        parameter.grad = torch.full((30,), value)
+        with contextlib.nullcontext() if value < 9 else pytest.warns(UserWarning, match="not finite"):
+            optimizer.step()
+    state = optimizer._run.state
+    assert state is not None
+    assert state.noise is not None
+    assert state.noise_samples == 1
+    assert state.noise.view(-1).tolist() == [4.0] * 30
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])

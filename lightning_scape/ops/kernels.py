@@ -7,11 +7,12 @@ select, compact, gather, scatter     bitwise
 fold, accumulate_first_moment        bitwise equal to the twin on a GPU, where ``scale * grad`` is rounded before it is
                                      added; on the CPU the twin rounds once, after the addition
 squared_norm, sketch                 another order of summation, the same at every run: no atomic additions of floats
-update                               ``exp`` and ``expm1`` round differently (2 units in the last place), and ``floor``
-                                     is rounded to fp32
-vote, elect                          bitwise: the twin's, with this module's select, in larger parts
+update                               ``exp`` and ``expm1`` round differently (2 units in the last place)
+elect                                bitwise
+vote                                 bitwise: the twin's, with this module's select
 measure_noise                        the twin, in larger parts: once in several steps
-take, put, checksum, tau_step        the twin itself: one call of torch each, or not part of every step
+checksum                             the twin, in larger parts: not part of every step
+take, put, tau_step                  the twin itself: one call of torch each, or not called on a device
 ==================================== ==================================================================================
 
 Products and sums are never contracted (``enable_fp_fusion=False``): the twin's are not. bf16 is rounded and widened
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from lightning_scape.layout import Piece
 from lightning_scape.ops import reference
-from lightning_scape.ops.reference import Hyper, TauStep, checksum, position_dtype, put, take, tau_step
+from lightning_scape.ops.reference import Hyper, TauStep, position_dtype, put, take, tau_step
 
 __all__ = [
     "Hyper",
@@ -276,7 +277,7 @@ def _sketch_plan(
         for index, size in zip(indices, sizes, strict=True)
         for number in range(-(-size // length))
     ]
-    return _to_device(torch.tensor(rows, dtype=torch.int32), device)
+    return _to_device(torch.tensor(rows, dtype=torch.int32, device="cpu"), device)
 
 
 @triton.jit
@@ -307,14 +308,14 @@ def _fold_kernel(
         if left >= CHUNK:  # a mask of any length would keep loads and stores from being 16 bytes wide
             value = _widen(tl.load(source + offsets), GRAD)
             if CLIP:
-                value = _clamp(value, clip_value)
+                value = _clamp(value, tl.load(clip_value))
             there = tl.load(target + offsets)
             tl.store(target + offsets, there + value.to(RESIDUAL) * factor.to(RESIDUAL))
         else:
             inside = offsets < left
             value = _widen(tl.load(source + offsets, mask=inside, other=0), GRAD)
             if CLIP:
-                value = _clamp(value, clip_value)
+                value = _clamp(value, tl.load(clip_value))
             there = tl.load(target + offsets, mask=inside, other=0)
             tl.store(target + offsets, there + value.to(RESIDUAL) * factor.to(RESIDUAL), mask=inside)
 
@@ -339,7 +340,7 @@ def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Ten
             _addresses([grad for _, grad in group]),
             *chunks,
             scale.to(device),
-            _bound(clip_value, of_grad),
+            scale if clip_value is None else _bound(clip_value, of_grad, device),
             RESIDUAL=_DTYPES[of_residual],
             GRAD=_DTYPES[of_grad],
             CLIP=clip_value is not None,
@@ -369,9 +370,9 @@ def _first_moment_kernel(
         inside = entry < numel
         value = _widen(tl.load(grad + entry, mask=inside, other=0), GRAD)
         if CLIP:
-            value = _clamp(value, clip_value)
+            value = _clamp(value, tl.load(clip_value))
         first = tl.load(momentum + entry, mask=inside, other=0)
-        first = beta1 * first + one_minus_beta1 * factor * value.to(tl.float32)
+        first = tl.load(beta1) * first + tl.load(one_minus_beta1) * factor * value.to(tl.float32)
         tl.store(momentum + entry, first, mask=inside)
         tl.store(evidence + entry, tl.load(evidence + entry, mask=inside, other=0) + first, mask=inside)
 
@@ -390,9 +391,9 @@ def accumulate_first_moment(
         evidence,
         _raw(_dense(grad)),
         scale.to(momentum.device),
-        beta1,
-        1 - beta1,
-        _bound(clip_value, grad.dtype),
+        momentum.new_full((), beta1),
+        momentum.new_full((), 1 - beta1),
+        scale if clip_value is None else _bound(clip_value, grad.dtype, momentum.device),
         momentum.numel(),
         GRAD=_DTYPES[grad.dtype],
         CLIP=clip_value is not None,
@@ -427,6 +428,23 @@ def _select_kernel(
         bits = raw
     else:
         bits = raw.to(tl.float32).to(tl.int32, bitcast=True)
+    _store_largest(bits, chosen, row, rows, position, LENGTH, SENT, LOW, KEPT_BITS, OUT)
+
+
+@triton.jit
+def _store_largest(
+    bits,
+    chosen,
+    row,
+    rows,
+    position,
+    LENGTH: tl.constexpr,
+    SENT: tl.constexpr,
+    LOW: tl.constexpr,
+    KEPT_BITS: tl.constexpr,
+    OUT: tl.constexpr,
+):
+    """The positions of the largest magnitudes of each row, by :func:`reference.select`'s keys."""
     keys = (bits & KEPT_BITS) | (LOW - position)[None, :]
     keys = tl.where((position < LENGTH)[None, :], keys, -1)
     for turn in range(SENT):
@@ -439,31 +457,112 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     """See :func:`reference.select`; bitwise. One read of the statistic, one write of the mask."""
     blocks, length = statistic.shape
     assert 1 <= sent <= length
-    if sent > _MAX_PASSES or length > _LONGEST_ROW or statistic.stride(1) != 1:
-        return reference.select(statistic, sent)
+    if not _is_small(statistic, sent):
+        return reference._select_in_chunks(statistic, sent, _LARGE_CHUNK)
     given = statistic.view(torch.int32) if statistic.dtype == torch.float32 else statistic
     if statistic.dtype == torch.bfloat16:
         given = statistic.to(torch.float32).view(torch.int32)
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=statistic.device)
-    low = (1 << (length - 1).bit_length()) - 1
-    block = max(16, triton.next_power_of_2(length))
-    rows = max(1, _SELECT_TILE // block)
+    shape = _selection(given, chosen)
     _launch(
         _select_kernel,
-        triton.cdiv(blocks, rows),
+        triton.cdiv(blocks, shape["ROWS"]),
         given,
         chosen,
         blocks,
-        STRIDE=given.stride(0),
-        LENGTH=length,
-        SENT=sent,
-        LOW=low,
-        KEPT_BITS=reference._MAGNITUDE_BITS & ~low,
-        ROWS=rows,
-        BLOCK=block,
         BITS_GIVEN=given.dtype == torch.int32,
-        OUT=tl.uint8 if chosen.dtype == torch.uint8 else tl.uint16,
-        num_warps=max(1, block // _SELECT_TILE),
+        **shape,
+    )
+    return chosen
+
+
+def _is_small(matrix: Tensor, sent: int) -> bool:
+    """Whether rows are such that a kernel selects from them; the twin does from others."""
+    return sent <= _MAX_PASSES and matrix.shape[1] <= _LONGEST_ROW and matrix.stride(1) == 1
+
+
+def _selection(matrix: Tensor, chosen: Tensor) -> dict[str, Any]:
+    """What kernels that select know of their rows when they are compiled."""
+    length = matrix.shape[1]
+    low = (1 << (length - 1).bit_length()) - 1
+    block = max(16, triton.next_power_of_2(length))
+    return {
+        "STRIDE": matrix.stride(0),
+        "LENGTH": length,
+        "SENT": chosen.shape[1],
+        "LOW": low,
+        "KEPT_BITS": reference._MAGNITUDE_BITS & ~low,
+        "ROWS": max(1, _SELECT_TILE // block),
+        "BLOCK": block,
+        "OUT": tl.uint8 if chosen.dtype == torch.uint8 else tl.uint16,
+        "num_warps": max(1, block // _SELECT_TILE),
+    }
+
+
+def vote(residual: Tensor, votes: int) -> Tensor:
+    """See :func:`reference.vote`; bitwise."""
+    return reference._ballots_of(residual, select(residual, votes))
+
+
+@triton.jit
+def _elect_kernel(
+    residual,
+    ballots,
+    chosen,
+    rows,
+    ranks,
+    own,
+    VOTES: tl.constexpr,
+    STRIDE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    SENT: tl.constexpr,
+    LOW: tl.constexpr,
+    KEPT_BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OUT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    position = tl.arange(0, BLOCK)
+    there = row < rows
+    inside = there[:, None] & (position < LENGTH)[None, :]
+    total = tl.load(residual + row[:, None] * STRIDE + position[None, :], mask=inside, other=0).to(tl.float32)
+    BYTES: tl.constexpr = 1 if LENGTH <= 256 else 2
+    WIDTH: tl.constexpr = VOTES * (BYTES + 1) + 1
+    for rank in range(ranks):
+        if rank != own:
+            ballot = ballots + (row + tl.cast(rank, tl.int64) * rows) * WIDTH
+            exponent = tl.load(ballot + (WIDTH - 1), mask=there, other=0).to(tl.int32)
+            unit = _divide((exponent << 23).to(tl.float32, bitcast=True), 127.0)
+            for turn in range(VOTES):
+                place = tl.load(ballot + turn * BYTES, mask=there, other=0).to(tl.int32)
+                if BYTES == 2:
+                    place += tl.load(ballot + (turn * 2 + 1), mask=there, other=0).to(tl.int32) << 8
+                code = tl.load(ballot + (VOTES * BYTES + turn), mask=there, other=0).to(tl.int8, bitcast=True)
+                named = position[None, :] == place[:, None]
+                total = tl.where(named, total + (code.to(tl.float32) * unit)[:, None], total)
+    bits = total.to(tl.int32, bitcast=True)
+    _store_largest(bits, chosen, row, rows, position, LENGTH, SENT, LOW, KEPT_BITS, OUT)
+
+
+def elect(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) -> Tensor:
+    """See :func:`reference.elect`; bitwise. One launch, one read of the residual and of each ballot."""
+    if not _is_small(residual, max(votes, sent)):
+        return reference._elect_in_chunks(residual, ballots, own, votes, sent, select, _LARGE_CHUNK)
+    blocks, length = residual.shape
+    chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=residual.device)
+    shape = _selection(residual, chosen)
+    _launch(
+        _elect_kernel,
+        triton.cdiv(blocks, shape["ROWS"]),
+        residual,
+        ballots.contiguous(),
+        chosen,
+        blocks,
+        ballots.shape[0],
+        own,
+        VOTES=votes,
+        **shape,
     )
     return chosen
 
@@ -549,6 +648,7 @@ def _update_kernel(
     step,
     again,
     scale,
+    group,
     lr,
     beta1,
     log_beta1,
@@ -567,9 +667,8 @@ def _update_kernel(
     noise_stride,
     SENT: tl.constexpr,
     MASKED: tl.constexpr,
-    BY_ROW: tl.constexpr,
+    BY_GROUP: tl.constexpr,
     CORRECTED: tl.constexpr,
-    CORRECTION_BY_ROW: tl.constexpr,
     MEASURED: tl.constexpr,
     IMPLICIT: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -578,7 +677,7 @@ def _update_kernel(
         entry = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
         inside = entry < count
         row = entry // SENT
-        h = row if BY_ROW else row * 0
+        h = tl.load(group + row, mask=inside, other=0) if BY_GROUP else row.to(tl.int32) * 0
         of_momentum = momentum + _row_offset(mask, entry, inside, momentum_stride, SENT, MASKED)
         of_clock = clock + _row_offset(mask, entry, inside, clock_stride, SENT, MASKED)
 
@@ -605,7 +704,7 @@ def _update_kernel(
             spread = _divide(b1 * one_minus_bt, one_minus_b1)
             moved = tl.where(tau == 1, new, steps * g + (m - g) * spread)
         if CORRECTED:
-            divisor = tl.load(correction + (row if CORRECTION_BY_ROW else row * 0), mask=inside, other=1)
+            divisor = tl.load(correction + h, mask=inside, other=1)
             m, moved = _divide(m, divisor), _divide(moved, divisor)
         b2 = tl.load(beta2 + h, mask=inside, other=0)
         one_minus_b2 = tl.load(one_minus_beta2 + h, mask=inside, other=0)
@@ -613,7 +712,7 @@ def _update_kernel(
         v += _divide(one_minus_b2 * (a * a), steps)
         if MEASURED:
             of_noise = noise + _row_offset(mask, entry, inside, noise_stride, SENT, MASKED)
-            n = tl.load(of_noise, mask=inside, other=0) * floor
+            n = tl.load(of_noise, mask=inside, other=0) * tl.load(floor)
             steady = n * _divide(one_minus_b1, 1 + b1)
             floored = b2 * tl.maximum(m * m, steady) + one_minus_b2 * tl.maximum(n, _divide(a * a, steps))
             v = tl.where(tau == 1, v, floored)
@@ -625,16 +724,6 @@ def _update_kernel(
         tl.store(theta + entry, old * shrunk - change, mask=inside)
         tl.store(of_momentum, new, mask=inside)
         tl.store(of_clock, now + tl.zeros([CHUNK], dtype=tl.int32), mask=inside)
-
-
-def vote(residual: Tensor, votes: int) -> Tensor:
-    """See :func:`reference.vote`; bitwise."""
-    return reference._ballots_of(residual, select(residual, votes))
-
-
-def elect(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) -> Tensor:
-    """See :func:`reference.elect`; bitwise, for a rank names a position once: no two additions meet."""
-    return reference._elect_in_chunks(residual, ballots, own, votes, sent, select, _LARGE_CHUNK)
 
 
 def measure_noise(
@@ -657,16 +746,16 @@ def update(
     noise: Tensor | None = None,
     floor: float = 1.0,
     implicit: bool = False,
+    group: Tensor | None = None,
 ) -> Tensor:
     """See :func:`reference.update`. One launch; what it reads of momentum and clock it writes back."""
     assert theta.is_contiguous()
     assert total.is_contiguous()
-    blocks, sent = theta.shape
+    sent = theta.shape[1]
     again = torch.zeros((), dtype=torch.int64, device=theta.device)
-    by_row = any(value.dim() for value in hyper)
-    columns = [value.expand(blocks, 1).contiguous() if by_row else value for value in hyper]
     corrected = isinstance(correction, Tensor) or correction != 1.0
     divisor = correction if isinstance(correction, Tensor) else theta.new_full((), correction if corrected else 1.0)
+    numbers = [value.contiguous() for value in torch.broadcast_tensors(*hyper, divisor)]
     _launch(
         _update_kernel,
         triton.cdiv(theta.numel(), _PICK_CHUNK),
@@ -678,19 +767,18 @@ def update(
         step,
         again,
         scale.to(theta.device),
-        *columns,
-        divisor.contiguous(),
+        again if group is None else group,
+        *numbers,
         momentum if noise is None else noise,
-        float(floor),
+        theta.new_full((), floor),
         theta.numel(),
         momentum.stride(0),
         clock.stride(0),
         momentum.stride(0) if noise is None else noise.stride(0),
         SENT=sent,
         MASKED=mask is not None,
-        BY_ROW=by_row,
+        BY_GROUP=group is not None,
         CORRECTED=corrected,
-        CORRECTION_BY_ROW=divisor.dim() > 0,
         MEASURED=noise is not None,
         IMPLICIT=implicit,
         CHUNK=_PICK_CHUNK,
@@ -792,11 +880,21 @@ def _exchange(
         )
 
 
+def checksum(flat: Tensor) -> Tensor:
+    """See :func:`reference.checksum`; bitwise."""
+    return reference._checksum_in_chunks(flat, _LARGE_CHUNK)
+
+
 # ------------------------------------------------------------------------------------------------ launches and tables
 
 
 def _launch(kernel: Any, programs: int | tuple[int, int], *args: Any, **meta: Any) -> None:
-    """Starts a kernel on the current stream of its tensors' device, and waits for nothing."""
+    """Starts a kernel on the current stream of its tensors' device, and waits for nothing.
+
+    A number with a fraction must come in a tensor: compiled kernels get it as fp32, whatever they compute in, and
+    Triton's interpreter as it is.
+    """
+    assert not any(isinstance(arg, float) for arg in args)
     grid = (programs,) if isinstance(programs, int) else programs
     if not all(grid):
         return
@@ -818,9 +916,9 @@ def _aligned(tensor: Tensor) -> bool:
     return tensor.data_ptr() % 16 == 0
 
 
-def _bound(clip_value: float | None, dtype: torch.dtype) -> float:
-    """The bound as a number of the gradient's dtype, to which torch's clamp rounds it."""
-    return 0.0 if clip_value is None else float(torch.tensor(clip_value, dtype=dtype, device="cpu"))
+def _bound(clip_value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The bound as a number of the gradient's dtype, to which torch's clamp rounds it; 0-dim, fp32 or fp64."""
+    return torch.full((), clip_value, dtype=dtype, device=device).to(torch.promote_types(dtype, torch.float32))
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -854,17 +952,17 @@ def _table(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 def _cached_chunks(
     sizes: tuple[int, ...], chunk: int, device: torch.device, stream: int
 ) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
-    numels = torch.tensor(sizes, dtype=torch.int64)
+    numels = torch.tensor(sizes, dtype=torch.int64, device="cpu")
     counts = (numels + (chunk - 1)) // chunk
-    tensors = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), counts)
+    tensors = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32, device="cpu"), counts)
     before = counts.cumsum(0) - counts
-    starts = (torch.arange(tensors.numel()) - before[tensors.long()]) * chunk
+    starts = (torch.arange(tensors.numel(), device="cpu") - before[tensors.long()]) * chunk
     return tensors.numel(), (_to_device(numels, device), _to_device(tensors, device), _to_device(starts, device))
 
 
 @lru_cache(maxsize=_CACHED_TABLES)
 def _cached_table(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    return _to_device(torch.tensor(numbers, dtype=torch.int64), device)
+    return _to_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
 
 
 def _to_device(table: Tensor, device: torch.device) -> Tensor:

@@ -33,7 +33,7 @@ _MAGNITUDE_BITS = 0x7FFFFFFF
 
 
 class Hyper(NamedTuple):
-    """Hyperparameters of the rows of a shard: 0-dim for one parameter group, else ``[R, 1]``; in the state's dtype.
+    """Hyperparameters of parameter groups: 0-dim for one, else ``[G]``, or ``[R, 1]`` by row; in the state's dtype.
 
     What fp32 cannot form from rounded betas without losing digits (``1 - 0.999`` is off by 5e-5) stands here ready.
     """
@@ -59,9 +59,13 @@ class Hyper(NamedTuple):
         exact = (lr, beta1, beta1.log(), 1 - beta1, beta2, 1 - beta2, eps, keep, keep.abs().log())
         return cls(*(value.to(dtype) for value in exact))
 
-    def rows(self, rows: slice) -> Hyper:
-        """The hyperparameters of some rows."""
-        return Hyper(*(value[rows] if value.dim() else value for value in self))
+    def rows(self, group: Tensor | None) -> Hyper:
+        """Those of the rows whose groups are ``group [r]``, by row; None, and what is 0-dim, is the same for all."""
+        return Hyper(*(_by_row(value, group) for value in self))
+
+
+def _by_row(value: Tensor, group: Tensor | None) -> Tensor:
+    return value if group is None or not value.dim() else value.index_select(0, group).unsqueeze(1)
 
 
 _Array = Any
@@ -238,11 +242,16 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     Returns:
         ``[R, q]``, dtype :func:`position_dtype`.
     """
+    return _select_in_chunks(statistic, sent, _CHUNK)
+
+
+def _select_in_chunks(statistic: Tensor, sent: int, chunk: int) -> Tensor:
+    """:func:`select`, about ``chunk`` entries at a time."""
     blocks, length = statistic.shape
     assert 1 <= sent <= length
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=statistic.device)
     memory: Tensor | None = None
-    for rows in _row_chunks(blocks, length, _CHUNK):
+    for rows in _row_chunks(blocks, length, chunk):
         bits = statistic[rows].to(torch.float32).view(torch.int32)
         # Once, for the first chunk is the largest: a megabyte anew for each would be fetched from the kernel each time.
         memory = torch.empty_like(bits) if memory is None else memory
@@ -537,6 +546,7 @@ def update(
     noise: Tensor | None = None,
     floor: float = 1.0,
     implicit: bool = False,
+    group: Tensor | None = None,
 ) -> Tensor:
     """:func:`tau_step` on the masked entries of a shard; theta, momentum and clock change in place.
 
@@ -550,12 +560,13 @@ def update(
         mask: ``[R, q]`` or None.
         total: ``[R, q]``, A of :func:`tau_step`.
         step: 0-dim int32, t of this step.
-        hyper: of the shard's rows.
-        correction: as in :func:`tau_step`, 0-dim or ``[R, 1]``.
+        hyper: 0-dim or ``[G]``.
+        correction: as in :func:`tau_step`, 0-dim or ``[G]``.
         scale: 0 changes nothing.
         noise: ``[R, B]``, from :func:`measure_noise`, or None.
         floor: as in :func:`tau_step`.
         implicit: likewise.
+        group: int32 ``[R]``, the parameter group of each row; None where ``hyper`` and ``correction`` are 0-dim.
 
     Returns:
         0-dim int64: how many of the entries were visited in the step before too.
@@ -570,9 +581,11 @@ def update(
         old_momentum, last = part.of(momentum), part.of(clock)
         tau = (step - last).to(theta.dtype)
         again += tau.eq(1).sum()
-        divisor = correction[rows] if isinstance(correction, Tensor) and correction.dim() else correction
+        of_rows = None if group is None else group[rows]
+        divisor = _by_row(correction, of_rows) if isinstance(correction, Tensor) else correction
         known = None if noise is None else part.of(noise).to(theta.dtype)
-        new = tau_step(theta[rows], old_momentum, tau, total[rows], hyper.rows(rows), divisor, known, floor, implicit)
+        own = hyper.rows(of_rows)
+        new = tau_step(theta[rows], old_momentum, tau, total[rows], own, divisor, known, floor, implicit)
         if on_host is None:
             applied = scale != 0
             new = TauStep(*(torch.where(applied, a, b) for a, b in zip(new, (theta[rows], old_momentum), strict=True)))
@@ -644,22 +657,28 @@ def checksum(flat: Tensor) -> Tensor:
 
     A changed bit, or two entries that changed places, changes at least one of them, but for a chance of about 2**-64.
     """
+    return _checksum_in_chunks(flat, _CHUNK)
+
+
+def _checksum_in_chunks(flat: Tensor, chunk: int) -> Tensor:
+    """:func:`checksum`, ``chunk`` entries at a time, which it does not depend on: whole rows of 1,024."""
     bits = flat.view(_BITS[flat.element_size()])
     width = 1024
+    assert chunk % width == 0
     columns = torch.zeros(width, dtype=torch.int64, device=flat.device)
     rows = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for number, chunk in enumerate(bits.split(_CHUNK)):
-        whole = chunk.numel() // width * width
-        table = chunk[:whole].view(-1, width)
+    for number, part in enumerate(bits.split(chunk)):
+        whole = part.numel() // width * width
+        table = part[:whole].view(-1, width)
         columns += table.sum(0, dtype=torch.int64)
-        columns[: chunk.numel() - whole] += chunk[whole:]
-        rows += _hashes(table.sum(1, dtype=torch.int64), number).sum()
-    return torch.stack([_hashes(columns, -1).sum(), rows])
+        columns[: part.numel() - whole] += part[whole:]
+        rows += _hashes(table.sum(1, dtype=torch.int64), number * (chunk // width)).sum()
+    return torch.stack([_hashes(columns, -width - 1).sum(), rows])
 
 
-def _hashes(sums: Tensor, salt: int) -> Tensor:
-    """Each sum mixed with its place (splitmix64's finalizer, on signed integers that wrap)."""
-    place = torch.arange(sums.numel(), device=sums.device) + salt * _CHUNK
+def _hashes(sums: Tensor, first: int) -> Tensor:
+    """Each sum mixed with its place, counted from ``first`` (splitmix64's finalizer, on signed integers that wrap)."""
+    place = torch.arange(first, first + sums.numel(), device=sums.device)
     z = sums + (place + 1) * -0x61C8864680B583EB
     z = (z ^ (z >> 30)) * -0x40A7B892E31B1A47
     z = (z ^ (z >> 27)) * -0x6B2FB644ECCEEE15
