@@ -118,17 +118,14 @@ WARMUPS = [(0, 0), (0, 250), (0, 500), (0, 1000), (200, 800), (500, 500)]
 WITH_WARMUP = scape(sparsity_warmup_steps=1000)
 
 
-def tuned(size: str) -> list[Run]:
-    """Every method's rates on one seed, 10,000 steps; then its best (of 0.03M and 0.2M) on two more."""
-    adamw, adams = DENSE
-    shared: dict[str, Any] = {"size": size, "steps": 10_000}
-    return [
-        *sweep([adamw], [4e-3, 8e-3, 16e-3], **shared),
-        *sweep([adams, *SPARSE[:2]], [2e-3, 4e-3, 8e-3], **shared),
-        *sweep([adamw], [8e-3], (1, 2), **shared),
-        *sweep([adams, *SPARSE[:2]], [4e-3], (1, 2), **shared),
-        *sweep([WITH_WARMUP], [4e-3], (0, 1, 2), **shared),
-    ]
+def tuned(size: str, of_adamw: float, of_others: float) -> list[Run]:
+    """10,000 steps at the best rates, half and twice of them, on one seed; then at the best on two more."""
+    others = [DENSE[1], *SPARSE[:2], WITH_WARMUP]
+    runs = []
+    for settings, best in ((DENSE[:1], of_adamw), (others, of_others)):
+        runs += sweep(settings, [best / 2, best, 2 * best], size=size, steps=10_000)
+        runs += sweep(settings, [best], (1, 2), size=size, steps=10_000)
+    return runs
 
 
 SUITES: dict[str, list[Run]] = {
@@ -159,13 +156,13 @@ SUITES: dict[str, list[Run]] = {
         *sweep([DENSE[1], scape()], [4e-3], size="0.03M", ranks=8),
         *sweep([DENSE[1], scape()], [4e-3], size="0.03M", ranks=8, batch=4),
     ],
-    "long": tuned("0.03M"),
+    "long": tuned("0.03M", 8e-3, 4e-3),
     "sizes": [
         *sweep([DENSE[1], *SPARSE[:2]], [2e-3], size="1M", batch=4, steps=10_000),
         *sweep([DENSE[1], *SPARSE[:2]], [2e-3], size="3M", batch=2, steps=10_000),
     ],
     "headline": [
-        *tuned("0.2M"),
+        *tuned("0.2M", 4e-3, 1e-3),
         *sweep(DENSE + SPARSE, [5e-4, 1e-3, 2e-3], size="1M", steps=12_000),
         *sweep(DENSE + SPARSE, [5e-4, 1e-3, 2e-3], size="3M", batch=8, context=128, steps=12_000),
     ],
