@@ -78,14 +78,18 @@ def mean_losses(by_lr: dict[float, list[dict[str, Any]]]) -> dict[float, float]:
 
 
 def rows_of(found: list[dict[str, Any]]) -> list[Row]:
-    """Each method in each setting, with all its seeds at the learning rate whose `mean_losses` is the lowest."""
+    """Each method in each setting, with all its seeds at the best learning rate.
+
+    That is the one with the lowest of the `mean_losses`, of those that ran on the most seeds: one run proves little.
+    """
     tried: dict[Any, dict[float, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for result in found:
         run = run_of(result)
         tried[setting_of(run), run.label][run.lr].append(result)
     rows = []
     for (setting, label), by_lr in tried.items():
-        means = mean_losses(by_lr)
+        most = max(len(here) for here in by_lr.values())
+        means = mean_losses({lr: here for lr, here in by_lr.items() if len(here) == most})
         lr = min(means, key=means.__getitem__)
         best = by_lr[lr]
         run = run_of(best[0])
@@ -219,12 +223,14 @@ def plot_rates(found: list[dict[str, Any]], out: Path) -> None:
     methods = {label: rates for label, rates in sorted(methods.items()) if len(rates) > 1}
     if not methods:
         return
-    figure, axis = plt.subplots(figsize=(7, 4))
+    figure, axis = plt.subplots(figsize=(9, 4))
     for label, rates in methods.items():
         axis.plot(*zip(*sorted(mean_losses(rates).items()), strict=True), marker="o", label=label)
     axis.set(xlabel="learning rate", ylabel="validation loss (nats per byte)", xscale="log")
-    axis.set_title(f"{setting[0]} parameters, {setting[1]} ranks, {setting[4]:,} steps")
-    axis.legend()
+    axis.set_title(
+        f"{setting[0]} parameters, {setting[1]} ranks, {setting[4]:,} steps; on the seeds that all rates share"
+    )
+    axis.legend(loc="upper left", bbox_to_anchor=(1.02, 1), fontsize="small")
     save(figure, out / "rates.png")
 
 
