@@ -363,24 +363,12 @@ class ScapeOptimizer(torch.optim.Optimizer):
             ops.gather(self._run.flats, self._shard_pieces, own, theta, self._layout.block_size)
         before = theta.clone() if self._as_changes else None
         step = state.step + 1
-        hyper, correction = self._hyperparameters.at(step, self.param_groups, theta.dtype)
+        hyper, divisor = self._hyperparameters.at(step, self.param_groups, theta.dtype)
         floor = min(1.0, NOISE_FLOOR * self._layout.block_size / total.shape[1])
         implicit = self.config.catch_up == "implicit"
         noise, group = state.noise, self._hyperparameters.group_of_row()
         record.again = ops.update(
-            theta,
-            state.momentum,
-            state.clock,
-            own,
-            total,
-            step,
-            hyper,
-            correction,
-            scale,
-            noise,
-            floor,
-            implicit,
-            group,
+            theta, state.momentum, state.clock, own, total, step, hyper, divisor, scale, noise, floor, implicit, group
         )
         state.step += (scale != 0).to(state.step.dtype)  # with the clocks, or the next tau would not be right
         if state.master is not None and own is not None:
