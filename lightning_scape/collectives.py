@@ -21,7 +21,6 @@ of the model. With one rank nothing is sent at all.
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
 import contextlib
 import functools
 import os
@@ -45,7 +44,7 @@ T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
 KINDS = ("norm", "values", "parameters", "mask", "votes")
 LEAVE_SECONDS = 10.0
-"""For which a process that ends waits for its last mask's exchange."""
+"""For which a process that ends waits for the thread of its last mask's exchange."""
 
 
 def new_mask_group(
@@ -436,19 +435,20 @@ class _Worker:
     """Does what it is given beside the main thread, one after the other.
 
     One for each group, whichever optimizers share it: messages of a group meet their like only if all ranks send them
-    in the same order, which is the order in which the main threads hand them over. The thread is a daemon, so that at
-    exit nothing waits for a peer that is gone; yet what is under way is waited for a while, for the interpreter must
-    not end under a message.
+    in the same order, which is the order in which the main threads hand them over. The thread is a daemon, so that a
+    process whose peer is gone can end; yet the end waits for the thread a while: an interpreter that ends while a
+    thread is inside torch (also after the message, to free what it held) aborts the process.
     """
 
     _of: ClassVar[weakref.WeakKeyDictionary[ProcessGroup, _Worker]] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
         self._jobs: _Jobs = SimpleQueue()
-        self.newest: _Job | None = None
-        threading.Thread(target=_work_off, args=(self._jobs,), name="scape-mask", daemon=True).start()
+        thread = threading.Thread(target=_work_off, args=(self._jobs,), name="scape-mask", daemon=True)
+        thread.start()
         weakref.finalize(self, self._jobs.put, None).atexit = False  # with the group, the thread goes too
-        atexit.register(_leave, weakref.ref(self))  # after a process group's own end was registered, hence before it
+        # After a process group's own end was registered, hence before it.
+        atexit.register(_leave, weakref.ref(thread), self._jobs)
 
     @classmethod
     def of(cls, group: ProcessGroup) -> _Worker:
@@ -465,16 +465,17 @@ class _Worker:
 
     def do(self, act: Callable[[], None]) -> _Job:
         """Hands over ``act``."""
-        job = self.newest = _Job()
+        job = _Job()
         self._jobs.put((job, act))
         return job
 
 
-def _leave(worker: weakref.ref[_Worker]) -> None:
-    """Waits for what the worker has under way, ``LEAVE_SECONDS`` at most; if its group is gone, for nothing."""
-    there = worker()
-    if there is not None and there.newest is not None:
-        concurrent.futures.wait([there.newest], LEAVE_SECONDS)
+def _leave(thread: weakref.ref[threading.Thread], jobs: _Jobs) -> None:
+    """Waits until the worker's thread has ended, ``LEAVE_SECONDS`` at most; what it was given comes first."""
+    running = thread()
+    if running is not None:
+        jobs.put(None)
+        running.join(LEAVE_SECONDS)
 
 
 @torch.no_grad()  # which is a thread's own

@@ -1052,3 +1052,26 @@ def test_a_script_may_end_right_after_a_step(tmp_path: Path, end: str) -> None:
     ]
     said = [rank.communicate(timeout=90)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
+
+
+HOLDS = """
+import time, torch
+from lightning_scape.collectives import _Worker
+torch.set_num_threads(1)
+
+class Held:
+    def __del__(self):
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            torch.zeros(8).add_(1)  # in and out of torch, as the end of a message is
+        print("freed")
+
+worker = _Worker()
+job = worker.do(lambda held=Held(): None)
+job.wait()
+"""
+
+
+def test_a_script_may_end_while_the_workers_thread_frees_what_a_message_held() -> None:
+    ended = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, timeout=90)
+    assert (ended.returncode, ended.stdout) == (0, "freed\n"), ended.stderr
