@@ -110,7 +110,7 @@ class GradientClipping:
         world_size = self.communicator.world_size
         if world_size > 1 and sketch:
             if self._signs is None or self._signs.device != device:
-                self._signs = _random_signs(2 * _CHUNK).to(device)
+                self._signs = ops.to_device(_random_signs(2 * _CHUNK), device)
             buckets = ops.sketch(grads, self._signs, SKETCH_WIDTHS)
             norm: Tensor = torch.linalg.vector_norm(self.communicator.all_reduce_sum(buckets) / world_size)
             return norm
@@ -154,6 +154,10 @@ class GradientClipping:
                 self.last_skipped = True
                 _refuse("got NaN or inf in the step before, which was skipped")
             self._count(on_host)
+
+    def drop_verdict(self) -> None:
+        """Drops a verdict that was still on the device: what follows goes on from another state than its step's."""
+        self._verdict = None
 
     def _count(self, scale_on_host: Tensor) -> None:
         self.last_skipped = float(scale_on_host) == 0.0

@@ -5,6 +5,7 @@ Symbols: ``rho = 1 - sparsity`` is the density, ``B`` the block length, ``q`` th
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, fields
 from fractions import Fraction
@@ -243,6 +244,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
+@functools.lru_cache(maxsize=64)  # each step asks
 def quota_for(sparsity: float, block_size: int | None = None) -> Quota:
     """Block length and quota for a sparsity.
 

@@ -50,7 +50,7 @@ class RowHyperparameters:
         """int32 ``[R]``: the group of each row, counted among those in this shard; None where there is one."""
         device = self._parameters.device
         if len(self._groups) > 1 and (self._of_row is None or self._of_row.device != device):
-            self._of_row = self._spread().to(device, non_blocking=True)
+            self._of_row = ops.to_device(self._spread(), device)
         return self._of_row
 
     def _numbers(self, group: dict[str, Any]) -> list[float]:

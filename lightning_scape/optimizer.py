@@ -595,6 +595,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
         self._run.state = state
+        self._run.sampled = False
+        self._clipping.drop_verdict()
         self._run.record = self._run.stats = self._run.consolidated = None
         # Parameters may be loaded before or after: masters that do not round to them give way.
         self._run.masters_stale, self._run.compared = True, False

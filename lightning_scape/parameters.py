@@ -61,9 +61,13 @@ class Parameters:
         return self.tensors[0].device if self.tensors else torch.device("cpu")
 
     @property
+    def _dtypes(self) -> set[torch.dtype]:
+        return {parameter.dtype for parameter in self.tensors}
+
+    @property
     def wire_dtype(self) -> torch.dtype:
         """In which updated values travel whole: the parameters' own; of mixed ones, the narrowest that holds all."""
-        return reduce(torch.promote_types, (parameter.dtype for parameter in self.tensors))
+        return reduce(torch.promote_types, self._dtypes)
 
     def travel_as_changes(self, dtype: torch.dtype) -> bool:
         """Whether their changes are sent, rounded to ``dtype``, in place of their values: if it is narrower than all.
@@ -81,7 +85,7 @@ class Parameters:
     @property
     def need_masters(self) -> bool:
         """Whether some are narrower than the arithmetic, so that small updates would be rounded away."""
-        return any(parameter.dtype != self.state_dtype for parameter in self.tensors)
+        return self._dtypes != {self.state_dtype}
 
     def describe(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...], str]]:
         """Group, shape, strides and dtype of each: what must be the same on all ranks."""

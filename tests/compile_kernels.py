@@ -75,7 +75,7 @@ def _type_of(value: Any) -> str:
 
 
 def record() -> dict[str, Launch]:
-    """The launches of whole steps over parameters of several dtypes, and of what those leave out."""
+    """The launches of whole steps, dense and sparse, over parameters of several dtypes, and of what those leave out."""
     launches: dict[str, Launch] = {}
 
     def note(kernel: Any, programs: Any, *args: Any, **meta: Any) -> None:
@@ -86,6 +86,9 @@ def record() -> dict[str, Launch]:
         for dtypes in ([torch.float32], [torch.bfloat16], [torch.float16, torch.float32], [torch.float64]):
             for sparsity, statistic in ((0.99, "residual"), (0.9, "first_moment")):
                 steps(dtypes, ScapeConfig(sparsity=sparsity, mask_statistic=statistic, bias_correction=sparsity == 0.9))
+            plain = ScapeConfig(catch_up="summed", second_moment="reconstructed", dense_steps=1)
+            steps(dtypes, plain, groups=1)
+            steps(dtypes, ScapeConfig(dense_steps=1), groups=1)
         for dtype in (torch.float32, torch.float64):  # as it is with several ranks
             pieces = list(Layout([300], [0], 100, 1).pieces())
             for mask in (None, torch.zeros(3, 1, dtype=torch.uint8)):
@@ -104,12 +107,12 @@ def record() -> dict[str, Launch]:
     return launches
 
 
-def steps(dtypes: list[torch.dtype], config: ScapeConfig) -> None:
-    """A dense step and sparse ones; the numbers are whatever the memory holds, for nothing is computed."""
+def steps(dtypes: list[torch.dtype], config: ScapeConfig, groups: int = 2) -> None:
+    """Three steps; the numbers are whatever the memory holds, for nothing is computed."""
     parameters = [torch.nn.Parameter(torch.zeros(3000 + 8 * i, dtype=d)) for i, d in enumerate(dtypes * 2)]
-    half = len(parameters) // 2
-    groups = [{"params": parameters[:half]}, {"params": parameters[half:], "lr": 0.1}]
-    optimizer = ScapeOptimizer(groups, config=config)
+    half = len(parameters) // groups
+    parts = [{"params": part} for part in (parameters[:half], parameters[half:]) if part]
+    optimizer = ScapeOptimizer(parts, config=config)
     with (
         patch.object(kernels, "select", lambda statistic, sent: _first(statistic, sent)),
         patch.object(optimizer._clipping, "judge", lambda scale: None),

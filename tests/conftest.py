@@ -8,11 +8,13 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import functools
+import importlib.util
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import launcher
@@ -57,6 +59,18 @@ def _has_network_namespaces() -> bool:
 def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     """``run_ranks(fn, world_size, *args, timeout=120.0, expect_errors=False)``: see :func:`launcher.run_ranks`."""
     return functools.partial(launcher.run_ranks, workdir=tmp_path)
+
+
+@pytest.fixture(scope="session")
+def bench_gpu() -> ModuleType:
+    """``examples/bench_gpu.py``, whose ranks without a network the tests on a GPU use, too."""
+    path = Path(__file__).parents[1] / "examples" / "bench_gpu.py"
+    spec = importlib.util.spec_from_file_location("bench_gpu", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture

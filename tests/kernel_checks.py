@@ -172,6 +172,14 @@ class KernelChecks:
             results.append(own.cpu())
         assert_same_bits(*results)
 
+    @pytest.mark.parametrize("module", BOTH)
+    def test_a_bound_may_lie_beyond_the_gradients_dtype(self, module: Any) -> None:
+        residual = torch.zeros(2, device=self.device)
+        grad = torch.tensor([6e4, -3.0], dtype=torch.float16, device=self.device)
+        module.fold([residual], [grad], self.scalar(1.0), 1e5)
+        module.measure_noise(residual, grad, 0.5, 1, self.scalar(1.0), 1e5)
+        assert residual[1].item() == 0.5 * -3.0 + 0.5 * 9.0
+
     def test_fold_with_scale_one_equals_the_twin_on_the_host(self) -> None:
         residual, grad = torch.randn(3000), torch.randn(3000)
         other = residual.to(self.device, copy=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -15,16 +14,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "bench_gpu.py"
 TINY = ("--device", "cpu", "--tiny", "--sparsity", "0.99", "--ranks", "1", "8", "--steps", "1")
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_gpu", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_dry_run_writes_its_report(tmp_path: Path) -> None:
@@ -40,31 +29,38 @@ def test_dry_run_writes_its_report(tmp_path: Path) -> None:
     assert json.loads((tmp_path / report["overlap"]["trace"]).read_text())["traceEvents"]
 
 
-def test_no_speed_is_reported_when_kernels_are_wrong(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_speed_is_reported_when_kernels_are_wrong(bench_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    monkeypatch.setattr(bench, "short_training", lambda args, choice, ranks: {"clock": torch.full((), len(choice))})
-    args = bench.argparse.Namespace(device="cpu")
+    monkeypatch.setattr(bench_gpu, "short_training", lambda args, choice, ranks: {"clock": torch.full((), len(choice))})
+    args = bench_gpu.argparse.Namespace(device="cpu")
     with pytest.raises(SystemExit, match="disagree on the clock: no speed is reported"):
-        bench.check(args)
+        bench_gpu.check(args)
 
 
-def test_hidden_time_is_what_both_streams_have_in_common(bench: ModuleType) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_compared_trains_at_its_full_size(bench_gpu: ModuleType, ranks: int) -> None:
+    args = bench_gpu.argparse.Namespace(device="cpu", tiny=False)
+    left = bench_gpu.short_training(args, "reference", ranks)
+    assert all(bench_gpu.torch.isfinite(tensor.double()).all() for tensor in left.values())
+
+
+def test_hidden_time_is_what_both_streams_have_in_common(bench_gpu: ModuleType) -> None:
     events = [(7, 0, 10, "_select_kernel"), (7, 20, 30, "copy"), (1, 5, 22, "gemm"), (1, 0, 99, "scape::fold")]
-    busy = bench.by_stream(events)
-    assert bench.union(busy[7]) == [(0, 10), (20, 30)]
-    assert bench.common(bench.union(busy[7]), bench.union(busy[1])) == 5 + 2
-    assert bench.union([(3, 5), (0, 4), (6, 7)]) == [(0, 5), (6, 7)]
+    busy = bench_gpu.by_stream(events)
+    assert bench_gpu.union(busy[7]) == [(0, 10), (20, 30)]
+    assert bench_gpu.common(bench_gpu.union(busy[7]), bench_gpu.union(busy[1])) == 5 + 2
+    assert bench_gpu.union([(3, 5), (0, 4), (6, 7)]) == [(0, 5), (6, 7)]
 
 
-def test_models_have_the_size_they_are_named_after(bench: ModuleType) -> None:
-    for size, (millions, _) in bench.SIZES.items():
-        numels = [shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in bench.shapes_of(size, tiny=False)]
+def test_models_have_the_size_they_are_named_after(bench_gpu: ModuleType) -> None:
+    for size, (millions, _) in bench_gpu.SIZES.items():
+        numels = [shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in bench_gpu.shapes_of(size, tiny=False)]
         assert sum(numels) == millions * 1_000_000
 
 
-def test_targets_are_judged_by_the_measured_row(bench: ModuleType) -> None:
+def test_targets_are_judged_by_the_measured_row(bench_gpu: ModuleType) -> None:
     floor = {"fold": 1.2, "select": 1.6}
     row = {"size": "500M", "sparsity": 0.99, "ranks": 1, "step / adamw": 0.6, "times the floor": floor}
-    assert [found["met"] for found in bench.judge([row]).values()] == [False, True, False]
-    assert set(bench.judge([]).values()) == {None}
+    assert [found["met"] for found in bench_gpu.judge([row]).values()] == [False, True, False]
+    assert set(bench_gpu.judge([]).values()) == {None}

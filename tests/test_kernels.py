@@ -7,14 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
+import compile_kernels
 import pytest
 import torch
 import triton
 from kernel_checks import FAR, FarAway, KernelChecks, assert_same_bits, hyper
 from rank_checks import CHANGE_ROUNDING, train_on, train_scaled
 
-from lightning_scape import ops
+from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.ops import kernels, reference
 
 interpreted = pytest.mark.skipif(
@@ -48,7 +51,7 @@ def test_every_public_function_of_the_reference_is_dispatched_and_has_a_twin() -
         for name, value in vars(reference).items()
         if inspect.isfunction(value) and value.__module__ == reference.__name__ and not name.startswith("_")
     }
-    assert public - {"position_dtype"} == {operation.__name__ for operation in ops.DISPATCHED}
+    assert public - {"position_dtype", "to_device"} == {operation.__name__ for operation in ops.DISPATCHED}
     assert public < set(kernels.__all__)
 
 
@@ -131,7 +134,7 @@ class TestFarAway:
         for row in range(3):
             memory.at(row * FAR, 16)[5 * row] = -1.0
         chosen = torch.empty(3, 1, dtype=torch.uint8)
-        geometry = {"LENGTH": 16, "SENT": 1, "LOW": 15, "KEPT_BITS": 0x7FFFFFF0, "ROWS": 4, "BLOCK": 16}
+        geometry = {"LENGTH": 16, "LOW": 15, "KEPT_BITS": 0x7FFFFFF0, "ROWS": 4, "BLOCK": 16}
         first = memory.at(0, 16, "int32")
         kernels._launch(
             kernels._select_kernel,
@@ -139,6 +142,7 @@ class TestFarAway:
             first,
             chosen,
             3,
+            1,
             STRIDE=FAR,
             BITS_GIVEN=True,
             OUT=triton.language.uint8,
@@ -150,10 +154,9 @@ class TestFarAway:
         memory = FarAway(FAR + 4)
         memory.at(FAR, 4)[:] = torch.tensor([1.0, 2.0, 1.00390625, 4.0])
         mask, values = torch.tensor([[1], [2]], dtype=torch.uint8), torch.empty(2, 1, dtype=torch.bfloat16)
-        constants = {"SENT": 1, "MASKED": True, "WIRE": triton.language.bfloat16, "LIMIT": 3e38, "CHUNK": 2}
-        kernels._launch(
-            kernels._compact_kernel, 1, memory.at(0, 4), mask, kernels._raw(values), torch.ones(()), 2, FAR, **constants
-        )
+        constants = {"MASKED": True, "WIRE": triton.language.bfloat16, "LIMIT": 3e38, "CHUNK": 2}
+        arguments = (memory.at(0, 4), mask, kernels._raw(values), torch.ones(()), 2, FAR, 1)
+        kernels._launch(kernels._compact_kernel, 1, *arguments, **constants)
         assert values.tolist() == [[0.0], [1.0]]
         assert memory.at(FAR, 4).tolist() == [1.0, 2.0, 0.00390625, 4.0]
 
@@ -164,8 +167,7 @@ class TestFarAway:
         theta, again = torch.tensor([[1.0], [3.0]]), torch.zeros((), dtype=torch.int64)
         near = [torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.int32)]
         step, single = torch.tensor(9, dtype=torch.int32), hyper("cpu", torch.float32)
-        constants = {"SENT": 1, "MASKED": True, "BY_GROUP": False, "CORRECTED": False}
-        constants["IMPLICIT"] = True
+        constants = {"MASKED": True, "BY_GROUP": False, "CORRECTED": False, "IMPLICIT": True}
         expected = theta.clone()
         noise = torch.tensor([[0.0] * 4, [5.0] * 4])
         reference.update(expected, *near, mask, total, step, single, 1.0, torch.ones(()), noise, 1.0, True)
@@ -189,6 +191,7 @@ class TestFarAway:
             FAR,
             FAR,
             FAR,
+            1,
             MEASURED=True,
             CHUNK=2,
             **constants,
@@ -238,9 +241,10 @@ class TestFarAway:
             torch.tensor([block]),
             mask.at(0, 1, "uint8"),
             out.at(0, 1),
+            1,
         )
         dtype = triton.language.float32
-        constants = {"BLOCK_SIZE": 64, "SENT": 1, "MASKED": True, "PARAMETER": dtype, "VALUES": dtype, "CHUNK": 2}
+        constants = {"BLOCK_SIZE": 64, "MASKED": True, "PARAMETER": dtype, "VALUES": dtype, "CHUNK": 2}
         kernels._launch(kernels._exchange_kernel, 1, *arguments, TO_PARAMETER=False, ADD=False, **constants)
         values = out.at(block, 1)
         assert values.tolist() == [7.0]
@@ -253,6 +257,30 @@ class TestFarAway:
 
 
 # ---------------------------------------------------------------------------------- compiled, not only run
+
+
+@interpreted
+def test_a_warm_up_of_the_sparsity_compiles_each_kernel_a_few_times() -> None:
+    variants: dict[str, set[str]] = {}
+
+    def note(kernel: Any, programs: Any, *args: Any, **meta: Any) -> None:
+        launch = compile_kernels.Launch(kernel, args, dict(meta))
+        variants.setdefault(kernel.__name__, set()).add(launch.key)
+        launched(kernel, programs, *args, **meta)
+
+    launched, quotas = kernels._launch, set()
+    parameter = torch.nn.Parameter(torch.zeros(2_000))
+    config = ScapeConfig(sparsity=0.99, sparsity_warmup_steps=40)
+    optimizer = ScapeOptimizer([parameter], config=config)
+    with patch.object(kernels, "_launch", note), ops.using("kernels"):
+        for _ in range(44):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            quotas.add(optimizer.stats.density)
+    assert len(quotas) > 30
+    assert {"_compact_kernel", "_update_kernel", "_exchange_kernel", "_select_kernel"} <= variants.keys()
+    # Numbers that are 1 or multiples of 16 are compiled apart, for each argument that may be one.
+    assert all(len(found) <= 8 for found in variants.values()), {name: len(found) for name, found in variants.items()}
 
 
 def test_kernels_compile_for_gpus() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -195,6 +196,32 @@ def test_a_skipped_step_is_no_sample() -> None:
     assert state.noise is not None
     assert state.noise_samples == 1
     assert state.noise.view(-1).tolist() == [4.0] * 30
+
+
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_a_state_loaded_after_a_skipped_step_knows_nothing_of_it(strict: bool | None) -> None:
+    """The first thing that people try after a NaN; on CUDA its verdict comes late, and is set by hand here."""
+    parameter = nn.Parameter(torch.zeros(30))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.9, block_size=10))
+    dense = torch.optim.AdamW([parameter])
+    parameter.grad = torch.full((30,), 2.0)
+    dense.step()
+    parameter.grad = torch.full((30,), float("nan"))
+    with pytest.warns(UserWarning, match="not finite"):
+        optimizer.step()
+    if strict is not None:
+        arrived = cast(torch.cuda.Event, SimpleNamespace(synchronize=lambda: None))
+        optimizer._clipping._verdict = torch.zeros(()), arrived, strict
+    with pytest.warns(UserWarning, match="not written by SCAPE"):
+        optimizer.load_state_dict(dense.state_dict())
+    parameter.grad = torch.full((30,), 3.0)
+    optimizer.step()
+    state = optimizer._run.state
+    assert state is not None
+    assert state.noise is not None
+    assert state.noise_samples == 1
+    assert state.noise.view(-1).tolist() == [9.0] * 30
+    assert optimizer._clipping.skipped_total == 1
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])

@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import ParamSpec
 
 from lightning_scape.ops import reference
-from lightning_scape.ops.reference import Hyper, TauStep, position_dtype
+from lightning_scape.ops.reference import Hyper, TauStep, position_dtype, to_device
 
 __all__ = [
     "DISPATCHED",
@@ -41,6 +41,7 @@ __all__ = [
     "squared_norm",
     "take",
     "tau_step",
+    "to_device",
     "update",
     "using",
     "vote",

@@ -18,7 +18,8 @@ take, put, tau_step                  the twin itself: one call of torch each, or
 Products and sums are never contracted (``enable_fp_fusion=False``): the twin's are not. bf16 is rounded and widened
 as integers, which is the same instruction count, and exact in Triton's interpreter too. Lists of parameters are worked
 off in one launch per dtype: tables on the device say where each tensor lies and which of its entries a program takes.
-No function here makes the host wait for the device, or asks it for a size.
+No function here makes the host wait for the device, or asks it for a size. How many entries a block sends is a constant
+of no kernel: a warm-up of the sparsity goes through hundreds of numbers, and each would be compiled anew.
 
 Offsets are 64-bit wherever a tensor may hold 2**31 entries or more. Run with ``TRITON_INTERPRET=1`` on CPU tensors to
 test without a GPU.
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from lightning_scape.layout import Piece
 from lightning_scape.ops import reference
-from lightning_scape.ops.reference import Hyper, TauStep, position_dtype, put, take, tau_step
+from lightning_scape.ops.reference import Hyper, TauStep, position_dtype, put, take, tau_step, to_device
 
 __all__ = [
     "Hyper",
@@ -55,6 +56,7 @@ __all__ = [
     "squared_norm",
     "take",
     "tau_step",
+    "to_device",
     "update",
     "vote",
 ]
@@ -277,7 +279,7 @@ def _sketch_plan(
         for index, size in zip(indices, sizes, strict=True)
         for number in range(-(-size // length))
     ]
-    return _to_device(torch.tensor(rows, dtype=torch.int32, device="cpu"), device)
+    return to_device(torch.tensor(rows, dtype=torch.int32, device="cpu"), device)
 
 
 @triton.jit
@@ -410,9 +412,9 @@ def _select_kernel(
     statistic,
     chosen,
     rows,
+    sent,
     STRIDE: tl.constexpr,
     LENGTH: tl.constexpr,
-    SENT: tl.constexpr,
     LOW: tl.constexpr,
     KEPT_BITS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -428,7 +430,7 @@ def _select_kernel(
         bits = raw
     else:
         bits = raw.to(tl.float32).to(tl.int32, bitcast=True)
-    _store_largest(bits, chosen, row, rows, position, LENGTH, SENT, LOW, KEPT_BITS, OUT)
+    _store_largest(bits, chosen, row, rows, sent, position, LENGTH, LOW, KEPT_BITS, OUT)
 
 
 @triton.jit
@@ -437,9 +439,9 @@ def _store_largest(
     chosen,
     row,
     rows,
+    sent,
     position,
     LENGTH: tl.constexpr,
-    SENT: tl.constexpr,
     LOW: tl.constexpr,
     KEPT_BITS: tl.constexpr,
     OUT: tl.constexpr,
@@ -447,9 +449,9 @@ def _store_largest(
     """The positions of the largest magnitudes of each row, by :func:`reference.select`'s keys."""
     keys = (bits & KEPT_BITS) | (LOW - position)[None, :]
     keys = tl.where((position < LENGTH)[None, :], keys, -1)
-    for turn in range(SENT):
+    for turn in range(sent):
         top = tl.max(keys, axis=1)
-        tl.store(chosen + row * SENT + turn, (LOW - (top & LOW)).to(OUT), mask=row < rows)
+        tl.store(chosen + row * sent + turn, (LOW - (top & LOW)).to(OUT), mask=row < rows)
         keys = tl.where(keys == top[:, None], -1, keys)  # no two keys of a row are equal
 
 
@@ -470,6 +472,7 @@ def select(statistic: Tensor, sent: int) -> Tensor:
         given,
         chosen,
         blocks,
+        sent,
         BITS_GIVEN=given.dtype == torch.int32,
         **shape,
     )
@@ -489,7 +492,6 @@ def _selection(matrix: Tensor, chosen: Tensor) -> dict[str, Any]:
     return {
         "STRIDE": matrix.stride(0),
         "LENGTH": length,
-        "SENT": chosen.shape[1],
         "LOW": low,
         "KEPT_BITS": reference._MAGNITUDE_BITS & ~low,
         "ROWS": max(1, _SELECT_TILE // block),
@@ -510,12 +512,12 @@ def _elect_kernel(
     ballots,
     chosen,
     rows,
+    sent,
     ranks,
     own,
     VOTES: tl.constexpr,
     STRIDE: tl.constexpr,
     LENGTH: tl.constexpr,
-    SENT: tl.constexpr,
     LOW: tl.constexpr,
     KEPT_BITS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -542,7 +544,7 @@ def _elect_kernel(
                 named = position[None, :] == place[:, None]
                 total = tl.where(named, total + (code.to(tl.float32) * unit)[:, None], total)
     bits = total.to(tl.int32, bitcast=True)
-    _store_largest(bits, chosen, row, rows, position, LENGTH, SENT, LOW, KEPT_BITS, OUT)
+    _store_largest(bits, chosen, row, rows, sent, position, LENGTH, LOW, KEPT_BITS, OUT)
 
 
 def elect(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) -> Tensor:
@@ -559,6 +561,7 @@ def elect(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) ->
         ballots.contiguous(),
         chosen,
         blocks,
+        sent,
         ballots.shape[0],
         own,
         VOTES=votes,
@@ -578,15 +581,17 @@ def _compact_kernel(
     scale,
     count,
     stride,
-    SENT: tl.constexpr,
+    sent,
     MASKED: tl.constexpr,
     WIRE: tl.constexpr,
     LIMIT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    entry = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    first = tl.program_id(0).to(tl.int64) * CHUNK
+    entry = first + tl.arange(0, CHUNK)
     inside = entry < count
-    place = residual + _row_offset(mask, entry, inside, stride, SENT, MASKED)
+    row, column = _cells(mask, first, inside, sent, MASKED, CHUNK)
+    place = residual + row * stride + column
     taken = tl.load(scale + entry * 0, mask=inside, other=0) != 0
     there = tl.load(place, mask=taken, other=0)
     raw = _narrow(_clamp(there, LIMIT), WIRE)
@@ -595,12 +600,13 @@ def _compact_kernel(
 
 
 @triton.jit
-def _row_offset(mask, entry, inside, stride, SENT: tl.constexpr, MASKED: tl.constexpr):
-    """Where the ``entry``-th chosen position lies in a matrix whose rows are ``stride`` apart: int64."""
-    row, column = entry // SENT, entry % SENT
+def _cells(mask, first, inside, sent, MASKED: tl.constexpr, CHUNK: tl.constexpr):
+    """Row and column, int64, of the CHUNK chosen entries from ``first`` on: one division in 64 bits for all of them."""
+    within = (first % sent).to(tl.int32) + tl.arange(0, CHUNK)
+    row, column = first // sent + within // sent, (within % sent).to(tl.int64)
     if MASKED:
-        column = tl.load(mask + entry, mask=inside, other=0).to(tl.int64)
-    return row * stride + column
+        column = tl.load(mask + first + tl.arange(0, CHUNK), mask=inside, other=0).to(tl.int64)
+    return row, column
 
 
 def compact(
@@ -619,7 +625,7 @@ def compact(
         scale.to(residual.device),
         values.numel(),
         residual.stride(0),
-        SENT=sent,
+        sent,
         MASKED=mask is not None,
         WIRE=_DTYPES[wire_dtype],
         LIMIT=torch.finfo(wire_dtype).max,
@@ -665,7 +671,7 @@ def _update_kernel(
     momentum_stride,
     clock_stride,
     noise_stride,
-    SENT: tl.constexpr,
+    sent,
     MASKED: tl.constexpr,
     BY_GROUP: tl.constexpr,
     CORRECTED: tl.constexpr,
@@ -674,12 +680,13 @@ def _update_kernel(
     CHUNK: tl.constexpr,
 ):
     if tl.load(scale) != 0:
-        entry = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+        first = tl.program_id(0).to(tl.int64) * CHUNK
+        entry = first + tl.arange(0, CHUNK)
         inside = entry < count
-        row = entry // SENT
+        row, column = _cells(mask, first, inside, sent, MASKED, CHUNK)
         h = tl.load(group + row, mask=inside, other=0) if BY_GROUP else row.to(tl.int32) * 0
-        of_momentum = momentum + _row_offset(mask, entry, inside, momentum_stride, SENT, MASKED)
-        of_clock = clock + _row_offset(mask, entry, inside, clock_stride, SENT, MASKED)
+        of_momentum = momentum + row * momentum_stride + column
+        of_clock = clock + row * clock_stride + column
 
         now = tl.load(step)
         tau = now - tl.load(of_clock, mask=inside, other=0)
@@ -711,7 +718,7 @@ def _update_kernel(
         v = b2 * (m * m)
         v += _divide(one_minus_b2 * (a * a), steps)
         if MEASURED:
-            of_noise = noise + _row_offset(mask, entry, inside, noise_stride, SENT, MASKED)
+            of_noise = noise + row * noise_stride + column
             n = tl.load(of_noise, mask=inside, other=0) * tl.load(floor)
             steady = n * _divide(one_minus_b1, 1 + b1)
             floored = b2 * tl.maximum(m * m, steady) + one_minus_b2 * tl.maximum(n, _divide(a * a, steps))
@@ -775,7 +782,7 @@ def update(
         momentum.stride(0),
         clock.stride(0),
         momentum.stride(0) if noise is None else noise.stride(0),
-        SENT=sent,
+        sent,
         MASKED=mask is not None,
         BY_GROUP=group is not None,
         CORRECTED=corrected,
@@ -799,8 +806,8 @@ def _exchange_kernel(
     chunk_starts,
     mask,
     values,
+    sent,
     BLOCK_SIZE: tl.constexpr,
-    SENT: tl.constexpr,
     MASKED: tl.constexpr,
     PARAMETER: tl.constexpr,
     VALUES: tl.constexpr,
@@ -810,13 +817,13 @@ def _exchange_kernel(
 ):
     program = tl.program_id(0)
     piece = tl.load(chunk_pieces + program)
-    entry = tl.load(chunk_starts + program) + tl.arange(0, CHUNK)
+    first = tl.load(chunk_starts + program)
+    entry = first + tl.arange(0, CHUNK)
     inside = entry < tl.load(kept + piece)
-    place = tl.load(first_rows + piece) * SENT + entry
-    offset = entry
-    if MASKED:
-        offset = entry // SENT * BLOCK_SIZE + tl.load(mask + place, mask=inside, other=0).to(tl.int64)
-    parameter = _pointer(tl.load(addresses + piece), PARAMETER) + offset
+    before = tl.load(first_rows + piece) * sent
+    place = before + entry
+    row, column = _cells(mask + before, first, inside, sent, MASKED, CHUNK)
+    parameter = _pointer(tl.load(addresses + piece), PARAMETER) + row * BLOCK_SIZE + column
     if TO_PARAMETER:
         value = _widen(tl.load(values + place, mask=inside, other=0), VALUES)
         if ADD:
@@ -868,8 +875,8 @@ def _exchange(
             *chunks,
             _raw(values) if mask is None else mask,
             _raw(values),
+            sent,
             BLOCK_SIZE=block_size,
-            SENT=sent,
             MASKED=mask is not None,
             PARAMETER=_DTYPES[dtype],
             VALUES=_DTYPES[values.dtype],
@@ -918,7 +925,8 @@ def _aligned(tensor: Tensor) -> bool:
 
 def _bound(clip_value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The bound as a number of the gradient's dtype, to which torch's clamp rounds it; 0-dim, fp32 or fp64."""
-    return torch.full((), clip_value, dtype=dtype, device=device).to(torch.promote_types(dtype, torch.float32))
+    bound = torch.full((), reference._within(clip_value, dtype), dtype=dtype, device=device)
+    return bound.to(torch.promote_types(dtype, torch.float32))
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -957,17 +965,12 @@ def _cached_chunks(
     tensors = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32, device="cpu"), counts)
     before = counts.cumsum(0) - counts
     starts = (torch.arange(tensors.numel(), device="cpu") - before[tensors.long()]) * chunk
-    return tensors.numel(), (_to_device(numels, device), _to_device(tensors, device), _to_device(starts, device))
+    return tensors.numel(), (to_device(numels, device), to_device(tensors, device), to_device(starts, device))
 
 
 @lru_cache(maxsize=_CACHED_TABLES)
 def _cached_table(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    return _to_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
-
-
-def _to_device(table: Tensor, device: torch.device) -> Tensor:
-    """A copy that the host does not wait for: out of pinned memory, which stays until the copy is done."""
-    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+    return to_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
 
 
 def _stream(tensor: Tensor) -> int:

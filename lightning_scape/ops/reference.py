@@ -137,7 +137,7 @@ def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Ten
         if grad is None:
             continue
         for target, part in zip(residual.split(_CHUNK), grad.split(_CHUNK), strict=True):
-            value = part if clip_value is None else part.clamp(-clip_value, clip_value)
+            value = _clamped(part, clip_value)
             if value.device != target.device or value.dtype != target.dtype:
                 value = value.to(device=target.device, dtype=target.dtype)
             if on_host is None:
@@ -145,6 +145,18 @@ def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Ten
                 target.add_(torch.where(factor != 0, value * factor, 0.0))
             else:
                 target.add_(value, alpha=on_host)
+
+
+def _clamped(grad: Tensor, clip_value: float | None) -> Tensor:
+    if clip_value is None:
+        return grad
+    bound = _within(clip_value, grad.dtype)
+    return grad.clamp(-bound, bound)
+
+
+def _within(bound: float, dtype: torch.dtype) -> float:
+    """A bound that torch can write in a dtype (it refuses 1e5 in fp16)."""
+    return min(bound, torch.finfo(dtype).max)
 
 
 def accumulate_first_moment(
@@ -159,7 +171,7 @@ def accumulate_first_moment(
     if on_host == 0.0:
         return
     for first, total, part in zip(momentum.split(_CHUNK), evidence.split(_CHUNK), grad.split(_CHUNK), strict=True):
-        value = part if clip_value is None else part.clamp(-clip_value, clip_value)
+        value = _clamped(part, clip_value)
         value = value.to(device=first.device, dtype=first.dtype)
         if on_host is None:
             factor = scale.to(first.device)
@@ -205,9 +217,7 @@ def _measure_noise_in_chunks(
         return
     means, largest = noise.split(chunk), torch.finfo(noise.dtype).max
     for mean, part in zip(means, [None] * len(means) if grad is None else grad.split(chunk), strict=True):
-        value = mean.new_zeros(()) if part is None else part
-        if clip_value is not None:
-            value = value.clamp(-clip_value, clip_value)
+        value = _clamped(mean.new_zeros(()) if part is None else part, clip_value)
         value = value.to(device=mean.device, dtype=mean.dtype)
         if on_host is None:
             factor = scale.to(mean.device)
@@ -218,6 +228,13 @@ def _measure_noise_in_chunks(
 
 
 # ---------------------------------------------------------------------------------------------------- masks
+
+
+def to_device(table: Tensor, device: torch.device) -> Tensor:
+    """A table that was made on the host, for which the host does not wait: the copy is out of pinned memory on CUDA."""
+    if device.type != "cuda":
+        return table.to(device)
+    return table.pin_memory().to(device, non_blocking=True)
 
 
 def position_dtype(block_size: int) -> torch.dtype:
