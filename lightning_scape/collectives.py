@@ -218,6 +218,8 @@ class Communicator:
                 " on the ranks of its group."
             )
         self._side_stream: torch.cuda.Stream | None = None
+        if self.world_size > 1 and "gloo" in str(dist.get_backend(self.process_group)):
+            _talked_over_gloo.set()
 
     @classmethod
     def alone(cls) -> Communicator:
@@ -442,20 +444,20 @@ class _Worker:
 
     _of: ClassVar[weakref.WeakKeyDictionary[ProcessGroup, _Worker]] = weakref.WeakKeyDictionary()
 
-    def __init__(self) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self._jobs: _Jobs = SimpleQueue()
-        thread = threading.Thread(target=_work_off, args=(self._jobs,), name="scape-mask", daemon=True)
-        thread.start()
+        self._thread = threading.Thread(target=_work_off, args=(self._jobs,), name="scape-mask", daemon=True)
+        self._thread.start()
         weakref.finalize(self, self._jobs.put, None).atexit = False  # with the group, the thread goes too
         # After a process group's own end was registered, hence before it.
-        atexit.register(_leave, weakref.ref(thread), self._jobs)
+        atexit.register(_leave, weakref.ref(self._thread), self._jobs, weakref.ref(group))
 
     @classmethod
     def of(cls, group: ProcessGroup) -> _Worker:
         """The group's one."""
         worker = cls._of.get(group)
         if worker is None:
-            worker = cls._of[group] = cls()
+            worker = cls._of[group] = cls(group)
         return worker
 
     @classmethod
@@ -464,30 +466,64 @@ class _Worker:
         return None if group is None else cls._of.get(group)
 
     def do(self, act: Callable[[], None]) -> _Job:
-        """Hands over ``act``."""
+        """Hands over ``act``; when the process is ending and the thread has left (a step at exit), does it here."""
         job = _Job()
-        self._jobs.put((job, act))
+        if self._thread.is_alive():
+            self._jobs.put((job, act))
+        else:
+            _carry_out(job, act)
         return job
 
 
-def _leave(thread: weakref.ref[threading.Thread], jobs: _Jobs) -> None:
-    """Waits until the worker's thread has ended, ``LEAVE_SECONDS`` at most; what it was given comes first."""
+def _leave(thread: weakref.ref[threading.Thread], jobs: _Jobs, group: weakref.ref[ProcessGroup]) -> None:
+    """Waits until the worker's thread has ended, ``LEAVE_SECONDS`` at most; what it was given comes first.
+
+    A message that is still not answered then is given up, with its group.
+    """
     running = thread()
-    if running is not None:
-        jobs.put(None)
-        running.join(LEAVE_SECONDS)
+    if running is None:
+        return
+    jobs.put(None)
+    running.join(LEAVE_SECONDS)
+    unanswered = group()
+    if running.is_alive() and unanswered is not None:
+        with contextlib.suppress(Exception):
+            unanswered.abort()
+        running.join(1.0)
 
 
 @torch.no_grad()  # which is a thread's own
 def _work_off(jobs: _Jobs) -> None:
     while (given := jobs.get()) is not None:
-        job, act = given
-        try:
-            act()
-            job.set_result(None)
-        except BaseException as error:
-            job.set_exception(error)
-        del given, job, act  # what they hold must not live until the next
+        _carry_out(*given)
+        del given  # what it holds must not live until the next
+
+
+def _carry_out(job: _Job, act: Callable[[], None]) -> None:
+    try:
+        act()
+        job.set_result(None)
+    except BaseException as error:
+        job.set_exception(error)
+
+
+_talked_over_gloo = threading.Event()
+"""Set once this process has had a communicator of several ranks on gloo."""
+
+
+def _end_groups() -> None:
+    """Joins gloo's own threads, which free what the last messages held, and abort a process that ends meanwhile.
+
+    That is what ``destroy_process_group`` does, and nothing if the script has called it. For ``LEAVE_SECONDS`` at most:
+    a message that was interrupted would be waited for until its timeout.
+    """
+    if _talked_over_gloo.is_set() and dist.is_initialized():
+        ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        ending.start()
+        ending.join(LEAVE_SECONDS)
+
+
+atexit.register(_end_groups)  # at import: after what others have registered since, who may still send something
 
 
 def _portable(error: Exception | None) -> Exception | None:

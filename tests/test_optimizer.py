@@ -1040,17 +1040,32 @@ for _ in range(3):
 if sys.argv[3] == "destroy":
     dist.destroy_process_group()
 """
+AT_EXIT = """
+def last():
+    parameter.grad = torch.randn(30_000)
+    optimizer.step()
+    parameter.grad = torch.randn(30_000)
+    optimizer.step()
+    optimizer.drain()
+    print("stepped")
+import atexit, lightning_scape
+atexit.register(last)
+"""
 
 
-@pytest.mark.parametrize("end", ["nothing", "destroy"])
+@pytest.mark.parametrize("end", ["nothing", "destroy", "step"])
 def test_a_script_may_end_right_after_a_step(tmp_path: Path, end: str) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", ENDS, f"file://{tmp_path}/meet"]
+    command = [sys.executable, "-c", (AT_EXIT if end == "step" else "") + ENDS, f"file://{tmp_path}/meet"]
     ranks = [
         subprocess.Popen([*command, str(rank), end], stderr=subprocess.PIPE, text=True, env=environment)
         for rank in (0, 1)
     ]
-    said = [rank.communicate(timeout=90)[1] for rank in ranks]
+    try:
+        said = [rank.communicate(timeout=80)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], said
 
 
@@ -1066,7 +1081,11 @@ class Held:
             torch.zeros(8).add_(1)  # in and out of torch, as the end of a message is
         print("freed")
 
-worker = _Worker()
+class Group:
+    pass
+
+group = Group()
+worker = _Worker(group)
 job = worker.do(lambda held=Held(): None)
 job.wait()
 """

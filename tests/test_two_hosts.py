@@ -259,6 +259,16 @@ with Hosts(4) as hosts:
 """
 
 
+def wait_for_a_process_in(namespace: str) -> int:
+    """Its number: what was started there may still be on its way in."""
+    for _ in range(100):
+        pids = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True)
+        if pids.stdout:
+            return int(pids.stdout.split()[0])
+        time.sleep(0.1)
+    raise TimeoutError(f"no process has come up in {namespace}")
+
+
 @two_host
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_program_leaves_neither_hosts_nor_processes(number: signal.Signals) -> None:
@@ -267,10 +277,12 @@ def test_an_interrupted_program_leaves_neither_hosts_nor_processes(number: signa
         assert program.stdout.readline() == b"up\n"
         mine = [name for name in namespaces() if f"-{program.pid}-" in name]
         assert len(mine) == 5
-        pids = subprocess.run(["ip", "netns", "pids", sorted(mine)[0]], capture_output=True, text=True, check=True)
-        sleeper = int(pids.stdout.split()[0])
-        program.send_signal(number)
-        assert program.wait(30) != 0
+        try:
+            sleeper = wait_for_a_process_in(sorted(mine)[0])
+            program.send_signal(number)
+            assert program.wait(30) != 0
+        finally:
+            program.kill()
     assert not set(mine) & set(namespaces())
     assert not Path(f"/proc/{sleeper}").exists()
 
