@@ -20,31 +20,26 @@ of the model. With one rank nothing is sent at all.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import os
 import pickle
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import blake2b
-from queue import SimpleQueue
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_scape.worker import Worker, end_groups_at_exit
+
 T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
 KINDS = ("norm", "values", "parameters", "mask", "votes")
-LEAVE_SECONDS = 10.0
-"""For which a process that ends waits for the thread of its last mask's exchange."""
 
 
 def new_mask_group(
@@ -219,7 +214,7 @@ class Communicator:
             )
         self._side_stream: torch.cuda.Stream | None = None
         if self.world_size > 1 and "gloo" in str(dist.get_backend(self.process_group)):
-            _talked_over_gloo.set()
+            end_groups_at_exit()
 
     @classmethod
     def alone(cls) -> Communicator:
@@ -321,7 +316,7 @@ class Communicator:
         with self.beside_compute(shard.device), _lost_contact():
             full = make_room()
             self._count("mask", full.numel() * full.element_size())
-            worker = _Worker.existing(self.mask_group)
+            worker = Worker.existing(self.mask_group)
             if worker is None:
                 return Arriving(full, shard, _all_gather(full, shard, self.mask_group, async_op=True))
             return Arriving(full, shard, worker.do(lambda: _all_gather(full, shard, self.mask_group)))
@@ -345,7 +340,7 @@ class Communicator:
                 messages()
                 return Arriving(full)
         assert self.mask_group is not None
-        return Arriving(full, work=_Worker.of(self.mask_group).do(messages), waiting=contextlib.nullcontext)
+        return Arriving(full, work=Worker.of(self.mask_group).do(messages), waiting=contextlib.nullcontext)
 
     def collect(self, flat: Tensor, to: int, device: torch.device) -> list[Tensor] | None:
         """Every rank's ``flat`` (same length on all) on rank ``to`` in host memory, None elsewhere; for checkpoints.
@@ -421,109 +416,6 @@ class Communicator:
     def _count(self, kind: str, buffer_bytes: int) -> None:
         """A rank keeps 1/N of every buffer to itself."""
         self.bytes_sent[kind] += buffer_bytes * (self.world_size - 1) // self.world_size
-
-
-class _Job(Future[None]):
-    """Something done beside the main thread, waited for like a message."""
-
-    def wait(self) -> None:
-        self.result()
-
-
-_Jobs = SimpleQueue[tuple[_Job, Callable[[], None]] | None]
-
-
-class _Worker:
-    """Does what it is given beside the main thread, one after the other.
-
-    One for each group, whichever optimizers share it: messages of a group meet their like only if all ranks send them
-    in the same order, which is the order in which the main threads hand them over. The thread is a daemon, so that a
-    process whose peer is gone can end; yet the end waits for the thread a while: an interpreter that ends while a
-    thread is inside torch (also after the message, to free what it held) aborts the process.
-    """
-
-    _of: ClassVar[weakref.WeakKeyDictionary[ProcessGroup, _Worker]] = weakref.WeakKeyDictionary()
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._jobs: _Jobs = SimpleQueue()
-        self._thread = threading.Thread(target=_work_off, args=(self._jobs,), name="scape-mask", daemon=True)
-        self._thread.start()
-        weakref.finalize(self, self._jobs.put, None).atexit = False  # with the group, the thread goes too
-        # After a process group's own end was registered, hence before it.
-        atexit.register(_leave, weakref.ref(self._thread), self._jobs, weakref.ref(group))
-
-    @classmethod
-    def of(cls, group: ProcessGroup) -> _Worker:
-        """The group's one."""
-        worker = cls._of.get(group)
-        if worker is None:
-            worker = cls._of[group] = cls(group)
-        return worker
-
-    @classmethod
-    def existing(cls, group: ProcessGroup | None) -> _Worker | None:
-        """The group's one, if an optimizer that votes shares the group."""
-        return None if group is None else cls._of.get(group)
-
-    def do(self, act: Callable[[], None]) -> _Job:
-        """Hands over ``act``; when the process is ending and the thread has left (a step at exit), does it here."""
-        job = _Job()
-        if self._thread.is_alive():
-            self._jobs.put((job, act))
-        else:
-            _carry_out(job, act)
-        return job
-
-
-def _leave(thread: weakref.ref[threading.Thread], jobs: _Jobs, group: weakref.ref[ProcessGroup]) -> None:
-    """Waits until the worker's thread has ended, ``LEAVE_SECONDS`` at most; what it was given comes first.
-
-    A message that is still not answered then is given up, with its group.
-    """
-    running = thread()
-    if running is None:
-        return
-    jobs.put(None)
-    running.join(LEAVE_SECONDS)
-    unanswered = group()
-    if running.is_alive() and unanswered is not None:
-        with contextlib.suppress(Exception):
-            unanswered.abort()
-        running.join(1.0)
-
-
-@torch.no_grad()  # which is a thread's own
-def _work_off(jobs: _Jobs) -> None:
-    while (given := jobs.get()) is not None:
-        _carry_out(*given)
-        del given  # what it holds must not live until the next
-
-
-def _carry_out(job: _Job, act: Callable[[], None]) -> None:
-    try:
-        act()
-        job.set_result(None)
-    except BaseException as error:
-        job.set_exception(error)
-
-
-_talked_over_gloo = threading.Event()
-"""Set once this process has had a communicator of several ranks on gloo."""
-
-
-def _end_groups() -> None:
-    """Joins gloo's own threads, which free what the last messages held, and abort a process that ends meanwhile.
-
-    That is what ``destroy_process_group`` does, and nothing if the script has called it. For ``LEAVE_SECONDS`` at most:
-    a message that was interrupted would be waited for until its timeout.
-    """
-    if _talked_over_gloo.is_set() and dist.is_initialized():
-        ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
-        ending.start()
-        ending.join(LEAVE_SECONDS)
-
-
-atexit.register(_end_groups)  # at import: after what others have registered since, who may still send something
 
 
 def _portable(error: Exception | None) -> Exception | None:

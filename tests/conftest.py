@@ -8,7 +8,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import functools
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -25,6 +24,7 @@ if not torch.cuda.is_available():
     # Before Triton is imported: kernels then run on CPU tensors, in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch.distributed as dist
+from example_modules import load_example
 from hypothesis import settings
 
 torch.set_num_threads(1)
@@ -64,13 +64,7 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
 @pytest.fixture(scope="session")
 def bench_gpu() -> ModuleType:
     """``examples/bench_gpu.py``, whose ranks without a network the tests on a GPU use, too."""
-    path = Path(__file__).parents[1] / "examples" / "bench_gpu.py"
-    spec = importlib.util.spec_from_file_location("bench_gpu", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("bench_gpu")
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ measurement.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import os
@@ -15,11 +14,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from example_modules import load_example
 
 import lightning_scape
 
@@ -59,21 +58,13 @@ def run_script(script: Path, *options: str, timeout: float = 170) -> str:
     return done.stdout
 
 
-def load_example() -> ModuleType:
-    sys.path.insert(0, str(EXAMPLE.parent))
-    try:
-        return importlib.import_module(EXAMPLE.stem)
-    finally:
-        sys.path.remove(str(EXAMPLE.parent))
-
-
 @pytest.fixture
 def parse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., argparse.Namespace]:
     """`parse_args` of the example for a command line."""
 
     def parse_args(*options: str) -> argparse.Namespace:
         monkeypatch.setattr(sys, "argv", [EXAMPLE.name, *options])
-        return load_example().parse_args()
+        return load_example(EXAMPLE.stem).parse_args()
 
     return parse_args
 
@@ -196,7 +187,7 @@ def test_what_lightning_and_the_corpus_refuse_ends_without_a_traceback(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        load_example().train(parse("--size=tiny", f"--out={tmp_path}", option))
+        load_example(EXAMPLE.stem).train(parse("--size=tiny", f"--out={tmp_path}", option))
     assert ended.value.code == 2
     assert f"error: {said}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -205,12 +196,12 @@ def test_what_lightning_and_the_corpus_refuse_ends_without_a_traceback(
 @pytest.mark.parametrize("steps", [1, 2, 25])
 def test_the_learning_rate_is_defined_at_every_step(parse: Callable[..., argparse.Namespace], steps: int) -> None:
     """One step ended in a ZeroDivisionError."""
-    module = load_example().Pretraining(torch.nn.Linear(1, 1), parse(f"--steps={steps}"))
+    module = load_example(EXAMPLE.stem).Pretraining(torch.nn.Linear(1, 1), parse(f"--steps={steps}"))
     assert all(0 < module.learning_rate_factor(step) <= 1 for step in range(steps + 1))
 
 
 def test_compare_starts_runs_that_the_script_takes(parse: Callable[..., argparse.Namespace]) -> None:
-    example = load_example()
+    example = load_example(EXAMPLE.stem)
     for choice in example.RUNS:
         args = argparse.Namespace(**{**vars(parse("--lr=1e-3", "--resume")), **choice})
         again = parse(*example.to_flags(args))
@@ -221,7 +212,7 @@ def test_compare_repeats_runs_of_another_configuration_or_version(
     parse: Callable[..., argparse.Namespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It took runs from before a default of ScapeConfig changed for its own."""
-    example, args, path = load_example(), parse("--steps=9"), tmp_path / "result.json"
+    example, args, path = load_example(EXAMPLE.stem), parse("--steps=9"), tmp_path / "result.json"
     assert not example.is_done(path, args)
     path.write_text(json.dumps({"settings": example.settings(args), "versions": example.versions()}))
     assert example.is_done(path, args)
@@ -250,7 +241,7 @@ def test_of_runs_recorded_without_a_configuration_only_dense_ones_count(
     options: tuple[str, ...],
     done: bool,
 ) -> None:
-    example, path = load_example(), tmp_path / "result.json"
+    example, path = load_example(EXAMPLE.stem), tmp_path / "result.json"
     recorded = json.loads((EXAMPLE.parent / "results" / "compare" / f"{name}.json").read_text())
     recorded["settings"].pop("config", None)
     recorded["versions"].pop("lightning_scape", None)
@@ -263,7 +254,7 @@ def test_of_runs_recorded_without_a_configuration_only_dense_ones_count(
 
 def interrupt_and_resume(rank: int, world_size: int, out: str) -> str:
     """Three runs: a whole one; one that is interrupted in its 8th step; what goes on with it. Gives the last error."""
-    example = load_example()
+    example = load_example(EXAMPLE.stem)
     short = ["--size=tiny", "--steps=12", "--context=32", "--batch-size=2", "--val-batches=1", "--max-bytes=2000000"]
 
     def run(folder: str, *options: str) -> None:

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import launcher
 import lightning as L
@@ -19,6 +18,7 @@ import torch
 import torch._inductor.config
 import torch.distributed as dist
 from lightning.fabric.plugins import MixedPrecision
+from rank_checks import arrived_event
 from torch import Tensor, nn
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
@@ -238,7 +238,7 @@ def test_clipping_returns_the_norm_and_tells_all_ranks_of_a_nan(run_ranks: RunRa
 def test_on_cuda_a_norm_that_must_be_finite_is_refused_by_the_next_step() -> None:
     """Where reading it at once would stop the host; the verdict of a device is set by hand here."""
     clipping = GradientClipping(ScapeConfig(), Communicator.alone())
-    arrived = cast(torch.cuda.Event, SimpleNamespace(synchronize=lambda: None))
+    arrived = arrived_event()
     clipping._verdict = torch.ones(()), arrived, True
     clipping.settle()
     assert not clipping.last_skipped

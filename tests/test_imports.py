@@ -31,6 +31,7 @@ LAYERS = (
         "sharded",
         "state",
         "stats",
+        "worker",
     ),
     ("optimizer", "saving"),
     ("core", "measuring"),

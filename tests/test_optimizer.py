@@ -1058,20 +1058,24 @@ def test_a_script_may_end_right_after_a_step(tmp_path: Path, end: str) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", (AT_EXIT if end == "step" else "") + ENDS, f"file://{tmp_path}/meet"]
     ranks = [
-        subprocess.Popen([*command, str(rank), end], stderr=subprocess.PIPE, text=True, env=environment)
+        subprocess.Popen(
+            [*command, str(rank), end], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
         for rank in (0, 1)
     ]
     try:
-        said = [rank.communicate(timeout=80)[1] for rank in ranks]
+        said = [rank.communicate(timeout=80) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], said
+    # What fails in a handler at exit does not show in the exit code.
+    assert [out for out, _ in said] == ["stepped\n" if end == "step" else ""] * 2, said
 
 
 HOLDS = """
 import time, torch
-from lightning_scape.collectives import _Worker
+from lightning_scape.worker import Worker
 torch.set_num_threads(1)
 
 class Held:
@@ -1085,7 +1089,7 @@ class Group:
     pass
 
 group = Group()
-worker = _Worker(group)
+worker = Worker(group)
 job = worker.do(lambda held=Held(): None)
 job.wait()
 """

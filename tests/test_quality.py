@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -13,26 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from example_modules import EXAMPLES, load_example
 from torch import Tensor
 
 from lightning_scape import ScapeConfig, ScapeOptimizer
 
 RunRanks = Callable[..., list[Any]]
-EXAMPLES = Path(__file__).parents[1] / "examples"
 STEPS = 6
 
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    return load("bench_quality")
-
-
-def load(name: str) -> ModuleType:
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(EXAMPLES))
+    return load_example("bench_quality")
 
 
 @pytest.mark.parametrize(("bits", "levels"), [(4, 15), (2, 3)])
@@ -48,12 +39,12 @@ def test_votes_of_fewer_bits_have_as_many_levels(bench: ModuleType, bits: int, l
 
 def small(bench: ModuleType, **options: Any) -> Any:
     settings = {"size": "0.03M", "ranks": 2, "batch": 2, "context": 32, "steps": STEPS}
-    return bench.Run(**{**load("quality_runs").scape(**options), **settings})
+    return bench.Run(**{**load_example("quality_runs").scape(**options), **settings})
 
 
 def train_for_real(rank: int, world_size: int, options: dict[str, Any]) -> list[Tensor]:
     """The benchmark's run, by one of several processes."""
-    bench = load("bench_quality")
+    bench = load_example("bench_quality")
     run = small(bench, **options)
     model = bench.build_model(run)
     optimizer = ScapeOptimizer(
@@ -86,7 +77,7 @@ def test_two_simulated_ranks_equal_two_processes_bit_for_bit(
 
 def distance(bench: ModuleType, ranks: int, wire_dtype: str) -> float:
     """How far three steps of simulated ranks move the parameters."""
-    settings = load("quality_runs").scape(0.9, wire_dtype=wire_dtype, size="0.03M", ranks=ranks, context=32)
+    settings = load_example("quality_runs").scape(0.9, wire_dtype=wire_dtype, size="0.03M", ranks=ranks, context=32)
     model = bench.build_model(bench.Run(**settings))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     simulated = bench.build_ranks(bench.Run(**settings), model)
@@ -130,7 +121,7 @@ def rows(bench: ModuleType, losses: dict[tuple[float, int], float]) -> list[Any]
     runs = {small(bench, lr=lr, seed=seed): loss for (lr, seed), loss in losses.items()}
     rest = {"accuracy": 0.5, "bytes": 1, "parameters": 1}
     found = [{"run": bench.dataclasses.asdict(run), "loss": loss, **rest} for run, loss in runs.items()]
-    return load("quality_report").rows_of(found)
+    return load_example("quality_report").rows_of(found)
 
 
 def test_learning_rates_are_compared_on_the_seeds_that_all_of_them_have(bench: ModuleType) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_checks import arrived_event
 from test_optimizer import gathered, parameters, set_gradients
 from torch import Tensor, nn
 
@@ -191,11 +191,16 @@ def test_a_skipped_step_is_no_sample() -> None:
         parameter.grad = torch.full((30,), value)
         with contextlib.nullcontext() if value < 9 else pytest.warns(UserWarning, match="not finite"):
             optimizer.step()
+    assert_one_sample(optimizer, 4.0)
+
+
+def assert_one_sample(optimizer: ScapeOptimizer, square: float) -> None:
+    """That the noise is one gradient's, whose 30 entries have this square."""
     state = optimizer._run.state
     assert state is not None
     assert state.noise is not None
     assert state.noise_samples == 1
-    assert state.noise.view(-1).tolist() == [4.0] * 30
+    assert state.noise.view(-1).tolist() == [square] * 30
 
 
 @pytest.mark.parametrize("strict", [None, False, True])
@@ -210,17 +215,12 @@ def test_a_state_loaded_after_a_skipped_step_knows_nothing_of_it(strict: bool | 
     with pytest.warns(UserWarning, match="not finite"):
         optimizer.step()
     if strict is not None:
-        arrived = cast(torch.cuda.Event, SimpleNamespace(synchronize=lambda: None))
-        optimizer._clipping._verdict = torch.zeros(()), arrived, strict
+        optimizer._clipping._verdict = torch.zeros(()), arrived_event(), strict
     with pytest.warns(UserWarning, match="not written by SCAPE"):
         optimizer.load_state_dict(dense.state_dict())
     parameter.grad = torch.full((30,), 3.0)
     optimizer.step()
-    state = optimizer._run.state
-    assert state is not None
-    assert state.noise is not None
-    assert state.noise_samples == 1
-    assert state.noise.view(-1).tolist() == [9.0] * 30
+    assert_one_sample(optimizer, 9.0)
     assert optimizer._clipping.skipped_total == 1
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import pytest
@@ -34,20 +36,40 @@ def draw(parameters: list[torch.nn.Parameter], step: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator, device=parameter.device)
 
 
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Within it, an operation that makes the host wait for the device is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def slow_selection(monkeypatch: pytest.MonkeyPatch, cycles: int) -> list[torch.cuda.Stream]:
+    """From now on the device sleeps before it selects; the streams on which it does."""
+    original, streams = kernels.select, []
+
+    def slow_select(statistic: torch.Tensor, sent: int) -> torch.Tensor:
+        streams.append(torch.cuda.current_stream())
+        torch.cuda._sleep(cycles)
+        return original(statistic, sent)
+
+    monkeypatch.setattr(kernels, "select", slow_select)
+    return streams
+
+
 @pytest.mark.parametrize("statistic", ["residual", "first_moment"])
 @pytest.mark.parametrize("clip", [True, False])
 def test_a_step_makes_the_host_wait_for_nothing(statistic: str, clip: bool) -> None:
     parameters, optimizer = prepare(mask_statistic=statistic, dense_steps=1, sparsity_warmup_steps=1)
     for step in range(6):  # dense, warm-up, sparse; the first of each kind builds tables and kernels
         draw(parameters, step)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             if clip:
                 optimizer.clip_grad_norm(1.0)
             optimizer.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     optimizer.drain()
 
 
@@ -56,13 +78,9 @@ def test_a_step_of_several_ranks_makes_the_host_wait_for_nothing(bench_gpu: Modu
     optimizer = bench_gpu.scape(parameters, 4, sparsity=0.99)
     for step in range(6):  # with votes and the sketch; messages are copies
         draw(parameters, step)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             optimizer.clip_grad_norm(1.0)
             optimizer.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     optimizer.drain()
 
 
@@ -76,14 +94,7 @@ def test_the_next_step_waits_for_a_slow_side_stream(monkeypatch: pytest.MonkeyPa
         return [parameter.detach().clone() for parameter in parameters]
 
     expected = run()
-    original, streams = kernels.select, []
-
-    def slow_select(statistic: torch.Tensor, sent: int) -> torch.Tensor:
-        streams.append(torch.cuda.current_stream())
-        torch.cuda._sleep(100_000_000)
-        return original(statistic, sent)
-
-    monkeypatch.setattr(kernels, "select", slow_select)
+    streams = slow_selection(monkeypatch, 100_000_000)
     for ours, theirs in zip(run(), expected, strict=True):
         assert torch.equal(ours, theirs)
     assert streams
@@ -95,13 +106,7 @@ def test_the_host_goes_on_while_the_mask_is_made(monkeypatch: pytest.MonkeyPatch
     for step in range(3):
         draw(parameters, step)
         optimizer.step()
-    original = kernels.select
-
-    def slow_select(statistic: torch.Tensor, sent: int) -> torch.Tensor:
-        torch.cuda._sleep(2_000_000_000)  # about a second
-        return original(statistic, sent)
-
-    monkeypatch.setattr(kernels, "select", slow_select)
+    slow_selection(monkeypatch, 2_000_000_000)  # about a second
     draw(parameters, 3)
     torch.cuda.synchronize()
     optimizer.step()
@@ -133,13 +138,7 @@ def test_an_optimizer_may_be_dropped_while_its_mask_is_made(monkeypatch: pytest.
         return mask.clone()
 
     expected = mask_of(dropped=False)
-    original = kernels.select
-
-    def slow_select(statistic: torch.Tensor, sent: int) -> torch.Tensor:
-        torch.cuda._sleep(500_000_000)
-        return original(statistic, sent)
-
-    monkeypatch.setattr(kernels, "select", slow_select)
+    slow_selection(monkeypatch, 500_000_000)
     assert torch.equal(mask_of(dropped=True), expected)
 
 

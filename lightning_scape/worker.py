@@ -1,0 +1,129 @@
+"""What is done beside the main thread, and how a process that has such threads comes to its end.
+
+An interpreter that ends while a thread is inside torch (also after a message, to free what it held) aborts the process.
+So the end waits: for the threads here, and for gloo's own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+LEAVE_SECONDS = 10.0
+"""For which a process that ends waits for a thread."""
+
+
+class Job(Future[None]):
+    """Something done beside the main thread, waited for like a message."""
+
+    def wait(self) -> None:
+        """Until it is done; raises what it raised."""
+        self.result()
+
+
+_Jobs = SimpleQueue[tuple[Job, Callable[[], None]] | None]
+
+
+class Worker:
+    """Does what it is given beside the main thread, one after the other.
+
+    One for each group, whichever optimizers share it: messages of a group meet their like only if all ranks send them
+    in the same order, which is the order in which the main threads hand them over. The thread is a daemon, so that a
+    process whose peer is gone can end.
+    """
+
+    _of: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Worker]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._jobs: _Jobs = SimpleQueue()
+        self._thread = threading.Thread(target=_work_off, args=(self._jobs,), name="scape-mask", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._jobs.put, None).atexit = False  # with the group, the thread goes too
+        # After a process group's own end was registered, hence before it.
+        atexit.register(_leave, weakref.ref(self._thread), self._jobs, weakref.ref(group))
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Worker:
+        """The group's one."""
+        worker = cls._of.get(group)
+        if worker is None:
+            worker = cls._of[group] = cls(group)
+        return worker
+
+    @classmethod
+    def existing(cls, group: dist.ProcessGroup | None) -> Worker | None:
+        """The group's one, if an optimizer that votes shares the group."""
+        return None if group is None else cls._of.get(group)
+
+    def do(self, act: Callable[[], None]) -> Job:
+        """Hands over ``act``; when the process is ending and the thread has left (a step at exit), does it here."""
+        job = Job()
+        if self._thread.is_alive():
+            self._jobs.put((job, act))
+        else:
+            _carry_out(job, act)
+        return job
+
+
+def _leave(thread: weakref.ref[threading.Thread], jobs: _Jobs, group: weakref.ref[dist.ProcessGroup]) -> None:
+    """Waits until the worker's thread has ended, ``LEAVE_SECONDS`` at most; what it was given comes first.
+
+    A message that is still not answered then is given up, with its group.
+    """
+    running = thread()
+    if running is None:
+        return
+    jobs.put(None)
+    running.join(LEAVE_SECONDS)
+    unanswered = group()
+    if running.is_alive() and unanswered is not None:
+        with contextlib.suppress(Exception):
+            unanswered.abort()
+        running.join(1.0)
+
+
+@torch.no_grad()  # which is a thread's own
+def _work_off(jobs: _Jobs) -> None:
+    while (given := jobs.get()) is not None:
+        _carry_out(*given)
+        del given  # what it holds must not live until the next
+
+
+def _carry_out(job: Job, act: Callable[[], None]) -> None:
+    try:
+        act()
+        job.set_result(None)
+    except BaseException as error:
+        job.set_exception(error)
+
+
+_ends_groups = threading.Event()
+
+
+def end_groups_at_exit() -> None:
+    """Tells that this process has sent messages over gloo, whose threads its end has to wait for."""
+    _ends_groups.set()
+
+
+def _end_groups() -> None:
+    """Joins gloo's own threads, which free what the last messages held, and abort a process that ends meanwhile.
+
+    That is what ``destroy_process_group`` does, and nothing if the script has called it. For ``LEAVE_SECONDS`` at most:
+    a message that was interrupted would be waited for until its timeout.
+    """
+    if _ends_groups.is_set() and dist.is_initialized():
+        ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        ending.start()
+        ending.join(LEAVE_SECONDS)
+
+
+atexit.register(_end_groups)  # at import: after what others have registered since, who may still send something
