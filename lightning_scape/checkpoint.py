@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,11 @@ from lightning_scape.state import SHARD_TENSORS, ScapeState
 
 FORMAT = 1
 _SAVED_AS = dict(
-    zip(SHARD_TENSORS, ("exp_avg", "last_step", "master", "local_exp_avg", "evidence", "noise"), strict=True)
+    zip(
+        SHARD_TENSORS,
+        ("exp_avg", "last_step", "master", "local_exp_avg", "evidence", "noise", "exp_avg_sq"),
+        strict=True,
+    )
 )
 _REMEDY = "Load it into the same model with the same parameter groups."
 
@@ -60,7 +64,10 @@ def consolidate(snapshot: Snapshot, communicator: Communicator, to: int) -> dict
     layout, parameters, state = snapshot.layout, snapshot.parameters, snapshot.state
     step = int(state.step)
     device = state.momentum.device  # not the parameters': Lightning takes those to the CPU when a fit ends
-    by_parameter: dict[int, dict[str, Any]] = {index: {"step": step} for index in parameters.indices}
+    missed = _missed(snapshot)
+    by_parameter: dict[int, dict[str, Any]] = {
+        index: {"step": step - missed.get(index, 0)} for index in parameters.indices
+    }
     for name, saved_as in _SAVED_AS.items():
         shard: Tensor | None = getattr(state, name)
         if shard is None:
@@ -94,12 +101,21 @@ def _describe(snapshot: Snapshot, world_size: int) -> dict[str, Any]:
         "step": int(snapshot.state.step),
         "calls": snapshot.state.calls,
         "noise_samples": snapshot.state.noise_samples,
+        "second_moment_since": snapshot.state.second_moment_since,
+        "warmup_steps": snapshot.masks.schedule.warmup_steps,
+        "missed": _missed(snapshot),
         "names": dict(zip(snapshot.parameters.indices, snapshot.parameters.names, strict=True)),
         "mask_uses": snapshot.masks.uses,
         "block_size": snapshot.layout.block_size,
         "skipped_in_row": snapshot.clipping.skipped_in_row,
         "skipped_total": snapshot.clipping.skipped_total,
     }
+
+
+def _missed(snapshot: Snapshot) -> dict[int, int]:
+    """By parameter, the steps in which it had a gradient on no rank, where there are any."""
+    missed = [] if snapshot.state.missed is None else snapshot.state.missed.tolist()  # a checkpoint waits anyhow
+    return {index: count for index, count in zip(snapshot.parameters.indices, missed, strict=False) if count}
 
 
 def load(snapshot: Snapshot, saved: Mapping[str, Any], rank: int, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -117,20 +133,23 @@ def load(snapshot: Snapshot, saved: Mapping[str, Any], rank: int, groups: Sequen
     _check(snapshot, saved, groups)
     snapshot.masks.restore(None, 0)
     if "scape" not in saved:
-        _load_first_moments(snapshot, saved["state"], rank)
+        _load_foreign(snapshot, saved["state"], rank)
         return
     whole, layout, state = saved["scape"], snapshot.layout, snapshot.state
     _tell_differences(snapshot.config.as_dict(), whole["config"])
     _load_clocks(snapshot, whole)
     _load_history(snapshot, whole)
-    if "master" in next(iter(saved["state"].values())) and snapshot.parameters.need_masters:
+    held = set(next(iter(saved["state"].values())))
+    if "master" in held and snapshot.parameters.need_masters:
         state.master = torch.zeros_like(state.momentum)
+    _make_room_for_noise(state, held)
     for name, saved_as in _SAVED_AS.items():
         shard: Tensor | None = getattr(state, name)
         tensors = {index: entry[saved_as] for index, entry in saved["state"].items() if saved_as in entry}
         if shard is not None and tensors:
             _fill(shard.view(-1), tensors, snapshot, layout.shard_pieces(rank))
-    _load_noise(snapshot, whole, any("noise" in entry for entry in saved["state"].values()))
+    _load_noise(snapshot, whole, held)
+    _load_second_moment(snapshot, whole, held, groups, rank)
     _load_residual(snapshot, whole, rank)
     _load_mask(snapshot, whole["mask"], whole)
 
@@ -172,16 +191,19 @@ def load_shards(snapshot: Snapshot, saved: SavedShards, rank: int, groups: Seque
     common, layout, state = saved.common, snapshot.layout, snapshot.state
     _check_shards(snapshot, common, groups)
     _load_clocks(snapshot, common)
-    if "master" in common["tensors"] and snapshot.parameters.need_masters:
+    held = set(common["tensors"])
+    if "master" in held and snapshot.parameters.need_masters:
         state.master = torch.zeros_like(state.momentum)
+    _make_room_for_noise(state, held)
     targets: dict[str, Chunk] = {}
     for name, saved_as in _SAVED_AS.items():
         shard: Tensor | None = getattr(state, name)
-        if shard is not None and saved_as in common["tensors"]:
+        if shard is not None and saved_as in held:
             key = f"{saved.key}.state.{{}}.{saved_as}"
             targets |= _chunks(key, shard.view(-1), snapshot, layout.shard_pieces(rank))
     saved.directory.read(targets)
-    _load_noise(snapshot, common, "noise" in common["tensors"])
+    _load_noise(snapshot, common, held)
+    _load_second_moment(snapshot, common, held, groups, rank)
     _read_residual(snapshot, saved, rank)
     mask = None
     if common["mask_shape"] is not None:
@@ -230,8 +252,12 @@ def merge_shards(saved: SavedShards) -> dict[str, Any]:
         flat = saved.directory.tensor(f"{saved.key}.{key}")
         return flat.as_strided(shapes[index], strides[index]).contiguous()
 
+    missed = common.get("missed", {})
     state = {
-        index: {"step": common["step"], **{name: read(f"state.{index}.{name}", index) for name in tensors}}
+        index: {
+            "step": common["step"] - missed.get(index, 0),
+            **{name: read(f"state.{index}.{name}", index) for name in tensors},
+        }
         for index in shapes
     }
     residuals = [
@@ -247,20 +273,36 @@ def merge_shards(saved: SavedShards) -> dict[str, Any]:
 def as_adamw(saved: Mapping[str, Any]) -> dict[str, Any]:
     """A whole state of :class:`ScapeOptimizer` as one that ``torch.optim.AdamW`` and ``Adam`` take.
 
-    First moments, step and options carry over. SCAPE has no second moment: it is set to the first one's square, as
-    AdamS's denominator has it. Residuals (what was computed and not yet sent) are lost; a warning says so.
+    Moments, step and options carry over. The update of AdamS has no second moment: it is set to the first one's square,
+    as AdamS's denominator has it. Residuals (what was computed and not yet sent) are lost; a warning says so.
     """
+    kept = all("exp_avg_sq" in entry for entry in saved["state"].values())
+    betas = {index: group["betas"][1] for group in saved["param_groups"] for index in group["params"]}
+    since = saved["scape"].get("second_moment_since", 0)
+
+    def second(index: int, entry: Mapping[str, Any]) -> Tensor:
+        if not kept:
+            return torch.square(entry["exp_avg"])
+        started = 1 - betas[index] ** entry["step"]
+        moment: Tensor = entry["exp_avg_sq"] * (started / (1 - betas[index] ** max(1, entry["step"] - since)))
+        return moment
+
     state = {
         index: {
             "step": torch.tensor(float(entry["step"])),
             "exp_avg": entry["exp_avg"],
-            "exp_avg_sq": entry["exp_avg"].square(),
+            "exp_avg_sq": second(index, entry),
         }
         for index, entry in saved["state"].items()
     }
+    moments = (
+        "both moments and step carry over"
+        if kept
+        else "first moments and step carry over; the second moment, which AdamS does not have, is set to the first"
+        " one's square"
+    )
     warnings.warn(
-        "SCAPE's state as AdamW's: parameters, first moments and step carry over; the second moment, which SCAPE does"
-        " not have, is set to the first one's square; residuals, clocks and masks do not carry over.",
+        f"SCAPE's state as AdamW's: parameters, {moments}; residuals, clocks and masks do not carry over.",
         stacklevel=2,
     )
     return {"state": state, "param_groups": saved["param_groups"]}
@@ -270,18 +312,57 @@ def as_adamw(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load_clocks(snapshot: Snapshot, whole: Mapping[str, Any]) -> None:
-    snapshot.state.step.fill_(whole["step"])
-    snapshot.state.clock.fill_(whole["step"])  # of the pads, which are visited at every step
-    snapshot.state.calls = whole["calls"]
+    state, schedule, saved = snapshot.state, snapshot.masks.schedule, whole["config"]
+    state.step.fill_(whole["step"])
+    state.clock.fill_(whole["step"])  # of the pads, which are visited at every step
+    state.calls = whole["calls"]
+    _set_missed(snapshot, whole.get("missed", {}))
+    warmup = whole.get("warmup_steps", saved.get("sparsity_warmup_steps"))
+    if snapshot.config.sparsity_warmup_steps is None and warmup is not None and saved.get("sparsity"):
+        # The default of the run that wrote it, whose length may have been another one.
+        snapshot.masks.schedule = replace(schedule, warmup_steps=0 if snapshot.config.dense else warmup)
 
 
-def _load_noise(snapshot: Snapshot, whole: Mapping[str, Any], is_there: bool) -> None:
-    """To what was measured goes how often.
+def _set_missed(snapshot: Snapshot, missed: Mapping[int, int]) -> None:
+    if any(missed.values()):
+        counts = [missed.get(index, 0) for index in snapshot.parameters.indices]
+        snapshot.state.missed = torch.tensor(counts, dtype=torch.int32).to(snapshot.state.step.device)
+
+
+def _load_noise(snapshot: Snapshot, whole: Mapping[str, Any], held: set[str]) -> None:
+    """Restores the number of samples behind the estimate.
 
     It is the averaged gradient's noise, and stays that over another number of ranks with the same global batch.
     """
-    if snapshot.state.noise is not None and is_there:
+    if snapshot.state.noise is not None and "noise" in held:
         snapshot.state.noise_samples = whole.get("noise_samples", whole["calls"])
+
+
+def _make_room_for_noise(state: ScapeState, held: set[str]) -> None:
+    """A state of AdamS's update gives AdamW's its second moment."""
+    if state.second_moment is not None and "noise" in held and "exp_avg_sq" not in held:
+        state.noise = torch.zeros_like(state.second_moment)
+
+
+def _load_second_moment(
+    snapshot: Snapshot, whole: Mapping[str, Any], held: set[str], groups: Sequence[Mapping[str, Any]], rank: int
+) -> None:
+    """After the tensors are in: from which step on the second moment counts; where AdamS wrote it, what it is."""
+    state = snapshot.state
+    if state.second_moment is None:
+        return
+    if "exp_avg_sq" in held:
+        state.second_moment_since = whole.get("second_moment_since", 0)
+        return
+    noise, state.noise = state.noise, None
+    if noise is None or not state.noise_samples:
+        state.second_moment_since = whole["step"]
+        return
+    for piece in snapshot.layout.shard_pieces(rank):
+        entries = piece.of_blocks(snapshot.layout.block_size)
+        started = 1 - float(groups[piece.segment.group]["betas"][1]) ** whole["step"]
+        state.second_moment.view(-1)[entries] = noise.view(-1)[entries] * started
+    state.noise_samples = 0
 
 
 def _load_history(snapshot: Snapshot, whole: Mapping[str, Any]) -> None:
@@ -315,7 +396,10 @@ def _tell_resharding(before: int, now: int) -> None:
 
 def _tell_differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Warns of options that change how training goes on; where the residual lives and what is checked does not."""
-    silent = ("residual_device", "max_skipped", "check_replicas_every")
+    silent = ["residual_device", "max_skipped", "check_replicas_every"]
+    if mine["sparsity_warmup_steps"] is None:  # then the checkpoint's holds
+        silent.append("sparsity_warmup_steps")
+    saved = {**saved, "update": saved.get("update", "adams")}  # the only one before there was a choice
     differ = [
         f"{name}={saved.get(name)!r} (now {value!r})"
         for name, value in mine.items()
@@ -328,18 +412,38 @@ def _tell_differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> None
         )
 
 
-def _load_first_moments(snapshot: Snapshot, state: Mapping[int, Mapping[str, Any]], rank: int) -> None:
-    step = max((int(entry.get("step", 0)) for entry in state.values()), default=0)
-    snapshot.state.step.fill_(step)
-    snapshot.state.clock.fill_(step)
-    moments = {
-        index: state[index]["exp_avg"] if index in state else torch.zeros(parameter.shape)
-        for index, parameter in zip(snapshot.parameters.indices, snapshot.parameters.tensors, strict=True)
-    }
-    _fill(snapshot.state.momentum.view(-1), moments, snapshot, snapshot.layout.shard_pieces(rank))
+def _load_foreign(snapshot: Snapshot, saved: Mapping[int, Mapping[str, Any]], rank: int) -> None:
+    """Takes the moments and steps of an AdamW, Adam or AdamS."""
+    state, parameters = snapshot.state, snapshot.parameters
+    steps = {index: int(saved[index].get("step", 0)) if index in saved else 0 for index in parameters.indices}
+    step = max(steps.values(), default=0)
+    state.step.fill_(step)
+    state.clock.fill_(step)
+    _set_missed(snapshot, {index: step - own for index, own in steps.items()})
+    pieces = list(snapshot.layout.shard_pieces(rank))
+    for piece in pieces:
+        entries = piece.of_blocks(snapshot.layout.block_size)
+        state.clock.view(-1)[entries] = steps[parameters.indices[piece.segment.index]]
+
+    def fill(shard: Tensor, name: str) -> None:
+        moments = {
+            index: saved[index][name] if index in saved else torch.zeros(parameter.shape)
+            for index, parameter in zip(parameters.indices, parameters.tensors, strict=True)
+        }
+        _fill(shard.view(-1), moments, snapshot, pieces)
+
+    fill(state.momentum, "exp_avg")
+    carried = "first moments"
+    if state.second_moment is not None:
+        if all("exp_avg_sq" in entry for entry in saved.values()):
+            fill(state.second_moment, "exp_avg_sq")
+            carried = "first and second moments"
+        else:
+            state.second_moment_since = step
     warnings.warn(
-        f"The checkpoint was not written by SCAPE: first moments and step ({step}) carry over; a second moment, if any,"
-        " does not (AdamS has none), and residuals start at zero.",
+        f"The checkpoint was not written by SCAPE: {carried} and step ({step}) carry over"
+        + (", a second moment does not" if carried == "first moments" else "")
+        + "; residuals start at zero.",
         stacklevel=5,
     )
 
@@ -460,7 +564,7 @@ def _check_entry(entry: Any, name: str, parameter: Tensor, expected: set[str] | 
             f"The state of {name} must hold a first moment `exp_avg`, got {sorted(map(str, entry))}. Load a state of"
             " AdamW, Adam, AdamS or ScapeOptimizer."
         )
-    for kind in sorted(expected or {"exp_avg"}):
+    for kind in sorted(expected or {"exp_avg"} | ({"exp_avg_sq"} & set(entry))):
         _check_tensor(entry.get(kind), f"{kind} of {name}", parameter, integer=kind == "last_step")
 
 

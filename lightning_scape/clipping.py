@@ -40,6 +40,9 @@ class GradientClipping:
         self.last_skipped = False
         self.norm: Tensor | None = None
         """Norm measured for the current gradient (0-dim fp32), None before."""
+        self.present: Tensor | None = None
+        """fp32 ``[parameters]``: 1 for those that have a gradient on some rank, else 0; measured with the norm. None:
+        the host knows that all of them have."""
         self.clip_value: float | None = None
         self._factor: Tensor | None = None
         self._measured: list[tuple[Tensor | None, int]] = []
@@ -50,7 +53,7 @@ class GradientClipping:
 
     def forget(self) -> None:
         """Drops what was recorded: the gradient it was measured on is gone."""
-        self.norm = self._factor = self.clip_value = None
+        self.norm = self.present = self._factor = self.clip_value = None
         self._measured = []
         self._strict = False
 
@@ -107,16 +110,29 @@ class GradientClipping:
         return torch.where(torch.isfinite(self.norm), factor, torch.zeros_like(factor))
 
     def _measure(self, grads: Sequence[Tensor | None], device: torch.device, *, sketch: bool) -> Tensor:
+        """The norm; notes in :attr:`present` which parameters have a gradient. One message carries both."""
         world_size = self.communicator.world_size
-        if world_size > 1 and sketch:
+        flags = [grad is not None for grad in grads]
+        if sketch and world_size > 1:
             if self._signs is None or self._signs.device != device:
                 self._signs = ops.to_device(_random_signs(2 * _CHUNK), device)
-            buckets = ops.sketch(grads, self._signs, SKETCH_WIDTHS)
-            norm: Tensor = torch.linalg.vector_norm(self.communicator.all_reduce_sum(buckets) / world_size)
+            measured = ops.sketch(grads, self._signs, SKETCH_WIDTHS)
+        else:
+            given = [grad for grad in grads if grad is not None and grad.numel()]
+            measured = (ops.squared_norm(given) if given else torch.zeros((), device=device)).view(1)
+        if world_size == 1:
+            self.present = None if all(flags) else ops.to_device(torch.tensor(flags, device="cpu").float(), device)
+            return measured.sum().sqrt()
+        packed = ops.to_device(pack_flags(flags, world_size), device)
+        sums = self.communicator.all_reduce_sum(torch.cat([measured, packed]))
+        measured, packed = sums[: measured.numel()], sums[measured.numel() :]
+        self.present = (count_flags(packed, len(flags), world_size) != 0).float()
+        if device.type == "cpu" and bool(self.present.all()):
+            self.present = None
+        if sketch:
+            norm: Tensor = torch.linalg.vector_norm(measured / world_size)
             return norm
-        present = [grad for grad in grads if grad is not None and grad.numel()]
-        total = ops.squared_norm(present) if present else torch.zeros((), device=device)
-        return (self.communicator.all_reduce_sum(total) / world_size).sqrt()
+        return (measured[0] / world_size).sqrt()
 
     # ------------------------------------------------------------------------------------- skipped steps
 
@@ -186,6 +202,32 @@ def _refuse(what: str) -> NoReturn:
         f"The norm of the averaged gradient must be finite, {what} (on every rank). Pass `error_if_nonfinite=False` to"
         " let the optimizer skip such a step on all ranks."
     )
+
+
+def pack_flags(flags: Sequence[bool], ranks: int) -> Tensor:
+    """Flags as fp32 numbers, several in each, that may be summed over ranks: see :func:`count_flags`. On the CPU.
+
+    Example: ``[True, False, True]`` for 2 ranks are the digits 1, 0, 1 in base 3: ``[10.]``, for 1 + 0*3 + 1*9.
+    """
+    digits = _flags_per_number(ranks)
+    padded = torch.zeros(-(-len(flags) // digits) * digits, dtype=torch.float64, device="cpu")
+    padded[: len(flags)] = torch.tensor(flags, dtype=torch.float64, device="cpu")
+    weights = (ranks + 1.0) ** torch.arange(digits, dtype=torch.float64, device="cpu")
+    return (padded.view(-1, digits) @ weights).float()
+
+
+def count_flags(sums: Tensor, count: int, ranks: int) -> Tensor:
+    """How many ranks have set each of ``count`` flags, int64: the digits of sums of :func:`pack_flags`.
+
+    Example: ``[13.]`` for 3 flags of 2 ranks gives ``[1, 1, 1]``.
+    """
+    weights = (ranks + 1) ** torch.arange(_flags_per_number(ranks), device=sums.device)
+    return (sums.long().unsqueeze(1) // weights % (ranks + 1)).view(-1)[:count]
+
+
+def _flags_per_number(ranks: int) -> int:
+    """Digits in base ``ranks + 1`` that fp32 holds exactly."""
+    return max(1, int(24 / math.log2(ranks + 1)))
 
 
 def sketch_deviation(width: int = SKETCH_WIDTHS[0]) -> float:

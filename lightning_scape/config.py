@@ -18,11 +18,14 @@ WireDtype = Literal["bf16", "fp32"]
 ClipNorm = Literal["sketch", "local"]
 SecondMoment = Literal["measured", "reconstructed"]
 CatchUp = Literal["implicit", "summed"]
+Update = Literal["adamw", "adams"]
 
 MAX_BYTE_BLOCK = 256
 """Longest block whose positions fit one byte on the wire."""
 MAX_BLOCK = 65536
 """Longest block whose positions fit two bytes on the wire."""
+WARMUP_STEPS = 1000
+"""Default length of the sparsity's warm-up; a shorter run warms up to its end."""
 _FEW = 5
 """Where more entries per block are sent, votes no longer pay for their bytes and for selecting them."""
 
@@ -53,11 +56,17 @@ class ScapeConfig:
     sparsity: float = 0.99
     """Share of the entries that is NOT sent in a step, in [0, 1). 0 is dense AdamS, sharded."""
 
+    update: Update | None = None
+    """The update of an entry. ``"adamw"`` divides by AdamW's second moment, so that learning rate, betas and eps mean
+    what they mean in torch. ``"adams"`` is SCAPE's paper: AdamS, without a second moment. None takes the one that fits
+    the optimizer given: ``"adamw"`` for AdamW and Adam, ``"adams"`` for AdamS."""
+
     dense_steps: int = 0
     """So many first steps send everything (steps, >= 0)."""
 
-    sparsity_warmup_steps: int = 0
-    """After the dense steps, so many steps in which the density falls geometrically from 1 to 1 - sparsity."""
+    sparsity_warmup_steps: int | None = None
+    """Steps, after the dense ones, in which the density falls geometrically from 1 to 1 - sparsity. None is 1,000, or
+    all steps of a shorter run. 0 sends what `sparsity` says from the first step."""
 
     mask_interval: int = 1
     """Steps for which one mask is used before the next is made. Keep 1 unless you measure otherwise."""
@@ -73,9 +82,10 @@ class ScapeConfig:
     are ranked, else 0."""
 
     second_moment: SecondMoment = "measured"
-    """What an entry not visited in the step before is divided by: ``"measured"`` floors AdamS's denominator with the
-    owner's own running mean square of its gradient, or, at densities above 5%, a share of it (4P/N bytes, no
-    message); ``"reconstructed"`` takes it from the synchronized buffer alone, as the paper does."""
+    """With ``update="adams"``: what an entry not visited in the step before is divided by. ``"measured"`` floors the
+    denominator with the owner's own running mean square of its gradient, or, at densities above 5%, a share of it (4P/N
+    bytes, no message). ``"reconstructed"`` takes it from the synchronized buffer alone, as the paper does.
+    ``update="adamw"`` always measures (4P/N bytes)."""
 
     catch_up: CatchUp = "implicit"
     """How an entry makes up for the ``tau`` steps since its last visit: ``"implicit"`` goes ``tau`` times along the new
@@ -88,8 +98,9 @@ class ScapeConfig:
     where fp32 masters are kept, as values in their own dtype."""
 
     bias_correction: bool = False
-    """Divide the first moments by ``1 - beta1**t``, as the code of AdamS does and its paper does not. With
-    ``catch_up="implicit"`` an entry that waits remembers longer than that: its first visits take it less far."""
+    """With ``update="adams"``: divide the first moments by ``1 - beta1**t``, as the code of AdamS does, its paper does
+    not. With ``catch_up="implicit"`` an entry that waits remembers longer than that: its first visits take it less far.
+    ``update="adamw"`` always corrects both moments, as torch does."""
 
     clip_norm: ClipNorm = "sketch"
     """How ``gradient_clip_val`` measures the averaged gradient: ``"sketch"`` (estimate of its true norm, one standard
@@ -124,13 +135,15 @@ class ScapeConfig:
             )
         for name, least in _LEAST_WHOLE.items():
             value = getattr(self, name)
+            if value is None and name in _CHOSEN_BY_NONE:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(
                     f"`{name}` must be a whole number >= {least}, got {value!r}. Use {least} or more, as an int."
                 )
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices:
+            if value not in choices and not (value is None and name in _CHOSEN_BY_NONE):
                 raise ValueError(
                     f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}. Use {choices[0]!r} if"
                     " unsure."
@@ -161,6 +174,11 @@ class ScapeConfig:
             raise ValueError(
                 f"`mask_votes` must be 0 with mask_statistic={self.mask_statistic!r}, got {self.mask_votes}: ranks vote"
                 " with their residuals. Use mask_statistic='residual', or no votes."
+            )
+        if self.update == "adamw" and self.second_moment != "measured":
+            raise ValueError(
+                f"`second_moment` must be 'measured' with the update of AdamW, got {self.second_moment!r}: it divides"
+                " by a mean square that the synchronized buffer does not hold. Leave it out, or set update='adams'."
             )
         if self.dense and self.sparsity_warmup_steps:
             raise ValueError(
@@ -197,6 +215,19 @@ class ScapeConfig:
         return self.sparsity == 0.0
 
     @property
+    def warmup_steps(self) -> int:
+        """`sparsity_warmup_steps`, its default for a run of unknown length filled in."""
+        return self.warmup_within(None)
+
+    def warmup_within(self, steps: float | None) -> int:
+        """The same for a run of ``steps`` steps; None or infinity is not known."""
+        if self.sparsity_warmup_steps is not None:
+            return self.sparsity_warmup_steps
+        if self.dense:
+            return 0
+        return WARMUP_STEPS if steps is None else int(max(0, min(WARMUP_STEPS, steps - self.dense_steps)))
+
+    @property
     def votes(self) -> int:
         """Entries per block that a rank proposes."""
         if self.mask_votes is not None:
@@ -206,8 +237,8 @@ class ScapeConfig:
 
     @property
     def measures_noise(self) -> bool:
-        """Whether the owner keeps a running mean square of its gradient."""
-        return self.second_moment == "measured" and not self.dense
+        """Whether the owner keeps a running mean square of its gradient beside AdamS's state."""
+        return self.update != "adamw" and self.second_moment == "measured" and not self.dense
 
     @property
     def quota(self) -> Quota:
@@ -235,7 +266,9 @@ _LEAST_WHOLE = {
     "max_skipped": 1,
     "check_replicas_every": 0,
 }
+_CHOSEN_BY_NONE = ("sparsity_warmup_steps", "update")
 _CHOICES: dict[str, tuple[str, ...]] = {
+    "update": get_args(Update),
     "mask_statistic": get_args(MaskStatistic),
     "second_moment": get_args(SecondMoment),
     "catch_up": get_args(CatchUp),

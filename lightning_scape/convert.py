@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from dataclasses import replace
 
 import torch
 
 from lightning_scape.adams import AdamS
+from lightning_scape.config import ScapeConfig
 
 _ACCEPTED = (torch.optim.AdamW, torch.optim.Adam, AdamS)
 _NOT_KEPT = {
-    "amsgrad": "AdamS keeps no second moment whose maximum could be taken",
+    "amsgrad": "the maximum of a second moment that is estimated would only grow",
     "maximize": "negate the loss instead",
     "differentiable": "the step changes parameters in place, outside autograd",
     "capturable": "the step exchanges messages and cannot be captured in a CUDA graph",
 }
+
+
+def with_fitting_update(config: ScapeConfig, optimizer: torch.optim.Optimizer) -> ScapeConfig:
+    """The configuration with the optimizer's own update, unless it names one.
+
+    Raises:
+        ValueError: an option that does not go with this update.
+    """
+    if config.update is not None:
+        return config
+    return replace(config, update="adams" if isinstance(optimizer, AdamS) else "adamw")
 
 
 def check_convertible(optimizer: torch.optim.Optimizer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,17 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.layout import Piece
 from lightning_scape.parameters import Parameters
+
+
+class Corrections(NamedTuple):
+    """What divides the moments for their start at zero: 0-dim, or ``[R]`` where rows differ."""
+
+    first: Tensor
+    """``1 - beta1**t``, or 1."""
+    second: Tensor
+    """``1 - beta2**t``."""
+    corrected: bool
+    """Whether the first is not 1 everywhere."""
 
 
 class RowHyperparameters:
@@ -33,18 +44,34 @@ class RowHyperparameters:
         self._of_row: Tensor | None = None
 
     def at(
-        self, step: Tensor, param_groups: Sequence[dict[str, Any]], dtype: torch.dtype
-    ) -> tuple[ops.Hyper, Tensor | float]:
-        """Hyperparameters and the divisor of first moments (``1 - beta1**step``, or 1) of the groups in this shard.
+        self, step: Tensor, param_groups: Sequence[dict[str, Any]], dtype: torch.dtype, second_since: int = 0
+    ) -> tuple[ops.Hyper, Corrections]:
+        """Hyperparameters of the groups in this shard, and what divides the moments of its rows.
 
-        0-dim where there is one, else ``[G]``, for :meth:`group_of_row` to say which is whose.
+        Args:
+            step: int32, the step of each row ``[R]``, or 0-dim.
+            param_groups: the optimizer's.
+            dtype: of the state.
+            second_since: the step at whose end the second moment was zero.
+
+        Returns:
+            Hyperparameters, 0-dim where there is one group, else ``[G]``, for :meth:`group_of_row` to say which is
+            whose; corrections, 0-dim where they are the same for all rows, else ``[R]``.
         """
         table = [self._numbers(param_groups[group]) for group in self._groups]
         columns = torch.tensor(table, dtype=torch.float64, device="cpu").to(self._parameters.device, non_blocking=True)
-        *values, biased = columns.unbind(1)
-        found = [*ops.Hyper.of(dtype, *values), torch.where(biased != 0, 1 - values[1] ** step, 1.0).to(dtype)]
-        *hyper, divisor = found if len(self._groups) > 1 else [numbers[0] for numbers in found]
-        return ops.Hyper(*hyper), divisor if any(numbers[-1] for numbers in table) else 1.0
+        lr, beta1, beta2, eps, decay, biased = columns.unbind(1)
+        group = self.group_of_row()
+
+        def by_row(column: Tensor) -> Tensor:
+            return column[0] if group is None else column.index_select(0, group)
+
+        first = torch.where(by_row(biased) != 0, 1 - by_row(beta1) ** step, 1.0)
+        second = 1 - by_row(beta2) ** (step - second_since).clamp(min=1)
+        hyper = ops.Hyper.of(dtype, lr, beta1, beta2, eps, decay)
+        if group is None:
+            hyper = ops.Hyper(*(numbers[0] for numbers in hyper))
+        return hyper, Corrections(first.to(dtype), second.to(dtype), any(numbers[-1] for numbers in table))
 
     def group_of_row(self) -> Tensor | None:
         """int32 ``[R]``: the group of each row, counted among those in this shard; None where there is one."""

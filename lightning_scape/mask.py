@@ -25,9 +25,9 @@ class SparsitySchedule:
     warmup_steps: int
 
     @classmethod
-    def of(cls, config: ScapeConfig) -> SparsitySchedule:
-        """The schedule that a configuration asks for."""
-        return cls(config.quota, config.dense_steps, config.sparsity_warmup_steps)
+    def of(cls, config: ScapeConfig, total_steps: float | None = None) -> SparsitySchedule:
+        """The schedule that a configuration asks for, in a run of ``total_steps`` steps (None: not known)."""
+        return cls(config.quota, config.dense_steps, config.warmup_within(total_steps))
 
     def sent(self, step: int) -> int:
         """Q of a step, counted from 0; q = B means that everything is sent, and needs no mask.
@@ -72,15 +72,18 @@ class DelayedMask:
         """Whether the active mask was made within a step, rather than before it, and that step may yet be skipped."""
         self._pending: PendingMask | None = None
 
+    def sends_all(self, step: int) -> bool:
+        """Whether a step sends everything."""
+        return self.schedule.sent(step) == self.schedule.quota.block_size
+
     def due(self, step: int) -> bool:
         """Whether this step must make its mask itself, for there is none of its density; after the arrival.
 
         So it is with the first sparse step, the first after dense ones, and where a mask was lost or dropped.
         """
-        sent = self.schedule.sent(step)
-        if sent == self.schedule.quota.block_size:
+        if self.sends_all(step):
             return False
-        return self.active is None or self.active.shape[1] != sent
+        return self.active is None or self.active.shape[1] != self.schedule.sent(step)
 
     def take(self, step: int, start: StartMask) -> tuple[Tensor | None, float]:
         """The mask of this step, and the seconds the host waited for it; None when the step sends everything.
@@ -91,7 +94,7 @@ class DelayedMask:
         sent = self.schedule.sent(step)
         waited = self.arrive()
         self.unproven = False
-        if sent == self.schedule.quota.block_size:
+        if self.sends_all(step):
             self.active, self.uses = None, 0
             return None, waited
         if self.due(step):
@@ -110,7 +113,7 @@ class DelayedMask:
         mask from its own gradient.
         """
         sent = self.schedule.sent(step + 1)
-        if self.active is None or sent == self.schedule.quota.block_size:
+        if self.active is None or self.sends_all(step + 1):
             return
         if self.uses >= self.interval or self.active.shape[1] != sent:
             self._pending = start(sent)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from lightning_scape.__about__ import __version__
 from lightning_scape.clipping import GradientClipping
 from lightning_scape.collectives import Communicator, PendingMask, ProcessGroup, check_joined, new_mask_group
 from lightning_scape.config import ScapeConfig
-from lightning_scape.convert import check_convertible
+from lightning_scape.convert import check_convertible, with_fitting_update
 from lightning_scape.hyperparameters import RowHyperparameters
 from lightning_scape.layout import Layout, Piece
 from lightning_scape.mask import DelayedMask, SparsitySchedule
@@ -55,11 +55,31 @@ class _Run:
     consolidated: dict[str, Any] | None = None
 
 
+@dataclass(frozen=True)
+class _Active:
+    """What a step takes part in: 0-dim, the step's scale, or one number each; 0 is left alone."""
+
+    scale: Tensor
+    parameters: Tensor
+    """``[parameters]``"""
+    rows: Tensor
+    """``[blocks]``"""
+
+    def of(self, piece: Piece) -> Tensor:
+        return self.parameters[piece.segment.index] if self.parameters.dim() else self.scale
+
+    def of_pieces(self, pieces: Sequence[Piece]) -> Tensor:
+        return torch.stack([self.of(piece) for piece in pieces]) if self.parameters.dim() and pieces else self.scale
+
+    def of_rows(self, rows: slice) -> Tensor:
+        return self.rows[rows] if self.rows.dim() else self.scale
+
+
 class ScapeOptimizer(torch.optim.Optimizer):
-    r"""AdamS with sharded state, whose ranks exchange ``1 - sparsity`` of the entries per step.
+    r"""AdamW or AdamS with sharded state, whose ranks exchange ``1 - sparsity`` of the entries per step.
 
     Every rank holds all parameters and a residual (fp32, P entries): what it has computed and not yet sent. Rank j owns
-    one N-th of the entries, with their first moment, clock and, for narrow parameters, fp32 master weights. A step:
+    one N-th of the entries, with their moments, clock and, for narrow parameters, fp32 master weights. A step:
 
     1. **norm**         the scale of the step: clipping factor, or 0 if a gradient is not finite
     2. **wait**         the mask made in the last step has arrived
@@ -67,7 +87,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
     4. **compact**      masked entries leave the residual, rounded for the wire
     5. **synchronize**  all-to-all; the owner averages what the ranks sent, in rank order, in fp32. What it sends to
                         nobody, its own shard's, a rank folds and compacts meanwhile
-    6. **update**       tau steps of AdamS at once on the masked entries of the shard
+    6. **update**       tau steps of AdamW (AdamS) at once on the masked entries of the shard
     7. **reconstruct**  all-gather of the changes (of the values, where parameters are narrow); every rank applies them
     8. **select**       meanwhile what is left in the residual is ranked: by each owner, its shard's next mask; where
                         ranks vote, by each rank, its votes for the others' shards
@@ -76,7 +96,11 @@ class ScapeOptimizer(torch.optim.Optimizer):
     before the next step.
 
     Entries outside the mask are left bitwise as they are. Ranks hold bitwise equal parameters after every step. Works
-    under plain ``torchrun`` as well as under Lightning; with one rank nothing is sent.
+    under plain ``torchrun`` as well as under Lightning; with one rank nothing is sent. A parameter without a gradient
+    on every rank is left alone, as torch leaves it. Without one on some ranks only, it counts as zeros there.
+
+    To keep an AdamW's settings, use :meth:`from_optimizer`. Built directly, it is AdamS unless ``config.update`` says
+    ``"adamw"``.
 
     Constructing is collective: all ranks of ``process_group`` must do it, with the same parameters and config, and
     parameters must be equal on all ranks at the first step.
@@ -84,11 +108,12 @@ class ScapeOptimizer(torch.optim.Optimizer):
     Args:
         params: parameters or parameter groups: dense, float, on one device. Frozen ones (``requires_grad=False``) are
             left out for good.
-        lr, betas, eps, weight_decay: of AdamS, per group; weight decay is decoupled.
+        lr, betas, eps, weight_decay: of AdamW or AdamS, per group; weight decay is decoupled.
         config: all options of SCAPE.
         process_group: data-parallel ranks; None is the default group (no group: one rank).
         mask_group: group for the mask exchange; None makes one.
         communicator: sends the messages, in place of one over the two groups (simulated ranks, another transport).
+        total_steps: steps of the run, where known: the default warm-up of the sparsity is no longer than that.
 
     Raises:
         TypeError, ValueError: a parameter or an option cannot be kept, or ranks differ; the same on every rank.
@@ -107,6 +132,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         process_group: ProcessGroup | None = None,
         mask_group: ProcessGroup | None = None,
         communicator: Communicator | None = None,
+        total_steps: float | None = None,
     ) -> None:
         self._closed = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -115,7 +141,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             raise TypeError(
                 f"`config` must be a ScapeConfig, got {type(config).__name__}. Pass ScapeConfig(sparsity=...)."
             )
-        self.config = config
+        self.config = config if config.update is not None else replace(config, update="adams")
         self._parameters = Parameters.of(self.param_groups)
         if communicator is None:
             check_joined()
@@ -133,11 +159,13 @@ class ScapeOptimizer(torch.optim.Optimizer):
         self._shard_pieces = list(self._layout.shard_pieces(self._communicator.rank))
         self._pieces_beside = list(self._layout.pieces_beside(self._communicator.rank))
         self._own, self._beside = self._layout.rows_of(self._communicator.rank)
-        self._masks = DelayedMask(SparsitySchedule.of(config), config.mask_interval)
+        self._masks = DelayedMask(SparsitySchedule.of(config, total_steps), config.mask_interval)
         self._clipping = GradientClipping(config, self._communicator)
+        corrects = config.bias_correction or self.config.update == "adamw"
         self._hyperparameters = RowHyperparameters(
-            self._parameters, self._shard_pieces, self._layout.shard_blocks, config.bias_correction
+            self._parameters, self._shard_pieces, self._layout.shard_blocks, corrects
         )
+        self._parameter_of_block: Tensor | None = None
         several = self._communicator.world_size > 1
         self._as_changes = several and self._parameters.travel_as_changes(config.values_dtype)
         self._run = _Run()
@@ -150,12 +178,14 @@ class ScapeOptimizer(torch.optim.Optimizer):
         process_group: ProcessGroup | None = None,
         *,
         mask_group: ProcessGroup | None = None,
+        total_steps: float | None = None,
     ) -> ScapeOptimizer:
         """Takes over the parameters and settings of a torch ``AdamW`` or ``Adam``, or an :class:`AdamS`.
 
         lr, betas, eps and weight decay are kept per group, and the group dicts are shared by reference, so that whoever
-        holds them (an LR scheduler) goes on steering. ``fused`` and ``foreach`` are ways to compute and are dropped. An
-        ``AdamS(bias_correction=True)`` keeps its bias correction.
+        holds them (an LR scheduler) goes on steering. The update is the optimizer's own, unless ``config.update`` names
+        one. ``fused`` and ``foreach`` are ways to compute and are dropped. An ``AdamS(bias_correction=True)`` keeps its
+        bias correction.
 
         Raises:
             TypeError: another kind of optimizer.
@@ -164,7 +194,13 @@ class ScapeOptimizer(torch.optim.Optimizer):
         """
         check_convertible(optimizer)
         groups = [dict(group) for group in optimizer.param_groups]
-        new = cls(groups, config=config, process_group=process_group, mask_group=mask_group)
+        new = cls(
+            groups,
+            config=with_fitting_update(config, optimizer),
+            process_group=process_group,
+            mask_group=mask_group,
+            total_steps=total_steps,
+        )
         for shared, own in zip(optimizer.param_groups, new.param_groups, strict=True):
             for name, value in own.items():
                 shared.setdefault(name, value)
@@ -198,6 +234,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
         with record.phase("norm"):
             scale = self._clipping.scale(grads, self._parameters.device)
+            active = self._active(state, scale)
         with record.phase("wait"):
             record.exchange_wait = self._masks.arrive()
         # A step whose mask nobody could make before (the first sparse one) ranks all of its own gradient.
@@ -205,28 +242,28 @@ class ScapeOptimizer(torch.optim.Optimizer):
         with record.phase("fold"):
             self._fold_beside(state, grads, scale)
             if whole:
-                self._fold_own(state, grads, scale)
+                self._fold_own(state, grads, active)
         with record.phase("select"):
             mask, waited = self._masks.take(state.calls, self._start_mask)
             record.exchange_wait += waited
         with record.phase("compact"):
             chosen = None if mask is None else mask.to(state.residual.device)
-            values = self._compact_beside(state, chosen, scale)
+            values = self._compact_beside(state, chosen, active)
         with record.phase("synchronize"):
             arriving = self._communicator.exchange(values)
         with arriving:  # while the values travel: what goes to no other rank
             with record.phase("fold"):
                 if not whole:
-                    self._fold_own(state, grads, scale)
+                    self._fold_own(state, grads, active)
             with record.phase("compact"):
-                own = self._compact_own(state, chosen, scale)
+                own = self._compact_own(state, chosen, active)
                 record.sent_energy = ops.squared_norm([own, *(values[rows] for rows in self._beside)])
         settled = self._communicator.moment(self._parameters.device)  # the residual does not change any more
         with record.phase("synchronize"):
             total = self._mean(arriving.wait(), own, state.momentum.dtype)
             del values, own, arriving
         with record.phase("update"):
-            updated = self._update(state, mask, total, scale, record)
+            updated = self._update(state, mask, total, active, record)
             del total
         with self._reconstruct(mask, updated, record), record.phase("select"):  # while the others' shards travel
             self._masks.prepare(state.calls, functools.partial(self._start_mask, settled=settled))
@@ -300,45 +337,73 @@ class ScapeOptimizer(torch.optim.Optimizer):
         residuals = self._views(state.residual.view(-1), self._pieces_beside)
         ops.fold(residuals, _parts(grads, self._pieces_beside), scale, self._clipping.clip_value)
 
-    def _fold_own(self, state: ScapeState, grads: Sequence[Tensor | None], scale: Tensor) -> None:
+    def _active(self, state: ScapeState, scale: Tensor) -> _Active:
+        """The step's scale, which is 0 for parameters that no rank has a gradient of."""
+        present = self._clipping.present
+        if present is None and state.missed is None:
+            return _Active(scale, scale, scale)
+        parameters = scale if present is None else scale * present
+        device = self._parameters.device
+        if state.missed is None:
+            state.missed = torch.zeros(len(self._parameters.tensors), dtype=torch.int32, device=device)
+        if self._parameter_of_block is None or self._parameter_of_block.device != device:
+            self._parameter_of_block = ops.to_device(_parameter_of_block(self._layout), device)
+        rows = scale if present is None else parameters[self._parameter_of_block]
+        return _Active(scale, parameters, rows)
+
+    def _fold_own(self, state: ScapeState, grads: Sequence[Tensor | None], active: _Active) -> None:
         """Adds to the residual what lies in this rank's shard; its owner also keeps statistics of it."""
         clip_value, parts = self._clipping.clip_value, _parts(grads, self._shard_pieces)
         views = functools.partial(self._views, pieces=self._shard_pieces)
         residual = state.shard_of_residual(self._layout, self._communicator.rank)
-        ops.fold(views(residual.view(-1)), parts, scale, clip_value)
-        if state.noise is not None and (state.calls % NOISE_INTERVAL == 0 or not state.noise_samples):
-            state.noise_samples += 1
-            self._run.sampled = True
-            weight = max(NOISE_WEIGHT, 1 / state.noise_samples)
-            for noise, part in zip(views(state.noise.view(-1)), parts, strict=True):
-                ops.measure_noise(noise, part, weight, self._communicator.world_size, scale, clip_value)
+        ops.fold(views(residual.view(-1)), parts, active.scale, clip_value)
+        self._measure(state, parts, active)
         if state.local_momentum is None or state.evidence is None:
             return
         moments, totals = views(state.local_momentum.view(-1)), views(state.evidence.view(-1))
         for piece, momentum, evidence, part in zip(self._shard_pieces, moments, totals, parts, strict=True):
             grad = torch.zeros_like(momentum) if part is None else part
             beta1 = float(self.param_groups[piece.segment.group]["betas"][0])
-            ops.accumulate_first_moment(momentum, evidence, grad, beta1, scale, clip_value)
+            ops.accumulate_first_moment(momentum, evidence, grad, beta1, active.of(piece), clip_value)
 
-    def _compact_beside(self, state: ScapeState, mask: Tensor | None, scale: Tensor) -> Tensor:
+    def _measure(self, state: ScapeState, parts: Sequence[Tensor | None], active: _Active) -> None:
+        """The owner adds its own gradient to the mean squares that it keeps of its shard."""
+        clip_value, ranks = self._clipping.clip_value, self._communicator.world_size
+        # Where everything is sent, the update takes the averaged gradient itself.
+        if state.second_moment is not None and not self._masks.sends_all(state.calls):
+            moments = self._views(state.second_moment.view(-1), self._shard_pieces)
+            weights = [1 - float(self.param_groups[piece.segment.group]["betas"][1]) for piece in self._shard_pieces]
+            ops.accumulate_second_moment(
+                moments, parts, weights, ranks, active.of_pieces(self._shard_pieces), clip_value
+            )
+        if state.noise is not None and (state.calls % NOISE_INTERVAL == 0 or not state.noise_samples):
+            state.noise_samples += 1
+            self._run.sampled = True
+            weight = max(NOISE_WEIGHT, 1 / state.noise_samples)
+            views = self._views(state.noise.view(-1), self._shard_pieces)
+            for piece, noise, part in zip(self._shard_pieces, views, parts, strict=True):
+                ops.measure_noise(noise, part, weight, ranks, active.of(piece), clip_value)
+
+    def _compact_beside(self, state: ScapeState, mask: Tensor | None, active: _Active) -> Tensor:
         """What the other ranks are sent, ``[N*R, q]``, with zeros for this rank's shard; ``[0, q]`` for N = 1."""
         blocks = self._layout.blocks if self._beside else 0
         sent = self._layout.block_size if mask is None else mask.shape[1]
         values = torch.empty(blocks, sent, dtype=self.config.values_dtype, device=state.residual.device)
         for rows in self._beside:
             part = _rows_of(mask, rows)
-            ops.compact(state.residual[rows], part, self.config.values_dtype, scale, out=values[rows])
+            ops.compact(state.residual[rows], part, self.config.values_dtype, active.of_rows(rows), out=values[rows])
         values[self._own] = 0  # NCCL may look for NaN in what it is given
         return values.to(self._parameters.device)
 
-    def _compact_own(self, state: ScapeState, mask: Tensor | None, scale: Tensor) -> Tensor:
+    def _compact_own(self, state: ScapeState, mask: Tensor | None, active: _Active) -> Tensor:
         """What this rank contributes to its own shard, ``[R, q]``."""
         residual = state.shard_of_residual(self._layout, self._communicator.rank)
-        own = self._own_rows(mask)
+        own, scale = self._own_rows(mask), active.of_rows(self._own)
         values = ops.compact(residual, own, self.config.values_dtype, scale)
         if state.evidence is not None:
             seen = ops.take(state.evidence, own)
-            ops.put(state.evidence, own, torch.where(scale.to(seen.device) != 0, 0.0, seen))
+            taken = scale.to(seen.device) != 0
+            ops.put(state.evidence, own, torch.where(taken.unsqueeze(1) if taken.dim() else taken, 0.0, seen))
         return values.to(self._parameters.device)
 
     def _mean(self, received: Tensor, own: Tensor, dtype: torch.dtype) -> Tensor:
@@ -351,7 +416,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         return total.div_(self._communicator.world_size)
 
     def _update(
-        self, state: ScapeState, mask: Tensor | None, total: Tensor, scale: Tensor, record: StepRecord
+        self, state: ScapeState, mask: Tensor | None, total: Tensor, active: _Active, record: StepRecord
     ) -> Tensor:
         """The masked values of this shard after the step, or their changes, ``[R, q]`` in the dtype of their travel."""
         own = self._own_rows(mask)
@@ -362,15 +427,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
             theta = torch.zeros_like(total)
             ops.gather(self._run.flats, self._shard_pieces, own, theta, self._layout.block_size)
         before = theta.clone() if self._as_changes else None
-        step = state.step + 1
-        hyper, divisor = self._hyperparameters.at(step, self.param_groups, theta.dtype)
-        floor = min(1.0, NOISE_FLOOR * self._layout.block_size / total.shape[1])
-        implicit = self.config.catch_up == "implicit"
-        noise, group = state.noise, self._hyperparameters.group_of_row()
-        record.again = ops.update(
-            theta, state.momentum, state.clock, own, total, step, hyper, divisor, scale, noise, floor, implicit, group
-        )
-        state.step += (scale != 0).to(state.step.dtype)  # with the clocks, or the next tau would not be right
+        record.again = self._step_of_shard(state, theta, own, total, active)
+        self._count_step(state, active)  # with the clocks, or the next tau would not be right
         if state.master is not None and own is not None:
             ops.put(state.master, own, theta)
         if before is None:
@@ -378,6 +436,39 @@ class ScapeOptimizer(torch.optim.Optimizer):
         same = theta == before
         # The one number whose addition leaves every other as it is, 0.0 and infinities too.
         return theta.sub_(before).masked_fill_(same, -0.0).to(self.config.values_dtype)
+
+    def _step_of_shard(
+        self, state: ScapeState, theta: Tensor, mask: Tensor | None, total: Tensor, active: _Active
+    ) -> Tensor:
+        """The update of ``theta [R, q]`` and of the shard's state; returns what :func:`ops.update` does."""
+        step, scale = state.step + 1, active.of_rows(self._own)
+        if state.missed is not None:
+            assert self._parameter_of_block is not None
+            step = state.steps_of(self._parameter_of_block[self._own]) + 1
+        hyper, corrections = self._hyperparameters.at(step, self.param_groups, theta.dtype, state.second_moment_since)
+        implicit, group = self.config.catch_up == "implicit", self._hyperparameters.group_of_row()
+        moments = state.momentum, state.clock, mask, total, step, hyper
+        if state.second_moment is None:
+            floor = min(1.0, NOISE_FLOOR * self._layout.block_size / total.shape[1])
+            divisor = corrections.first if corrections.corrected else 1.0
+            return ops.update(theta, *moments, divisor, scale, state.noise, floor, implicit, group)
+        return ops.update_adamw(
+            theta,
+            state.momentum,
+            state.second_moment,
+            *moments[1:],
+            (corrections.first, corrections.second),
+            scale,
+            self._communicator.world_size,
+            implicit,
+            group,
+        )
+
+    def _count_step(self, state: ScapeState, active: _Active) -> None:
+        taken = (active.scale != 0).to(state.step.dtype)
+        state.step += taken
+        if state.missed is not None and active.parameters.dim():
+            state.missed += taken - (active.parameters != 0).to(taken.dtype)
 
     @contextlib.contextmanager
     def _reconstruct(self, mask: Tensor | None, updated: Tensor, record: StepRecord) -> Iterator[None]:
@@ -505,6 +596,28 @@ class ScapeOptimizer(torch.optim.Optimizer):
                 " shards are laid out over all parameters at once. Build a new ScapeOptimizer over all groups."
             )
         super().add_param_group(param_group)
+
+    @property
+    def schedule(self) -> SparsitySchedule:
+        """How many entries of a block are sent at which step."""
+        return self._masks.schedule
+
+    def bytes_per_step(self, sent: int | None = None) -> int:
+        """Bytes that this rank sends in a step, the norm's message (clipping) not counted.
+
+        Args:
+            sent: entries per block, q; None is the number at the end of the warm-up.
+        """
+        quota, ranks = self.config.quota, self._communicator.world_size
+        sent = quota.sent if sent is None else sent
+        back = self.config.values_dtype if self._as_changes else self._parameters.wire_dtype
+        width = self.config.values_dtype.itemsize + back.itemsize
+        per_block = sent * width
+        if sent < quota.block_size:
+            position = ops.position_dtype(quota.block_size).itemsize
+            votes = self.config.votes
+            per_block += sent * position + (votes * (position + 1) + 1 if votes else 0)
+        return self._layout.blocks * per_block * (ranks - 1) // ranks
 
     @property
     def communicator(self) -> Communicator:
@@ -643,6 +756,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
     return float(value) if isinstance(value, (int, float, Tensor)) else str(value)
+
+
+def _parameter_of_block(layout: Layout) -> Tensor:
+    """int64 ``[blocks]``: the place of each block's parameter; fillers take the last one's."""
+    counts = [segment.blocks for segment in layout.segments]
+    if not counts:
+        return torch.zeros(layout.blocks, dtype=torch.int64, device="cpu")
+    counts[-1] += layout.blocks - sum(counts)
+    places = torch.tensor([segment.index for segment in layout.segments], device="cpu")
+    return torch.repeat_interleave(places, torch.tensor(counts, device="cpu"))
 
 
 def _rows_of(mask: Tensor | None, rows: slice) -> Tensor | None:

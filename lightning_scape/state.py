@@ -13,7 +13,7 @@ from lightning_scape.layout import Layout
 
 _CHUNK = 1 << 18
 """Entries handled at a time where temporaries of a parameter's size are to be avoided."""
-SHARD_TENSORS = ("momentum", "clock", "master", "local_momentum", "evidence", "noise")
+SHARD_TENSORS = ("momentum", "clock", "master", "local_momentum", "evidence", "noise", "second_moment")
 """Names of the shard's tensors, each ``[R, B]`` or None."""
 
 
@@ -26,7 +26,7 @@ class ScapeState:
     momentum: Tensor
     """``[R, B]`` fp32 (fp64 for fp64 parameters): m of AdamS."""
     clock: Tensor
-    """``[R, B]`` int32: step of each entry's last update, 0 before the first."""
+    """``[R, B]`` int32: the parameter's step of each entry's last update, 0 before the first."""
     step: Tensor
     """0-dim int32 on the parameters' device: t, steps taken and not skipped."""
     calls: int = 0
@@ -38,10 +38,18 @@ class ScapeState:
     evidence: Tensor | None = None
     """``[R, B]`` fp32, likewise: that moment summed since each entry's last visit."""
     noise: Tensor | None = None
-    """``[R, B]`` fp32 (fp64), ``second_moment="measured"`` only: running mean square of this rank's own
-    gradient, over N: an estimate for the averaged one."""
+    """``[R, B]`` fp32 (fp64), ``update="adams"`` and ``second_moment="measured"`` only: running mean square of this
+    rank's own gradient, over N: an estimate for the averaged one."""
     noise_samples: int = 0
     """Gradients that went into it."""
+    second_moment: Tensor | None = None
+    """``[R, B]`` fp32 (fp64), ``update="adamw"`` only: v of AdamW, the running mean square of the averaged gradient,
+    not corrected for its start at zero. Entries that are not visited take this rank's own gradient for it."""
+    second_moment_since: int = 0
+    """The step at whose end ``second_moment`` was zero."""
+    missed: Tensor | None = None
+    """int32 ``[parameters]``: steps in which a parameter had a gradient on no rank; its own step is ``step`` less that.
+    None stands for zeros."""
 
     @classmethod
     def allocate(cls, layout: Layout, config: ScapeConfig, dtype: torch.dtype, device: torch.device) -> ScapeState:
@@ -58,7 +66,12 @@ class ScapeState:
             local_momentum=torch.zeros(shard, device=home) if local else None,
             evidence=torch.zeros(shard, device=home) if local else None,
             noise=torch.zeros(shard, dtype=dtype, device=device) if config.measures_noise else None,
+            second_moment=torch.zeros(shard, dtype=dtype, device=device) if config.update == "adamw" else None,
         )
+
+    def steps_of(self, parameter: Tensor) -> Tensor:
+        """int32 ``[n]``: steps taken of the parameters at the places ``parameter [n]``; 0-dim if no step was missed."""
+        return self.step if self.missed is None else self.step - self.missed[parameter]
 
     def shard_of_residual(self, layout: Layout, rank: int) -> Tensor:
         """``[R, B]``: the residual's rows in the shard of ``rank``; a view."""

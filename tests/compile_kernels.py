@@ -85,10 +85,20 @@ def record() -> dict[str, Launch]:
     with patch.object(kernels, "_launch", note), ops.using("kernels"):
         for dtypes in ([torch.float32], [torch.bfloat16], [torch.float16, torch.float32], [torch.float64]):
             for sparsity, statistic in ((0.99, "residual"), (0.9, "first_moment")):
-                steps(dtypes, ScapeConfig(sparsity=sparsity, mask_statistic=statistic, bias_correction=sparsity == 0.9))
-            plain = ScapeConfig(catch_up="summed", second_moment="reconstructed", dense_steps=1)
+                steps(
+                    dtypes,
+                    ScapeConfig(
+                        sparsity=sparsity,
+                        mask_statistic=statistic,
+                        bias_correction=sparsity == 0.9,
+                        sparsity_warmup_steps=0,
+                    ),
+                )
+            plain = ScapeConfig(
+                catch_up="summed", second_moment="reconstructed", dense_steps=1, sparsity_warmup_steps=0
+            )
             steps(dtypes, plain, groups=1)
-            steps(dtypes, ScapeConfig(dense_steps=1), groups=1)
+            steps(dtypes, ScapeConfig(dense_steps=1, sparsity_warmup_steps=0), groups=1)
         for dtype in (torch.float32, torch.float64):  # as it is with several ranks
             pieces = list(Layout([300], [0], 100, 1).pieces())
             for mask in (None, torch.zeros(3, 1, dtype=torch.uint8)):

@@ -29,7 +29,9 @@ def train_on(
     """
     generator = torch.Generator().manual_seed(1)
     parameters = [torch.nn.Parameter(torch.randn(n, generator=generator).to(device)) for n in (700, 33, 512)]
-    optimizer = ScapeOptimizer(parameters, lr=1e-2, config=ScapeConfig(sparsity=sparsity, wire_dtype=wire_dtype))
+    optimizer = ScapeOptimizer(
+        parameters, lr=1e-2, config=ScapeConfig(sparsity=sparsity, wire_dtype=wire_dtype, sparsity_warmup_steps=0)
+    )
     generator = torch.Generator().manual_seed(100 + rank)
     for _ in range(12):
         for parameter in parameters:
@@ -46,7 +48,7 @@ def train_scaled(rank: int, world_size: int, device: str) -> tuple[Tensor, int, 
     """Six steps under a loss scaler, in one of which rank 1 meets an inf: parameter, steps taken, last scale."""
     generator = torch.Generator().manual_seed(1)
     parameter = torch.nn.Parameter(torch.randn(1000, generator=generator).to(device))
-    optimizer = ScapeOptimizer([parameter], lr=1e-2, config=ScapeConfig(sparsity=0.9))
+    optimizer = ScapeOptimizer([parameter], lr=1e-2, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
     scaler = core.sharded_scaler(torch.amp.GradScaler(device, init_scale=1024.0))
     assert scaler is not None
     for step in range(6):

@@ -114,14 +114,14 @@ def test_resume_equals_never_having_stopped_bit_for_bit(
 
 
 def test_resume_right_after_a_skipped_step_is_exact(run_ranks: RunRanks) -> None:
-    run_ranks(stop_and_go, 2, 5, ScapeConfig(sparsity=0.9), torch.float32, 4)
-    run_ranks(stop_and_go, 2, 1, ScapeConfig(sparsity=0.9, mask_interval=3), torch.float32, 0)
+    run_ranks(stop_and_go, 2, 5, ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0), torch.float32, 4)
+    run_ranks(stop_and_go, 2, 1, ScapeConfig(sparsity=0.9, mask_interval=3, sparsity_warmup_steps=0), torch.float32, 0)
 
 
 def write_state(rank: int, world_size: int, steps: int) -> tuple[bytes, Tensor]:
     import torch.distributed as dist
 
-    config = ScapeConfig(sparsity=0.9)
+    config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
     params, optimizer = build(config, torch.float32)
     train(params, optimizer, rank, range(steps))
     file = saved(optimizer, params)
@@ -136,7 +136,7 @@ def write_state(rank: int, world_size: int, steps: int) -> tuple[bytes, Tensor]:
 def read_state(rank: int, world_size: int, file: bytes) -> Any:
     import torch.distributed as dist
 
-    config = ScapeConfig(sparsity=0.9)
+    config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         params, optimizer = restored(file, config, torch.float32)
@@ -175,7 +175,7 @@ def test_state_must_be_collected_before_it_is_read(run_ranks: RunRanks) -> None:
 
 
 def read_too_early(rank: int, world_size: int) -> None:
-    _, optimizer = build(ScapeConfig(), torch.float32)
+    _, optimizer = build(ScapeConfig(sparsity_warmup_steps=0), torch.float32)
     optimizer.state_dict()
 
 
@@ -196,7 +196,7 @@ def test_a_state_of_adamw_gives_its_first_moments() -> None:
     for step in range(3):
         set_gradients(twins, 0, step)
         dense.step()
-    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9))
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
     with pytest.warns(UserWarning, match=r"first moments and step \(3\) carry over"):
         optimizer.load_state_dict(dense.state_dict())
     whole = optimizer.state_dict()
@@ -225,9 +225,9 @@ def test_a_state_of_adams_goes_on_as_dense_adams() -> None:
 
 
 def test_another_block_length_drops_the_mask_and_says_so() -> None:
-    params, optimizer = build(ScapeConfig(sparsity=0.9), torch.float32)
+    params, optimizer = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0), torch.float32)
     train(params, optimizer, 0, range(4))
-    _, other = build(ScapeConfig(sparsity=0.99), torch.float32)
+    _, other = build(ScapeConfig(sparsity=0.99, sparsity_warmup_steps=0), torch.float32)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         other.load_state_dict(optimizer.state_dict())
@@ -253,9 +253,9 @@ def test_the_state_read_is_the_state_of_now() -> None:
 
 
 def test_a_scheduler_can_go_on_from_a_loaded_state() -> None:
-    params, optimizer = build(ScapeConfig(), torch.float32)
+    params, optimizer = build(ScapeConfig(sparsity_warmup_steps=0), torch.float32)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
-    _, other = build(ScapeConfig(), torch.float32)
+    _, other = build(ScapeConfig(sparsity_warmup_steps=0), torch.float32)
     other.load_state_dict(optimizer.state_dict())
     scheduler = torch.optim.lr_scheduler.LambdaLR(other, lambda step: 0.5, last_epoch=1)
     assert scheduler.base_lrs == [3e-2, 1e-2]
@@ -266,7 +266,7 @@ def test_a_state_that_lacks_what_never_had_a_gradient_is_taken() -> None:
     dense = torch.optim.AdamW(twins)
     twins[0].grad = torch.ones_like(twins[0])
     dense.step()
-    optimizer = ScapeOptimizer(params, config=ScapeConfig())
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity_warmup_steps=0))
     with pytest.warns(UserWarning, match="carry over"):
         optimizer.load_state_dict(dense.state_dict())
     assert not optimizer.state_dict()["state"][1]["exp_avg"].any()
@@ -303,7 +303,7 @@ def spoil(state: dict[str, Any], kind: str) -> Any:
     ],
 )
 def test_an_unfit_state_is_refused_and_changes_nothing(kind: str, words: str) -> None:
-    params, optimizer = build(ScapeConfig(sparsity=0.9), torch.float32)
+    params, optimizer = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0), torch.float32)
     train(params, optimizer, 0, range(4))
     before = [t.clone() for t in everything(params, optimizer)]
     spoiled = spoil(build_state(), kind)
@@ -313,7 +313,7 @@ def test_an_unfit_state_is_refused_and_changes_nothing(kind: str, words: str) ->
 
 
 def build_state() -> dict[str, Any]:
-    params, optimizer = build(ScapeConfig(sparsity=0.9), torch.float32)
+    params, optimizer = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0), torch.float32)
     train(params, optimizer, 0, range(2))
     return optimizer.state_dict()
 
@@ -322,7 +322,7 @@ def test_a_run_that_turns_sparse_measures_its_noise_from_the_start() -> None:
     params, optimizer = build(ScapeConfig(sparsity=0.0), torch.float32)
     train(params, optimizer, 0, range(5))
     state = optimizer.state_dict()
-    params, optimizer = build(ScapeConfig(sparsity=0.9), torch.float32)
+    params, optimizer = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0), torch.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer.load_state_dict(state)

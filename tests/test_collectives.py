@@ -27,7 +27,7 @@ CALLS = (
 def _count_messages(rank: int, world: int, layers: int, width: int, sparsity: float, clip: bool) -> list[Counter[str]]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
-    optimizer = ScapeOptimizer(model.parameters(), config=ScapeConfig(sparsity=sparsity))
+    optimizer = ScapeOptimizer(model.parameters(), config=ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0))
     counted: Counter[str] = Counter()
 
     def counting(name: str, call: Any) -> Any:
@@ -83,7 +83,9 @@ def _alone(rank: int, world: int) -> float:
         return 0.0
     parameter = torch.nn.Parameter(torch.ones(400))
     parameter.grad = torch.ones(400)
-    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.5), communicator=Communicator.alone())
+    optimizer = ScapeOptimizer(
+        [parameter], config=ScapeConfig(sparsity=0.5, sparsity_warmup_steps=0), communicator=Communicator.alone()
+    )
     optimizer.step()
     return float(parameter.detach().sum())
 
@@ -106,7 +108,7 @@ def _order_of_a_step(rank: int, world: int, sparsity: float) -> list[str]:
         setattr(home, name, saying)
 
     parameter = nn.Parameter(torch.zeros(4000))
-    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=sparsity))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0))
     for step in range(3):
         optimizer.drain()
         if step == 2:
@@ -139,7 +141,7 @@ def test_a_step_works_while_its_messages_travel(
 def _after_an_error(rank: int, world: int, where: str) -> tuple[bool, float, Tensor]:
     """A step that fails on all ranks, one of them late, then two that do not; did it fail, seconds to drain, and p."""
     parameter = nn.Parameter(torch.zeros(4000, dtype=torch.bfloat16))
-    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.9))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
 
     def step(number: int) -> None:
         gradient = torch.randn(4000, generator=torch.Generator().manual_seed(10 * number + rank))

@@ -27,7 +27,7 @@ from lightning_scape.config import MAX_BYTE_BLOCK, Quota, quota_for
     ],
 )
 def test_quota_is_the_largest_block_with_a_whole_number_sent(sparsity: float, quota: Quota) -> None:
-    assert ScapeConfig(sparsity=sparsity).quota == quota
+    assert ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0).quota == quota
 
 
 @given(st.floats(0.0, 0.9999))
@@ -39,7 +39,7 @@ def test_quota_density_is_close_to_what_was_asked(sparsity: float) -> None:
 
 
 def test_given_block_size_is_used() -> None:
-    assert ScapeConfig(sparsity=0.99, block_size=100).quota == Quota(100, 1)
+    assert ScapeConfig(sparsity=0.99, block_size=100, sparsity_warmup_steps=0).quota == Quota(100, 1)
 
 
 @pytest.mark.parametrize(
@@ -77,18 +77,18 @@ def test_bad_option_is_refused_with_rule_and_value(options: dict[str, object], w
 
 def test_config_is_frozen_and_keyword_only() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        ScapeConfig().sparsity = 0.5  # type: ignore[misc]
+        ScapeConfig(sparsity_warmup_steps=0).sparsity = 0.5  # type: ignore[misc]
     with pytest.raises(TypeError):
-        ScapeConfig(0.9)  # type: ignore[misc]
+        ScapeConfig(0.9, sparsity_warmup_steps=0)  # type: ignore[misc]
 
 
 def test_dtype_names_are_accepted() -> None:
-    assert ScapeConfig(residual_dtype="float64").residual_dtype is torch.float64
-    assert ScapeConfig(residual_dtype="torch.float32").residual_dtype is torch.float32
+    assert ScapeConfig(residual_dtype="float64", sparsity_warmup_steps=0).residual_dtype is torch.float64
+    assert ScapeConfig(residual_dtype="torch.float32", sparsity_warmup_steps=0).residual_dtype is torch.float32
 
 
 def test_as_dict_holds_only_plain_values_and_builds_the_same_config() -> None:
-    config = ScapeConfig(sparsity=0.9, residual_device="cpu", dense_steps=3)
+    config = ScapeConfig(sparsity=0.9, residual_device="cpu", dense_steps=3, sparsity_warmup_steps=0)
     plain = config.as_dict()
     assert all(value is None or isinstance(value, (int, float, str)) for value in plain.values())
     assert ScapeConfig(**plain) == config

@@ -32,7 +32,7 @@ from lightning_scape.files import load_file, save_file, verify
 from lightning_scape.saving import Content, Saver
 
 RunRanks = Callable[..., list[Any]]
-CONFIG = ScapeConfig(sparsity=0.9)
+CONFIG = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
 STEPS = 14
 
 # ------------------------------------------------------------------------------------------------ dead and hung ranks
@@ -205,7 +205,7 @@ def test_killed_forty_times_training_ends_bitwise_as_without(run_ranks: RunRanks
 
 
 def trainer_cannot_write(rank: int, world_size: int, folder: str, kind: str) -> str:
-    trainer = make_trainer(ScapeStrategy(sparsity=0.9, state_dict_type=kind), max_steps=3)
+    trainer = make_trainer(ScapeStrategy(sparsity=0.9, state_dict_type=kind, sparsity_warmup_steps=0), max_steps=3)
     trainer.fit(Regression())
     trainer.save_checkpoint(f"{folder}/good.ckpt")
     with pytest.raises(OSError, match="could not be written.*untouched") as caught:
@@ -216,7 +216,9 @@ def trainer_cannot_write(rank: int, world_size: int, folder: str, kind: str) -> 
 
 
 def fabric_cannot_write(rank: int, world_size: int, folder: str, kind: str) -> str:
-    strategy = FabricScapeStrategy(sparsity=0.9, state_dict_type=kind, cluster_environment=GivenRanks())
+    strategy = FabricScapeStrategy(
+        sparsity=0.9, state_dict_type=kind, cluster_environment=GivenRanks(), sparsity_warmup_steps=0
+    )
     fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
     fabric.launch()
     model = torch.nn.Linear(3, 3)

@@ -25,7 +25,7 @@ from lightning_scape import CheckpointError, ScapeConfig, newest_checkpoint, too
 from lightning_scape.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.files import load_file, load_stream, save_file, verify
 
-CONFIG = ScapeConfig(sparsity=0.9)
+CONFIG = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
 
 
 def content() -> dict[str, Any]:

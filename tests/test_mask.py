@@ -43,12 +43,12 @@ def run(config: ScapeConfig, steps: int) -> list[int | None]:
 
 
 def test_each_step_uses_the_mask_made_in_the_step_before() -> None:
-    assert run(ScapeConfig(sparsity=0.9), 5) == [1, 2, 3, 4, 5]
+    assert run(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0), 5) == [1, 2, 3, 4, 5]
 
 
 def test_first_step_makes_its_own_mask_and_only_it_waits_for_two() -> None:
     maker = Maker()
-    masks = DelayedMask(SparsitySchedule.of(ScapeConfig(sparsity=0.9)), 1)
+    masks = DelayedMask(SparsitySchedule.of(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)), 1)
     assert masks.take(0, maker.start)[1] == 0.25
     assert (maker.made, maker.waits) == (1, 1)
     masks.prepare(0, maker.start)
@@ -60,7 +60,7 @@ def test_first_step_makes_its_own_mask_and_only_it_waits_for_two() -> None:
 
 def test_a_mask_whose_step_failed_before_it_departed_is_dropped() -> None:
     maker = Maker()
-    masks = DelayedMask(SparsitySchedule.of(ScapeConfig(sparsity=0.9)), 1)
+    masks = DelayedMask(SparsitySchedule.of(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)), 1)
     first, _ = masks.take(0, maker.start)
     masks.prepare(0, maker.start)
     assert masks.arrive() == 0.0  # nobody may be sending it: waiting would be for ever
@@ -71,12 +71,12 @@ def test_a_mask_whose_step_failed_before_it_departed_is_dropped() -> None:
 
 
 def test_interval_reuses_a_mask() -> None:
-    assert run(ScapeConfig(sparsity=0.9, mask_interval=3), 8) == [1, 1, 1, 2, 2, 2, 3, 3]
+    assert run(ScapeConfig(sparsity=0.9, mask_interval=3, sparsity_warmup_steps=0), 8) == [1, 1, 1, 2, 2, 2, 3, 3]
 
 
 def test_no_mask_is_made_for_or_from_a_dense_step() -> None:
     # Step 2 is the first sparse one: its mask comes from its own statistics, made within the step.
-    assert run(ScapeConfig(sparsity=0.9, dense_steps=2), 5) == [None, None, 1, 2, 3]
+    assert run(ScapeConfig(sparsity=0.9, dense_steps=2, sparsity_warmup_steps=0), 5) == [None, None, 1, 2, 3]
     assert run(ScapeConfig(sparsity=0.0), 3) == [None, None, None]
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, collectives, ops
+from lightning_scape.clipping import pack_flags
 from lightning_scape.collectives import Arriving
 
 RunRanks = Callable[..., list[Any]]
@@ -253,7 +254,7 @@ def test_sent_plus_residual_equals_clipped_gradients_to_fp32_rounding(run_ranks:
 
 def train_watching_masks(rank: int, world_size: int, interval: int) -> dict[str, Any]:
     params = parameters()
-    config = ScapeConfig(sparsity=0.9, mask_interval=interval)
+    config = ScapeConfig(sparsity=0.9, mask_interval=interval, sparsity_warmup_steps=0)
     quota = config.quota
     optimizer = ScapeOptimizer(params, config=config)
     expected: Tensor | None = None
@@ -326,7 +327,8 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
     entries = layout.blocks * quota.sent
     share = (world_size - 1) / world_size
     itemsize = {torch.bfloat16: 2, torch.float32: 4}
-    norm = 4093 * 4 if clip else 4
+    flags = pack_flags([True] * len(params), world_size).numel()
+    norm = ((4093 if clip else 1) + flags) * 4
     values_bytes = entries * itemsize[config.values_dtype]
     parameter_bytes = entries * min(itemsize[dtype], itemsize[config.values_dtype])
     mask_bytes = entries * (1 if quota.block_size <= 256 else 2)
@@ -354,13 +356,13 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
 def test_a_step_without_votes_sends_four_messages_of_the_stated_sizes(
     run_ranks: RunRanks, sparsity: float, wire_dtype: str, dtype: torch.dtype, clip: bool
 ) -> None:
-    config = ScapeConfig(sparsity=sparsity, wire_dtype=wire_dtype, mask_votes=0)
+    config = ScapeConfig(sparsity=sparsity, wire_dtype=wire_dtype, mask_votes=0, sparsity_warmup_steps=0)
     run_ranks(count_messages, 2, config, dtype, clip)
 
 
 def test_one_rank_sends_nothing_and_needs_no_process_group() -> None:
     params = parameters()
-    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.99))
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.99, sparsity_warmup_steps=0))
     before = values(params)
     for step in range(3):
         set_gradients(params, 0, step)
@@ -384,6 +386,7 @@ def test_unmasked_entries_stand_still_and_a_visit_catches_up(options: dict[str, 
         wire_dtype="fp32",
         residual_dtype=torch.float64,
         second_moment="reconstructed",
+        sparsity_warmup_steps=0,
         **options,
     )
     lr, decay, tiny = 0.1, 0.5, 2.0**-10
@@ -424,7 +427,8 @@ def accumulate(rank: int, world_size: int, split: int) -> list[Tensor]:
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 3)).double()
     optimizer = ScapeOptimizer(
-        model.parameters(), config=ScapeConfig(sparsity=0.9, wire_dtype="fp32", residual_dtype="float64")
+        model.parameters(),
+        config=ScapeConfig(sparsity=0.9, wire_dtype="fp32", residual_dtype="float64", sparsity_warmup_steps=0),
     )
     torch.manual_seed(rank)
     for _ in range(5):
@@ -518,7 +522,7 @@ def test_a_clip_recorded_for_a_gradient_that_is_gone_is_forgotten() -> None:
 @pytest.mark.parametrize("change", ["in place", "another", "gone"])
 def test_gradients_that_change_after_the_clip_are_refused_and_nothing_is_done(change: str) -> None:
     params = parameters()
-    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9))
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
     set_gradients(params, 0, 0)
     before = values(params)
     optimizer.clip_grad_norm(1.0)
@@ -538,7 +542,7 @@ def test_gradients_that_change_after_the_clip_are_refused_and_nothing_is_done(ch
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan")])
 def test_clip_bounds_must_be_positive(bad: float) -> None:
-    optimizer = ScapeOptimizer(parameters(), config=ScapeConfig())
+    optimizer = ScapeOptimizer(parameters(), config=ScapeConfig(sparsity_warmup_steps=0))
     with pytest.raises(ValueError, match=r"`max_norm` must be > 0, got"):
         optimizer.clip_grad_norm(bad)
     with pytest.raises(ValueError, match=r"`clip_value` must be > 0, got"):
@@ -550,7 +554,7 @@ def test_clip_bounds_must_be_positive(bad: float) -> None:
 
 def train_through_nan(rank: int, world_size: int, bad: float, clip: bool, statistic: str) -> int:
     params = parameters()
-    config = ScapeConfig(sparsity=0.9, max_skipped=3, mask_statistic=statistic)
+    config = ScapeConfig(sparsity=0.9, max_skipped=3, mask_statistic=statistic, sparsity_warmup_steps=0)
     optimizer = ScapeOptimizer(params, config=config)
     skipped = 0
     for step in range(12):
@@ -605,7 +609,7 @@ def test_a_skipped_step_keeps_first_moment_evidence(run_ranks: RunRanks) -> None
 @pytest.mark.parametrize("dense_steps", [0, 2])
 def test_a_mask_made_in_a_step_that_is_skipped_is_made_anew(dense_steps: int) -> None:
     params = parameters()
-    config = ScapeConfig(sparsity=0.9, mask_interval=4, dense_steps=dense_steps)
+    config = ScapeConfig(sparsity=0.9, mask_interval=4, dense_steps=dense_steps, sparsity_warmup_steps=0)
     optimizer = ScapeOptimizer(params, config=config)
     for step in range(dense_steps + 3):
         set_gradients(params, 0, step)
@@ -618,7 +622,7 @@ def test_a_mask_made_in_a_step_that_is_skipped_is_made_anew(dense_steps: int) ->
 
 def skip_forever(rank: int, world_size: int) -> None:
     params = parameters()
-    optimizer = ScapeOptimizer(params, config=ScapeConfig(max_skipped=4))
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(max_skipped=4, sparsity_warmup_steps=0))
     for step in range(9):
         set_gradients(params, rank, step)
         if rank == 1:
@@ -655,7 +659,7 @@ class OwnAdamW(torch.optim.AdamW):
 )
 def test_an_optimizer_that_cannot_be_kept_is_refused(build: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        ScapeOptimizer.from_optimizer(build(parameters()), ScapeConfig())
+        ScapeOptimizer.from_optimizer(build(parameters()), ScapeConfig(sparsity_warmup_steps=0))
 
 
 def test_an_optimizer_that_has_stepped_is_refused() -> None:
@@ -664,7 +668,7 @@ def test_an_optimizer_that_has_stepped_is_refused() -> None:
     set_gradients(params, 0, 0)
     dense.step()
     with pytest.raises(ValueError, match="must not have stepped yet"):
-        ScapeOptimizer.from_optimizer(dense, ScapeConfig())
+        ScapeOptimizer.from_optimizer(dense, ScapeConfig(sparsity_warmup_steps=0))
 
 
 def test_from_optimizer_keeps_settings_by_reference() -> None:
@@ -672,7 +676,7 @@ def test_from_optimizer_keeps_settings_by_reference() -> None:
     own = {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.7}
     groups = [{"params": params[:2], **own}, {"params": params[2:]}]
     dense = torch.optim.AdamW(groups, lr=0.25, weight_decay=0.125, fused=True)
-    scape = ScapeOptimizer.from_optimizer(dense, ScapeConfig())
+    scape = ScapeOptimizer.from_optimizer(dense, ScapeConfig(sparsity_warmup_steps=0))
     assert scape.param_groups is dense.param_groups
     assert scape.defaults["lr"] == 0.25
     first, second = scape.param_groups
@@ -682,7 +686,9 @@ def test_from_optimizer_keeps_settings_by_reference() -> None:
 
 def test_adam_with_l2_decay_is_taken_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="decoupled"):
-        ScapeOptimizer.from_optimizer(torch.optim.Adam(parameters(), weight_decay=0.1), ScapeConfig())
+        ScapeOptimizer.from_optimizer(
+            torch.optim.Adam(parameters(), weight_decay=0.1), ScapeConfig(sparsity_warmup_steps=0)
+        )
 
 
 def test_adams_keeps_its_bias_correction() -> None:
@@ -708,34 +714,34 @@ def test_adams_keeps_its_bias_correction() -> None:
 )
 def test_bad_hyperparameters_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        ScapeOptimizer(parameters(), config=ScapeConfig(), **options)
+        ScapeOptimizer(parameters(), config=ScapeConfig(sparsity_warmup_steps=0), **options)
 
 
 def test_parameters_that_cannot_be_carried_are_refused() -> None:
     complex_ = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"Parameters must be one of .* in torch.complex64, which the wire cannot"):
-        ScapeOptimizer([complex_], config=ScapeConfig())
+        ScapeOptimizer([complex_], config=ScapeConfig(sparsity_warmup_steps=0))
     eighth = nn.Parameter(torch.zeros(3).to(torch.float8_e4m3fn))
     with pytest.raises(ValueError, match=r"in torch.float8_e4m3fn, which the wire cannot carry"):
-        ScapeOptimizer([eighth], config=ScapeConfig())
+        ScapeOptimizer([eighth], config=ScapeConfig(sparsity_warmup_steps=0))
     with pytest.raises(ValueError, match="without overlap or gap"):
-        ScapeOptimizer([nn.Parameter(torch.zeros(4, 8)[:, ::2])], config=ScapeConfig())
+        ScapeOptimizer([nn.Parameter(torch.zeros(4, 8)[:, ::2])], config=ScapeConfig(sparsity_warmup_steps=0))
     with pytest.raises(ValueError, match="At least one parameter must require grad"):
-        ScapeOptimizer([nn.Parameter(torch.zeros(3), requires_grad=False)], config=ScapeConfig())
+        ScapeOptimizer([nn.Parameter(torch.zeros(3), requires_grad=False)], config=ScapeConfig(sparsity_warmup_steps=0))
     with pytest.raises(TypeError, match="`config` must be a ScapeConfig, got dict"):
         ScapeOptimizer(parameters(), config={"sparsity": 0.9})  # type: ignore[arg-type]
 
 
 def test_sparse_gradients_are_refused() -> None:
     embedding = nn.Embedding(10, 4, sparse=True)
-    optimizer = ScapeOptimizer(embedding.parameters(), config=ScapeConfig())
+    optimizer = ScapeOptimizer(embedding.parameters(), config=ScapeConfig(sparsity_warmup_steps=0))
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(ValueError, match="Gradients must be dense, got torch.sparse_coo.*sparse=False"):
         optimizer.step()
 
 
 def test_parameter_groups_cannot_be_added_later() -> None:
-    optimizer = ScapeOptimizer(parameters(), config=ScapeConfig())
+    optimizer = ScapeOptimizer(parameters(), config=ScapeConfig(sparsity_warmup_steps=0))
     with pytest.raises(ValueError, match="must be given when the optimizer is built"):
         optimizer.add_param_group({"params": parameters()})
 
@@ -744,7 +750,7 @@ def test_parameter_groups_cannot_be_added_later() -> None:
 def test_freezing_or_unfreezing_after_the_optimizer_was_built_is_refused(before: bool, words: str) -> None:
     params = parameters()
     params[0].requires_grad_(before)
-    optimizer = ScapeOptimizer(params, config=ScapeConfig())
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity_warmup_steps=0))
     set_gradients(params, 0, 0)
     params[0].grad = None
     params[0].requires_grad_(not before)
@@ -754,7 +760,7 @@ def test_freezing_or_unfreezing_after_the_optimizer_was_built_is_refused(before:
 
 def test_another_memory_format_after_the_optimizer_was_built_is_refused() -> None:
     module = nn.Conv2d(3, 4, 3)
-    optimizer = ScapeOptimizer(module.parameters(), config=ScapeConfig())
+    optimizer = ScapeOptimizer(module.parameters(), config=ScapeConfig(sparsity_warmup_steps=0))
     module.to(memory_format=torch.channels_last)
     with pytest.raises(ValueError, match=r"must keep their memory order, got 'parameter 0' with strides"):
         optimizer.step()
@@ -765,7 +771,9 @@ def test_another_memory_format_after_the_optimizer_was_built_is_refused() -> Non
 
 def train_small(rank: int, world_size: int, sizes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
     params = parameters(sizes)
-    optimizer = ScapeOptimizer([{"params": []}, {"params": params}], config=ScapeConfig(sparsity=0.9))
+    optimizer = ScapeOptimizer(
+        [{"params": []}, {"params": params}], config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
+    )
     before = values(params)
     for step in range(5):
         set_gradients(params, rank, step)
@@ -791,7 +799,7 @@ def train_subgroup(rank: int, world_size: int) -> list[Tensor] | None:
     if rank == 0:
         return None
     params = parameters()
-    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9), process_group=group)
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0), process_group=group)
     for step in range(4):
         set_gradients(params, rank - 1, step)
         optimizer.step()
@@ -803,7 +811,7 @@ def train_subgroup(rank: int, world_size: int) -> list[Tensor] | None:
 
 def train_pair(rank: int, world_size: int) -> list[Tensor]:
     params = parameters()
-    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9))
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
     for step in range(4):
         set_gradients(params, rank, step)
         optimizer.step()
@@ -831,7 +839,7 @@ def build_differently(rank: int, world_size: int, kind: str) -> None:
     if rank == 1 and kind == "dtype":
         dtype = torch.bfloat16
     if rank == 1 and kind == "bad lr":
-        ScapeOptimizer(parameters(), lr=-1, config=ScapeConfig(sparsity=0.9))
+        ScapeOptimizer(parameters(), lr=-1, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
     if rank == 1 and kind == "version":
         sys.modules[ScapeOptimizer.__module__].__version__ = "9.9"  # type: ignore[attr-defined]
     params = parameters(sizes, dtype)
@@ -840,7 +848,7 @@ def build_differently(rank: int, world_size: int, kind: str) -> None:
     if rank == 1 and kind == "values":
         params[3].data[0, 0] += 1
     lr = 0.5 if rank == 1 and kind == "lr" else 1e-3
-    optimizer = ScapeOptimizer(params, lr=lr, config=ScapeConfig(sparsity=sparsity))
+    optimizer = ScapeOptimizer(params, lr=lr, config=ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0))
     optimizer.name_parameters([(f"layer{i}.weight", p) for i, p in enumerate(params)])
     set_gradients(params, 0, 0)
     optimizer.step()
@@ -871,7 +879,7 @@ def test_ranks_that_differ_get_the_same_error_everywhere(run_ranks: RunRanks, ki
 
 def drift(rank: int, world_size: int) -> None:
     params = parameters()
-    optimizer = ScapeOptimizer(params, config=ScapeConfig(check_replicas_every=3))
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(check_replicas_every=3, sparsity_warmup_steps=0))
     for step in range(6):
         set_gradients(params, rank, step)
         if step == 3 and rank == 1:
@@ -892,7 +900,7 @@ def test_check_replicas_names_the_first_parameter_that_differs(run_ranks: RunRan
 def collect_stats(rank: int, world_size: int) -> tuple[Any, float]:
     """The figures of the fourth step, and the share of its energy that left the residual."""
     params = parameters()
-    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, wire_dtype="fp32"))
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, wire_dtype="fp32", sparsity_warmup_steps=0))
     assert optimizer.stats is None
     for step in range(4):
         state = optimizer._run.state
@@ -990,7 +998,7 @@ def test_channels_last_parameters_and_gradients_of_other_strides_are_kept_in_ste
 
 def test_step_returns_what_the_closure_returned_with_gradients_enabled() -> None:
     params = parameters(((4,),))
-    optimizer = ScapeOptimizer(params, config=ScapeConfig())
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity_warmup_steps=0))
 
     def closure() -> Tensor:
         loss = params[0].square().sum()
@@ -1005,18 +1013,18 @@ def test_ranks_that_nobody_joined_are_told_to(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(
         RuntimeError, match=r"got WORLD_SIZE=2 and no process group: each would train on its own\. Call"
     ):
-        ScapeOptimizer(parameters(), config=ScapeConfig())
+        ScapeOptimizer(parameters(), config=ScapeConfig(sparsity_warmup_steps=0))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
 def test_an_optimizer_is_not_copied(copied: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match=r"must not be copied or pickled"):
-        copied(ScapeOptimizer(parameters(), config=ScapeConfig()))
+        copied(ScapeOptimizer(parameters(), config=ScapeConfig(sparsity_warmup_steps=0)))
 
 
 def build_with_tensors(rank: int, world_size: int, apart: float) -> None:
     lr = torch.tensor(1e-3 + rank * apart)
-    ScapeOptimizer(parameters(), lr=lr, config=ScapeConfig())  # type: ignore[arg-type]
+    ScapeOptimizer(parameters(), lr=lr, config=ScapeConfig(sparsity_warmup_steps=0))  # type: ignore[arg-type]
 
 
 def test_learning_rates_that_are_tensors_are_compared_as_numbers(run_ranks: RunRanks) -> None:

@@ -274,7 +274,9 @@ def test_callbacks_formats_and_the_converter_work_together(run_ranks: RunRanks, 
 
 
 def save_buffers(rank: int, world_size: int, folder: str) -> list[float]:
-    strategy = FabricScapeStrategy(sparsity=0.9, state_dict_type="sharded", cluster_environment=GivenRanks())
+    strategy = FabricScapeStrategy(
+        sparsity=0.9, state_dict_type="sharded", cluster_environment=GivenRanks(), sparsity_warmup_steps=0
+    )
     fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
     fabric.launch()
     model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(6)))

@@ -24,7 +24,7 @@ from lightning_scape.sharded import Directory
 from lightning_scape.tool import main
 
 RunRanks = Callable[..., list[Any]]
-CONFIG = ScapeConfig(sparsity=0.9)
+CONFIG = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
 RESHARDINGS = [(2, 3), (3, 2), (4, 1), (1, 4)]
 
 
@@ -171,7 +171,9 @@ def test_every_rank_writes_its_own_shard_and_none_the_whole_state(run_ranks: Run
 
 
 def write_masters(rank: int, world_size: int, folder: str) -> Any:
-    params, optimizer = build(ScapeConfig(sparsity=0.9, mask_statistic="first_moment"), torch.bfloat16)
+    params, optimizer = build(
+        ScapeConfig(sparsity=0.9, mask_statistic="first_moment", sparsity_warmup_steps=0), torch.bfloat16
+    )
     train(params, optimizer, rank, range(5))
     save(f"{folder}/c", optimizer, numbered(params), step=5)
     return whole_state(optimizer), numbered(params)
@@ -381,7 +383,7 @@ def test_another_models_directory_is_refused_naming_the_first_difference(tmp_pat
 
 def test_other_options_are_told_and_the_mask_is_made_anew(tmp_path: Path) -> None:
     _, optimizer, path = one_directory(tmp_path)
-    _, other = build(ScapeConfig(sparsity=0.99, wire_dtype="fp32"), torch.float32)
+    _, other = build(ScapeConfig(sparsity=0.99, wire_dtype="fp32", sparsity_warmup_steps=0), torch.float32)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         load(path, other)

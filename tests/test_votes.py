@@ -82,7 +82,7 @@ def test_an_entry_that_only_the_others_see_is_elected() -> None:
 
 def train_watching_votes(rank: int, world_size: int, votes: int) -> None:
     params = parameters()
-    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, mask_votes=votes))
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, mask_votes=votes, sparsity_warmup_steps=0))
     for step in range(5):
         set_gradients(params, rank, step)
         optimizer.step()
@@ -169,7 +169,7 @@ def test_noise_is_a_running_mean_of_scaled_clamped_squares() -> None:
 
 def test_the_owner_samples_its_own_gradient_every_eight_steps() -> None:
     parameter = nn.Parameter(torch.zeros(30))
-    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.9, block_size=10))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.9, block_size=10, sparsity_warmup_steps=0))
     for step in range(2 * NOISE_INTERVAL + 1):
         parameter.grad = torch.full((30,), float(step))
         optimizer.step()
@@ -186,7 +186,7 @@ def test_the_owner_samples_its_own_gradient_every_eight_steps() -> None:
 def test_a_skipped_step_is_no_sample() -> None:
     """Loss scalers overflow in their first steps: the mean began with a zero that counted."""
     parameter = nn.Parameter(torch.zeros(30))
-    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.9, block_size=10))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.9, block_size=10, sparsity_warmup_steps=0))
     for value in (float("nan"), float("inf"), 2.0, 3.0):
         parameter.grad = torch.full((30,), value)
         with contextlib.nullcontext() if value < 9 else pytest.warns(UserWarning, match="not finite"):
@@ -207,7 +207,7 @@ def assert_one_sample(optimizer: ScapeOptimizer, square: float) -> None:
 def test_a_state_loaded_after_a_skipped_step_knows_nothing_of_it(strict: bool | None) -> None:
     """The first thing that people try after a NaN; on CUDA its verdict comes late, and is set by hand here."""
     parameter = nn.Parameter(torch.zeros(30))
-    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.9, block_size=10))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.9, block_size=10, sparsity_warmup_steps=0))
     dense = torch.optim.AdamW([parameter])
     parameter.grad = torch.full((30,), 2.0)
     dense.step()
@@ -253,7 +253,7 @@ def test_the_share_of_the_noise_grows_with_the_interval_between_visits(
 
     monkeypatch.setattr(ops, "update", note)
     parameter = nn.Parameter(torch.zeros(3000))
-    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=sparsity))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0))
     for _ in range(2):
         parameter.grad = torch.ones(3000)
         optimizer.step()
@@ -262,8 +262,8 @@ def test_the_share_of_the_noise_grows_with_the_interval_between_visits(
 
 def test_dense_runs_keep_no_noise() -> None:
     assert not ScapeConfig(sparsity=0.0).measures_noise
-    assert not ScapeConfig(second_moment="reconstructed").measures_noise
-    assert ScapeConfig().measures_noise
+    assert not ScapeConfig(second_moment="reconstructed", sparsity_warmup_steps=0).measures_noise
+    assert ScapeConfig(sparsity_warmup_steps=0).measures_noise
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,11 @@ def train_two(rank: int, world_size: int, votes: tuple[int, int]) -> None:
     group = collectives.new_mask_group()
     models = [parameters(((6000,),)), parameters(((900,),))]
     optimizers = [
-        ScapeOptimizer(params, config=ScapeConfig(mask_votes=count, check_replicas_every=1), mask_group=group)
+        ScapeOptimizer(
+            params,
+            config=ScapeConfig(mask_votes=count, check_replicas_every=1, sparsity_warmup_steps=0),
+            mask_group=group,
+        )
         for params, count in zip(models, votes, strict=True)
     ]
     for step in range(60):

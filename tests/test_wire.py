@@ -24,7 +24,9 @@ def gathers(rank: int, world_size: int, dtypes: list[torch.dtype], wire_dtype: s
         return real(self, shard)
 
     params = [nn.Parameter(torch.zeros(400, dtype=dtype)) for dtype in dtypes]
-    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, dense_steps=1, wire_dtype=wire_dtype))
+    optimizer = ScapeOptimizer(
+        params, config=ScapeConfig(sparsity=0.9, dense_steps=1, wire_dtype=wire_dtype, sparsity_warmup_steps=0)
+    )
     try:
         collectives.Communicator.gather_parameters = spy
         for _ in range(3):
@@ -56,7 +58,7 @@ def test_the_narrower_of_wire_and_parameters_travels_unless_masters_are_kept(
 
 def step_from(rank: int, world_size: int, start: float, wire_dtype: str, sparsity: float) -> Tensor:
     parameter = nn.Parameter(torch.full((400,), start))
-    config = ScapeConfig(sparsity=sparsity, wire_dtype=wire_dtype)
+    config = ScapeConfig(sparsity=sparsity, wire_dtype=wire_dtype, sparsity_warmup_steps=0)
     optimizer = ScapeOptimizer([parameter], lr=1e-3, weight_decay=0.1, config=config)
     generator = torch.Generator().manual_seed(0)
     parameter.grad = torch.randn(400, generator=generator).bfloat16().float()  # travels exactly on either wire
@@ -80,7 +82,7 @@ def test_a_change_is_rounded_once_and_added_alike_everywhere(run_ranks: RunRanks
 def skip(rank: int, world_size: int, sparsity: float) -> bool:
     """Whether a skipped step leaves every bit, of zeros with a sign and of infinities too."""
     parameter = nn.Parameter(torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1e-42, -3.0] * 50))
-    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=sparsity))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0))
     before = parameter.detach().clone().view(torch.int32)
     for bad in (float("nan"), float("inf")):
         parameter.grad = torch.full_like(parameter, bad if rank == 0 else 1.0)

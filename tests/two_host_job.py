@@ -28,7 +28,7 @@ class Regression(pl.LightningModule):
 def main(nodes: int, timeout: float) -> None:
     torch.manual_seed(0)
     trainer = pl.Trainer(
-        strategy=ScapeStrategy(sparsity=0.9, timeout=timedelta(seconds=timeout)),
+        strategy=ScapeStrategy(sparsity=0.9, timeout=timedelta(seconds=timeout), sparsity_warmup_steps=0),
         accelerator="cpu",
         devices=1,
         num_nodes=nodes,

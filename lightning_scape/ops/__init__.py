@@ -20,13 +20,16 @@ from torch import Tensor
 from typing_extensions import ParamSpec
 
 from lightning_scape.ops import reference
-from lightning_scape.ops.reference import Hyper, TauStep, position_dtype, to_device
+from lightning_scape.ops.reference import AdamWStep, Hyper, TauStep, position_dtype, to_device
 
 __all__ = [
     "DISPATCHED",
+    "AdamWStep",
     "Hyper",
     "TauStep",
     "accumulate_first_moment",
+    "accumulate_second_moment",
+    "adamw_step",
     "checksum",
     "compact",
     "elect",
@@ -43,6 +46,7 @@ __all__ = [
     "tau_step",
     "to_device",
     "update",
+    "update_adamw",
     "using",
     "vote",
 ]
@@ -130,6 +134,7 @@ squared_norm = _dispatched(reference.squared_norm)
 sketch = _dispatched(reference.sketch)
 fold = _dispatched(reference.fold)
 accumulate_first_moment = _dispatched(reference.accumulate_first_moment)
+accumulate_second_moment = _dispatched(reference.accumulate_second_moment)
 measure_noise = _dispatched(reference.measure_noise)
 vote = _dispatched(reference.vote)
 elect = _dispatched(reference.elect)
@@ -138,7 +143,9 @@ take = _dispatched(reference.take)
 put = _dispatched(reference.put)
 compact = _dispatched(reference.compact)
 tau_step = _dispatched(reference.tau_step)
+adamw_step = _dispatched(reference.adamw_step)
 update = _dispatched(reference.update)
+update_adamw = _dispatched(reference.update_adamw)
 gather = _dispatched(reference.gather)
 scatter = _dispatched(reference.scatter)
 checksum = _dispatched(reference.checksum)
@@ -148,6 +155,7 @@ DISPATCHED = (
     sketch,
     fold,
     accumulate_first_moment,
+    accumulate_second_moment,
     measure_noise,
     vote,
     elect,
@@ -156,7 +164,9 @@ DISPATCHED = (
     put,
     compact,
     tau_step,
+    adamw_step,
     update,
+    update_adamw,
     gather,
     scatter,
     checksum,

@@ -7,12 +7,13 @@ select, compact, gather, scatter     bitwise
 fold, accumulate_first_moment        bitwise equal to the twin on a GPU, where ``scale * grad`` is rounded before it is
                                      added; on the CPU the twin rounds once, after the addition
 squared_norm, sketch                 another order of summation, the same at every run: no atomic additions of floats
-update                               ``exp`` and ``expm1`` round differently (2 units in the last place)
+update, update_adamw                 ``exp`` and ``expm1`` round differently (2 units in the last place)
+accumulate_second_moment             the twin rounds the product of weight, N and scale once, this module three times
 elect                                bitwise
 vote                                 bitwise: the twin's, with this module's select
 measure_noise                        the twin, in larger parts: once in several steps
 checksum                             the twin, in larger parts: not part of every step
-take, put, tau_step                  the twin itself: one call of torch each, or not called on a device
+take, put, tau_step, adamw_step      the twin itself: one call of torch each, or not called on a device
 ==================================== ==================================================================================
 
 Products and sums are never contracted (``enable_fp_fusion=False``): the twin's are not. bf16 is rounded and widened
@@ -36,12 +37,25 @@ from torch import Tensor
 
 from lightning_scape.layout import Piece
 from lightning_scape.ops import reference
-from lightning_scape.ops.reference import Hyper, TauStep, position_dtype, put, take, tau_step, to_device
+from lightning_scape.ops.reference import (
+    AdamWStep,
+    Hyper,
+    TauStep,
+    adamw_step,
+    position_dtype,
+    put,
+    take,
+    tau_step,
+    to_device,
+)
 
 __all__ = [
+    "AdamWStep",
     "Hyper",
     "TauStep",
     "accumulate_first_moment",
+    "accumulate_second_moment",
+    "adamw_step",
     "checksum",
     "compact",
     "elect",
@@ -58,6 +72,7 @@ __all__ = [
     "tau_step",
     "to_device",
     "update",
+    "update_adamw",
     "vote",
 ]
 
@@ -404,6 +419,95 @@ def accumulate_first_moment(
     )
 
 
+@triton.jit
+def _second_moment_kernel(
+    moments,
+    grads,
+    numels,
+    chunk_tensors,
+    chunk_starts,
+    scale,
+    scale_stride,
+    weights,
+    ranks,
+    limit,
+    clip_value,
+    MOMENT: tl.constexpr,
+    GRAD: tl.constexpr,
+    CLIP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    tensor, start = tl.load(chunk_tensors + program), tl.load(chunk_starts + program)
+    factor = tl.load(scale + tensor * scale_stride)
+    if factor != 0:
+        offsets = tl.arange(0, CHUNK)
+        inside = offsets < tl.load(numels + tensor) - start
+        target = _pointer(tl.load(moments + tensor), MOMENT) + start + offsets
+        source = _pointer(tl.load(grads + tensor), GRAD) + start + offsets
+        value = _widen(tl.load(source, mask=inside, other=0), GRAD)
+        if CLIP:
+            value = _clamp(value, tl.load(clip_value))
+        value = value.to(MOMENT) * factor.to(MOMENT)
+        weight = tl.load(weights + tensor).to(MOMENT)
+        moment = tl.load(target, mask=inside, other=0)
+        moved = (1 - weight) * moment + weight * (value * value) / ranks
+        tl.store(target, tl.minimum(moved, tl.load(limit)), mask=inside)
+
+
+def accumulate_second_moment(
+    moments: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    weights: Sequence[float],
+    ranks: int,
+    scale: Tensor,
+    clip_value: float | None,
+) -> None:
+    """See :func:`reference.accumulate_second_moment`. One launch for each dtype of the gradients."""
+    groups: dict[torch.dtype, list[int]] = {}
+    rest = []
+    for place, (moment, grad) in enumerate(zip(moments, grads, strict=True)):
+        if grad is None or grad.device != moment.device:
+            rest.append(place)
+        elif grad.numel():
+            groups.setdefault(grad.dtype, []).append(place)
+
+    def chosen(values: Sequence[Any], places: list[int]) -> list[Any]:
+        return [values[place] for place in places]
+
+    def scales(places: list[int]) -> Tensor:
+        if not scale.dim() or len(places) == len(moments):
+            return scale
+        return scale[to_device(torch.tensor(places, device="cpu"), scale.device)]
+
+    if rest:
+        own = chosen(moments, rest), chosen(grads, rest), chosen(weights, rest)
+        reference.accumulate_second_moment(*own, ranks, scales(rest), clip_value)
+    for dtype, places in groups.items():
+        targets, sources = chosen(moments, places), [_dense(grad) for grad in chosen(grads, places)]
+        device = targets[0].device
+        own_weights = torch.tensor(chosen(weights, places), dtype=torch.float64, device="cpu")
+        programs, chunks = _chunks(tuple(target.numel() for target in targets), _STREAM_CHUNK, device)
+        _launch(
+            _second_moment_kernel,
+            programs,
+            _addresses(targets),
+            _addresses(sources),
+            *chunks,
+            scales(places).to(device),
+            scale.dim(),
+            to_device(own_weights, device),
+            ranks,
+            targets[0].new_full((), torch.finfo(targets[0].dtype).max),
+            scale if clip_value is None else _bound(clip_value, dtype, device),
+            MOMENT=_DTYPES[targets[0].dtype],
+            GRAD=_DTYPES[dtype],
+            CLIP=clip_value is not None,
+            CHUNK=_STREAM_CHUNK,
+            num_warps=8,
+        )
+
+
 # ---------------------------------------------------------------------------------------------------------- masks
 
 
@@ -579,6 +683,7 @@ def _compact_kernel(
     mask,
     values,
     scale,
+    scale_stride,
     count,
     stride,
     sent,
@@ -592,7 +697,7 @@ def _compact_kernel(
     inside = entry < count
     row, column = _cells(mask, first, inside, sent, MASKED, CHUNK)
     place = residual + row * stride + column
-    taken = tl.load(scale + entry * 0, mask=inside, other=0) != 0
+    taken = tl.load(scale + row * scale_stride, mask=inside, other=0) != 0
     there = tl.load(place, mask=taken, other=0)
     raw = _narrow(_clamp(there, LIMIT), WIRE)
     tl.store(values + entry, raw, mask=inside)
@@ -623,6 +728,7 @@ def compact(
         _raw(values) if mask is None else mask.contiguous(),
         _raw(values),
         scale.to(residual.device),
+        scale.dim(),
         values.numel(),
         residual.stride(0),
         sent,
@@ -665,36 +771,46 @@ def _update_kernel(
     keep,
     log_keep,
     correction,
-    noise,
+    correction2,
+    second,
     floor,
+    limit,
     count,
     momentum_stride,
     clock_stride,
-    noise_stride,
+    second_stride,
+    step_stride,
+    scale_stride,
+    correction_stride,
     sent,
+    ranks,
     MASKED: tl.constexpr,
     BY_GROUP: tl.constexpr,
     CORRECTED: tl.constexpr,
+    ADAMW: tl.constexpr,
     MEASURED: tl.constexpr,
     IMPLICIT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    if tl.load(scale) != 0:
-        first = tl.program_id(0).to(tl.int64) * CHUNK
-        entry = first + tl.arange(0, CHUNK)
-        inside = entry < count
-        row, column = _cells(mask, first, inside, sent, MASKED, CHUNK)
+    first = tl.program_id(0).to(tl.int64) * CHUNK
+    entry = first + tl.arange(0, CHUNK)
+    row, column = _cells(mask, first, entry < count, sent, MASKED, CHUNK)
+    inside = (entry < count) & (tl.load(scale + row * scale_stride, mask=entry < count, other=0) != 0)
+    if tl.sum(inside.to(tl.int32), axis=0) > 0:
         h = tl.load(group + row, mask=inside, other=0) if BY_GROUP else row.to(tl.int32) * 0
         of_momentum = momentum + row * momentum_stride + column
         of_clock = clock + row * clock_stride + column
+        of_second = second + row * second_stride + column
 
-        now = tl.load(step)
+        now = tl.load(step + row * step_stride, mask=inside, other=1)
         tau = now - tl.load(of_clock, mask=inside, other=0)
         tl.atomic_add(again, tl.sum((inside & (tau == 1)).to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
         m = tl.load(of_momentum, mask=inside, other=0)
         a = tl.load(total + entry, mask=inside, other=0)
         old = tl.load(theta + entry, mask=inside, other=0)
         b1 = tl.load(beta1 + h, mask=inside, other=0)
+        b2 = tl.load(beta2 + h, mask=inside, other=0)
+        one_minus_b2 = tl.load(one_minus_beta2 + h, mask=inside, other=0)
         whole = tl.load(keep + h, mask=inside, other=1)
         steps = tau.to(m.dtype)
 
@@ -710,19 +826,30 @@ def _update_kernel(
         else:
             spread = _divide(b1 * one_minus_bt, one_minus_b1)
             moved = tl.where(tau == 1, new, steps * g + (m - g) * spread)
+        common = new
         if CORRECTED:
-            divisor = tl.load(correction + h, mask=inside, other=1)
-            m, moved = _divide(m, divisor), _divide(moved, divisor)
-        b2 = tl.load(beta2 + h, mask=inside, other=0)
-        one_minus_b2 = tl.load(one_minus_beta2 + h, mask=inside, other=0)
-        v = b2 * (m * m)
-        v += _divide(one_minus_b2 * (a * a), steps)
-        if MEASURED:
-            of_noise = noise + row * noise_stride + column
-            n = tl.load(of_noise, mask=inside, other=0) * tl.load(floor)
-            steady = n * _divide(one_minus_b1, 1 + b1)
-            floored = b2 * tl.maximum(m * m, steady) + one_minus_b2 * tl.maximum(n, _divide(a * a, steps))
-            v = tl.where(tau == 1, v, floored)
+            divisor = tl.load(correction + row * correction_stride, mask=inside, other=1)
+            m, moved, common = _divide(m, divisor), _divide(moved, divisor), _divide(new, divisor)
+        if ADAMW:
+            divisor2 = tl.load(correction2 + row * correction_stride, mask=inside, other=1)
+            v2 = tl.load(of_second, mask=inside, other=0)
+            if MASKED:
+                seen = _divide(v2, divisor2) * ranks * steps * steps
+                v2 += one_minus_b2 * tl.maximum(a * a - seen, 0)
+            else:
+                v2 = b2 * v2 + one_minus_b2 * _divide(a * a, steps)
+                common = tl.where(tau == 1, 0, common)
+            v2 = tl.minimum(v2, tl.load(limit))
+            tl.store(of_second, v2, mask=inside)
+            v = tl.maximum(_divide(v2, divisor2), common * common)
+        else:
+            v = b2 * (m * m)
+            v += _divide(one_minus_b2 * (a * a), steps)
+            if MEASURED:
+                n = tl.load(of_second, mask=inside, other=0) * tl.load(floor)
+                steady = n * _divide(one_minus_b1, 1 + b1)
+                floored = b2 * tl.maximum(m * m, steady) + one_minus_b2 * tl.maximum(n, _divide(a * a, steps))
+                v = tl.where(tau == 1, v, floored)
         shrunk = tl.exp(steps * tl.load(log_keep + h, mask=inside, other=0))  # |whole|**tau
         shrunk = tl.where((whole < 0) & (tau % 2 == 1), -shrunk, shrunk)
         shrunk = tl.where(tau == 1, whole, shrunk)
@@ -730,7 +857,7 @@ def _update_kernel(
         change = _divide(tl.load(lr + h, mask=inside, other=0) * moved, denominator)
         tl.store(theta + entry, old * shrunk - change, mask=inside)
         tl.store(of_momentum, new, mask=inside)
-        tl.store(of_clock, now + tl.zeros([CHUNK], dtype=tl.int32), mask=inside)
+        tl.store(of_clock, now, mask=inside)
 
 
 def measure_noise(
@@ -756,13 +883,76 @@ def update(
     group: Tensor | None = None,
 ) -> Tensor:
     """See :func:`reference.update`. One launch; what it reads of momentum and clock it writes back."""
-    assert theta.is_contiguous()
-    assert total.is_contiguous()
-    sent = theta.shape[1]
-    again = torch.zeros((), dtype=torch.int64, device=theta.device)
     corrected = isinstance(correction, Tensor) or correction != 1.0
     divisor = correction if isinstance(correction, Tensor) else theta.new_full((), correction if corrected else 1.0)
-    numbers = [value.contiguous() for value in torch.broadcast_tensors(*hyper, divisor)]
+    return _update(
+        (theta, momentum, clock),
+        noise,
+        mask,
+        total,
+        (step, scale, divisor, divisor),
+        hyper,
+        group,
+        theta.new_full((), floor),
+        1,
+        CORRECTED=corrected,
+        ADAMW=False,
+        IMPLICIT=implicit,
+    )
+
+
+def update_adamw(
+    theta: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    clock: Tensor,
+    mask: Tensor | None,
+    total: Tensor,
+    step: Tensor,
+    hyper: Hyper,
+    corrections: tuple[Tensor, Tensor],
+    scale: Tensor,
+    ranks: int,
+    implicit: bool = True,
+    group: Tensor | None = None,
+) -> Tensor:
+    """See :func:`reference.update_adamw`. One launch; what it reads of the moments and the clock it writes back."""
+    return _update(
+        (theta, exp_avg, clock),
+        exp_avg_sq,
+        mask,
+        total,
+        (step, scale, *corrections),
+        hyper,
+        group,
+        theta,
+        ranks,
+        CORRECTED=True,
+        ADAMW=True,
+        IMPLICIT=implicit,
+    )
+
+
+def _update(
+    state: tuple[Tensor, Tensor, Tensor],
+    second: Tensor | None,
+    mask: Tensor | None,
+    total: Tensor,
+    by_row: tuple[Tensor, Tensor, Tensor, Tensor],
+    hyper: Hyper,
+    group: Tensor | None,
+    floor: Tensor,
+    ranks: int,
+    **rule: bool,
+) -> Tensor:
+    """Launches the update; ``by_row`` are step, scale and the two corrections, 0-dim or ``[R]`` each."""
+    theta, momentum, clock = state
+    step, scale, correction, correction2 = by_row
+    assert theta.is_contiguous()
+    assert total.is_contiguous()
+    assert correction.dim() == correction2.dim()
+    again = torch.zeros((), dtype=torch.int64, device=theta.device)
+    numbers = [value.contiguous() for value in torch.broadcast_tensors(*hyper)]
     _launch(
         _update_kernel,
         triton.cdiv(theta.numel(), _PICK_CHUNK),
@@ -776,20 +966,26 @@ def update(
         scale.to(theta.device),
         again if group is None else group,
         *numbers,
-        momentum if noise is None else noise,
-        theta.new_full((), floor),
+        correction,
+        correction2,
+        momentum if second is None else second,
+        floor,
+        theta.new_full((), torch.finfo(theta.dtype).max),
         theta.numel(),
         momentum.stride(0),
         clock.stride(0),
-        momentum.stride(0) if noise is None else noise.stride(0),
-        sent,
+        momentum.stride(0) if second is None else second.stride(0),
+        step.dim(),
+        scale.dim(),
+        correction.dim(),
+        theta.shape[1],
+        ranks,
         MASKED=mask is not None,
         BY_GROUP=group is not None,
-        CORRECTED=corrected,
-        MEASURED=noise is not None,
-        IMPLICIT=implicit,
+        MEASURED=second is not None,
         CHUNK=_PICK_CHUNK,
         num_warps=4,
+        **rule,
     )
     return again
 

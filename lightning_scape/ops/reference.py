@@ -64,6 +64,11 @@ class Hyper(NamedTuple):
         return Hyper(*(_by_row(value, group) for value in self))
 
 
+def _rows(value: Tensor, rows: slice) -> Tensor:
+    """Some rows' numbers of ``value [R]``, as a column; a 0-dim one is the same for all rows."""
+    return value[rows].unsqueeze(1) if value.dim() else value
+
+
 def _by_row(value: Tensor, group: Tensor | None) -> Tensor:
     return value if group is None or not value.dim() else value.index_select(0, group).unsqueeze(1)
 
@@ -77,6 +82,14 @@ class TauStep(NamedTuple):
 
     theta: Tensor
     momentum: Tensor
+
+
+class AdamWStep(NamedTuple):
+    """Result of :func:`adamw_step`."""
+
+    theta: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
 
 
 # ------------------------------------------------------------------------------------------------ gradients
@@ -225,6 +238,32 @@ def _measure_noise_in_chunks(
             mean.copy_(torch.where(factor != 0, moved, mean))
         else:
             mean.mul_(1 - weight).addcmul_(value, value, value=weight / ranks * on_host**2).clamp_(max=largest)
+
+
+def accumulate_second_moment(
+    moments: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    weights: Sequence[float],
+    ranks: int,
+    scale: Tensor,
+    clip_value: float | None,
+) -> None:
+    """AdamW's second moment from the owner's own gradient: ``v = (1 - w) * v + w * (scale * grad)**2 / N``, in place.
+
+    An average over N ranks whose gradients are noise has an N-th of one rank's mean square. What the ranks have in
+    common is added where the entry is visited: :func:`adamw_step`. It stays finite.
+
+    Args:
+        moments: v of each piece of the shard, flat, fp32 or fp64.
+        grads: each piece's gradient, flat, any float dtype; None is a gradient of zeros.
+        weights: ``1 - beta2`` of each piece.
+        ranks: N.
+        scale: 0-dim, or one for each piece. 0 changes nothing.
+        clip_value: first clamps the gradient to ``[-v, v]``; v > 0, or None.
+    """
+    scales = [scale] * len(moments) if scale.dim() == 0 else scale.unbind()
+    for moment, grad, weight, own in zip(moments, grads, weights, scales, strict=True):
+        measure_noise(moment, grad, weight, ranks, own, clip_value)
 
 
 # ---------------------------------------------------------------------------------------------------- masks
@@ -416,7 +455,7 @@ def compact(
         residual: ``[R, B]``, changed in place.
         mask: ``[R, q]`` or None.
         wire_dtype: dtype of the values sent.
-        scale: 0 sends zeros and leaves the residual as it is.
+        scale: 0-dim, or one for each row ``[R]``. 0 sends zeros and leaves the residual as it is.
         out: where to put the result, contiguous; None is new memory.
 
     Returns:
@@ -425,7 +464,7 @@ def compact(
     blocks, length = residual.shape
     sent = length if mask is None else mask.shape[1]
     values = torch.empty(blocks, sent, dtype=wire_dtype, device=residual.device) if out is None else out
-    on_host = _host_value(scale)
+    on_host = None if scale.dim() else _host_value(scale)
     if on_host == 0.0:
         return values.zero_()
     limit = torch.finfo(wire_dtype).max
@@ -434,7 +473,7 @@ def compact(
         there = part.of(residual)
         rounded = there.clamp(-limit, limit).to(wire_dtype)
         if on_host is None:
-            rounded = torch.where(scale.to(rounded.device) != 0, rounded, 0.0)
+            rounded = torch.where(_rows(scale, rows).to(rounded.device) != 0, rounded, 0.0)
         values[rows] = rounded
         part.set(residual, there.sub_(rounded) if mask is not None else there - rounded)
     return values
@@ -520,6 +559,25 @@ def tau_step(
     h = hyper
     first = tau.clone().eq_(1)  # 1 or 0 in the dtype of the state: blending by it is far cheaper than torch.where
     later = 1 - first
+    new_momentum, moved = _first_moments(momentum, tau, total, h, first, later, implicit)
+    keep = _decay(tau, h, first, later)
+    corrected = not (isinstance(correction, float) and correction == 1.0)
+    m2, g2 = (momentum / correction if corrected else momentum).square(), total.square().div_(tau)
+    if noise is not None:
+        known = (noise * later).mul_(floor)
+        g2 = torch.maximum(g2, known, out=g2)
+        m2 = torch.maximum(m2, known.mul_(h.one_minus_beta1 / (1 + h.beta1)), out=m2)
+    v = m2.mul_(h.beta2).add_(g2.mul_(h.one_minus_beta2))
+    if corrected:
+        moved = moved.div_(correction)
+    new_theta = keep.mul_(theta).sub_(moved.mul_(h.lr).div_(v.sqrt_().add_(h.eps)))
+    return TauStep(new_theta, new_momentum)
+
+
+def _first_moments(
+    momentum: Tensor, tau: Tensor, total: Tensor, h: Hyper, first: Tensor, later: Tensor, implicit: bool
+) -> tuple[Tensor, Tensor]:
+    """``m'`` and ``S`` of :func:`tau_step`."""
     if implicit:
         one_minus_bt = (tau * h.one_minus_beta1).div_((tau - 1).mul_(h.one_minus_beta1).add_(1))
     else:
@@ -532,22 +590,83 @@ def tau_step(
         moved = (tau * g).add_((momentum - g).mul_(one_minus_bt.mul_(h.beta1).div_(h.one_minus_beta1)))
         # One step's sum is m' itself; the general form gets it from the difference of two numbers 1/(1-b1) as large.
         moved.mul_(later).add_(new_momentum * first)
+    return new_momentum, moved
+
+
+def _decay(tau: Tensor, h: Hyper, first: Tensor, later: Tensor) -> Tensor:
+    """``(1 - lr*wd)**tau``."""
     # One step's decay is AdamS's to the last digit.
     keep = (tau * h.log_keep).exp_().mul_(later).add_(h.keep.abs() * first)
     negative = h.keep < 0  # a nonsense that AdamW allows, too: lr * weight_decay above 1
     if negative.device.type != "cpu" or negative.any():
         keep = torch.where(negative & (tau % 2 == 1), -keep, keep)
-    corrected = not (isinstance(correction, float) and correction == 1.0)
-    m2, g2 = (momentum / correction if corrected else momentum).square(), total.square().div_(tau)
-    if noise is not None:
-        known = (noise * later).mul_(floor)
-        g2 = torch.maximum(g2, known, out=g2)
-        m2 = torch.maximum(m2, known.mul_(h.one_minus_beta1 / (1 + h.beta1)), out=m2)
-    v = m2.mul_(h.beta2).add_(g2.mul_(h.one_minus_beta2))
-    if corrected:
-        moved = moved.div_(correction)
-    new_theta = keep.mul_(theta).sub_(moved.mul_(h.lr).div_(v.sqrt_().add_(h.eps)))
-    return TauStep(new_theta, new_momentum)
+    return keep
+
+
+def adamw_step(
+    theta: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    tau: Tensor,
+    total: Tensor,
+    hyper: Hyper,
+    corrections: tuple[Tensor, Tensor],
+    ranks: int,
+    whole: bool,
+    implicit: bool = True,
+) -> AdamWStep:
+    """``tau`` steps of AdamW at once, from the sum of their gradients.
+
+    The first moment m', what it moves S, and the decay are those of :func:`tau_step`, with AdamW's bias corrections
+    ``c1 = 1 - b1**t`` and ``c2 = 1 - b2**t``::
+
+        theta = (1 - lr*wd)**tau * theta - lr * S/c1 / (sqrt(u) + eps)
+
+    ``u`` estimates AdamW's ``v/c2``, the mean square of the averaged gradient per step. The owner has no message for
+    it. It has v, to which its own gradient was added in every step (:func:`accumulate_second_moment`), and A::
+
+        v = v + (1-b2) * max(0, A**2 - N * tau**2 * v/c2)     # what the owner cannot have seen
+        u = max(v/c2, (m'/c1)**2)                             # what the ranks have in common
+
+    Where gradients are noise, ``v/c2`` is right: an N-th of the owner's own mean square. Where they agree from step to
+    step and from rank to rank, ``(m'/c1)**2`` is. The first line is for an entry that has a gradient on other ranks
+    only: a mean over tau steps cannot exceed the owner's root mean square unless others saw what the owner did not. It
+    is then taken for the gradient of one step, and remembered as AdamW remembers one.
+
+    With ``whole``, everything is sent, so A is the averaged gradient itself, and v is AdamW's own::
+
+        v = b2*v + (1-b2) * A**2/tau ;  u = v/c2              # the maximum above only for tau > 1
+
+    All tensors have one shape and float dtype; pure.
+
+    Args:
+        theta: parameter values.
+        exp_avg: m, first moment after the last visit, not corrected.
+        exp_avg_sq: v, not corrected.
+        tau: steps since the last visit, >= 1.
+        total: A, mean over ranks of the gradients summed since the last visit.
+        hyper: lr, betas, eps, weight decay.
+        corrections: c1 and c2.
+        ranks: N.
+        whole: see above.
+        implicit: as in :func:`tau_step`.
+    """
+    h, (c1, c2) = hyper, corrections
+    first = tau.clone().eq_(1)
+    later = 1 - first
+    new_exp_avg, moved = _first_moments(exp_avg, tau, total, h, first, later, implicit)
+    squared, largest = total.square(), torch.finfo(total.dtype).max
+    if whole:
+        new_exp_avg_sq = (exp_avg_sq * h.beta2).add_(squared.div_(tau).mul_(h.one_minus_beta2))
+        common = (new_exp_avg / c1).square_().mul_(later)
+    else:
+        unseen = squared.sub_((exp_avg_sq / c2).mul_(ranks).mul_(tau).mul_(tau)).clamp_(min=0)
+        new_exp_avg_sq = unseen.mul_(h.one_minus_beta2).add_(exp_avg_sq)
+        common = (new_exp_avg / c1).square_()
+    new_exp_avg_sq.clamp_(max=largest)
+    u = torch.maximum(new_exp_avg_sq / c2, common, out=common)
+    change = moved.div_(c1).mul_(h.lr).div_(u.sqrt_().add_(h.eps))
+    return AdamWStep(_decay(tau, h, first, later).mul_(theta).sub_(change), new_exp_avg, new_exp_avg_sq)
 
 
 def update(
@@ -576,42 +695,112 @@ def update(
         clock: ``[R, B]`` int32, step of each entry's last update.
         mask: ``[R, q]`` or None.
         total: ``[R, q]``, A of :func:`tau_step`.
-        step: 0-dim int32, t of this step.
+        step: int32, t of this step: 0-dim, or of each row ``[R]``.
         hyper: 0-dim or ``[G]``.
-        correction: as in :func:`tau_step`, 0-dim or ``[G]``.
-        scale: 0 changes nothing.
+        correction: as in :func:`tau_step`, 0-dim or ``[R]``.
+        scale: 0-dim or ``[R]``. 0 changes nothing.
         noise: ``[R, B]``, from :func:`measure_noise`, or None.
         floor: as in :func:`tau_step`.
         implicit: likewise.
-        group: int32 ``[R]``, the parameter group of each row; None where ``hyper`` and ``correction`` are 0-dim.
+        group: int32 ``[R]``, the parameter group of each row; None where ``hyper`` is 0-dim.
 
     Returns:
         0-dim int64: how many of the entries were visited in the step before too.
     """
+
+    def step_of(part: _Chosen, old: Tensor, moment: Tensor, tau: Tensor, own: Hyper) -> TauStep:
+        known = None if noise is None else part.of(noise).to(theta.dtype)
+        divisor = _rows(correction, part.rows) if isinstance(correction, Tensor) else correction
+        return tau_step(old, moment, tau, total[part.rows], own, divisor, known, floor, implicit)
+
+    return _update_in_chunks(theta, momentum, clock, None, mask, step, hyper, scale, group, step_of)
+
+
+def update_adamw(
+    theta: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    clock: Tensor,
+    mask: Tensor | None,
+    total: Tensor,
+    step: Tensor,
+    hyper: Hyper,
+    corrections: tuple[Tensor, Tensor],
+    scale: Tensor,
+    ranks: int,
+    implicit: bool = True,
+    group: Tensor | None = None,
+) -> Tensor:
+    """:func:`adamw_step` on the masked entries of a shard; theta, both moments and the clock change in place.
+
+    Example: lr 1, no decay, both betas 0, eps 1e-30, one rank: ``theta = [[3]]`` at step 1 with ``total = [[-2]]``,
+    clock ``[[0, 0]]`` and mask ``[[1]]`` gives ``theta = [[4]]``, exp_avg ``[[0, -2]]``, exp_avg_sq ``[[0, 4]]``.
+
+    Args:
+        theta: ``[R, q]`` values of the masked parameters.
+        exp_avg: ``[R, B]`` of theta's dtype.
+        exp_avg_sq: likewise; without a mask, of the step before, else with this step's own gradient in it.
+        clock: ``[R, B]`` int32, step of each entry's last update.
+        mask: ``[R, q]`` or None.
+        total: ``[R, q]``, A of :func:`adamw_step`.
+        step: int32, t of this step: 0-dim, or of each row ``[R]``.
+        hyper: 0-dim or ``[G]``.
+        corrections: as in :func:`adamw_step`, each 0-dim or ``[R]``.
+        scale: 0-dim or ``[R]``. 0 changes nothing.
+        ranks: N.
+        implicit: as in :func:`tau_step`.
+        group: int32 ``[R]``, the parameter group of each row; None where ``hyper`` is 0-dim.
+
+    Returns:
+        0-dim int64: how many of the entries were visited in the step before too.
+    """
+
+    def step_of(part: _Chosen, old: Tensor, moment: Tensor, tau: Tensor, own: Hyper) -> AdamWStep:
+        c1, c2 = (_rows(correction, part.rows) for correction in corrections)
+        second = part.of(exp_avg_sq)
+        return adamw_step(old, moment, second, tau, total[part.rows], own, (c1, c2), ranks, mask is None, implicit)
+
+    return _update_in_chunks(theta, exp_avg, clock, exp_avg_sq, mask, step, hyper, scale, group, step_of)
+
+
+def _update_in_chunks(
+    theta: Tensor,
+    exp_avg: Tensor,
+    clock: Tensor,
+    exp_avg_sq: Tensor | None,
+    mask: Tensor | None,
+    step: Tensor,
+    hyper: Hyper,
+    scale: Tensor,
+    group: Tensor | None,
+    step_of: Callable[[_Chosen, Tensor, Tensor, Tensor, Hyper], TauStep | AdamWStep],
+) -> Tensor:
+    """What both updates do: a chunk of rows at a time, entries are read, stepped and written back."""
     again = torch.zeros((), dtype=torch.int64, device=theta.device)
-    on_host = _host_value(scale)
+    on_host = None if scale.dim() else _host_value(scale)
     if on_host == 0.0:
         return again
     blocks, sent = theta.shape
     for rows in _row_chunks(blocks, sent, _SMALL_CHUNK, _SMALL_ROWS):
-        part = _Chosen(mask, rows, momentum.shape[1])
-        old_momentum, last = part.of(momentum), part.of(clock)
-        tau = (step - last).to(theta.dtype)
-        again += tau.eq(1).sum()
-        of_rows = None if group is None else group[rows]
-        divisor = _by_row(correction, of_rows) if isinstance(correction, Tensor) else correction
-        known = None if noise is None else part.of(noise).to(theta.dtype)
-        own = hyper.rows(of_rows)
-        new = tau_step(theta[rows], old_momentum, tau, total[rows], own, divisor, known, floor, implicit)
+        part = _Chosen(mask, rows, exp_avg.shape[1])
+        old, moment, last = theta[rows], part.of(exp_avg), part.of(clock)
+        now = _rows(step, rows)
+        tau = (now - last).to(theta.dtype)
+        visited_before = tau.eq(1)
+        new = step_of(part, old, moment, tau.clamp_(min=1), hyper.rows(None if group is None else group[rows]))
+        matrices = [exp_avg] if exp_avg_sq is None else [exp_avg, exp_avg_sq]
+        values = list(new)
         if on_host is None:
-            applied = scale != 0
-            new = TauStep(*(torch.where(applied, a, b) for a, b in zip(new, (theta[rows], old_momentum), strict=True)))
-            now = torch.where(applied, step, last)
-        else:
-            now = step.expand_as(last)
-        theta[rows] = new.theta
-        part.set(momentum, new.momentum)
-        part.set(clock, now)
+            applied = _rows(scale, rows) != 0
+            visited_before &= applied
+            olds = [old, *(part.of(matrix) for matrix in matrices)]
+            values = [torch.where(applied, value, before) for value, before in zip(values, olds, strict=True)]
+            now = torch.where(applied, now, last)
+        again += visited_before.sum()
+        theta[rows] = values[0]
+        for matrix, value in zip(matrices, values[1:], strict=True):
+            part.set(matrix, value)
+        part.set(clock, now.expand_as(last))
     return again
 
 

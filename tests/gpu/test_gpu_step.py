@@ -146,7 +146,9 @@ def test_steps_follow_a_model_in_a_cuda_graph() -> None:
     def run(graphed: bool) -> torch.Tensor:
         torch.manual_seed(0)
         model = torch.nn.Linear(200, 200).cuda()
-        optimizer = ScapeOptimizer(model.parameters(), lr=1e-2, config=ScapeConfig(sparsity=0.9))
+        optimizer = ScapeOptimizer(
+            model.parameters(), lr=1e-2, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
+        )
         batch = torch.randn(8, 200, device="cuda")
         step_model = torch.cuda.make_graphed_callables(model, (batch.clone(),)) if graphed else model
         for _ in range(6):
@@ -200,7 +202,7 @@ def test_trainer_fits_twice_with_accumulation_and_clipping(precision: str, tmp_p
             accelerator="gpu",
             devices=1,
             precision=precision,
-            strategy=ScapeStrategy(sparsity=0.9, block_size=10),
+            strategy=ScapeStrategy(sparsity=0.9, block_size=10, sparsity_warmup_steps=0),
             accumulate_grad_batches=2,
             gradient_clip_val=1.0,
             max_steps=5,
