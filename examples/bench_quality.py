@@ -1,7 +1,7 @@
-"""Does SCAPE train as well as dense AdamS and AdamW? Ranks are simulated in one process by the package's own optimizer.
+"""Does SCAPE train as well as AdamW and dense AdamS? Ranks are simulated in one process by the package's own optimizer.
 
     python examples/bench_quality.py --short               # about a minute: every method and ablation, a few steps each
-    python examples/bench_quality.py --suite headline      # one suite of the long form
+    python examples/bench_quality.py --suite drop_in       # AdamW's settings, unchanged: some 10 hours of one core
     python examples/bench_quality.py --jobs 2              # all suites, two runs at a time: many hours
     python examples/bench_quality.py --report              # tables and plots of what is there
 
@@ -14,73 +14,45 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from litgpt import GPT
-from pretrain_python import build_gpt
 from quality_report import report
-from quality_runs import SHORT, SIZES, SUITES, Run, run_of
+from quality_runs import SHORT, SUITES, Run, run_of
+from quality_tasks import task_of
 from simulated_ranks import DenseRanks, SimulatedRanks
-from torch import Tensor
-from torch.nn.functional import cross_entropy
-from torchmetrics import MeanMetric
-from torchmetrics.classification import MulticlassAccuracy
+from torch import Tensor, nn
 
-from lightning_scape import AdamS, PythonSource, ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.data import VOCABULARY, Shard
+from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.mask import DelayedMask, SparsitySchedule, StartMask
 
 OUT = Path(__file__).parent / "results" / "quality"
 MAX_NORM = 1.0
-BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 
 
 # ------------------------------------------------------------------------------------------------ training
 
 
-def build_model(run: Run) -> GPT:
-    torch.manual_seed(run.seed)
-    return build_gpt(f"python-{run.size}", run.context, SIZES[run.size])
-
-
-def build_ranks(run: Run, model: GPT) -> SimulatedRanks | DenseRanks:
-    settings = {"lr": run.lr, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
+def build_ranks(run: Run, model: nn.Module) -> SimulatedRanks | DenseRanks:
+    settings = {"lr": run.lr, "betas": run.betas, "weight_decay": WEIGHT_DECAY}
     if run.method == "scape":
         options = dict(run.options)
         ablations = {key: options.pop(key) for key in list(options) if key in ABLATIONS}
-        ranks = SimulatedRanks(model, run.ranks, ScapeConfig(**options), settings)
+        ranks = SimulatedRanks(model, run.ranks, ScapeConfig(**options), {**settings, "total_steps": run.steps})
         for key, value in ablations.items():
             ABLATIONS[key](ranks, value)
         return ranks
     make = {"adamw": torch.optim.AdamW, "adams": AdamS}[run.method]
     return DenseRanks(model, run.ranks, make(model.parameters(), **settings))
-
-
-def loss_of(model: GPT, batch: Tensor) -> Tensor:
-    return cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-
-@torch.no_grad()
-def evaluate(model: GPT, batches: Iterable[Tensor]) -> dict[str, float]:
-    """On held-out files: loss in nats per byte, bits per byte, and how often the likeliest byte is the right one."""
-    loss, accuracy = MeanMetric(), MulticlassAccuracy(VOCABULARY, average="micro")
-    for batch in batches:
-        logits, targets = model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
-        loss.update(cross_entropy(logits, targets), weight=targets.numel())
-        accuracy.update(logits, targets)
-    value = float(loss.compute())
-    return {"loss": value, "bits_per_byte": value / math.log(2), "accuracy": float(accuracy.compute())}
 
 
 @dataclass
@@ -96,31 +68,29 @@ class Training:
 
     def __post_init__(self) -> None:
         run = self.run
-        self.model = build_model(run)
+        self.task = task_of(run)
+        self.model = self.task.build_model()
         self.ranks = build_ranks(run, self.model)
-        sources = [
-            PythonSource(run.batch, run.context, seed=run.seed, shard=Shard(rank, run.ranks))
-            for rank in range(run.ranks)
-        ]
-        self.loaders = [source.train_dataloader() for source in sources]
-        whole = PythonSource(128, run.context, shard=Shard(0, 1))
-        self.validation = [batch for batch, _ in zip(whole.val_dataloader(), range(8), strict=False)]
-        self.fingerprint = whole.fingerprint
+        self.loaders = self.task.loaders()
+        self._batches = self._read()
 
-    def batches(self) -> Iterator[list[Tensor]]:
+    def _read(self) -> Iterator[tuple[Any, ...]]:
+        """Each rank's next batch; begins when the first is asked for, after a snapshot has set the loaders."""
         while True:
             yield from zip(*self.loaders, strict=True)
+
+    def advance(self) -> None:
+        """One step of all ranks."""
+        self.ranks.backward(next(self._batches), lambda batch: self.task.loss(self.model, batch), self.task.joined)
+        self.ranks.step(self.run.at(self.step), MAX_NORM)
+        self.bytes_sent += self.ranks.bytes_sent()
+        self.step += 1
 
     def go(self, snapshot: Path, every: int, seconds_between: float) -> dict[str, Any]:
         """Trains to the end; takes a snapshot now and then."""
         run, began, saved = self.run, time.perf_counter() - self.seconds, time.perf_counter()
-        batches = self.batches()
         while self.step < run.steps:
-            for rank, batch in enumerate(next(batches)):
-                self.ranks.backward(rank, lambda batch=batch: loss_of(self.model, batch))
-            self.ranks.step(run.at(self.step), MAX_NORM)
-            self.bytes_sent += self.ranks.bytes_sent()
-            self.step += 1
+            self.advance()
             if self.step % every == 0 or self.step == run.steps:
                 self.seconds = time.perf_counter() - began
                 self.history.append(
@@ -128,7 +98,7 @@ class Training:
                         "step": self.step,
                         "tokens": self.step * run.tokens,
                         "bytes": self.bytes_sent,
-                        **evaluate(self.model, self.validation),
+                        **self.task.evaluate(self.model),
                     }
                 )
                 left = self.seconds / self.step * (run.steps - self.step)
@@ -144,7 +114,7 @@ class Training:
             "name": self.run.name,
             "run": dataclasses.asdict(self.run),
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "fingerprint": self.fingerprint,
+            "fingerprint": self.task.fingerprint,
             "seconds": self.seconds,
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             **self.history[-1],
@@ -222,7 +192,7 @@ def plain_update(ranks: SimulatedRanks, on: bool) -> None:
 def dense_vectors(ranks: SimulatedRanks, on: bool) -> None:
     """Sends everything of the tensors of fewer than two dimensions, with a second optimizer of no sparsity."""
     if on:
-        ranks.split(lambda parameter: parameter.dim() < 2, ScapeConfig(sparsity=0.0))
+        ranks.split(lambda parameter: parameter.dim() < 2, ScapeConfig(sparsity=0.0, update=ranks.config.update))
 
 
 def second_moment_ema(ranks: SimulatedRanks, weight: float) -> None:
@@ -300,7 +270,7 @@ def execute(run: Run, out: Path) -> None:
 
 def execute_all(runs: list[Run], out: Path, jobs: int) -> None:
     """In processes of their own, ``jobs`` at a time, in order."""
-    runs = [run for run in dict.fromkeys(runs) if not (out / "runs" / f"{run.name}.json").exists()]
+    runs = [run for run in runs if not (out / "runs" / f"{run.name}.json").exists()]
     if not jobs:
         for run in runs:
             execute(run, out)
@@ -338,7 +308,7 @@ def main() -> None:
         execute(run_of({"run": args.run}), args.out)
         return
     suites = {"short": SHORT} if args.short else {name: SUITES[name] for name in args.suite or SUITES}
-    runs = [run for suite in suites.values() for run in suite]
+    runs = list(dict.fromkeys(run for suite in suites.values() for run in suite))
     if args.list:
         print("\n".join(run.name for run in runs))
         return

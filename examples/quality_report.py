@@ -48,7 +48,7 @@ class Row:
 
     def is_of(self, run: Run) -> bool:
         """Whether the run is one of its."""
-        return (self.setting, self.label, self.lr) == (setting_of(run), run.label, run.lr)
+        return (self.setting, self.label, self.lr) == (run.setting, run.label, run.lr)
 
     def above(self, base: Row) -> str:
         """How far it is above another row, by the seeds of both; with the (unpaired) standard error, if several."""
@@ -85,7 +85,7 @@ def rows_of(found: list[dict[str, Any]]) -> list[Row]:
     tried: dict[Any, dict[float, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for result in found:
         run = run_of(result)
-        tried[setting_of(run), run.label][run.lr].append(result)
+        tried[run.setting, run.label][run.lr].append(result)
     rows = []
     for (setting, label), by_lr in tried.items():
         most = max(len(here) for here in by_lr.values())
@@ -115,10 +115,6 @@ def updates_of(run: Run) -> float:
     known = {f.name for f in dataclasses.fields(ScapeConfig)}
     config = ScapeConfig(**{key: value for key, value in run.options if key in known})
     return SparsitySchedule.of(config).updates(run.steps)
-
-
-def setting_of(run: Run) -> tuple[Any, ...]:
-    return run.size, run.ranks, run.batch, run.context, run.steps
 
 
 def report(out: Path) -> str:
@@ -218,7 +214,7 @@ def plot_rates(found: list[dict[str, Any]], out: Path) -> None:
     for result in found:
         run = run_of(result)
         if is_plain(run):
-            tried[setting_of(run)][run.label][run.lr].append(result)
+            tried[run.setting][run.label][run.lr].append(result)
     setting, methods = max(tried.items(), key=lambda item: (sum(len(rates) for rates in item[1].values()), item[0][4]))
     methods = {label: rates for label, rates in sorted(methods.items()) if len(rates) > 1}
     if not methods:

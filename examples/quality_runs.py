@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 SIZES = {
     "0.03M": {"n_layer": 1, "n_embd": 32, "n_head": 2, "intermediate_size": 96},
@@ -17,6 +17,29 @@ SIZES = {
     "1M": {"n_layer": 4, "n_embd": 128, "n_head": 4, "intermediate_size": 384},
     "3M": {"n_layer": 6, "n_embd": 192, "n_head": 6, "intermediate_size": 576},
 }
+BETAS = (0.9, 0.95)
+TORCH_BETAS = (0.9, 0.999)
+"""torch's default."""
+
+
+class Setting(NamedTuple):
+    """What methods that are compared have in common."""
+
+    size: str
+    ranks: int
+    batch: int
+    context: int
+    steps: int
+    task: str
+    betas: tuple[float, float]
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        what = f"{self.size} parameters" if self.task == "python" else f"{self.task}, about 30,000 parameters"
+        windows = f"{self.batch} x {self.context} bytes" if self.task == "python" else f"{self.batch} images"
+        betas = "" if self.betas == BETAS else f", betas {self.betas}"
+        return f"{what}, {self.ranks} ranks of {windows}, {self.steps:,} steps{betas}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +48,16 @@ class Run:
 
     method: str
     """adamw, adams or scape."""
+    task: str = "python"
+    """python (a GPT of ``size`` predicts the next of ``context`` bytes), digits-conv or digits-gru (images)."""
     size: str = "0.2M"
     ranks: int = 4
     batch: int = 8
-    """Windows per rank and step."""
+    """Windows, or images, per rank and step."""
     context: int = 64
     steps: int = 3000
     lr: float = 2e-3
+    betas: tuple[float, float] = BETAS
     seed: int = 0
     warmup: float = 0.1
     """Share of the steps in which the learning rate rises linearly; a cosine to a tenth follows."""
@@ -41,23 +67,39 @@ class Run:
     @property
     def name(self) -> str:
         """Also the name of its file."""
-        parts = [self.method, self.size, f"N{self.ranks}x{self.batch}x{self.context}", f"{self.steps}"]
+        if self.task == "python":
+            parts = [self.method, self.size, f"N{self.ranks}x{self.batch}x{self.context}", f"{self.steps}"]
+        else:
+            parts = [self.method, self.task, f"N{self.ranks}x{self.batch}", f"{self.steps}"]
         parts += [f"lr{self.lr:g}", f"seed{self.seed}"]
+        parts += [f"betas-{self.betas[0]:g}-{self.betas[1]:g}"] if self.betas != BETAS else []
         parts += [f"{key}-{value}" for key, value in self.options]
         return "_".join(parts)
 
     @property
     def label(self) -> str:
-        """What tells methods apart in a table."""
+        """What tells methods apart in a table: today's defaults go without saying."""
+        if self.method != "scape":
+            return {"adamw": "dense AdamW", "adams": "dense AdamS"}[self.method]
         options = dict(self.options)
-        sparsity = f" {options.pop('sparsity', 0.99):.1%}".replace(".0%", "%") if self.method == "scape" else ""
-        name = {"adamw": "dense AdamW", "adams": "dense AdamS", "scape": "SCAPE"}[self.method]
-        return name + sparsity + "".join(f", {key}={value}" for key, value in options.items())
+        parts = [f"SCAPE {options.pop('sparsity', 0.99):.1%}".replace(".0%", "%")]
+        if options.pop("update", "adamw") == "adams":
+            parts.append("AdamS's update")
+        warmup = options.pop("sparsity_warmup_steps", None)
+        if warmup is not None:
+            parts.append(f"warm-up {warmup:,}" if warmup else "no warm-up")
+        return ", ".join([*parts, *(f"{key}={value}" for key, value in options.items())])
+
+    @property
+    def setting(self) -> Setting:
+        """What it shares with the runs it is compared with."""
+        size, context = (self.size, self.context) if self.task == "python" else ("", 1)
+        return Setting(size, self.ranks, self.batch, context, self.steps, self.task, self.betas)
 
     @property
     def tokens(self) -> int:
-        """Of a step, over all ranks."""
-        return self.ranks * self.batch * self.context
+        """Bytes, or images, of a step, over all ranks."""
+        return self.ranks * self.batch * self.setting.context
 
     def at(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
@@ -68,10 +110,19 @@ class Run:
 
 
 def scape(sparsity: float = 0.99, **options: Any) -> dict[str, Any]:
-    """Arguments of a SCAPE run; what stands in Run's fields goes there, the rest into its options."""
+    """Arguments of a SCAPE run; what stands in Run's fields goes there, the rest into its options.
+
+    The update is AdamW's, and the warm-up of the sparsity the default, if nothing else is said.
+    """
     own = {f.name for f in dataclasses.fields(Run)}
     settings = {key: options.pop(key) for key in list(options) if key in own}
+    options = {"update": "adamw", **options}
     return {"method": "scape", "options": (("sparsity", sparsity), *sorted(options.items())), **settings}
+
+
+def paper(sparsity: float = 0.99, **options: Any) -> dict[str, Any]:
+    """The same with the update of AdamS and without a warm-up, as the paper has it."""
+    return scape(sparsity, **{"update": "adams", "sparsity_warmup_steps": 0, **options})
 
 
 def sweep(
@@ -83,7 +134,7 @@ def sweep(
 
 
 DENSE = [{"method": "adamw"}, {"method": "adams"}]
-SPARSE = [scape(0.9), scape(0.99), scape(0.999)]
+SPARSE = [paper(0.9), paper(0.99), paper(0.999)]
 VARIED: list[dict[str, Any]] = [
     {"mask_votes": 0},
     {"mask_votes": 1},
@@ -109,13 +160,20 @@ VARIED: list[dict[str, Any]] = [
     {"second_moment_ema": 0.1},
 ]
 """What is changed, one at a time, in the default configuration at 99%."""
+TINY: dict[str, Any] = {"size": "0.03M", "ranks": 2, "batch": 2, "context": 32, "steps": 4}
 SHORT = [
-    *sweep(DENSE + SPARSE, [2e-3], size="0.03M", ranks=2, batch=2, context=32, steps=4),
-    *sweep((scape(**options) for options in VARIED), [2e-3], size="0.03M", ranks=2, batch=2, context=32, steps=4),
+    *sweep([*DENSE, *SPARSE, scape(0.9), scape(0.99), scape(0.999)], [2e-3], **TINY),
+    *sweep([DENSE[0], scape(0.9), scape(sparsity_warmup_steps=0)], [2e-3, 4e-3], betas=TORCH_BETAS, **TINY),
+    *(
+        run
+        for task in ("digits-conv", "digits-gru")
+        for run in sweep([DENSE[0], scape(0.9)], [1e-3], (0, 1), task=task, ranks=2, steps=4, betas=TORCH_BETAS)
+    ),
+    *sweep((paper(**options) for options in VARIED), [2e-3], **TINY),
 ]
 HALF_AND_90: list[dict[str, Any]] = [{"sparsity": 0.5, "block_size": 200}, {"sparsity": 0.9}]
 WARMUPS = [(0, 0), (0, 250), (0, 500), (0, 1000), (200, 800), (500, 500)]
-WITH_WARMUP = scape(sparsity_warmup_steps=1000)
+WITH_WARMUP = paper(sparsity_warmup_steps=1000)
 
 
 def tuned(size: str, of_adamw: float, of_others: float) -> list[Run]:
@@ -128,15 +186,68 @@ def tuned(size: str, of_adamw: float, of_others: float) -> list[Run]:
     return runs
 
 
+def drop_in(
+    lr: float,
+    others: Iterable[float] = (),
+    seeds: Iterable[int] = (0,),
+    sparsities: Iterable[float] = (0.9, 0.99),
+    **more: Any,
+) -> list[Run]:
+    """AdamW and SCAPE at one learning rate, seed by seed; on the first seed AdamW at other rates, to know its best."""
+    first, *rest = seeds
+    methods = [DENSE[0], *map(scape, sparsities)]
+    runs = [*sweep(methods, [lr], [first], **more), *sweep(DENSE[:1], others, [first], **more)]
+    return runs + [run for seed in rest for run in sweep(methods, [lr], [seed], **more)]
+
+
+def in_turns(*lists: list[Run]) -> list[Run]:
+    """One run of each, then the next of each."""
+    return [run for runs in itertools.zip_longest(*lists) for run in runs if run is not None]
+
+
+BOTH_BETAS = [BETAS, TORCH_BETAS]
+DIGITS: dict[str, Any] = {"steps": 1500, "betas": TORCH_BETAS}
+DROP_IN: dict[str, list[Run]] = {
+    "drop_in_short": in_turns(
+        *(drop_in(8e-3, [4e-3, 16e-3], (0, 1, 2), size="0.03M", steps=1000, betas=betas) for betas in BOTH_BETAS)
+    ),
+    "drop_in_digits": in_turns(
+        drop_in(16e-3, [8e-3, 32e-3], range(5), task="digits-conv", **DIGITS),
+        drop_in(16e-3, [8e-3, 32e-3], range(5), task="digits-gru", **DIGITS),
+    ),
+    "drop_in_long": [
+        *in_turns(
+            *(drop_in(8e-3, [4e-3, 16e-3], (0, 1, 2), size="0.03M", steps=10_000, betas=betas) for betas in BOTH_BETAS)
+        ),
+        *(
+            run
+            for betas in BOTH_BETAS
+            for run in sweep([scape(0.999)], [8e-3], size="0.03M", steps=10_000, betas=betas)
+        ),
+    ],
+    "drop_in_sweep": [
+        run
+        for lr in (8e-3, 16e-3, 4e-3, 32e-3, 2e-3)
+        for run in sweep([DENSE[0], scape(0.9), scape(0.99)], [lr], size="0.03M", betas=TORCH_BETAS)
+    ],
+    "drop_in_0.2M": [
+        *drop_in(4e-3, [2e-3, 8e-3], (0, 1), size="0.2M", steps=10_000),
+        *drop_in(4e-3, [2e-3, 8e-3], size="0.2M", steps=10_000, betas=TORCH_BETAS),
+    ],
+    "drop_in_1M": drop_in(2e-3, [4e-3], sparsities=[0.99], size="1M", batch=4, steps=6000),
+}
+"""SCAPE with AdamW's settings, unchanged."""
 SUITES: dict[str, list[Run]] = {
+    **DROP_IN,
+    "drop_in": [run for runs in DROP_IN.values() for run in runs],
     "ablations": [
         *sweep(DENSE, [2e-3, 4e-3, 8e-3], size="0.03M"),
         *sweep(SPARSE, [2e-3, 4e-3, 8e-3], size="0.03M"),
-        *sweep((scape(**options) for options in VARIED), [4e-3], size="0.03M"),
+        *sweep((paper(**options) for options in VARIED), [4e-3], size="0.03M"),
     ],
-    "seeds": sweep([DENSE[1], scape(), *(scape(**options) for options in VARIED[:7])], [4e-3], (0, 1, 2), size="0.03M"),
+    "seeds": sweep([DENSE[1], paper(), *(paper(**options) for options in VARIED[:7])], [4e-3], (0, 1, 2), size="0.03M"),
     "catch_up": sweep(
-        [DENSE[1], *(scape(**rate, **way) for rate in HALF_AND_90 for way in ({}, {"catch_up": "summed"}))],
+        [DENSE[1], *(paper(**rate, **way) for rate in HALF_AND_90 for way in ({}, {"catch_up": "summed"}))],
         [4e-3],
         range(4),
         size="0.03M",
@@ -145,16 +256,16 @@ SUITES: dict[str, list[Run]] = {
     "start": [
         *sweep(DENSE, [2e-3, 4e-3, 8e-3], size="0.03M", steps=1000),
         *sweep(
-            (scape(dense_steps=dense, sparsity_warmup_steps=warm) for dense, warm in WARMUPS),
+            (paper(dense_steps=dense, sparsity_warmup_steps=warm) for dense, warm in WARMUPS),
             [2e-3, 4e-3],
             size="0.03M",
             steps=1000,
         ),
     ],
     "ranks": [
-        *sweep([DENSE[1], scape()], [4e-3], size="0.03M", ranks=2),
-        *sweep([DENSE[1], scape()], [4e-3], size="0.03M", ranks=8),
-        *sweep([DENSE[1], scape()], [4e-3], size="0.03M", ranks=8, batch=4),
+        *sweep([DENSE[1], paper()], [4e-3], size="0.03M", ranks=2),
+        *sweep([DENSE[1], paper()], [4e-3], size="0.03M", ranks=8),
+        *sweep([DENSE[1], paper()], [4e-3], size="0.03M", ranks=8, batch=4),
     ],
     "long": tuned("0.03M", 8e-3, 4e-3),
     "sizes": [
@@ -176,4 +287,5 @@ def results(out: Path) -> list[dict[str, Any]]:
 
 def run_of(result: dict[str, Any]) -> Run:
     options = tuple((key, value) for key, value in result["run"]["options"])
-    return Run(**{**result["run"], "options": options})
+    betas = tuple(result["run"].get("betas", BETAS))
+    return Run(**{**result["run"], "options": options, "betas": betas})

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,39 +23,59 @@ from lightning_scape.optimizer import ScapeOptimizer
 
 
 class Meeting:
-    """Where ranks hand in a value and get everyone's; between meetings one rank runs at a time."""
+    """Where ranks hand in a value and get everyone's; between meetings one rank runs at a time, in rank order.
+
+    The last rank to come goes on at once. Then the others take their turns, each until its next meeting: so every
+    meeting costs one switch of threads for each rank.
+    """
 
     def __init__(self, world_size: int) -> None:
-        self._barrier = threading.Barrier(world_size)
-        self._turn = threading.Lock()
-        self._values: list[Any] = [None] * world_size
+        self._world_size = world_size
+        self._turns = [threading.Semaphore(0) for _ in range(world_size)]
+        self._turns[0].release()
+        self._ended = 0
+        self._failure: BaseException | None = None
+        self._open()
 
-    def start(self) -> None:
+    def start(self, rank: int) -> None:
         """Waits for this rank's turn."""
-        self._turn.acquire()
+        self._turns[rank].acquire()
+        if self._failure is not None:
+            raise RuntimeError("Another simulated rank has failed.") from self._failure
 
-    def end(self) -> None:
-        """Lets another rank run."""
-        self._turn.release()
+    def end(self, rank: int) -> None:
+        """Lets the next rank run; after the last one rank 0 may start anew."""
+        self._ended = (self._ended + 1) % self._world_size
+        if self._ended:
+            self._pass_on(rank)
+        else:
+            self._turns[0].release()
 
-    def fail(self) -> None:
-        """Wakes everyone who waits for this rank, with an error."""
-        self._barrier.abort()
+    def fail(self, error: BaseException) -> None:
+        """Wakes everyone who waits, with an error."""
+        self._failure = self._failure or error
+        for turn in self._turns:
+            turn.release(self._world_size)
 
     def share(self, rank: int, value: Any) -> list[Any]:
         """Every rank's value, in rank order."""
-        self._values[rank] = value
-        self._wait()
-        values = list(self._values)
-        self._wait()  # nobody overwrites before all have read
+        values = self._values
+        values[rank] = value
+        self._missing -= 1
+        if not self._missing:
+            self._open()
+        else:
+            self._pass_on(rank)
+            self.start(rank)
         return values
 
-    def _wait(self) -> None:
-        self.end()
-        try:
-            self._barrier.wait()
-        finally:
-            self.start()
+    def _open(self) -> None:
+        """The next meeting, with a list of its own: some have yet to read this one's."""
+        self._values: list[Any] = [None] * self._world_size
+        self._missing = self._world_size
+
+    def _pass_on(self, rank: int) -> None:
+        self._turns[(rank + 1) % self._world_size].release()
 
 
 class LocalCommunicator(Communicator):
@@ -123,21 +143,29 @@ class Ranks:
         self.parameters = list(model.parameters())
         self.world_size = world_size
 
-    def gradient_of(self, rank: int) -> list[Tensor]:
-        """Where the gradient of a rank is added up, one tensor a parameter."""
+    def backward(
+        self, batches: Sequence[Any], loss: Callable[[Any], Tensor], join: Callable[[Sequence[Any]], Any]
+    ) -> None:
+        """Every rank's gradient of the loss of its own batch.
+
+        Args:
+            batches: one for each rank, all of one size.
+            loss: the mean over a batch.
+            join: makes one batch of several.
+        """
         raise NotImplementedError
 
-    def backward(self, rank: int, loss: Callable[[], Tensor]) -> float:
-        """Adds the gradient of ``loss()`` to that of one rank; returns the loss."""
-        for parameter, grad in zip(self.parameters, self.gradient_of(rank), strict=True):
-            parameter.grad = grad
-        value = loss()
+    def _gradient(self, value: Tensor) -> list[Tensor | None]:
+        """Of ``value``, one tensor a parameter; None where it does not depend on the parameter."""
         value.backward()
-        return float(value.detach())
+        gradient = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return gradient
 
 
 class DenseRanks(Ranks):
-    """A plain optimizer on the averaged gradient.
+    """A plain optimizer on the averaged gradient: that of all ranks' batches as one.
 
     Args:
         model: its parameters are every rank's.
@@ -148,19 +176,20 @@ class DenseRanks(Ranks):
     def __init__(self, model: nn.Module, world_size: int, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(model, world_size)
         self.optimizer = optimizer
-        self._sum = [torch.zeros_like(parameter) for parameter in self.parameters]
 
-    def gradient_of(self, rank: int) -> list[Tensor]:
-        return self._sum
+    def backward(
+        self, batches: Sequence[Any], loss: Callable[[Any], Tensor], join: Callable[[Sequence[Any]], Any]
+    ) -> None:
+        """In one pass, for the mean of the ranks' means is the mean over all."""
+        self.optimizer.zero_grad()
+        loss(join(batches)).backward()
 
     def step(self, lr: float, max_norm: float) -> None:
-        """One step, clipped; the gradient starts again from zero."""
-        torch._foreach_div_(self._sum, self.world_size)
+        """One step, clipped."""
         torch.nn.utils.clip_grad_norm_(self.parameters, max_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        torch._foreach_zero_(self._sum)
 
     def bytes_sent(self) -> int:
         """By a rank in a step: a ring all-reduce of the gradient, as DDP does it (computed)."""
@@ -190,8 +219,6 @@ class SimulatedRanks(Ranks):
         self.meeting = Meeting(world_size)
         self.handles = [[nn.Parameter(p.detach()) for p in self.parameters] for _ in range(world_size)]
         """Per rank a handle on every parameter: the same memory, a gradient of its own."""
-        for handle in itertools.chain(*self.handles):
-            handle.grad = torch.zeros_like(handle)
         self._threads = ThreadPoolExecutor(world_size)
 
         self.settings, self.config = settings, config
@@ -221,22 +248,27 @@ class SimulatedRanks(Ranks):
         """``act(rank)`` on every rank, in turns; their results."""
 
         def run(rank: int) -> Any:
-            self.meeting.start()
+            self.meeting.start(rank)
             try:
                 return act(rank)
-            except BaseException:
-                self.meeting.fail()
+            except BaseException as error:
+                self.meeting.fail(error)
                 raise
             finally:
-                self.meeting.end()
+                self.meeting.end(rank)
 
         return [future.result() for future in [self._threads.submit(run, rank) for rank in range(self.world_size)]]
 
-    def gradient_of(self, rank: int) -> list[Tensor]:
-        return [cast(Tensor, handle.grad) for handle in self.handles[rank]]
+    def backward(
+        self, batches: Sequence[Any], loss: Callable[[Any], Tensor], join: Callable[[Sequence[Any]], Any]
+    ) -> None:
+        """Rank after rank."""
+        for batch, handles in zip(batches, self.handles, strict=True):
+            for handle, grad in zip(handles, self._gradient(loss(batch)), strict=True):
+                handle.grad = grad
 
     def step(self, lr: float, max_norm: float) -> None:
-        """One step of all ranks, clipped; gradients start again from zero."""
+        """One step of all ranks, clipped."""
 
         def step(rank: int) -> None:
             for prepare in self.before_step:
@@ -246,7 +278,6 @@ class SimulatedRanks(Ranks):
                     group["lr"] = lr
                 optimizer.clip_grad_norm(max_norm)
                 optimizer.step()
-            torch._foreach_zero_(self.gradient_of(rank))
 
         self.each(step)
 
