@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from functools import cache
@@ -16,8 +17,15 @@ from torch.nn.functional import cross_entropy
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_scape import PythonSource
-from lightning_scape.data import VOCABULARY, Shard
+from lightning_scape.data import (
+    VOCABULARY,
+    Corpus,
+    Shard,
+    TrainingWindows,
+    ValidationWindows,
+    WindowLoader,
+    read_corpus,
+)
 
 
 class Batches(Protocol):
@@ -57,20 +65,27 @@ def task_of(run: Run) -> Task:
     return Python(run) if run.task == "python" else Digits(run)
 
 
+@cache
+def python_files() -> Corpus:
+    """Read once for all ranks."""
+    return read_corpus()
+
+
 class Python:
     """A small GPT predicts the next byte of the Python files on this machine."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        whole = PythonSource(128, run.context, shard=Shard(0, 1))
-        self.validation = [batch for batch, _ in zip(whole.val_dataloader(), range(8), strict=False)]
-        self.fingerprint = whole.fingerprint
+        validation = ValidationWindows(python_files(), run.context, 128, Shard(0, 1))
+        self.validation = list(itertools.islice(validation, 8))
+        self.fingerprint = python_files().fingerprint
 
     def loaders(self) -> list[Batches]:
-        """Windows of the rank's own share of the files."""
+        """As PythonSource deals them out to the ranks."""
         run = self.run
         shards = [Shard(rank, run.ranks) for rank in range(run.ranks)]
-        return [PythonSource(run.batch, run.context, seed=run.seed, shard=shard).train_dataloader() for shard in shards]
+        windows = [TrainingWindows(python_files(), run.context, run.batch, run.seed, shard) for shard in shards]
+        return [WindowLoader(mine) for mine in windows]
 
     def build_model(self) -> GPT:
         """LitGPT's, with fresh weights."""

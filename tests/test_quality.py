@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,7 +30,7 @@ def bench() -> ModuleType:
 @pytest.mark.parametrize(("bits", "levels"), [(4, 15), (2, 3)])
 def test_votes_of_fewer_bits_have_as_many_levels(bench: ModuleType, bits: int, levels: int) -> None:
     run = small(bench, mask_votes=2, vote_bits=bits)
-    ranks = bench.build_ranks(run, bench.build_model(run))
+    ranks = bench.build_ranks(run, bench.task_of(run).build_model())
     residual = torch.randn(ranks.optimizers[0]._layout.blocks, 200).pow(15)  # so that the second is often far smaller
     ballots = ranks.optimizers[0]._cast_ballots(residual, 2)
     values = ballots[:, 2:4].view(torch.int8)
@@ -38,24 +39,30 @@ def test_votes_of_fewer_bits_have_as_many_levels(bench: ModuleType, bits: int, l
 
 
 def small(bench: ModuleType, **options: Any) -> Any:
+    """A run of SCAPE with the paper's update, that takes seconds."""
+    return tiny(bench, **{"update": "adams", "sparsity_warmup_steps": 0, **options})
+
+
+def tiny(bench: ModuleType, **options: Any) -> Any:
     settings = {"size": "0.03M", "ranks": 2, "batch": 2, "context": 32, "steps": STEPS}
-    return bench.Run(**{**load_example("quality_runs").scape(**options), **settings})
+    return bench.Run(**{**load_example("quality_runs").scape(**{**settings, **options})})
 
 
 def train_for_real(rank: int, world_size: int, options: dict[str, Any]) -> list[Tensor]:
     """The benchmark's run, by one of several processes."""
     bench = load_example("bench_quality")
     run = small(bench, **options)
-    model = bench.build_model(run)
+    task = bench.task_of(run)
+    model = task.build_model()
     optimizer = ScapeOptimizer(
         model.parameters(),
-        betas=bench.BETAS,
+        betas=run.betas,
         weight_decay=bench.WEIGHT_DECAY,
         config=ScapeConfig(**dict(run.options)),
+        total_steps=run.steps,
     )
-    loader = bench.PythonSource(run.batch, run.context, seed=0, shard=bench.Shard(rank, world_size)).train_dataloader()
-    for step, batch in zip(range(run.steps), loader, strict=False):
-        bench.loss_of(model, batch).backward()
+    for step, batch in zip(range(run.steps), task.loaders()[rank], strict=False):
+        task.loss(model, batch).backward()
         optimizer.param_groups[0]["lr"] = run.at(step)
         optimizer.clip_grad_norm(bench.MAX_NORM)
         optimizer.step()
@@ -64,7 +71,16 @@ def train_for_real(rank: int, world_size: int, options: dict[str, Any]) -> list[
     return [parameter.detach() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("options", [{"sparsity": 0.9, "mask_votes": 3}, {"sparsity": 0.99}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sparsity": 0.9, "mask_votes": 3},
+        {"sparsity": 0.99},
+        {"sparsity": 0.9, "update": "adamw", "sparsity_warmup_steps": None, "betas": (0.9, 0.999)},
+        {"sparsity": 0.99, "update": "adamw", "sparsity_warmup_steps": 2, "task": "digits-gru"},
+    ],
+    ids=["adams-90", "adams-99", "adamw-90", "adamw-99-digits"],
+)
 def test_two_simulated_ranks_equal_two_processes_bit_for_bit(
     run_ranks: RunRanks, bench: ModuleType, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -77,16 +93,12 @@ def test_two_simulated_ranks_equal_two_processes_bit_for_bit(
 
 def distance(bench: ModuleType, ranks: int, wire_dtype: str) -> float:
     """How far three steps of simulated ranks move the parameters."""
-    settings = load_example("quality_runs").scape(0.9, wire_dtype=wire_dtype, size="0.03M", ranks=ranks, context=32)
-    model = bench.build_model(bench.Run(**settings))
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    simulated = bench.build_ranks(bench.Run(**settings), model)
-    batches = torch.randint(0, 256, (ranks, 2, 33), generator=torch.Generator().manual_seed(0))
+    run = small(bench, sparsity=0.9, wire_dtype=wire_dtype, ranks=ranks)
+    training = bench.Training(run)
+    before = [parameter.detach().clone() for parameter in training.model.parameters()]
     for _ in range(3):
-        for rank in range(ranks):
-            simulated.backward(rank, lambda rank=rank: bench.loss_of(model, batches[rank]))
-        simulated.step(1e-3, 1.0)
-    moved = [parameter.detach() - old for parameter, old in zip(model.parameters(), before, strict=True)]
+        training.advance()
+    moved = [parameter.detach() - old for parameter, old in zip(training.model.parameters(), before, strict=True)]
     return float(torch.stack([change.norm() for change in moved]).norm())
 
 
@@ -95,18 +107,57 @@ def test_simulated_ranks_move_as_far_by_changes_as_by_values(bench: ModuleType, 
     assert distance(bench, ranks, "bf16") == pytest.approx(distance(bench, ranks, "fp32"), rel=0.02)
 
 
+def test_the_dense_gradient_is_the_mean_over_ranks(bench: ModuleType) -> None:
+    training = bench.Training(bench.dataclasses.replace(small(bench), method="adamw", options=()))
+    task, model = training.task, training.model
+    batches = [next(iter(loader)) for loader in training.loaders]
+    training.ranks.backward(batches, lambda batch: task.loss(model, batch), task.joined)
+    of_ranks = [torch.autograd.grad(task.loss(model, batch), list(model.parameters())) for batch in batches]
+    for parameter, *grads in zip(model.parameters(), *of_ranks, strict=True):
+        torch.testing.assert_close(parameter.grad, sum(grads) / len(grads), rtol=1e-4, atol=1e-7)
+
+
+def test_ranks_meet_in_rank_order_and_run_one_at_a_time() -> None:
+    ranks = load_example("simulated_ranks")
+    meeting, order = ranks.Meeting(3), []
+
+    def act(rank: int) -> list[list[int]]:
+        meeting.start(rank)
+        met = []
+        for round_ in range(3):
+            order.append(rank)
+            met.append(meeting.share(rank, 10 * round_ + rank))
+        meeting.end(rank)
+        return met
+
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(2):  # it begins anew
+            assert list(threads.map(act, range(3))) == [[[0, 1, 2], [10, 11, 12], [20, 21, 22]]] * 3
+    assert order[:9] == [0, 1, 2, 2, 0, 1, 1, 2, 0]
+
+
+def test_a_failing_rank_ends_the_others_and_its_error_is_told(bench: ModuleType) -> None:
+    run = small(bench)
+    simulated = bench.build_ranks(run, bench.task_of(run).build_model())
+
+    def act(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("of rank 1")
+        simulated.meeting.share(rank, None)
+
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        simulated.each(act)
+    assert "of rank 1" in f"{caught.value} {caught.value.__cause__}"
+
+
+@pytest.mark.parametrize("task", ["python", "digits-conv"])
 @pytest.mark.parametrize("method", ["scape", "adams"])
-def test_a_run_goes_on_from_its_snapshot_bit_for_bit(bench: ModuleType, tmp_path: Path, method: str) -> None:
-    run = bench.dataclasses.replace(small(bench, mask_votes=1), method=method)
+def test_a_run_goes_on_from_its_snapshot_bit_for_bit(bench: ModuleType, tmp_path: Path, method: str, task: str) -> None:
+    run = bench.dataclasses.replace(small(bench, mask_votes=1), method=method, task=task)
     whole, first = bench.Training(run), bench.Training(run)
     whole.go(tmp_path / "a.pt", every=2, seconds_between=1e9)
-    batches = first.batches()
     for _ in range(3):
-        for rank, batch in enumerate(next(batches)):
-            first.ranks.backward(rank, lambda batch=batch: bench.loss_of(first.model, batch))
-        first.ranks.step(run.at(first.step), bench.MAX_NORM)
-        first.bytes_sent += first.ranks.bytes_sent()
-        first.step += 1
+        first.advance()
     first.save(tmp_path / "b.pt")
     second = bench.Training(run)
     second.load(tmp_path / "b.pt")
@@ -116,11 +167,59 @@ def test_a_run_goes_on_from_its_snapshot_bit_for_bit(bench: ModuleType, tmp_path
         assert torch.equal(parameter, other)
 
 
+def test_the_default_warmup_is_no_longer_than_the_run(bench: ModuleType) -> None:
+    run = tiny(bench)
+    simulated = bench.build_ranks(run, bench.task_of(run).build_model())
+    assert {optimizer._masks.schedule.warmup_steps for optimizer in simulated.optimizers} == {STEPS}
+    assert {optimizer.config.update for optimizer in simulated.optimizers} == {"adamw"}
+
+
+def test_ranks_read_every_digit_of_an_epoch_once_and_none_held_out(bench: ModuleType) -> None:
+    task = bench.task_of(tiny(bench, task="digits-conv", ranks=4, batch=5))
+    images, _ = task.train
+    loaders = [iter(loader) for loader in task.loaders()]
+    seen = torch.cat([next(loader)[0] for _ in range(len(images) // 20) for loader in loaders])
+    assert {tuple(image.flatten().tolist()) for image in seen} == {tuple(image.flatten().tolist()) for image in images}
+    assert len(seen) == len(images)
+    assert len(task.test[0]) == 1797 - len(images)
+
+
+def test_a_name_says_what_differs_from_the_defaults_and_survives_json(bench: ModuleType) -> None:
+    runs = load_example("quality_runs")
+    plain = tiny(bench, sparsity=0.9)
+    assert plain.name == f"scape_0.03M_N2x2x32_{STEPS}_lr0.002_seed0_sparsity-0.9_update-adamw"
+    assert plain.label == "SCAPE 90%"
+    assert small(bench).label == "SCAPE 99%, AdamS's update, no warm-up"
+    assert tiny(bench, sparsity_warmup_steps=1000).label == "SCAPE 99%, warm-up 1,000"
+    other = tiny(bench, task="digits-gru", betas=(0.9, 0.999))
+    assert other.name == f"scape_digits-gru_N2x2_{STEPS}_lr0.002_seed0_betas-0.9-0.999_sparsity-0.99_update-adamw"
+    assert len({plain.setting, other.setting, tiny(bench, betas=(0.9, 0.999)).setting}) == 3
+    for run in (plain, other):
+        assert runs.run_of(json.loads(json.dumps({"run": bench.dataclasses.asdict(run)}))) == run
+
+
+def test_committed_results_stand_under_their_runs_names_and_name_their_update() -> None:
+    runs = load_example("quality_runs")
+    found = {path.stem: json.loads(path.read_text()) for path in (EXAMPLES / "results/quality/runs").glob("*.json")}
+    assert found
+    for name, result in found.items():
+        run = runs.run_of(result)
+        assert name == run.name == result["name"]
+        assert run.method != "scape" or "update" in dict(run.options), name
+
+
+def test_the_drop_in_suite_gives_scape_adamws_settings() -> None:
+    runs = load_example("quality_runs")
+    dense = {(run.setting, run.lr, run.seed) for run in runs.SUITES["drop_in"] if run.method == "adamw"}
+    for run in runs.SUITES["drop_in"]:
+        assert (run.setting, run.lr, run.seed) in dense
+        assert run.method == "adamw" or dict(run.options).keys() == {"sparsity", "update"}
+
+
 def rows(bench: ModuleType, losses: dict[tuple[float, int], float]) -> list[Any]:
     """The report's rows for made-up runs of one method, losses by learning rate and seed."""
     runs = {small(bench, lr=lr, seed=seed): loss for (lr, seed), loss in losses.items()}
-    rest = {"accuracy": 0.5, "bytes": 1, "parameters": 1}
-    found = [{"run": bench.dataclasses.asdict(run), "loss": loss, **rest} for run, loss in runs.items()]
+    found = [result(bench, run, loss) for run, loss in runs.items()]
     return load_example("quality_report").rows_of(found)
 
 
@@ -147,6 +246,43 @@ def test_methods_are_compared_on_the_seeds_that_both_have(bench: ModuleType) -> 
     assert both.above(base) == "+10.0% ± 49.6"
 
 
+def result(bench: ModuleType, run: Any, loss: float) -> dict[str, Any]:
+    rest = {"accuracy": 0.5, "bytes": 1, "parameters": 1}
+    return {"run": bench.dataclasses.asdict(run), "loss": loss, **rest}
+
+
+def test_drop_in_compares_at_adamws_best_rate_and_betas(bench: ModuleType) -> None:
+    """Not at SCAPE's own best, nor with what ran with other betas or other options."""
+    report, dense = load_example("quality_report"), {"method": "adamw", "options": ()}
+    adamw = {(1e-3, 0): 2.2, (2e-3, 0): 2.0, (4e-3, 0): 2.1, (2e-3, 1): 2.0}
+    found = [
+        result(bench, bench.dataclasses.replace(tiny(bench, lr=lr, seed=seed), **dense), loss)
+        for (lr, seed), loss in adamw.items()
+    ]
+    found += [result(bench, tiny(bench, lr=2e-3, seed=seed), loss) for seed, loss in ((0, 2.1), (1, 2.3), (2, 9.0))]
+    found += [result(bench, tiny(bench, lr=1e-3), 1.0), result(bench, small(bench, lr=2e-3), 1.0)]
+    found += [result(bench, tiny(bench, lr=2e-3, betas=(0.9, 0.999)), 1.0)]
+    text = "\n".join(report.drop_in_tables(found))
+    assert text.count("###") == 1
+    assert "| dense AdamW | 0.002 (3) | 2.0000 ± 0.0000 | 2 |" in text
+    assert "| SCAPE 99% | 0.002 (1) | 4.4667 ± 3.9273 | 3 | +10.0% ± 5.0 |" in text
+    assert "no warm-up" not in text
+    assert "on seed 0, by learning rate: 0.001: 2.2000, **0.002**: 2.0000, 0.004: 2.1000." in text
+
+
+def test_a_sweep_of_the_rate_compares_at_each_rate_on_the_seeds_of_all(bench: ModuleType) -> None:
+    report, dense = load_example("quality_report"), {"method": "adamw", "options": ()}
+    losses = {1e-3: (2.0, 2.1), 2e-3: (1.0, 1.1)}
+    found = [result(bench, tiny(bench, lr=lr), loss) for lr, (_, loss) in losses.items()]
+    found += [
+        result(bench, bench.dataclasses.replace(tiny(bench, lr=lr), **dense), loss) for lr, (loss, _) in losses.items()
+    ]
+    found += [result(bench, bench.dataclasses.replace(tiny(bench, lr=1e-3, seed=1), **dense), 7.0)]
+    lines = report.sweep_table(report.losses_by_rate(found))
+    assert "| 0.001 | 2.0000 | 2.1000 (+5.0%) |" in lines
+    assert "| 0.002 | 1.0000 | 1.1000 (+10.0%) |" in lines
+
+
 def test_learning_rates_without_a_common_seed_are_compared_on_what_each_has(bench: ModuleType) -> None:
     (row,) = rows(bench, {(1e-3, 0): 1.5, (2e-3, 1): 1.6, (4e-3, 2): 1.7})
     assert (row.lr, row.losses, row.tried) == (1e-3, [1.5], 3)
@@ -156,7 +292,14 @@ def test_short_form_runs_every_method_and_ablation_and_reports(tmp_path: Path) -
     command = [sys.executable, str(EXAMPLES / "bench_quality.py"), "--short", f"--out={tmp_path}", "--jobs=2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert {path.name for path in tmp_path.glob("*.*")} == {"quality.md", "quality.json", "loss.png", "gap.png"}
+    assert {path.name for path in tmp_path.glob("*.*")} == {
+        "quality.md",
+        "quality.json",
+        "loss.png",
+        "gap.png",
+        "rates.png",
+        "drop_in.png",
+    }
     rows = json.loads((tmp_path / "quality.json").read_text())
     assert {"dense AdamW", "dense AdamS", "SCAPE 90%", "SCAPE 99%", "SCAPE 99.9%"} <= {row["label"] for row in rows}
     again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
