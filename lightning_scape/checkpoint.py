@@ -133,7 +133,7 @@ def load(snapshot: Snapshot, saved: Mapping[str, Any], rank: int, groups: Sequen
     _check(snapshot, saved, groups)
     snapshot.masks.restore(None, 0)
     if "scape" not in saved:
-        _load_foreign(snapshot, saved["state"], rank)
+        _load_foreign(snapshot, saved["state"], rank, groups)
         return
     whole, layout, state = saved["scape"], snapshot.layout, snapshot.state
     _tell_differences(snapshot.config.as_dict(), whole["config"])
@@ -356,13 +356,34 @@ def _load_second_moment(
         return
     noise, state.noise = state.noise, None
     if noise is None or not state.noise_samples:
-        state.second_moment_since = whole["step"]
+        _guess_second_moment(snapshot, groups, rank)
         return
     for piece in snapshot.layout.shard_pieces(rank):
         entries = piece.of_blocks(snapshot.layout.block_size)
         started = 1 - float(groups[piece.segment.group]["betas"][1]) ** whole["step"]
         state.second_moment.view(-1)[entries] = noise.view(-1)[entries] * started
     state.noise_samples = 0
+
+
+_GUESS_COUNTS = 10
+"""Steps for which a guessed second moment counts: about as many gradients as a first moment remembers."""
+
+
+def _guess_second_moment(snapshot: Snapshot, groups: Sequence[Mapping[str, Any]], rank: int) -> None:
+    """Where only first moments are known: for noise, ``E[g**2] = E[m**2] * (1 + b1) / (1 - b1)``.
+
+    Without it the first step would divide a moment of many gradients by the root of a single one.
+    """
+    state = snapshot.state
+    assert state.second_moment is not None
+    step = int(state.step)
+    state.second_moment_since = max(0, step - _GUESS_COUNTS)
+    for piece in snapshot.layout.shard_pieces(rank):
+        entries = piece.of_blocks(snapshot.layout.block_size)
+        beta1, beta2 = (float(beta) for beta in groups[piece.segment.group]["betas"])
+        weight = 1 - beta2 ** (step - state.second_moment_since)
+        noise = state.momentum.view(-1)[entries].square() * (weight * (1 + beta1) / (1 - beta1))
+        state.second_moment.view(-1)[entries] = noise
 
 
 def _load_history(snapshot: Snapshot, whole: Mapping[str, Any]) -> None:
@@ -412,7 +433,9 @@ def _tell_differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> None
         )
 
 
-def _load_foreign(snapshot: Snapshot, saved: Mapping[int, Mapping[str, Any]], rank: int) -> None:
+def _load_foreign(
+    snapshot: Snapshot, saved: Mapping[int, Mapping[str, Any]], rank: int, groups: Sequence[Mapping[str, Any]]
+) -> None:
     """Takes the moments and steps of an AdamW, Adam or AdamS."""
     state, parameters = snapshot.state, snapshot.parameters
     steps = {index: int(saved[index].get("step", 0)) if index in saved else 0 for index in parameters.indices}
@@ -439,7 +462,7 @@ def _load_foreign(snapshot: Snapshot, saved: Mapping[int, Mapping[str, Any]], ra
             fill(state.second_moment, "exp_avg_sq")
             carried = "first and second moments"
         else:
-            state.second_moment_since = step
+            _guess_second_moment(snapshot, groups, rank)
     warnings.warn(
         f"The checkpoint was not written by SCAPE: {carried} and step ({step}) carry over"
         + (", a second moment does not" if carried == "first moments" else "")

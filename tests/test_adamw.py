@@ -1,0 +1,261 @@
+"""The update of AdamW: what a user's settings of torch.optim.AdamW mean, they mean here."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer
+from lightning_scape.checkpoint import as_adamw
+from lightning_scape.clipping import count_flags, pack_flags
+
+RunRanks = Callable[..., list[Any]]
+SIZES = ((37, 11), (5,), (1,), (300, 7), (3, 3, 3), (641,))
+MAX_NORM = 30.0
+"""About half of the norm of the averaged gradients: it clips."""
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(size, generator=generator)) for size in SIZES]
+
+
+def gradients(rank: int, step: int) -> list[Tensor]:
+    """The gradients of a rank at a step, with noise, drift and entries that are nearly zero."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    drift = torch.Generator().manual_seed(7)
+    return [
+        torch.randn(size, generator=generator) * torch.rand(size, generator=drift) ** 8
+        + 0.3 * torch.randn(size, generator=drift)
+        for size in SIZES
+    ]
+
+
+def groups_of(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [
+        {"params": params[:2], "lr": 3e-2, "weight_decay": 0.3},
+        {"params": params[2:4], "betas": (0.8, 0.99), "eps": 1e-3},
+        {"params": params[4:]},
+    ]
+
+
+def scape_of(dense: torch.optim.Optimizer, **options: Any) -> ScapeOptimizer:
+    return ScapeOptimizer.from_optimizer(dense, ScapeConfig(**options))
+
+
+# -------------------------------------------------------------------------------------- density 1 is torch's AdamW
+
+
+def train_beside_adamw(rank: int, world_size: int, betas: tuple[float, float], clip: bool) -> float:
+    params, reference = parameters(), parameters()
+    mine = torch.optim.AdamW(groups_of(params), lr=1e-2, betas=betas)
+    dense = torch.optim.AdamW(groups_of(reference), lr=1e-2, betas=betas)
+    # The ranks' own norms are exact; what the sketch costs has a test of its own.
+    scape = scape_of(mine, sparsity=0.0, wire_dtype="fp32", clip_norm="local")
+    worst = 0.0
+    for step in range(25):
+        everyone = [gradients(other, step) for other in range(world_size)]
+        for parameter, grad in zip(params, everyone[rank], strict=True):
+            parameter.grad = grad
+        means = [torch.stack(grads).mean(0) for grads in zip(*everyone, strict=True)]
+        scale = 1.0
+        if clip:
+            norms = [torch.stack([grad.norm() for grad in grads]).norm() for grads in everyone]
+            norm = torch.stack(norms).square().mean().sqrt()
+            scale = float((MAX_NORM / (norm + 1e-6)).clamp(max=1.0))
+            scape.clip_grad_norm(MAX_NORM)
+        for twin, mean in zip(reference, means, strict=True):
+            twin.grad = mean * scale
+        scape.step()
+        dense.step()
+        for parameter, twin in zip(params, reference, strict=True):
+            worst = max(worst, float((parameter - twin).detach().norm() / twin.detach().norm().clamp(min=1.0)))
+    return worst
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_full_density_equals_torchs_adamw(
+    run_ranks: RunRanks, world_size: int, betas: tuple[float, float], clip: bool
+) -> None:
+    assert max(run_ranks(train_beside_adamw, world_size, betas, clip)) <= 1e-6
+
+
+def test_the_update_fits_the_optimizer_given_unless_it_is_named() -> None:
+    weight = [nn.Parameter(torch.ones(10))]
+
+    def update_of(dense: torch.optim.Optimizer, **options: Any) -> str | None:
+        return ScapeOptimizer.from_optimizer(dense, ScapeConfig(**options)).config.update
+
+    assert update_of(torch.optim.AdamW(weight)) == "adamw"
+    assert update_of(torch.optim.Adam(weight)) == "adamw"
+    assert update_of(AdamS(weight)) == "adams"
+    assert update_of(torch.optim.AdamW(weight), update="adams") == "adams"
+    assert update_of(AdamS(weight), update="adamw") == "adamw"
+    assert ScapeOptimizer(weight, config=ScapeConfig()).config.update == "adams"
+
+
+def test_a_second_moment_from_the_buffer_alone_is_refused_with_adamw() -> None:
+    with pytest.raises(ValueError, match="must be 'measured' with the update of AdamW"):
+        scape_of(torch.optim.AdamW([nn.Parameter(torch.ones(10))]), second_moment="reconstructed")
+
+
+# ---------------------------------------------------------------------------- parameters without a gradient
+
+
+def train_with_gaps(rank: int, world_size: int, sparsity: float) -> Any:
+    """Parameter 0 never has a gradient, 1 on rank 0 only, 3 from step 6 on, 5 at every third step."""
+    params, reference = parameters(), parameters()
+    scape = scape_of(
+        torch.optim.AdamW(groups_of(params), lr=1e-2),
+        sparsity=sparsity,
+        wire_dtype="fp32",
+        sparsity_warmup_steps=0,
+    )
+    dense = torch.optim.AdamW(groups_of(reference), lr=1e-2)
+
+    def has(place: int, rank: int, step: int) -> bool:
+        return {0: False, 1: rank == 0, 3: step >= 6, 5: step % 3 == 0}.get(place, True)
+
+    still = 0
+    for step in range(12):
+        everyone = [gradients(other, step) for other in range(world_size)]
+        before = [parameter.detach().clone() for parameter in params]
+        for place, parameter in enumerate(params):
+            parameter.grad = everyone[rank][place] if has(place, rank, step) else None
+            grads = [everyone[other][place] for other in range(world_size) if has(place, other, step)]
+            reference[place].grad = torch.stack(grads).sum(0) / world_size if grads else None
+            still += not grads
+        scape.step()
+        dense.step()
+        for place, (parameter, old) in enumerate(zip(params, before, strict=True)):
+            if not any(has(place, other, step) for other in range(world_size)):
+                assert torch.equal(parameter, old), f"parameter {place} moved in step {step}"
+    assert still == 12 + 6 + 8
+    scape.consolidate_state_dict()
+    steps = [entry["step"] for entry in scape.state_dict()["state"].values()] if rank == 0 else []
+    gap = max(float((a - b).detach().norm() / b.detach().norm()) for a, b in zip(params, reference, strict=True))
+    return steps, gap, [p.detach().clone() for p in params]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("sparsity", [0.0, 0.9])
+def test_a_parameter_without_a_gradient_on_every_rank_is_left_alone(
+    run_ranks: RunRanks, world_size: int, sparsity: float
+) -> None:
+    results = run_ranks(train_with_gaps, world_size, sparsity)
+    assert results[0][0] == [0, 12, 12, 6, 12, 4]  # as torch counts
+    for _, gap, params in results:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(params, results[0][2], strict=True))
+        if not sparsity:
+            assert gap <= 1e-6
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 100, 4096])
+def test_flags_of_all_ranks_are_counted_from_one_sum(ranks: int) -> None:
+    generator = torch.Generator().manual_seed(ranks)
+    flags = torch.rand(min(ranks, 50), 37, generator=generator) < 0.5
+    flags[:, 0], flags[:, 1] = True, False
+    sums = torch.stack([pack_flags(own.tolist(), ranks) for own in flags]).sum(0)
+    assert torch.equal(count_flags(sums, 37, ranks), flags.sum(0))
+    assert torch.equal(pack_flags([True, False, True], 2), torch.tensor([10.0]))
+    assert count_flags(torch.tensor([13.0]), 3, 2).tolist() == [1, 1, 1]
+
+
+# ------------------------------------------------------------------------------------------------- checkpoints
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: range) -> None:
+    for step in steps:
+        for parameter, grad in zip(params, gradients(0, step), strict=True):
+            parameter.grad = grad
+        optimizer.step()
+
+
+def test_a_checkpoint_of_adamw_goes_on_with_both_moments_and_back() -> None:
+    params, reference = parameters(), parameters()
+    dense = torch.optim.AdamW(groups_of(reference), lr=1e-2)
+    train(dense, reference, range(10))
+    saved = dense.state_dict()
+
+    scape = scape_of(torch.optim.AdamW(groups_of(params), lr=1e-2), sparsity=0.0, wire_dtype="fp32")
+    with torch.no_grad():
+        for mine, theirs in zip(params, reference, strict=True):
+            mine.copy_(theirs)
+    with pytest.warns(UserWarning, match="first and second moments and step"):
+        scape.load_state_dict(saved)
+    train(scape, params, range(10, 20))
+    train(dense, reference, range(10, 20))
+    for mine, theirs in zip(params, reference, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+    again = torch.optim.AdamW(groups_of(params), lr=1e-2)
+    with pytest.warns(UserWarning, match="both moments and step carry over"):
+        again.load_state_dict(as_adamw(scape.state_dict()))
+    train(again, params, range(20, 30))
+    train(dense, reference, range(20, 30))
+    for mine, theirs in zip(params, reference, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.9])
+def test_a_checkpoint_of_adams_update_goes_on_with_adamws_and_says_so(sparsity: float) -> None:
+    params = parameters()
+    before = scape_of(AdamS(params, lr=1e-2), sparsity=sparsity, sparsity_warmup_steps=0)
+    train(before, params, range(12))
+    saved = before.state_dict()
+    del saved["scape"]["config"]["update"]  # as it was written before there was a choice
+    after = scape_of(torch.optim.AdamW(params, lr=1e-2), sparsity=sparsity)
+    with pytest.warns(UserWarning, match="update='adams' \\(now 'adamw'\\)"):
+        after.load_state_dict(saved)
+    assert after.schedule.warmup_steps == 0  # the run goes on as it was
+    old = [parameter.detach().clone() for parameter in params]
+    train(after, params, range(12, 14))
+    for parameter, was in zip(params, old, strict=True):
+        assert (parameter - was).detach().abs().max() < 20 * 1e-2
+
+
+def test_a_checkpoint_written_before_there_was_a_choice_goes_on_with_adams_without_a_word() -> None:
+    params = parameters()
+    before = scape_of(AdamS(params, lr=1e-2), sparsity=0.9, sparsity_warmup_steps=0)
+    train(before, params, range(5))
+    saved = before.state_dict()
+    for name in ("warmup_steps", "second_moment_since", "missed"):
+        del saved["scape"][name]
+    del saved["scape"]["config"]["update"]
+    after = scape_of(AdamS(params, lr=1e-2), sparsity=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        after.load_state_dict(saved)
+    assert after.schedule.warmup_steps == 0
+
+
+def test_the_default_warm_up_of_a_checkpoint_holds_whatever_the_new_runs_length() -> None:
+    params = parameters()
+    before = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9), total_steps=40)
+    assert before.schedule.warmup_steps == 40
+    train(before, params, range(3))
+    after = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9), total_steps=5000)
+    assert after.schedule.warmup_steps == 1000
+    after.load_state_dict(before.state_dict())
+    assert after.schedule.warmup_steps == 40
+    set_by_hand = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=7))
+    with pytest.warns(UserWarning, match="sparsity_warmup_steps=None \\(now 7\\)"):
+        set_by_hand.load_state_dict(before.state_dict())
+    assert set_by_hand.schedule.warmup_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "warmup"), [(None, 1000), (float("inf"), 1000), (300, 300), (50_000, 1000), (0, 0)]
+)
+def test_the_default_warm_up_lasts_1000_steps_or_the_run(total_steps: float | None, warmup: int) -> None:
+    weight = [nn.Parameter(torch.ones(10))]
+    assert ScapeOptimizer(weight, config=ScapeConfig(), total_steps=total_steps).schedule.warmup_steps == warmup
+    dense = ScapeOptimizer(weight, config=ScapeConfig(sparsity=0.0), total_steps=total_steps)
+    assert dense.schedule.warmup_steps == 0
