@@ -790,6 +790,7 @@ def _update_kernel(
     ADAMW: tl.constexpr,
     MEASURED: tl.constexpr,
     IMPLICIT: tl.constexpr,
+    LONGEST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * CHUNK
@@ -831,6 +832,8 @@ def _update_kernel(
             divisor = tl.load(correction + row * correction_stride, mask=inside, other=1)
             m, moved, common = _divide(m, divisor), _divide(moved, divisor), _divide(new, divisor)
         if ADAMW:
+            bounded = moved * (1 / LONGEST)
+            common = tl.maximum(common * common, bounded * bounded)
             divisor2 = tl.load(correction2 + row * correction_stride, mask=inside, other=1)
             v2 = tl.load(of_second, mask=inside, other=0)
             if MASKED:
@@ -841,7 +844,7 @@ def _update_kernel(
                 common = tl.where(tau == 1, 0, common)
             v2 = tl.minimum(v2, tl.load(limit))
             tl.store(of_second, v2, mask=inside)
-            v = tl.maximum(_divide(v2, divisor2), common * common)
+            v = tl.maximum(_divide(v2, divisor2), common)
         else:
             v = b2 * (m * m)
             v += _divide(one_minus_b2 * (a * a), steps)
@@ -983,6 +986,7 @@ def _update(
         MASKED=mask is not None,
         BY_GROUP=group is not None,
         MEASURED=second is not None,
+        LONGEST=reference.LONGEST_MOVE,
         CHUNK=_PICK_CHUNK,
         num_warps=4,
         **rule,

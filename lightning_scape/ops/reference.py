@@ -32,6 +32,10 @@ _MAGNITUDE_BITS = 0x7FFFFFFF
 """All bits of an fp32 but its sign; as an integer, these order finite magnitudes (and rank inf, NaN above them)."""
 
 
+LONGEST_MOVE = 25.0
+"""Learning rates that one visit moves an entry by, at most, with the update of AdamW."""
+
+
 class Hyper(NamedTuple):
     """Hyperparameters of parameter groups: 0-dim for one, else ``[G]``, or ``[R, 1]`` by row; in the state's dtype.
 
@@ -626,16 +630,17 @@ def adamw_step(
     it. It has v, to which its own gradient was added in every step (:func:`accumulate_second_moment`), and A::
 
         v = v + (1-b2) * max(0, A**2 - N * tau**2 * v/c2)     # what the owner cannot have seen
-        u = max(v/c2, (m'/c1)**2)                             # what the ranks have in common
+        u = max(v/c2, (m'/c1)**2, (S/c1 / L)**2)              # what the ranks have in common; L is LONGEST_MOVE
 
     Where gradients are noise, ``v/c2`` is right: an N-th of the owner's own mean square. Where they agree from step to
     step and from rank to rank, ``(m'/c1)**2`` is. The first line is for an entry that has a gradient on other ranks
     only: a mean over tau steps cannot exceed the owner's root mean square unless others saw what the owner did not. It
-    is then taken for the gradient of one step, and remembered as AdamW remembers one.
+    is then taken for the gradient of one step, and remembered as AdamW remembers one. The last term of u holds a visit
+    to a move of L learning rates: AdamW moves an entry by about one in a step, and old gradients are not worth more.
 
     With ``whole``, everything is sent, so A is the averaged gradient itself, and v is AdamW's own::
 
-        v = b2*v + (1-b2) * A**2/tau ;  u = v/c2              # the maximum above only for tau > 1
+        v = b2*v + (1-b2) * A**2/tau ;  u = v/c2              # the other two terms only for tau > 1
 
     All tensors have one shape and float dtype; pure.
 
@@ -656,16 +661,17 @@ def adamw_step(
     later = 1 - first
     new_exp_avg, moved = _first_moments(exp_avg, tau, total, h, first, later, implicit)
     squared, largest = total.square(), torch.finfo(total.dtype).max
+    moved.div_(c1)
+    common = torch.maximum((new_exp_avg / c1).square_(), (moved * (1 / LONGEST_MOVE)).square_())
     if whole:
         new_exp_avg_sq = (exp_avg_sq * h.beta2).add_(squared.div_(tau).mul_(h.one_minus_beta2))
-        common = (new_exp_avg / c1).square_().mul_(later)
+        common.mul_(later)
     else:
         unseen = squared.sub_((exp_avg_sq / c2).mul_(ranks).mul_(tau).mul_(tau)).clamp_(min=0)
         new_exp_avg_sq = unseen.mul_(h.one_minus_beta2).add_(exp_avg_sq)
-        common = (new_exp_avg / c1).square_()
     new_exp_avg_sq.clamp_(max=largest)
     u = torch.maximum(new_exp_avg_sq / c2, common, out=common)
-    change = moved.div_(c1).mul_(h.lr).div_(u.sqrt_().add_(h.eps))
+    change = moved.mul_(h.lr).div_(u.sqrt_().add_(h.eps))
     return AdamWStep(_decay(tau, h, first, later).mul_(theta).sub_(change), new_exp_avg, new_exp_avg_sq)
 
 
