@@ -14,10 +14,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import multiprocessing
 import os
 import platform
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 from quality_report import report
-from quality_runs import SHORT, SUITES, Run, run_of
+from quality_runs import SHORT, SUITES, Run
 from quality_tasks import task_of
 from simulated_ranks import DenseRanks, SimulatedRanks
 from torch import Tensor, nn
@@ -102,7 +101,8 @@ class Training:
                     }
                 )
                 left = self.seconds / self.step * (run.steps - self.step)
-                print(f"{run.name} {self.step}/{run.steps} loss {self.history[-1]['loss']:.4f}, {left:.0f} s left")
+                loss = self.history[-1]["loss"]
+                print(f"{run.name} {self.step}/{run.steps} loss {loss:.4f}, {left:.0f} s left", flush=True)
             if time.perf_counter() - saved > seconds_between and self.step < run.steps:
                 self.save(snapshot)
                 saved = time.perf_counter()
@@ -269,26 +269,28 @@ def execute(run: Run, out: Path) -> None:
 
 
 def execute_all(runs: list[Run], out: Path, jobs: int) -> None:
-    """In processes of their own, ``jobs`` at a time, in order."""
+    """In processes of their own, ``jobs`` at a time, in order; 0 jobs: all in this one.
+
+    They are forked: each starts with everything imported, and all run the code of the moment when the first began.
+    """
     runs = [run for run in runs if not (out / "runs" / f"{run.name}.json").exists()]
     if not jobs:
         for run in runs:
             execute(run, out)
         return
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     waiting, running = list(runs), {}
     while waiting or running:
         while waiting and len(running) < jobs:
             run = waiting.pop(0)
-            plain = json.dumps(dataclasses.asdict(run))
-            command = [sys.executable, __file__, "--run", plain, "--out", str(out)]
-            running[subprocess.Popen(command, env=environment)] = run
+            process = multiprocessing.get_context("fork").Process(target=execute, args=(run, out), daemon=True)
+            process.start()
+            running[process] = run
             print(f"started {run.name}; {len(waiting)} of {len(runs)} to go", flush=True)
         time.sleep(0.1)
-        for process in [process for process in running if process.poll() is not None]:
+        for process in [process for process in running if not process.is_alive()]:
             run = running.pop(process)
-            if process.returncode:
-                raise SystemExit(f"error: {run.name} ended with code {process.returncode}.")
+            if process.exitcode:
+                raise SystemExit(f"error: {run.name} ended with code {process.exitcode}.")
 
 
 def main() -> None:
@@ -301,12 +303,8 @@ def main() -> None:
     )
     parser.add_argument("--list", action="store_true", help="only name the runs")
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder for results (default: {OUT.name})")
-    parser.add_argument("--run", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.run is not None:
-        execute(run_of({"run": args.run}), args.out)
-        return
     suites = {"short": SHORT} if args.short else {name: SUITES[name] for name in args.suite or SUITES}
     runs = list(dict.fromkeys(run for suite in suites.values() for run in suite))
     if args.list:
