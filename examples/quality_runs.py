@@ -208,13 +208,10 @@ def in_turns(*lists: list[Run]) -> list[Run]:
 BOTH_BETAS = [BETAS, TORCH_BETAS]
 DIGITS: dict[str, Any] = {"steps": 1500, "betas": TORCH_BETAS}
 DROP_IN: dict[str, list[Run]] = {
-    "drop_in_short": [
-        *in_turns(
-            *(drop_in(8e-3, [4e-3, 16e-3], (0, 1, 2), size="0.03M", steps=1000, betas=betas) for betas in BOTH_BETAS)
-        ),
-        # On seed 0 16e-3 was the better rate with these betas.
-        *drop_in(16e-3, [32e-3], (0, 1, 2), size="0.03M", steps=1000),
-    ],
+    "drop_in_short": in_turns(
+        drop_in(16e-3, [8e-3, 32e-3], (0, 1, 2), size="0.03M", steps=1000),
+        drop_in(8e-3, [4e-3, 16e-3], (0, 1, 2), size="0.03M", steps=1000, betas=TORCH_BETAS),
+    ),
     "drop_in_digits": in_turns(
         drop_in(16e-3, [8e-3, 32e-3], range(5), task="digits-conv", **DIGITS),
         drop_in(16e-3, [8e-3, 32e-3], range(5), task="digits-gru", **DIGITS),
