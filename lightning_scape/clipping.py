@@ -1,4 +1,4 @@
-"""The step's scale: one clipping factor for all ranks, and 0 for a step whose gradient is not finite (DESIGN 3.2)."""
+"""The step's scale: one clipping factor for all ranks; 0 if a gradient is not finite (docs/design.md, 3.2)."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ class ScapeConfig:
 
     @property
     def quota(self) -> Quota:
-        """Block length and entries sent per block, once all warm-up is over (DESIGN 3.1)."""
+        """Block length and entries sent per block, once all warm-up is over (docs/design.md, 3.1)."""
         return quota_for(self.sparsity, self.block_size)
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Which entries are sent: how many at which step, and the delay of one step between making a mask and using it.
 
-Two of SCAPE's five points live here (DESIGN 1): *partitioned mask generation*, each rank makes the mask of its own
-shard; and the *delayed mask*, made in step t-1 from what that step left in the residual, exchanged during forward and
-backward of step t, used at the end of step t.
+Two of SCAPE's five points live here (docs/design.md, 1). *Partitioned mask generation*: each rank makes the mask of its
+own shard. *Delayed mask*: it is made in step t-1 from what that step left in the residual, exchanged during forward and
+backward of step t, and used at the end of step t.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def squared_norm(grads: Sequence[Tensor]) -> Tensor:
 
 
 def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int]) -> Tensor:
-    """Signed bucket sums of a gradient, linear in it (AMS sketch: Alon, Matias, Szegedy 1996; DESIGN 3.2).
+    """Signed bucket sums of a gradient, linear in it (AMS sketch: Alon, Matias, Szegedy 1996; docs/design.md, 3.2).
 
     Entry ``i`` of a chunk goes to bucket ``(i mod w + r) mod W`` with sign ``s * signs[i + o]``; ``w`` (one of
     ``widths``, of which W is the largest), ``r``, ``o`` and ``s`` change pseudo-randomly from chunk to chunk. Widths
@@ -286,7 +286,7 @@ def position_dtype(block_size: int) -> torch.dtype:
 
 
 def select(statistic: Tensor, sent: int) -> Tensor:
-    """Positions of the ``sent`` largest magnitudes of each block, largest first (DESIGN 3.1).
+    """Positions of the ``sent`` largest magnitudes of each block, largest first (docs/design.md, 3.1).
 
     Magnitude and position make one integer key: the bits of ``|x|``, whose lowest bits (as many as a position needs)
     give way to the position. So magnitudes that agree in all but those bits count as equal (for B = 200: to one part
@@ -345,7 +345,7 @@ def _largest(bits: Tensor, sent: int, keys: Tensor) -> Tensor:
 
 
 def vote(residual: Tensor, votes: int) -> Tensor:
-    """A rank's ballot: the ``votes`` largest magnitudes of each block, as one row of bytes (DESIGN 6, votes).
+    """A rank's ballot: the ``votes`` largest magnitudes of each block, as one row of bytes (docs/design.md, 3).
 
     A row holds the positions (:func:`position_dtype`), then the values as int8 in units of ``s / 127``, then the byte
     ``log2(s) + 127``; ``s`` is the smallest power of two above the row's largest magnitude.
@@ -519,7 +519,7 @@ def tau_step(
     floor: float = 1.0,
     implicit: bool = False,
 ) -> TauStep:
-    """``tau`` steps of AdamS at once, from the sum of their gradients (DESIGN 3, step 4; AdamS: arXiv 2505.16363).
+    """``tau`` steps of AdamS at once, from the sum of their gradients (docs/design.md, 4; AdamS: arXiv 2505.16363).
 
     With ``g = A / tau``, the mean gradient since the last visit::
 
@@ -529,7 +529,7 @@ def tau_step(
         v     = b2*m**2 + (1-b2)*A**2/tau             A**2/tau estimates E[g**2] per step
         theta = (1 - lr*wd)**tau * theta - lr*S/(sqrt(v)+eps)
 
-    ``implicit`` (not in DESIGN) makes the first moment's tau steps one step of backward Euler::
+    ``implicit`` makes the first moment's tau steps one step of backward Euler::
 
         bt    = b1/(b1 + (1-b1)*tau)
         m'    = bt*m + (1-bt)*g
