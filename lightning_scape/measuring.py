@@ -68,7 +68,7 @@ def measure_machine(parameters: Sequence[Tensor], sparsities: Sequence[float], r
     measure = _scape_as_a_whole if device.type == "cuda" else _scape_by_phase
     found: dict[float, tuple[float, float]] = {}
     for sparsity in sparsities:
-        config = ScapeConfig(sparsity=sparsity)
+        config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0, update="adamw")
         optimizer = ScapeOptimizer(parameters, lr=1e-6, config=config, communicator=Communicator.alone())
         whole, shard = measure(optimizer, repeats)
         optimizer.drain()

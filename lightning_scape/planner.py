@@ -340,7 +340,7 @@ def fsdp(job: Job, link: Link, machine: Machine, *, reduce_passes: int = 1) -> P
 
 
 def scape(job: Job, link: Link, machine: Machine, config: ScapeConfig) -> Prediction:
-    """SCAPE with ``config``; at sparsity 0 it is dense AdamS, sharded.
+    """SCAPE with ``config``, once its warm-up is over; at sparsity 0 it is dense training, sharded.
 
     What a step does while its own messages travel (folding, compacting and applying its shard, ranking the next mask)
     is counted beside them: on slow links up to that much too long.
@@ -357,7 +357,8 @@ def scape(job: Job, link: Link, machine: Machine, config: ScapeConfig) -> Predic
     mask = _message(link, beside, job.ranks - 1, adding=False) if beside else 0.0
     compute = max(job.step_compute + beside * link.copy_seconds, mask)
     own = machine.scape_seconds(config.quota.density, job.parameters, job.ranks)
-    state = 4 + (8 + 4 * (job.parameter_bytes < 4) + 4 * config.measures_noise) / job.ranks
+    mean_square = config.update != "adams" or config.measures_noise  # AdamW's second moment, or AdamS's floor
+    state = 4 + (8 + 4 * (job.parameter_bytes < 4) + 4 * mean_square) / job.ranks
     return Prediction(
         method=f"SCAPE {config.sparsity:g}",
         seconds=compute + exposed + own,
@@ -587,17 +588,17 @@ def dense_would_be_faster(stats: Sequence[Any]) -> str | None:
     if not stats or any(s.skipped or not s.bytes_total or s.message_seconds <= 0 for s in stats):
         return None
     messages = median(s.message_seconds for s in stats)
-    fold = median(s.seconds.get("fold", 0.0) for s in stats)
-    # Clipping is left out on both sides, for its dense form is as dear.
-    own = median(sum(s.seconds.values()) - s.seconds.get("norm", 0.0) for s in stats)
+    fold, clipping = (median(s.seconds.get(phase, 0.0) for s in stats) for phase in ("fold", "norm"))
+    # A comparison of replicas sends its messages outside of the phases.
+    own = median(max(sum(s.seconds.values()), s.message_seconds) for s in stats)
     waited = median(s.bytes_values + s.bytes_parameters + s.bytes_norm for s in stats)
     bandwidth = waited / messages
-    dense = median(s.bytes_dense for s in stats) / bandwidth + 28 / 12 * fold
+    dense = median(s.bytes_dense for s in stats) / bandwidth + 28 / 12 * fold + clipping  # which is as dear there
     if dense >= WARN_BELOW * own:
         return None
     return (
         f"Dense training would be faster here: SCAPE's part of a step takes {show_seconds(own)}, of which"
-        f" {show_seconds(messages)} in messages; at the {bandwidth * 8e-9:.3g} Gbit/s that they reached, a dense"
+        f" {show_seconds(messages)} for messages; at the {bandwidth * 8e-9:.3g} Gbit/s that these reached, a dense"
         f" all-reduce and AdamW would take about {show_seconds(dense)}."
     )
 
