@@ -12,7 +12,7 @@ import math
 import os
 import socket
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import wraps
@@ -29,7 +29,7 @@ from lightning_scape.collectives import ProcessGroup, is_distributed, new_mask_g
 from lightning_scape.config import ScapeConfig
 from lightning_scape.mask import SparsitySchedule
 from lightning_scape.optimizer import ScapeOptimizer
-from lightning_scape.planner import dense_would_be_faster
+from lightning_scape.planner import dense_would_be_faster, show_bytes
 from lightning_scape.stats import StepStats
 
 CONFIG_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(ScapeConfig)}
@@ -39,32 +39,31 @@ CONFIG_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields
 class PayoffCheck:
     """Looks at a few early steps of a run and says once if, by their own figures, dense training would be faster.
 
-    On the CPU only: elsewhere the host's seconds are those of queueing the work. Steps that send everything are not
-    judged, nor those of the warm-up, nor the first sparse ones, for buffers and caches are new to them. With several
-    optimizers, the one that steps first is judged.
+    On the CPU only: elsewhere the host's seconds are those of queueing the work. Steps that send more than the options
+    say (dense ones, the warm-up) are not judged, nor are the first ones after them, for buffers and caches are new to
+    them. With several optimizers, the one that steps first is judged.
 
     Args:
-        first: sparse steps before the first that counts.
+        first: steps at the final density before the first that counts.
         steps: how many count.
     """
 
     def __init__(self, first: int = 10, steps: int = 5) -> None:
         self.first, self.steps = first, steps
-        self._calls = 0
+        self._sparse_steps = 0
         self._seen: list[StepStats] = []
         self._judged: weakref.ref[ScapeOptimizer] | None = None
 
     def look(self, optimizer: ScapeOptimizer, device: torch.device) -> str | None:
         """Call after each step of an optimizer; returns a sentence with the figures, at most once."""
-        config = optimizer.config
-        if config.dense or device.type != "cpu" or len(self._seen) == self.steps:
+        if optimizer.config.dense or device.type != "cpu" or len(self._seen) == self.steps:
             return None
         if self._judged is None:
             self._judged = weakref.ref(optimizer)
-        if self._judged() is not optimizer:
+        if self._judged() is not optimizer or _still_dense(optimizer):
             return None
-        self._calls += 1
-        after = self._calls - config.dense_steps - config.sparsity_warmup_steps - self.first
+        self._sparse_steps += 1
+        after = self._sparse_steps - self.first
         if after > 0 and (stats := optimizer.stats) is not None:
             self._seen.append(stats)
         judged = len(self._seen) == self.steps
@@ -79,18 +78,126 @@ SHORTEST_RUN = 100
 """Steps: a shorter one tries out whether things work."""
 
 
-def too_short(config: ScapeConfig, steps: float) -> str | None:
-    """What to tell who trains for ``steps`` steps in which entries are updated too rarely to learn; None otherwise."""
-    updates = SparsitySchedule.of(config).updates(int(steps)) if SHORTEST_RUN <= steps < math.inf else math.inf
+def too_short(optimizer: ScapeOptimizer, steps: float | None) -> str | None:
+    """What to tell who trains for ``steps`` steps in which entries are updated too rarely to learn; None otherwise.
+
+    Args:
+        optimizer: its schedule is that of this run.
+        steps: of the whole run; None is not known.
+    """
+    if steps is None or not SHORTEST_RUN <= steps < math.inf:
+        return None
+    config, updates = optimizer.config, optimizer.schedule.updates(int(steps))
     if updates >= FEW_UPDATES:
         return None
-    warmup = min(1000, int(steps) // 2)
+    ways = ["train longer", f"lower `sparsity` (now {config.sparsity:g})"]
+    by_default = SparsitySchedule.of(replace(config, sparsity_warmup_steps=None), steps)
+    if by_default.updates(int(steps)) > updates:
+        given, longer = optimizer.schedule.warmup_steps, by_default.warmup_steps
+        ways.insert(0, f"leave `sparsity_warmup_steps` at its default (here {longer:,} instead of {given:,})")
+    advice = ", ".join([*ways[:-1], f"or {ways[-1]}"])
     return (
-        f"Entries should be updated at least {FEW_UPDATES} times for SCAPE to train as well as dense AdamS, got about"
-        f" {updates:.0f} times in the {steps:,.0f} steps of this run. Measured: validation loss 21% higher after 10"
-        f" updates, 4 to 7% after 30, 1 to 2% after 100. Set `sparsity_warmup_steps={warmup}`, train longer, or lower"
-        f" `sparsity` (now {config.sparsity:g})."
+        f"Entries should be updated at least {FEW_UPDATES} times for SCAPE to train as well as dense training, got"
+        f" about {updates:.0f} times in the {steps:,.0f} steps of this run. Measured without a warm-up: validation loss"
+        f" 21% higher after 10 updates, 4 to 7% after 30, 1 to 2% after 100. {advice[0].upper()}{advice[1:]}."
     )
+
+
+def expect_steps(optimizers: Iterable[object], steps: float | None) -> None:
+    """Fits each optimizer's warm-up into a run of ``steps`` steps, where the options leave its length open.
+
+    For hosts that learn this after they have built the optimizers. Call it before the first step. An optimizer that
+    goes on from a checkpoint keeps the warm-up that it began with.
+
+    Args:
+        optimizers: those of the host.
+        steps: of the whole run; None is not known.
+    """
+    for optimizer in scape_optimizers(optimizers):
+        if not _steps_taken(optimizer):
+            optimizer._masks.schedule = SparsitySchedule.of(optimizer.config, steps)
+
+
+def densities(optimizers: Iterable[object]) -> dict[str, float]:
+    """Share of the entries that the last step sent, of each optimizer whose warm-up lasts: for a progress bar.
+
+    The host knows it: nothing waits for a device. Named as :class:`~lightning_scape.ScapeMonitor` names it.
+    """
+    ours = scape_optimizers(optimizers)
+    return {
+        f"{metric_prefix(index, len(ours))}/density": optimizer.schedule.sent(_steps_taken(optimizer) - 1)
+        / optimizer.schedule.quota.block_size
+        for index, optimizer in enumerate(ours)
+        if _steps_taken(optimizer) and _still_dense(optimizer)
+    }
+
+
+def metric_prefix(index: int, optimizers: int) -> str:
+    """Of the metrics of one of so many optimizers: ``scape``, or ``scape-0``, ``scape-1``, ..."""
+    return "scape" if optimizers == 1 else f"scape-{index}"
+
+
+def _still_dense(optimizer: ScapeOptimizer) -> bool:
+    """Whether the last step was one of the dense steps or of the warm-up."""
+    schedule = optimizer.schedule
+    return not optimizer.config.dense and _steps_taken(optimizer) <= schedule.dense_steps + schedule.warmup_steps
+
+
+def _steps_taken(optimizer: ScapeOptimizer) -> int:
+    """Steps so far, restored ones included; the host counts them."""
+    state = optimizer._run.state
+    return 0 if state is None else state.calls
+
+
+Spelling = Callable[[Mapping[str, str]], str]
+"""Writes options down as a user of the host would: those of a call, or flags."""
+
+
+def as_call(name: str) -> Spelling:
+    """``ScapeStrategy(sparsity=...)``."""
+    return lambda options: f"{name}({', '.join(f'{option}={value}' for option, value in options.items())})"
+
+
+def what_holds(optimizers: Sequence[ScapeOptimizer], steps: float | None, spell: Spelling) -> str:
+    """One line for the start of a run: how much is sent, after which warm-up, by which update, and how to change it.
+
+    Args:
+        optimizers: those of the run, built from the same options.
+        steps: of the whole run; None is not known.
+        spell: how the user writes options.
+    """
+    config, schedule = optimizers[0].config, optimizers[0].schedule
+    size = sum(optimizer.bytes_per_step() for optimizer in optimizers)
+    sent = f"{show_bytes(size)} per rank and step" if size else "0 bytes with one rank"
+    updates = sorted({str(optimizer.config.update) for optimizer in optimizers}, reverse=True)
+    change = {
+        "sparsity": "...",
+        "sparsity_warmup_steps": "0" if schedule.warmup_steps else "1000",
+        "update": '"adams"' if updates == ["adamw"] else '"adamw"',
+    }
+    if config.dense:
+        change.pop("sparsity_warmup_steps")
+        how_much = f"every entry at every step (sparsity=0), {sent}"
+    else:
+        share = f"{100 * (1 - config.sparsity):.3g}% of the entries per step (sparsity={config.sparsity:g})"
+        how_much = f"{share}, {sent}, {_beginning(schedule, steps)}"
+    update = "; ".join(_UPDATES[name] for name in updates)
+    return f"SCAPE: sends {how_much}. Update: {update}. To change: {spell(change)}."
+
+
+_UPDATES = {
+    "adamw": "AdamW's, your lr, betas and eps hold",
+    "adams": "AdamS's, as in SCAPE's paper",
+}
+
+
+def _beginning(schedule: SparsitySchedule, steps: float | None) -> str:
+    parts = [f"{schedule.dense_steps:,} dense steps"] if schedule.dense_steps else []
+    parts += [f"a warm-up of {schedule.warmup_steps:,} steps"] if schedule.warmup_steps else []
+    if not parts:
+        return "from the first step on"
+    whole = steps is not None and schedule.dense_steps + schedule.warmup_steps >= steps
+    return f"after {' and '.join(parts)}{' (the whole run)' if whole else ''}"
 
 
 class MaskGroup:
@@ -206,6 +313,7 @@ def swap_optimizers(
     named_parameters: Iterable[tuple[str, Tensor]] = (),
     process_group: ProcessGroup | None = None,
     mask_group: ProcessGroup | None = None,
+    total_steps: float | None = None,
 ) -> list[ScapeOptimizer]:
     """A :class:`ScapeOptimizer` in place of each dense optimizer, with the schedulers pointed at it.
 
@@ -218,12 +326,16 @@ def swap_optimizers(
         named_parameters: the module's, for error messages and checkpoints.
         process_group: the ranks that share the gradients; None is all of them.
         mask_group: a second group over the same ranks, for the mask exchange alone.
+        total_steps: of the whole run, by which the warm-up goes; None is not known (see :func:`expect_steps`).
 
     Raises:
         TypeError, ValueError: an optimizer that SCAPE cannot stand in for (see :meth:`ScapeOptimizer.from_optimizer`).
     """
     swaps = [
-        (dense, ScapeOptimizer.from_optimizer(dense, config, process_group, mask_group=mask_group))
+        (
+            dense,
+            ScapeOptimizer.from_optimizer(dense, config, process_group, mask_group=mask_group, total_steps=total_steps),
+        )
         for dense in optimizers
     ]
     named_parameters = list(named_parameters)

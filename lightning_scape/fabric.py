@@ -18,7 +18,8 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
-from lightning.fabric.utilities.types import _PATH, _Stateful
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.types import _PATH, Optimizable, _Stateful
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -27,7 +28,7 @@ from typing_extensions import override
 from lightning_scape import core
 from lightning_scape.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.collectives import Communicator, broadcast_tensors, is_distributed
-from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, WireDtype
+from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
 from lightning_scape.optimizer import ScapeOptimizer
 from lightning_scape.rng import rng_state, set_rng_state
 from lightning_scape.saving import RNG, Content, SavedContent, Saver, replicated
@@ -42,10 +43,13 @@ class FabricScapeStrategy(DDPStrategy):
     (which returns the norm of the averaged gradient), ``save`` and ``load`` work as with DDP.
 
     Args:
-        sparsity: share of the entries that is not sent in a step, in [0, 1). 0 is dense AdamS, sharded.
+        sparsity: share of the entries that is not sent in a step, in [0, 1). 0 is dense training, sharded.
         config: all options at once, instead of one by one; an option given both ways must be the same.
-        dense_steps: see :class:`~lightning_scape.ScapeConfig`, as for all options down to ``block_size``.
-        sparsity_warmup_steps: steps over which the density falls from 1 to ``1 - sparsity``.
+        update: ``"adamw"`` or ``"adams"``; None fits the optimizer given. See :class:`~lightning_scape.ScapeConfig`, as
+            for all options down to ``block_size``.
+        dense_steps: so many first steps send everything.
+        sparsity_warmup_steps: steps over which the density falls from 1 to ``1 - sparsity``; None is 1,000, or
+            ``total_steps`` where that is less.
         mask_interval: steps for which one mask is used.
         mask_statistic: what ranks the entries.
         mask_votes: entries per block that every rank proposes; None chooses.
@@ -60,6 +64,7 @@ class FabricScapeStrategy(DDPStrategy):
         max_skipped: so many skipped steps in a row, for a gradient that is not finite, are an error.
         check_replicas_every: compare all ranks' parameters every so many steps.
         block_size: block length, None for the best.
+        total_steps: of the whole run, where you know them: the default warm-up is no longer than that.
         accelerator: as in DDPStrategy, as for all that follow.
         parallel_devices: this node's devices.
         cluster_environment: how ranks find each other.
@@ -82,8 +87,9 @@ class FabricScapeStrategy(DDPStrategy):
         sparsity: float = 0.99,
         *,
         config: ScapeConfig | None = None,
+        update: Update | None = None,
         dense_steps: int = 0,
-        sparsity_warmup_steps: int = 0,
+        sparsity_warmup_steps: int | None = None,
         mask_interval: int = 1,
         mask_statistic: MaskStatistic = "residual",
         mask_votes: int | None = None,
@@ -98,6 +104,7 @@ class FabricScapeStrategy(DDPStrategy):
         max_skipped: int = 10,
         check_replicas_every: int = 0,
         block_size: int | None = None,
+        total_steps: int | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -110,6 +117,11 @@ class FabricScapeStrategy(DDPStrategy):
         async_save: bool = False,
     ) -> None:
         given = locals()
+        if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
+            raise ValueError(
+                f"`total_steps` must be None or a whole number >= 1, got {total_steps!r}. Leave it out where you do not"
+                " know it."
+            )
         core.check_saving(state_dict_type, async_save, checkpoint_io)
         self.config = core.resolve_config(config, {name: given[name] for name in core.CONFIG_DEFAULTS})
         super().__init__(
@@ -124,6 +136,7 @@ class FabricScapeStrategy(DDPStrategy):
         )
         # The model is not wrapped and sends nothing in backward: there is nothing to hold back.
         self._backward_sync_control = _NothingToBlock()
+        self.total_steps = total_steps
         self._mask_group = core.MaskGroup()
         self._state_dict_type = state_dict_type
         self._saver = Saver(async_save)
@@ -133,11 +146,13 @@ class FabricScapeStrategy(DDPStrategy):
     def _forget(self) -> None:
         # Weak: a model that the user drops must not be kept alive by the strategy.
         self._scape_optimizers: weakref.WeakSet[ScapeOptimizer] = weakref.WeakSet()
+        self._told: weakref.WeakSet[ScapeOptimizer] = weakref.WeakSet()
         self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
         """For launchers that pickle the strategy (spawn, forkserver), before anything is set up."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_scape_optimizers", "_modules")}
+        left_out = ("_scape_optimizers", "_told", "_modules")
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -171,10 +186,27 @@ class FabricScapeStrategy(DDPStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         named = [pair for module in self._modules for pair in module.named_parameters()]
         (scape,) = core.swap_optimizers(
-            [optimizer], [], self.config, named_parameters=named, mask_group=self._mask_group.get(self._timeout)
+            [optimizer],
+            [],
+            self.config,
+            named_parameters=named,
+            mask_group=self._mask_group.get(self._timeout),
+            total_steps=self.total_steps,
         )
         self._scape_optimizers.add(scape)
         return scape
+
+    @override
+    def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
+        # Not before the first step: a checkpoint that is loaded brings its own warm-up along.
+        if untold := self._scape_optimizers - self._told:
+            self._told |= untold
+            rank_zero_info(core.what_holds(list(untold), self.total_steps, self._spelling()))
+        return super().optimizer_step(optimizer, **kwargs)
+
+    def _spelling(self) -> core.Spelling:
+        """How the user writes the options."""
+        return core.as_call(type(self).__name__)
 
     @override
     def clip_gradients_norm(

@@ -21,8 +21,9 @@ class ScapeMonitor(Callback):
 
     All of them go to every logger of the Trainer under ``scape/...`` (``scape-0/...``, ``scape-1/...`` with several
     optimizers); the compression ratio and the gradient norm also go to the progress bar, and so to
-    ``trainer.callback_metrics``. Other steps cost nothing. The loggers' numbers are rank 0's; their step axis is that
-    of the metrics which the module logs.
+    ``trainer.callback_metrics``. The progress bar shows the density of the moment, too, as long as the warm-up lasts:
+    the strategy sees to that, with or without this callback. Other steps cost nothing. The loggers' numbers are rank
+    0's; their step axis is that of the metrics which the module logs.
 
     Args:
         every_n_steps: optimizer steps from one report to the next, >= 1.
@@ -76,5 +77,5 @@ def collect_metrics(optimizers: Iterable[object]) -> dict[str, float]:
     for index, optimizer in enumerate(ours):
         stats = optimizer.stats
         if stats is not None:
-            metrics |= stats.as_dict("scape" if len(ours) == 1 else f"scape-{index}")
+            metrics |= stats.as_dict(core.metric_prefix(index, len(ours)))
     return metrics

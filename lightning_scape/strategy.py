@@ -8,6 +8,7 @@ gradient is reduced in the backward pass), and each optimizer is swapped for a :
 from __future__ import annotations
 
 import atexit
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
@@ -23,11 +24,12 @@ from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -36,7 +38,7 @@ from typing_extensions import override
 from lightning_scape import core
 from lightning_scape.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.collectives import Communicator, broadcast_tensors, is_distributed
-from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, WireDtype
+from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
 from lightning_scape.optimizer import ScapeOptimizer
 from lightning_scape.rng import rng_state, set_rng_state
 from lightning_scape.saving import RNG, SavedContent, Saver, host_checkpoint, host_content
@@ -56,10 +58,13 @@ class ScapeStrategy(DDPStrategy):
     others are waited for until ``timeout``.
 
     Args:
-        sparsity: share of the entries that is not sent in a step, in [0, 1). 0 is dense AdamS, sharded.
+        sparsity: share of the entries that is not sent in a step, in [0, 1). 0 is dense training, sharded.
         config: all options at once, instead of one by one; an option given both ways must be the same.
-        dense_steps: see :class:`~lightning_scape.ScapeConfig`, as for all options down to ``block_size``.
-        sparsity_warmup_steps: steps over which the density falls from 1 to ``1 - sparsity``.
+        update: ``"adamw"`` or ``"adams"``; None fits the optimizer given. See :class:`~lightning_scape.ScapeConfig`, as
+            for all options down to ``block_size``.
+        dense_steps: so many first steps send everything.
+        sparsity_warmup_steps: steps over which the density falls from 1 to ``1 - sparsity``; None is 1,000, or all
+            steps of a shorter run. With manual optimization only ``max_steps`` tells how long the run is.
         mask_interval: steps for which one mask is used.
         mask_statistic: what ranks the entries.
         mask_votes: entries per block that every rank proposes; None chooses.
@@ -95,8 +100,9 @@ class ScapeStrategy(DDPStrategy):
         sparsity: float = 0.99,
         *,
         config: ScapeConfig | None = None,
+        update: Update | None = None,
         dense_steps: int = 0,
-        sparsity_warmup_steps: int = 0,
+        sparsity_warmup_steps: int | None = None,
         mask_interval: int = 1,
         mask_statistic: MaskStatistic = "residual",
         mask_votes: int | None = None,
@@ -138,6 +144,7 @@ class ScapeStrategy(DDPStrategy):
         self._mask_group = core.MaskGroup()
         self._interrupted = False
         self._payoff = core.PayoffCheck()
+        self._progress_bar: ProgressBar | None = None
         self._state_dict_type = state_dict_type
         self._saver = Saver(async_save)
         self._checkpoint_group = core.MaskGroup("gloo")  # background writes must not meet the step's messages
@@ -209,9 +216,29 @@ class ScapeStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
-        steps = self.lightning_module.trainer.estimated_stepping_batches  # their data are loaded by now
-        if core.scape_optimizers(self.optimizers) and (advice := core.too_short(self.config, steps)):
+        trainer = self.lightning_module.trainer
+        optimizers = core.scape_optimizers(self.optimizers)
+        if not optimizers:
+            return
+        # Not in `setup_optimizers`: to know the steps there, Lightning would load the data too early. Their random
+        # numbers would be others, and a checkpoint in the middle of an epoch could not set them back.
+        steps = steps_of_run(trainer)
+        core.expect_steps(optimizers, steps)
+        rank_zero_info(core.what_holds(optimizers, steps, core.as_call(type(self).__name__)))
+        if advice := core.too_short(optimizers[0], steps):
             rank_zero_warn(advice)
+        if trainer.progress_bar_callback is not None:
+            self._show_density(trainer.progress_bar_callback)
+
+    def _show_density(self, bar: ProgressBar) -> None:
+        """Adds the density to what the progress bar shows, as long as the warm-up lasts."""
+        own_metrics, self._progress_bar = bar.get_metrics, bar
+
+        def get_metrics(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            return {**own_metrics(*args, **kwargs), **core.densities(self.optimizers)}
+
+        # Logged with `prog_bar=True` it would be a tensor on the device, for which the bar waits.
+        bar.get_metrics = get_metrics  # type: ignore[method-assign]
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -335,4 +362,18 @@ class ScapeStrategy(DDPStrategy):
             core.drain(self.optimizers)
         self._saver.finish(raising=not self._interrupted)
         vars(self.precision_plugin).pop("clip_gradients", None)
+        if self._progress_bar is not None:
+            vars(self._progress_bar).pop("get_metrics", None)
+            self._progress_bar = None
         super().teardown()
+
+
+def steps_of_run(trainer: Trainer) -> float | None:
+    """Steps that an optimizer takes in the whole run, at most; None where nobody knows. Its data must be loaded.
+
+    With manual optimization the module steps its optimizers when it likes; only ``max_steps`` bounds them then, which
+    counts the steps of all.
+    """
+    manual = not trainer.lightning_module.automatic_optimization
+    steps = trainer.max_steps if manual else trainer.estimated_stepping_batches
+    return steps if 0 <= steps < math.inf else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from lightning_scape.collectives import Communicator
 
 RunRanks = Callable[..., list[Any]]
 WIDTH = 9
-CONFIG = ScapeConfig(sparsity=0.9, block_size=10)
+CONFIG = ScapeConfig(sparsity=0.9, block_size=10, sparsity_warmup_steps=0)
 
 
 def build_model(seed: int = 3) -> nn.Module:
@@ -313,6 +314,87 @@ def step_scheduler(rank: int, world_size: int) -> list[float]:
 
 def test_a_scheduler_built_on_the_returned_optimizer_steers_it(run_ranks: RunRanks) -> None:
     assert run_ranks(step_scheduler, 2)[0] == [1.0, 1.0, 0.5, 0.5, 0.25]
+
+
+# ------------------------------------------------------------------------------------------ the warm-up, the first line
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [({}, 1000), ({"total_steps": 7}, 7), ({"total_steps": 5000}, 1000), ({"sparsity_warmup_steps": 0}, 0)],
+)
+def test_the_warm_up_is_1000_steps_unless_the_run_is_known_to_be_shorter(options: dict[str, int], steps: int) -> None:
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy=FabricScapeStrategy(**options))
+    fabric.launch()
+    model = build_model()
+    _, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    assert optimizer.schedule.warmup_steps == steps
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5])
+def test_steps_that_are_none_are_an_error(steps: Any) -> None:
+    with pytest.raises(ValueError, match=f"`total_steps` must be None or a whole number >= 1, got {steps}"):
+        FabricScapeStrategy(total_steps=steps)
+
+
+FIRST_LINE = """
+import os, sys, torch, lightning as L
+from lightning_scape import AdamS, FabricScapeStrategy
+fabric = L.Fabric(accelerator="cpu", devices=2, strategy=FabricScapeStrategy(total_steps=600))
+fabric.launch()
+
+def train():
+    model = torch.nn.Linear(30, 30)
+    optimizers = torch.optim.AdamW([model.weight]), AdamS([model.bias])
+    model, *optimizers = fabric.setup(model, *optimizers)
+    fabric.print("set up", file=sys.stderr, flush=True)
+    for _ in range(3):
+        fabric.backward(model(torch.randn(4, 30)).sum())
+        for optimizer in optimizers:
+            optimizer.step()
+    fabric.save(sys.argv[1], {"model": model, "optimizers": optimizers[0]})
+
+train()
+"""
+
+
+def test_one_line_of_rank_0_says_at_the_first_step_what_holds_for_all_optimizers(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    (tmp_path / "script.py").write_text(FIRST_LINE)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "checkpoint")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=True)
+    said = [line for line in done.stderr.splitlines() if line == "set up" or "SCAPE: " in line]
+    assert len(said) == 2, done.stderr
+    assert re.fullmatch(
+        r"SCAPE: sends 1% of the entries per step \(sparsity=0.99\), [0-9]+ B per rank and step, after a warm-up of 600"
+        r" steps \(the whole run\). Update: AdamW's, your lr, betas and eps hold; AdamS's, as in SCAPE's paper."
+        r' To change: FabricScapeStrategy\(sparsity=..., sparsity_warmup_steps=0, update="adamw"\).',
+        said[1],
+    )
+
+
+def continue_for_longer(rank: int, world_size: int, folder: str) -> list[int]:
+    warmups = []
+    for steps in (20, 50):
+        strategy = FabricScapeStrategy(sparsity=0.9, total_steps=steps)
+        fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+        fabric.launch()
+        model = build_model()
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        if warmups:
+            fabric.load(f"{folder}/checkpoint", {"model": model, "optimizer": optimizer})
+        fabric.backward(loss_of(model, batch_of(rank, 0)))
+        optimizer.step()
+        fabric.save(f"{folder}/checkpoint", {"model": model, "optimizer": optimizer})
+        warmups.append(optimizer.schedule.warmup_steps)
+    return warmups
+
+
+def test_a_run_that_goes_on_for_longer_keeps_the_warm_up_that_it_began_with(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    assert run_ranks(continue_for_longer, 2, str(tmp_path)) == [[20, 20]] * 2
 
 
 # ------------------------------------------------------------------------------------------- launching, scaling, ending
