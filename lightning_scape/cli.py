@@ -27,8 +27,10 @@ from typing import Any, NamedTuple, NoReturn
 import yaml
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from typing_extensions import override
 
 from lightning_scape.config import ScapeConfig
+from lightning_scape.core import Spelling
 from lightning_scape.fabric import FabricScapeStrategy
 
 COMMANDS = ("pretrain", "finetune_full")
@@ -52,10 +54,10 @@ def main() -> None:
             return
         _check_environment()
         in_files, rest = take_sections(rest)
-        config = _resolve(rest, given, in_files)
+        config, total_steps = _resolve(rest, given, in_files)
     except ValueError as error:
         _fail(str(error))
-    with scape_strategy(config):
+    with scape_strategy(config, total_steps):
         _run_litgpt(rest, help_too=True)
 
 
@@ -194,37 +196,77 @@ class Recorded(NamedTuple):
     """Its ``scape:`` section; empty where there is none."""
 
 
-def _resolve(rest: Sequence[str], given: Mapping[str, Any], in_files: Mapping[str, Any]) -> ScapeConfig:
+def _resolve(
+    rest: Sequence[str], given: Mapping[str, Any], in_files: Mapping[str, Any]
+) -> tuple[ScapeConfig, int | None]:
+    """The options, and the steps of the run, if it knows them."""
     sender, _, passed_on = os.environ.get(OPTIONS_VARIABLE, "").partition(" ")
     if sender == str(os.getppid()):  # the process that started this one has resolved them
-        return ScapeConfig(**json.loads(passed_on))
-    recorded = find_recorded(rest)
+        received = json.loads(passed_on)
+        return ScapeConfig(**received["options"]), received["total_steps"]
+    parsed = _parse(rest)
+    recorded, total_steps = (None, None) if parsed is None else (find_recorded(parsed), steps_of_run(rest[0], parsed))
     if recorded is None:
         config = ScapeConfig(**{**in_files, **given})
         if not _asks_for_help(rest):
             _tell_fresh(config)
-        return config
+        return config, total_steps
     config = ScapeConfig(**{**in_files, **recorded.options, **given})
     _tell_resumed(recorded, given, in_files)
-    return config
+    return config, total_steps
 
 
-def find_recorded(arguments: Sequence[str]) -> Recorded | None:
-    """The options of the checkpoint that LitGPT will resume from, if any.
-
-    Args:
-        arguments: LitGPT's own, the command first.
-    """
+def _parse(arguments: Sequence[str]) -> Any | None:
+    """What LitGPT's parser makes of its own arguments, the command first; None where it runs no training with them."""
     if _asks_for_help(arguments):
         return None
     from jsonargparse import capture_parser
     from litgpt.__main__ import PARSER_DATA
-    from litgpt.utils import CLI, find_resume_path, init_out_dir
+    from litgpt.utils import CLI
 
     parser = capture_parser(lambda: CLI(PARSER_DATA[arguments[0]]))
     parser.exit_on_error = False
     try:
-        parsed = parser.parse_args(list(arguments[1:]))
+        return parser.parse_args(list(arguments[1:]))
+    except Exception:  # of any kind: LitGPT meets it next and reports it as it always does
+        return None
+
+
+def steps_of_run(command: str, parsed: Any) -> int | None:
+    """Optimizer steps of the whole run, as far as LitGPT's arguments tell; None where they do not.
+
+    ``pretrain`` counts tokens (``max_tokens``) and heeds no ``max_steps``. Finetuning ends after ``max_steps``, or
+    after ``epochs`` of data that nobody has read yet.
+
+    Args:
+        command: ``pretrain`` or ``finetune_full``.
+        parsed: LitGPT's arguments, as its parser returns them.
+    """
+    from litgpt import Config
+    from litgpt.args import TrainArgs
+    from litgpt.utils import parse_devices
+
+    if command != "pretrain":
+        return parsed.train.max_steps or None
+    try:
+        train = TrainArgs(**parsed.train.as_dict())
+        block_size = (parsed.model_config or Config.from_name(parsed.model_name)).block_size
+        ranks = parse_devices(parsed.devices) * parsed.num_nodes
+        batches = train.max_tokens // ranks // (train.micro_batch_size * (train.max_seq_length or block_size))
+        return batches // train.gradient_accumulation_iters(ranks) or None
+    except Exception:  # of any kind: LitGPT meets it next and reports it as it always does
+        return None
+
+
+def find_recorded(parsed: Any) -> Recorded | None:
+    """The options of the checkpoint that LitGPT will resume from, if any.
+
+    Args:
+        parsed: LitGPT's arguments, as its parser returns them.
+    """
+    from litgpt.utils import find_resume_path, init_out_dir
+
+    try:
         checkpoint = find_resume_path(parsed.resume, init_out_dir(parsed.out_dir))
     except Exception:  # of any kind: LitGPT meets it next and reports it as it always does
         return None
@@ -241,8 +283,11 @@ def _asks_for_help(arguments: Sequence[str]) -> bool:
 
 @rank_zero_only
 def _tell_fresh(config: ScapeConfig) -> None:
+    """Says which options were chosen, beside those of which the strategy's own first line speaks."""
     defaults = ScapeConfig().as_dict()
     chosen = {name: value for name, value in config.as_dict().items() if value != defaults[name]}
+    if chosen.keys() <= {"sparsity", "sparsity_warmup_steps", "dense_steps", "update"}:
+        return
     options = ", ".join(f"{name}={value!r}" for name, value in {"sparsity": config.sparsity, **chosen}.items())
     print(f"SCAPE: {options}; all other options are the defaults.", file=sys.stderr)
 
@@ -271,12 +316,26 @@ def _tell_resumed(recorded: Recorded, given: Mapping[str, Any], in_files: Mappin
 # --------------------------------------------------------------------------------------------------- handing over
 
 
+class LitGPTScapeStrategy(FabricScapeStrategy):
+    """The same, whose first line writes options as the command line takes them."""
+
+    @override
+    def _spelling(self) -> Spelling:
+        return lambda options: " ".join(f"{_PREFIX}.{name} {value}".replace('"', "") for name, value in options.items())
+
+
 @contextmanager
-def scape_strategy(config: ScapeConfig) -> Iterator[None]:
-    """Inside, whatever Fabric a script builds trains with SCAPE, and LitGPT's saved configurations say so."""
+def scape_strategy(config: ScapeConfig, total_steps: int | None = None) -> Iterator[None]:
+    """Inside, whatever Fabric a script builds trains with SCAPE, and LitGPT's saved configurations say so.
+
+    Args:
+        config: the options of SCAPE.
+        total_steps: optimizer steps of the whole run, by which the default warm-up goes; None is not known.
+    """
     before = {name: os.environ.get(name) for name in ("LT_STRATEGY", OPTIONS_VARIABLE)}
-    os.environ.update({"LT_STRATEGY": "scape", OPTIONS_VARIABLE: f"{os.getpid()} {json.dumps(config.as_dict())}"})
-    STRATEGY_REGISTRY.register("scape", FabricScapeStrategy, override=True, config=config)
+    passed_on = json.dumps({"options": config.as_dict(), "total_steps": total_steps})
+    os.environ.update({"LT_STRATEGY": "scape", OPTIONS_VARIABLE: f"{os.getpid()} {passed_on}"})
+    STRATEGY_REGISTRY.register("scape", LitGPTScapeStrategy, override=True, config=config, total_steps=total_steps)
     _record_in_saved_configurations(config.as_dict())
     try:
         yield

@@ -92,6 +92,14 @@ def test_the_tiny_configuration_trains_on_two_processes_and_the_loss_falls(strai
     assert losses[-1] < losses[0] - 0.3
 
 
+def test_the_run_says_once_what_holds_and_by_which_flags_to_change_it(straight: tuple[Path, str]) -> None:
+    """LitGPT takes as many steps as the line says: the fixture's losses are eight."""
+    (said,) = [line for line in straight[1].splitlines() if line.startswith("SCAPE: ")]
+    assert "sends 20% of the entries per step (sparsity=0.8), " in said
+    assert "after a warm-up of 8 steps (the whole run). Update: AdamW's, your lr, betas and eps hold." in said
+    assert said.endswith("--scape.sparsity ... --scape.sparsity_warmup_steps 0 --scape.update adams.")
+
+
 def test_a_checkpoint_is_scapes_and_holds_the_loaders_position(straight: tuple[Path, str]) -> None:
     state = load(straight[0] / "step-00000004")
     scape = state["optimizer"]["scape"]
@@ -199,7 +207,7 @@ def test_every_option_of_the_config_can_be_given() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ("pretrain --scape.sparcity 0.9", "must be one of sparsity, dense_steps, .*; got '--scape.sparcity'"),
+        ("pretrain --scape.sparcity 0.9", "must be one of sparsity, update, .*; got '--scape.sparcity'"),
         ("pretrain --scape {}", "must be one of sparsity, .*; got '--scape'"),
         ("pretrain --scape.sparsity", "--scape.sparsity must be followed by a value, got none"),
         ("pretrain --scape.sparsity --seed 1", "--scape.sparsity must be followed by a value, got none"),
@@ -276,7 +284,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
 
     def meet() -> None:
-        calls.append((STRATEGY_REGISTRY.get("scape").config, list(sys.argv), dict(os.environ)))
+        strategy = STRATEGY_REGISTRY.get("scape")
+        calls.append((strategy.config, list(sys.argv), dict(os.environ), strategy.total_steps))
 
     monkeypatch.setattr(importlib.import_module("litgpt.__main__"), "main", meet)
     return calls
@@ -334,16 +343,41 @@ def test_started_processes_find_the_options_in_the_environment(
     monkeypatch: pytest.MonkeyPatch, seen: list[Any]
 ) -> None:
     config = ScapeConfig(sparsity=0.8, residual_dtype="float64")
-    monkeypatch.setenv(cli.OPTIONS_VARIABLE, f"{os.getppid()} {json.dumps(config.as_dict())}")
+    passed_on = json.dumps({"options": config.as_dict(), "total_steps": 600})
+    monkeypatch.setenv(cli.OPTIONS_VARIABLE, f"{os.getppid()} {passed_on}")
     start(monkeypatch, "pretrain", "pythia-14m")
-    assert seen[-1][0] == config
+    assert (seen[-1][0], seen[-1][3]) == (config, 600)
 
 
-def test_a_fresh_run_says_which_options_hold(
+def test_a_fresh_run_says_which_options_hold_of_which_its_first_line_does_not_speak(
     monkeypatch: pytest.MonkeyPatch, seen: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start(monkeypatch, "pretrain", "pythia-14m", "--scape.dense_steps=3")
-    assert "SCAPE: sparsity=0.99, dense_steps=3; all other options are the defaults." in capsys.readouterr().err
+    start(monkeypatch, "pretrain", "pythia-14m", "--scape.max_skipped=3")
+    assert "SCAPE: sparsity=0.99, max_skipped=3; all other options are the defaults." in capsys.readouterr().err
+    start(monkeypatch, "pretrain", "pythia-14m", "--scape.sparsity=0.9", "--scape.update=adams")
+    assert "SCAPE" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [
+        (f"pretrain --config={TINY}", 1000),
+        (f"pretrain --config={TINY} --train.max_tokens={7 * STEP + STEP - 1}", 7),
+        (f"pretrain --config={TINY} --train.max_seq_length=64", 2000),
+        (f"pretrain --config={TINY} --devices=1 --num_nodes=2 --train.global_batch_size=64", 250),
+        (f"pretrain --config={TINY} --train.max_steps=3", 1000),  # LitGPT's pretrain warns of it, and goes on
+        (f"pretrain --config={TINY} --train.max_tokens=5", None),
+        ("pretrain pythia-14m --devices=4 --train.max_tokens=1000000", 3),
+        ("finetune_full checkpoint --train.max_steps=40", 40),
+        ("finetune_full checkpoint", None),  # epochs of data that nobody has read yet
+        ("pretrain no-such-model", None),
+    ],
+)
+def test_the_strategy_is_told_the_steps_that_litgpt_will_take(
+    monkeypatch: pytest.MonkeyPatch, seen: list[Any], arguments: str, steps: int | None
+) -> None:
+    start(monkeypatch, *arguments.split())
+    assert seen[-1][3] == steps
 
 
 @pytest.mark.parametrize("left_over", ['1 {"sparsity": 0.5}', '{"sparsity": 0.5}', "garbage", ""])
@@ -358,7 +392,7 @@ def test_options_of_another_run_in_the_environment_do_not_hold(
 def test_the_process_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:
     before = dict(os.environ)
     start(monkeypatch, "pretrain", "pythia-14m", "--scape.sparsity=0.9")
-    _, arguments, environ = seen[-1]
+    _, arguments, environ, _ = seen[-1]
     assert arguments == ["litgpt-scape", "pretrain", "pythia-14m"]
     assert environ["LT_STRATEGY"] == "scape"
     assert dict(os.environ) == before
@@ -369,7 +403,7 @@ def test_the_process_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch, seen: li
 
 def test_other_commands_are_litgpts_own(monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:
     start(monkeypatch, "generate", "checkpoint", "--config", "x.yaml")
-    _, arguments, environ = seen[-1]
+    _, arguments, environ, _ = seen[-1]
     assert arguments == ["litgpt-scape", "generate", "checkpoint", "--config", "x.yaml"]
     assert "LT_STRATEGY" not in environ
 

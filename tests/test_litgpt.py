@@ -88,7 +88,7 @@ def family_model(name: str) -> GPT:
 
 def train_families(rank: int, world_size: int) -> dict[str, tuple[list[float], int]]:
     """Losses by family, and how many of its parameters had a gradient of zeros or none on this rank at first."""
-    fabric = make_fabric(world_size, ScapeConfig(sparsity=0.9))
+    fabric = make_fabric(world_size, ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
     results = {}
     for name in FAMILIES:
         model = family_model(name)
@@ -143,7 +143,7 @@ TINY = Config(
     mlp_class_name="LLaMAMLP",
     intermediate_size=32,
 )
-SCAPE = ScapeConfig(sparsity=0.9)
+SCAPE = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
 LR, STEPS, MICRO, ACCUMULATE = 1e-2, 4, 2, 2
 DATA = {"seed": 3, "max_bytes": 200_000}
 
