@@ -89,7 +89,8 @@ def short_training(args: argparse.Namespace, choice: str, ranks: int = 1) -> dic
     torch.manual_seed(0)
     shapes = [(1500,), (30, 41)] if args.tiny else [(2_000_003,), (1024, 2048), (7,)]
     parameters = [torch.nn.Parameter(torch.randn(s, generator=generator).to(args.device)) for s in shapes]
-    optimizer = scape(parameters, ranks) if ranks > 1 else ScapeOptimizer(parameters, config=ScapeConfig())
+    alone = ScapeConfig(sparsity_warmup_steps=0)
+    optimizer = scape(parameters, ranks) if ranks > 1 else ScapeOptimizer(parameters, config=alone)
     with ops.using(choice):
         for _ in range(5):
             for parameter in parameters:
@@ -193,7 +194,7 @@ class Alone(Communicator):
 
 def scape(parameters: list[torch.nn.Parameter], ranks: int, **options: Any) -> ScapeOptimizer:
     with patch("lightning_scape.optimizer.Communicator", lambda *_: Alone(ranks)):
-        optimizer = ScapeOptimizer(parameters, config=ScapeConfig(**options))
+        optimizer = ScapeOptimizer(parameters, config=ScapeConfig(**{"sparsity_warmup_steps": 0, **options}))
     assert isinstance(optimizer._communicator, Alone)
     optimizer._communicator.others = some_mask(optimizer._layout, optimizer.config.quota, parameters[0].device)
     return optimizer

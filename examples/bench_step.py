@@ -86,7 +86,7 @@ def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, st
         dist.init_process_group("gloo", rank=rank, world_size=args.ranks, store=dist.FileStore(store, args.ranks))
     module, parameters = build(args.model, dtype, rank)
     size = sum(p.numel() for p in parameters)
-    config = ScapeConfig(sparsity=sparsity)
+    config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0)
 
     def two_steps() -> None:
         optimizer = ScapeOptimizer(parameters, config=config)

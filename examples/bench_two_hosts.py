@@ -246,7 +246,7 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
         # One bucket: with several, gloo calls the hook's callbacks in another order on each rank, and aborts.
         "powersgd": lambda: Hooked(bucket_cap_mb=4096),
         "fsdp": lambda: ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1),
-    }.get(method, lambda: ScapeStrategy(sparsity=float(method.removeprefix("scape-"))))()
+    }.get(method, lambda: ScapeStrategy(sparsity=float(method.removeprefix("scape-")), sparsity_warmup_steps=0))()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
