@@ -806,6 +806,7 @@ def _update_kernel(
         now = tl.load(step + row * step_stride, mask=inside, other=1)
         tau = now - tl.load(of_clock, mask=inside, other=0)
         tl.atomic_add(again, tl.sum((inside & (tau == 1)).to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
+        tau = tl.maximum(tau, 1)  # clocks of pads are loaded as if no parameter had missed a step
         m = tl.load(of_momentum, mask=inside, other=0)
         a = tl.load(total + entry, mask=inside, other=0)
         old = tl.load(theta + entry, mask=inside, other=0)
@@ -837,7 +838,7 @@ def _update_kernel(
             divisor2 = tl.load(correction2 + row * correction_stride, mask=inside, other=1)
             v2 = tl.load(of_second, mask=inside, other=0)
             if MASKED:
-                seen = _divide(v2, divisor2) * ranks * steps * steps
+                seen = tl.minimum(_divide(v2, divisor2) * ranks * steps * steps, tl.load(limit))
                 v2 += one_minus_b2 * tl.maximum(a * a - seen, 0)
             else:
                 v2 = b2 * v2 + one_minus_b2 * _divide(a * a, steps)

@@ -662,15 +662,16 @@ def adamw_step(
     new_exp_avg, moved = _first_moments(exp_avg, tau, total, h, first, later, implicit)
     squared, largest = total.square(), torch.finfo(total.dtype).max
     moved.div_(c1)
-    common = torch.maximum((new_exp_avg / c1).square_(), (moved * (1 / LONGEST_MOVE)).square_())
+    common = torch.maximum((new_exp_avg / c1).abs_(), (moved * (1 / LONGEST_MOVE)).abs_())
+    # A square may be infinite where nothing else is: never times zero, nor less another.
     if whole:
         new_exp_avg_sq = (exp_avg_sq * h.beta2).add_(squared.div_(tau).mul_(h.one_minus_beta2))
         common.mul_(later)
     else:
-        unseen = squared.sub_((exp_avg_sq / c2).mul_(ranks).mul_(tau).mul_(tau)).clamp_(min=0)
-        new_exp_avg_sq = unseen.mul_(h.one_minus_beta2).add_(exp_avg_sq)
+        seen = (exp_avg_sq / c2).mul_(ranks).mul_(tau).mul_(tau).clamp_(max=largest)
+        new_exp_avg_sq = squared.sub_(seen).clamp_(min=0).mul_(h.one_minus_beta2).add_(exp_avg_sq)
     new_exp_avg_sq.clamp_(max=largest)
-    u = torch.maximum(new_exp_avg_sq / c2, common, out=common)
+    u = torch.maximum(new_exp_avg_sq / c2, common.square_(), out=common)
     change = moved.mul_(h.lr).div_(u.sqrt_().add_(h.eps))
     return AdamWStep(_decay(tau, h, first, later).mul_(theta).sub_(change), new_exp_avg, new_exp_avg_sq)
 
