@@ -99,6 +99,10 @@ def record() -> dict[str, Launch]:
             )
             steps(dtypes, plain, groups=1)
             steps(dtypes, ScapeConfig(dense_steps=1, sparsity_warmup_steps=0), groups=1)
+        for dtype in (torch.float32, torch.float64):
+            steps([dtype], ScapeConfig(dense_steps=1, sparsity_warmup_steps=0, update="adamw"))
+        summed = ScapeConfig(catch_up="summed", sparsity_warmup_steps=0, update="adamw")
+        steps([torch.float32], summed, groups=1, gap=True)
         for dtype in (torch.float32, torch.float64):  # as it is with several ranks
             pieces = list(Layout([300], [0], 100, 1).pieces())
             for mask in (None, torch.zeros(3, 1, dtype=torch.uint8)):
@@ -108,6 +112,7 @@ def record() -> dict[str, Launch]:
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             ops.sketch([torch.zeros(100_000, dtype=dtype)], signs, SKETCH_WIDTHS)
             ops.fold([torch.zeros(9)], [torch.zeros(9, dtype=dtype)], torch.ones(()), 1.0)
+            ops.accumulate_second_moment([torch.zeros(9)], [torch.zeros(9, dtype=dtype)], [0.1], 4, torch.ones(()), 1.0)
         ops.select(torch.zeros(3, 1000), 1)
         ops.select(torch.zeros(3, 256), 32)
         for length, votes in ((200, 2), (256, 32), (1000, 1)):
@@ -117,19 +122,24 @@ def record() -> dict[str, Launch]:
     return launches
 
 
-def steps(dtypes: list[torch.dtype], config: ScapeConfig, groups: int = 2) -> None:
-    """Three steps; the numbers are whatever the memory holds, for nothing is computed."""
+def steps(dtypes: list[torch.dtype], config: ScapeConfig, groups: int = 2, gap: bool = False) -> None:
+    """Three steps; the numbers are whatever the memory holds, for nothing is computed.
+
+    With a ``gap``, the first parameter has no gradient in the last of them.
+    """
     parameters = [torch.nn.Parameter(torch.zeros(3000 + 8 * i, dtype=d)) for i, d in enumerate(dtypes * 2)]
     half = len(parameters) // groups
     parts = [{"params": part} for part in (parameters[:half], parameters[half:]) if part]
     optimizer = ScapeOptimizer(parts, config=config)
     with (
         patch.object(kernels, "select", lambda statistic, sent: _first(statistic, sent)),
-        patch.object(optimizer._clipping, "judge", lambda scale: None),
+        patch.object(optimizer._clipping, "judge", lambda scale: optimizer._clipping.forget()),
     ):
-        for _ in range(3):
+        for step in range(3):
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
+            if gap and step == 2:
+                parameters[0].grad = None
             optimizer.step()
     kernels.select(torch.zeros(40, config.quota.block_size), config.quota.sent)
 

@@ -55,7 +55,7 @@ def test_every_public_function_of_the_reference_is_dispatched_and_has_a_twin() -
     assert public < set(kernels.__all__)
 
 
-@pytest.mark.parametrize("name", ["select", "fold", "compact", "update", "gather"])
+@pytest.mark.parametrize("name", ["select", "fold", "compact", "update", "update_adamw", "gather"])
 def test_docstring_has_an_example(name: str) -> None:
     assert "Example:" in inspect.getdoc(getattr(reference, name))  # KernelChecks runs it, for both
 
@@ -101,13 +101,15 @@ def test_without_triton_the_reference_serves_and_says_so(monkeypatch: pytest.Mon
 
 
 @interpreted
-@pytest.mark.parametrize(("wire_dtype", "atol"), [("fp32", 1e-5), ("bf16", CHANGE_ROUNDING)])
+@pytest.mark.parametrize(
+    ("wire_dtype", "atol", "update"), [("fp32", 1e-5, "adamw"), ("bf16", CHANGE_ROUNDING, "adams")]
+)
 def test_two_ranks_train_alike_by_kernels_and_by_reference(
-    run_ranks, monkeypatch: pytest.MonkeyPatch, wire_dtype: str, atol: float
+    run_ranks, monkeypatch: pytest.MonkeyPatch, wire_dtype: str, atol: float, update: str
 ) -> None:
-    by_reference = run_ranks(train_on, 2, "cpu", wire_dtype)
+    by_reference = run_ranks(train_on, 2, "cpu", wire_dtype, 0.9, update)
     monkeypatch.setenv(ops.VARIABLE, "kernels")
-    by_kernels = run_ranks(train_on, 2, "cpu", wire_dtype)
+    by_kernels = run_ranks(train_on, 2, "cpu", wire_dtype, 0.9, update)
     for (ours, residual), (theirs, their_residual) in zip(by_kernels, by_reference, strict=True):
         for a, b, first in zip(ours, theirs, by_kernels[0][0], strict=True):
             assert torch.equal(a, first)
@@ -151,54 +153,60 @@ class TestFarAway:
         assert chosen.tolist() == [[0], [5], [10]]
 
     def test_compact(self) -> None:
-        memory = FarAway(FAR + 4)
-        memory.at(FAR, 4)[:] = torch.tensor([1.0, 2.0, 1.00390625, 4.0])
-        mask, values = torch.tensor([[1], [2]], dtype=torch.uint8), torch.empty(2, 1, dtype=torch.bfloat16)
-        constants = {"MASKED": True, "WIRE": triton.language.bfloat16, "LIMIT": 3e38, "CHUNK": 2}
-        arguments = (memory.at(0, 4), mask, kernels._raw(values), torch.ones(()), 2, FAR, 1)
-        kernels._launch(kernels._compact_kernel, 1, *arguments, **constants)
-        assert values.tolist() == [[0.0], [1.0]]
-        assert memory.at(FAR, 4).tolist() == [1.0, 2.0, 0.00390625, 4.0]
+        residual = FarAway(FAR + 4).rows(4)
+        residual[1] = torch.tensor([1.0, 2.0, 1.00390625, 4.0])
+        mask = torch.tensor([[1], [2]], dtype=torch.uint8)
+        for scale in (torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])):
+            values = kernels.compact(residual, mask, torch.bfloat16, scale)
+            assert values.tolist() == [[0.0], [float(scale[1])]]
+        assert residual.tolist() == [[0.0] * 4, [1.0, 2.0, 0.00390625, 4.0]]
 
-    def test_update(self) -> None:
-        momenta, clocks, noises = FarAway(FAR + 4), FarAway(FAR + 4), FarAway(FAR + 4)
-        noises.at(FAR, 4)[:] = 5.0
+    @pytest.mark.parametrize("update", ["adams", "adamw"])
+    def test_update(self, update: str) -> None:
         mask, total = torch.tensor([[1], [2]], dtype=torch.uint8), torch.tensor([[3.0], [-2.0]])
-        theta, again = torch.tensor([[1.0], [3.0]]), torch.zeros((), dtype=torch.int64)
-        near = [torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.int32)]
-        step, single = torch.tensor(9, dtype=torch.int32), hyper("cpu", torch.float32)
-        constants = {"MASKED": True, "BY_GROUP": False, "CORRECTED": False, "IMPLICIT": True}
-        expected = theta.clone()
-        noise = torch.tensor([[0.0] * 4, [5.0] * 4])
-        reference.update(expected, *near, mask, total, step, single, 1.0, torch.ones(()), noise, 1.0, True)
+        theta, one = torch.tensor([[1.0], [3.0]]), torch.ones(())
+        # First and second moment (the noise, for AdamS) and clock.
+        near = [torch.zeros(2, 4), torch.tensor([[0.0] * 4, [5.0] * 4]), torch.zeros(2, 4, dtype=torch.int32)]
+        far = [FarAway(FAR + 4).rows(4, dtype) for dtype in ("float32", "float32", "int32")]
+        for matrix, values in zip(far, near, strict=True):
+            matrix.copy_(values)
+        thetas = []
+        for module, (first, second, clock) in ((reference, near), (kernels, far)):
+            thetas.append(theta.clone())
+            rest = mask, total, torch.tensor(9, dtype=torch.int32), hyper("cpu", torch.float32)
+            if update == "adams":
+                module.update(thetas[-1], first, clock, *rest, 1.0, one, second, 1.0, True)
+            else:
+                module.update_adamw(thetas[-1], first, second, clock, *rest, (one * 0.5, one * 0.3), one, 2)
+        torch.testing.assert_close(thetas[1], thetas[0])
+        assert not torch.equal(thetas[0], theta)
+        for matrix, expected in zip(far, near, strict=True):
+            torch.testing.assert_close(matrix.clone(), expected)
+
+    def test_second_moment(self) -> None:
+        moments, grads = FarAway(FAR + 64), FarAway(FAR + 64)
+        grads.at(FAR, 64)[:] = torch.arange(64.0)
+        dtype = triton.language.float32
         kernels._launch(
-            kernels._update_kernel,
+            kernels._second_moment_kernel,
             1,
-            theta,
-            momenta.at(0, 4),
-            clocks.at(0, 4, "int32"),
-            mask,
-            total,
-            step,
-            again,
-            torch.ones(()),
-            again,
-            *single,
-            torch.ones(()),
-            noises.at(0, 4),
-            torch.ones(()),
-            2,
-            FAR,
-            FAR,
-            FAR,
-            1,
-            MEASURED=True,
-            CHUNK=2,
-            **constants,
+            *(torch.tensor([memory.at(0, 1).data_ptr()]) for memory in (moments, grads)),
+            # The program that takes the last 64 entries of a gradient of 2**31 + 128.
+            numels=torch.tensor([FAR + 64]),
+            chunk_tensors=torch.tensor([0], dtype=torch.int32),
+            chunk_starts=torch.tensor([FAR]),
+            scale=torch.tensor(2.0),
+            scale_stride=0,
+            weights=torch.tensor([0.5], dtype=torch.float64),
+            ranks=4,
+            limit=torch.tensor(3e38),
+            clip_value=torch.tensor(60.0),
+            MOMENT=dtype,
+            GRAD=dtype,
+            CLIP=True,
+            CHUNK=128,
         )
-        torch.testing.assert_close(theta, expected)
-        torch.testing.assert_close(momenta.at(FAR, 4), near[0][1])
-        assert torch.equal(clocks.at(FAR, 4, "int32"), near[1][1])
+        assert torch.equal(moments.at(FAR, 64), torch.arange(64.0).clamp(max=60).square() / 2)
 
     def test_fold_and_norm(self) -> None:
         residuals, grads = FarAway(FAR + 64), FarAway(FAR + 64)
@@ -260,7 +268,8 @@ class TestFarAway:
 
 
 @interpreted
-def test_a_warm_up_of_the_sparsity_compiles_each_kernel_a_few_times() -> None:
+@pytest.mark.parametrize("update", ["adams", "adamw"])
+def test_a_warm_up_of_the_sparsity_compiles_each_kernel_a_few_times(update: str) -> None:
     variants: dict[str, set[str]] = {}
 
     def note(kernel: Any, programs: Any, *args: Any, **meta: Any) -> None:
@@ -270,15 +279,16 @@ def test_a_warm_up_of_the_sparsity_compiles_each_kernel_a_few_times() -> None:
 
     launched, quotas = kernels._launch, set()
     parameter = torch.nn.Parameter(torch.zeros(2_000))
-    config = ScapeConfig(sparsity=0.99, sparsity_warmup_steps=40)
+    config = ScapeConfig(sparsity=0.99, sparsity_warmup_steps=20, update=update)
     optimizer = ScapeOptimizer([parameter], config=config)
     with patch.object(kernels, "_launch", note), ops.using("kernels"):
-        for _ in range(44):
+        for _ in range(23):
             parameter.grad = torch.ones_like(parameter)
             optimizer.step()
             quotas.add(optimizer.stats.density)
-    assert len(quotas) > 30
-    assert {"_compact_kernel", "_update_kernel", "_exchange_kernel", "_select_kernel"} <= variants.keys()
+    assert len(quotas) > 16
+    expected = {"_compact_kernel", "_update_kernel", "_exchange_kernel", "_select_kernel"}
+    assert expected | ({"_second_moment_kernel"} if update == "adamw" else set()) <= variants.keys()
     # Numbers that are 1 or multiples of 16 are compiled apart, for each argument that may be one.
     assert all(len(found) <= 8 for found in variants.values()), {name: len(found) for name, found in variants.items()}
 
