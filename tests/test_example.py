@@ -32,12 +32,11 @@ CI_RUN = (
     f"--steps={STEPS}",
     f"--batch-size={BATCH_SIZE}",
     f"--context={CONTEXT}",
-    "--lr=1e-3",
     "--val-batches=20",
 )
 # Losses in nats per byte, seeds 0, 1, 2. A model that knows how frequent each byte is, and no more, has 3.18.
-FALL = 2.6  # SCAPE 99%, measured 3.02, 3.08, 2.94, from 5.5 at the start
-DISTANCE = 0.35  # SCAPE 99% above dense AdamS, measured 0.22, 0.15, 0.23 after 5 updates of each entry
+FALL = 3.0  # SCAPE 99%, measured 3.34, 3.35, 3.34, from 5.5 at the start
+DISTANCE = 0.15  # SCAPE 99% above dense AdamW, measured 0.009, 0.073, 0.034
 
 
 def run_example(out: Path, *options: str, timeout: float = 170) -> str:
@@ -83,10 +82,10 @@ def scape_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def dense_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of dense AdamS on the same data."""
+    """Folder of dense AdamW on the same data, at the same learning rate."""
     out = tmp_path_factory.mktemp("dense")
-    run_example(out, *CI_RUN, "--strategy=ddp", "--optimizer=adams")
-    return out / "dense-adams"
+    run_example(out, *CI_RUN, "--strategy=ddp")
+    return out / "dense-adamw"
 
 
 def test_validation_loss_falls_under_scape(scape_run: tuple[Path, str]):
@@ -97,8 +96,13 @@ def test_validation_loss_falls_under_scape(scape_run: tuple[Path, str]):
     assert history[0]["val_loss"] - history[-1]["val_loss"] > FALL
 
 
-def test_scape_ends_near_dense_adams_on_the_same_data(scape_run: tuple[Path, str], dense_run: Path):
+def test_scape_ends_near_dense_adamw_with_the_same_settings(scape_run: tuple[Path, str], dense_run: Path):
     scape, dense = read_result(scape_run[0]), read_result(dense_run)
+    own = {"strategy", "sparsity", "dense_steps", "sparsity_warmup_steps", "config"}
+    assert {name: value for name, value in scape["settings"].items() if name not in own} == {
+        name: value for name, value in dense["settings"].items() if name not in own
+    }
+    assert (scape["lr"], scape["settings"]["optimizer"]) == (2e-3, "adamw")
     assert scape["history"][0]["val_loss"] == pytest.approx(dense["history"][0]["val_loss"], rel=1e-5)
     assert scape["corpus_fingerprint"] == dense["corpus_fingerprint"]
     assert scape["val_loss"] - dense["val_loss"] < DISTANCE
@@ -111,7 +115,8 @@ def test_the_figures_are_the_parts_of_a_whole(scape_run: tuple[Path, str], dense
     kinds = ("bytes_values", "bytes_parameters", "bytes_mask", "bytes_votes", "bytes_norm")
     assert all(scape[kind] > 0 for kind in kinds)
     assert scape["bytes_total"] == sum(scape[kind] for kind in kinds)
-    assert scape["bytes_sent"] == STEPS * scape["bytes_total"]
+    # The warm-up lasts for the whole run: measured 4.3 times the bytes of its last step, a sixth of dense training's.
+    assert 3 * scape["bytes_total"] * STEPS < scape["bytes_sent"] < scape["bytes_dense"] * STEPS / 5
     assert scape["bytes_dense"] == dense["bytes_total"] == 4 * scape["model_parameters"]
     assert (scape["bytes_are"], dense["bytes_are"]) == ("counted", "computed")
     parts = ("seconds_compute", "seconds_selection", "seconds_exchange")
@@ -200,6 +205,24 @@ def test_the_learning_rate_is_defined_at_every_step(parse: Callable[..., argpars
     assert all(0 < module.learning_rate_factor(step) <= 1 for step in range(steps + 1))
 
 
+@pytest.mark.parametrize(
+    ("options", "name", "lr"),
+    [
+        ("", "SCAPE 99%", 1e-3),
+        ("--sparsity=0.9 --size=tiny", "SCAPE 90%", 2e-3),
+        ("--sparsity-warmup-steps=0", "SCAPE 99% warm-up 0", 1e-3),
+        ("--optimizer=adams", "SCAPE 99% AdamS", 2.5e-4),
+        ("--optimizer=adams --strategy=ddp", "dense AdamS", 2.5e-4),
+        ("--strategy=ddp", "dense AdamW", 1e-3),
+    ],
+)
+def test_a_run_has_its_optimizers_rate_under_both_strategies_and_a_name_of_its_own(
+    parse: Callable[..., argparse.Namespace], options: str, name: str, lr: float
+) -> None:
+    example, args = load_example(EXAMPLE.stem), parse(*options.split())
+    assert (example.run_name(args), example.learning_rate(args)) == (name, lr)
+
+
 def test_compare_starts_runs_that_the_script_takes(parse: Callable[..., argparse.Namespace]) -> None:
     example = load_example(EXAMPLE.stem)
     for choice in example.RUNS:
@@ -229,7 +252,7 @@ def test_compare_repeats_runs_of_another_configuration_or_version(
     ("name", "options", "done"),
     [
         ("dense-adamw", ("--strategy=ddp", "--optimizer=adamw"), True),
-        ("dense-adams", ("--strategy=ddp",), True),
+        ("dense-adams", ("--strategy=ddp", "--optimizer=adams"), True),
         ("scape-99", (), False),
     ],
 )
@@ -273,7 +296,7 @@ def interrupt_and_resume(rank: int, world_size: int, out: str) -> str:
     with pytest.raises(SystemExit):
         run("interrupted")
     example.Figures.on_train_batch_start = on_train_batch_start
-    with pytest.raises(ValueError, match="lr 1.0 for 0.0005") as refused:
+    with pytest.raises(ValueError, match="lr 1.0 for 0.002") as refused:
         run("interrupted", "--lr=1", "--resume")
     run("interrupted", "--resume")
     return str(refused.value)
@@ -293,29 +316,26 @@ def test_an_interrupted_run_resumes_and_ends_as_if_it_had_not_been(run_ranks: Ru
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_distance_to_dense_adams_closes_with_more_updates(tmp_path: Path):
-    """Six times the steps: 30 updates of each entry instead of 5."""
+def test_the_distance_to_dense_adamw_closes_with_more_updates(tmp_path: Path):
+    """Six times the steps, of which two thirds come after the warm-up: measured 1.6194 and 1.6123 nats per byte."""
     options = [option for option in CI_RUN if "--steps" not in option] + ["--steps=3000"]
     run_example(tmp_path, *options, "--strategy=scape", timeout=500)
-    run_example(tmp_path, *options, "--strategy=ddp", "--optimizer=adams", timeout=500)
-    scape, dense = read_result(tmp_path / "scape-99"), read_result(tmp_path / "dense-adams")
-    assert scape["val_loss"] - dense["val_loss"] < DISTANCE / 2
+    run_example(tmp_path, *options, "--strategy=ddp", timeout=500)
+    scape, dense = read_result(tmp_path / "scape-99"), read_result(tmp_path / "dense-adamw")
+    assert scape["val_loss"] - dense["val_loss"] < DISTANCE / 3
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_compare_makes_one_table_of_five_runs_and_repeats_none(tmp_path: Path):
+def test_compare_makes_one_table_of_three_runs_and_repeats_none(tmp_path: Path):
     options = ("--compare", "--size=tiny", "--steps=20", "--context=64", "--val-batches=5")
     output = run_example(tmp_path, *options, timeout=400)
     table = (tmp_path / "compare.md").read_text()
-    assert table.startswith(
-        "|  | dense AdamW | dense AdamS | SCAPE 90% | SCAPE 99% | SCAPE 99% warm-up 1000 |\n"
-        "| --- | --- | --- | --- | --- | --- |\n"
-    )
+    assert table.startswith("|  | dense AdamW | SCAPE 90% | SCAPE 99% |\n| --- | --- | --- | --- |\n")
     assert table in output
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     again = run_example(tmp_path, *options)
-    assert again.count("done before") == 5
+    assert again.count("done before") == 3
     assert table in again
 
 
