@@ -387,8 +387,11 @@ def options_help() -> str:
     lines = ["SCAPE (also under `scape:` in --config files):"]
     for field in fields(ScapeConfig):
         hint = _HINTS[field.name]
-        choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else None
-        kind = " or ".join(choices) if choices else field.type
+        kinds = (hint,) if typing.get_origin(hint) is typing.Literal else typing.get_args(hint)
+        named = [
+            choice for kind in kinds if typing.get_origin(kind) is typing.Literal for choice in typing.get_args(kind)
+        ]
+        kind = " or ".join([*named, "null"] if NoneType in kinds else named) if named else field.type
         default = "null" if field.default is None else field.default
         lines.append(f"  {_PREFIX}.{field.name} {field.name.upper()}")
         note = f"{' '.join(meanings[field.name].split())} (type: {kind}, default: {default})"

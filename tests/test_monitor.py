@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from test_strategy import BATCHES, Regression, TwoOptimizers, make_trainer
 
-from lightning_scape import ScapeConfig, ScapeMonitor, ScapeOptimizer, StepStats
+from lightning_scape import ScapeConfig, ScapeMonitor, ScapeOptimizer, ScapeStrategy, StepStats
 from lightning_scape.monitor import collect_metrics
 
 
@@ -57,6 +57,22 @@ def test_every_logger_gets_all_statistics_every_n_optimizer_steps(run_ranks: Any
         assert all(isinstance(value, float) for value in metrics.values())
 
 
+def _densities(rank: int, world_size: int) -> list[float]:
+    recorder = Recorder()
+    strategy = ScapeStrategy(sparsity=0.9, block_size=10, dense_steps=1, sparsity_warmup_steps=3)
+    make_trainer(strategy, callbacks=[ScapeMonitor(1)], logger=[recorder]).fit(Regression())
+    return [metrics["scape/density"] for _, metrics in recorder.records]
+
+
+def test_the_density_is_that_of_the_moment(run_ranks: Any) -> None:
+    for densities in run_ranks(_densities, 2):
+        # By real entries: parameters of 5 and 3 fill no block of 10, and send at least as many of a block as the rest.
+        assert densities == sorted(densities, reverse=True)
+        assert densities[0] == 1.0
+        assert len(set(densities)) == 5
+        assert densities[4] == densities[5] < 0.2
+
+
 def test_the_statistics_are_not_even_looked_at_on_other_steps(run_ranks: Any) -> None:
     steps = BATCHES  # of each of two ranks
     assert run_ranks(_monitored, 2, steps - 1, {}, Regression)[0]["looked"] == 1
@@ -91,7 +107,8 @@ def test_one_rank_has_no_compression_to_show(run_ranks: Any) -> None:
 def _files_and_bars(rank: int, world_size: int, folder: str) -> bool:
     for bar in (TQDMProgressBar, RichProgressBar):
         options = {"logger": CSVLogger(folder), "enable_progress_bar": True, "log_every_n_steps": 1}
-        make_trainer(callbacks=[ScapeMonitor(2), bar()], **options).fit(Regression())
+        # By default: the warm-up lasts for the whole run, and bars show the density.
+        make_trainer(ScapeStrategy(), callbacks=[ScapeMonitor(2), bar()], **options).fit(Regression())
     return True
 
 
