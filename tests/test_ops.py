@@ -257,6 +257,124 @@ def test_hyperparameters_by_row_equal_one_run_per_group() -> None:
             torch.testing.assert_close(a[parity::2], b, rtol=1e-6, atol=1e-7)
 
 
+# ---------------------------------------------------------------------------------------- AdamW's update
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.8, 0.95), (0.0, 0.0)])
+def test_whole_steps_are_torchs_adamw(betas: tuple[float, float]) -> None:
+    mine, twin = torch.randn(100, dtype=torch.float64), torch.nn.Parameter(torch.zeros(100, dtype=torch.float64))
+    twin.data.copy_(mine)
+    dense = torch.optim.AdamW([twin], lr=1e-2, betas=betas, eps=1e-6, weight_decay=0.3)
+    first, second, one = torch.zeros_like(mine), torch.zeros_like(mine), torch.ones_like(mine)
+    for step in range(1, 6):
+        twin.grad = torch.randn(100, dtype=torch.float64)
+        corrections = scalar(1 - betas[0] ** step), scalar(1 - betas[1] ** step)
+        given = hyper(1e-2, *betas, 1e-6, 0.3), corrections
+        mine, first, second = ops.adamw_step(mine, first, second, one, twin.grad, *given, ranks=4, whole=True)
+        dense.step()
+        torch.testing.assert_close(mine, twin.detach(), rtol=1e-13, atol=1e-15)
+        torch.testing.assert_close(first, dense.state[twin]["exp_avg"], rtol=1e-13, atol=1e-15)
+        torch.testing.assert_close(second, dense.state[twin]["exp_avg_sq"], rtol=1e-13, atol=1e-15)
+
+
+sizes = st.floats(-1e6, 1e6, allow_nan=False, allow_subnormal=False)
+
+
+@given(st.integers(1, 5000), sizes, sizes, st.floats(0, 1e12), st.integers(1, 64), st.booleans(), st.booleans())
+def test_a_visit_moves_an_entry_by_so_many_learning_rates_at_most(
+    tau: int, m: float, total: float, v: float, ranks: int, whole: bool, implicit: bool
+) -> None:
+    lr, corrections, given = 1e-2, (scalar(0.5), scalar(0.1)), (scalar(value) for value in (0.0, m, v, tau, total))
+    theta, first, second = ops.adamw_step(*given, hyper(lr, 0.9, 0.999, 1e-8, 0.0), corrections, ranks, whole, implicit)
+    assert second >= 0
+    assert all(value.isfinite() for value in (theta, first, second))
+    if tau > 1 or not whole:  # a step of AdamW itself has no bound
+        assert abs(float(theta)) <= lr * ops.reference.LONGEST_MOVE * (1 + 1e-9)
+
+
+def test_what_the_owner_has_seen_is_not_added_twice() -> None:
+    """A gradient that all ranks share adds up to what its owner's mean square allows; one of others does not."""
+    grad, tau, ranks, beta2 = torch.randn(50, dtype=torch.float64), 7, 4, 0.999
+    seen = torch.zeros_like(grad)
+    for _ in range(tau):
+        ops.accumulate_second_moment([seen], [grad], [1 - beta2], ranks, ONE, None)
+    c2 = scalar(1 - beta2**tau)
+    torch.testing.assert_close(seen / c2, grad.square() / ranks, rtol=1e-12, atol=0)
+    state, given = (torch.zeros_like(grad), torch.zeros_like(grad)), (hyper(1e-3, 0.9, beta2, 1e-8, 0.0), (ONE, c2))
+    steps = torch.full_like(grad, tau)
+    kept = ops.adamw_step(*state, seen, steps, tau * grad, *given, ranks, whole=False).exp_avg_sq
+    torch.testing.assert_close(kept, seen, rtol=1e-12, atol=0)
+    foreign = ops.adamw_step(*state, seen * 0, steps, tau * grad, *given, ranks, whole=False).exp_avg_sq
+    assert (foreign > 0).all()
+
+
+def test_second_moment_is_a_running_mean_of_scaled_clamped_squares_by_piece() -> None:
+    moments = [torch.tensor([1.0, 4.0, 9.0]), torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])]
+    grads = [torch.tensor([3.0, -1.0, 0.5]), None, torch.tensor([float("nan")]), torch.tensor([8.0]).bfloat16()]
+    scale = torch.tensor([0.5, 0.5, 0.0, 1.0])
+    ops.accumulate_second_moment(moments, grads, [0.25, 0.5, 0.25, 0.5], 2, scale, 2.0)
+    assert moments[0].tolist() == [0.75 + 0.125 * 1.0, 3.0 + 0.125 * 0.25, 6.75 + 0.125 * 0.0625]
+    assert [moment.tolist() for moment in moments[1:]] == [[0.5], [2.0], [2.5]]
+    ops.accumulate_second_moment(moments, [grads[2]] * 4, [0.5] * 4, 2, ZERO, None)
+    assert [moment.tolist() for moment in moments[1:]] == [[0.5], [2.0], [2.5]]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("update", ["adams", "adamw"])
+def test_rows_by_themselves_equal_a_run_each(update: str, masked: bool) -> None:
+    """Step, scale, corrections and group may differ by row; where the scale is 0, a row is left bitwise alone."""
+    rows, length = 600, 6
+    first, second = torch.randn(rows, length), torch.rand(rows, length)
+    mask = ops.select(torch.randn(rows, length), 2) if masked else None
+    theta, total = torch.randn(2, rows, 2 if masked else length)
+    step = torch.tensor([7, 9, 30], dtype=torch.int32).repeat(200)
+    clock = step.unsqueeze(1) - torch.randint(1, 6, (rows, length), dtype=torch.int32)
+    scale, corrections = torch.tensor([1.0, 0.0, 0.3]).repeat(200), torch.tensor([0.2, 0.5, 0.9]).repeat(200)
+    total[1::3] = float("nan")
+    group = torch.tensor([1, 0, 0], dtype=torch.int32).repeat(200)
+    table = ops.Hyper.of(torch.float32, *torch.tensor([[0.1, 0.2], [0.8, 0.9], [0.9, 0.95], [1e-8, 1e-6], [0.1, 0.0]]))
+
+    def run(which: slice | None) -> tuple[list[Tensor], int]:
+        own = [t.clone() if which is None else t[which].clone() for t in (theta, first, second, clock)]
+        part = slice(None) if which is None else which
+        kind = 0 if which is None else int(which.start)
+        single = table if which is None else ops.Hyper(*(column[group[kind]] for column in table))
+        numbers = [values if which is None else values[kind] for values in (step, corrections, scale)]
+        now, correction, applied = numbers
+        rest = None if mask is None else mask[part], total[part], now, single
+        of_group = group if which is None else None
+        if update == "adams":
+            again = ops.update(own[0], own[1], own[3], *rest, correction, applied, own[2], 0.5, True, of_group)
+        else:
+            both = correction, correction * 0.5
+            again = ops.update_adamw(*own, *rest, both, applied, 4, True, of_group)
+        return own, int(again)
+
+    together, again = run(None)
+    counts = 0
+    for kind in range(3):
+        alone, count = run(slice(kind, None, 3))
+        counts += count
+        for a, b in zip(together, alone, strict=True):
+            torch.testing.assert_close(a[kind::3], b, rtol=1e-6, atol=1e-6)
+    assert again == counts > 0
+    for now, before in zip(together, (theta, first, second, clock), strict=True):
+        assert torch.equal(now[1::3], before[1::3])
+    assert not torch.equal(together[0], theta)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_compact_leaves_rows_alone_whose_scale_is_zero(masked: bool) -> None:
+    residual, scale = torch.randn(600, 10), torch.tensor([0.5, 0.0]).repeat(300)
+    before, mask = residual.clone(), ops.select(residual, 2) if masked else None
+    sent = ops.compact(residual, mask, torch.bfloat16, scale)
+    assert torch.equal(residual[1::2], before[1::2])
+    assert (sent[1::2] == 0).all()
+    alone = before[::2].clone()
+    assert torch.equal(sent[::2], ops.compact(alone, None if mask is None else mask[::2], torch.bfloat16, ONE))
+    assert torch.equal(residual[::2], alone)
+
+
 # ----------------------------------------------------------------------------------- gather and scatter
 
 

@@ -101,7 +101,7 @@ def test_full_density_equals_dense_adams(
 
 
 class Odd(nn.Module):
-    """Tied weights, a frozen parameter, one that only rank 0 uses, sizes that nothing divides."""
+    """Tied weights, a frozen parameter, one that few use or none, sizes that nothing divides."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -128,13 +128,13 @@ def train_odd(rank: int, world_size: int, sparsity: float, dtype: torch.dtype, o
     rest = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = ScapeOptimizer(
         [{"params": matrices, "lr": 1e-2, "weight_decay": 0.1}, {"params": rest, "lr": 3e-2, "weight_decay": 0.0}],
-        config=ScapeConfig(sparsity=sparsity, check_replicas_every=5, **options),
+        config=ScapeConfig(**{"sparsity": sparsity, "check_replicas_every": 5, "sparsity_warmup_steps": 0, **options}),
     )
     torch.manual_seed(100 + rank)
     losses = []
     for step in range(12):
         tokens = torch.randint(0, 53, (16,))
-        logits = model(tokens, use_all=rank == 0 or step % 3 == 0)
+        logits = model(tokens, use_all=(rank == 0 or step % 3 == 0) and step not in (4, 9))
         loss = nn.functional.cross_entropy(logits.float(), (tokens * 7 + 1) % 53)
         loss.backward()
         optimizer.clip_grad_norm(1.0)
@@ -144,16 +144,25 @@ def train_odd(rank: int, world_size: int, sparsity: float, dtype: torch.dtype, o
         assert_replicas_equal(list(model.parameters()))
     changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
     names = [name for name, _ in model.named_parameters()]
-    stats = optimizer.stats
+    stats, state, record = optimizer.stats, optimizer._run.state, optimizer._run.record
     assert stats is not None
     assert stats.residual_norm < float("inf")
+    assert record is not None
+    assert record.sent == optimizer.config.quota.sent
+    assert state is not None
+    assert state.missed is not None
+    trained = {id(p): name for name, p in model.named_parameters()}
+    missed = zip((trained[id(p)] for p in optimizer._parameters.tensors), state.missed.tolist(), strict=True)
+    assert {name: count for name, count in missed if count} == {"sometimes.weight": 2}
     return dict(zip(names, changed, strict=True)), losses
 
 
 @pytest.mark.parametrize("sparsity", [0.9, 0.99, 0.999])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_replicas_are_bitwise_equal_after_every_step(run_ranks: RunRanks, world_size: int, sparsity: float) -> None:
-    for changed, _ in run_ranks(train_odd, world_size, sparsity, torch.float32, {}):
+@pytest.mark.parametrize(("world_size", "update"), [(2, "adams"), (2, "adamw"), (3, "adamw")])
+def test_replicas_are_bitwise_equal_after_every_step(
+    run_ranks: RunRanks, world_size: int, update: str, sparsity: float
+) -> None:
+    for changed, _ in run_ranks(train_odd, world_size, sparsity, torch.float32, {"update": update}):
         assert changed == {name: not name.startswith("frozen") for name in changed}
 
 
@@ -161,16 +170,18 @@ def test_replicas_are_bitwise_equal_after_every_step(run_ranks: RunRanks, world_
     ("dtype", "options"),
     [
         (torch.bfloat16, {}),
-        (torch.float16, {"wire_dtype": "fp32"}),
-        (torch.float64, {"residual_dtype": torch.float64}),
+        (torch.float16, {"wire_dtype": "fp32", "update": "adamw"}),
+        (torch.float64, {"residual_dtype": torch.float64, "update": "adamw"}),
         (torch.float32, {"mask_statistic": "first_moment"}),
+        (torch.float32, {"mask_statistic": "first_moment", "update": "adamw", "catch_up": "summed"}),
         (torch.float32, {"second_moment": "reconstructed"}),
         (torch.float32, {"catch_up": "summed"}),
-        (torch.bfloat16, {"mask_votes": 2}),
+        (torch.bfloat16, {"mask_votes": 2, "update": "adamw"}),
         (torch.float32, {"mask_votes": 250, "mask_interval": 2}),
-        (torch.float32, {"mask_interval": 3}),
-        (torch.float32, {"dense_steps": 2, "sparsity_warmup_steps": 4}),
+        (torch.float32, {"mask_interval": 3, "update": "adamw"}),
+        (torch.float32, {"dense_steps": 2, "sparsity_warmup_steps": 4, "update": "adamw"}),
         (torch.float32, {"clip_norm": "local", "bias_correction": True, "residual_device": "cpu"}),
+        (torch.bfloat16, {"clip_norm": "local", "residual_device": "cpu", "update": "adamw"}),
     ],
 )
 def test_replicas_are_bitwise_equal_under_every_option(
@@ -220,33 +231,36 @@ class Ledger:
         return optimizer._views(both, optimizer._layout.pieces())
 
 
-def train_with_ledger(rank: int, world_size: int, wire_dtype: str, whole: bool) -> float:
+def train_with_ledger(rank: int, world_size: int, wire_dtype: str, whole: bool, update: str) -> float:
     params = parameters()
-    config = ScapeConfig(sparsity=0.9, dense_steps=1, sparsity_warmup_steps=2, wire_dtype=wire_dtype)
+    config = ScapeConfig(sparsity=0.9, dense_steps=1, sparsity_warmup_steps=2, wire_dtype=wire_dtype, update=update)
     optimizer = ScapeOptimizer(params, config=config)
     ledger = Ledger(optimizer)
     folded = [torch.zeros(p.shape, dtype=torch.float64) for p in params]
     for step in range(15):
         set_gradients(params, rank, step, whole)
+        if step % 4 == 2 or rank == 0:  # no rank has a gradient of it, or rank 1 alone
+            params[3].grad = None
         if not whole:
             optimizer.clip_grad_norm(3.0)
         optimizer.step()
         assert optimizer.stats is not None
         factor = optimizer.stats.clip_factor
         for total, parameter in zip(folded, params, strict=True):
-            assert parameter.grad is not None
-            total += factor * parameter.grad.double()
+            if parameter.grad is not None:
+                total += factor * parameter.grad.double()
     return max(float((total.view(-1) - seen).abs().max()) for total, seen in zip(folded, ledger.totals(), strict=True))
 
 
-@pytest.mark.parametrize("wire_dtype", ["fp32", "bf16"])
-def test_sent_plus_residual_equals_all_gradients_exactly(run_ranks: RunRanks, wire_dtype: str) -> None:
+@pytest.mark.parametrize(("wire_dtype", "update"), [("fp32", "adams"), ("bf16", "adams"), ("bf16", "adamw")])
+def test_sent_plus_residual_equals_all_gradients_exactly(run_ranks: RunRanks, wire_dtype: str, update: str) -> None:
     # Whole numbers: fp32 adds them without rounding, so that equality can be exact, with a bf16 wire too.
-    assert run_ranks(train_with_ledger, 2, wire_dtype, True) == [0.0, 0.0]
+    assert run_ranks(train_with_ledger, 2, wire_dtype, True, update) == [0.0, 0.0]
 
 
-def test_sent_plus_residual_equals_clipped_gradients_to_fp32_rounding(run_ranks: RunRanks) -> None:
-    assert max(run_ranks(train_with_ledger, 2, "bf16", False)) < 2e-6
+@pytest.mark.parametrize("update", ["adams", "adamw"])
+def test_sent_plus_residual_equals_clipped_gradients_to_fp32_rounding(run_ranks: RunRanks, update: str) -> None:
+    assert max(run_ranks(train_with_ledger, 2, "bf16", False, update)) < 2e-6
 
 
 # ------------------------------------------------------------- 4. the mask: whose, when, how many, what it costs
@@ -345,18 +359,23 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
     assert stats.bytes_total == int(2 * norm * share) + sum(
         int(b * share) for b in (values_bytes, parameter_bytes, mask_bytes)
     )
+    assert optimizer.bytes_per_step() == stats.bytes_total - stats.bytes_norm
     return {"density": stats.density}
 
 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize(
-    ("sparsity", "wire_dtype", "dtype"),
-    [(0.9, "bf16", torch.float32), (0.99, "fp32", torch.bfloat16), (0.999, "bf16", torch.float32)],
+    ("sparsity", "wire_dtype", "dtype", "update"),
+    [
+        (0.9, "bf16", torch.float32, "adamw"),
+        (0.99, "fp32", torch.bfloat16, "adamw"),
+        (0.999, "bf16", torch.float32, "adams"),
+    ],
 )
 def test_a_step_without_votes_sends_four_messages_of_the_stated_sizes(
-    run_ranks: RunRanks, sparsity: float, wire_dtype: str, dtype: torch.dtype, clip: bool
+    run_ranks: RunRanks, sparsity: float, wire_dtype: str, dtype: torch.dtype, update: str, clip: bool
 ) -> None:
-    config = ScapeConfig(sparsity=sparsity, wire_dtype=wire_dtype, mask_votes=0, sparsity_warmup_steps=0)
+    config = ScapeConfig(sparsity=sparsity, wire_dtype=wire_dtype, mask_votes=0, sparsity_warmup_steps=0, update=update)
     run_ranks(count_messages, 2, config, dtype, clip)
 
 
@@ -418,6 +437,87 @@ def test_unmasked_entries_stand_still_and_a_visit_catches_up(options: dict[str, 
     assert float(parameter.detach()[3]) == pytest.approx(expected, rel=1e-9)
     others = [i for i in range(10) if i != 3]
     assert torch.equal(parameter.detach()[others], old[others])
+
+
+def has_gradient(place: int, rank: int, step: int) -> bool:
+    """Number 3 has one on rank 0 only, and at times on none; number 5 from the fourth step on."""
+    return {3: rank == 0 and step % 3 != 1, 5: step >= 3}.get(place, True)
+
+
+def step_beside_the_op(rank: int, world_size: int, options: dict[str, Any]) -> int:
+    """Each step, entry by entry: what the op makes of the shard's state, and nothing where nothing was visited."""
+    params, lrs = parameters(), (3e-2, 1e-2)
+    groups = [{"params": params[:2], "lr": lrs[0], "betas": (0.8, 0.99)}, {"params": params[2:], "lr": lrs[1]}]
+    config = ScapeConfig(sparsity=0.9, update="adamw", dense_steps=2, sparsity_warmup_steps=2, **options, **FP32)
+    optimizer = ScapeOptimizer(groups, config=config)
+    totals: list[Tensor] = []
+    real = optimizer._mean
+
+    def mean(*arguments: Any) -> Tensor:
+        totals.append(real(*arguments).clone())
+        return totals[-1].clone()
+
+    optimizer._mean = mean  # type: ignore[method-assign]
+    pieces, taken, visited = optimizer._shard_pieces, [0] * len(params), 0
+    state = optimizer._run.state = optimizer._allocate()
+    for step in range(9):
+        set_gradients(params, rank, step)
+        for place, parameter in enumerate(params):
+            if not has_gradient(place, rank, step):
+                parameter.grad = None
+        present = [any(has_gradient(place, other, step) for other in range(world_size)) for place in range(6)]
+        shard = [t.clone() for t in (state.momentum, state.second_moment, state.clock)]  # type: ignore[union-attr]
+        before = values(params)
+        optimizer.clip_grad_norm(8.0)
+        optimizer.step()
+        assert optimizer.stats is not None
+        factor = torch.tensor(optimizer.stats.clip_factor)
+        assert factor < 1
+        mask, inside, total = optimizer._masks.active, torch.zeros_like(shard[0]), torch.zeros_like(shard[0])
+        own = None if mask is None else mask[optimizer._own]
+        ops.put(inside, own, torch.ones_like(totals[-1]))
+        ops.put(total, own, totals[-1])
+        matrices = (*shard, inside, total, state.momentum, state.second_moment, state.clock)
+        views = [optimizer._views(matrix.view(-1), pieces) for matrix in matrices]  # type: ignore[union-attr]
+        for place in range(6):
+            taken[place] += present[place]
+        for piece, first, second, clock, chosen, arrived, *after in zip(pieces, *views, strict=True):
+            place = piece.segment.index
+            group, parameter = optimizer.param_groups[piece.segment.group], params[place]
+            theta = before[place].view(-1)[piece.of_parameter]
+            now = parameter.detach().view(-1)[piece.of_parameter]
+            if not present[place]:
+                for a, b in zip((first, second, clock, theta), (*after, now), strict=True):
+                    assert torch.equal(a, b)
+                continue
+            part = None if parameter.grad is None else parameter.grad.view(-1)[piece.of_parameter]
+            beta1, beta2 = group["betas"]
+            if mask is not None:
+                ops.accumulate_second_moment([second], [part], [1 - beta2], world_size, factor, None)
+            given = (torch.tensor(group[name], dtype=torch.float64) for name in ("lr", "eps", "weight_decay"))
+            lr, eps, decay = given
+            numbers = ops.Hyper.of(
+                torch.float32, lr, torch.tensor(beta1).double(), torch.tensor(beta2).double(), eps, decay
+            )
+            corrections = torch.tensor(1 - beta1 ** taken[place]), torch.tensor(1 - beta2 ** taken[place])
+            tau, implicit = (taken[place] - clock).float(), config.catch_up == "implicit"
+            new = ops.adamw_step(
+                theta, first, second, tau, arrived, numbers, corrections, world_size, mask is None, implicit
+            )
+            there = chosen != 0
+            visited += int((there & (tau > 1)).sum())
+            for a, b, c in zip((now, *after[:2]), new, (theta, first, second), strict=True):
+                torch.testing.assert_close(a[there], b[there], rtol=2e-5, atol=2e-6)
+                torch.testing.assert_close(a[~there], c[~there], rtol=2e-6, atol=0)
+            assert torch.equal(now[~there], theta[~there])
+            assert torch.equal(after[2], torch.where(there, taken[place], clock))
+    return visited
+
+
+@pytest.mark.parametrize("options", [{}, {"catch_up": "summed", "mask_interval": 2}])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_is_the_op_on_what_the_owner_has(run_ranks: RunRanks, world_size: int, options: dict[str, Any]) -> None:
+    assert min(run_ranks(step_beside_the_op, world_size, options)) > 100
 
 
 # ------------------------------------------------------------------------------------------ 7. accumulation, clipping
@@ -498,7 +598,7 @@ def test_one_rank_clips_by_the_exact_norm() -> None:
 
 def test_value_clipping_clamps_at_the_fold() -> None:
     params = parameters(((50,),))
-    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, block_size=10, **FP32))
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, block_size=10, sparsity_warmup_steps=0, **FP32))
     ledger = Ledger(optimizer)
     params[0].grad = torch.linspace(-5, 5, 50)
     optimizer.clip_grad_value(1.0)
@@ -552,13 +652,20 @@ def test_clip_bounds_must_be_positive(bad: float) -> None:
 # ------------------------------------------------------------------------------------------- 8. not finite
 
 
-def train_through_nan(rank: int, world_size: int, bad: float, clip: bool, statistic: str) -> int:
+def kept_by_a_skipped_step(state: Any) -> list[Tensor | None]:
+    names = ("residual", "momentum", "clock", "step", "evidence", "local_momentum", "second_moment", "missed")
+    return [getattr(state, name) for name in names]
+
+
+def train_through_nan(rank: int, world_size: int, bad: float, clip: bool, statistic: str, update: str = "adams") -> int:
     params = parameters()
-    config = ScapeConfig(sparsity=0.9, max_skipped=3, mask_statistic=statistic, sparsity_warmup_steps=0)
+    config = ScapeConfig(sparsity=0.9, max_skipped=3, mask_statistic=statistic, sparsity_warmup_steps=0, update=update)
     optimizer = ScapeOptimizer(params, config=config)
     skipped = 0
     for step in range(12):
         set_gradients(params, rank, step)
+        if step in (2, 5):
+            params[5].grad = None
         poisoned = step in (4, 5, 9)
         if poisoned and rank == 1:
             params[3].grad.view(-1)[77] = bad  # type: ignore[union-attr]
@@ -566,9 +673,7 @@ def train_through_nan(rank: int, world_size: int, bad: float, clip: bool, statis
         held = None
         if state is not None:
             optimizer.drain()
-            held = [t.clone() for t in (state.residual, state.momentum, state.clock, state.step)]
-            if state.evidence is not None and state.local_momentum is not None:
-                held += [state.evidence.clone(), state.local_momentum.clone()]
+            held = [None if t is None else t.clone() for t in kept_by_a_skipped_step(state)]
         if clip:
             norm = optimizer.clip_grad_norm(1.0)
             assert bool(norm.isfinite()) is not poisoned
@@ -583,8 +688,8 @@ def train_through_nan(rank: int, world_size: int, bad: float, clip: bool, statis
             assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
             assert held is not None
             assert state is not None
-            now = [state.residual, state.momentum, state.clock, state.step, state.evidence, state.local_momentum]
-            assert all(torch.equal(a, b) for a, b in zip(held, now, strict=False) if b is not None)
+            for was, now in zip(held, kept_by_a_skipped_step(state), strict=True):
+                assert (was is now is None) or torch.equal(was, now)
             assert bool(caught) == (rank == 0)
         else:
             assert any(not torch.equal(a, b) for a, b in zip(before, params, strict=True))
@@ -601,8 +706,11 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(
     assert run_ranks(train_through_nan, 2, bad, clip, "residual") == [3, 3]
 
 
-def test_a_skipped_step_keeps_first_moment_evidence(run_ranks: RunRanks) -> None:
-    assert run_ranks(train_through_nan, 2, float("nan"), True, "first_moment") == [3, 3]
+@pytest.mark.parametrize(
+    ("statistic", "update"), [("first_moment", "adams"), ("residual", "adamw"), ("first_moment", "adamw")]
+)
+def test_a_skipped_step_keeps_evidence_and_second_moment(run_ranks: RunRanks, statistic: str, update: str) -> None:
+    assert run_ranks(train_through_nan, 2, float("nan"), True, statistic, update) == [3, 3]
 
 
 @pytest.mark.filterwarnings("ignore:The gradient norm was not finite")
@@ -1041,7 +1149,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 torch.manual_seed(0)
 parameter = torch.nn.Parameter(torch.randn(30_000))
-optimizer = ScapeOptimizer([parameter], config=ScapeConfig())
+optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity_warmup_steps=0))
 for _ in range(3):
     parameter.grad = torch.randn(30_000)
     optimizer.step()
