@@ -210,7 +210,7 @@ def pack_flags(flags: Sequence[bool], ranks: int) -> Tensor:
     Example: ``[True, False, True]`` for 2 ranks are the digits 1, 0, 1 in base 3: ``[10.]``, for 1 + 0*3 + 1*9.
     """
     digits = _flags_per_number(ranks)
-    padded = torch.zeros(-(-len(flags) // digits) * digits, dtype=torch.float64, device="cpu")
+    padded = torch.zeros(packed_size(len(flags), ranks) * digits, dtype=torch.float64, device="cpu")
     padded[: len(flags)] = torch.tensor(flags, dtype=torch.float64, device="cpu")
     weights = (ranks + 1.0) ** torch.arange(digits, dtype=torch.float64, device="cpu")
     return (padded.view(-1, digits) @ weights).float()
@@ -223,6 +223,11 @@ def count_flags(sums: Tensor, count: int, ranks: int) -> Tensor:
     """
     weights = (ranks + 1) ** torch.arange(_flags_per_number(ranks), device=sums.device)
     return (sums.long().unsqueeze(1) // weights % (ranks + 1)).view(-1)[:count]
+
+
+def packed_size(count: int, ranks: int) -> int:
+    """Numbers that :func:`pack_flags` makes of ``count`` flags."""
+    return -(-count // _flags_per_number(ranks))
 
 
 def _flags_per_number(ranks: int) -> int:

@@ -16,6 +16,7 @@ import pickle
 import shutil
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -290,7 +291,10 @@ def load_stream(file: BinaryIO, name: str, map_location: Any = "cpu") -> Any:
 
 
 def _check_records(file: BinaryIO, name: str) -> None:
-    """The zip archive's directory and the CRC-32 of each record, which torch writes and does not read."""
+    """The zip archive's directory and the CRC-32 of each record, which torch writes and does not compare.
+
+    Records are read by torch's own reader: where a directory is damaged, it may find other bytes than Python's does.
+    """
     file.seek(0)
     magic = file.read(4)
     size = file.seek(0, os.SEEK_END)
@@ -303,9 +307,10 @@ def _check_records(file: BinaryIO, name: str) -> None:
         )
     try:
         with zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()
-            missing = not any(record.endswith("/data.pkl") for record in archive.namelist())
-    # zipfile raises many kinds for a damaged directory
+            written = {info.filename.partition("/")[2]: info.CRC for info in archive.infolist()}
+        missing = "data.pkl" not in written
+        damaged = None if missing else _damaged_record(file, written)
+    # Both raise many kinds of errors for a damaged directory.
     except Exception as error:
         raise CheckpointError(
             f"The checkpoint {name!r} ({size} bytes) is torn or damaged: {_first_line(error)} {_OLDER}"
@@ -319,6 +324,17 @@ def _check_records(file: BinaryIO, name: str) -> None:
             f"The file {name!r} must be a checkpoint of torch.save, got a zip archive without `data.pkl`. Check the"
             " path."
         )
+
+
+def _damaged_record(file: BinaryIO, written: dict[str, int]) -> str | None:
+    """The first record that torch does not find, or whose CRC-32 is not the one written; None if all are well."""
+    file.seek(0)
+    reader = torch._C.PyTorchFileReader(file)
+    names = reader.get_all_records()
+    odd = sorted(set(names) ^ set(written))
+    return (
+        odd[0] if odd else next((name for name in names if zlib.crc32(reader.get_record(name)) != written[name]), None)
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from lightning_scape.clipping import SKETCH_WIDTHS
+from lightning_scape.clipping import SKETCH_WIDTHS, packed_size
 from lightning_scape.config import ScapeConfig
 from lightning_scape.layout import Layout
 
@@ -239,7 +239,7 @@ def scape_bytes(numels: Sequence[int], ranks: int, config: ScapeConfig, *, param
         "parameters": blocks * sent * min(parameter_bytes, config.values_dtype.itemsize),
         "mask": 0 if config.dense else blocks * sent * position,
         "votes": blocks * (config.votes * (position + 1) + 1) if config.votes else 0,
-        "norm": 2 * 4 * norm_entries,
+        "norm": 2 * 4 * (norm_entries + packed_size(len(numels), ranks)),
     }
     counted = {kind: size * (ranks - 1) // ranks for kind, size in buffers.items()}
     counted["mask"] //= mask_interval
