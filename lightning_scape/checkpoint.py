@@ -138,6 +138,7 @@ def load(snapshot: Snapshot, saved: Mapping[str, Any], rank: int, groups: Sequen
     whole, layout, state = saved["scape"], snapshot.layout, snapshot.state
     _tell_differences(snapshot.config.as_dict(), whole["config"])
     _load_clocks(snapshot, whole)
+    _load_schedule(snapshot, whole)
     _load_history(snapshot, whole)
     held = set(next(iter(saved["state"].values())))
     if "master" in held and snapshot.parameters.need_masters:
@@ -212,6 +213,7 @@ def load_shards(snapshot: Snapshot, saved: SavedShards, rank: int, groups: Seque
     # From here on nothing fails.
     _tell_differences(snapshot.config.as_dict(), common["config"])
     snapshot.masks.restore(None, 0)
+    _load_schedule(snapshot, common)
     _load_history(snapshot, common)
     _load_mask(snapshot, mask, common)
 
@@ -312,11 +314,15 @@ def as_adamw(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load_clocks(snapshot: Snapshot, whole: Mapping[str, Any]) -> None:
-    state, schedule, saved = snapshot.state, snapshot.masks.schedule, whole["config"]
+    state = snapshot.state
     state.step.fill_(whole["step"])
     state.clock.fill_(whole["step"])  # of the pads, which are visited at every step
     state.calls = whole["calls"]
     _set_missed(snapshot, whole.get("missed", {}))
+
+
+def _load_schedule(snapshot: Snapshot, whole: Mapping[str, Any]) -> None:
+    schedule, saved = snapshot.masks.schedule, whole["config"]
     warmup = whole.get("warmup_steps", saved.get("sparsity_warmup_steps"))
     if snapshot.config.sparsity_warmup_steps is None and warmup is not None and saved.get("sparsity"):
         # The default of the run that wrote it, whose length may have been another one.
@@ -532,9 +538,14 @@ def _check_description(whole: Mapping[str, Any]) -> None:
             f"The state's format must be at most {FORMAT}, got {version}: it was written by a newer lightning_scape."
             " Upgrade this installation."
         )
-    counts = ("format", "world_size", "block_size", "step", "calls", "mask_uses", "skipped_in_row", "skipped_total")
-    for name in counts:
-        value, least = whole.get(name), int(name in counts[:3])
+    _check_mapping("missed", whole.get("missed", {}))
+    names = ("format", "world_size", "block_size", "step", "calls", "mask_uses", "skipped_in_row", "skipped_total")
+    counts = {name: whole.get(name) for name in names}
+    later = ("noise_samples", "second_moment_since", "warmup_steps")  # which older states lack
+    counts |= {name: whole[name] for name in later if name in whole}
+    counts |= {f"missed[{index!r}]": count for index, count in whole.get("missed", {}).items()}
+    for name, value in counts.items():
+        least = int(name in names[:3])
         if not isinstance(value, int) or not least <= value < 2**31:  # clocks are int32
             raise ValueError(
                 f"`{name}` of a SCAPE state must be a whole number from {least} to 2**31 - 1, got {value!r}. The state"
