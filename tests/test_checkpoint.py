@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_optimizer import SIZES, gradients, parameters, set_gradients, values
 from torch import Tensor
 
@@ -17,15 +19,19 @@ from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer
 RunRanks = Callable[..., list[Any]]
 
 
-def build(config: ScapeConfig, dtype: torch.dtype) -> tuple[list[Any], ScapeOptimizer]:
+def build(config: ScapeConfig, dtype: torch.dtype, total_steps: int | None = None) -> tuple[list[Any], ScapeOptimizer]:
     params = parameters(dtype=dtype)
     groups = [{"params": params[:2], "lr": 3e-2}, {"params": params[2:], "weight_decay": 0.0}]
-    return params, ScapeOptimizer(groups, lr=1e-2, config=config)
+    return params, ScapeOptimizer(groups, lr=1e-2, config=config, total_steps=total_steps)
 
 
 def train(params: list[Any], optimizer: ScapeOptimizer, rank: int, steps: range, bad: int | None = None) -> None:
+    """With AdamW's update, number 3 has no gradient in every third step, and number 1 has its gradients on rank 0."""
     for step in steps:
         set_gradients(params, rank, step)
+        if optimizer.config.update == "adamw":
+            params[3].grad = None if step % 3 == 1 else params[3].grad
+            params[1].grad = None if rank else params[1].grad
         if step == bad:
             params[0].grad.fill_(float("nan"))
         optimizer.clip_grad_norm(20.0)
@@ -44,8 +50,17 @@ def saved(optimizer: ScapeOptimizer, params: list[Any]) -> bytes:
     return file.getvalue()
 
 
-def restored(file: bytes, config: ScapeConfig, dtype: torch.dtype) -> tuple[list[Any], ScapeOptimizer]:
-    params, optimizer = build(config, dtype)
+def from_rank_zero(file: bytes) -> bytes:
+    box = [file]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
+def restored(
+    file: bytes, config: ScapeConfig, dtype: torch.dtype, total_steps: int | None = None
+) -> tuple[list[Any], ScapeOptimizer]:
+    params, optimizer = build(config, dtype, total_steps)
     content = torch.load(io.BytesIO(file), weights_only=True)
     for parameter, value in zip(params, content["model"], strict=True):
         parameter.data.copy_(value)
@@ -60,24 +75,21 @@ def everything(params: list[Any], optimizer: ScapeOptimizer) -> list[Tensor]:
     held = [state.residual, state.step, optimizer._masks.active, state.local_momentum, state.evidence, state.noise]
     shard = [
         part
-        for t in (state.momentum, state.master)
+        for t in (state.momentum, state.master, state.second_moment, state.clock)
         if t is not None
         for part in optimizer._views(t.view(-1), optimizer._shard_pieces)
     ]
-    clocks = optimizer._views(state.clock.view(-1), optimizer._shard_pieces)
-    return values(params) + [t for t in held if t is not None] + shard + clocks
+    missed = [0] * len(params) if state.missed is None else state.missed.tolist()
+    counts = torch.tensor([state.calls, state.second_moment_since, optimizer.schedule.warmup_steps, *missed])
+    return values(params) + [t for t in held if t is not None] + shard + [counts]
 
 
 def stop_and_go(rank: int, world_size: int, at: int, config: ScapeConfig, dtype: torch.dtype, bad: int | None) -> int:
-    import torch.distributed as dist
-
     params, optimizer = build(config, dtype)
     train(params, optimizer, rank, range(at), bad)
-    box = [saved(optimizer, params)]
-    if world_size > 1:
-        dist.broadcast_object_list(box, 0)
+    file = from_rank_zero(saved(optimizer, params))
     train(params, optimizer, rank, range(at, 12), bad)
-    again, other = restored(box[0], config, dtype)
+    again, other = restored(file, config, dtype, 7)  # the length of the new run does not matter to its warm-up
     train(again, other, rank, range(at, 12), bad)
     for a, b in zip(everything(params, optimizer), everything(again, other), strict=True):
         assert torch.equal(a, b)
@@ -93,14 +105,17 @@ def stop_and_go(rank: int, world_size: int, at: int, config: ScapeConfig, dtype:
     ("at", "options", "dtype"),
     [
         (5, {}, torch.float32),
+        (5, {"update": "adamw"}, torch.float32),
         (5, {}, torch.bfloat16),
-        (1, {"sparsity": 0.99, "wire_dtype": "fp32"}, torch.float32),
-        (5, {"sparsity": 0.999}, torch.bfloat16),
+        (1, {"sparsity": 0.99, "wire_dtype": "fp32", "update": "adamw"}, torch.float32),
+        (5, {"sparsity": 0.999, "update": "adamw"}, torch.bfloat16),
         (5, {"mask_interval": 4}, torch.float32),
-        (2, {"dense_steps": 4}, torch.float32),
+        (2, {"dense_steps": 4, "update": "adamw"}, torch.float32),
         (4, {"dense_steps": 1, "sparsity_warmup_steps": 6}, torch.bfloat16),
+        (4, {"sparsity_warmup_steps": None, "update": "adamw"}, torch.float32),
         (5, {"mask_statistic": "first_moment", "bias_correction": True}, torch.float32),
-        (5, {"residual_dtype": torch.float64}, torch.float64),
+        (5, {"mask_statistic": "first_moment", "catch_up": "summed", "update": "adamw"}, torch.float32),
+        (5, {"residual_dtype": torch.float64, "update": "adamw"}, torch.float64),
         (5, {"mask_votes": 3}, torch.float32),
         (9, {"second_moment": "reconstructed"}, torch.float32),
     ],
@@ -109,19 +124,18 @@ def stop_and_go(rank: int, world_size: int, at: int, config: ScapeConfig, dtype:
 def test_resume_equals_never_having_stopped_bit_for_bit(
     run_ranks: RunRanks, world_size: int, at: int, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    config = ScapeConfig(**{"sparsity": 0.9, **options})
+    config = ScapeConfig(**{"sparsity": 0.9, "sparsity_warmup_steps": 0, **options})
     assert run_ranks(stop_and_go, world_size, at, config, dtype, None) == [len(SIZES)] * world_size
 
 
-def test_resume_right_after_a_skipped_step_is_exact(run_ranks: RunRanks) -> None:
-    run_ranks(stop_and_go, 2, 5, ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0), torch.float32, 4)
-    run_ranks(stop_and_go, 2, 1, ScapeConfig(sparsity=0.9, mask_interval=3, sparsity_warmup_steps=0), torch.float32, 0)
+@pytest.mark.parametrize("update", ["adams", "adamw"])
+def test_resume_right_after_a_skipped_step_is_exact(run_ranks: RunRanks, update: str) -> None:
+    config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update=update)
+    run_ranks(stop_and_go, 2, 5, config, torch.float32, 4)
+    run_ranks(stop_and_go, 2, 1, replace(config, mask_interval=3), torch.float32, 0)
 
 
-def write_state(rank: int, world_size: int, steps: int) -> tuple[bytes, Tensor]:
-    import torch.distributed as dist
-
-    config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
+def write_state(rank: int, world_size: int, steps: int, config: ScapeConfig) -> tuple[bytes, Tensor]:
     params, optimizer = build(config, torch.float32)
     train(params, optimizer, rank, range(steps))
     file = saved(optimizer, params)
@@ -133,10 +147,7 @@ def write_state(rank: int, world_size: int, steps: int) -> tuple[bytes, Tensor]:
     return file, mean / world_size
 
 
-def read_state(rank: int, world_size: int, file: bytes) -> Any:
-    import torch.distributed as dist
-
-    config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
+def read_state(rank: int, world_size: int, file: bytes, config: ScapeConfig) -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         params, optimizer = restored(file, config, torch.float32)
@@ -151,16 +162,25 @@ def read_state(rank: int, world_size: int, file: bytes) -> Any:
     return mean / world_size, whole, [str(w.message) for w in caught]
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (3, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("before", "after", "update", "warmup"),
+    [(2, 3, "adams", 0), (3, 2, "adamw", 0), (3, 1, "adams", 0), (1, 2, "adams", 0), (2, 3, "adamw", None)],
+)
 def test_another_number_of_ranks_keeps_the_state_and_the_mean_residual(
-    run_ranks: RunRanks, before: int, after: int
+    run_ranks: RunRanks, before: int, after: int, update: str, warmup: int | None
 ) -> None:
-    file, mean = run_ranks(write_state, before, 8)[0]
+    config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=warmup, update=update)
+    file, mean = run_ranks(write_state, before, 8, config)[0]
     first = torch.load(io.BytesIO(file), weights_only=True)["optimizer"]
-    results = run_ranks(read_state, after, file)
+    results = run_ranks(read_state, after, file, config)
     torch.testing.assert_close(results[0][0], mean, rtol=1e-5, atol=1e-6)
     second = results[0][1]
+    kept = {"exp_avg", "last_step", "step"} | ({"exp_avg_sq"} if update == "adamw" else {"noise"})
+    assert [entry["step"] for entry in first["state"].values()] == [8, 8, 8, 5 if update == "adamw" else 8, 8, 8]
+    for name in ("missed", "second_moment_since", "warmup_steps", "step", "calls"):
+        assert first["scape"][name] == second["scape"][name]
     for index, entry in first["state"].items():
+        assert set(entry) == kept
         for name, value in entry.items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(second["state"][index][name]))
     assert torch.equal(first["scape"]["mask"], second["scape"]["mask"])
@@ -224,6 +244,52 @@ def test_a_state_of_adams_goes_on_as_dense_adams() -> None:
         torch.testing.assert_close(mine, twin, rtol=1e-6, atol=1e-7)
 
 
+def guess_and_go(rank: int, world_size: int, file: bytes) -> int:
+    """From a state that has no second moment: what is guessed of it is saved, and goes on, like any other."""
+    config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update="adamw")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        params, optimizer = restored(file, config, torch.float32)
+    train(params, optimizer, rank, range(14, 16))
+    again, other = restored(from_rank_zero(saved(optimizer, params)), config, torch.float32)
+    for steps in (range(0), range(16, 20)):
+        train(params, optimizer, rank, steps)
+        train(again, other, rank, steps)
+        for a, b in zip(everything(params, optimizer), everything(again, other), strict=True):
+            assert torch.equal(a, b)
+    state = other._run.state
+    assert state is not None
+    return state.second_moment_since
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_second_moment_that_was_guessed_goes_on_bit_for_bit(run_ranks: RunRanks, world_size: int) -> None:
+    config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update="adams", second_moment="reconstructed")
+    params, optimizer = build(config, torch.float32)
+    train(params, optimizer, 0, range(14))
+    for since in run_ranks(guess_and_go, world_size, saved(optimizer, params)):
+        assert 0 < since < 14
+
+
+def test_a_state_of_adamws_update_goes_on_with_adams_and_measures_anew() -> None:
+    config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update="adamw")
+    params, optimizer = build(config, torch.float32)
+    train(params, optimizer, 0, range(5))
+    whole = optimizer.state_dict()
+    with pytest.warns(UserWarning, match=r"update='adamw' \(now 'adams'\)"):
+        params, other = restored(saved(optimizer, params), replace(config, update="adams"), torch.float32)
+    state = other._run.state
+    assert state is not None
+    assert state.second_moment is None
+    assert state.noise_samples == 0
+    for index, entry in other.state_dict()["state"].items():
+        for name in ("step", "exp_avg", "last_step"):
+            assert torch.equal(torch.as_tensor(entry[name]), torch.as_tensor(whole["state"][index][name]))
+    train(params, other, 0, range(5, 7))
+    assert state.noise_samples == 1
+    assert all(parameter.isfinite().all() for parameter in params)
+
+
 def test_another_block_length_drops_the_mask_and_says_so() -> None:
     params, optimizer = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0), torch.float32)
     train(params, optimizer, 0, range(4))
@@ -285,6 +351,16 @@ def spoil(state: dict[str, Any], kind: str) -> Any:
         state["state"][0] = {"momentum_buffer": None}
     if kind == "groups":
         state["param_groups"].pop()
+    if kind == "second moment":
+        state["state"][1]["exp_avg_sq"] = torch.zeros(6)
+    if kind == "half a second moment":
+        del state["state"][2]["exp_avg_sq"]
+    if kind == "missed steps":
+        state["scape"]["missed"] = {3: -1}
+    if kind == "no missed steps":
+        state["scape"]["missed"] = [0]
+    if kind == "since":
+        state["scape"]["second_moment_since"] = None
     if kind == "amsgrad":  # as a state of AdamW may have it
         state["param_groups"][1]["amsgrad"] = True
     return state
@@ -300,10 +376,15 @@ def spoil(state: dict[str, Any], kind: str) -> Any:
         ("sgd", r"state of 'parameter 0' .* must hold a first moment `exp_avg`, got \['momentum_buffer'\]"),
         ("groups", "must have 2 parameter groups, got 1"),
         ("amsgrad", "group 1 of the state cannot be taken: `amsgrad` must be False, got True"),
+        ("missed steps", r"`missed\[3\]` of a SCAPE state must be a whole number from 0 to .*, got -1"),
+        ("no missed steps", "`missed` of an optimizer state must be a dict, got list"),
+        ("since", "`second_moment_since` of a SCAPE state must be a whole number from 0 to .*, got None"),
+        ("second moment", r"exp_avg_sq of 'parameter 1' \(number 1\) must have shape \(5,\), got \(6,\)"),
+        ("half a second moment", r"exp_avg_sq of 'parameter 2' \(number 2\) must be a floating-point tensor, got None"),
     ],
 )
 def test_an_unfit_state_is_refused_and_changes_nothing(kind: str, words: str) -> None:
-    params, optimizer = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0), torch.float32)
+    params, optimizer = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update="adamw"), torch.float32)
     train(params, optimizer, 0, range(4))
     before = [t.clone() for t in everything(params, optimizer)]
     spoiled = spoil(build_state(), kind)
@@ -313,7 +394,7 @@ def test_an_unfit_state_is_refused_and_changes_nothing(kind: str, words: str) ->
 
 
 def build_state() -> dict[str, Any]:
-    params, optimizer = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0), torch.float32)
+    params, optimizer = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update="adamw"), torch.float32)
     train(params, optimizer, 0, range(2))
     return optimizer.state_dict()
 
