@@ -114,8 +114,7 @@ def expect_steps(optimizers: Iterable[object], steps: float | None) -> None:
         steps: of the whole run; None is not known.
     """
     for optimizer in scape_optimizers(optimizers):
-        if not _steps_taken(optimizer):
-            optimizer._masks.schedule = SparsitySchedule.of(optimizer.config, steps)
+        optimizer.expect_steps(steps)
 
 
 def densities(optimizers: Iterable[object]) -> dict[str, float]:
@@ -125,10 +124,10 @@ def densities(optimizers: Iterable[object]) -> dict[str, float]:
     """
     ours = scape_optimizers(optimizers)
     return {
-        f"{metric_prefix(index, len(ours))}/density": optimizer.schedule.sent(_steps_taken(optimizer) - 1)
+        f"{metric_prefix(index, len(ours))}/density": optimizer.schedule.sent(optimizer.steps_taken - 1)
         / optimizer.schedule.quota.block_size
         for index, optimizer in enumerate(ours)
-        if _steps_taken(optimizer) and _still_dense(optimizer)
+        if optimizer.steps_taken and _still_dense(optimizer)
     }
 
 
@@ -140,13 +139,7 @@ def metric_prefix(index: int, optimizers: int) -> str:
 def _still_dense(optimizer: ScapeOptimizer) -> bool:
     """Whether the last step was one of the dense steps or of the warm-up."""
     schedule = optimizer.schedule
-    return not optimizer.config.dense and _steps_taken(optimizer) <= schedule.dense_steps + schedule.warmup_steps
-
-
-def _steps_taken(optimizer: ScapeOptimizer) -> int:
-    """Steps so far, restored ones included; the host counts them."""
-    state = optimizer._run.state
-    return 0 if state is None else state.calls
+    return not optimizer.config.dense and optimizer.steps_taken <= schedule.dense_steps + schedule.warmup_steps
 
 
 Spelling = Callable[[Mapping[str, str]], str]

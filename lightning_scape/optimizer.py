@@ -602,6 +602,19 @@ class ScapeOptimizer(torch.optim.Optimizer):
         """How many entries of a block are sent at which step."""
         return self._masks.schedule
 
+    @property
+    def steps_taken(self) -> int:
+        """Calls of :meth:`step` so far, skipped and restored ones included; the schedule counts them."""
+        return 0 if self._run.state is None else self._run.state.calls
+
+    def expect_steps(self, total_steps: float | None) -> None:
+        """Fits the default warm-up into a run of so many steps; None is not known.
+
+        For hosts that learn it after they have built the optimizer. Once a step was taken or loaded it does nothing.
+        """
+        if not self.steps_taken:
+            self._masks.schedule = SparsitySchedule.of(self.config, total_steps)
+
     def bytes_per_step(self, sent: int | None = None) -> int:
         """Bytes that this rank sends in a step, the norm's message (clipping) not counted.
 
