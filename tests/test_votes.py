@@ -104,7 +104,7 @@ def test_owners_elect_from_the_votes_of_all_ranks(run_ranks: RunRanks, world_siz
 
 def count_votes(rank: int, world_size: int, options: dict[str, Any]) -> None:
     params = parameters()
-    config = ScapeConfig(**options)
+    config = ScapeConfig(sparsity_warmup_steps=0, **options)
     optimizer = ScapeOptimizer(params, config=config)
     for step in range(3):
         set_gradients(params, rank, step)
@@ -130,9 +130,12 @@ def count_votes(rank: int, world_size: int, options: dict[str, Any]) -> None:
     assert stats.bytes_total - stats.bytes_votes == sum(
         (stats.bytes_norm, stats.bytes_values, stats.bytes_parameters, stats.bytes_mask)
     )
+    assert optimizer.bytes_per_step() == stats.bytes_total - stats.bytes_norm
 
 
-@pytest.mark.parametrize("options", [{"sparsity": 0.99, "mask_votes": 2}, {"sparsity": 0.999, "mask_votes": 4}])
+@pytest.mark.parametrize(
+    "options", [{"sparsity": 0.99, "mask_votes": 2}, {"sparsity": 0.999, "mask_votes": 4, "update": "adamw"}]
+)
 def test_votes_are_one_message_more_and_counted(run_ranks: RunRanks, options: dict[str, Any]) -> None:
     run_ranks(count_votes, 2, options)
 
@@ -192,6 +195,28 @@ def test_a_skipped_step_is_no_sample() -> None:
         with contextlib.nullcontext() if value < 9 else pytest.warns(UserWarning, match="not finite"):
             optimizer.step()
     assert_one_sample(optimizer, 4.0)
+
+
+@pytest.mark.parametrize("update", ["adams", "adamw"])
+def test_a_parameter_without_a_gradient_keeps_its_mean_square(update: str) -> None:
+    """Skipped steps, and steps in which no rank has a gradient of it, are no gradients of zero."""
+    parameters = [nn.Parameter(torch.zeros(30)) for _ in range(2)]
+    config = ScapeConfig(sparsity=0.9, block_size=10, sparsity_warmup_steps=0, update=update)
+    optimizer = ScapeOptimizer(parameters, config=config)
+    squares = []
+    for value, here in ((2.0, True), (3.0, False), (float("nan"), True), (4.0, True), *[(5.0, False)] * 8):
+        parameters[0].grad = torch.full((30,), value) if here else None
+        parameters[1].grad = torch.full((30,), value)
+        with contextlib.nullcontext() if value == value else pytest.warns(UserWarning, match="not finite"):
+            optimizer.step()
+        state = optimizer._run.state
+        assert state is not None
+        measured = state.second_moment if state.noise is None else state.noise
+        assert measured is not None
+        squares.append(measured.view(-1)[0].item())
+    assert squares[0] == squares[1] == squares[2] > 0
+    assert (squares[3] > squares[0]) == (update == "adamw")  # AdamS samples every eighth step
+    assert set(squares[4:]) == {squares[3]}
 
 
 def assert_one_sample(optimizer: ScapeOptimizer, square: float) -> None:
@@ -260,8 +285,9 @@ def test_the_share_of_the_noise_grows_with_the_interval_between_visits(
     assert shares == pytest.approx([share] * 2)
 
 
-def test_dense_runs_keep_no_noise() -> None:
+def test_dense_runs_and_adamws_update_keep_no_noise() -> None:
     assert not ScapeConfig(sparsity=0.0).measures_noise
+    assert not ScapeConfig(update="adamw").measures_noise  # which has a second moment of its own
     assert not ScapeConfig(second_moment="reconstructed", sparsity_warmup_steps=0).measures_noise
     assert ScapeConfig(sparsity_warmup_steps=0).measures_noise
 

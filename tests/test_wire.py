@@ -56,9 +56,9 @@ def test_the_narrower_of_wire_and_parameters_travels_unless_masters_are_kept(
     assert run_ranks(gathers, 2, dtypes, wire_dtype) == [[travels]] * 2
 
 
-def step_from(rank: int, world_size: int, start: float, wire_dtype: str, sparsity: float) -> Tensor:
+def step_from(rank: int, world_size: int, start: float, wire_dtype: str, sparsity: float, update: str) -> Tensor:
     parameter = nn.Parameter(torch.full((400,), start))
-    config = ScapeConfig(sparsity=sparsity, wire_dtype=wire_dtype, sparsity_warmup_steps=0)
+    config = ScapeConfig(sparsity=sparsity, wire_dtype=wire_dtype, sparsity_warmup_steps=0, update=update)
     optimizer = ScapeOptimizer([parameter], lr=1e-3, weight_decay=0.1, config=config)
     generator = torch.Generator().manual_seed(0)
     parameter.grad = torch.randn(400, generator=generator).bfloat16().float()  # travels exactly on either wire
@@ -67,11 +67,11 @@ def step_from(rank: int, world_size: int, start: float, wire_dtype: str, sparsit
     return parameter.detach()
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 0.9])
-def test_a_change_is_rounded_once_and_added_alike_everywhere(run_ranks: RunRanks, sparsity: float) -> None:
+@pytest.mark.parametrize(("sparsity", "update"), [(0.0, "adams"), (0.9, "adams"), (0.9, "adamw")])
+def test_a_change_is_rounded_once_and_added_alike_everywhere(run_ranks: RunRanks, sparsity: float, update: str) -> None:
     for start in (0.0, 3.0):
-        exact = run_ranks(step_from, 2, start, "fp32", sparsity)[0]
-        first, second = run_ranks(step_from, 2, start, "bf16", sparsity)
+        exact = run_ranks(step_from, 2, start, "fp32", sparsity, update)[0]
+        first, second = run_ranks(step_from, 2, start, "bf16", sparsity, update)
         assert torch.equal(first, second)
         assert torch.equal(first, start + (exact - start).bfloat16().float())
         moved = exact != start
@@ -79,19 +79,28 @@ def test_a_change_is_rounded_once_and_added_alike_everywhere(run_ranks: RunRanks
         assert ((first - exact).abs()[moved] <= (exact - start).abs()[moved] / 256 + 1e-6 * start).all()
 
 
-def skip(rank: int, world_size: int, sparsity: float) -> bool:
-    """Whether a skipped step leaves every bit, of zeros with a sign and of infinities too."""
+def stand_still(rank: int, world_size: int, sparsity: float, update: str) -> bool:
+    """Whether steps that are skipped, or without a gradient, leave every bit: of signed zeros and infinities too."""
     parameter = nn.Parameter(torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1e-42, -3.0] * 50))
-    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0))
+    other = nn.Parameter(torch.ones(300))
+    config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0, update=update)
+    optimizer = ScapeOptimizer([parameter, other], config=config)
     before = parameter.detach().clone().view(torch.int32)
     for bad in (float("nan"), float("inf")):
         parameter.grad = torch.full_like(parameter, bad if rank == 0 else 1.0)
         optimizer.step()
+    assert (other == 1).all()
+    parameter.grad, other.grad = None, torch.ones(300)
+    for _ in range(2):
+        optimizer.step()
     optimizer.drain()
+    assert not (other == 1).all()
     return torch.equal(parameter.detach().view(torch.int32), before)
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 0.9])
+@pytest.mark.parametrize(("sparsity", "update"), [(0.0, "adams"), (0.9, "adams"), (0.0, "adamw"), (0.9, "adamw")])
 @pytest.mark.filterwarnings("ignore:The gradient norm was not finite")
-def test_a_skipped_step_changes_no_bit(run_ranks: RunRanks, sparsity: float) -> None:
-    assert run_ranks(skip, 2, sparsity) == [True, True]
+def test_a_step_that_is_skipped_or_without_a_gradient_changes_no_bit(
+    run_ranks: RunRanks, sparsity: float, update: str
+) -> None:
+    assert run_ranks(stand_still, 2, sparsity, update) == [True, True]
