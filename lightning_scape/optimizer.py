@@ -68,8 +68,11 @@ class _Active:
     def of(self, piece: Piece) -> Tensor:
         return self.parameters[piece.segment.index] if self.parameters.dim() else self.scale
 
-    def of_pieces(self, pieces: Sequence[Piece]) -> Tensor:
-        return torch.stack([self.of(piece) for piece in pieces]) if self.parameters.dim() and pieces else self.scale
+    def of_parameters(self, places: Sequence[int]) -> Tensor:
+        if not self.parameters.dim():
+            return self.scale
+        chosen = ops.to_device(torch.tensor(places, dtype=torch.int64, device="cpu"), self.parameters.device)
+        return self.parameters.index_select(0, chosen)
 
     def of_rows(self, rows: slice) -> Tensor:
         return self.rows[rows] if self.rows.dim() else self.scale
@@ -373,9 +376,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
         if state.second_moment is not None and not self._masks.sends_all(state.calls):
             moments = self._views(state.second_moment.view(-1), self._shard_pieces)
             weights = [1 - float(self.param_groups[piece.segment.group]["betas"][1]) for piece in self._shard_pieces]
-            ops.accumulate_second_moment(
-                moments, parts, weights, ranks, active.of_pieces(self._shard_pieces), clip_value
-            )
+            scales = active.of_parameters([piece.segment.index for piece in self._shard_pieces])
+            ops.accumulate_second_moment(moments, parts, weights, ranks, scales, clip_value)
         if state.noise is not None and (state.calls % NOISE_INTERVAL == 0 or not state.noise_samples):
             state.noise_samples += 1
             self._run.sampled = True
