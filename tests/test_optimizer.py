@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, collectives, ops
-from lightning_scape.clipping import pack_flags
+from lightning_scape.clipping import GradientClipping, pack_flags
 from lightning_scape.collectives import Arriving
 
 RunRanks = Callable[..., list[Any]]
@@ -189,6 +189,45 @@ def test_replicas_are_bitwise_equal_under_every_option(
 ) -> None:
     for changed, _ in run_ranks(train_odd, 2, 0.9, dtype, options):
         assert changed == {name: not name.startswith("frozen") for name in changed}
+
+
+def train_with_flags(rank: int, world_size: int, on_device: bool, options: dict[str, Any]) -> list[Tensor]:
+    real = GradientClipping._measure
+
+    def measure(self: GradientClipping, grads: Any, device: torch.device, *, sketch: bool) -> Tensor:
+        norm = real(self, grads, device, sketch=sketch)
+        if on_device and self.present is None:
+            self.present = torch.ones(len(grads))
+        return norm
+
+    GradientClipping._measure = measure  # type: ignore[method-assign]
+    params = parameters()
+    groups = [{"params": params[:2], "lr": 3e-2}, {"params": params[2:], "betas": (0.8, 0.99)}]
+    config = ScapeConfig(**{"sparsity": 0.9, "dense_steps": 1, "sparsity_warmup_steps": 2, **options})
+    optimizer = ScapeOptimizer(groups, config=config)
+    for step in range(8):
+        set_gradients(params, rank, step)
+        optimizer.clip_grad_norm(20.0)
+        optimizer.step()
+    optimizer.drain()
+    state = optimizer._run.state
+    assert state is not None
+    assert (state.missed is not None) == on_device
+    kept = [t for t in kept_by_a_skipped_step(state)[:-1] if t is not None]
+    return values(params) + kept
+
+
+@pytest.mark.parametrize(
+    "options", [{"update": "adamw"}, {"mask_statistic": "first_moment", "bias_correction": True}], ids=str
+)
+def test_ranks_on_devices_that_do_not_know_whether_all_have_gradients_train_alike(
+    run_ranks: RunRanks, options: dict[str, Any]
+) -> None:
+    """On CUDA the flags stay on the device, and every step goes by rows."""
+    known = run_ranks(train_with_flags, 2, False, options)
+    for mine, theirs in zip(run_ranks(train_with_flags, 2, True, options), known, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=0.0)
 
 
 # ----------------------------------------------------------------------------- 3. nothing is ever lost
