@@ -131,6 +131,7 @@ def load(snapshot: Snapshot, saved: Mapping[str, Any], rank: int, groups: Sequen
         ValueError: the state is not of this model, or of a newer format. Nothing has been changed then.
     """
     _check(snapshot, saved, groups)
+    groups = _groups_from_now_on(groups, saved["param_groups"])
     snapshot.masks.restore(None, 0)
     if "scape" not in saved:
         _load_foreign(snapshot, saved["state"], rank, groups)
@@ -191,6 +192,7 @@ def load_shards(snapshot: Snapshot, saved: SavedShards, rank: int, groups: Seque
     """
     common, layout, state = saved.common, snapshot.layout, snapshot.state
     _check_shards(snapshot, common, groups)
+    groups = _groups_from_now_on(groups, common["param_groups"])
     _load_clocks(snapshot, common)
     held = set(common["tensors"])
     if "master" in held and snapshot.parameters.need_masters:
@@ -311,6 +313,11 @@ def as_adamw(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------ parts of loading
+
+
+def _groups_from_now_on(mine: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups as they will be once the state is loaded, whose options hold."""
+    return [{**own, **theirs} for own, theirs in zip(mine, saved, strict=True)]
 
 
 def _load_clocks(snapshot: Snapshot, whole: Mapping[str, Any]) -> None:

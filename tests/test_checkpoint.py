@@ -271,6 +271,31 @@ def test_a_second_moment_that_was_guessed_goes_on_bit_for_bit(run_ranks: RunRank
         assert 0 < since < 14
 
 
+@pytest.mark.parametrize("kind", ["measured", "reconstructed", "dense"])
+def test_a_second_moment_is_made_for_the_betas_that_the_state_brings(kind: str) -> None:
+    """They hold from then on: by those given before, it would be divided by another number of gradients' weights."""
+    twins = parameters()
+    before: torch.optim.Optimizer = AdamS(twins, betas=(0.8, 0.9))
+    if kind != "dense":
+        config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update="adams", second_moment=kind)  # type: ignore[arg-type]
+        before = ScapeOptimizer(twins, betas=(0.8, 0.9), config=config)
+    for step in range(10):
+        set_gradients(twins, 0, step)
+        before.step()
+    found = []
+    for betas in ((0.8, 0.9), (0.9, 0.999)):
+        params = parameters()
+        config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update="adamw")
+        optimizer = ScapeOptimizer(params, betas=betas, config=config)
+        with pytest.warns(UserWarning, match="carry over|update='adams'"):
+            optimizer.load_state_dict(before.state_dict())
+        assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+        train(params, optimizer, 0, range(10, 11))
+        found.append(everything(params, optimizer))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_state_of_adamws_update_goes_on_with_adams_and_measures_anew() -> None:
     config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update="adamw")
     params, optimizer = build(config, torch.float32)
