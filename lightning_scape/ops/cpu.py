@@ -84,6 +84,8 @@ _GRAIN = 1 << 16
 """Entries that are worth a thread of their own."""
 _NORM_CHUNK = 1 << 15
 """Entries of :func:`squared_norm` that are summed in the gradient's precision."""
+_LONGEST_SORTED = 4096
+"""Longer blocks are sorted by the twin, where many of their entries are sent."""
 _SKETCH_PART = 16
 """Chunks of :func:`sketch` that are summed into one partial sketch, by one thread."""
 
@@ -136,12 +138,12 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
     """See :func:`reference.sketch`."""
     buckets, length = max(widths), signs.numel() // 2
     total = np.zeros(buckets, np.float32)
-    numbered = {id(grad): index for index, grad in enumerate(grads)}
-    for (dtype,), group in _by_dtypes([(grad,) for grad in grads if grad is not None and grad.numel()]):
-        sizes = tuple(grad.numel() for (grad,) in group)
-        plan = _sketch_plan(tuple(numbered[id(grad)] for (grad,) in group), sizes, length, tuple(widths))
-        table = plan.copy()
-        addresses = np.array([grad.data_ptr() for (grad,) in group], np.int64)
+    numbered = [(grad, index) for index, grad in enumerate(grads) if grad is not None and grad.numel()]
+    for dtype in dict.fromkeys(grad.dtype for grad, _ in numbered):
+        group = [(grad, index) for grad, index in numbered if grad.dtype == dtype]
+        sizes = tuple(grad.numel() for grad, _ in group)
+        plan = _sketch_plan(tuple(index for _, index in group), sizes, length, tuple(widths))
+        table, addresses = plan.copy(), np.array([grad.data_ptr() for grad, _ in group], np.int64)
         table[:, 0] = addresses[plan[:, 6]] + plan[:, 0] * dtype.itemsize
         parts = -(-len(table) // _SKETCH_PART)
         sums = np.zeros((parts, buckets), np.float32)
@@ -238,8 +240,10 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     """See :func:`reference.select`."""
     blocks, length = statistic.shape
     assert 1 <= sent <= length
+    if length > _LONGEST_SORTED and sent > cpu_masks.MAX_PASSES:
+        return reference.select(statistic, sent)
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device="cpu")
-    loop = functools.partial(cpu_masks.select, _array(statistic), _array(chosen))
+    loop = functools.partial(cpu_masks.select, _array(statistic), _network(length, sent), _array(chosen))
     _in_parallel(loop, blocks, _rows_of_a_thread(length))
     return chosen
 
@@ -248,9 +252,11 @@ def select(statistic: Tensor, sent: int) -> Tensor:
 def vote(residual: Tensor, votes: int) -> Tensor:
     """See :func:`reference.vote`."""
     blocks, length = residual.shape
+    if length > _LONGEST_SORTED and votes > cpu_masks.MAX_PASSES:
+        return reference.vote(residual, votes)
     width = votes * position_dtype(length).itemsize + votes + 1
     ballots = torch.empty(blocks, width, dtype=torch.uint8, device="cpu")
-    loop = functools.partial(cpu_masks.vote, _array(residual), votes, _array(ballots))
+    loop = functools.partial(cpu_masks.vote, _array(residual), _network(length, votes), votes, _array(ballots))
     _in_parallel(loop, blocks, _rows_of_a_thread(length))
     return ballots
 
@@ -259,10 +265,55 @@ def vote(residual: Tensor, votes: int) -> Tensor:
 def elect(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) -> Tensor:
     """See :func:`reference.elect`."""
     blocks, length = residual.shape
+    if length > _LONGEST_SORTED and sent > cpu_masks.MAX_PASSES:
+        return reference.elect(residual, ballots, own, votes, sent)
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device="cpu")
-    loop = functools.partial(cpu_masks.elect, _array(residual), _array(ballots), own, votes, _array(chosen))
+    network = _network(length, sent)
+    loop = functools.partial(cpu_masks.elect, _array(residual), _array(ballots), own, network, votes, _array(chosen))
     _in_parallel(loop, blocks, _rows_of_a_thread(length))
     return chosen
+
+
+def _network(length: int, sent: int) -> Any:
+    """The comparisons that bring the ``sent`` largest of ``length`` to the front; none where maxima are faster."""
+    if sent <= cpu_masks.MAX_PASSES:
+        return np.empty((0, 2), np.uint16)
+    return sorting_network(length, min(length, 1 << (sent - 1).bit_length()))
+
+
+@functools.lru_cache(maxsize=64)
+def sorting_network(length: int, sent: int) -> Any:
+    """Pairs ``(a, b)``, uint16 ``[n, 2]``: if each in turn moves the larger of places a and b to a, the first ``sent``
+    places hold the largest of ``length`` numbers, in descending order.
+
+    Groups of ``sent`` are sorted by Batcher's merge exchange (Knuth, The Art of Computer Programming 3, 5.2.2). The
+    first then meets each of the others in reverse, which leaves it the largest of both as a bitonic sequence, and is
+    sorted again by a bitonic merge. Where ``sent`` is no power of two, or more than a half, all is sorted.
+    """
+    if sent & (sent - 1) or 2 * sent > length:
+        return np.array(list(_merge_exchange(length)), np.uint16).reshape(-1, 2)
+    pairs = [(g + a, g + b) for g in range(0, length, sent) for a, b in _merge_exchange(min(sent, length - g))]
+    for group in range(sent, length, sent):
+        pairs += [(place, group + sent - 1 - place) for place in range(sent) if group + sent - 1 - place < length]
+        gap = sent // 2
+        while gap:
+            pairs += [(place, place + gap) for place in range(sent) if not place & gap]
+            gap //= 2
+    return np.array(pairs, np.uint16)
+
+
+def _merge_exchange(length: int) -> Iterator[tuple[int, int]]:
+    """Batcher's network for any length."""
+    size = 1
+    while size < length:
+        gap = size
+        while gap:
+            for start in range(gap % size, length - gap, 2 * gap):
+                for a in range(start, min(start + gap, length - gap)):
+                    if a // (2 * size) == (a + gap) // (2 * size):
+                        yield a, a + gap
+            gap //= 2
+        size *= 2
 
 
 # ------------------------------------------------------------------------------------------------ blocks and shards

@@ -278,14 +278,13 @@ def _decays_and_blends(tau, numbers, g, implicit, decay, blend):
 
 
 @jit
-def _first_moment(m, tau, a, blend, beta1, one_minus_beta1, implicit):
-    """``m'`` and ``S`` of :func:`reference.tau_step`."""
-    one, zero = tau.dtype.type(1), tau.dtype.type(0)
+def _first_moment(m, tau, a, blend, one, beta1, one_minus_beta1, implicit):
+    """``m'`` and ``S`` of :func:`reference.tau_step`; ``one`` is 1 in the dtype of the rest."""
     mean = a / tau
     new = (one - blend) * m + blend * mean
     if implicit:
         return new, tau * new
-    first = one if tau == one else zero
+    first = one if tau == one else one - one
     moved = tau * mean + (m - mean) * (blend * beta1 / one_minus_beta1)
     return new, moved * (one - first) + new * first
 
@@ -312,7 +311,7 @@ def update(theta, momentum, clock, noise, mask, total, numbers, by_row, floor, i
             steady = one_minus_beta1 / (one + beta1)
             old, gradients = theta[row:stop].reshape(-1), total[row:stop].reshape(-1)
             for j in range(count):
-                new, moved = _first_moment(m[j], tau[j], gradients[j], blend[j], beta1, one_minus_beta1, implicit)
+                new, moved = _first_moment(m[j], tau[j], gradients[j], blend[j], one, beta1, one_minus_beta1, implicit)
                 corrected = m[j] / c1
                 m2, g2 = corrected * corrected, gradients[j] * gradients[j] / tau[j]
                 if noise is not None:
@@ -352,7 +351,7 @@ def update_adamw(theta, moments, clock, mask, total, numbers, by_row, rule, impl
             one_minus_beta1, one_minus_beta2 = numbers[g, _ONE_MINUS_BETA1], numbers[g, _ONE_MINUS_BETA2]
             old, gradients = theta[row:stop].reshape(-1), total[row:stop].reshape(-1)
             for j in range(count):
-                new, moved = _first_moment(m[j], tau[j], gradients[j], blend[j], beta1, one_minus_beta1, implicit)
+                new, moved = _first_moment(m[j], tau[j], gradients[j], blend[j], one, beta1, one_minus_beta1, implicit)
                 moved /= c1
                 bounded, agreed = moved * longest, new / c1
                 common = larger(agreed * agreed, bounded * bounded)
