@@ -8,8 +8,9 @@ select, vote, elect, compact             bitwise
 gather, scatter, fold                    bitwise
 accumulate_first_moment                  bitwise
 accumulate_second_moment, measure_noise  bitwise where torch was compiled to round ``a + b * c`` once
-update, update_adamw                     bitwise for entries visited in the step before (AdamS: with ``implicit``);
-                                         else ``exp`` and ``expm1`` round differently (2 units in the last place)
+update, update_adamw                     moments and clocks bitwise for entries visited in the step before (with
+                                         ``implicit``), else within rounding: ``exp``, ``expm1``, and torch's ``sqrt``,
+                                         which is not correctly rounded
 squared_norm, sketch                     another order of summation, the same at every run and number of threads
 checksum, take, put, tau_step,           the twin itself: one call of torch, or not part of a step
 adamw_step
@@ -219,7 +220,9 @@ def accumulate_second_moment(
     rows = [(moment, grad, weight, own) for moment, grad, weight, own in given if own != 0.0]
     pairs = [(moment, moment if grad is None else grad) for moment, grad, *_ in rows]
     for (dtype, of_grad), group in _by_dtypes(pairs):
-        here = [row for row, pair in zip(rows, pairs, strict=True) if (pair[0].dtype, pair[1].dtype) == (dtype, of_grad)]
+        here = [
+            row for row, pair in zip(rows, pairs, strict=True) if (pair[0].dtype, pair[1].dtype) == (dtype, of_grad)
+        ]
         table, count = _pairs_table(group)
         table[[grad is None for _, grad, *_ in here], 1] = 0
         like, largest = _like(dtype), _number(dtype, torch.finfo(dtype).max)
@@ -362,7 +365,7 @@ def update(
         None if mask is None else _array(mask),
         _array(total),
         _numbers(hyper),
-        _by_row(group, step, scale, divisor, divisor),
+        _by_row(hyper, group, step, scale, divisor, divisor),
         _number(theta.dtype, floor),
         implicit,
     )
@@ -396,7 +399,7 @@ def update_adamw(
         None if mask is None else _array(mask),
         _array(total),
         _numbers(hyper),
-        _by_row(group, step, scale, *corrections),
+        _by_row(hyper, group, step, scale, *corrections),
         tuple(_number(theta.dtype, number) for number in rule),
         implicit,
     )
@@ -409,9 +412,10 @@ def _numbers(hyper: Hyper) -> Any:
     return torch.stack(torch.broadcast_tensors(*hyper), -1).view(-1, len(hyper)).numpy()
 
 
-def _by_row(group: Tensor | None, step: Tensor, scale: Tensor, *corrections: Tensor) -> tuple[Any, ...]:
+def _by_row(hyper: Hyper, group: Tensor | None, step: Tensor, scale: Tensor, *corrections: Tensor) -> tuple[Any, ...]:
     """Group, step, scale and corrections: ``[R]`` each, or ``[1]`` for all rows."""
-    groups = np.zeros(1, np.int32) if group is None else _array(group.int())
+    one_group = group is None or not any(value.dim() for value in hyper)
+    groups = np.zeros(1, np.int32) if one_group else _array(group.int())
     rest = (step.int(), scale.float(), *corrections)
     return (groups, *(_array(tensor.reshape(-1)) for tensor in rest))
 
@@ -444,7 +448,9 @@ def scatter(
         reference.scatter(flats, pieces, mask, values, block_size, add)
         return
     for dtype, table, count in _pieces_table(flats, pieces, mask.shape[1], block_size):
-        loop = functools.partial(cpu_kernels.scatter, table, _array(mask), _array(values), add, block_size, _like(dtype))
+        loop = functools.partial(
+            cpu_kernels.scatter, table, _array(mask), _array(values), add, block_size, _like(dtype)
+        )
         _in_parallel(loop, count, _GRAIN)
 
 

@@ -300,7 +300,13 @@ def update(theta, momentum, clock, noise, mask, total, numbers, by_row, floor, i
         if _number(by_row[2], row) != 0:
             count, g = (stop - row) * sent, _number(by_row[0], row)
             now, c1 = _number(by_row[1], row), _number(by_row[3], row)
-            m, tau, decay, blend, n = room[0, :count], room[1, :count], room[2, :count], room[3, :count], room[4, :count]
+            m, tau, decay, blend, n = (
+                room[0, :count],
+                room[1, :count],
+                room[2, :count],
+                room[3, :count],
+                room[4, :count],
+            )
             again += _read_waits(clock, mask, now, sent, row, stop, tau)
             _read(momentum, mask, sent, row, stop, m)
             if noise is not None:
@@ -342,7 +348,13 @@ def update_adamw(theta, moments, clock, mask, total, numbers, by_row, rule, impl
         if _number(by_row[2], row) != 0:
             count, g, now = (stop - row) * sent, _number(by_row[0], row), _number(by_row[1], row)
             c1, c2 = _number(by_row[3], row), _number(by_row[4], row)
-            m, tau, decay, blend, v = room[0, :count], room[1, :count], room[2, :count], room[3, :count], room[4, :count]
+            m, tau, decay, blend, v = (
+                room[0, :count],
+                room[1, :count],
+                room[2, :count],
+                room[3, :count],
+                room[4, :count],
+            )
             again += _read_waits(clock, mask, now, sent, row, stop, tau)
             _read(exp_avg, mask, sent, row, stop, m)
             _read(exp_avg_sq, mask, sent, row, stop, v)

@@ -98,7 +98,9 @@ def _narrow_to_half(value, like):
     if magnitude >= 0x47800000:  # 2**16 and more, NaN
         rounded = np.int32(0x7E00 if magnitude > 0x7F800000 else 0x7C00)
     elif magnitude < 0x38800000:  # denormal: adding 0.5 rounds it to units of the last place
-        rounded = np.int32((magnitude.view(np.float32) + np.float32(0.5)).view(np.int32) - 0x3F000000)
+        rounded = np.int32(
+            np.float32(np.int32(magnitude).view(np.float32) + np.float32(0.5)).view(np.int32) - 0x3F000000
+        )
     else:
         rounded = np.int32((magnitude - 0x38000000 + 0xFFF + ((magnitude >> 13) & 1)) >> 13)
     return np.int16(rounded | ((bits >> 16) & 0x8000))
