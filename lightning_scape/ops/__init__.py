@@ -1,8 +1,8 @@
 """The arithmetic of a step; one name each, whatever runs it.
 
-Tensors on CUDA go through the Triton kernels of :mod:`.kernels`, those on a CPU through the loops of :mod:`.cpu`, which
-numba compiles. Their twins in plain PyTorch, :mod:`.reference`, define what is computed, and serve where Triton or numba
-is missing. To compare them, or to rule one out, set the environment variable ``LIGHTNING_SCAPE_OPS`` to one of
+Tensors on CUDA go through the Triton kernels of :mod:`.kernels`, those on a CPU through the loops of :mod:`.cpu`,
+compiled by numba. Their twins in plain PyTorch, :mod:`.reference`, define what is computed, and serve where Triton or
+numba is missing. To compare them, or to rule one out, set the environment variable ``LIGHTNING_SCAPE_OPS`` to one of
 :data:`CHOICES`, or use :func:`using`.
 """
 

@@ -1,7 +1,7 @@
 """The operations on a CPU, compiled by numba: each the twin of the function of that name in :mod:`.reference`.
 
-Each reads and writes its tensors once, in one loop per core, and makes no temporary of their size. What is bitwise equal
-to the twin and what only rounds:
+Each reads and writes its tensors once, in one loop per core, and makes no temporary of their size. What is bitwise
+equal to the twin and what only rounds:
 
 ======================================== ==============================================================================
 select, vote, elect, compact             bitwise
@@ -286,12 +286,12 @@ def _network(length: int, sent: int) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def sorting_network(length: int, sent: int) -> Any:
-    """Pairs ``(a, b)``, uint16 ``[n, 2]``: if each in turn moves the larger of places a and b to a, the first ``sent``
-    places hold the largest of ``length`` numbers, in descending order.
+    """Comparisons that bring the ``sent`` largest of ``length`` numbers to the front, in descending order.
 
-    Groups of ``sent`` are sorted by Batcher's merge exchange (Knuth, The Art of Computer Programming 3, 5.2.2). The
-    first then meets each of the others in reverse, which leaves it the largest of both as a bitonic sequence, and is
-    sorted again by a bitonic merge. Where ``sent`` is no power of two, or more than a half, all is sorted.
+    Pairs of places ``(a, b)``, uint16 ``[n, 2]``: each in turn moves the larger of both numbers to a. Groups of ``sent``
+    are sorted by Batcher's merge exchange (Knuth, The Art of Computer Programming 3, 5.2.2). The first then meets each
+    of the others in reverse, which leaves it the largest of both as a bitonic sequence, and is sorted again by a bitonic
+    merge. Where ``sent`` is no power of two, or more than a half, all is sorted.
     """
     if sent & (sent - 1) or 2 * sent > length:
         return np.array(list(_merge_exchange(length)), np.uint16).reshape(-1, 2)
@@ -408,14 +408,14 @@ def update_adamw(
 
 
 def _numbers(hyper: Hyper) -> Any:
-    """``[G, 9]``"""
+    """Those of each group: ``[G, 9]``."""
     return torch.stack(torch.broadcast_tensors(*hyper), -1).view(-1, len(hyper)).numpy()
 
 
 def _by_row(hyper: Hyper, group: Tensor | None, step: Tensor, scale: Tensor, *corrections: Tensor) -> tuple[Any, ...]:
     """Group, step, scale and corrections: ``[R]`` each, or ``[1]`` for all rows."""
-    one_group = group is None or not any(value.dim() for value in hyper)
-    groups = np.zeros(1, np.int32) if one_group else _array(group.int())
+    differ = group is not None and any(value.dim() for value in hyper)
+    groups = _array(group.int()) if group is not None and differ else np.zeros(1, np.int32)
     rest = (step.int(), scale.float(), *corrections)
     return (groups, *(_array(tensor.reshape(-1)) for tensor in rest))
 
@@ -494,7 +494,7 @@ def _bound(clip_value: float | None, dtype: torch.dtype) -> tuple[Any, bool]:
     return _number(dtype, float(within)), True
 
 
-def _by_dtypes(rows: list[tuple[Tensor, ...]]) -> list[tuple[tuple[torch.dtype, ...], list[tuple[Tensor, ...]]]]:
+def _by_dtypes(rows: Sequence[tuple[Tensor, ...]]) -> list[tuple[tuple[torch.dtype, ...], list[tuple[Tensor, ...]]]]:
     """Rows of tensors, grouped by their dtypes, in order."""
     groups: dict[tuple[torch.dtype, ...], list[tuple[Tensor, ...]]] = {}
     for row in rows:

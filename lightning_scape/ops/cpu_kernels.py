@@ -64,6 +64,7 @@ def accumulate_squares(table, keeps, weights, bound, clip, largest, like_moment,
 
 @jit
 def accumulate_first_moment(momentum, evidence, grad, beta1, weight, bound, clip, first, last):
+    """See :func:`reference.accumulate_first_moment`; ``weight`` is ``(1 - beta1) * scale``."""
     momentum, evidence, grad = momentum[first:last], evidence[first:last], grad[first:last]
     for e in range(len(momentum)):
         value = widen(grad[e])
@@ -135,6 +136,7 @@ def _sum_columns(grad, signs, columns, width, used):
 
 @jit
 def compact(residual, mask, values, scale, limit, first, last):
+    """See :func:`reference.compact`; ``mask`` may be None, ``scale`` is ``[R]`` or ``[1]``."""
     for row in range(first, last):
         if scale[row if len(scale) > 1 else 0] == 0:
             values[row, :] = 0

@@ -64,7 +64,7 @@ def _find_by_maximum(keys, low, chosen):
 
 @jit
 def select(statistic, network, chosen, first, last):
-    """``network`` is :func:`cpu.sorting_network`, or empty for :data:`MAX_PASSES` entries and fewer."""
+    """See :func:`reference.select`; ``network`` may be empty for :data:`MAX_PASSES` entries and fewer."""
     length, low = statistic.shape[1], _low_bits(statistic.shape[1])
     keys, columns = np.empty((_LANES, length), np.int32), np.zeros((length, _LANES), np.int32)
     for start in range(first, last, _LANES):
@@ -76,6 +76,7 @@ def select(statistic, network, chosen, first, last):
 
 @jit
 def vote(residual, network, votes, ballots, first, last):
+    """See :func:`reference.vote`; ``network`` as in :func:`select`."""
     length, low = residual.shape[1], _low_bits(residual.shape[1])
     keys, columns = np.empty((_LANES, length), np.int32), np.zeros((length, _LANES), np.int32)
     chosen = np.empty((_LANES, votes), np.int64)
@@ -93,7 +94,7 @@ def _write_ballot(values, chosen, ballot):
     """See :func:`reference.vote`."""
     votes, wide = len(chosen), len(values) > 256
     largest = np.float32(widen(values[chosen[0]])).view(np.int32) & _MAGNITUDE
-    exponent = min((largest >> 23) + 1, 254)
+    exponent = np.int32(min((largest >> 23) + 1, 254))
     unit = np.float32(127) / np.int32(exponent << 23).view(np.float32)
     codes = 2 * votes if wide else votes
     for turn in range(votes):
@@ -121,6 +122,7 @@ def _add_ballot(total, ballot, votes):
 
 @jit
 def elect(residual, ballots, own, network, votes, chosen, first, last):
+    """See :func:`reference.elect`; ``network`` as in :func:`select`."""
     length, low = residual.shape[1], _low_bits(residual.shape[1])
     keys, columns = np.empty((_LANES, length), np.int32), np.zeros((length, _LANES), np.int32)
     total = np.empty(length, np.float32)
