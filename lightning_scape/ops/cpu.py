@@ -288,10 +288,10 @@ def _network(length: int, sent: int) -> Any:
 def sorting_network(length: int, sent: int) -> Any:
     """Comparisons that bring the ``sent`` largest of ``length`` numbers to the front, in descending order.
 
-    Pairs of places ``(a, b)``, uint16 ``[n, 2]``: each in turn moves the larger of both numbers to a. Groups of ``sent``
-    are sorted by Batcher's merge exchange (Knuth, The Art of Computer Programming 3, 5.2.2). The first then meets each
-    of the others in reverse, which leaves it the largest of both as a bitonic sequence, and is sorted again by a bitonic
-    merge. Where ``sent`` is no power of two, or more than a half, all is sorted.
+    Pairs of places ``(a, b)``, uint16 ``[n, 2]``: each in turn moves the larger of both numbers to a. Groups of
+    ``sent`` are sorted by Batcher's merge exchange (Knuth, The Art of Computer Programming 3, 5.2.2). The first then
+    meets each of the others in reverse, which leaves it the largest of both as a bitonic sequence, and is sorted again
+    by a bitonic merge. Where ``sent`` is no power of two, or more than a half, all is sorted.
     """
     if sent & (sent - 1) or 2 * sent > length:
         return np.array(list(_merge_exchange(length)), np.uint16).reshape(-1, 2)

@@ -94,7 +94,8 @@ def _write_ballot(values, chosen, ballot):
     """See :func:`reference.vote`."""
     votes, wide = len(chosen), len(values) > 256
     largest = np.float32(widen(values[chosen[0]])).view(np.int32) & _MAGNITUDE
-    exponent = np.int32(min((largest >> 23) + 1, 254))
+    above = np.int32((largest >> 23) + 1)
+    exponent = above if above < 254 else np.int32(254)
     unit = np.float32(127) / np.int32(exponent << 23).view(np.float32)
     codes = 2 * votes if wide else votes
     for turn in range(votes):
