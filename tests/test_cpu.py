@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.clipping import SKETCH_WIDTHS, _random_signs
 from lightning_scape.layout import Layout
-from lightning_scape.ops import cpu, cpu_kernels, reference
+from lightning_scape.ops import cpu, cpu_kernels, cpu_masks, reference
 
 FLOATS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 STATES = st.sampled_from([torch.float32, torch.float64])
@@ -33,7 +33,7 @@ ONE = torch.ones(())
 class TestNumba(KernelChecks):
     module = cpu
     choice = "cpu"
-    caches = (cpu._like, cpu._sketch_plan, cpu.sorting_network)
+    caches = (cpu._like, cpu._sketch_plan, cpu_masks.sorting_network)
     as_rounded = staticmethod(nullcontext)
 
 
@@ -96,7 +96,7 @@ def test_select_in_long_blocks_equals_its_twin(length: int, sent: int) -> None:
 def test_a_sorting_network_brings_the_largest_to_the_front_in_order(length: int, sent: int) -> None:
     for _ in range(20):
         found = np.random.default_rng(length).permutation(length)
-        for a, b in cpu.sorting_network(length, sent).astype(int):
+        for a, b in cpu_masks.sorting_network(length, sent).astype(int):
             found[[a, b]] = max(found[a], found[b]), min(found[a], found[b])
         assert found[:sent].tolist() == list(range(length - 1, length - 1 - sent, -1))
 

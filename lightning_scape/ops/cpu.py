@@ -246,7 +246,7 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     if length > _LONGEST_SORTED and sent > cpu_masks.MAX_PASSES:
         return reference.select(statistic, sent)
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device="cpu")
-    loop = functools.partial(cpu_masks.select, _array(statistic), _network(length, sent), _array(chosen))
+    loop = functools.partial(cpu_masks.select, _array(statistic), cpu_masks.network(length, sent), _array(chosen))
     _in_parallel(loop, blocks, _rows_of_a_thread(length))
     return chosen
 
@@ -259,7 +259,7 @@ def vote(residual: Tensor, votes: int) -> Tensor:
         return reference.vote(residual, votes)
     width = votes * position_dtype(length).itemsize + votes + 1
     ballots = torch.empty(blocks, width, dtype=torch.uint8, device="cpu")
-    loop = functools.partial(cpu_masks.vote, _array(residual), _network(length, votes), votes, _array(ballots))
+    loop = functools.partial(cpu_masks.vote, _array(residual), cpu_masks.network(length, votes), votes, _array(ballots))
     _in_parallel(loop, blocks, _rows_of_a_thread(length))
     return ballots
 
@@ -271,52 +271,10 @@ def elect(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) ->
     if length > _LONGEST_SORTED and sent > cpu_masks.MAX_PASSES:
         return reference.elect(residual, ballots, own, votes, sent)
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device="cpu")
-    network = _network(length, sent)
+    network = cpu_masks.network(length, sent)
     loop = functools.partial(cpu_masks.elect, _array(residual), _array(ballots), own, network, votes, _array(chosen))
     _in_parallel(loop, blocks, _rows_of_a_thread(length))
     return chosen
-
-
-def _network(length: int, sent: int) -> Any:
-    """The comparisons that bring the ``sent`` largest of ``length`` to the front; none where maxima are faster."""
-    if sent <= cpu_masks.MAX_PASSES:
-        return np.empty((0, 2), np.uint16)
-    return sorting_network(length, min(length, 1 << (sent - 1).bit_length()))
-
-
-@functools.lru_cache(maxsize=64)
-def sorting_network(length: int, sent: int) -> Any:
-    """Comparisons that bring the ``sent`` largest of ``length`` numbers to the front, in descending order.
-
-    Pairs of places ``(a, b)``, uint16 ``[n, 2]``: each in turn moves the larger of both numbers to a. Groups of
-    ``sent`` are sorted by Batcher's merge exchange (Knuth, The Art of Computer Programming 3, 5.2.2). The first then
-    meets each of the others in reverse, which leaves it the largest of both as a bitonic sequence, and is sorted again
-    by a bitonic merge. Where ``sent`` is no power of two, or more than a half, all is sorted.
-    """
-    if sent & (sent - 1) or 2 * sent > length:
-        return np.array(list(_merge_exchange(length)), np.uint16).reshape(-1, 2)
-    pairs = [(g + a, g + b) for g in range(0, length, sent) for a, b in _merge_exchange(min(sent, length - g))]
-    for group in range(sent, length, sent):
-        pairs += [(place, group + sent - 1 - place) for place in range(sent) if group + sent - 1 - place < length]
-        gap = sent // 2
-        while gap:
-            pairs += [(place, place + gap) for place in range(sent) if not place & gap]
-            gap //= 2
-    return np.array(pairs, np.uint16)
-
-
-def _merge_exchange(length: int) -> Iterator[tuple[int, int]]:
-    """Batcher's network for any length."""
-    size = 1
-    while size < length:
-        gap = size
-        while gap:
-            for start in range(gap % size, length - gap, 2 * gap):
-                for a in range(start, min(start + gap, length - gap)):
-                    if a // (2 * size) == (a + gap) // (2 * size):
-                        yield a, a + gap
-            gap //= 2
-        size *= 2
 
 
 # ------------------------------------------------------------------------------------------------ blocks and shards

@@ -1,5 +1,9 @@
 """Loops that select entries of blocks, compiled by numba: see :mod:`.cpu_kernels`."""
 
+import functools
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 
 from lightning_scape.ops.cpu_numbers import jit, widen
@@ -138,3 +142,45 @@ def elect(residual, ballots, own, network, votes, chosen, first, last):
                     _add_ballot(total, ballots[rank, start + row], votes)
             _fill_keys(total, keys[row], low)
         _find_largest(keys, columns, network, low, chosen[start : start + rows])
+
+
+def network(length: int, sent: int) -> Any:
+    """The comparisons that bring the ``sent`` largest of ``length`` to the front; none where maxima are faster."""
+    if sent <= MAX_PASSES:
+        return np.empty((0, 2), np.uint16)
+    return sorting_network(length, min(length, 1 << (sent - 1).bit_length()))
+
+
+@functools.lru_cache(maxsize=64)
+def sorting_network(length: int, sent: int) -> Any:
+    """Comparisons that bring the ``sent`` largest of ``length`` numbers to the front, in descending order.
+
+    Pairs of places ``(a, b)``, uint16 ``[n, 2]``: each in turn moves the larger of both numbers to a. Groups of
+    ``sent`` are sorted by Batcher's merge exchange (Knuth, The Art of Computer Programming 3, 5.2.2). The first then
+    meets each of the others in reverse, which leaves it the largest of both as a bitonic sequence, and is sorted again
+    by a bitonic merge. Where ``sent`` is no power of two, or more than a half, all is sorted.
+    """
+    if sent & (sent - 1) or 2 * sent > length:
+        return np.array(list(_merge_exchange(length)), np.uint16).reshape(-1, 2)
+    pairs = [(g + a, g + b) for g in range(0, length, sent) for a, b in _merge_exchange(min(sent, length - g))]
+    for group in range(sent, length, sent):
+        pairs += [(place, group + sent - 1 - place) for place in range(sent) if group + sent - 1 - place < length]
+        gap = sent // 2
+        while gap:
+            pairs += [(place, place + gap) for place in range(sent) if not place & gap]
+            gap //= 2
+    return np.array(pairs, np.uint16)
+
+
+def _merge_exchange(length: int) -> Iterator[tuple[int, int]]:
+    """Batcher's network for any length."""
+    size = 1
+    while size < length:
+        gap = size
+        while gap:
+            for start in range(gap % size, length - gap, 2 * gap):
+                for a in range(start, min(start + gap, length - gap)):
+                    if a // (2 * size) == (a + gap) // (2 * size):
+                        yield a, a + gap
+            gap //= 2
+        size *= 2
