@@ -1,9 +1,9 @@
-"""What must hold of every kernel, on whatever device: run on the CPU in Triton's interpreter, and on a GPU."""
+"""What must hold of every implementation: of numba's, and of Triton's in its interpreter and on a GPU."""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -19,7 +19,8 @@ from lightning_scape.layout import Layout, Piece, Segment
 from lightning_scape.ops import kernels, reference
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-BOTH = [reference, kernels]
+BOTH = ["reference", "own"]
+"""The twin, and the implementation that a class of checks is for."""
 FAR = 2**31 + 64
 """Entries from the start of a buffer to a place that 32-bit offsets do not reach."""
 
@@ -126,9 +127,18 @@ class Shard(NamedTuple):
 
 
 class KernelChecks:
-    """Inherit, and say on which device."""
+    """Inherit, and say what is checked, and on which device."""
 
     device = "cpu"
+    module: Any = kernels
+    choice = "kernels"
+    caches: Sequence[Any] = (kernels._cached_table, kernels._cached_chunks, kernels._sketch_plan)
+    as_rounded = staticmethod(reference_as_on_a_gpu)
+    """Within it, the twin rounds as the implementation does."""
+
+    @pytest.fixture
+    def either(self, request: pytest.FixtureRequest) -> Any:
+        return reference if request.param == "reference" else self.module
 
     def scalar(self, value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor(value, dtype=dtype, device=self.device)
@@ -136,46 +146,46 @@ class KernelChecks:
     def both(self, name: str, *arguments: Any) -> tuple[tuple[Any, Any], Iterator[tuple[Any, Any]]]:
         """What an operation returns and what it leaves in its arguments: by the kernel, and by its twin."""
         ours, theirs = copied(arguments, self.device), copied(arguments, "cpu")
-        result = getattr(kernels, name)(*ours)
-        with reference_as_on_a_gpu():
+        result = getattr(self.module, name)(*ours)
+        with self.as_rounded():
             expected = getattr(reference, name)(*theirs)
         return (copied(result, "cpu"), expected), zip(copied(ours, "cpu"), theirs, strict=True)
 
     # ------------------------------------------------------------------------------------- docstrings' examples
 
-    @pytest.mark.parametrize("module", BOTH)
-    def test_example_of_select(self, module: Any) -> None:
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_example_of_select(self, either: Any) -> None:
         statistic = torch.tensor([[3.0, -5, 0, 0], [0, 0, 0, 0]], device=self.device)
-        assert module.select(statistic, 2).tolist() == [[1, 0], [0, 1]]
+        assert either.select(statistic, 2).tolist() == [[1, 0], [0, 1]]
 
-    @pytest.mark.parametrize("module", BOTH)
-    def test_example_of_fold(self, module: Any) -> None:
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_example_of_fold(self, either: Any) -> None:
         residual = torch.tensor([1.0, 1.0], device=self.device)
-        module.fold([residual], [torch.tensor([3.0, -8.0], device=self.device)], self.scalar(0.5), 4.0)
+        either.fold([residual], [torch.tensor([3.0, -8.0], device=self.device)], self.scalar(0.5), 4.0)
         assert residual.tolist() == [2.5, -1.0]
 
-    @pytest.mark.parametrize("module", BOTH)
-    def test_example_of_compact(self, module: Any) -> None:
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_example_of_compact(self, either: Any) -> None:
         residual = torch.tensor([[1.00390625, 5.0]], device=self.device)
         mask = torch.tensor([[0]], dtype=torch.uint8, device=self.device)
-        sent = module.compact(residual, mask, torch.bfloat16, self.scalar(1.0))
+        sent = either.compact(residual, mask, torch.bfloat16, self.scalar(1.0))
         assert sent.dtype is torch.bfloat16
         assert sent.tolist() == [[1.0]]
         assert residual.tolist() == [[0.00390625, 5.0]]
 
-    @pytest.mark.parametrize("module", BOTH)
-    def test_example_of_update(self, module: Any) -> None:
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_example_of_update(self, either: Any) -> None:
         theta, total = (torch.tensor([[v]], device=self.device) for v in (3.0, -2.0))
         momentum, clock = torch.zeros(1, 2, device=self.device), torch.zeros(1, 2, device=self.device).int()
         numbers = (torch.tensor(v, dtype=torch.float64, device=self.device) for v in (1.0, 0.0, 0.0, 1e-30, 0.0))
         single = ops.Hyper.of(torch.float32, *numbers)
         mask = torch.tensor([[1]], dtype=torch.uint8, device=self.device)
         step = self.scalar(1, torch.int32)
-        again = module.update(theta, momentum, clock, mask, total, step, single, 1.0, self.scalar(1.0))
+        again = either.update(theta, momentum, clock, mask, total, step, single, 1.0, self.scalar(1.0))
         assert (theta.tolist(), momentum.tolist(), clock.tolist(), int(again)) == ([[4.0]], [[0.0, -2.0]], [[0, 1]], 1)
 
-    @pytest.mark.parametrize("module", BOTH)
-    def test_example_of_update_adamw(self, module: Any) -> None:
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_example_of_update_adamw(self, either: Any) -> None:
         theta, total = (torch.tensor([[v]], device=self.device) for v in (3.0, -2.0))
         exp_avg, exp_avg_sq = torch.zeros(1, 2, device=self.device), torch.zeros(1, 2, device=self.device)
         clock = torch.zeros(1, 2, dtype=torch.int32, device=self.device)
@@ -183,21 +193,21 @@ class KernelChecks:
         single, one = ops.Hyper.of(torch.float32, *numbers), self.scalar(1.0)
         mask = torch.tensor([[1]], dtype=torch.uint8, device=self.device)
         state = theta, exp_avg, exp_avg_sq, clock
-        again = module.update_adamw(*state, mask, total, self.scalar(1, torch.int32), single, (one, one), one, 1)
+        again = either.update_adamw(*state, mask, total, self.scalar(1, torch.int32), single, (one, one), one, 1)
         assert (theta.tolist(), exp_avg.tolist(), exp_avg_sq.tolist()) == ([[4.0]], [[0.0, -2.0]], [[0.0, 4.0]])
         assert (clock.tolist(), int(again)) == ([[0, 1]], 1)
 
-    @pytest.mark.parametrize("module", BOTH)
-    def test_example_of_gather(self, module: Any) -> None:
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_example_of_gather(self, either: Any) -> None:
         flats = [torch.tensor([5.0, 6.0, 7.0], device=self.device), torch.tensor([8.0], device=self.device)]
         mask = torch.tensor([[1], [0], [0]], dtype=torch.uint8, device=self.device)
         out = torch.zeros(3, 1, device=self.device)
-        module.gather(flats, list(Layout([3, 1], [0, 0], 2, 1).pieces()), mask, out, 2)
+        either.gather(flats, list(Layout([3, 1], [0, 0], 2, 1).pieces()), mask, out, 2)
         assert out.tolist() == [[6.0], [7.0], [8.0]]
-        module.scatter(flats, list(Layout([3, 1], [0, 0], 2, 1).pieces()), mask, -out, 2)
+        either.scatter(flats, list(Layout([3, 1], [0, 0], 2, 1).pieces()), mask, -out, 2)
         assert [flat.tolist() for flat in flats] == [[5.0, -6.0, -7.0], [-8.0]]
         changes = torch.full((3, 1), 0.5, dtype=torch.bfloat16, device=self.device)
-        module.scatter(flats, list(Layout([3, 1], [0, 0], 2, 1).pieces()), mask, changes, 2, True)
+        either.scatter(flats, list(Layout([3, 1], [0, 0], 2, 1).pieces()), mask, changes, 2, True)
         assert [flat.tolist() for flat in flats] == [[5.0, -5.5, -6.5], [-7.5]]
 
     # ------------------------------------------------------------------------------------------------ select
@@ -209,20 +219,20 @@ class KernelChecks:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_select_equals_its_twin(self, rows: int, length: int, sent: int, dtype: torch.dtype) -> None:
         statistic = awkward(rows, length).to(dtype)
-        assert_same_bits(kernels.select(statistic.to(self.device), sent).cpu(), reference.select(statistic, sent))
+        assert_same_bits(self.module.select(statistic.to(self.device), sent).cpu(), reference.select(statistic, sent))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_select_ranks_narrow_statistics(self, dtype: torch.dtype) -> None:
         statistic = awkward(9, 100).to(dtype)
-        assert_same_bits(kernels.select(statistic.to(self.device), 4).cpu(), reference.select(statistic, 4))
+        assert_same_bits(self.module.select(statistic.to(self.device), 4).cpu(), reference.select(statistic, 4))
 
     def test_select_of_an_empty_shard_is_empty(self) -> None:
-        assert kernels.select(torch.zeros(0, 200, device=self.device), 2).shape == (0, 2)
+        assert self.module.select(torch.zeros(0, 200, device=self.device), 2).shape == (0, 2)
 
     def test_select_reads_rows_that_lie_apart(self) -> None:
         wide = awkward(9, 300)
         assert_same_bits(
-            kernels.select(wide.to(self.device)[:, :200], 2).cpu(), reference.select(wide[:, :200].contiguous(), 2)
+            self.module.select(wide.to(self.device)[:, :200], 2).cpu(), reference.select(wide[:, :200].contiguous(), 2)
         )
 
     # ------------------------------------------------------------------------------------- fold and first moment
@@ -237,48 +247,48 @@ class KernelChecks:
         buffer = torch.randn(sum(sizes) + 20, dtype=residual_dtype)
         grads = [torch.randn(n).to(dtype) for n in sizes]
         results = []
-        for module, device in ((reference, "cpu"), (kernels, self.device)):
+        for module, device in ((reference, "cpu"), (self.module, self.device)):
             own = buffer.to(device, copy=True)
             residuals = [part[:n] for part, n in zip(own.split([n + 4 for n in sizes]), sizes, strict=True)]
             given = [*(grad.to(device) for grad in grads[:-1]), None]
-            with reference_as_on_a_gpu():
+            with self.as_rounded():
                 module.fold(residuals, given, torch.tensor(0.7, device=device), clip_value)
             results.append(own.cpu())
         assert_same_bits(*results)
 
-    @pytest.mark.parametrize("module", BOTH)
-    def test_a_bound_may_lie_beyond_the_gradients_dtype(self, module: Any) -> None:
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_a_bound_may_lie_beyond_the_gradients_dtype(self, either: Any) -> None:
         residual = torch.zeros(2, device=self.device)
         grad = torch.tensor([6e4, -3.0], dtype=torch.float16, device=self.device)
-        module.fold([residual], [grad], self.scalar(1.0), 1e5)
-        module.measure_noise(residual, grad, 0.5, 1, self.scalar(1.0), 1e5)
+        either.fold([residual], [grad], self.scalar(1.0), 1e5)
+        either.measure_noise(residual, grad, 0.5, 1, self.scalar(1.0), 1e5)
         assert residual[1].item() == 0.5 * -3.0 + 0.5 * 9.0
 
     def test_fold_with_scale_one_equals_the_twin_on_the_host(self) -> None:
         residual, grad = torch.randn(3000), torch.randn(3000)
         other = residual.to(self.device, copy=True)
         reference.fold([residual], [grad], torch.ones(()), None)
-        kernels.fold([other], [grad.to(self.device)], self.scalar(1.0), None)
+        self.module.fold([other], [grad.to(self.device)], self.scalar(1.0), None)
         assert_same_bits(other.cpu(), residual)
 
-    @pytest.mark.parametrize("module", BOTH)
-    def test_scale_zero_changes_nothing_though_gradients_are_not_finite(self, module: Any) -> None:
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_scale_zero_changes_nothing_though_gradients_are_not_finite(self, either: Any) -> None:
         zero, bad = self.scalar(0.0), torch.full((300,), float("nan"), device=self.device)
         state = [torch.randn(300, device=self.device) for _ in range(5)]
         before = [tensor.clone() for tensor in state]
         residual, momentum, evidence, theta, second = state
         mask = torch.zeros(3, 1, dtype=torch.uint8, device=self.device)
-        with reference_as_on_a_gpu():
-            module.fold([residual], [bad], zero, None)
-            module.accumulate_first_moment(momentum, evidence, bad, 0.9, zero, None)
-            sent = module.compact(residual.view(3, 100), mask, torch.bfloat16, zero)
+        with self.as_rounded():
+            either.fold([residual], [bad], zero, None)
+            either.accumulate_first_moment(momentum, evidence, bad, 0.9, zero, None)
+            sent = either.compact(residual.view(3, 100), mask, torch.bfloat16, zero)
             clock = torch.zeros(3, 100, dtype=torch.int32, device=self.device)
             moments = momentum.view(3, 100), second.view(3, 100)
             rest = mask, bad[:3].view(3, 1), self.scalar(1, torch.int32), hyper(self.device, torch.float32)
-            module.update(theta[:3].view(3, 1), moments[0], clock, *rest, 1.0, zero)
-            module.update_adamw(theta[:3].view(3, 1), *moments, clock, *rest, (bad[0], bad[0]), zero, 2)
-            module.accumulate_second_moment([second], [bad], [0.1], 2, zero, None)
-            module.accumulate_second_moment([second], [bad], [0.1], 2, zero.view(1), 1.0)
+            either.update(theta[:3].view(3, 1), moments[0], clock, *rest, 1.0, zero)
+            either.update_adamw(theta[:3].view(3, 1), *moments, clock, *rest, (bad[0], bad[0]), zero, 2)
+            either.accumulate_second_moment([second], [bad], [0.1], 2, zero, None)
+            either.accumulate_second_moment([second], [bad], [0.1], 2, zero.view(1), 1.0)
         assert (sent == 0).all()
         assert (clock == 0).all()
         for tensor, old in zip(state, before, strict=True):
@@ -289,9 +299,9 @@ class KernelChecks:
     def test_first_moment_equals_its_twin(self, dtype: torch.dtype, clip_value: float | None) -> None:
         momentum, evidence, grad = torch.randn(5000), torch.randn(5000), torch.randn(5000).to(dtype)
         own = [tensor.to(self.device, copy=True) for tensor in (momentum, evidence, grad)]
-        with reference_as_on_a_gpu():
+        with self.as_rounded():
             reference.accumulate_first_moment(momentum, evidence, grad, 0.9, torch.tensor(0.7), clip_value)
-        kernels.accumulate_first_moment(*own, 0.9, self.scalar(0.7), clip_value)
+        self.module.accumulate_first_moment(*own, 0.9, self.scalar(0.7), clip_value)
         assert_same_bits(own[0].cpu(), momentum)
         assert_same_bits(own[1].cpu(), evidence)
 
@@ -336,7 +346,7 @@ class KernelChecks:
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_squared_norm_equals_its_twin_but_for_the_order_of_summation(self, dtype: torch.dtype) -> None:
         grads = [torch.randn(n).to(dtype) for n in (9000, 4096, 0, 13)]
-        ours = kernels.squared_norm([grad.to(self.device) for grad in grads])
+        ours = self.module.squared_norm([grad.to(self.device) for grad in grads])
         torch.testing.assert_close(ours.cpu(), reference.squared_norm(grads), rtol=5e-6, atol=0)
 
     @pytest.mark.parametrize("dtype", FLOATS)
@@ -344,21 +354,23 @@ class KernelChecks:
         signs = _random_signs(1 << 14)
         grads = [torch.randn(20_000).to(dtype), None, torch.randn(5).to(dtype), torch.randn(9_001)]
         own = [None if grad is None else grad.to(self.device) for grad in grads]
-        ours = kernels.sketch(own, signs.to(self.device), SKETCH_WIDTHS)
+        ours = self.module.sketch(own, signs.to(self.device), SKETCH_WIDTHS)
         torch.testing.assert_close(ours.cpu(), reference.sketch(grads, signs, SKETCH_WIDTHS), rtol=1e-5, atol=1e-5)
 
     @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
     def test_norms_of_what_is_not_finite_are_not_finite(self, bad: float) -> None:
         grad = torch.randn(9000, device=self.device)
         grad[8999] = bad
-        assert not kernels.squared_norm([grad]).isfinite()
+        assert not self.module.squared_norm([grad]).isfinite()
         signs = _random_signs(1 << 14).to(self.device)
-        assert not kernels.sketch([grad], signs, SKETCH_WIDTHS).norm().isfinite()
+        assert not self.module.sketch([grad], signs, SKETCH_WIDTHS).norm().isfinite()
 
     def test_norms_are_the_same_at_every_run(self) -> None:
         grad, signs = torch.randn(30_000, device=self.device), _random_signs(1 << 14).to(self.device)
-        assert_same_bits(kernels.squared_norm([grad]), kernels.squared_norm([grad]))
-        assert_same_bits(kernels.sketch([grad], signs, SKETCH_WIDTHS), kernels.sketch([grad], signs, SKETCH_WIDTHS))
+        assert_same_bits(self.module.squared_norm([grad]), self.module.squared_norm([grad]))
+        assert_same_bits(
+            self.module.sketch([grad], signs, SKETCH_WIDTHS), self.module.sketch([grad], signs, SKETCH_WIDTHS)
+        )
 
     # ------------------------------------------------------------------------------------------------- compact
 
@@ -371,8 +383,8 @@ class KernelChecks:
         residual[9, :4] = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 1e-40, -1e-45])  # ties of bf16; denormals
         mask = None if sent is None else reference.select(residual, sent)
         own = residual.to(self.device, copy=True)
-        ours = kernels.compact(own, None if mask is None else mask.to(self.device), wire, self.scalar(1.0))
-        with reference_as_on_a_gpu():
+        ours = self.module.compact(own, None if mask is None else mask.to(self.device), wire, self.scalar(1.0))
+        with self.as_rounded():
             theirs = reference.compact(residual, mask, wire, torch.ones(()))
         ours, own = ours.cpu(), own.cpu()
         assert torch.equal(ours.isnan(), theirs.isnan())  # which NaN is left open
@@ -393,13 +405,13 @@ class KernelChecks:
         assert_same_bits(values[2::3].nan_to_num(), every[2::3].nan_to_num())  # a scale does not scale what is sent
         assert_same_bits(values[::3].nan_to_num(), every[::3].nan_to_num())
 
-    @pytest.mark.parametrize("module", [kernels, reference])
-    def test_compact_into_a_part_of_a_buffer(self, module: Any) -> None:
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_compact_into_a_part_of_a_buffer(self, either: Any) -> None:
         residual, scale = torch.randn(6, 200, device=self.device), self.scalar(1.0)
         mask = reference.select(residual, 2)
-        expected = module.compact(residual.clone(), mask, torch.bfloat16, scale)
+        expected = either.compact(residual.clone(), mask, torch.bfloat16, scale)
         buffer = torch.full((8, 2), 7.0, dtype=torch.bfloat16, device=self.device)
-        assert module.compact(residual, mask, torch.bfloat16, scale, out=buffer[1:7]).data_ptr() == buffer[1].data_ptr()
+        assert either.compact(residual, mask, torch.bfloat16, scale, out=buffer[1:7]).data_ptr() == buffer[1].data_ptr()
         assert_same_bits(buffer[1:7].cpu(), expected.cpu())
         assert (buffer[[0, 7]] == 7.0).all()
 
@@ -523,45 +535,44 @@ class KernelChecks:
         residuals[2][7:9] = torch.tensor([[0.0], [1e-40]])  # a ballot of zeros, and one of denormals
         ballots = torch.stack([reference.vote(residual, votes) for residual in residuals])
         for residual, ballot in zip(residuals, ballots, strict=True):
-            assert torch.equal(kernels.vote(residual.to(self.device), votes).cpu(), ballot)
+            assert torch.equal(self.module.vote(residual.to(self.device), votes).cpu(), ballot)
         for own, residual in enumerate(residuals):
-            chosen = kernels.elect(residual.to(self.device), ballots.to(self.device), own, votes, sent)
+            chosen = self.module.elect(residual.to(self.device), ballots.to(self.device), own, votes, sent)
             assert torch.equal(chosen.cpu(), reference.elect(residual, ballots, own, votes, sent))
 
     def test_the_elected_of_an_empty_shard_are_none(self) -> None:
         empty = torch.zeros(0, 200, device=self.device)
         ballots = torch.zeros(2, 0, 7, dtype=torch.uint8, device=self.device)
-        assert kernels.elect(empty, ballots, 0, 2, 2).shape == (0, 2)
+        assert self.module.elect(empty, ballots, 0, 2, 2).shape == (0, 2)
 
     def test_tables_do_not_come_to_lie_on_the_default_device(self) -> None:
         """Under ``torch.set_default_device("cuda")`` they were made there, and could not be pinned."""
         residual, grad = torch.ones(500, device=self.device), torch.ones(500, device=self.device)
         signs, scale = _random_signs(1 << 17).to(self.device), self.scalar(1.0)
-        kernels._cached_table.cache_clear()
-        kernels._cached_chunks.cache_clear()
-        kernels._sketch_plan.cache_clear()
+        for cache in self.caches:
+            cache.cache_clear()
         with torch.device("meta"):
-            kernels.fold([residual], [grad], scale, 0.5)
-            norm = kernels.squared_norm([grad])
-            kernels.sketch([grad], signs, SKETCH_WIDTHS)
+            self.module.fold([residual], [grad], scale, 0.5)
+            norm = self.module.squared_norm([grad])
+            self.module.sketch([grad], signs, SKETCH_WIDTHS)
         assert residual.tolist() == [1.5] * 500
         assert float(norm) == 500.0
 
     def test_a_checksum_does_not_depend_on_its_parts(self) -> None:
         flat = torch.randn(300_000)
-        assert torch.equal(kernels.checksum(flat.to(self.device)).cpu(), reference.checksum(flat))
+        assert torch.equal(self.module.checksum(flat.to(self.device)).cpu(), reference.checksum(flat))
         assert torch.equal(reference._checksum_in_chunks(flat, 1024), reference.checksum(flat))
 
     @pytest.mark.parametrize("clip_value", [None, 0.3])
     def test_measured_noise_equals_its_twin(self, clip_value: float | None) -> None:
         noise, grad = torch.rand(5000), torch.randn(5000)
         own = [tensor.to(self.device, copy=True) for tensor in (noise, grad)]
-        with reference_as_on_a_gpu():
+        with self.as_rounded():
             reference.measure_noise(noise, grad, 0.1, 4, torch.tensor(0.7), clip_value)
-            kernels.measure_noise(*own, 0.1, 4, self.scalar(0.7), clip_value)
+            self.module.measure_noise(*own, 0.1, 4, self.scalar(0.7), clip_value)
         assert_same_bits(own[0].cpu(), noise)
-        with reference_as_on_a_gpu():
-            kernels.measure_noise(own[0], own[1] * float("nan"), 0.1, 4, self.scalar(0.0), clip_value)
+        with self.as_rounded():
+            self.module.measure_noise(own[0], own[1] * float("nan"), 0.1, 4, self.scalar(0.0), clip_value)
         assert_same_bits(own[0].cpu(), noise)
 
     # --------------------------------------------------------------------------------------- gather and scatter
@@ -585,13 +596,13 @@ class KernelChecks:
         out = torch.full((rows, 3 if masked else 50), 7.0)
         own_out = out.to(self.device, copy=True)
         reference.gather(flats, pieces, mask, out, 50)
-        kernels.gather(own, pieces, own_mask, own_out, 50)
+        self.module.gather(own, pieces, own_mask, own_out, 50)
         assert_same_bits(own_out.cpu(), out)
         reference.scatter(flats, pieces, mask, out * 1.001, 50)
-        kernels.scatter(own, pieces, own_mask, (out * 1.001).to(self.device), 50)
+        self.module.scatter(own, pieces, own_mask, (out * 1.001).to(self.device), 50)
         changes = torch.randn_like(out).to(torch.bfloat16)
         reference.scatter(flats, pieces, mask, changes, 50, True)
-        kernels.scatter(own, pieces, own_mask, changes.to(self.device), 50, True)
+        self.module.scatter(own, pieces, own_mask, changes.to(self.device), 50, True)
         for ours, theirs in zip(own, flats, strict=True):
             assert_same_bits(ours.cpu(), theirs)
 
@@ -599,7 +610,7 @@ class KernelChecks:
         pieces = list(Layout([50], [0], 50, 1).pieces())
         for value in (1.0, 2.0, 1.0):
             flats, out = [torch.full((50,), value, device=self.device)], torch.zeros(1, 50, device=self.device)
-            kernels.gather(flats, pieces, None, out, 50)
+            self.module.gather(flats, pieces, None, out, 50)
             assert (out == value).all()
 
     # ------------------------------------------------------------------------------------------- whole trainings
@@ -614,9 +625,9 @@ class KernelChecks:
     )
     def test_fifty_steps_on_given_gradients(self, sparsity: float, dtype: torch.dtype, options: dict[str, Any]) -> None:
         config = ScapeConfig(sparsity=sparsity, dense_steps=2, sparsity_warmup_steps=3, **options)
-        with reference_as_on_a_gpu():
+        with self.as_rounded():
             theirs = train(config, "reference", "cpu", dtype, follow=False)
-        ours = train(config, "kernels", self.device, dtype, follow=False)
+        ours = train(config, self.choice, self.device, dtype, follow=False)
         # The gradient does not depend on the parameters: every entry is chosen alike, and what is left is the same.
         assert_same_bits(ours.residual.cpu(), theirs.residual)
         assert_same_bits(ours.clock.cpu(), theirs.clock)
@@ -629,7 +640,7 @@ class KernelChecks:
     def test_fifty_steps_whose_gradients_follow_the_parameters(self, update: str) -> None:
         config = ScapeConfig(sparsity=0.99, sparsity_warmup_steps=0, update=update)
         theirs = train(config, "reference", "cpu", torch.float32, follow=True)
-        ours = train(config, "kernels", self.device, torch.float32, follow=True)
+        ours = train(config, self.choice, self.device, torch.float32, follow=True)
         self.compare_parameters(ours, theirs, torch.float32)
         torch.testing.assert_close(ours.residual.cpu(), theirs.residual, rtol=0, atol=1e-4)
 

@@ -59,6 +59,7 @@ MAY_IMPORT_LIGHTNING = {
 }
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "litgpt", "pytorch_lightning"}
 MAY_IMPORT_TRITON = {"ops.kernels"}
+MAY_IMPORT_NUMBA = {"ops.cpu_kernels", "ops.cpu_masks", "ops.cpu_numbers"}
 MAY_COMMUNICATE = {"collectives"}
 # Prefixes, so that all_gather_into_tensor, reduce_scatter_tensor or broadcast_object_list are covered too.
 MESSAGE = re.compile(
@@ -86,6 +87,8 @@ def _forbidden_import(module: str, name: str) -> Iterator[str]:
     if root in LIGHTNING and here not in MAY_IMPORT_LIGHTNING:
         yield f"imports {name}"
     if root == "triton" and module not in MAY_IMPORT_TRITON:
+        yield f"imports {name}"
+    if root == "numba" and module not in MAY_IMPORT_NUMBA:
         yield f"imports {name}"
     if root == PACKAGE and not _may_import(here, _ours(name)):
         yield f"imports {_ours(name)}, which is not below {here}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import subprocess
@@ -18,7 +19,7 @@ from kernel_checks import FAR, FarAway, KernelChecks, assert_same_bits, hyper
 from rank_checks import CHANGE_ROUNDING, train_on, train_scaled
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.ops import kernels, reference
+from lightning_scape.ops import cpu, kernels, reference
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"),
@@ -63,10 +64,11 @@ def test_docstring_has_an_example(name: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- dispatch
 
 
-def test_cpu_tensors_go_through_the_reference_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_tensors_go_through_numba_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
-    monkeypatch.setattr(reference, "select", lambda *_: used.append("reference"))
-    monkeypatch.setattr(kernels, "select", lambda *_: used.append("kernels"))
+    for module in (reference, cpu, kernels):
+        name = module.__name__.split(".")[-1]
+        monkeypatch.setattr(module, "select", functools.partial(lambda name, *_: used.append(name), name))
     ops.select(torch.zeros(1, 4), 1)
     with ops.using("kernels"):
         ops.select(torch.zeros(1, 4), 1)
@@ -74,11 +76,14 @@ def test_cpu_tensors_go_through_the_reference_unless_told_otherwise(monkeypatch:
             ops.select(torch.zeros(1, 4), 1)
     monkeypatch.setenv("LIGHTNING_SCAPE_OPS", "kernels")
     ops.select(torch.zeros(1, 4), 1)
-    assert used == ["reference", "kernels", "reference", "kernels"]
+    assert used == ["cpu", "kernels", "reference", "kernels"]
 
 
 def test_an_unknown_choice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="must be one of auto, reference, kernels, got 'triton'"), ops.using("triton"):
+    with (
+        pytest.raises(ValueError, match="must be one of auto, reference, cpu, kernels, got 'triton'"),
+        ops.using("triton"),
+    ):
         pass
     monkeypatch.setenv("LIGHTNING_SCAPE_OPS", "fast")
     with pytest.raises(ValueError, match=r"\$LIGHTNING_SCAPE_OPS must be one of"):
@@ -107,6 +112,7 @@ def test_without_triton_the_reference_serves_and_says_so(monkeypatch: pytest.Mon
 def test_two_ranks_train_alike_by_kernels_and_by_reference(
     run_ranks, monkeypatch: pytest.MonkeyPatch, wire_dtype: str, atol: float, update: str
 ) -> None:
+    monkeypatch.setenv(ops.VARIABLE, "reference")
     by_reference = run_ranks(train_on, 2, "cpu", wire_dtype, 0.9, update)
     monkeypatch.setenv(ops.VARIABLE, "kernels")
     by_kernels = run_ranks(train_on, 2, "cpu", wire_dtype, 0.9, update)

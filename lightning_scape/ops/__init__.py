@@ -1,8 +1,9 @@
 """The arithmetic of a step; one name each, whatever runs it.
 
-Tensors on CUDA go through the Triton kernels of :mod:`.kernels`, all others through their twins in plain PyTorch,
-:mod:`.reference`, which define what is computed. To compare the two, or to rule the kernels out, set the environment
-variable ``LIGHTNING_SCAPE_OPS`` to ``reference`` or ``kernels``, or use :func:`using`.
+Tensors on CUDA go through the Triton kernels of :mod:`.kernels`, those on a CPU through the loops of :mod:`.cpu`,
+compiled by numba. Their twins in plain PyTorch, :mod:`.reference`, define what is computed, and serve where Triton or
+numba is missing. To compare them, or to rule one out, set the environment variable ``LIGHTNING_SCAPE_OPS`` to one of
+:data:`CHOICES`, or use :func:`using`.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ __all__ = [
 
 VARIABLE = "LIGHTNING_SCAPE_OPS"
 """Environment variable: which implementation to use, one of :data:`CHOICES`."""
-CHOICES = ("auto", "reference", "kernels")
-"""``auto``: kernels for CUDA tensors, else the reference. ``kernels`` on CPU tensors: needs Triton's interpreter."""
+CHOICES = ("auto", "reference", "cpu", "kernels")
+"""``auto``: ``kernels`` for CUDA tensors, else ``cpu``. ``kernels`` on CPU tensors: needs Triton's interpreter. ``cpu``
+on CUDA tensors is the reference."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -87,16 +89,18 @@ def _dispatched(twin: Callable[_P, _T]) -> Callable[_P, _T]:
 
 def _implementation(on_cuda: bool) -> ModuleType:
     choice = _chosen[-1] if _chosen else _checked(os.environ.get(VARIABLE, "auto"), f"${VARIABLE}")
-    if choice == "reference" or (choice == "auto" and not on_cuda):
+    if choice == "reference":
         return reference
-    found = _kernels()
-    if found is not None:
-        return found
-    if choice == "kernels":
+    if choice == "auto":
+        return (_kernels() if on_cuda else _cpu()) or reference
+    found = _kernels() if choice == "kernels" else _cpu()
+    if found is None:
+        needs, extra = ("Triton", "gpu") if choice == "kernels" else ("numba", "cpu")
         raise ModuleNotFoundError(
-            "The kernels need Triton, got a Python without it. Install lightning-scape[gpu], or choose 'reference'."
+            f"The operations {choice!r} need {needs}, got a Python without it. Install lightning-scape[{extra}], or"
+            " choose 'reference'."
         )
-    return reference
+    return found
 
 
 @functools.cache
@@ -111,6 +115,20 @@ def _kernels() -> ModuleType | None:
     from lightning_scape.ops import kernels
 
     return kernels
+
+
+@functools.cache
+def _cpu() -> ModuleType | None:
+    if find_spec("numba") is None:
+        warnings.warn(
+            "SCAPE's operations on a CPU need numba, got a Python without it: steps run in plain PyTorch, and take two"
+            " to four times as long. Install lightning-scape[cpu].",
+            stacklevel=4,
+        )
+        return None
+    from lightning_scape.ops import cpu
+
+    return cpu
 
 
 def _is_on_cuda(values: Iterable[object]) -> bool:
@@ -171,4 +189,4 @@ DISPATCHED = (
     scatter,
     checksum,
 )
-"""Every operation that has two implementations."""
+"""Every operation that has several implementations."""

@@ -1,0 +1,387 @@
+"""The loops of :mod:`lightning_scape.ops.cpu`, compiled by numba.
+
+bf16 comes as uint16 and fp16 as int16, for NumPy computes with neither. Tensors of a list come as one table of their
+addresses; an array named ``like_...`` has the dtype of what lies there, and may be empty.
+
+Every loop takes a range ``first .. last`` of what it works through, so that several threads can share it. Products and
+sums are never contracted, except where PyTorch does it. Indices of inner loops start at 0: then numba needs no test for
+negative ones, and LLVM vectorizes the loop.
+"""
+
+import math
+
+import numpy as np
+
+from lightning_scape.ops.cpu_numbers import array_at, clamp, fma, jit, larger, narrow, overlap, widen
+
+_TILE = 512
+"""Entries that an update reads before it computes: their cache misses overlap."""
+_LR, _BETA1, _LOG_BETA1, _ONE_MINUS_BETA1, _BETA2, _ONE_MINUS_BETA2, _EPS, _KEEP, _LOG_KEEP = range(9)
+"""Columns of ``numbers``, in the order of :class:`reference.Hyper`."""
+
+
+# ------------------------------------------------------------------------------------------------------ gradients
+
+
+@jit
+def fold(table, scale, bound, clip, like_residual, like_grad, first, last):
+    """``table [n, 4]``: address of the residual, of the gradient; entries of all before, entries."""
+    for i in range(len(table)):
+        start, stop = overlap(first, last, table[i, 2], table[i, 3])
+        if start < stop:
+            residual = array_at(table[i, 0], start, stop - start, like_residual)
+            grad = array_at(table[i, 1], start, stop - start, like_grad)
+            for e in range(stop - start):
+                value = widen(grad[e])
+                if clip:
+                    value = clamp(value, bound)
+                residual[e] = fma(like_residual.dtype.type(value), scale, residual[e])
+
+
+@jit
+def accumulate_squares(table, keeps, weights, bound, clip, largest, like_moment, like_grad, first, last):
+    """``table`` as in :func:`fold`, with moments; an address of 0 is a gradient of zeros. A number of each by piece."""
+    for i in range(len(table)):
+        start, stop = overlap(first, last, table[i, 2], table[i, 3])
+        if start >= stop:
+            continue
+        keep, weight = keeps[i], weights[i]
+        moment = array_at(table[i, 0], start, stop - start, like_moment)
+        if table[i, 1] == 0:
+            for e in range(stop - start):
+                value = moment[e] * keep
+                moment[e] = largest if value > largest else value
+            continue
+        grad = array_at(table[i, 1], start, stop - start, like_grad)
+        for e in range(stop - start):
+            value = widen(grad[e])
+            if clip:
+                value = clamp(value, bound)
+            own = like_moment.dtype.type(value)
+            value = fma(weight * own, own, moment[e] * keep)
+            moment[e] = largest if value > largest else value
+
+
+@jit
+def accumulate_first_moment(momentum, evidence, grad, beta1, weight, bound, clip, first, last):
+    """See :func:`reference.accumulate_first_moment`; ``weight`` is ``(1 - beta1) * scale``."""
+    momentum, evidence, grad = momentum[first:last], evidence[first:last], grad[first:last]
+    for e in range(len(momentum)):
+        value = widen(grad[e])
+        if clip:
+            value = clamp(value, bound)
+        momentum[e] = fma(momentum.dtype.type(value), weight, momentum[e] * beta1)
+        evidence[e] += momentum[e]
+
+
+@jit(fastmath={"reassoc", "nsz"})
+def squares(table, partials, chunk, like_grad, first, last):
+    """``table [n, 3]``: address; chunks of all before, entries. One sum for each chunk; its order never changes."""
+    for i in range(len(table)):
+        start, stop = overlap(first, last, table[i, 1], -(-table[i, 2] // chunk))
+        for c in range(start, stop):
+            grad = array_at(table[i, 0], c * chunk, min(chunk, table[i, 2] - c * chunk), like_grad)
+            total = widen(grad.dtype.type(0))
+            for e in range(len(grad)):
+                value = widen(grad[e])
+                total += value * value
+            partials[table[i, 1] + c] = total
+
+
+@jit
+def sketch(table, signs, sums, together, like_grad, first, last):
+    """``table [chunks, 6]``: address, entries, width, rotation, offset, sign. ``sums [parts, W]``, each of so many."""
+    buckets = sums.shape[1]
+    columns = np.empty(buckets, np.float32)
+    for part in range(first, last):
+        for i in range(part * together, min((part + 1) * together, len(table))):
+            count, width, rotation, sign = table[i, 1], table[i, 2], table[i, 3], np.float32(table[i, 5])
+            grad, own_signs = array_at(table[i, 0], 0, count, like_grad), signs[table[i, 4] : table[i, 4] + count]
+            used = min(count, width)
+            _sum_columns(grad, own_signs, columns, width, used)
+            head = min(used, buckets - rotation)
+            target = sums[part, rotation : rotation + head]
+            for j in range(head):
+                target[j] += sign * columns[j]
+            target, rest = sums[part, : used - head], columns[head:used]
+            for j in range(used - head):
+                target[j] += sign * rest[j]
+
+
+@jit
+def _sum_columns(grad, signs, columns, width, used):
+    """Signed sums over rows of ``width`` entries; several rows at a time, for a sum is read and written each time."""
+    for j in range(used):
+        columns[j] = np.float32(widen(grad[j])) * signs[j]
+    start = width
+    while start + 4 * width <= len(grad):
+        a, b = grad[start : start + width], grad[start + width : start + 2 * width]
+        c, d = grad[start + 2 * width : start + 3 * width], grad[start + 3 * width : start + 4 * width]
+        s, t = signs[start : start + width], signs[start + width : start + 2 * width]
+        u, v = signs[start + 2 * width : start + 3 * width], signs[start + 3 * width : start + 4 * width]
+        for j in range(width):
+            one = np.float32(widen(a[j])) * s[j] + np.float32(widen(b[j])) * t[j]
+            two = np.float32(widen(c[j])) * u[j] + np.float32(widen(d[j])) * v[j]
+            columns[j] += one + two
+        start += 4 * width
+    while start < len(grad):
+        a, s = grad[start : start + width], signs[start : start + width]
+        for j in range(len(a)):
+            columns[j] += np.float32(widen(a[j])) * s[j]
+        start += width
+
+
+# ------------------------------------------------------------------------------------------------ blocks and shards
+
+
+@jit
+def compact(residual, mask, values, scale, limit, first, last):
+    """See :func:`reference.compact`; ``mask`` may be None, ``scale`` is ``[R]`` or ``[1]``."""
+    for row in range(first, last):
+        if scale[row if len(scale) > 1 else 0] == 0:
+            values[row, :] = 0
+            continue
+        there, out = residual[row], values[row]
+        if mask is None:
+            for c in range(len(out)):
+                out[c] = narrow(clamp(there[c], limit), values)
+                there[c] -= widen(out[c])
+        else:
+            places = mask[row]
+            for c in range(len(out)):
+                value = there[places[c]]
+                out[c] = narrow(clamp(value, limit), values)
+                there[places[c]] = value - widen(out[c])
+
+
+@jit
+def gather(table, mask, out, length, like_flat, first, last):
+    """``table [n, 4]``: address of the piece's first entry, chosen entries of all before, chosen entries, first row."""
+    sent = mask.shape[1]
+    for i in range(len(table)):
+        start, stop = overlap(first, last, table[i, 1], table[i, 2])
+        if start < stop:
+            flat = array_at(table[i, 0], 0, 0, like_flat)
+            row, column = table[i, 3] + start // sent, start % sent
+            begin = (start // sent) * length
+            for _ in range(start, stop):
+                place = np.uint64(begin + mask[row, column])
+                out[row, column] = narrow(widen(flat[place]), out)
+                column += 1
+                if column == sent:
+                    row, column, begin = row + 1, 0, begin + length
+
+
+@jit
+def scatter(table, mask, values, add, length, like_flat, first, last):
+    """The reverse. What is added is first rounded to the parameter's dtype."""
+    sent = mask.shape[1]
+    for i in range(len(table)):
+        start, stop = overlap(first, last, table[i, 1], table[i, 2])
+        if start < stop:
+            flat = array_at(table[i, 0], 0, 0, like_flat)
+            row, column = table[i, 3] + start // sent, start % sent
+            begin = (start // sent) * length
+            for _ in range(start, stop):
+                place = np.uint64(begin + mask[row, column])
+                value = narrow(widen(values[row, column]), like_flat)
+                if add:
+                    value = narrow(widen(flat[place]) + widen(value), like_flat)
+                flat[place] = value
+                column += 1
+                if column == sent:
+                    row, column, begin = row + 1, 0, begin + length
+
+
+@jit
+def _number(values, row):
+    """Of a row, or the one of all rows."""
+    return values[row if len(values) > 1 else 0]
+
+
+@jit
+def _alike(by_row, row, stop):
+    """The first row behind ``row``, up to ``stop``, that is updated with other numbers."""
+    group, step, scale, correction, correction2 = by_row
+    end = row + 1
+    while (
+        end < stop
+        and _number(group, end) == _number(group, row)
+        and _number(step, end) == _number(step, row)
+        and (_number(scale, end) == 0) == (_number(scale, row) == 0)
+        and _number(correction, end) == _number(correction, row)
+        and _number(correction2, end) == _number(correction2, row)
+    ):
+        end += 1
+    return end
+
+
+@jit
+def _tile_rows(sent):
+    return max(1, _TILE // sent)
+
+
+@jit
+def _read_waits(clock, mask, now, sent, row, stop, tau):
+    """The steps since each entry's last visit, at least 1; returns how many are 1 as they stand."""
+    again, j = 0, 0
+    for r in range(row, stop):
+        for c in range(sent):
+            wait = np.int32(now - clock[r, c if mask is None else mask[r, c]])
+            again += wait == 1
+            tau[j] = max(wait, 1)
+            j += 1
+    return again
+
+
+@jit
+def _read(matrix, mask, sent, row, stop, out):
+    j = 0
+    for r in range(row, stop):
+        for c in range(sent):
+            out[j] = matrix[r, c if mask is None else mask[r, c]]
+            j += 1
+
+
+@jit
+def _write(matrix, mask, sent, row, stop, values):
+    j = 0
+    for r in range(row, stop):
+        for c in range(sent):
+            matrix[r, c if mask is None else mask[r, c]] = values[j]
+            j += 1
+
+
+@jit
+def _write_steps(clock, mask, now, sent, row, stop):
+    for r in range(row, stop):
+        for c in range(sent):
+            clock[r, c if mask is None else mask[r, c]] = now
+
+
+@jit
+def _decays_and_blends(tau, numbers, g, implicit, decay, blend):
+    """``(1 - lr*wd)**tau`` and ``1 - bt`` of :func:`reference.tau_step`. Neighbours often have waited equally long."""
+    one = tau.dtype.type(1)
+    known, kept, faded = tau.dtype.type(0), one, one
+    for j in range(len(tau)):
+        if tau[j] != known:
+            known = tau[j]
+            kept = math.exp(known * numbers[g, _LOG_KEEP]) if known != one else abs(numbers[g, _KEEP])
+            if numbers[g, _KEEP] < 0 and known % 2 == 1:
+                kept = -kept
+            if not implicit:
+                faded = -math.expm1(known * numbers[g, _LOG_BETA1])
+        decay[j], blend[j] = kept, faded
+    if implicit:
+        weight = numbers[g, _ONE_MINUS_BETA1]
+        for j in range(len(tau)):
+            blend[j] = (tau[j] * weight) / ((tau[j] - one) * weight + one)
+
+
+@jit
+def _first_moment(m, tau, a, blend, one, beta1, one_minus_beta1, implicit):
+    """``m'`` and ``S`` of :func:`reference.tau_step`; ``one`` is 1 in the dtype of the rest."""
+    mean = a / tau
+    new = (one - blend) * m + blend * mean
+    if implicit:
+        return new, tau * new
+    first = one if tau == one else one - one
+    moved = tau * mean + (m - mean) * (blend * beta1 / one_minus_beta1)
+    return new, moved * (one - first) + new * first
+
+
+@jit
+def update(theta, momentum, clock, noise, mask, total, numbers, by_row, floor, implicit, first, last):
+    """:func:`reference.update`; ``noise`` and ``mask`` may be None, ``by_row`` as in :func:`update_adamw`."""
+    sent, again, one, zero = theta.shape[1], 0, theta.dtype.type(1), theta.dtype.type(0)
+    room = np.empty((5, max(_TILE, sent)), theta.dtype)
+    row = first
+    while row < last:
+        stop = _alike(by_row, row, min(last, row + _tile_rows(sent)))
+        if _number(by_row[2], row) != 0:
+            count, g = (stop - row) * sent, _number(by_row[0], row)
+            now, c1 = _number(by_row[1], row), _number(by_row[3], row)
+            m, tau, decay, blend, n = (
+                room[0, :count],
+                room[1, :count],
+                room[2, :count],
+                room[3, :count],
+                room[4, :count],
+            )
+            again += _read_waits(clock, mask, now, sent, row, stop, tau)
+            _read(momentum, mask, sent, row, stop, m)
+            if noise is not None:
+                _read(noise, mask, sent, row, stop, n)
+            _decays_and_blends(tau, numbers, g, implicit, decay, blend)
+            lr, eps, beta1, beta2 = numbers[g, _LR], numbers[g, _EPS], numbers[g, _BETA1], numbers[g, _BETA2]
+            one_minus_beta1, one_minus_beta2 = numbers[g, _ONE_MINUS_BETA1], numbers[g, _ONE_MINUS_BETA2]
+            steady = one_minus_beta1 / (one + beta1)
+            old, gradients = theta[row:stop].reshape(-1), total[row:stop].reshape(-1)
+            for j in range(count):
+                new, moved = _first_moment(m[j], tau[j], gradients[j], blend[j], one, beta1, one_minus_beta1, implicit)
+                corrected = m[j] / c1
+                m2, g2 = corrected * corrected, gradients[j] * gradients[j] / tau[j]
+                if noise is not None:
+                    known = (n[j] * (zero if tau[j] == one else one)) * floor
+                    g2, m2 = larger(g2, known), larger(m2, known * steady)
+                v = m2 * beta2 + g2 * one_minus_beta2
+                old[j] = decay[j] * old[j] - moved / c1 * lr / (math.sqrt(v) + eps)
+                m[j] = new
+            _write(momentum, mask, sent, row, stop, m)
+            _write_steps(clock, mask, now, sent, row, stop)
+        row = stop
+    return again
+
+
+@jit
+def update_adamw(theta, moments, clock, mask, total, numbers, by_row, rule, implicit, first, last):
+    """:func:`reference.update_adamw`; ``mask`` may be None.
+
+    ``by_row``: group, step, scale and both corrections, ``[R]`` or ``[1]`` each. ``rule``: N, ``1 / LONGEST_MOVE``, and
+    the largest number of the dtype.
+    """
+    (exp_avg, exp_avg_sq), (ranks, longest, largest) = moments, rule
+    sent, again, one, zero = theta.shape[1], 0, theta.dtype.type(1), theta.dtype.type(0)
+    room = np.empty((5, max(_TILE, sent)), theta.dtype)
+    row = first
+    while row < last:
+        stop = _alike(by_row, row, min(last, row + _tile_rows(sent)))
+        if _number(by_row[2], row) != 0:
+            count, g, now = (stop - row) * sent, _number(by_row[0], row), _number(by_row[1], row)
+            c1, c2 = _number(by_row[3], row), _number(by_row[4], row)
+            m, tau, decay, blend, v = (
+                room[0, :count],
+                room[1, :count],
+                room[2, :count],
+                room[3, :count],
+                room[4, :count],
+            )
+            again += _read_waits(clock, mask, now, sent, row, stop, tau)
+            _read(exp_avg, mask, sent, row, stop, m)
+            _read(exp_avg_sq, mask, sent, row, stop, v)
+            _decays_and_blends(tau, numbers, g, implicit, decay, blend)
+            lr, eps, beta1, beta2 = numbers[g, _LR], numbers[g, _EPS], numbers[g, _BETA1], numbers[g, _BETA2]
+            one_minus_beta1, one_minus_beta2 = numbers[g, _ONE_MINUS_BETA1], numbers[g, _ONE_MINUS_BETA2]
+            old, gradients = theta[row:stop].reshape(-1), total[row:stop].reshape(-1)
+            for j in range(count):
+                new, moved = _first_moment(m[j], tau[j], gradients[j], blend[j], one, beta1, one_minus_beta1, implicit)
+                moved /= c1
+                common = larger(abs(new / c1), abs(moved * longest))
+                squared = gradients[j] * gradients[j]
+                if mask is None:
+                    v2 = v[j] * beta2 + squared / tau[j] * one_minus_beta2
+                    common *= zero if tau[j] == one else one
+                else:
+                    seen = v[j] / c2 * ranks * tau[j] * tau[j]
+                    unseen = squared - (largest if seen > largest else seen)
+                    v2 = (zero if unseen < zero else unseen) * one_minus_beta2 + v[j]
+                v2 = largest if v2 > largest else v2
+                u = larger(v2 / c2, common * common)
+                old[j] = decay[j] * old[j] - moved * lr / (math.sqrt(u) + eps)
+                m[j], v[j] = new, v2
+            _write(exp_avg, mask, sent, row, stop, m)
+            _write(exp_avg_sq, mask, sent, row, stop, v)
+            _write_steps(clock, mask, now, sent, row, stop)
+        row = stop
+    return again

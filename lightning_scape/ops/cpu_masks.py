@@ -1,0 +1,186 @@
+"""Loops that select entries of blocks, compiled by numba: see :mod:`.cpu_kernels`."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from lightning_scape.ops.cpu_numbers import jit, widen
+
+MAX_PASSES = 5
+"""Up to so many entries of a block are selected by repeated maximum; beyond it by a sorting network."""
+_LANES = 32
+"""Rows that are sorted side by side: the same comparisons for all of them, several at a time in a register."""
+_MAGNITUDE = 0x7FFFFFFF
+"""All bits of an fp32 but its sign."""
+
+
+@jit
+def _low_bits(length):
+    """As many ones as the last position of a block has bits."""
+    low = 1
+    while low < length:
+        low *= 2
+    return low - 1
+
+
+@jit
+def _fill_keys(values, keys, low):
+    """The magnitudes of a row and their positions, one integer for each: see :func:`reference.select`."""
+    for i in range(len(values)):
+        bits = np.float32(widen(values[i])).view(np.int32)
+        keys[i] = (bits & (_MAGNITUDE & ~low)) | (low - i)
+
+
+@jit
+def _find_largest(keys, columns, network, low, chosen):
+    """Positions of each row's largest keys, largest first. Keys are used up; ``columns`` is memory of their size."""
+    rows, sent = chosen.shape
+    if len(network) == 0:
+        for row in range(rows):
+            _find_by_maximum(keys[row], low, chosen[row])
+        return
+    for row in range(rows):
+        for i in range(keys.shape[1]):
+            columns[i, row] = keys[row, i]
+    for c in range(len(network)):
+        upper, lower = columns[network[c, 0]], columns[network[c, 1]]
+        for lane in range(_LANES):
+            a, b = upper[lane], lower[lane]
+            upper[lane] = a if a > b else b
+            lower[lane] = b if a > b else a
+    for row in range(rows):
+        for turn in range(sent):
+            chosen[row, turn] = low - (columns[turn, row] & low)
+
+
+@jit
+def _find_by_maximum(keys, low, chosen):
+    for turn in range(len(chosen)):
+        best = np.int32(-1)
+        for i in range(len(keys)):
+            if keys[i] > best:
+                best = keys[i]
+        chosen[turn] = low - (best & low)
+        keys[low - (best & low)] = -1
+
+
+@jit
+def select(statistic, network, chosen, first, last):
+    """See :func:`reference.select`; ``network`` may be empty for :data:`MAX_PASSES` entries and fewer."""
+    length, low = statistic.shape[1], _low_bits(statistic.shape[1])
+    keys, columns = np.empty((_LANES, length), np.int32), np.zeros((length, _LANES), np.int32)
+    for start in range(first, last, _LANES):
+        rows = min(_LANES, last - start)
+        for row in range(rows):
+            _fill_keys(statistic[start + row], keys[row], low)
+        _find_largest(keys, columns, network, low, chosen[start : start + rows])
+
+
+@jit
+def vote(residual, network, votes, ballots, first, last):
+    """See :func:`reference.vote`; ``network`` as in :func:`select`."""
+    length, low = residual.shape[1], _low_bits(residual.shape[1])
+    keys, columns = np.empty((_LANES, length), np.int32), np.zeros((length, _LANES), np.int32)
+    chosen = np.empty((_LANES, votes), np.int64)
+    for start in range(first, last, _LANES):
+        rows = min(_LANES, last - start)
+        for row in range(rows):
+            _fill_keys(residual[start + row], keys[row], low)
+        _find_largest(keys, columns, network, low, chosen[:rows])
+        for row in range(rows):
+            _write_ballot(residual[start + row], chosen[row], ballots[start + row])
+
+
+@jit
+def _write_ballot(values, chosen, ballot):
+    """See :func:`reference.vote`."""
+    votes, wide = len(chosen), len(values) > 256
+    largest = np.float32(widen(values[chosen[0]])).view(np.int32) & _MAGNITUDE
+    above = np.int32((largest >> 23) + 1)
+    exponent = above if above < 254 else np.int32(254)
+    unit = np.float32(127) / np.int32(exponent << 23).view(np.float32)
+    codes = 2 * votes if wide else votes
+    for turn in range(votes):
+        position = chosen[turn]
+        if wide:
+            ballot[2 * turn], ballot[2 * turn + 1] = position & 255, position >> 8
+        else:
+            ballot[turn] = position
+        ballot[codes + turn] = np.uint8(np.int8(np.rint(np.float32(widen(values[position])) * unit)))
+    ballot[codes + votes] = exponent
+
+
+@jit
+def _add_ballot(total, ballot, votes):
+    """See :func:`reference.elect`."""
+    wide = len(total) > 256
+    codes = 2 * votes if wide else votes
+    unit = np.int32(np.int32(ballot[codes + votes]) << 23).view(np.float32) / np.float32(127)
+    for turn in range(votes):
+        position = np.int64(ballot[turn])
+        if wide:
+            position = np.int64(ballot[2 * turn]) + 256 * np.int64(ballot[2 * turn + 1])
+        total[position] += np.float32(np.int8(ballot[codes + turn])) * unit
+
+
+@jit
+def elect(residual, ballots, own, network, votes, chosen, first, last):
+    """See :func:`reference.elect`; ``network`` as in :func:`select`."""
+    length, low = residual.shape[1], _low_bits(residual.shape[1])
+    keys, columns = np.empty((_LANES, length), np.int32), np.zeros((length, _LANES), np.int32)
+    total = np.empty(length, np.float32)
+    for start in range(first, last, _LANES):
+        rows = min(_LANES, last - start)
+        for row in range(rows):
+            values = residual[start + row]
+            for i in range(length):
+                total[i] = np.float32(widen(values[i]))
+            for rank in range(len(ballots)):
+                if rank != own:
+                    _add_ballot(total, ballots[rank, start + row], votes)
+            _fill_keys(total, keys[row], low)
+        _find_largest(keys, columns, network, low, chosen[start : start + rows])
+
+
+def network(length: int, sent: int) -> Any:
+    """The comparisons that bring the ``sent`` largest of ``length`` to the front; none where maxima are faster."""
+    if sent <= MAX_PASSES:
+        return np.empty((0, 2), np.uint16)
+    return sorting_network(length, min(length, 1 << (sent - 1).bit_length()))
+
+
+@functools.lru_cache(maxsize=64)
+def sorting_network(length: int, sent: int) -> Any:
+    """Comparisons that bring the ``sent`` largest of ``length`` numbers to the front, in descending order.
+
+    Pairs of places ``(a, b)``, uint16 ``[n, 2]``: each in turn moves the larger of both numbers to a. Groups of
+    ``sent`` are sorted by Batcher's merge exchange (Knuth, The Art of Computer Programming 3, 5.2.2). The first then
+    meets each of the others in reverse, which leaves it the largest of both as a bitonic sequence, and is sorted again
+    by a bitonic merge. Where ``sent`` is no power of two, or more than a half, all is sorted.
+    """
+    if sent & (sent - 1) or 2 * sent > length:
+        return np.array(list(_merge_exchange(length)), np.uint16).reshape(-1, 2)
+    pairs = [(g + a, g + b) for g in range(0, length, sent) for a, b in _merge_exchange(min(sent, length - g))]
+    for group in range(sent, length, sent):
+        pairs += [(place, group + sent - 1 - place) for place in range(sent) if group + sent - 1 - place < length]
+        gap = sent // 2
+        while gap:
+            pairs += [(place, place + gap) for place in range(sent) if not place & gap]
+            gap //= 2
+    return np.array(pairs, np.uint16)
+
+
+def _merge_exchange(length: int) -> Iterator[tuple[int, int]]:
+    """Batcher's network for any length."""
+    size = 1
+    while size < length:
+        gap = size
+        while gap:
+            for start in range(gap % size, length - gap, 2 * gap):
+                for a in range(start, min(start + gap, length - gap)):
+                    if a // (2 * size) == (a + gap) // (2 * size):
+                        yield a, a + gap
+            gap //= 2
+        size *= 2

@@ -1,0 +1,125 @@
+"""What the loops of :mod:`.cpu_kernels` and :mod:`.cpu_masks` share: numbers in memory, and how numba compiles.
+
+numba looks for changes in the file of a loop only. After a change here, remove the ``*.nbi`` files beside the package's
+``*.pyc``, or old code goes on being used.
+"""
+
+import numba
+import numpy as np
+from numba import types
+from numba.extending import intrinsic, overload
+
+
+def jit(function=None, **options):
+    """Compiles on first use, keeps the code on disk, and releases Python's lock while it runs."""
+    if function is None:
+        return lambda function: jit(function, **options)
+    options |= {"nogil": True, "error_model": "numpy"}
+    try:
+        return numba.njit(function, cache=True, **options)
+    except RuntimeError:  # no folder to write to: compiled anew by each process
+        return numba.njit(function, **options)
+
+
+@intrinsic
+def _pointer(typingctx, address, like):
+    """An address, as a pointer to entries like those of an array."""
+    pointer = types.CPointer(like.dtype)
+
+    def generate(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(pointer))
+
+    return pointer(types.int64, like), generate
+
+
+@intrinsic
+def fma(typingctx, a, b, c):
+    """``a * b + c``, rounded once."""
+
+    def generate(context, builder, signature, args):
+        return builder.fma(*args)
+
+    return a(a, a, a), generate
+
+
+@jit
+def array_at(address, start, count, like):
+    """``count`` entries that begin ``start`` entries behind an address."""
+    return numba.carray(_pointer(address + start * like.itemsize, like), count)
+
+
+def widen(raw):
+    """What lies in memory, in at least fp32."""
+    raise NotImplementedError
+
+
+@overload(widen)
+def _overload_widen(raw):
+    if raw == types.uint16:
+        return lambda raw: np.uint32(np.uint32(raw) << 16).view(np.float32)
+    if raw == types.int16:
+        return _widen_half
+    return lambda raw: raw
+
+
+def _widen_half(raw):
+    magnitude = np.int32(raw) & 0x7FFF
+    value = np.int32(magnitude << 13).view(np.float32) * np.float32(2.0**112)
+    if magnitude >= 0x7C00:
+        value = np.int32(0x7F800000 | (magnitude << 13)).view(np.float32)
+    return -value if raw < 0 else value
+
+
+def narrow(value, like):
+    """The reverse, to the nearest, ties to even; by way of fp32, as torch converts fp64."""
+    raise NotImplementedError
+
+
+@overload(narrow)
+def _overload_narrow(value, like):
+    if like.dtype == types.uint16:
+        return _narrow_to_bfloat
+    if like.dtype == types.int16:
+        return _narrow_to_half
+    return lambda value, like: like.dtype.type(value)
+
+
+def _narrow_to_bfloat(value, like):
+    single = np.float32(value)
+    bits = single.view(np.uint32)
+    rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+    return np.uint16(rounded if single == single else 0x7FC0)
+
+
+def _narrow_to_half(value, like):
+    single = np.float32(value)
+    bits = single.view(np.int32)
+    magnitude = np.int32(bits & 0x7FFFFFFF)
+    if magnitude >= 0x47800000:  # 2**16 and more, NaN
+        rounded = np.int32(0x7E00 if magnitude > 0x7F800000 else 0x7C00)
+    elif magnitude < 0x38800000:  # denormal: adding 0.5 rounds it to units of the last place
+        rounded = np.int32(
+            np.float32(np.int32(magnitude).view(np.float32) + np.float32(0.5)).view(np.int32) - 0x3F000000
+        )
+    else:
+        rounded = np.int32((magnitude - 0x38000000 + 0xFFF + ((magnitude >> 13) & 1)) >> 13)
+    return np.int16(rounded | ((bits >> 16) & 0x8000))
+
+
+@jit
+def clamp(value, limit):
+    """Keeps NaN, as torch's clamp does."""
+    value = limit if value > limit else value
+    return -limit if value < -limit else value
+
+
+@jit
+def larger(a, b):
+    """NaN if either is, as torch's maximum."""
+    return a if a > b or a != a else b
+
+
+@jit
+def overlap(first, last, before, count):
+    """The part of ``first .. last`` in the ``count`` entries that come after ``before`` others, counted in these."""
+    return max(first - before, 0), min(last - before, count)

@@ -1,0 +1,360 @@
+"""The operations in numba against their twins: bitwise where only selection, copying or one rounding is involved."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_checks import FAR, FarAway, KernelChecks, assert_same_bits, awkward, bits, hyper
+from rank_checks import CHANGE_ROUNDING, train_on
+from torch import Tensor
+
+from lightning_scape import ops
+from lightning_scape.clipping import SKETCH_WIDTHS, _random_signs
+from lightning_scape.layout import Layout
+from lightning_scape.ops import cpu, cpu_kernels, cpu_masks, reference
+
+FLOATS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
+STATES = st.sampled_from([torch.float32, torch.float64])
+ONE = torch.ones(())
+
+
+class TestNumba(KernelChecks):
+    module = cpu
+    choice = "cpu"
+    caches = (cpu._like, cpu._sketch_plan, cpu_masks.sorting_network)
+    as_rounded = staticmethod(nullcontext)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def numbers(rows: int, length: int, seed: int) -> Tensor:
+    """Random numbers of very different sizes among zeros, denormals, ties and numbers that are not finite."""
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(rows, length, generator=generator, dtype=torch.float64)
+    matrix *= 10 ** torch.randint(-12, 12, (rows, 1), generator=generator).double()
+    kind = torch.randint(0, 12, (rows, length), generator=generator)
+    for value, number in ((0, 0.0), (1, -0.0), (2, 1e-41), (3, 2.5)):
+        matrix[kind == value] = number
+    odd = torch.randint(0, 40, (rows, length), generator=generator)
+    for value, number in ((0, float("nan")), (1, float("inf")), (2, -float("inf")), (3, 3.4e38), (4, 65519.0)):
+        matrix[odd == value] = number
+    if rows:
+        matrix[-1, length // 2 :] = 0.0
+    return matrix
+
+
+def assert_same(ours: Tensor, theirs: Tensor) -> None:
+    """Bitwise; which NaN it is is left open."""
+    assert ours.dtype == theirs.dtype
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert torch.equal(bits(ours)[~ours.isnan()], bits(theirs)[~theirs.isnan()])
+
+
+# ----------------------------------------------------------------------------------------------------- one by one
+
+
+@given(st.data(), FLOATS, st.integers(0, 70), st.integers(1, 300), st.integers(0, 2**20))
+def test_select_vote_and_elect_equal_their_twins_for_all_quotas(
+    data: st.DataObject, dtype: torch.dtype, rows: int, length: int, seed: int
+) -> None:
+    sent, votes = data.draw(st.integers(1, length)), data.draw(st.integers(1, length))
+    statistic = numbers(rows, length, seed).to(dtype)
+    assert torch.equal(cpu.select(statistic, sent), reference.select(statistic, sent))
+    finite = statistic.nan_to_num(1.0, 2.0, -3.0)
+    ballots = torch.stack([reference.vote(finite * factor, votes) for factor in (1, 0.5, -0.25)])
+    assert torch.equal(cpu.vote(finite, votes), ballots[0])
+    assert torch.equal(cpu.elect(finite, ballots, 1, votes, sent), reference.elect(finite, ballots, 1, votes, sent))
+
+
+@pytest.mark.parametrize(("length", "sent"), [(4096, 40), (4097, 40), (40_000, 3)])
+def test_select_in_long_blocks_equals_its_twin(length: int, sent: int) -> None:
+    statistic = awkward(9, length)
+    assert_same_bits(cpu.select(statistic, sent), reference.select(statistic, sent))
+
+
+@pytest.mark.parametrize(("length", "sent"), [(8, 2), (13, 4), (200, 32), (200, 128), (7, 7), (1, 1)])
+def test_a_sorting_network_brings_the_largest_to_the_front_in_order(length: int, sent: int) -> None:
+    for _ in range(20):
+        found = np.random.default_rng(length).permutation(length)
+        for a, b in cpu_masks.sorting_network(length, sent).astype(int):
+            found[[a, b]] = max(found[a], found[b]), min(found[a], found[b])
+        assert found[:sent].tolist() == list(range(length - 1, length - 1 - sent, -1))
+
+
+@given(st.data(), FLOATS, STATES, st.integers(0, 40), st.integers(1, 280), st.integers(0, 2**20))
+def test_compact_equals_its_twin(
+    data: st.DataObject, wire: torch.dtype, dtype: torch.dtype, rows: int, length: int, seed: int
+) -> None:
+    if wire == torch.float64 != dtype:
+        wire = torch.float32
+    sent = data.draw(st.none() | st.integers(1, length))
+    residual = numbers(rows, length, seed).to(dtype)
+    mask = None if sent is None else reference.select(torch.randn(rows, length), sent)
+    scale = data.draw(st.sampled_from([ONE, torch.tensor(0.5), torch.zeros(()), torch.arange(rows) % 2.0]))
+    ours, theirs = residual.clone(), residual.clone()
+    sent_ours = cpu.compact(ours, mask, wire, scale)
+    assert_same(sent_ours, reference.compact(theirs, mask, wire, scale))
+    assert_same(ours, theirs)
+
+
+@given(FLOATS, STATES, st.sampled_from([None, 0.3, 1e5]), st.sampled_from([0.0, 1.0, 0.7]), st.integers(0, 2**20))
+def test_fold_and_second_moments_equal_their_twins(
+    dtype: torch.dtype, state: torch.dtype, clip_value: float | None, scale: float, seed: int
+) -> None:
+    sizes = [300, 0, 1, 77]
+    grads: list[Tensor | None] = list(numbers(1, sum(sizes), seed).to(dtype)[0].split(sizes))
+    grads[3] = None
+    residuals = [torch.randn(size, dtype=state) for size in sizes]
+    moments, weights = [residual.square() for residual in residuals], [0.1, 0.2, 0.3, 0.4]
+    results = []
+    for module in (cpu, reference):
+        own = [residual.clone() for residual in residuals]
+        second = [moment.clone() for moment in moments]
+        module.fold(own, grads, torch.tensor(scale), clip_value)
+        module.accumulate_second_moment(second, grads, weights, 3, torch.tensor(scale), clip_value)
+        module.accumulate_second_moment(second, grads, weights, 3, torch.tensor([1.0, 0.0, 0.5, 0.25]), clip_value)
+        module.measure_noise(second[3], None, 0.25, 3, torch.tensor(scale), clip_value)
+        results.append([*own, *second])
+    for ours, theirs in zip(*results, strict=True):
+        assert_same(ours, theirs)
+
+
+@given(FLOATS, FLOATS, st.booleans(), st.integers(0, 2**20))
+def test_gather_and_scatter_equal_their_twins(dtype: torch.dtype, wire: torch.dtype, add: bool, seed: int) -> None:
+    sizes = [70, 3, 40, 20]
+    pieces = list(Layout(sizes, [0] * 4, 20, 1).pieces())
+    rows = sum(piece.blocks for piece in pieces)
+    mask = torch.rand(rows, 20).argsort(1)[:, :3].to(torch.uint8)
+    for piece in pieces:  # as select leaves it: pads come last in their block
+        tail = piece.numel - (piece.blocks - 1) * 20
+        mask[piece.row + piece.blocks - 1] = torch.arange(3) if tail < 3 else torch.randperm(tail)[:3]
+    values = numbers(rows, 3, seed).to(wire)
+    flats = [torch.randn(size).to(dtype if size > 3 else torch.float32) for size in sizes]
+    results = []
+    for module in (cpu, reference):
+        own, out = [flat.clone() for flat in flats], torch.full((rows, 3), 7.0).to(wire)
+        module.gather(own, pieces, mask, out, 20)
+        module.scatter(own, pieces, mask, values, 20, add)
+        results.append([*own, out])
+    for ours, theirs in zip(*results, strict=True):
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("implicit", [True, False])
+@pytest.mark.parametrize("waits", [1, 2000])
+@pytest.mark.parametrize("decay", [0.1, 1500.0])  # 1 - lr * decay is -0.5
+def test_updates_equal_their_twins(
+    dtype: torch.dtype, masked: bool, by_row: bool, implicit: bool, waits: int, decay: float
+) -> None:
+    """Moments bitwise after a wait of one step, where no exp or expm1 is involved; all else within rounding."""
+    rows, length, step = 90, 50, 5000
+    generator = torch.Generator().manual_seed(waits)
+    mask = reference.select(torch.randn(rows, length, generator=generator), 3) if masked else None
+    theta, total = (torch.randn(rows, 3 if masked else length, generator=generator, dtype=dtype) for _ in range(2))
+    total[0], total[1] = 0.0, 1e-30
+    moment = torch.randn(rows, length, generator=generator, dtype=dtype)
+    second = torch.rand(rows, length, generator=generator, dtype=dtype) + 0.1
+    clock = step - torch.randint(1, waits + 1, (rows, length), generator=generator).int()
+    clock[2] = step  # no wait at all, as after a resumed run
+    steps, scale, group = torch.tensor(step, dtype=torch.int32), ONE, None
+    corrections = (torch.tensor(0.3, dtype=dtype), torch.tensor(0.2, dtype=dtype))
+    lr: Any = 1e-3
+    if by_row:
+        lr, group = torch.tensor([1e-3, 2e-3, 3e-4]), (torch.arange(rows) // 7 % 3).int()
+        scale = (torch.arange(rows) % 5 != 0).float()
+        steps = step + (torch.arange(rows) // 11 % 2).int() * (waits > 1)
+        corrections = (torch.linspace(0.1, 1, rows, dtype=dtype), torch.linspace(0.2, 0.3, rows, dtype=dtype))
+    numbers_of = hyper("cpu", dtype, lr, decay=decay)
+    results = []
+    for module in (cpu, reference):
+        state = [tensor.clone() for tensor in (theta, moment, second, clock)]
+        again = module.update_adamw(*state, mask, total, steps, numbers_of, corrections, scale, 4, implicit, group)
+        results.append([*state, again])
+        for noise in (second, None):
+            state = [tensor.clone() for tensor in (theta, moment, clock)]
+            again = module.update(
+                *state, mask, total, steps, numbers_of, corrections[0], scale, noise, 0.3, implicit, group
+            )
+            results[-1] += [*state, again]
+    rtol = 4e-6 if dtype == torch.float32 else 1e-13
+    for place, (ours, theirs) in enumerate(zip(*results, strict=True)):
+        if not ours.is_floating_point() or (waits == 1 and implicit and place not in (0, 5, 9)):  # all but parameters
+            assert_same_bits(ours, theirs)
+        else:
+            torch.testing.assert_close(ours, theirs, rtol=rtol, atol=10 * rtol)
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    state = [torch.randn(4, 10), torch.randn(4, 10), torch.rand(4, 10), torch.zeros(4, 10, dtype=torch.int32)]
+    before = [tensor.clone() for tensor in state]
+    bad, step, zero = torch.full((4, 10), float("nan")), torch.tensor(3, dtype=torch.int32), torch.zeros(())
+    numbers_of = hyper("cpu", torch.float32)
+    again = cpu.update_adamw(*state, None, bad, step, numbers_of, (ONE, ONE), zero, 2)
+    assert int(again) == 0
+    for tensor, old in zip(state, before, strict=True):
+        assert_same_bits(tensor, old)
+
+
+def test_a_tensor_that_is_not_contiguous_goes_to_the_twin() -> None:
+    wide, grad = torch.randn(6, 40), torch.randn(12)
+    mask = reference.select(wide[:, ::2].contiguous(), 3)
+    ours, theirs = wide.clone(), wide.clone()
+    sent = cpu.compact(ours[:, ::2], mask, torch.bfloat16, ONE)
+    assert_same_bits(sent, reference.compact(theirs[:, ::2], mask, torch.bfloat16, ONE))
+    cpu.fold([ours[:, 0]], [grad[::2]], ONE, None)
+    reference.fold([theirs[:, 0]], [grad[::2]], ONE, None)
+    assert_same_bits(ours, theirs)
+
+
+def test_parameters_and_views_of_them_are_read_like_other_tensors() -> None:
+    parameter = torch.nn.Parameter(torch.randn(40))
+    assert float(cpu.squared_norm([parameter])) == pytest.approx(float(parameter.detach().square().sum()))
+    imaginary = torch.randn(40, dtype=torch.complex64).conj().imag  # what lies in memory has the other sign
+    residual = torch.zeros(40)
+    cpu.fold([residual], [imaginary], ONE, None)
+    assert torch.equal(residual, imaginary.clone())
+
+
+# ------------------------------------------------------------------------------------------------- far away, in parts
+
+
+def test_offsets_of_more_than_32_bits() -> None:
+    size = FAR + 64
+    residuals, grads = FarAway(size), FarAway(size)
+    grads.at(FAR, 64)[:] = torch.arange(64.0)
+    places = [memory.at(0, 1).data_ptr() for memory in (residuals, grads)]
+    like, number = np.empty(0, np.float32), np.float32
+    cpu_kernels.fold(np.array([[*places, 0, size]]), number(2), number(0), False, like, like, FAR, size)
+    assert torch.equal(residuals.at(FAR, 64), 2 * torch.arange(64.0))
+    matrix = np.frombuffer(residuals.memory, np.float32, size).reshape(-1, 64)
+    row = FAR // 64
+    mask, sent = np.full((row + 1, 1), 5, np.uint8), np.zeros((row + 1, 1), np.float32)
+    cpu_kernels.compact(matrix, mask, sent, np.ones(1, np.float32), number(1e38), row, row + 1)
+    assert sent[row, 0] == 10.0
+    assert residuals.at(FAR, 8).tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 0.0, 12.0, 14.0]
+    table, out = np.array([[places[1], 0, row + 1, 0]]), np.zeros((row + 1, 1), np.float32)
+    cpu_kernels.gather(table, mask, out, 64, like, row, row + 1)
+    assert out[row, 0] == 5.0
+    cpu_kernels.scatter(table, mask, out, True, 64, like, row, row + 1)
+    assert grads.at(FAR, 8).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 10.0, 6.0, 7.0]
+
+
+def run_all() -> list[Tensor]:
+    """Every operation once, on tensors that are worth several threads."""
+    generator = torch.Generator().manual_seed(5)
+    rows, length = 2000, 200
+    residual = torch.randn(rows, length, generator=generator)
+    sizes = [200_000, 150_000, 50_000]
+    grads = [torch.randn(size, generator=generator) for size in sizes]
+    views = list(residual.view(-1).split(sizes))
+    second = torch.rand(rows, length, generator=generator)
+    cpu.fold(views, grads, torch.tensor(0.5), 2.0)
+    cpu.accumulate_second_moment(list(second.view(-1).split(sizes)), grads, [0.1] * 3, 2, ONE, None)
+    cpu.accumulate_first_moment(second.view(-1), residual.view(-1), torch.cat(grads), 0.9, ONE, None)
+    ballots = torch.stack([cpu.vote(residual * factor, 8) for factor in (1.0, -2.0)])
+    mask = cpu.elect(residual, ballots, 0, 8, 9)
+    sent = cpu.compact(residual, mask, torch.bfloat16, ONE)
+    theta, clock = sent.float(), torch.zeros(rows, length, dtype=torch.int32)
+    step = torch.tensor(4, dtype=torch.int32)
+    numbers_of = hyper("cpu", torch.float32)
+    again = cpu.update_adamw(theta, residual, second, clock, mask, theta * 2, step, numbers_of, (ONE, ONE), ONE, 2)
+    pieces = list(Layout(sizes, [0] * 3, length, 1).pieces())
+    cpu.scatter(grads, pieces, mask, theta, length)
+    norms = [cpu.squared_norm(grads), cpu.sketch(grads, _random_signs(1 << 14), SKETCH_WIDTHS)]
+    return [residual, second, ballots, mask, sent, theta, clock, again, *grads, *norms, cpu.select(residual, 2)]
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    alone = run_all()
+    for count in (2, 3):
+        with threads(count):
+            for ours, theirs in zip(run_all(), alone, strict=True):
+                assert_same_bits(ours, theirs)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    script = (
+        "import os, torch\n"
+        "from lightning_scape.ops import cpu\n"
+        "ones = torch.ones(2000, 200)\n"
+        "def work():\n"
+        "    assert cpu.select(ones, 2)[-1].tolist() == [0, 1]\n"
+        "work()\n"
+        "child = os.fork()\n"
+        "work()\n"
+        "if child == 0:\n"
+        "    os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+    )
+    environ = {**os.environ, "OMP_NUM_THREADS": "3", "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------- dispatch
+
+
+@pytest.mark.parametrize("operation", ops.DISPATCHED, ids=lambda operation: operation.__name__)
+def test_twins_have_the_same_signature(operation) -> None:
+    ours = inspect.signature(getattr(cpu, operation.__name__))
+    assert ours == inspect.signature(getattr(reference, operation.__name__))
+
+
+def test_without_numba_the_reference_serves_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    ops._cpu.cache_clear()
+    monkeypatch.setattr(ops, "find_spec", lambda _: None)
+    try:
+        assert ops._implementation(on_cuda=False) is reference
+        assert ops._implementation(on_cuda=False) is reference
+        assert [str(warning.message).split(". ")[-1] for warning in recwarn] == ["Install lightning-scape[cpu]."]
+        with ops.using("cpu"), pytest.raises(ModuleNotFoundError, match="need numba"):
+            ops.select(torch.zeros(1, 4), 1)
+    finally:
+        ops._cpu.cache_clear()
+
+
+# -------------------------------------------------------------------------------------------------------- two ranks
+
+
+@pytest.mark.parametrize("sparsity", [0.9, 0.99])
+@pytest.mark.parametrize(("wire_dtype", "atol"), [("fp32", 1e-5), ("bf16", CHANGE_ROUNDING)])
+def test_two_ranks_train_alike_in_numba_and_by_reference(
+    run_ranks, monkeypatch: pytest.MonkeyPatch, wire_dtype: str, atol: float, sparsity: float
+) -> None:
+    monkeypatch.setenv(ops.VARIABLE, "reference")
+    by_reference = run_ranks(train_on, 2, "cpu", wire_dtype, sparsity)
+    monkeypatch.setenv(ops.VARIABLE, "cpu")
+    by_numba = run_ranks(train_on, 2, "cpu", wire_dtype, sparsity)
+    for (ours, residual), (theirs, their_residual) in zip(by_numba, by_reference, strict=True):
+        for a, b, first in zip(ours, theirs, by_numba[0][0], strict=True):
+            assert torch.equal(a, first)
+            torch.testing.assert_close(a, b, rtol=0, atol=atol)
+        torch.testing.assert_close(residual, their_residual, rtol=0, atol=1e-4)
