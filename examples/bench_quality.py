@@ -31,7 +31,7 @@ from simulated_ranks import DenseRanks, SimulatedRanks
 from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.mask import DelayedMask, SparsitySchedule, StartMask
+from lightning_scape.engine.mask import DelayedMask, SparsitySchedule, StartMask
 
 OUT = Path(__file__).parent / "results" / "quality"
 MAX_NORM = 1.0

@@ -95,7 +95,8 @@ def work(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from lightning_scape import measuring, plan
+    from lightning_scape import plan
+    from lightning_scape.planning import measure as measuring
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
@@ -541,7 +542,7 @@ def main() -> int:
     results["targets"] = targets(results)
     results["paper_case"] = paper_case(results)
     sys.path.insert(0, str(ROOT))
-    from lightning_scape import planner
+    from lightning_scape.planning import cost_model as planner
 
     compared = planner.compare_with_measured(results)
     results["planner"] = {"median_error": planner.median_error(compared), "steps": len(compared)}

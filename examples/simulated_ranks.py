@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_scape.collectives import Arriving, Communicator, PendingMask
+from lightning_scape.comm.collectives import Arriving, Communicator, PendingMask
 from lightning_scape.config import ScapeConfig
 from lightning_scape.optimizer import ScapeOptimizer
 

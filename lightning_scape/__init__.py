@@ -5,14 +5,14 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_scape.__about__ import __version__
 from lightning_scape.adams import AdamS
+from lightning_scape.checkpoint.atomic_files import CheckpointError, newest_checkpoint
 from lightning_scape.config import ScapeConfig
 from lightning_scape.data import PythonSource
-from lightning_scape.fabric import FabricScapeStrategy
-from lightning_scape.files import CheckpointError, newest_checkpoint
-from lightning_scape.monitor import ScapeMonitor
+from lightning_scape.engine.stats import StepStats
+from lightning_scape.integrations.fabric import FabricScapeStrategy
+from lightning_scape.integrations.monitor import ScapeMonitor
+from lightning_scape.integrations.trainer import ScapeStrategy
 from lightning_scape.optimizer import ScapeOptimizer
-from lightning_scape.stats import StepStats
-from lightning_scape.strategy import ScapeStrategy
 
 # No entry point registers strategies: `strategy="scape"` works once this package is imported.
 ScapeStrategy.register_strategies(StrategyRegistry)

@@ -30,8 +30,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from lightning_scape.config import ScapeConfig
-from lightning_scape.core import Spelling
-from lightning_scape.fabric import FabricScapeStrategy
+from lightning_scape.integrations.advice import Spelling
+from lightning_scape.integrations.fabric import FabricScapeStrategy
 
 COMMANDS = ("pretrain", "finetune_full")
 """LitGPT's commands that train all parameters with an optimizer that SCAPE can stand in for."""

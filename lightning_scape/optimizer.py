@@ -17,20 +17,21 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightning_scape import checkpoint, ops
+from lightning_scape import ops
 from lightning_scape.__about__ import __version__
-from lightning_scape.clipping import GradientClipping
-from lightning_scape.collectives import Communicator, PendingMask, ProcessGroup, check_joined, new_mask_group
+from lightning_scape.checkpoint import optimizer_state as checkpoint
+from lightning_scape.checkpoint.dcp import OwnShards, SavedShards
+from lightning_scape.comm.collectives import Communicator, PendingMask, ProcessGroup, check_joined, new_mask_group
 from lightning_scape.config import ScapeConfig
-from lightning_scape.convert import check_convertible, with_fitting_update
-from lightning_scape.hyperparameters import RowHyperparameters
+from lightning_scape.engine.clipping import GradientClipping
+from lightning_scape.engine.convert import check_convertible, with_fitting_update
+from lightning_scape.engine.hyperparameters import RowHyperparameters
+from lightning_scape.engine.mask import DelayedMask, SparsitySchedule
+from lightning_scape.engine.parameters import Parameters
+from lightning_scape.engine.replicas import check_replicas, check_same_setup
+from lightning_scape.engine.state import ScapeState, flatten, flatten_like
+from lightning_scape.engine.stats import StepRecord, StepStats
 from lightning_scape.layout import Layout, Piece
-from lightning_scape.mask import DelayedMask, SparsitySchedule
-from lightning_scape.parameters import Parameters
-from lightning_scape.replicas import check_replicas, check_same_setup
-from lightning_scape.sharded import OwnShards, SavedShards
-from lightning_scape.state import ScapeState, flatten, flatten_like
-from lightning_scape.stats import StepRecord, StepStats
 
 NOISE_INTERVAL = 8
 """Steps from one sample of the gradient's mean square to the next: each costs a pass over the shard."""
@@ -673,7 +674,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         run.consolidated = checkpoint.consolidate(self._snapshot(self._current_state()), self._communicator, to)
 
     def sharded_state_dict(self) -> OwnShards:
-        """This rank's part of the state, as :func:`lightning_scape.sharded.write_directory` takes it; views.
+        """This rank's part of the state, as :func:`lightning_scape.checkpoint.dcp.write_directory` takes it; views.
 
         Nothing is sent, and no rank ever holds the whole state.
         """

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_scape import planner
-from lightning_scape.collectives import is_distributed
-from lightning_scape.measuring import CPU, measure_compute, measure_link, measure_machine
-from lightning_scape.planner import Job, Link, Machine, Prediction, Weight
+from lightning_scape.comm.collectives import is_distributed
+from lightning_scape.planning import cost_model as planner
+from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, Weight
+from lightning_scape.planning.measure import CPU, measure_compute, measure_link, measure_machine
 
 BYTES_PER_SECOND = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")

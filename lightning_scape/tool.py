@@ -17,7 +17,8 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _consolidate(arguments: list[str]) -> int:
-    from lightning_scape import files, saving
+    from lightning_scape.checkpoint import atomic_files as files
+    from lightning_scape.checkpoint import saver as saving
 
     parser = _parser("consolidate")
     parser.add_argument("directory", type=Path, help="the sharded checkpoint, or a file to convert")
@@ -41,7 +42,7 @@ def _consolidate(arguments: list[str]) -> int:
 
 
 def _verify(arguments: list[str]) -> int:
-    from lightning_scape import files
+    from lightning_scape.checkpoint import atomic_files as files
 
     parser = _parser("verify")
     parser.add_argument("path", type=Path, nargs="+", help="checkpoints, files or directories")

@@ -16,9 +16,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.clipping import SKETCH_WIDTHS, _random_signs
+from lightning_scape.engine.clipping import SKETCH_WIDTHS, _random_signs
 from lightning_scape.layout import Layout
-from lightning_scape.ops import kernels
+from lightning_scape.ops import cuda as kernels
 
 NAMES = {
     torch.float32: "fp32",

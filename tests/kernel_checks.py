@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.clipping import SKETCH_WIDTHS, _random_signs
+from lightning_scape.engine.clipping import SKETCH_WIDTHS, _random_signs
 from lightning_scape.layout import Layout, Piece, Segment
-from lightning_scape.ops import kernels, reference
+from lightning_scape.ops import cuda as kernels
+from lightning_scape.ops import reference
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 BOTH = ["reference", "own"]

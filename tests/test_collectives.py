@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_scape import ScapeConfig, ScapeOptimizer, collectives, ops
-from lightning_scape.collectives import Communicator
+from lightning_scape import ScapeConfig, ScapeOptimizer, ops
+from lightning_scape.comm import collectives
+from lightning_scape.comm.collectives import Communicator
 
 MESSAGES = {"all_reduce": 1, "_all_to_all": 2, "_all_gather": 2}
 """Norm; values and votes; parameters and mask. Five in all."""

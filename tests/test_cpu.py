@@ -21,7 +21,7 @@ from rank_checks import CHANGE_ROUNDING, train_on
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.clipping import SKETCH_WIDTHS, _random_signs
+from lightning_scape.engine.clipping import SKETCH_WIDTHS, _random_signs
 from lightning_scape.layout import Layout
 from lightning_scape.ops import cpu, cpu_kernels, cpu_masks, reference
 

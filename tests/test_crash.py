@@ -27,9 +27,9 @@ from test_sharded import load, numbered
 from test_strategy import GivenRanks, Regression, make_trainer
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy, newest_checkpoint
-from lightning_scape.collectives import Communicator
-from lightning_scape.files import load_file, save_file, verify
-from lightning_scape.saving import Content, Saver
+from lightning_scape.checkpoint.atomic_files import load_file, save_file, verify
+from lightning_scape.checkpoint.saver import Content, Saver
+from lightning_scape.comm.collectives import Communicator
 
 RunRanks = Callable[..., list[Any]]
 CONFIG = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
@@ -252,7 +252,7 @@ def fill_disk_in_background(rank: int, world_size: int, folder: str) -> tuple[bo
     # A removal waits for the checkpoint that makes the old one dispensable, and is left out if that fails.
     old.mkdir(exist_ok=True)
     if rank == 1:
-        import lightning_scape.files as files
+        import lightning_scape.checkpoint.atomic_files as files
 
         def fail(*_: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")

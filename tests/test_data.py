@@ -17,7 +17,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_scape.data import END_OF_FILE, Corpus, PythonSource, WindowLoader, _drop_copies, read_corpus
+from lightning_scape.data import END_OF_FILE, Corpus, PythonSource, WindowLoader, read_corpus
+from lightning_scape.data.python_source import _drop_copies
 
 SMALL = 300_000
 """Bytes of the corpus of most tests."""

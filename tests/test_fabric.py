@@ -23,8 +23,8 @@ from rank_checks import arrived_event
 from torch import Tensor, nn
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
-from lightning_scape.clipping import GradientClipping
-from lightning_scape.collectives import Communicator
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.engine.clipping import GradientClipping
 
 RunRanks = Callable[..., list[Any]]
 WIDTH = 9

@@ -19,7 +19,8 @@ from kernel_checks import FAR, FarAway, KernelChecks, assert_same_bits, hyper
 from rank_checks import CHANGE_ROUNDING, train_on, train_scaled
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.ops import cpu, kernels, reference
+from lightning_scape.ops import cpu, reference
+from lightning_scape.ops import cuda as kernels
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"),

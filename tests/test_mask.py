@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ScapeConfig
-from lightning_scape.collectives import Arriving, PendingMask
-from lightning_scape.mask import DelayedMask, SparsitySchedule
+from lightning_scape.comm.collectives import Arriving, PendingMask
+from lightning_scape.engine.mask import DelayedMask, SparsitySchedule
 
 
 class Maker:

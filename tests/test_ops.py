@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.clipping import SKETCH_WIDTHS, _random_signs, sketch_deviation
+from lightning_scape.engine.clipping import SKETCH_WIDTHS, _random_signs, sketch_deviation
 from lightning_scape.layout import Layout
 
 ONE, ZERO = torch.ones(()), torch.zeros(())

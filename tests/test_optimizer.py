@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, collectives, ops
-from lightning_scape.clipping import GradientClipping, pack_flags
-from lightning_scape.collectives import Arriving
+from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
+from lightning_scape.comm import collectives
+from lightning_scape.comm.collectives import Arriving
+from lightning_scape.engine.clipping import GradientClipping, pack_flags
 
 RunRanks = Callable[..., list[Any]]
 SIZES = ((37, 11), (5,), (1,), (300, 7), (3, 3, 3), (641,))
@@ -1230,7 +1231,7 @@ def test_a_script_may_end_right_after_a_step(tmp_path: Path, end: str) -> None:
 
 HOLDS = """
 import time, torch
-from lightning_scape.worker import Worker
+from lightning_scape.comm.worker import Worker
 torch.set_num_threads(1)
 
 class Held:

@@ -16,8 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_scape import ScapeConfig, ScapeOptimizer, StepStats, measuring, plan, planner, tool
-from lightning_scape.planner import Job, Link, Machine, Weight
+from lightning_scape import ScapeConfig, ScapeOptimizer, StepStats, plan, tool
+from lightning_scape.planning import cost_model as planner
+from lightning_scape.planning import measure as measuring
+from lightning_scape.planning.cost_model import Job, Link, Machine, Weight
 
 WEIGHTS = (Weight(50_000, None, False), *(Weight(30_000, i) for i in range(4)), Weight(50_000))
 JOB = Job(weights=WEIGHTS, ranks=8, step_compute=0.01)

@@ -18,10 +18,10 @@ from test_optimizer import parameters, values
 from torch import Tensor, nn
 
 from lightning_scape import AdamS, CheckpointError, ScapeConfig, ScapeOptimizer
-from lightning_scape.collectives import Communicator
-from lightning_scape.files import save_file, verify
-from lightning_scape.saving import Content, SavedContent, Saver, consolidate
-from lightning_scape.sharded import Directory
+from lightning_scape.checkpoint.atomic_files import save_file, verify
+from lightning_scape.checkpoint.dcp import Directory
+from lightning_scape.checkpoint.saver import Content, SavedContent, Saver, consolidate
+from lightning_scape.comm.collectives import Communicator
 from lightning_scape.tool import main
 
 RunRanks = Callable[..., list[Any]]
@@ -422,7 +422,7 @@ def test_three_hundred_mutated_directories_are_refused(tmp_path: Path) -> None:
 
 def test_a_newer_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_scape.files.FORMAT", 7)
+        patch.setattr("lightning_scape.checkpoint.atomic_files.FORMAT", 7)
         _, optimizer, path = one_directory(tmp_path)
     with pytest.raises(CheckpointError, match="must be at most 1, got 7.*Upgrade"):
         load(path, optimizer)
@@ -437,7 +437,7 @@ def test_a_directory_never_executes_code(tmp_path: Path) -> None:
             return (Path.touch, (bait,))
 
     (path / ".metadata").write_bytes(pickle.dumps(Bait()))
-    from lightning_scape.files import describe_files, write_manifest
+    from lightning_scape.checkpoint.atomic_files import describe_files, write_manifest
 
     write_manifest(path, describe_files(path, [".metadata", "__0_0.distcp", "meta.pt"]), 1)
     with pytest.raises(CheckpointError, match="must be an index of torch.distributed.checkpoint"):

@@ -36,9 +36,10 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_scape
-from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ScapeStrategy, core
-from lightning_scape.planner import show_bytes
-from lightning_scape.stats import StepRecord
+from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ScapeStrategy
+from lightning_scape.engine.stats import StepRecord
+from lightning_scape.integrations import advice, rendezvous, swap
+from lightning_scape.planning.cost_model import show_bytes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:LightningCLI's args parameter"),  # it looks at sys.argv, which is pytest's
@@ -179,7 +180,7 @@ def weights(module: nn.Module) -> Tensor:
 
 
 def ours(trainer: pl.Trainer) -> ScapeOptimizer:
-    (optimizer,) = core.scape_optimizers(trainer.optimizers)
+    (optimizer,) = swap.scape_optimizers(trainer.optimizers)
     return optimizer
 
 
@@ -286,13 +287,13 @@ def test_the_sharded_scaler_goes_on_from_the_scale_of_the_plain_one(run_ranks: A
 
 def _scaler_state(rank: int, world_size: int) -> tuple[bool, ...]:
     plain = torch.amp.GradScaler("cpu", init_scale=3.0, growth_factor=5.0, backoff_factor=0.25, growth_interval=7)
-    sharded = core.sharded_scaler(plain)
+    sharded = swap.sharded_scaler(plain)
     off = torch.amp.GradScaler("cpu", enabled=False)
     return (
         sharded.state_dict() == plain.state_dict(),
-        type(sharded).__name__ == "ShardedGradScaler" and core.sharded_scaler(sharded) is sharded,
-        core.sharded_scaler(None) is None,
-        core.sharded_scaler(off) is off,
+        type(sharded).__name__ == "ShardedGradScaler" and swap.sharded_scaler(sharded) is sharded,
+        swap.sharded_scaler(None) is None,
+        swap.sharded_scaler(off) is off,
     )
 
 
@@ -371,7 +372,7 @@ class _Clipping(Callback):
         self.factors: list[float] = []
 
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        stats = core.unwrap_optimizer(optimizer).stats
+        stats = swap.unwrap_optimizer(optimizer).stats
         if stats is None:
             return
         mean = torch.cat([parameter.grad.flatten() for parameter in pl_module.parameters()])
@@ -410,10 +411,10 @@ def test_clip_gradients_refuses_what_it_does_not_know() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = ScapeOptimizer([parameter], config=ScapeConfig())
     with pytest.raises(ValueError, match='must be "norm" or "value", got \'agc\''):
-        core.clip_gradients(optimizer, 1.0, "agc")
+        swap.clip_gradients(optimizer, 1.0, "agc")
     with pytest.raises(TypeError, match="needs a ScapeOptimizer, got SGD"):
-        core.clip_gradients(torch.optim.SGD([parameter]), 1.0)
-    core.clip_gradients(torch.optim.SGD([parameter]), 0.0)  # 0 is no clipping, as in Lightning
+        swap.clip_gradients(torch.optim.SGD([parameter]), 1.0)
+    swap.clip_gradients(torch.optim.SGD([parameter]), 0.0)  # 0 is no clipping, as in Lightning
 
 
 def _fused(rank: int, world_size: int) -> Tensor:
@@ -464,7 +465,7 @@ def test_retargeting_reaches_schedulers_inside_schedulers() -> None:
     sequential = lr_scheduler.SequentialLR(old, [chained, last := lr_scheduler.StepLR(old, 1)], [3])
     warm_up = WarmUp(old)
     other = lr_scheduler.StepLR(bystander, 1)
-    core.retarget_schedulers([sequential, warm_up, other], [(old, new)])
+    swap.retarget_schedulers([sequential, warm_up, other], [(old, new)])
     for scheduler in (sequential, chained, *inner, last, warm_up, warm_up.after_scheduler):
         assert scheduler.optimizer is new
     assert other.optimizer is bystander
@@ -473,7 +474,7 @@ def test_retargeting_reaches_schedulers_inside_schedulers() -> None:
 def test_a_scheduler_stepped_before_the_optimizer_still_makes_torch_warn() -> None:
     dense = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
     scheduler = lr_scheduler.StepLR(dense, 1)
-    core.swap_optimizers([dense], [scheduler], ScapeConfig())
+    swap.swap_optimizers([dense], [scheduler], ScapeConfig())
     with pytest.warns(UserWarning, match="before `optimizer.step"):
         scheduler.step()
 
@@ -483,7 +484,7 @@ def test_step_hooks_of_the_users_optimizer_go_on_being_called() -> None:
     dense = torch.optim.AdamW([parameter])
     called: list[str] = []
     handle = dense.register_step_post_hook(lambda optimizer, *_: called.append(type(optimizer).__name__))
-    (scape,) = core.swap_optimizers([dense], [], ScapeConfig())
+    (scape,) = swap.swap_optimizers([dense], [], ScapeConfig())
     parameter.grad = torch.ones(3)
     scape.step()
     handle.remove()
@@ -508,8 +509,8 @@ def _two_optimizers(rank: int, world_size: int) -> tuple[Tensor, list[int], list
     start, model = weights(Regression()), TwoOptimizers()
     trainer = make_trainer()
     trainer.fit(model)
-    steps = [optimizer.stats.step for optimizer in core.scape_optimizers(trainer.optimizers)]
-    clipped = [optimizer.stats.clip_factor < 1 for optimizer in core.scape_optimizers(trainer.optimizers)]
+    steps = [optimizer.stats.step for optimizer in swap.scape_optimizers(trainer.optimizers)]
+    clipped = [optimizer.stats.clip_factor < 1 for optimizer in swap.scape_optimizers(trainer.optimizers)]
     assert not torch.equal(start, weights(model))
     return weights(model), steps, clipped
 
@@ -1020,13 +1021,13 @@ def test_a_script_trains_on_two_ranks_started_by(tmp_path: Path, launcher: str) 
 def test_ranks_that_do_not_meet_are_told_what_to_check(problem: str, remedy: str) -> None:
     environment = SimpleNamespace(world_size=lambda: 2, global_rank=lambda: 1)
     expected = pytest.raises(dist.DistNetworkError, match=rf"All 2 ranks must meet at .* got on rank 1: .*{remedy}")
-    with expected, core.explained_rendezvous(environment):
+    with expected, rendezvous.explained_rendezvous(environment):
         raise dist.DistNetworkError(problem)
 
 
 def test_other_errors_of_the_rendezvous_are_left_alone() -> None:
     environment = SimpleNamespace(world_size=lambda: 2, global_rank=lambda: 1)
-    with pytest.raises(RuntimeError, match="^out of ports$"), core.explained_rendezvous(environment):
+    with pytest.raises(RuntimeError, match="^out of ports$"), rendezvous.explained_rendezvous(environment):
         raise RuntimeError("out of ports")
 
 
@@ -1048,7 +1049,7 @@ class EndlessRegression(Regression):
 def _warmups(rank: int, world_size: int, model: type, options: dict[str, Any], given: dict[str, Any]) -> list[int]:
     trainer = make_trainer(ScapeStrategy(sparsity=0.9, **given), **options)
     trainer.fit(model())
-    return [optimizer.schedule.warmup_steps for optimizer in core.scape_optimizers(trainer.optimizers)]
+    return [optimizer.schedule.warmup_steps for optimizer in swap.scape_optimizers(trainer.optimizers)]
 
 
 @pytest.mark.parametrize(
@@ -1160,8 +1161,8 @@ def test_the_progress_bar_shows_the_density_while_the_warm_up_lasts_and_looks_at
 
 def line(options: dict[str, Any], steps: float | None, *dense: torch.optim.Optimizer) -> str:
     dense = dense or (torch.optim.AdamW([nn.Parameter(torch.ones(1000))]),)
-    optimizers = core.swap_optimizers(dense, [], ScapeConfig(**options), total_steps=steps)
-    return core.what_holds(optimizers, steps, core.as_call("ScapeStrategy"))
+    optimizers = swap.swap_optimizers(dense, [], ScapeConfig(**options), total_steps=steps)
+    return advice.what_holds(optimizers, steps, advice.as_call("ScapeStrategy"))
 
 
 @pytest.mark.parametrize(
@@ -1196,7 +1197,7 @@ def test_the_first_line_names_both_updates_of_two_kinds_of_optimizers() -> None:
 
 def _bytes_said(rank: int, world_size: int) -> tuple[str, int]:
     weight = nn.Parameter(torch.ones(4000))
-    (optimizer,) = core.swap_optimizers(
+    (optimizer,) = swap.swap_optimizers(
         [torch.optim.AdamW([weight])], [], ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
     )
     for _ in range(3):
@@ -1204,7 +1205,7 @@ def _bytes_said(rank: int, world_size: int) -> tuple[str, int]:
         optimizer.step()
     optimizer.drain()
     stats = optimizer.stats
-    return core.what_holds([optimizer], None, core.as_call("ScapeStrategy")), stats.bytes_total - stats.bytes_norm
+    return advice.what_holds([optimizer], None, advice.as_call("ScapeStrategy")), stats.bytes_total - stats.bytes_norm
 
 
 def test_the_bytes_of_the_first_line_are_those_that_a_step_at_its_end_counts(run_ranks: Any) -> None:
@@ -1281,11 +1282,11 @@ def test_a_run_in_which_dense_would_be_faster_says_so_once_with_figures(run_rank
 
 def test_steps_of_the_warm_up_are_not_judged_whenever_a_run_begins() -> None:
     weight = nn.Parameter(torch.ones(100))
-    (optimizer,) = core.swap_optimizers(
+    (optimizer,) = swap.swap_optimizers(
         [torch.optim.AdamW([weight])], [], ScapeConfig(sparsity=0.9, dense_steps=1, sparsity_warmup_steps=2)
     )
 
-    def timed_by(check: core.PayoffCheck) -> list[bool]:
+    def timed_by(check: advice.PayoffCheck) -> list[bool]:
         timed = []
         for _ in range(6):
             weight.grad = torch.ones(100)
@@ -1294,8 +1295,8 @@ def test_steps_of_the_warm_up_are_not_judged_whenever_a_run_begins() -> None:
             timed.append(optimizer.communicator.at_once)
         return timed
 
-    assert timed_by(core.PayoffCheck(1, 2)) == [False] * 3 + [True, True, False]
-    assert timed_by(core.PayoffCheck(1, 2)) == [True, True, False, False, False, False]  # resumed after the warm-up
+    assert timed_by(advice.PayoffCheck(1, 2)) == [False] * 3 + [True, True, False]
+    assert timed_by(advice.PayoffCheck(1, 2)) == [True, True, False, False, False, False]  # resumed after the warm-up
 
 
 def test_a_run_in_which_messages_are_dear_is_silent(run_ranks: Any) -> None:

@@ -15,7 +15,8 @@ from rank_checks import arrived_event
 from test_optimizer import gathered, parameters, set_gradients
 from torch import Tensor, nn
 
-from lightning_scape import ScapeConfig, ScapeOptimizer, collectives, ops
+from lightning_scape import ScapeConfig, ScapeOptimizer, ops
+from lightning_scape.comm import collectives
 from lightning_scape.optimizer import NOISE_INTERVAL, NOISE_WEIGHT
 
 RunRanks = Callable[..., list[Any]]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_scape import ScapeConfig, ScapeOptimizer, collectives
+from lightning_scape import ScapeConfig, ScapeOptimizer
+from lightning_scape.comm import collectives
 
 RunRanks = Callable[..., list[Any]]
 

@@ -112,7 +112,7 @@ def _kernels() -> ModuleType | None:
             stacklevel=4,
         )
         return None
-    from lightning_scape.ops import kernels
+    from lightning_scape.ops import cuda as kernels
 
     return kernels
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from kernel_checks import FAR, KernelChecks, assert_same_bits, far_piece
 
-from lightning_scape.ops import kernels, reference
+from lightning_scape.ops import cuda as kernels
+from lightning_scape.ops import reference
 
 pytestmark = pytest.mark.gpu
 

@@ -15,9 +15,9 @@ from rank_checks import CHANGE_ROUNDING, train_on, train_scaled
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ScapeStrategy
-from lightning_scape.ops import kernels
+from lightning_scape.engine.stats import PHASES
+from lightning_scape.ops import cuda as kernels
 from lightning_scape.optimizer import NOISE_INTERVAL
-from lightning_scape.stats import PHASES
 
 pytestmark = pytest.mark.gpu
 

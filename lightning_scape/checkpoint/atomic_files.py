@@ -1,6 +1,6 @@
 """Checkpoints on disk: whole or not there at all, and what is damaged is said to be, before anything is loaded.
 
-A file is written beside its place, synced, and renamed into it; a directory likewise (:mod:`lightning_scape.sharded`),
+A file is written beside its place, synced, and renamed into it. So is a directory (:mod:`.dcp`),
 and lists its files with their digests in ``manifest.json``, written last. Both are loaded by ``weights_only``: a
 checkpoint never executes code.
 """

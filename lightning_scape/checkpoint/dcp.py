@@ -48,8 +48,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_scape import files
-from lightning_scape.collectives import Communicator
+from lightning_scape.checkpoint import atomic_files as files
+from lightning_scape.comm.collectives import Communicator
 
 REST = "meta.pt"
 """As in Lightning's own sharded checkpoints."""
@@ -297,7 +297,7 @@ class SavedShards:
     directory: Directory
     key: str
     common: dict[str, Any]
-    """What is not a tensor; see :func:`lightning_scape.checkpoint.own_shards`."""
+    """What is not a tensor; see :func:`lightning_scape.checkpoint.optimizer_state.own_shards`."""
 
 
 @dataclass(frozen=True)

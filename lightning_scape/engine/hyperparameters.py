@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ops
+from lightning_scape.engine.parameters import Parameters
 from lightning_scape.layout import Piece
-from lightning_scape.parameters import Parameters
 
 
 class Corrections(NamedTuple):

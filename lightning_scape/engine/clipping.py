@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.collectives import Communicator
+from lightning_scape.comm.collectives import Communicator
 from lightning_scape.config import ScapeConfig
 
 SKETCH_WIDTHS = (4093, 4091, 4079, 4073, 4057, 4051, 4049, 4027)

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_scape import core
+from lightning_scape.integrations import advice, swap
 
 PROGRESS_BAR_METRICS = ("compression", "grad_norm")
 """What the progress bar shows, where it is finite (one rank sends nothing); the logger gets everything."""
@@ -42,7 +42,7 @@ class ScapeMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not core.scape_optimizers(trainer.optimizers):
+        if not swap.scape_optimizers(trainer.optimizers):
             raise MisconfigurationException(
                 "`ScapeMonitor` reports on a ScapeOptimizer and there is none: the strategy is"
                 f" {type(trainer.strategy).__name__}. Use `Trainer(strategy=ScapeStrategy(...))`, or drop the callback."
@@ -72,10 +72,10 @@ class ScapeMonitor(Callback):
 
 def collect_metrics(optimizers: Iterable[object]) -> dict[str, float]:
     """The last step's statistics of every ScapeOptimizer among ``optimizers``, flat; empty before the first step."""
-    ours = core.scape_optimizers(optimizers)
+    ours = swap.scape_optimizers(optimizers)
     metrics: dict[str, float] = {}
     for index, optimizer in enumerate(ours):
         stats = optimizer.stats
         if stats is not None:
-            metrics |= stats.as_dict(core.metric_prefix(index, len(ours)))
+            metrics |= stats.as_dict(advice.metric_prefix(index, len(ours)))
     return metrics

@@ -25,13 +25,14 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_scape import core
-from lightning_scape.checkpoint_io import ScapeCheckpointIO
-from lightning_scape.collectives import Communicator, broadcast_tensors, is_distributed
+from lightning_scape.checkpoint import saver
+from lightning_scape.checkpoint.rng import rng_state, set_rng_state
+from lightning_scape.checkpoint.saver import RNG, Content, SavedContent, Saver, replicated
+from lightning_scape.comm.collectives import Communicator, broadcast_tensors, is_distributed
 from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
+from lightning_scape.integrations import advice, rendezvous, swap
+from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.optimizer import ScapeOptimizer
-from lightning_scape.rng import rng_state, set_rng_state
-from lightning_scape.saving import RNG, Content, SavedContent, Saver, replicated
 
 
 class FabricScapeStrategy(DDPStrategy):
@@ -113,7 +114,7 @@ class FabricScapeStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        state_dict_type: core.StateDictType = "full",
+        state_dict_type: saver.StateDictType = "full",
         async_save: bool = False,
     ) -> None:
         given = locals()
@@ -122,8 +123,8 @@ class FabricScapeStrategy(DDPStrategy):
                 f"`total_steps` must be None or a whole number >= 1, got {total_steps!r}. Leave it out where you do not"
                 " know it."
             )
-        core.check_saving(state_dict_type, async_save, checkpoint_io)
-        self.config = core.resolve_config(config, {name: given[name] for name in core.CONFIG_DEFAULTS})
+        saver.check_saving(state_dict_type, async_save, checkpoint_io)
+        self.config = swap.resolve_config(config, {name: given[name] for name in swap.CONFIG_DEFAULTS})
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -137,10 +138,10 @@ class FabricScapeStrategy(DDPStrategy):
         # The model is not wrapped and sends nothing in backward: there is nothing to hold back.
         self._backward_sync_control = _NothingToBlock()
         self.total_steps = total_steps
-        self._mask_group = core.MaskGroup()
+        self._mask_group = rendezvous.MaskGroup()
         self._state_dict_type = state_dict_type
         self._saver = Saver(async_save)
-        self._checkpoint_group = core.MaskGroup("gloo")  # background writes must not meet the step's messages
+        self._checkpoint_group = rendezvous.MaskGroup("gloo")  # background writes must not meet the step's messages
         self._forget()
 
     def _forget(self) -> None:
@@ -166,26 +167,26 @@ class FabricScapeStrategy(DDPStrategy):
     @override
     def _setup_distributed(self) -> None:
         starting = not is_distributed()
-        with core.explained_rendezvous(self.cluster_environment):
+        with rendezvous.explained_rendezvous(self.cluster_environment):
             super()._setup_distributed()
         if starting:
             atexit.register(_destroy_dist_connection)  # see ScapeStrategy
         atexit.register(_finish, weakref.ref(self._saver))  # Fabric never tears a strategy down
         self._mask_group.get(self._timeout)  # collective: every rank comes here
         if isinstance(self.precision, MixedPrecision):
-            self.precision.scaler = core.sharded_scaler(self.precision.scaler)
+            self.precision.scaler = swap.sharded_scaler(self.precision.scaler)
 
     @override
     def setup_module(self, module: Module) -> Module:  # type: ignore[override]
         """What DDP's constructor does besides wrapping: make all ranks equal to rank 0."""
-        broadcast_tensors(core.module_state(module))
+        broadcast_tensors(swap.module_state(module))
         self._modules.add(module)
         return module
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         named = [pair for module in self._modules for pair in module.named_parameters()]
-        (scape,) = core.swap_optimizers(
+        (scape,) = swap.swap_optimizers(
             [optimizer],
             [],
             self.config,
@@ -201,12 +202,12 @@ class FabricScapeStrategy(DDPStrategy):
         # Not before the first step: a checkpoint that is loaded brings its own warm-up along.
         if untold := self._scape_optimizers - self._told:
             self._told |= untold
-            rank_zero_info(core.what_holds(list(untold), self.total_steps, self._spelling()))
+            rank_zero_info(advice.what_holds(list(untold), self.total_steps, self._spelling()))
         return super().optimizer_step(optimizer, **kwargs)
 
-    def _spelling(self) -> core.Spelling:
+    def _spelling(self) -> advice.Spelling:
         """How the user writes the options."""
-        return core.as_call(type(self).__name__)
+        return advice.as_call(type(self).__name__)
 
     @override
     def clip_gradients_norm(
@@ -228,17 +229,17 @@ class FabricScapeStrategy(DDPStrategy):
                 " its Euclidean norm can be estimated from sketches. Leave it at 2."
             )
         self.precision.unscale_gradients(optimizer)
-        return core.scape_optimizer(optimizer).clip_grad_norm(float(max_norm), error_if_nonfinite=error_if_nonfinite)
+        return swap.scape_optimizer(optimizer).clip_grad_norm(float(max_norm), error_if_nonfinite=error_if_nonfinite)
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
         self.precision.unscale_gradients(optimizer)
-        core.scape_optimizer(optimizer).clip_grad_value(float(clip_val))
+        swap.scape_optimizer(optimizer).clip_grad_value(float(clip_val))
 
     @override
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         super().load_module_state_dict(module, state_dict, strict=strict)
-        core.mark_masters_stale(self._scape_optimizers)
+        swap.mark_masters_stale(self._scape_optimizers)
 
     # --------------------------------------------------------------------------------------------- checkpoints
 
@@ -252,7 +253,7 @@ class FabricScapeStrategy(DDPStrategy):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        core.check_saving(self._state_dict_type, self._saver.asynchronous, io)
+        saver.check_saving(self._state_dict_type, self._saver.asynchronous, io)
         self._checkpoint_io = io
 
     @override
@@ -275,7 +276,7 @@ class FabricScapeStrategy(DDPStrategy):
             return
         ranks = Communicator(None, None)
         converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
-        if core.scape_optimizers(state.values()):
+        if swap.scape_optimizers(state.values()):
             converted[RNG] = ranks.share_object(rng_state())
 
         def write() -> None:
@@ -290,8 +291,8 @@ class FabricScapeStrategy(DDPStrategy):
             if isinstance(value, Module):
                 names = [parameter for parameter, _ in value.named_parameters()]
                 content.models[name] = replicated(self.get_module_state_dict(value), names, self.global_rank)
-            elif core.scape_optimizers([value]):
-                content.optimizers[name] = core.scape_optimizer(value).sharded_state_dict()
+            elif swap.scape_optimizers([value]):
+                content.optimizers[name] = swap.scape_optimizer(value).sharded_state_dict()
             else:
                 content.rest[name] = value.state_dict() if isinstance(value, _Stateful) else value
         return content
@@ -305,10 +306,10 @@ class FabricScapeStrategy(DDPStrategy):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         self._saver.wait()
-        if core.is_directory(path):
+        if saver.is_directory(path):
             return self._load_directory(Path(path), state, strict)
         rest = super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
-        if isinstance(state, dict) and core.scape_optimizers(state.values()):
+        if isinstance(state, dict) and swap.scape_optimizers(state.values()):
             states = rest.pop(RNG, [])
             if len(states) == self.world_size:
                 set_rng_state(states[self.global_rank])
@@ -332,7 +333,7 @@ class FabricScapeStrategy(DDPStrategy):
                 value.load_state_dict(rest.pop(name))
             elif name in rest:
                 state[name] = rest.pop(name)
-        if core.scape_optimizers(state.values()):
+        if swap.scape_optimizers(state.values()):
             generators = saved.rng(self.global_rank, self.world_size)
             if generators is not None:
                 set_rng_state(generators)

@@ -5,7 +5,7 @@ of latency, ``h`` seconds of the host per byte, ``C`` seconds of forward and bac
 
 The model, in full:
 
-- **Bytes** are the package's own count (:mod:`lightning_scape.collectives`): ``q`` entries of every block, pads
+- **Bytes** are the package's own count (:mod:`lightning_scape.comm.collectives`): ``q`` entries of every block, pads
   included, times the width of the values, of what comes back and of the mask; dense methods send ``(N-1)/N`` of what
   they gather or scatter, twice for an all-reduce.
 - **A message** takes ``max(bytes/W, bytes*h) + hops*a``. ``h`` is what the processor spends on sending and adding; it
@@ -33,8 +33,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from lightning_scape.clipping import SKETCH_WIDTHS, packed_size
 from lightning_scape.config import ScapeConfig
+from lightning_scape.engine.clipping import SKETCH_WIDTHS, packed_size
 from lightning_scape.layout import Layout
 
 PEER_SECONDS = 2e-6

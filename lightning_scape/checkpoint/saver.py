@@ -6,15 +6,16 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_scape import files
-from lightning_scape.collectives import Communicator
-from lightning_scape.rng import rng_state
-from lightning_scape.sharded import REST, Chunk, Directory, OwnShards, SavedShards, as_bytes, write_directory
+from lightning_scape.checkpoint import atomic_files as files
+from lightning_scape.checkpoint.dcp import REST, Chunk, Directory, OwnShards, SavedShards, as_bytes, write_directory
+from lightning_scape.checkpoint.rng import rng_state
+from lightning_scape.comm.collectives import Communicator
 
 RNG = "scape_rng"
 """Key of the ranks' random number generators in a checkpoint that is one file."""
@@ -60,7 +61,7 @@ class SavedContent:
     """A sharded checkpoint opened, complete and undamaged. Tensors are read when asked for.
 
     Raises:
-        CheckpointError: see :class:`~lightning_scape.sharded.Directory`.
+        CheckpointError: see :class:`~lightning_scape.checkpoint.dcp.Directory`.
     """
 
     def __init__(self, path: Path, communicator: Communicator | None = None) -> None:
@@ -185,7 +186,7 @@ def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
         FileNotFoundError: there is nothing at ``path``.
         CheckpointError: the checkpoint is torn, damaged, foreign or newer.
     """
-    from lightning_scape.checkpoint import as_adamw, merge_shards
+    from lightning_scape.checkpoint.optimizer_state import as_adamw, merge_shards
 
     files.check_there(path)
     if path.is_file():
@@ -209,7 +210,7 @@ def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
 
 def _with_adamw(whole: Any, path: Path) -> dict[str, Any]:
     """A full checkpoint whose SCAPE states, the Trainer's list or Fabric's by name, are AdamW's."""
-    from lightning_scape.checkpoint import as_adamw
+    from lightning_scape.checkpoint.optimizer_state import as_adamw
 
     found = 0
 
@@ -254,3 +255,29 @@ def host_content(checkpoint: Mapping[str, Any], parameters: Iterable[str], rank:
     states = rest.pop("optimizer_states", [])
     models = {"state_dict": replicated(rest.pop("state_dict"), parameters, rank)}
     return Content(models, {f"optimizer_{number}": state for number, state in enumerate(states)}, rest)
+
+
+StateDictType = Literal["full", "sharded"]
+
+
+def check_saving(state_dict_type: str, async_save: bool, checkpoint_io: object | None) -> None:
+    """Raises ValueError unless a strategy's options on checkpoints go together."""
+    if state_dict_type not in ("full", "sharded"):
+        raise ValueError(
+            f'`state_dict_type` must be "full" (one file) or "sharded" (a directory), got {state_dict_type!r}.'
+        )
+    if async_save and state_dict_type == "full":
+        raise ValueError(
+            '`async_save` must come with state_dict_type="sharded", got "full". To write one file in the background,'
+            " give `plugins=[AsyncCheckpointIO()]` to the Trainer."
+        )
+    if state_dict_type == "sharded" and checkpoint_io is not None:
+        raise ValueError(
+            f'`checkpoint_io` must be None with state_dict_type="sharded", got {type(checkpoint_io).__name__}: a'
+            " directory is written by torch.distributed.checkpoint. To save in the background, set `async_save=True`."
+        )
+
+
+def is_directory(path: str | PathLike[str]) -> bool:
+    """Whether a checkpoint is one that was saved with ``state_dict_type="sharded"``."""
+    return "://" not in str(path) and Path(path).is_dir()

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.types import _PATH
 from typing_extensions import override
 
-from lightning_scape import files
+from lightning_scape.checkpoint import atomic_files as files
 
 
 class ScapeCheckpointIO(TorchCheckpointIO):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_scape.state import is_dense
+from lightning_scape.engine.state import is_dense
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """dtypes of parameters that can be trained, and carried by the wire."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_scape.collectives import PendingMask
+from lightning_scape.comm.collectives import PendingMask
 from lightning_scape.config import Quota, ScapeConfig
 
 

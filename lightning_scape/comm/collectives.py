@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_scape.worker import Worker, end_groups_at_exit
+from lightning_scape.comm.worker import Worker, end_groups_at_exit
 
 T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup

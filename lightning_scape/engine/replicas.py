@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.collectives import Communicator
+from lightning_scape.comm.collectives import Communicator
 
 
 def check_same_setup(

@@ -12,7 +12,7 @@ Format 1, tensors, numbers and strings only (``torch.load(weights_only=True)`` r
 
 ``i`` counts all parameters of the groups, as in torch's own state dicts; every tensor by parameter has its shape.
 
-In a directory (:mod:`lightning_scape.sharded`) the same tensors stand under ``state.{i}.exp_avg`` and so on, flat, in
+In a directory (:mod:`lightning_scape.checkpoint.dcp`) the same tensors stand under ``state.{i}.exp_avg`` etc., flat, in
 the parameter's memory order, in as many chunks as shards meet the parameter; residuals under ``residual.{rank}.{i}``,
 the mask's rows under ``mask``.
 """
@@ -27,14 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_scape.clipping import GradientClipping
-from lightning_scape.collectives import Communicator
+from lightning_scape.checkpoint.dcp import Chunk, OwnShards, SavedShards
+from lightning_scape.comm.collectives import Communicator
 from lightning_scape.config import ScapeConfig
+from lightning_scape.engine.clipping import GradientClipping
+from lightning_scape.engine.mask import DelayedMask
+from lightning_scape.engine.parameters import Parameters, problem_of_group
+from lightning_scape.engine.state import SHARD_TENSORS, ScapeState
 from lightning_scape.layout import Layout, Piece
-from lightning_scape.mask import DelayedMask
-from lightning_scape.parameters import Parameters, problem_of_group
-from lightning_scape.sharded import Chunk, OwnShards, SavedShards
-from lightning_scape.state import SHARD_TENSORS, ScapeState
 
 FORMAT = 1
 _SAVED_AS = dict(

@@ -35,13 +35,14 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_scape import core
-from lightning_scape.checkpoint_io import ScapeCheckpointIO
-from lightning_scape.collectives import Communicator, broadcast_tensors, is_distributed
+from lightning_scape.checkpoint import saver
+from lightning_scape.checkpoint.rng import rng_state, set_rng_state
+from lightning_scape.checkpoint.saver import RNG, SavedContent, Saver, host_checkpoint, host_content
+from lightning_scape.comm.collectives import Communicator, broadcast_tensors, is_distributed
 from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
+from lightning_scape.integrations import advice, rendezvous, swap
+from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.optimizer import ScapeOptimizer
-from lightning_scape.rng import rng_state, set_rng_state
-from lightning_scape.saving import RNG, SavedContent, Saver, host_checkpoint, host_content
 
 
 class ScapeStrategy(DDPStrategy):
@@ -125,12 +126,12 @@ class ScapeStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        state_dict_type: core.StateDictType = "full",
+        state_dict_type: saver.StateDictType = "full",
         async_save: bool = False,
     ) -> None:
         given = locals()
-        core.check_saving(state_dict_type, async_save, checkpoint_io)
-        self.config = core.resolve_config(config, {name: given[name] for name in core.CONFIG_DEFAULTS})
+        saver.check_saving(state_dict_type, async_save, checkpoint_io)
+        self.config = swap.resolve_config(config, {name: given[name] for name in swap.CONFIG_DEFAULTS})
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -141,13 +142,13 @@ class ScapeStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self._mask_group = core.MaskGroup()
+        self._mask_group = rendezvous.MaskGroup()
         self._interrupted = False
-        self._payoff = core.PayoffCheck()
+        self._payoff = advice.PayoffCheck()
         self._progress_bar: ProgressBar | None = None
         self._state_dict_type = state_dict_type
         self._saver = Saver(async_save)
-        self._checkpoint_group = core.MaskGroup("gloo")  # background writes must not meet the step's messages
+        self._checkpoint_group = rendezvous.MaskGroup("gloo")  # background writes must not meet the step's messages
         self._saved_rng: Tensor | None = None
 
     def __repr__(self) -> str:
@@ -171,7 +172,7 @@ class ScapeStrategy(DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         starting = not is_distributed()
-        with core.explained_rendezvous(self.cluster_environment):
+        with rendezvous.explained_rendezvous(self.cluster_environment):
             super().setup_distributed()
         if starting:
             # Lightning does so for NCCL alone. A thread of gloo that still holds the last message's tensors when the
@@ -187,8 +188,8 @@ class ScapeStrategy(DDPStrategy):
     @override
     def _setup_model(self, model: Module) -> Module:  # type: ignore[override]
         """What DDP's constructor does besides wrapping: make all ranks equal to rank 0."""
-        broadcast_tensors(core.module_state(model))
-        if self.world_size > 1 and core.has_local_batch_norm(model):
+        broadcast_tensors(swap.module_state(model))
+        if self.world_size > 1 and swap.has_local_batch_norm(model):
             rank_zero_warn(
                 "ScapeStrategy sends no buffers after the start: the running statistics of BatchNorm will differ"
                 " between ranks and checkpoints hold rank 0's. Set `Trainer(sync_batchnorm=True)` to share them."
@@ -203,7 +204,7 @@ class ScapeStrategy(DDPStrategy):
         if any(isinstance(optimizer, _MockOptimizer) for optimizer in self.optimizers):
             return
         assert self.lightning_module is not None
-        scape_optimizers = core.swap_optimizers(
+        scape_optimizers = swap.swap_optimizers(
             self.optimizers,
             [config.scheduler for config in self.lr_scheduler_configs],
             self.config,
@@ -217,16 +218,16 @@ class ScapeStrategy(DDPStrategy):
         super().on_train_start()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        optimizers = core.scape_optimizers(self.optimizers)
+        optimizers = swap.scape_optimizers(self.optimizers)
         if not optimizers:
             return
         # Not in `setup_optimizers`: to know the steps there, Lightning would load the data too early. Their random
         # numbers would be others, and a checkpoint in the middle of an epoch could not set them back.
         steps = steps_of_run(trainer)
-        core.expect_steps(optimizers, steps)
-        rank_zero_info(core.what_holds(optimizers, steps, core.as_call(type(self).__name__)))
-        if advice := core.too_short(optimizers[0], steps):
-            rank_zero_warn(advice)
+        swap.expect_steps(optimizers, steps)
+        rank_zero_info(advice.what_holds(optimizers, steps, advice.as_call(type(self).__name__)))
+        if warning := advice.too_short(optimizers[0], steps):
+            rank_zero_warn(warning)
         if trainer.progress_bar_callback is not None:
             self._show_density(trainer.progress_bar_callback)
 
@@ -235,7 +236,7 @@ class ScapeStrategy(DDPStrategy):
         own_metrics, self._progress_bar = bar.get_metrics, bar
 
         def get_metrics(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            return {**own_metrics(*args, **kwargs), **core.densities(self.optimizers)}
+            return {**own_metrics(*args, **kwargs), **advice.densities(self.optimizers)}
 
         # Logged with `prog_bar=True` it would be a tensor on the device, for which the bar waits.
         bar.get_metrics = get_metrics  # type: ignore[method-assign]
@@ -243,7 +244,7 @@ class ScapeStrategy(DDPStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, *args, **kwargs)
-        for scape_optimizer in core.scape_optimizers([optimizer]):
+        for scape_optimizer in swap.scape_optimizers([optimizer]):
             if verdict := self._payoff.look(scape_optimizer, self.root_device):
                 rank_zero_warn(f'{verdict} Use `strategy="ddp"`, or see `lightning-scape plan --help`.')
         return result
@@ -254,14 +255,14 @@ class ScapeStrategy(DDPStrategy):
         plugin = self.precision_plugin
         # Lightning asks the plugin to clip and never the strategy; its class must keep its name, by which the state of
         # the scaler is filed in checkpoints.
-        plugin.clip_gradients = core.clip_gradients  # type: ignore[method-assign]
+        plugin.clip_gradients = swap.clip_gradients  # type: ignore[method-assign]
         if isinstance(plugin, MixedPrecision):
-            plugin.scaler = core.sharded_scaler(plugin.scaler)
+            plugin.scaler = swap.sharded_scaler(plugin.scaler)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict=strict)
-        core.mark_masters_stale(self.optimizers)
+        swap.mark_masters_stale(self.optimizers)
 
     # --------------------------------------------------------------------------------------------- checkpoints
 
@@ -277,12 +278,12 @@ class ScapeStrategy(DDPStrategy):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        core.check_saving(self._state_dict_type, self._saver.asynchronous, io)
+        saver.check_saving(self._state_dict_type, self._saver.asynchronous, io)
         self._checkpoint_io = io
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        inner = core.unwrap_optimizer(optimizer)
+        inner = swap.unwrap_optimizer(optimizer)
         if self._state_dict_type == "sharded" and isinstance(inner, ScapeOptimizer):
             return inner.sharded_state_dict()  # type: ignore[return-value] # taken by save_checkpoint
         return super().optimizer_state(optimizer)
@@ -311,7 +312,7 @@ class ScapeStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         self._saver.wait()
         self._saved_rng = None
-        if not core.is_directory(checkpoint_path):
+        if not saver.is_directory(checkpoint_path):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
             states = checkpoint.pop(RNG, [])
             if len(states) == self.world_size:
@@ -359,7 +360,7 @@ class ScapeStrategy(DDPStrategy):
     def teardown(self) -> None:
         # After an exception the other ranks may never send what this one would wait for.
         if not self._interrupted:
-            core.drain(self.optimizers)
+            swap.drain(self.optimizers)
         self._saver.finish(raising=not self._interrupted)
         vars(self.precision_plugin).pop("clip_gradients", None)
         if self._progress_bar is not None:

@@ -1,0 +1,1 @@
+"""The step: norm, masks, folding, exchange, update and write-back, on tensors."""

@@ -1,0 +1,86 @@
+"""The process group for masks, and what to set where ranks do not find each other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from lightning_scape.comm.collectives import ProcessGroup, is_distributed, new_mask_group
+
+
+class MaskGroup:
+    """A second group over all ranks, for mask exchanges: one per process group, not one per fit; none is ever freed.
+
+    Args:
+        backend: of the group; None is the default group's.
+    """
+
+    def __init__(self, backend: str | None = None) -> None:
+        self._backend = backend
+        self._group: ProcessGroup | None = None
+        self._made_beside: weakref.ref[ProcessGroup] | None = None
+
+    def get(self, timeout: timedelta | None) -> ProcessGroup | None:
+        """The group, made at the first call (collective) and when the default process group is another one."""
+        world = torch.distributed.group.WORLD if is_distributed() else None
+        if world is None:
+            return None
+        if self._made_beside is None or self._made_beside() is not world:
+            self._group = new_mask_group(backend=self._backend, timeout=timeout)
+            # Weak: whoever holds the default group keeps its threads alive beyond its destruction at exit.
+            self._made_beside = weakref.ref(world)
+        return self._group
+
+
+@contextlib.contextmanager
+def explained_rendezvous(environment: Any) -> Iterator[None]:
+    """Turns the errors of ranks that do not find each other into advice that names what to set.
+
+    Args:
+        environment: a cluster environment of Lightning's, asked for its ranks only if something fails.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # torch's DistNetworkError and DistStoreError among them
+        world_size = environment.world_size()
+        remedy = _rendezvous_remedy(str(error), world_size)
+        if remedy is None:
+            raise
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise type(error)(
+            f"All {world_size} ranks must meet at MASTER_ADDR:MASTER_PORT ({where}) before `timeout` ends, got on rank"
+            f" {environment.global_rank()}: {error} {remedy}"
+        ) from error
+
+
+_RANKS_MISSING = (
+    *("clients joined", "wait timeout", "onnect timeout"),  # waited in vain
+    *("likely closed", "reset by peer", "roken pipe", "onnection closed"),  # rank 0 had, and is gone
+)
+"""In what torch says where ranks are missing; which of it a rank gets to see is a matter of who gives up first."""
+
+
+def _rendezvous_remedy(problem: str, world_size: int) -> str | None:
+    if "find address for" in problem:
+        there = ", ".join(name for _, name in socket.if_nameindex())
+        return f"Set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) to an interface of this host: {there}."
+    if "client socket" in problem:
+        return (
+            "Check that MASTER_ADDR is the first node's address as the other nodes see it, that rank 0 is started"
+            " there, and that its firewall admits MASTER_PORT."
+        )
+    if any(sign in problem for sign in _RANKS_MISSING):
+        return (
+            f"Check that `num_nodes` times `devices` is the number of ranks that were started ({world_size} are"
+            " expected), each node with a NODE_RANK of its own; that none of them failed before; that"
+            " GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME) names the interface that leads to the other nodes; and that"
+            " firewalls admit all ports between the nodes."
+        )
+    return None

@@ -1,0 +1,263 @@
+"""What the strategies of Lightning Trainer and Lightning Fabric share; knows neither.
+
+The user's optimizer is dense (AdamW, Adam, AdamS). A strategy swaps it for a :class:`ScapeOptimizer` over the same
+parameter groups, points everything that held the old one at the new one, and from then on only passes on what its host
+asks for: clip, drain, scale. All of that is here, so that a strategy is left with its host's hooks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import wraps
+from typing import Any
+
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from lightning_scape.comm.collectives import ProcessGroup, world_size
+from lightning_scape.config import ScapeConfig
+from lightning_scape.optimizer import ScapeOptimizer
+
+CONFIG_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(ScapeConfig)}
+"""Every option's name and default, in the order of :class:`ScapeConfig`."""
+
+
+def expect_steps(optimizers: Iterable[object], steps: float | None) -> None:
+    """Fits each optimizer's warm-up into a run of ``steps`` steps, where the options leave its length open.
+
+    For hosts that learn this after they have built the optimizers. Call it before the first step. An optimizer that
+    goes on from a checkpoint keeps the warm-up that it began with.
+
+    Args:
+        optimizers: those of the host.
+        steps: of the whole run; None is not known.
+    """
+    for optimizer in scape_optimizers(optimizers):
+        optimizer.expect_steps(steps)
+
+
+def resolve_config(config: ScapeConfig | None, options: Mapping[str, Any]) -> ScapeConfig:
+    """One configuration from a strategy's two ways of giving it.
+
+    Args:
+        config: a whole configuration, or None.
+        options: every field of :class:`ScapeConfig` by name. One that holds its default counts as not given.
+
+    Raises:
+        ValueError: an option is outside its rule, or contradicts ``config``.
+        TypeError: ``config`` is not a :class:`ScapeConfig`.
+    """
+    if config is None:
+        return ScapeConfig(**options)
+    if not isinstance(config, ScapeConfig):
+        raise TypeError(
+            f"`config` must be a ScapeConfig or None, got {config!r}. Write `config=ScapeConfig(sparsity=0.99)`, or"
+            " pass the options themselves: `ScapeStrategy(sparsity=0.99)`."
+        )
+    given = {name: value for name, value in options.items() if value != CONFIG_DEFAULTS[name]}
+    # By way of a ScapeConfig: "float32" and torch.float32 are the same option.
+    merged = replace(config, **given)
+    clashes = [
+        f"{name}={value!r} (config: {getattr(config, name)!r})"
+        for name, value in given.items()
+        if getattr(merged, name) != getattr(config, name)
+    ]
+    if clashes:
+        raise ValueError(
+            f"An option may be given by name or in `config`, not differently in both; got {', '.join(clashes)}. Drop"
+            " one of the two, or use `dataclasses.replace(config, ...)`."
+        )
+    return config
+
+
+def swap_optimizers(
+    optimizers: Sequence[Optimizer],
+    schedulers: Iterable[object],
+    config: ScapeConfig,
+    *,
+    named_parameters: Iterable[tuple[str, Tensor]] = (),
+    process_group: ProcessGroup | None = None,
+    mask_group: ProcessGroup | None = None,
+    total_steps: float | None = None,
+) -> list[ScapeOptimizer]:
+    """A :class:`ScapeOptimizer` in place of each dense optimizer, with the schedulers pointed at it.
+
+    Collective: every rank calls it, in the same order of optimizers.
+
+    Args:
+        optimizers: what the user built: AdamW, Adam or AdamS, not wrapped.
+        schedulers: the learning rate schedulers that act on them, at any depth of nesting.
+        config: the options of SCAPE.
+        named_parameters: the module's, for error messages and checkpoints.
+        process_group: the ranks that share the gradients; None is all of them.
+        mask_group: a second group over the same ranks, for the mask exchange alone.
+        total_steps: of the whole run, by which the warm-up goes; None is not known (see :func:`expect_steps`).
+
+    Raises:
+        TypeError, ValueError: an optimizer that SCAPE cannot stand in for (see :meth:`ScapeOptimizer.from_optimizer`).
+    """
+    swaps = [
+        (
+            dense,
+            ScapeOptimizer.from_optimizer(dense, config, process_group, mask_group=mask_group, total_steps=total_steps),
+        )
+        for dense in optimizers
+    ]
+    named_parameters = list(named_parameters)
+    for dense, scape in swaps:
+        scape.name_parameters(named_parameters)
+        _carry_over(dense, scape)
+    retarget_schedulers(schedulers, swaps)
+    return [scape for _, scape in swaps]
+
+
+def retarget_schedulers(schedulers: Iterable[object], swaps: Sequence[tuple[Optimizer, Optimizer]]) -> None:
+    """Make each scheduler that drives an ``old`` optimizer drive the ``new`` one of its pair.
+
+    Follows schedulers inside schedulers (SequentialLR, ChainedScheduler, a warm-up wrapper of the user's own). Sharing
+    the parameter groups would not be enough: a scheduler also watches whether its optimizer steps.
+    """
+    new_for = {id(old): new for old, new in swaps}
+    seen: set[int] = set()
+    waiting = list(schedulers)
+    while waiting:
+        scheduler = waiting.pop()
+        if id(scheduler) in seen:
+            continue
+        seen.add(id(scheduler))
+        if (new := new_for.get(id(_optimizer_of(scheduler)))) is not None:
+            scheduler.optimizer = new  # type: ignore[attr-defined]
+        for value in getattr(scheduler, "__dict__", {}).values():
+            members = value if isinstance(value, (list, tuple)) else (value,)
+            waiting += [member for member in members if _optimizer_of(member) is not None]
+
+
+def _optimizer_of(scheduler: object) -> object | None:
+    return scheduler.__dict__.get("optimizer") if hasattr(scheduler, "__dict__") else None
+
+
+def _carry_over(dense: Optimizer, scape: ScapeOptimizer) -> None:
+    """Let the new optimizer go on where the old one stood with the user's hooks and with its scheduler."""
+    # Shared, not copied: the handles the user holds go on removing their hooks.
+    scape._optimizer_step_pre_hooks = dense._optimizer_step_pre_hooks
+    scape._optimizer_step_post_hooks = dense._optimizer_step_post_hooks
+    if not hasattr(dense.step, "_wrapped_by_lr_sched"):
+        return
+    # A scheduler warns of a missing optimizer step unless step() is marked and notes its calls, which the constructor
+    # of the scheduler arranged on the old optimizer (torch/optim/lr_scheduler.py, patch_track_step_called).
+    scape._opt_called = getattr(dense, "_opt_called", False)  # type: ignore[attr-defined]
+    step, owner = type(scape).step, weakref.ref(scape)
+
+    @wraps(step)
+    def tracked_step(*args: Any, **kwargs: Any) -> Any:
+        optimizer = owner()
+        assert optimizer is not None
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return step(optimizer, *args, **kwargs)
+
+    tracked_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    scape.step = tracked_step  # type: ignore[method-assign]
+
+
+def unwrap_optimizer(optimizer: object) -> object:
+    """The optimizer inside Lightning's or Fabric's wrappers, which imitate its class and so pass ``isinstance``."""
+    while "_optimizer" in getattr(optimizer, "__dict__", {}):
+        optimizer = optimizer.__dict__["_optimizer"]
+    return optimizer
+
+
+def scape_optimizers(optimizers: Iterable[object]) -> list[ScapeOptimizer]:
+    """Those of the optimizers that are ours, unwrapped, in order."""
+    return [inner for inner in map(unwrap_optimizer, optimizers) if isinstance(inner, ScapeOptimizer)]
+
+
+def scape_optimizer(optimizer: object) -> ScapeOptimizer:
+    """The optimizer unwrapped.
+
+    Raises:
+        TypeError: it is not one of ours.
+    """
+    inner = unwrap_optimizer(optimizer)
+    if not isinstance(inner, ScapeOptimizer):
+        raise TypeError(
+            f"Clipping under SCAPE needs a ScapeOptimizer, got {type(inner).__name__}. Give AdamW, Adam or AdamS to the"
+            " strategy (Trainer: `configure_optimizers`; Fabric: `fabric.setup`) and clip the optimizer it gives back."
+        )
+    return inner
+
+
+def clip_gradients(optimizer: object, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
+    """Clip the averaged gradient of the coming step; the gradients themselves are left alone.
+
+    No rank has the averaged gradient, so only the factor is settled here (one small message) and it acts where the
+    gradient enters the residual, in ``step()``. Has the signature of a precision plugin's ``clip_gradients`` and takes
+    its place.
+
+    Args:
+        optimizer: a :class:`ScapeOptimizer`, wrapped or not.
+        clip_val: the bound; 0 or less means no clipping, as everywhere in Lightning.
+        gradient_clip_algorithm: ``"norm"`` (of the whole averaged gradient) or ``"value"`` (of each entry of each
+            rank's gradient, before they are averaged).
+
+    Raises:
+        ValueError: an algorithm that SCAPE does not know.
+        TypeError: the optimizer is not a :class:`ScapeOptimizer`.
+    """
+    if clip_val <= 0:
+        return
+    inner = scape_optimizer(optimizer)
+    algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
+    if algorithm == "norm":
+        inner.clip_grad_norm(clip_val)
+    elif algorithm == "value":
+        inner.clip_grad_value(clip_val)
+    else:
+        raise ValueError(f'`gradient_clip_algorithm` must be "norm" or "value", got {algorithm!r}. Use one of the two.')
+
+
+def sharded_scaler(scaler: GradScaler | None, process_group: ProcessGroup | None = None) -> GradScaler | None:
+    """A scaler by which all ranks skip a step if one of them met an inf, in place of one that decides alone.
+
+    With a plain GradScaler the rank that met the inf would leave out the step's collectives, and the others would wait
+    for it. The scale and how it grows are those of ``scaler``. With one rank, or without a scaler, nothing changes.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return scaler
+    if world_size(process_group) == 1:
+        return scaler
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    if isinstance(scaler, ShardedGradScaler):
+        return scaler
+    sharded = ShardedGradScaler(device=getattr(scaler, "_device", "cuda"), process_group=process_group)
+    sharded.load_state_dict(scaler.state_dict())
+    return sharded
+
+
+def drain(optimizers: Iterable[object]) -> None:
+    """Wait until nothing that the optimizers started is under way any more."""
+    for optimizer in scape_optimizers(optimizers):
+        optimizer.drain()
+
+
+def mark_masters_stale(optimizers: Iterable[object]) -> None:
+    """Say that parameters were overwritten from outside, so that no master copy of them is used again."""
+    for optimizer in scape_optimizers(optimizers):
+        optimizer.mark_masters_stale()
+
+
+def module_state(module: nn.Module) -> list[Tensor]:
+    """All parameters and buffers: what must be equal on all ranks before the first step."""
+    return [*module.parameters(), *module.buffers()]
+
+
+def has_local_batch_norm(module: nn.Module) -> bool:
+    """Whether some BatchNorm keeps statistics that each rank computes from its own data alone."""
+    batch_norm = nn.modules.batchnorm._BatchNorm
+    return any(
+        isinstance(layer, batch_norm) and not isinstance(layer, nn.SyncBatchNorm) and layer.track_running_stats
+        for layer in module.modules()
+    )
