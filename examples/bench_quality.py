@@ -183,7 +183,7 @@ def plain_update(ranks: SimulatedRanks, on: bool) -> None:
     def reset(optimizer: ScapeOptimizer) -> None:
         state = optimizer._run.state
         if state is not None:
-            state.clock.copy_(state.step)
+            state.last_step.copy_(state.step)
 
     if on:
         ranks.before_step.append(reset)
@@ -227,15 +227,15 @@ class EmaUpdate:
 
     def __call__(self, state: Any, mask: Tensor | None, total: Tensor, scale: Tensor, record: Any) -> Tensor:
         if self.mean is None:
-            self.mean = torch.zeros_like(state.momentum)
+            self.mean = torch.zeros_like(state.exp_avg)
         own = self.optimizer._own_rows(mask)
-        tau = state.step + 1 - ops.take(state.clock, own)
+        tau = state.step + 1 - ops.gather_blocks(state.last_step, own)
         sample = total.square() / tau
-        old = ops.take(self.mean, own)
-        ops.put(self.mean, own, torch.where(old == 0, sample, old + self.weight * (sample - old)))
-        measured, state.noise = state.noise, self.mean
+        old = ops.gather_blocks(self.mean, own)
+        ops.scatter_blocks(self.mean, own, torch.where(old == 0, sample, old + self.weight * (sample - old)))
+        measured, state.local_exp_avg_sq = state.local_exp_avg_sq, self.mean
         theta = self.plain(state, mask, total, scale, record)
-        state.noise = measured
+        state.local_exp_avg_sq = measured
         return theta
 
 

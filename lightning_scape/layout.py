@@ -69,6 +69,16 @@ class Piece:
         return (self.blocks - 1) * sent + min(sent, tail)
 
 
+@dataclass(frozen=True)
+class Region:
+    """Blocks that are worked on together, as rows of the tensors at hand."""
+
+    rows: tuple[slice, ...]
+    """In order; rows that no piece fills hold pads only."""
+    pieces: tuple[Piece, ...]
+    """What fills the rows, in order."""
+
+
 class Layout:
     """Blocks of ``block_size`` entries over all parameters, cut into ``world_size`` equal shards.
 
@@ -104,26 +114,25 @@ class Layout:
         """P: entries of all parameters, without pads."""
         return sum(segment.numel for segment in self.segments)
 
-    def pieces(self) -> Iterator[Piece]:
-        """Each parameter whole; rows count from block 0."""
-        return self._cut(0, self.blocks, 0)
+    def everything(self) -> Region:
+        """All blocks; rows count from block 0."""
+        return Region((slice(0, self.blocks),), tuple(self._cut(0, self.blocks, 0)))
 
-    def rows_of(self, rank: int) -> tuple[slice, list[slice]]:
-        """The blocks of a rank's shard, and those before and after it, if any."""
-        own = slice(rank * self.shard_blocks, (rank + 1) * self.shard_blocks)
-        around = [slice(0, own.start), slice(own.stop, self.blocks)]
-        return own, [rows for rows in around if rows.start < rows.stop]
+    def rows_of(self, rank: int) -> slice:
+        """The blocks of a rank's shard."""
+        return slice(rank * self.shard_blocks, (rank + 1) * self.shard_blocks)
 
-    def shard_pieces(self, rank: int) -> Iterator[Piece]:
-        """What lies in the shard of ``rank``; rows count from the shard's first block."""
-        own, _ = self.rows_of(rank)
-        return self._cut(own.start, own.stop, own.start)
+    def local(self, rank: int) -> Region:
+        """The shard of ``rank``; rows count from the shard's first block."""
+        own = self.rows_of(rank)
+        return Region((slice(0, self.shard_blocks),), tuple(self._cut(own.start, own.stop, own.start)))
 
-    def pieces_beside(self, rank: int) -> Iterator[Piece]:
-        """What lies in the shards of all other ranks; rows count from block 0."""
-        _, beside = self.rows_of(rank)
-        for rows in beside:
-            yield from self._cut(rows.start, rows.stop, 0)
+    def remote(self, rank: int) -> Region:
+        """The shards of all other ranks; rows count from block 0."""
+        own = self.rows_of(rank)
+        around = (slice(0, own.start), slice(own.stop, self.blocks))
+        rows = tuple(each for each in around if each.start < each.stop)
+        return Region(rows, tuple(piece for each in rows for piece in self._cut(each.start, each.stop, 0)))
 
     def _cut(self, first: int, stop: int, origin: int) -> Iterator[Piece]:
         """What lies in the blocks from ``first`` to before ``stop``; rows count from block ``origin``."""

@@ -264,7 +264,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
                 record.sent_energy = ops.squared_norm([own, *(values[rows] for rows in self._beside)])
         settled = self._communicator.moment(self._parameters.device)  # the residual does not change any more
         with record.phase("synchronize"):
-            total = self._mean(arriving.wait(), own, state.momentum.dtype)
+            total = self._mean(arriving.wait(), own, state.exp_avg.dtype)
             del values, own, arriving
         with record.phase("update"):
             updated = self._update(state, mask, total, active, record)
@@ -299,7 +299,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         if self._clipping.last_skipped:
             self._masks.forget_unproven()
             if run.state is not None and run.sampled:  # which changed nothing
-                run.state.noise_samples -= 1
+                run.state.local_samples -= 1
         run.sampled = False
 
     def _flatten(self) -> list[Tensor]:
@@ -362,28 +362,28 @@ class ScapeOptimizer(torch.optim.Optimizer):
         residual = state.shard_of_residual(self._layout, self._communicator.rank)
         ops.fold(views(residual.view(-1)), parts, active.scale, clip_value)
         self._measure(state, parts, active)
-        if state.local_momentum is None or state.evidence is None:
+        if state.local_exp_avg is None or state.local_exp_avg_sum is None:
             return
-        moments, totals = views(state.local_momentum.view(-1)), views(state.evidence.view(-1))
+        moments, totals = views(state.local_exp_avg.view(-1)), views(state.local_exp_avg_sum.view(-1))
         for piece, momentum, evidence, part in zip(self._shard_pieces, moments, totals, parts, strict=True):
             grad = torch.zeros_like(momentum) if part is None else part
             beta1 = float(self.param_groups[piece.segment.group]["betas"][0])
-            ops.accumulate_first_moment(momentum, evidence, grad, beta1, active.of(piece), clip_value)
+            ops.accumulate_exp_avg(momentum, evidence, grad, beta1, active.of(piece), clip_value)
 
     def _measure(self, state: ScapeState, parts: Sequence[Tensor | None], active: _Active) -> None:
         """The owner adds its own gradient to the mean squares that it keeps of its shard."""
         clip_value, ranks = self._clipping.clip_value, self._communicator.world_size
         # Where everything is sent, the update takes the averaged gradient itself.
-        if state.second_moment is not None and not self._masks.sends_all(state.calls):
-            moments = self._views(state.second_moment.view(-1), self._shard_pieces)
+        if state.exp_avg_sq is not None and not self._masks.sends_all(state.calls):
+            moments = self._views(state.exp_avg_sq.view(-1), self._shard_pieces)
             weights = [1 - float(self.param_groups[piece.segment.group]["betas"][1]) for piece in self._shard_pieces]
             scales = active.of_parameters([piece.segment.index for piece in self._shard_pieces])
-            ops.accumulate_second_moment(moments, parts, weights, ranks, scales, clip_value)
-        if state.noise is not None and (state.calls % NOISE_INTERVAL == 0 or not state.noise_samples):
-            state.noise_samples += 1
+            ops.accumulate_exp_avg_sq(moments, parts, weights, ranks, scales, clip_value)
+        if state.local_exp_avg_sq is not None and (state.calls % NOISE_INTERVAL == 0 or not state.local_samples):
+            state.local_samples += 1
             self._run.sampled = True
-            weight = max(NOISE_WEIGHT, 1 / state.noise_samples)
-            views = self._views(state.noise.view(-1), self._shard_pieces)
+            weight = max(NOISE_WEIGHT, 1 / state.local_samples)
+            views = self._views(state.local_exp_avg_sq.view(-1), self._shard_pieces)
             for piece, noise, part in zip(self._shard_pieces, views, parts, strict=True):
                 ops.measure_noise(noise, part, weight, ranks, active.of(piece), clip_value)
 
@@ -403,10 +403,12 @@ class ScapeOptimizer(torch.optim.Optimizer):
         residual = state.shard_of_residual(self._layout, self._communicator.rank)
         own, scale = self._own_rows(mask), active.of_rows(self._own)
         values = ops.compact(residual, own, self.config.values_dtype, scale)
-        if state.evidence is not None:
-            seen = ops.take(state.evidence, own)
+        if state.local_exp_avg_sum is not None:
+            seen = ops.gather_blocks(state.local_exp_avg_sum, own)
             taken = scale.to(seen.device) != 0
-            ops.put(state.evidence, own, torch.where(taken.unsqueeze(1) if taken.dim() else taken, 0.0, seen))
+            ops.scatter_blocks(
+                state.local_exp_avg_sum, own, torch.where(taken.unsqueeze(1) if taken.dim() else taken, 0.0, seen)
+            )
         return values.to(self._parameters.device)
 
     def _mean(self, received: Tensor, own: Tensor, dtype: torch.dtype) -> Tensor:
@@ -425,15 +427,15 @@ class ScapeOptimizer(torch.optim.Optimizer):
         own = self._own_rows(mask)
         record.sent = total.shape[1]
         if state.master is not None:
-            theta = ops.take(state.master, own)
+            theta = ops.gather_blocks(state.master, own)
         else:
             theta = torch.zeros_like(total)
-            ops.gather(self._run.flats, self._shard_pieces, own, theta, self._layout.block_size)
+            ops.gather_params(self._run.flats, self._shard_pieces, own, theta, self._layout.block_size)
         before = theta.clone() if self._as_changes else None
         record.again = self._step_of_shard(state, theta, own, total, active)
         self._count_step(state, active)  # with the clocks, or the next tau would not be right
         if state.master is not None and own is not None:
-            ops.put(state.master, own, theta)
+            ops.scatter_blocks(state.master, own, theta)
         if before is None:
             return theta.to(self._parameters.wire_dtype)
         same = theta == before
@@ -443,22 +445,22 @@ class ScapeOptimizer(torch.optim.Optimizer):
     def _step_of_shard(
         self, state: ScapeState, theta: Tensor, mask: Tensor | None, total: Tensor, active: _Active
     ) -> Tensor:
-        """The update of ``theta [R, q]`` and of the shard's state; returns what :func:`ops.update` does."""
+        """The update of ``theta [R, q]`` and of the shard's state; returns what :func:`ops.update_adams` does."""
         step, scale = state.step + 1, active.of_rows(self._own)
         if state.missed is not None:
             assert self._parameter_of_block is not None
             step = state.steps_of(self._parameter_of_block[self._own]) + 1
-        hyper, corrections = self._hyperparameters.at(step, self.param_groups, theta.dtype, state.second_moment_since)
+        hyper, corrections = self._hyperparameters.at(step, self.param_groups, theta.dtype, state.exp_avg_sq_since)
         implicit, group = self.config.catch_up == "implicit", self._hyperparameters.group_of_row()
-        moments = state.momentum, state.clock, mask, total, step, hyper
-        if state.second_moment is None:
+        moments = state.exp_avg, state.last_step, mask, total, step, hyper
+        if state.exp_avg_sq is None:
             floor = min(1.0, NOISE_FLOOR * self._layout.block_size / total.shape[1])
             divisor = corrections.first if corrections.corrected else 1.0
-            return ops.update(theta, *moments, divisor, scale, state.noise, floor, implicit, group)
+            return ops.update_adams(theta, *moments, divisor, scale, state.local_exp_avg_sq, floor, implicit, group)
         return ops.update_adamw(
             theta,
-            state.momentum,
-            state.second_moment,
+            state.exp_avg,
+            state.exp_avg_sq,
             *moments[1:],
             (corrections.first, corrections.second),
             scale,
@@ -489,8 +491,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
             failure = error
         with record.phase("reconstruct"):
             with arriving:
-                ops.scatter(flats, self._shard_pieces, self._own_rows(mask), updated, block_size, add)
-            ops.scatter(flats, self._pieces_beside, mask, arriving.wait(), block_size, add)
+                ops.scatter_params(flats, self._shard_pieces, self._own_rows(mask), updated, block_size, add)
+            ops.scatter_params(flats, self._pieces_beside, mask, arriving.wait(), block_size, add)
         if failure is not None:
             raise failure
 
@@ -513,7 +515,11 @@ class ScapeOptimizer(torch.optim.Optimizer):
         """
         state, rank, device = self._run.state, self._communicator.rank, self._parameters.device
         assert state is not None
-        statistic = state.evidence if state.evidence is not None else state.shard_of_residual(self._layout, rank)
+        statistic = (
+            state.local_exp_avg_sum
+            if state.local_exp_avg_sum is not None
+            else state.shard_of_residual(self._layout, rank)
+        )
         votes = self.config.votes
         if state.residual.is_cuda:  # it may be freed, with this optimizer, before the side stream has read it
             for read in (state.residual, statistic):
@@ -522,7 +528,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         def pick(ballots: Tensor | None) -> Tensor:
             if ballots is None:
                 return ops.select(statistic, sent).to(device)
-            return ops.elect(statistic, ballots.to(statistic.device), rank, votes, sent).to(device)
+            return ops.merge(statistic, ballots.to(statistic.device), rank, votes, sent).to(device)
 
         with self._communicator.beside_compute(device, settled):
             shape, dtype = (self._layout.blocks, sent), ops.position_dtype(self._layout.block_size)
@@ -533,7 +539,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
     def _cast_ballots(self, residual: Tensor, votes: int) -> Tensor:
         """``[N*R, W]``: this rank's votes for the other ranks' shards; zeros for its own, where its residual counts."""
-        before, after = ops.vote(residual[: self._own.start], votes), ops.vote(residual[self._own.stop :], votes)
+        before, after = ops.propose(residual[: self._own.start], votes), ops.propose(residual[self._own.stop :], votes)
         return torch.cat([before, before.new_zeros(self._layout.shard_blocks, before.shape[1]), after])
 
     def _own_rows(self, mask: Tensor | None) -> Tensor | None:

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource, compile
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.engine.clipping import SKETCH_WIDTHS, _random_signs
 from lightning_scape.layout import Layout
-from lightning_scape.ops import cuda as kernels
+from lightning_scape.ops import cuda
 
 NAMES = {
     torch.float32: "fp32",
@@ -82,7 +82,7 @@ def record() -> dict[str, Launch]:
         launch = Launch(kernel, args, dict(meta))
         launches.setdefault(launch.key, launch)
 
-    with patch.object(kernels, "_launch", note), ops.using("kernels"):
+    with patch.object(cuda, "_launch", note), ops.using("cuda"):
         for dtypes in ([torch.float32], [torch.bfloat16], [torch.float16, torch.float32], [torch.float64]):
             for sparsity, statistic in ((0.99, "residual"), (0.9, "first_moment")):
                 steps(
@@ -104,21 +104,21 @@ def record() -> dict[str, Launch]:
         summed = ScapeConfig(catch_up="summed", sparsity_warmup_steps=0, update="adamw")
         steps([torch.float32], summed, groups=1, gap=True)
         for dtype in (torch.float32, torch.float64):  # as it is with several ranks
-            pieces = list(Layout([300], [0], 100, 1).pieces())
+            pieces = list(Layout([300], [0], 100, 1).everything().pieces)
             for mask in (None, torch.zeros(3, 1, dtype=torch.uint8)):
                 changes = torch.zeros(3, 100 if mask is None else 1, dtype=torch.bfloat16)
-                ops.scatter([torch.zeros(300, dtype=dtype)], pieces, mask, changes, 100, True)
+                ops.scatter_params([torch.zeros(300, dtype=dtype)], pieces, mask, changes, 100, True)
         signs = _random_signs(1 << 17)
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             ops.sketch([torch.zeros(100_000, dtype=dtype)], signs, SKETCH_WIDTHS)
             ops.fold([torch.zeros(9)], [torch.zeros(9, dtype=dtype)], torch.ones(()), 1.0)
-            ops.accumulate_second_moment([torch.zeros(9)], [torch.zeros(9, dtype=dtype)], [0.1], 4, torch.ones(()), 1.0)
+            ops.accumulate_exp_avg_sq([torch.zeros(9)], [torch.zeros(9, dtype=dtype)], [0.1], 4, torch.ones(()), 1.0)
         ops.select(torch.zeros(3, 1000), 1)
         ops.select(torch.zeros(3, 256), 32)
         for length, votes in ((200, 2), (256, 32), (1000, 1)):
             ballots = torch.zeros(4, 3, votes * (2 if length <= 256 else 3) + 1, dtype=torch.uint8)
             for dtype in (torch.float32, torch.float64):
-                ops.elect(torch.zeros(3, length, dtype=dtype), ballots, 2, votes, votes)
+                ops.merge(torch.zeros(3, length, dtype=dtype), ballots, 2, votes, votes)
     return launches
 
 
@@ -132,7 +132,7 @@ def steps(dtypes: list[torch.dtype], config: ScapeConfig, groups: int = 2, gap: 
     parts = [{"params": part} for part in (parameters[:half], parameters[half:]) if part]
     optimizer = ScapeOptimizer(parts, config=config)
     with (
-        patch.object(kernels, "select", lambda statistic, sent: _first(statistic, sent)),
+        patch.object(cuda, "select", lambda statistic, sent: _first(statistic, sent)),
         patch.object(optimizer._clipping, "judge", lambda scale: optimizer._clipping.forget()),
     ):
         for step in range(3):
@@ -141,7 +141,7 @@ def steps(dtypes: list[torch.dtype], config: ScapeConfig, groups: int = 2, gap: 
             if gap and step == 2:
                 parameters[0].grad = None
             optimizer.step()
-    kernels.select(torch.zeros(40, config.quota.block_size), config.quota.sent)
+    cuda.select(torch.zeros(40, config.quota.block_size), config.quota.sent)
 
 
 def _first(statistic: Tensor, sent: int) -> Tensor:

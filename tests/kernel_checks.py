@@ -16,11 +16,10 @@ from torch import Tensor
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.engine.clipping import SKETCH_WIDTHS, _random_signs
 from lightning_scape.layout import Layout, Piece, Segment
-from lightning_scape.ops import cuda as kernels
-from lightning_scape.ops import reference
+from lightning_scape.ops import cuda, naive
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-BOTH = ["reference", "own"]
+BOTH = ["naive", "own"]
 """The twin, and the implementation that a class of checks is for."""
 FAR = 2**31 + 64
 """Entries from the start of a buffer to a place that 32-bit offsets do not reach."""
@@ -37,9 +36,9 @@ class Trained(NamedTuple):
 
 
 @contextmanager
-def reference_as_on_a_gpu() -> Iterator[None]:
+def naive_as_on_a_gpu() -> Iterator[None]:
     """The twin decides on the device, as on a GPU, whether a step is skipped; and so rounds as it does there."""
-    with patch.object(reference, "_host_value", lambda scale: None):
+    with patch.object(naive, "_host_value", lambda scale: None):
         yield
 
 
@@ -123,7 +122,7 @@ class Shard(NamedTuple):
             scale = torch.rand(rows, generator=generator) + 0.1
             scale[2::3], total[2::3] = 0.0, float("nan")
         clock = ((step.unsqueeze(1) if by_row else step) - tau).int()
-        mask = reference.select(statistic, sent) if masked else None
+        mask = naive.select(statistic, sent) if masked else None
         return cls(theta, first, second, clock, mask, total, step.int(), scale, lr, group)
 
 
@@ -131,15 +130,15 @@ class KernelChecks:
     """Inherit, and say what is checked, and on which device."""
 
     device = "cpu"
-    module: Any = kernels
-    choice = "kernels"
-    caches: Sequence[Any] = (kernels._cached_table, kernels._cached_chunks, kernels._sketch_plan)
-    as_rounded = staticmethod(reference_as_on_a_gpu)
+    module: Any = cuda
+    choice = "cuda"
+    caches: Sequence[Any] = (cuda._cached_table, cuda._cached_chunks, cuda._sketch_plan)
+    as_rounded = staticmethod(naive_as_on_a_gpu)
     """Within it, the twin rounds as the implementation does."""
 
     @pytest.fixture
     def either(self, request: pytest.FixtureRequest) -> Any:
-        return reference if request.param == "reference" else self.module
+        return naive if request.param == "naive" else self.module
 
     def scalar(self, value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor(value, dtype=dtype, device=self.device)
@@ -149,7 +148,7 @@ class KernelChecks:
         ours, theirs = copied(arguments, self.device), copied(arguments, "cpu")
         result = getattr(self.module, name)(*ours)
         with self.as_rounded():
-            expected = getattr(reference, name)(*theirs)
+            expected = getattr(naive, name)(*theirs)
         return (copied(result, "cpu"), expected), zip(copied(ours, "cpu"), theirs, strict=True)
 
     # ------------------------------------------------------------------------------------- docstrings' examples
@@ -182,7 +181,7 @@ class KernelChecks:
         single = ops.Hyper.of(torch.float32, *numbers)
         mask = torch.tensor([[1]], dtype=torch.uint8, device=self.device)
         step = self.scalar(1, torch.int32)
-        again = either.update(theta, momentum, clock, mask, total, step, single, 1.0, self.scalar(1.0))
+        again = either.update_adams(theta, momentum, clock, mask, total, step, single, 1.0, self.scalar(1.0))
         assert (theta.tolist(), momentum.tolist(), clock.tolist(), int(again)) == ([[4.0]], [[0.0, -2.0]], [[0, 1]], 1)
 
     @pytest.mark.parametrize("either", BOTH, indirect=True)
@@ -203,12 +202,12 @@ class KernelChecks:
         flats = [torch.tensor([5.0, 6.0, 7.0], device=self.device), torch.tensor([8.0], device=self.device)]
         mask = torch.tensor([[1], [0], [0]], dtype=torch.uint8, device=self.device)
         out = torch.zeros(3, 1, device=self.device)
-        either.gather(flats, list(Layout([3, 1], [0, 0], 2, 1).pieces()), mask, out, 2)
+        either.gather_params(flats, list(Layout([3, 1], [0, 0], 2, 1).everything().pieces), mask, out, 2)
         assert out.tolist() == [[6.0], [7.0], [8.0]]
-        either.scatter(flats, list(Layout([3, 1], [0, 0], 2, 1).pieces()), mask, -out, 2)
+        either.scatter_params(flats, list(Layout([3, 1], [0, 0], 2, 1).everything().pieces), mask, -out, 2)
         assert [flat.tolist() for flat in flats] == [[5.0, -6.0, -7.0], [-8.0]]
         changes = torch.full((3, 1), 0.5, dtype=torch.bfloat16, device=self.device)
-        either.scatter(flats, list(Layout([3, 1], [0, 0], 2, 1).pieces()), mask, changes, 2, True)
+        either.scatter_params(flats, list(Layout([3, 1], [0, 0], 2, 1).everything().pieces), mask, changes, 2, True)
         assert [flat.tolist() for flat in flats] == [[5.0, -5.5, -6.5], [-7.5]]
 
     # ------------------------------------------------------------------------------------------------ select
@@ -220,12 +219,12 @@ class KernelChecks:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_select_equals_its_twin(self, rows: int, length: int, sent: int, dtype: torch.dtype) -> None:
         statistic = awkward(rows, length).to(dtype)
-        assert_same_bits(self.module.select(statistic.to(self.device), sent).cpu(), reference.select(statistic, sent))
+        assert_same_bits(self.module.select(statistic.to(self.device), sent).cpu(), naive.select(statistic, sent))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_select_ranks_narrow_statistics(self, dtype: torch.dtype) -> None:
         statistic = awkward(9, 100).to(dtype)
-        assert_same_bits(self.module.select(statistic.to(self.device), 4).cpu(), reference.select(statistic, 4))
+        assert_same_bits(self.module.select(statistic.to(self.device), 4).cpu(), naive.select(statistic, 4))
 
     def test_select_of_an_empty_shard_is_empty(self) -> None:
         assert self.module.select(torch.zeros(0, 200, device=self.device), 2).shape == (0, 2)
@@ -233,7 +232,7 @@ class KernelChecks:
     def test_select_reads_rows_that_lie_apart(self) -> None:
         wide = awkward(9, 300)
         assert_same_bits(
-            self.module.select(wide.to(self.device)[:, :200], 2).cpu(), reference.select(wide[:, :200].contiguous(), 2)
+            self.module.select(wide.to(self.device)[:, :200], 2).cpu(), naive.select(wide[:, :200].contiguous(), 2)
         )
 
     # ------------------------------------------------------------------------------------- fold and first moment
@@ -248,7 +247,7 @@ class KernelChecks:
         buffer = torch.randn(sum(sizes) + 20, dtype=residual_dtype)
         grads = [torch.randn(n).to(dtype) for n in sizes]
         results = []
-        for module, device in ((reference, "cpu"), (self.module, self.device)):
+        for module, device in ((naive, "cpu"), (self.module, self.device)):
             own = buffer.to(device, copy=True)
             residuals = [part[:n] for part, n in zip(own.split([n + 4 for n in sizes]), sizes, strict=True)]
             given = [*(grad.to(device) for grad in grads[:-1]), None]
@@ -268,7 +267,7 @@ class KernelChecks:
     def test_fold_with_scale_one_equals_the_twin_on_the_host(self) -> None:
         residual, grad = torch.randn(3000), torch.randn(3000)
         other = residual.to(self.device, copy=True)
-        reference.fold([residual], [grad], torch.ones(()), None)
+        naive.fold([residual], [grad], torch.ones(()), None)
         self.module.fold([other], [grad.to(self.device)], self.scalar(1.0), None)
         assert_same_bits(other.cpu(), residual)
 
@@ -281,15 +280,15 @@ class KernelChecks:
         mask = torch.zeros(3, 1, dtype=torch.uint8, device=self.device)
         with self.as_rounded():
             either.fold([residual], [bad], zero, None)
-            either.accumulate_first_moment(momentum, evidence, bad, 0.9, zero, None)
+            either.accumulate_exp_avg(momentum, evidence, bad, 0.9, zero, None)
             sent = either.compact(residual.view(3, 100), mask, torch.bfloat16, zero)
             clock = torch.zeros(3, 100, dtype=torch.int32, device=self.device)
             moments = momentum.view(3, 100), second.view(3, 100)
             rest = mask, bad[:3].view(3, 1), self.scalar(1, torch.int32), hyper(self.device, torch.float32)
-            either.update(theta[:3].view(3, 1), moments[0], clock, *rest, 1.0, zero)
+            either.update_adams(theta[:3].view(3, 1), moments[0], clock, *rest, 1.0, zero)
             either.update_adamw(theta[:3].view(3, 1), *moments, clock, *rest, (bad[0], bad[0]), zero, 2)
-            either.accumulate_second_moment([second], [bad], [0.1], 2, zero, None)
-            either.accumulate_second_moment([second], [bad], [0.1], 2, zero.view(1), 1.0)
+            either.accumulate_exp_avg_sq([second], [bad], [0.1], 2, zero, None)
+            either.accumulate_exp_avg_sq([second], [bad], [0.1], 2, zero.view(1), 1.0)
         assert (sent == 0).all()
         assert (clock == 0).all()
         for tensor, old in zip(state, before, strict=True):
@@ -301,8 +300,8 @@ class KernelChecks:
         momentum, evidence, grad = torch.randn(5000), torch.randn(5000), torch.randn(5000).to(dtype)
         own = [tensor.to(self.device, copy=True) for tensor in (momentum, evidence, grad)]
         with self.as_rounded():
-            reference.accumulate_first_moment(momentum, evidence, grad, 0.9, torch.tensor(0.7), clip_value)
-        self.module.accumulate_first_moment(*own, 0.9, self.scalar(0.7), clip_value)
+            naive.accumulate_exp_avg(momentum, evidence, grad, 0.9, torch.tensor(0.7), clip_value)
+        self.module.accumulate_exp_avg(*own, 0.9, self.scalar(0.7), clip_value)
         assert_same_bits(own[0].cpu(), momentum)
         assert_same_bits(own[1].cpu(), evidence)
 
@@ -348,7 +347,7 @@ class KernelChecks:
     def test_squared_norm_equals_its_twin_but_for_the_order_of_summation(self, dtype: torch.dtype) -> None:
         grads = [torch.randn(n).to(dtype) for n in (9000, 4096, 0, 13)]
         ours = self.module.squared_norm([grad.to(self.device) for grad in grads])
-        torch.testing.assert_close(ours.cpu(), reference.squared_norm(grads), rtol=5e-6, atol=0)
+        torch.testing.assert_close(ours.cpu(), naive.squared_norm(grads), rtol=5e-6, atol=0)
 
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_sketch_equals_its_twin_but_for_the_order_of_summation(self, dtype: torch.dtype) -> None:
@@ -356,7 +355,7 @@ class KernelChecks:
         grads = [torch.randn(20_000).to(dtype), None, torch.randn(5).to(dtype), torch.randn(9_001)]
         own = [None if grad is None else grad.to(self.device) for grad in grads]
         ours = self.module.sketch(own, signs.to(self.device), SKETCH_WIDTHS)
-        torch.testing.assert_close(ours.cpu(), reference.sketch(grads, signs, SKETCH_WIDTHS), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours.cpu(), naive.sketch(grads, signs, SKETCH_WIDTHS), rtol=1e-5, atol=1e-5)
 
     @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
     def test_norms_of_what_is_not_finite_are_not_finite(self, bad: float) -> None:
@@ -382,11 +381,11 @@ class KernelChecks:
         residual = awkward(11, 200).to(residual_dtype)
         residual[8, :3] = torch.tensor([3.4e38, -3.4e38, 65520.0])  # beyond the wire's range, or rounded up to it
         residual[9, :4] = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, 1e-40, -1e-45])  # ties of bf16; denormals
-        mask = None if sent is None else reference.select(residual, sent)
+        mask = None if sent is None else naive.select(residual, sent)
         own = residual.to(self.device, copy=True)
         ours = self.module.compact(own, None if mask is None else mask.to(self.device), wire, self.scalar(1.0))
         with self.as_rounded():
-            theirs = reference.compact(residual, mask, wire, torch.ones(()))
+            theirs = naive.compact(residual, mask, wire, torch.ones(()))
         ours, own = ours.cpu(), own.cpu()
         assert torch.equal(ours.isnan(), theirs.isnan())  # which NaN is left open
         assert_same_bits(ours.nan_to_num(), theirs.nan_to_num())
@@ -396,7 +395,7 @@ class KernelChecks:
     @pytest.mark.parametrize("sent", [2, None])
     def test_compact_leaves_rows_alone_whose_scale_is_zero(self, residual_dtype: torch.dtype, sent: int | None) -> None:
         residual, scale = awkward(600, 20).to(residual_dtype), torch.tensor([0.5, 0.0, 1.0]).repeat(200)
-        mask = None if sent is None else reference.select(residual, sent)
+        mask = None if sent is None else naive.select(residual, sent)
         (values, expected), ((left, twin), *_) = self.both("compact", residual, mask, torch.bfloat16, scale)
         assert_same_bits(values.nan_to_num(), expected.nan_to_num())
         assert_same_bits(left.nan_to_num(), twin.nan_to_num())
@@ -409,7 +408,7 @@ class KernelChecks:
     @pytest.mark.parametrize("either", BOTH, indirect=True)
     def test_compact_into_a_part_of_a_buffer(self, either: Any) -> None:
         residual, scale = torch.randn(6, 200, device=self.device), self.scalar(1.0)
-        mask = reference.select(residual, 2)
+        mask = naive.select(residual, 2)
         expected = either.compact(residual.clone(), mask, torch.bfloat16, scale)
         buffer = torch.full((8, 2), 7.0, dtype=torch.bfloat16, device=self.device)
         assert either.compact(residual, mask, torch.bfloat16, scale, out=buffer[1:7]).data_ptr() == buffer[1].data_ptr()
@@ -534,17 +533,17 @@ class KernelChecks:
     ) -> None:
         residuals = [torch.randn(40, length, dtype=dtype) for _ in range(3)]
         residuals[2][7:9] = torch.tensor([[0.0], [1e-40]])  # a ballot of zeros, and one of denormals
-        ballots = torch.stack([reference.vote(residual, votes) for residual in residuals])
+        ballots = torch.stack([naive.propose(residual, votes) for residual in residuals])
         for residual, ballot in zip(residuals, ballots, strict=True):
-            assert torch.equal(self.module.vote(residual.to(self.device), votes).cpu(), ballot)
+            assert torch.equal(self.module.propose(residual.to(self.device), votes).cpu(), ballot)
         for own, residual in enumerate(residuals):
-            chosen = self.module.elect(residual.to(self.device), ballots.to(self.device), own, votes, sent)
-            assert torch.equal(chosen.cpu(), reference.elect(residual, ballots, own, votes, sent))
+            chosen = self.module.merge(residual.to(self.device), ballots.to(self.device), own, votes, sent)
+            assert torch.equal(chosen.cpu(), naive.merge(residual, ballots, own, votes, sent))
 
     def test_the_elected_of_an_empty_shard_are_none(self) -> None:
         empty = torch.zeros(0, 200, device=self.device)
         ballots = torch.zeros(2, 0, 7, dtype=torch.uint8, device=self.device)
-        assert self.module.elect(empty, ballots, 0, 2, 2).shape == (0, 2)
+        assert self.module.merge(empty, ballots, 0, 2, 2).shape == (0, 2)
 
     def test_tables_do_not_come_to_lie_on_the_default_device(self) -> None:
         """Under ``torch.set_default_device("cuda")`` they were made there, and could not be pinned."""
@@ -561,15 +560,15 @@ class KernelChecks:
 
     def test_a_checksum_does_not_depend_on_its_parts(self) -> None:
         flat = torch.randn(300_000)
-        assert torch.equal(self.module.checksum(flat.to(self.device)).cpu(), reference.checksum(flat))
-        assert torch.equal(reference._checksum_in_chunks(flat, 1024), reference.checksum(flat))
+        assert torch.equal(self.module.checksum(flat.to(self.device)).cpu(), naive.checksum(flat))
+        assert torch.equal(naive._checksum_in_chunks(flat, 1024), naive.checksum(flat))
 
     @pytest.mark.parametrize("clip_value", [None, 0.3])
     def test_measured_noise_equals_its_twin(self, clip_value: float | None) -> None:
         noise, grad = torch.rand(5000), torch.randn(5000)
         own = [tensor.to(self.device, copy=True) for tensor in (noise, grad)]
         with self.as_rounded():
-            reference.measure_noise(noise, grad, 0.1, 4, torch.tensor(0.7), clip_value)
+            naive.measure_noise(noise, grad, 0.1, 4, torch.tensor(0.7), clip_value)
             self.module.measure_noise(*own, 0.1, 4, self.scalar(0.7), clip_value)
         assert_same_bits(own[0].cpu(), noise)
         with self.as_rounded():
@@ -584,11 +583,11 @@ class KernelChecks:
     def test_gather_and_scatter_equal_their_twins(self, dtype: torch.dtype, masked: bool, rank: int | None) -> None:
         sizes = [1000, 7, 4096, 33, 1]
         layout = Layout(sizes, [0] * len(sizes), 50, 3)
-        pieces = list(layout.pieces() if rank is None else layout.shard_pieces(rank))
+        pieces = list(layout.everything().pieces if rank is None else layout.local(rank).pieces)
         rows = layout.blocks if rank is None else layout.shard_blocks
         flats = [torch.randn(n).to(dtype if i % 2 else torch.float32) for i, n in enumerate(sizes)]
         own = [flat.to(self.device, copy=True) for flat in flats]
-        mask = reference.select(torch.randn(rows, 50), 3) if masked else None
+        mask = naive.select(torch.randn(rows, 50), 3) if masked else None
         if mask is not None:  # as select leaves it: pads come last in their block
             for piece in pieces:
                 tail = piece.numel - (piece.blocks - 1) * 50
@@ -596,22 +595,22 @@ class KernelChecks:
         own_mask = None if mask is None else mask.to(self.device)
         out = torch.full((rows, 3 if masked else 50), 7.0)
         own_out = out.to(self.device, copy=True)
-        reference.gather(flats, pieces, mask, out, 50)
-        self.module.gather(own, pieces, own_mask, own_out, 50)
+        naive.gather_params(flats, pieces, mask, out, 50)
+        self.module.gather_params(own, pieces, own_mask, own_out, 50)
         assert_same_bits(own_out.cpu(), out)
-        reference.scatter(flats, pieces, mask, out * 1.001, 50)
-        self.module.scatter(own, pieces, own_mask, (out * 1.001).to(self.device), 50)
+        naive.scatter_params(flats, pieces, mask, out * 1.001, 50)
+        self.module.scatter_params(own, pieces, own_mask, (out * 1.001).to(self.device), 50)
         changes = torch.randn_like(out).to(torch.bfloat16)
-        reference.scatter(flats, pieces, mask, changes, 50, True)
-        self.module.scatter(own, pieces, own_mask, changes.to(self.device), 50, True)
+        naive.scatter_params(flats, pieces, mask, changes, 50, True)
+        self.module.scatter_params(own, pieces, own_mask, changes.to(self.device), 50, True)
         for ours, theirs in zip(own, flats, strict=True):
             assert_same_bits(ours.cpu(), theirs)
 
     def test_a_parameter_that_moved_to_other_memory_is_found_there(self) -> None:
-        pieces = list(Layout([50], [0], 50, 1).pieces())
+        pieces = list(Layout([50], [0], 50, 1).everything().pieces)
         for value in (1.0, 2.0, 1.0):
             flats, out = [torch.full((50,), value, device=self.device)], torch.zeros(1, 50, device=self.device)
-            self.module.gather(flats, pieces, None, out, 50)
+            self.module.gather_params(flats, pieces, None, out, 50)
             assert (out == value).all()
 
     # ------------------------------------------------------------------------------------------- whole trainings
@@ -627,20 +626,20 @@ class KernelChecks:
     def test_fifty_steps_on_given_gradients(self, sparsity: float, dtype: torch.dtype, options: dict[str, Any]) -> None:
         config = ScapeConfig(sparsity=sparsity, dense_steps=2, sparsity_warmup_steps=3, **options)
         with self.as_rounded():
-            theirs = train(config, "reference", "cpu", dtype, follow=False)
+            theirs = train(config, "naive", "cpu", dtype, follow=False)
         ours = train(config, self.choice, self.device, dtype, follow=False)
         # The gradient does not depend on the parameters: every entry is chosen alike, and what is left is the same.
         assert_same_bits(ours.residual.cpu(), theirs.residual)
-        assert_same_bits(ours.clock.cpu(), theirs.clock)
-        torch.testing.assert_close(ours.momentum.cpu(), theirs.momentum, rtol=1e-5, atol=1e-5)
-        if ours.second_moment is not None:
-            torch.testing.assert_close(ours.second_moment.cpu(), theirs.second_moment, rtol=1e-5, atol=1e-5)
+        assert_same_bits(ours.last_step.cpu(), theirs.last_step)
+        torch.testing.assert_close(ours.exp_avg.cpu(), theirs.exp_avg, rtol=1e-5, atol=1e-5)
+        if ours.exp_avg_sq is not None:
+            torch.testing.assert_close(ours.exp_avg_sq.cpu(), theirs.exp_avg_sq, rtol=1e-5, atol=1e-5)
         self.compare_parameters(ours, theirs, dtype)
 
     @pytest.mark.parametrize("update", ["adams", "adamw"])
     def test_fifty_steps_whose_gradients_follow_the_parameters(self, update: str) -> None:
         config = ScapeConfig(sparsity=0.99, sparsity_warmup_steps=0, update=update)
-        theirs = train(config, "reference", "cpu", torch.float32, follow=True)
+        theirs = train(config, "naive", "cpu", torch.float32, follow=True)
         ours = train(config, self.choice, self.device, torch.float32, follow=True)
         self.compare_parameters(ours, theirs, torch.float32)
         torch.testing.assert_close(ours.residual.cpu(), theirs.residual, rtol=0, atol=1e-4)
@@ -657,14 +656,14 @@ class KernelChecks:
             optimizer = ScapeOptimizer([parameter], config=config)
             if saved is not None:
                 optimizer.load_state_dict(saved)
-            with ops.using("kernels"):
+            with ops.using("cuda"):
                 for step in range(4):
                     parameter.grad = None if step == 1 else torch.ones_like(parameter)
                     optimizer.step()
                 optimizer.drain()
             saved, state = optimizer.state_dict(), optimizer._run.state
             assert state is not None
-            for shard in (state.residual, state.momentum, state.second_moment, state.noise):
+            for shard in (state.residual, state.exp_avg, state.exp_avg_sq, state.local_exp_avg_sq):
                 assert shard is None or not shard.view(-1)[13:].any()
             assert parameter.isfinite().all()
 
@@ -702,7 +701,7 @@ def train(config: ScapeConfig, choice: str, device: str, dtype: torch.dtype, *, 
     assert state is not None
     assert state.missed is not None
     assert state.missed.tolist() == [0, 11, 0]  # and two that were skipped
-    return Trained([p.detach() for p in parameters], state.residual, state.momentum, state.clock, state.second_moment)
+    return Trained([p.detach() for p in parameters], state.residual, state.exp_avg, state.last_step, state.exp_avg_sq)
 
 
 class FarAway:

@@ -72,15 +72,22 @@ def everything(params: list[Any], optimizer: ScapeOptimizer) -> list[Tensor]:
     optimizer.drain()
     state = optimizer._run.state
     assert state is not None
-    held = [state.residual, state.step, optimizer._masks.active, state.local_momentum, state.evidence, state.noise]
+    held = [
+        state.residual,
+        state.step,
+        optimizer._masks.active,
+        state.local_exp_avg,
+        state.local_exp_avg_sum,
+        state.local_exp_avg_sq,
+    ]
     shard = [
         part
-        for t in (state.momentum, state.master, state.second_moment, state.clock)
+        for t in (state.exp_avg, state.master, state.exp_avg_sq, state.last_step)
         if t is not None
         for part in optimizer._views(t.view(-1), optimizer._shard_pieces)
     ]
     missed = [0] * len(params) if state.missed is None else state.missed.tolist()
-    counts = torch.tensor([state.calls, state.second_moment_since, optimizer.schedule.warmup_steps, *missed])
+    counts = torch.tensor([state.calls, state.exp_avg_sq_since, optimizer.schedule.warmup_steps, *missed])
     return values(params) + [t for t in held if t is not None] + shard + [counts]
 
 
@@ -141,7 +148,7 @@ def write_state(rank: int, world_size: int, steps: int, config: ScapeConfig) -> 
     file = saved(optimizer, params)
     state = optimizer._run.state
     assert state is not None
-    mean = torch.cat(optimizer._views(state.residual.view(-1), optimizer._layout.pieces())).clone()
+    mean = torch.cat(optimizer._views(state.residual.view(-1), optimizer._layout.everything().pieces)).clone()
     if world_size > 1:
         dist.all_reduce(mean)
     return file, mean / world_size
@@ -153,7 +160,7 @@ def read_state(rank: int, world_size: int, file: bytes, config: ScapeConfig) -> 
         params, optimizer = restored(file, config, torch.float32)
     state = optimizer._run.state
     assert state is not None
-    mean = torch.cat(optimizer._views(state.residual.view(-1), optimizer._layout.pieces())).clone()
+    mean = torch.cat(optimizer._views(state.residual.view(-1), optimizer._layout.everything().pieces)).clone()
     if world_size > 1:
         dist.all_reduce(mean)
     optimizer.consolidate_state_dict(to=0)
@@ -259,7 +266,7 @@ def guess_and_go(rank: int, world_size: int, file: bytes) -> int:
             assert torch.equal(a, b)
     state = other._run.state
     assert state is not None
-    return state.second_moment_since
+    return state.exp_avg_sq_since
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -305,13 +312,13 @@ def test_a_state_of_adamws_update_goes_on_with_adams_and_measures_anew() -> None
         params, other = restored(saved(optimizer, params), replace(config, update="adams"), torch.float32)
     state = other._run.state
     assert state is not None
-    assert state.second_moment is None
-    assert state.noise_samples == 0
+    assert state.exp_avg_sq is None
+    assert state.local_samples == 0
     for index, entry in other.state_dict()["state"].items():
         for name in ("step", "exp_avg", "last_step"):
             assert torch.equal(torch.as_tensor(entry[name]), torch.as_tensor(whole["state"][index][name]))
     train(params, other, 0, range(5, 7))
-    assert state.noise_samples == 1
+    assert state.local_samples == 1
     assert all(parameter.isfinite().all() for parameter in params)
 
 
@@ -433,7 +440,7 @@ def test_a_run_that_turns_sparse_measures_its_noise_from_the_start() -> None:
         warnings.simplefilter("ignore")
         optimizer.load_state_dict(state)
     train(params, optimizer, 0, range(5, 6))  # no step at which a sample would be due
-    noise = optimizer._snapshot(optimizer._current_state()).state.noise
+    noise = optimizer._snapshot(optimizer._current_state()).state.local_exp_avg_sq
     assert noise is not None
     grad = torch.cat([p.grad.reshape(-1) for p in params]) * optimizer.stats.clip_factor  # type: ignore[union-attr]
     assert float(noise.sum()) == pytest.approx(float(grad.square().sum()), rel=1e-5)

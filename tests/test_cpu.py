@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.engine.clipping import SKETCH_WIDTHS, _random_signs
 from lightning_scape.layout import Layout
-from lightning_scape.ops import cpu, cpu_kernels, cpu_masks, reference
+from lightning_scape.ops import cpu, cpu_kernels, cpu_masks, naive
 
 FLOATS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 STATES = st.sampled_from([torch.float32, torch.float64])
@@ -79,17 +79,17 @@ def test_select_vote_and_elect_equal_their_twins_for_all_quotas(
 ) -> None:
     sent, votes = data.draw(st.integers(1, length)), data.draw(st.integers(1, length))
     statistic = numbers(rows, length, seed).to(dtype)
-    assert torch.equal(cpu.select(statistic, sent), reference.select(statistic, sent))
+    assert torch.equal(cpu.select(statistic, sent), naive.select(statistic, sent))
     finite = statistic.nan_to_num(1.0, 2.0, -3.0)
-    ballots = torch.stack([reference.vote(finite * factor, votes) for factor in (1, 0.5, -0.25)])
-    assert torch.equal(cpu.vote(finite, votes), ballots[0])
-    assert torch.equal(cpu.elect(finite, ballots, 1, votes, sent), reference.elect(finite, ballots, 1, votes, sent))
+    ballots = torch.stack([naive.propose(finite * factor, votes) for factor in (1, 0.5, -0.25)])
+    assert torch.equal(cpu.propose(finite, votes), ballots[0])
+    assert torch.equal(cpu.merge(finite, ballots, 1, votes, sent), naive.merge(finite, ballots, 1, votes, sent))
 
 
 @pytest.mark.parametrize(("length", "sent"), [(4096, 40), (4097, 40), (40_000, 3)])
 def test_select_in_long_blocks_equals_its_twin(length: int, sent: int) -> None:
     statistic = awkward(9, length)
-    assert_same_bits(cpu.select(statistic, sent), reference.select(statistic, sent))
+    assert_same_bits(cpu.select(statistic, sent), naive.select(statistic, sent))
 
 
 @pytest.mark.parametrize(("length", "sent"), [(8, 2), (13, 4), (200, 32), (200, 128), (7, 7), (1, 1)])
@@ -109,11 +109,11 @@ def test_compact_equals_its_twin(
         wire = torch.float32
     sent = data.draw(st.none() | st.integers(1, length))
     residual = numbers(rows, length, seed).to(dtype)
-    mask = None if sent is None else reference.select(torch.randn(rows, length), sent)
+    mask = None if sent is None else naive.select(torch.randn(rows, length), sent)
     scale = data.draw(st.sampled_from([ONE, torch.tensor(0.5), torch.zeros(()), torch.arange(rows) % 2.0]))
     ours, theirs = residual.clone(), residual.clone()
     sent_ours = cpu.compact(ours, mask, wire, scale)
-    assert_same(sent_ours, reference.compact(theirs, mask, wire, scale))
+    assert_same(sent_ours, naive.compact(theirs, mask, wire, scale))
     assert_same(ours, theirs)
 
 
@@ -127,12 +127,12 @@ def test_fold_and_second_moments_equal_their_twins(
     residuals = [torch.randn(size, dtype=state) for size in sizes]
     moments, weights = [residual.square() for residual in residuals], [0.1, 0.2, 0.3, 0.4]
     results = []
-    for module in (cpu, reference):
+    for module in (cpu, naive):
         own = [residual.clone() for residual in residuals]
         second = [moment.clone() for moment in moments]
         module.fold(own, grads, torch.tensor(scale), clip_value)
-        module.accumulate_second_moment(second, grads, weights, 3, torch.tensor(scale), clip_value)
-        module.accumulate_second_moment(second, grads, weights, 3, torch.tensor([1.0, 0.0, 0.5, 0.25]), clip_value)
+        module.accumulate_exp_avg_sq(second, grads, weights, 3, torch.tensor(scale), clip_value)
+        module.accumulate_exp_avg_sq(second, grads, weights, 3, torch.tensor([1.0, 0.0, 0.5, 0.25]), clip_value)
         module.measure_noise(second[3], None, 0.25, 3, torch.tensor(scale), clip_value)
         results.append([*own, *second])
     for ours, theirs in zip(*results, strict=True):
@@ -142,7 +142,7 @@ def test_fold_and_second_moments_equal_their_twins(
 @given(FLOATS, FLOATS, st.booleans(), st.integers(0, 2**20))
 def test_gather_and_scatter_equal_their_twins(dtype: torch.dtype, wire: torch.dtype, add: bool, seed: int) -> None:
     sizes = [70, 3, 40, 20]
-    pieces = list(Layout(sizes, [0] * 4, 20, 1).pieces())
+    pieces = list(Layout(sizes, [0] * 4, 20, 1).everything().pieces)
     rows = sum(piece.blocks for piece in pieces)
     mask = torch.rand(rows, 20).argsort(1)[:, :3].to(torch.uint8)
     for piece in pieces:  # as select leaves it: pads come last in their block
@@ -151,10 +151,10 @@ def test_gather_and_scatter_equal_their_twins(dtype: torch.dtype, wire: torch.dt
     values = numbers(rows, 3, seed).to(wire)
     flats = [torch.randn(size).to(dtype if size > 3 else torch.float32) for size in sizes]
     results = []
-    for module in (cpu, reference):
+    for module in (cpu, naive):
         own, out = [flat.clone() for flat in flats], torch.full((rows, 3), 7.0).to(wire)
-        module.gather(own, pieces, mask, out, 20)
-        module.scatter(own, pieces, mask, values, 20, add)
+        module.gather_params(own, pieces, mask, out, 20)
+        module.scatter_params(own, pieces, mask, values, 20, add)
         results.append([*own, out])
     for ours, theirs in zip(*results, strict=True):
         assert_same(ours, theirs)
@@ -172,7 +172,7 @@ def test_updates_equal_their_twins(
     """Moments bitwise after a wait of one step, where no exp or expm1 is involved; all else within rounding."""
     rows, length, step = 90, 50, 5000
     generator = torch.Generator().manual_seed(waits)
-    mask = reference.select(torch.randn(rows, length, generator=generator), 3) if masked else None
+    mask = naive.select(torch.randn(rows, length, generator=generator), 3) if masked else None
     theta, total = (torch.randn(rows, 3 if masked else length, generator=generator, dtype=dtype) for _ in range(2))
     total[0], total[1] = 0.0, 1e-30
     moment = torch.randn(rows, length, generator=generator, dtype=dtype)
@@ -189,13 +189,13 @@ def test_updates_equal_their_twins(
         corrections = (torch.linspace(0.1, 1, rows, dtype=dtype), torch.linspace(0.2, 0.3, rows, dtype=dtype))
     numbers_of = hyper("cpu", dtype, lr, decay=decay)
     results = []
-    for module in (cpu, reference):
+    for module in (cpu, naive):
         state = [tensor.clone() for tensor in (theta, moment, second, clock)]
         again = module.update_adamw(*state, mask, total, steps, numbers_of, corrections, scale, 4, implicit, group)
         results.append([*state, again])
         for noise in (second, None):
             state = [tensor.clone() for tensor in (theta, moment, clock)]
-            again = module.update(
+            again = module.update_adams(
                 *state, mask, total, steps, numbers_of, corrections[0], scale, noise, 0.3, implicit, group
             )
             results[-1] += [*state, again]
@@ -220,12 +220,12 @@ def test_a_skipped_step_changes_nothing() -> None:
 
 def test_a_tensor_that_is_not_contiguous_goes_to_the_twin() -> None:
     wide, grad = torch.randn(6, 40), torch.randn(12)
-    mask = reference.select(wide[:, ::2].contiguous(), 3)
+    mask = naive.select(wide[:, ::2].contiguous(), 3)
     ours, theirs = wide.clone(), wide.clone()
     sent = cpu.compact(ours[:, ::2], mask, torch.bfloat16, ONE)
-    assert_same_bits(sent, reference.compact(theirs[:, ::2], mask, torch.bfloat16, ONE))
+    assert_same_bits(sent, naive.compact(theirs[:, ::2], mask, torch.bfloat16, ONE))
     cpu.fold([ours[:, 0]], [grad[::2]], ONE, None)
-    reference.fold([theirs[:, 0]], [grad[::2]], ONE, None)
+    naive.fold([theirs[:, 0]], [grad[::2]], ONE, None)
     assert_same_bits(ours, theirs)
 
 
@@ -256,9 +256,9 @@ def test_offsets_of_more_than_32_bits() -> None:
     assert sent[row, 0] == 10.0
     assert residuals.at(FAR, 8).tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 0.0, 12.0, 14.0]
     table, out = np.array([[places[1], 0, row + 1, 0]]), np.zeros((row + 1, 1), np.float32)
-    cpu_kernels.gather(table, mask, out, 64, like, row, row + 1)
+    cpu_kernels.gather_params(table, mask, out, 64, like, row, row + 1)
     assert out[row, 0] == 5.0
-    cpu_kernels.scatter(table, mask, out, True, 64, like, row, row + 1)
+    cpu_kernels.scatter_params(table, mask, out, True, 64, like, row, row + 1)
     assert grads.at(FAR, 8).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 10.0, 6.0, 7.0]
 
 
@@ -272,17 +272,17 @@ def run_all() -> list[Tensor]:
     views = list(residual.view(-1).split(sizes))
     second = torch.rand(rows, length, generator=generator)
     cpu.fold(views, grads, torch.tensor(0.5), 2.0)
-    cpu.accumulate_second_moment(list(second.view(-1).split(sizes)), grads, [0.1] * 3, 2, ONE, None)
-    cpu.accumulate_first_moment(second.view(-1), residual.view(-1), torch.cat(grads), 0.9, ONE, None)
-    ballots = torch.stack([cpu.vote(residual * factor, 8) for factor in (1.0, -2.0)])
-    mask = cpu.elect(residual, ballots, 0, 8, 9)
+    cpu.accumulate_exp_avg_sq(list(second.view(-1).split(sizes)), grads, [0.1] * 3, 2, ONE, None)
+    cpu.accumulate_exp_avg(second.view(-1), residual.view(-1), torch.cat(grads), 0.9, ONE, None)
+    ballots = torch.stack([cpu.propose(residual * factor, 8) for factor in (1.0, -2.0)])
+    mask = cpu.merge(residual, ballots, 0, 8, 9)
     sent = cpu.compact(residual, mask, torch.bfloat16, ONE)
     theta, clock = sent.float(), torch.zeros(rows, length, dtype=torch.int32)
     step = torch.tensor(4, dtype=torch.int32)
     numbers_of = hyper("cpu", torch.float32)
     again = cpu.update_adamw(theta, residual, second, clock, mask, theta * 2, step, numbers_of, (ONE, ONE), ONE, 2)
-    pieces = list(Layout(sizes, [0] * 3, length, 1).pieces())
-    cpu.scatter(grads, pieces, mask, theta, length)
+    pieces = list(Layout(sizes, [0] * 3, length, 1).everything().pieces)
+    cpu.scatter_params(grads, pieces, mask, theta, length)
     norms = [cpu.squared_norm(grads), cpu.sketch(grads, _random_signs(1 << 14), SKETCH_WIDTHS)]
     return [residual, second, ballots, mask, sent, theta, clock, again, *grads, *norms, cpu.select(residual, 2)]
 
@@ -323,7 +323,7 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
 @pytest.mark.parametrize("operation", ops.DISPATCHED, ids=lambda operation: operation.__name__)
 def test_twins_have_the_same_signature(operation) -> None:
     ours = inspect.signature(getattr(cpu, operation.__name__))
-    assert ours == inspect.signature(getattr(reference, operation.__name__))
+    assert ours == inspect.signature(getattr(naive, operation.__name__))
 
 
 def test_without_numba_the_reference_serves_and_says_so_once(
@@ -332,8 +332,8 @@ def test_without_numba_the_reference_serves_and_says_so_once(
     ops._cpu.cache_clear()
     monkeypatch.setattr(ops, "find_spec", lambda _: None)
     try:
-        assert ops._implementation(on_cuda=False) is reference
-        assert ops._implementation(on_cuda=False) is reference
+        assert ops._implementation(on_cuda=False) is naive
+        assert ops._implementation(on_cuda=False) is naive
         assert [str(warning.message).split(". ")[-1] for warning in recwarn] == ["Install lightning-scape[cpu]."]
         with ops.using("cpu"), pytest.raises(ModuleNotFoundError, match="need numba"):
             ops.select(torch.zeros(1, 4), 1)
@@ -349,7 +349,7 @@ def test_without_numba_the_reference_serves_and_says_so_once(
 def test_two_ranks_train_alike_in_numba_and_by_reference(
     run_ranks, monkeypatch: pytest.MonkeyPatch, wire_dtype: str, atol: float, sparsity: float
 ) -> None:
-    monkeypatch.setenv(ops.VARIABLE, "reference")
+    monkeypatch.setenv(ops.VARIABLE, "naive")
     by_reference = run_ranks(train_on, 2, "cpu", wire_dtype, sparsity)
     monkeypatch.setenv(ops.VARIABLE, "cpu")
     by_numba = run_ranks(train_on, 2, "cpu", wire_dtype, sparsity)

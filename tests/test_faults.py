@@ -79,7 +79,7 @@ def train_through(rank: int, world_size: int, dtype: torch.dtype, options: dict[
         optimizer.drain()
         state = optimizer._run.state
         assert state is not None
-        for held in (state.residual, state.momentum, state.master, *params):
+        for held in (state.residual, state.exp_avg, state.master, *params):
             assert held is None or bool(held.isfinite().all()), name
         losses.append(loss_of(model, rows).item())
     return losses

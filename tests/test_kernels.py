@@ -19,8 +19,7 @@ from kernel_checks import FAR, FarAway, KernelChecks, assert_same_bits, hyper
 from rank_checks import CHANGE_ROUNDING, train_on, train_scaled
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.ops import cpu, reference
-from lightning_scape.ops import cuda as kernels
+from lightning_scape.ops import cpu, cuda, naive
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"),
@@ -43,23 +42,23 @@ def test_twins_have_the_same_signature(operation) -> None:
         return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
 
     name = operation.__name__
-    assert parameters(getattr(kernels, name)) == parameters(getattr(reference, name)) == parameters(operation)
+    assert parameters(getattr(cuda, name)) == parameters(getattr(naive, name)) == parameters(operation)
     assert getattr(ops, name) is operation
 
 
 def test_every_public_function_of_the_reference_is_dispatched_and_has_a_twin() -> None:
     public = {
         name
-        for name, value in vars(reference).items()
-        if inspect.isfunction(value) and value.__module__ == reference.__name__ and not name.startswith("_")
+        for name, value in vars(naive).items()
+        if inspect.isfunction(value) and value.__module__ == naive.__name__ and not name.startswith("_")
     }
     assert public - {"position_dtype", "to_device"} == {operation.__name__ for operation in ops.DISPATCHED}
-    assert public < set(kernels.__all__)
+    assert public < set(cuda.__all__)
 
 
 @pytest.mark.parametrize("name", ["select", "fold", "compact", "update", "update_adamw", "gather"])
 def test_docstring_has_an_example(name: str) -> None:
-    assert "Example:" in inspect.getdoc(getattr(reference, name))  # KernelChecks runs it, for both
+    assert "Example:" in inspect.getdoc(getattr(naive, name))  # KernelChecks runs it, for both
 
 
 # ------------------------------------------------------------------------------------------------------------- dispatch
@@ -67,22 +66,22 @@ def test_docstring_has_an_example(name: str) -> None:
 
 def test_cpu_tensors_go_through_numba_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
-    for module in (reference, cpu, kernels):
+    for module in (naive, cpu, cuda):
         name = module.__name__.split(".")[-1]
         monkeypatch.setattr(module, "select", functools.partial(lambda name, *_: used.append(name), name))
     ops.select(torch.zeros(1, 4), 1)
-    with ops.using("kernels"):
+    with ops.using("cuda"):
         ops.select(torch.zeros(1, 4), 1)
-        with ops.using("reference"):
+        with ops.using("naive"):
             ops.select(torch.zeros(1, 4), 1)
-    monkeypatch.setenv("LIGHTNING_SCAPE_OPS", "kernels")
+    monkeypatch.setenv("LIGHTNING_SCAPE_OPS", "cuda")
     ops.select(torch.zeros(1, 4), 1)
-    assert used == ["cpu", "kernels", "reference", "kernels"]
+    assert used == ["cpu", "cuda", "naive", "cuda"]
 
 
 def test_an_unknown_choice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
-        pytest.raises(ValueError, match="must be one of auto, reference, cpu, kernels, got 'triton'"),
+        pytest.raises(ValueError, match="must be one of auto, naive, cpu, cuda, got 'triton'"),
         ops.using("triton"),
     ):
         pass
@@ -92,15 +91,15 @@ def test_an_unknown_choice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_triton_the_reference_serves_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops._kernels.cache_clear()
+    ops._cuda.cache_clear()
     monkeypatch.setattr(ops, "find_spec", lambda _: None)
     try:
         with pytest.warns(UserWarning, match="Install lightning-scape"):
-            assert ops._implementation(on_cuda=True) is reference
-        with ops.using("kernels"), pytest.raises(ModuleNotFoundError, match="need Triton"):
+            assert ops._implementation(on_cuda=True) is naive
+        with ops.using("cuda"), pytest.raises(ModuleNotFoundError, match="need Triton"):
             ops.select(torch.zeros(1, 4), 1)
     finally:
-        ops._kernels.cache_clear()
+        ops._cuda.cache_clear()
 
 
 # ---------------------------------------------------------------------------------------------------------- two ranks
@@ -113,9 +112,9 @@ def test_without_triton_the_reference_serves_and_says_so(monkeypatch: pytest.Mon
 def test_two_ranks_train_alike_by_kernels_and_by_reference(
     run_ranks, monkeypatch: pytest.MonkeyPatch, wire_dtype: str, atol: float, update: str
 ) -> None:
-    monkeypatch.setenv(ops.VARIABLE, "reference")
+    monkeypatch.setenv(ops.VARIABLE, "naive")
     by_reference = run_ranks(train_on, 2, "cpu", wire_dtype, 0.9, update)
-    monkeypatch.setenv(ops.VARIABLE, "kernels")
+    monkeypatch.setenv(ops.VARIABLE, "cuda")
     by_kernels = run_ranks(train_on, 2, "cpu", wire_dtype, 0.9, update)
     for (ours, residual), (theirs, their_residual) in zip(by_kernels, by_reference, strict=True):
         for a, b, first in zip(ours, theirs, by_kernels[0][0], strict=True):
@@ -145,8 +144,8 @@ class TestFarAway:
         chosen = torch.empty(3, 1, dtype=torch.uint8)
         geometry = {"LENGTH": 16, "LOW": 15, "KEPT_BITS": 0x7FFFFFF0, "ROWS": 4, "BLOCK": 16}
         first = memory.at(0, 16, "int32")
-        kernels._launch(
-            kernels._select_kernel,
+        cuda._launch(
+            cuda._select_kernel,
             1,
             first,
             chosen,
@@ -164,7 +163,7 @@ class TestFarAway:
         residual[1] = torch.tensor([1.0, 2.0, 1.00390625, 4.0])
         mask = torch.tensor([[1], [2]], dtype=torch.uint8)
         for scale in (torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])):
-            values = kernels.compact(residual, mask, torch.bfloat16, scale)
+            values = cuda.compact(residual, mask, torch.bfloat16, scale)
             assert values.tolist() == [[0.0], [float(scale[1])]]
         assert residual.tolist() == [[0.0] * 4, [1.0, 2.0, 0.00390625, 4.0]]
 
@@ -178,11 +177,11 @@ class TestFarAway:
         for matrix, values in zip(far, near, strict=True):
             matrix.copy_(values)
         thetas = []
-        for module, (first, second, clock) in ((reference, near), (kernels, far)):
+        for module, (first, second, clock) in ((naive, near), (cuda, far)):
             thetas.append(theta.clone())
             rest = mask, total, torch.tensor(9, dtype=torch.int32), hyper("cpu", torch.float32)
             if update == "adams":
-                module.update(thetas[-1], first, clock, *rest, 1.0, one, second, 1.0, True)
+                module.update_adams(thetas[-1], first, clock, *rest, 1.0, one, second, 1.0, True)
             else:
                 module.update_adamw(thetas[-1], first, second, clock, *rest, (one * 0.5, one * 0.3), one, 2)
         torch.testing.assert_close(thetas[1], thetas[0])
@@ -194,8 +193,8 @@ class TestFarAway:
         moments, grads = FarAway(FAR + 64), FarAway(FAR + 64)
         grads.at(FAR, 64)[:] = torch.arange(64.0)
         dtype = triton.language.float32
-        kernels._launch(
-            kernels._second_moment_kernel,
+        cuda._launch(
+            cuda._second_moment_kernel,
             1,
             *(torch.tensor([memory.at(0, 1).data_ptr()]) for memory in (moments, grads)),
             # The program that takes the last 64 entries of a gradient of 2**31 + 128.
@@ -223,8 +222,8 @@ class TestFarAway:
         tables = (numels, tensors, starts)
         places = [torch.tensor([memory.at(0, 1).data_ptr()]) for memory in (residuals, grads)]
         dtype = triton.language.float32
-        kernels._launch(
-            kernels._fold_kernel,
+        cuda._launch(
+            cuda._fold_kernel,
             1,
             *places,
             *tables,
@@ -238,7 +237,7 @@ class TestFarAway:
         )
         assert torch.equal(residuals.at(FAR, 64), 2 * torch.arange(64.0))
         partial = torch.empty(1)
-        kernels._launch(kernels._squares_kernel, 1, places[1], *tables, partial, GRAD=dtype, ALIGNED=True, CHUNK=128)
+        cuda._launch(cuda._squares_kernel, 1, places[1], *tables, partial, GRAD=dtype, ALIGNED=True, CHUNK=128)
         assert float(partial) == float(torch.arange(64.0).square().sum())
 
     def test_gather_and_scatter(self) -> None:
@@ -260,13 +259,13 @@ class TestFarAway:
         )
         dtype = triton.language.float32
         constants = {"BLOCK_SIZE": 64, "MASKED": True, "PARAMETER": dtype, "VALUES": dtype, "CHUNK": 2}
-        kernels._launch(kernels._exchange_kernel, 1, *arguments, TO_PARAMETER=False, ADD=False, **constants)
+        cuda._launch(cuda._exchange_kernel, 1, *arguments, TO_PARAMETER=False, ADD=False, **constants)
         values = out.at(block, 1)
         assert values.tolist() == [7.0]
         values[0] = -1.0
         expected = torch.arange(64.0)
         for add, result in ((False, -1.0), (True, -2.0)):
-            kernels._launch(kernels._exchange_kernel, 1, *arguments, TO_PARAMETER=True, ADD=add, **constants)
+            cuda._launch(cuda._exchange_kernel, 1, *arguments, TO_PARAMETER=True, ADD=add, **constants)
             expected[7] = result
             assert_same_bits(memory.at(FAR, 64), expected)
 
@@ -284,11 +283,11 @@ def test_a_warm_up_of_the_sparsity_compiles_each_kernel_a_few_times(update: str)
         variants.setdefault(kernel.__name__, set()).add(launch.key)
         launched(kernel, programs, *args, **meta)
 
-    launched, quotas = kernels._launch, set()
+    launched, quotas = cuda._launch, set()
     parameter = torch.nn.Parameter(torch.zeros(2_000))
     config = ScapeConfig(sparsity=0.99, sparsity_warmup_steps=20, update=update)
     optimizer = ScapeOptimizer([parameter], config=config)
-    with patch.object(kernels, "_launch", note), ops.using("kernels"):
+    with patch.object(cuda, "_launch", note), ops.using("cuda"):
         for _ in range(23):
             parameter.grad = torch.ones_like(parameter)
             optimizer.step()

@@ -13,7 +13,7 @@ from lightning_scape.layout import Layout, Piece
 def test_example_of_the_docstring() -> None:
     layout = Layout([6, 9], [0, 0], block_size=4, world_size=2)
     assert (layout.used_blocks, layout.blocks, layout.shard_blocks, layout.numel) == (5, 6, 3, 15)
-    whole = [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.pieces()]
+    whole = [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.everything().pieces]
     assert whole == [(0, 0, 2, 0, 6), (1, 2, 3, 0, 9)]
     first = [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.shard_pieces(0)]
     assert first == [(0, 0, 2, 0, 6), (1, 2, 1, 0, 4)]
@@ -42,7 +42,7 @@ def test_shards_are_equal_and_cover_every_entry_once(
     sent = data.draw(st.integers(1, block_size))
     kept = 0
     for rank in range(world_size):
-        for piece in layout.shard_pieces(rank):
+        for piece in layout.local(rank).pieces:
             assert piece.row >= 0
             assert piece.row + piece.blocks <= layout.shard_blocks
             entries = {(piece.segment.index, i) for i in range(piece.start, piece.start + piece.numel)}
@@ -50,7 +50,7 @@ def test_shards_are_equal_and_cover_every_entry_once(
             seen |= entries
             kept += piece.kept(sent, block_size)
     assert seen == {(index, i) for index, numel in enumerate(numels) for i in range(numel)}
-    assert kept == sum(piece.kept(sent, block_size) for piece in layout.pieces())
+    assert kept == sum(piece.kept(sent, block_size) for piece in layout.everything().pieces)
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=12), st.integers(1, 40), st.integers(1, 5))
@@ -66,7 +66,7 @@ def test_a_shard_and_what_lies_beside_it_are_everything(numels: list[int], block
         }
 
     for rank in range(world_size):
-        own = rows(layout.shard_pieces(rank), rank * layout.shard_blocks)
+        own = rows(layout.local(rank).pieces, rank * layout.shard_blocks)
         beside = rows(layout.pieces_beside(rank), 0)
         assert not own & beside
-        assert own | beside == rows(layout.pieces(), 0)
+        assert own | beside == rows(layout.everything().pieces, 0)

@@ -42,9 +42,9 @@ def test_select_by_maximum_and_by_sort_agree(sent: int, monkeypatch: pytest.Monk
     statistic = torch.randn(50, 200)
     statistic[:, 150:] = 0  # pads among them, and ties
     statistic[:7] = statistic[:7].round()
-    by_sort = ops.reference.select(statistic, sent)
-    monkeypatch.setattr(ops.reference, "_MAX_PASSES", 256)
-    assert torch.equal(by_sort, ops.reference.select(statistic, sent))
+    by_sort = ops.naive.select(statistic, sent)
+    monkeypatch.setattr(ops.naive, "_MAX_PASSES", 256)
+    assert torch.equal(by_sort, ops.naive.select(statistic, sent))
 
 
 def test_select_in_long_blocks_uses_two_bytes() -> None:
@@ -125,10 +125,10 @@ def test_sent_plus_left_equals_what_was_there_exactly(wire: torch.dtype, whole: 
     assert sent.dtype is wire
     assert sent.isfinite().all()
     there = torch.zeros(40, 200, dtype=torch.float64)
-    ops.put(there, mask, sent.double())
+    ops.scatter_blocks(there, mask, sent.double())
     assert torch.equal(there + residual.double(), before)
     if wire is torch.float32:
-        assert (ops.take(residual, mask) == 0).all()
+        assert (ops.gather_blocks(residual, mask) == 0).all()
 
 
 def test_scale_zero_sends_zeros_and_keeps_the_residual() -> None:
@@ -157,7 +157,9 @@ def test_tau_steps_at_once_equal_tau_single_steps_of_the_momentum(
     tau: int, theta: float, m: float, g: float, beta1: float, beta2: float
 ) -> None:
     lr, eps, decay = 1e-2, 1e-8, 0.1
-    got = ops.tau_step(scalar(theta), scalar(m), scalar(tau), scalar(tau * g), hyper(lr, beta1, beta2, eps, decay), 1.0)
+    got = ops.adams_step(
+        scalar(theta), scalar(m), scalar(tau), scalar(tau * g), hyper(lr, beta1, beta2, eps, decay), 1.0
+    )
     momentum, moved = m, 0.0
     for _ in range(tau):
         momentum = beta1 * momentum + (1 - beta1) * g
@@ -171,7 +173,7 @@ def test_tau_steps_at_once_equal_tau_single_steps_of_the_momentum(
 
 def test_one_tau_step_is_adams_term_for_term() -> None:
     theta, m, g = (torch.randn(100, dtype=torch.float64) for _ in range(3))
-    got = ops.tau_step(theta, m, torch.ones_like(theta), g, hyper(1e-3, 0.9, 0.95, 1e-8, 0.1), 1.0)
+    got = ops.adams_step(theta, m, torch.ones_like(theta), g, hyper(1e-3, 0.9, 0.95, 1e-8, 0.1), 1.0)
     momentum = 0.9 * m + (1 - 0.9) * g
     v = 0.95 * m**2 + (1 - 0.95) * g**2
     torch.testing.assert_close(got.momentum, momentum, rtol=1e-15, atol=1e-15)
@@ -183,7 +185,7 @@ def test_one_tau_step_is_adams_term_for_term() -> None:
 def test_one_implicit_step_is_adams_term_for_term(beta1: float, dtype: torch.dtype) -> None:
     theta, m, g, noise = torch.randn(4, 100, dtype=dtype)
     single = ops.Hyper(*(v.to(dtype) for v in hyper(1e-3, beta1, 0.95, 1e-8, 0.1)))
-    got = ops.tau_step(theta, m, torch.ones_like(theta), g, single, 1.0, noise.abs(), 0.5, implicit=True)
+    got = ops.adams_step(theta, m, torch.ones_like(theta), g, single, 1.0, noise.abs(), 0.5, implicit=True)
     momentum = (1 - single.one_minus_beta1) * m + single.one_minus_beta1 * g
     assert torch.equal(got.momentum, momentum)
     v = 0.95 * m**2 + (1 - 0.95) * g**2
@@ -197,7 +199,7 @@ def catch_up(waits: Iterable[int], curvature: float, implicit: bool) -> list[flo
     steady = hyper(1e9, 0.9, 0.95, 1e9, 0.0)
     for visit, tau in enumerate(waits):
         total = tau * curvature * theta - float(visit == 0)
-        theta, m = ops.tau_step(theta, m, scalar(tau), total, steady, 1.0, implicit=implicit)
+        theta, m = ops.adams_step(theta, m, scalar(tau), total, steady, 1.0, implicit=implicit)
         path.append(float(theta))
     return path
 
@@ -217,13 +219,13 @@ def test_how_sharp_a_parabola_may_be(tau: int, summed: float, implicit: float) -
 
 
 def test_weight_decay_catches_up_at_the_visit() -> None:
-    got = ops.tau_step(scalar(2.0), scalar(0.0), scalar(7), scalar(0.0), hyper(0.1, 0.9, 0.95, 1e-8, 0.5), 1.0)
+    got = ops.adams_step(scalar(2.0), scalar(0.0), scalar(7), scalar(0.0), hyper(0.1, 0.9, 0.95, 1e-8, 0.5), 1.0)
     assert float(got.theta) == pytest.approx(2.0 * 0.95**7)
 
 
 def test_a_decay_beyond_one_changes_the_sign_at_every_step() -> None:
     for steps in (1, 2, 3):
-        got = ops.tau_step(scalar(2.0), scalar(0.0), scalar(steps), scalar(0.0), hyper(3, 0.9, 0.95, 1e-8, 0.5), 1.0)
+        got = ops.adams_step(scalar(2.0), scalar(0.0), scalar(steps), scalar(0.0), hyper(3, 0.9, 0.95, 1e-8, 0.5), 1.0)
         assert float(got.theta) == pytest.approx(2.0 * (-0.5) ** steps)
 
 
@@ -233,7 +235,7 @@ def test_update_leaves_unmasked_entries_bitwise_alone() -> None:
     old_momentum, old_clock = momentum.clone(), clock.clone()
     theta, total = torch.randn(3000, 2), torch.randn(3000, 2)
     single = ops.Hyper(*(v.float() for v in hyper(1e-3, 0.9, 0.95, 1e-8, 0.1)))
-    again = ops.update(theta, momentum, clock, mask, total, torch.tensor(5, dtype=torch.int32), single, 1.0, ONE)
+    again = ops.update_adams(theta, momentum, clock, mask, total, torch.tensor(5, dtype=torch.int32), single, 1.0, ONE)
     outside = torch.ones(3000, 10, dtype=torch.bool).scatter_(1, mask.long(), False)
     assert torch.equal(momentum[outside], old_momentum[outside])
     assert torch.equal(clock[outside], old_clock[outside])
@@ -248,11 +250,11 @@ def test_hyperparameters_by_row_equal_one_run_per_group() -> None:
     theta, momentum, clock = states[0]
     total, step = torch.randn(1000, 4), torch.tensor(3, dtype=torch.int32)
     together = [t.clone() for t in states[0]]
-    ops.update(*together, None, total, step, table, 1.0, ONE, group=group)
+    ops.update_adams(*together, None, total, step, table, 1.0, ONE, group=group)
     for parity in (0, 1):
         alone = [t[parity::2].clone() for t in (theta, momentum, clock)]
         one = ops.Hyper(*(column[parity] for column in table))
-        ops.update(*alone, None, total[parity::2], step, one, 1.0, ONE)
+        ops.update_adams(*alone, None, total[parity::2], step, one, 1.0, ONE)
         for a, b in zip(together, alone, strict=True):
             torch.testing.assert_close(a[parity::2], b, rtol=1e-6, atol=1e-7)
 
@@ -289,7 +291,7 @@ def test_a_visit_moves_an_entry_by_so_many_learning_rates_at_most(
     assert second >= 0
     assert all(value.isfinite() for value in (theta, first, second))
     if tau > 1 or not whole:  # a step of AdamW itself has no bound
-        assert abs(float(theta)) <= lr * ops.reference.LONGEST_MOVE * (1 + 1e-9)
+        assert abs(float(theta)) <= lr * ops.naive.LONGEST_MOVE * (1 + 1e-9)
 
 
 def test_what_the_owner_has_seen_is_not_added_twice() -> None:
@@ -297,7 +299,7 @@ def test_what_the_owner_has_seen_is_not_added_twice() -> None:
     grad, tau, ranks, beta2 = torch.randn(50, dtype=torch.float64), 7, 4, 0.999
     seen = torch.zeros_like(grad)
     for _ in range(tau):
-        ops.accumulate_second_moment([seen], [grad], [1 - beta2], ranks, ONE, None)
+        ops.accumulate_exp_avg_sq([seen], [grad], [1 - beta2], ranks, ONE, None)
     c2 = scalar(1 - beta2**tau)
     torch.testing.assert_close(seen / c2, grad.square() / ranks, rtol=1e-12, atol=0)
     state, given = (torch.zeros_like(grad), torch.zeros_like(grad)), (hyper(1e-3, 0.9, beta2, 1e-8, 0.0), (ONE, c2))
@@ -312,10 +314,10 @@ def test_second_moment_is_a_running_mean_of_scaled_clamped_squares_by_piece() ->
     moments = [torch.tensor([1.0, 4.0, 9.0]), torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])]
     grads = [torch.tensor([3.0, -1.0, 0.5]), None, torch.tensor([float("nan")]), torch.tensor([8.0]).bfloat16()]
     scale = torch.tensor([0.5, 0.5, 0.0, 1.0])
-    ops.accumulate_second_moment(moments, grads, [0.25, 0.5, 0.25, 0.5], 2, scale, 2.0)
+    ops.accumulate_exp_avg_sq(moments, grads, [0.25, 0.5, 0.25, 0.5], 2, scale, 2.0)
     assert moments[0].tolist() == [0.75 + 0.125 * 1.0, 3.0 + 0.125 * 0.25, 6.75 + 0.125 * 0.0625]
     assert [moment.tolist() for moment in moments[1:]] == [[0.5], [2.0], [2.5]]
-    ops.accumulate_second_moment(moments, [grads[2]] * 4, [0.5] * 4, 2, ZERO, None)
+    ops.accumulate_exp_avg_sq(moments, [grads[2]] * 4, [0.5] * 4, 2, ZERO, None)
     assert [moment.tolist() for moment in moments[1:]] == [[0.5], [2.0], [2.5]]
 
 
@@ -344,7 +346,7 @@ def test_rows_by_themselves_equal_a_run_each(update: str, masked: bool) -> None:
         rest = None if mask is None else mask[part], total[part], now, single
         of_group = group if which is None else None
         if update == "adams":
-            again = ops.update(own[0], own[1], own[3], *rest, correction, applied, own[2], 0.5, True, of_group)
+            again = ops.update_adams(own[0], own[1], own[3], *rest, correction, applied, own[2], 0.5, True, of_group)
         else:
             both = correction, correction * 0.5
             again = ops.update_adamw(*own, *rest, both, applied, 4, True, of_group)
@@ -387,16 +389,16 @@ def test_gather_and_scatter_touch_exactly_the_masked_entries(
     flats = [torch.randn(n, generator=generator) for n in numels]
     sent = 1 + seed % block_size
     statistic = torch.zeros(layout.blocks, block_size)
-    for piece in layout.pieces():
+    for piece in layout.everything().pieces:
         statistic.view(-1)[piece.row * block_size :][: piece.numel] = torch.randn(piece.numel, generator=generator)
     mask = ops.select(statistic, sent)
     masked = torch.zeros_like(statistic, dtype=torch.bool).scatter_(1, mask.long(), True)
     out = torch.full((layout.blocks, sent), 7.0)
-    pieces = list(layout.pieces())
-    ops.gather(flats, pieces, mask, out, block_size)
+    pieces = list(layout.everything().pieces)
+    ops.gather_params(flats, pieces, mask, out, block_size)
     assert int((out != 7.0).sum()) == sum(piece.kept(sent, block_size) for piece in pieces)
     new = [flat.clone() for flat in flats]
-    ops.scatter(new, pieces, mask, out + 1, block_size)
+    ops.scatter_params(new, pieces, mask, out + 1, block_size)
     for piece, flat, changed in zip(pieces, flats, new, strict=True):
         inside = masked.view(-1)[piece.row * block_size :][: piece.numel]
         assert torch.equal(changed[inside], flat[inside] + 1)

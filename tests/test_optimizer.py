@@ -259,7 +259,7 @@ class Ledger:
         if self.sent is None:
             self.sent = torch.zeros(state.residual.shape, dtype=torch.float64)
         once = torch.zeros_like(self.sent[rows])
-        ops.put(once, None if mask is None else mask[rows], values.double())
+        ops.scatter_blocks(once, None if mask is None else mask[rows], values.double())
         self.sent[rows] += once
 
     def totals(self) -> list[Tensor]:
@@ -268,7 +268,7 @@ class Ledger:
         assert state is not None
         assert self.sent is not None
         both = (self.sent + state.residual.double()).view(-1)
-        return optimizer._views(both, optimizer._layout.pieces())
+        return optimizer._views(both, optimizer._layout.everything().pieces)
 
 
 def train_with_ledger(rank: int, world_size: int, wire_dtype: str, whole: bool, update: str) -> float:
@@ -335,7 +335,7 @@ def train_watching_masks(rank: int, world_size: int, interval: int) -> dict[str,
         inside = torch.zeros(optimizer._layout.blocks, quota.block_size, dtype=torch.bool)
         inside.scatter_(1, mask.long(), True)
         for part, old, parameter in zip(
-            optimizer._views(inside.view(-1), optimizer._layout.pieces()), before, params, strict=True
+            optimizer._views(inside.view(-1), optimizer._layout.everything().pieces), before, params, strict=True
         ):
             assert torch.equal(parameter.detach().view(-1)[~part], old.view(-1)[~part])
     assert optimizer.stats is not None
@@ -462,13 +462,13 @@ def test_unmasked_entries_stand_still_and_a_visit_catches_up(options: dict[str, 
     assert (parameter.detach()[1:] == 2.0).all()
     state = optimizer._run.state
     assert state is not None
-    assert state.clock.view(-1).tolist() == [5] + [0] * 9
-    assert (state.momentum.view(-1)[1:] == 0).all()
+    assert state.last_step.view(-1).tolist() == [5] + [0] * 9
+    assert (state.exp_avg.view(-1)[1:] == 0).all()
     step(3, tiny)
     old = parameter.detach().clone()
     assert (old[1:] == 2.0).all()
     step(None, 0.0)
-    assert state.clock.view(-1).tolist() == [6, 0, 0, 7, 0, 0, 0, 0, 0, 0]
+    assert state.last_step.view(-1).tolist() == [6, 0, 0, 7, 0, 0, 0, 0, 0, 0]
     moments = [0.0]
     for _ in range(7):
         moments.append(0.9 * moments[-1] + 0.1 * tiny / 7)
@@ -506,7 +506,7 @@ def step_beside_the_op(rank: int, world_size: int, options: dict[str, Any]) -> i
             if not has_gradient(place, rank, step):
                 parameter.grad = None
         present = [any(has_gradient(place, other, step) for other in range(world_size)) for place in range(6)]
-        shard = [t.clone() for t in (state.momentum, state.second_moment, state.clock)]  # type: ignore[union-attr]
+        shard = [t.clone() for t in (state.exp_avg, state.exp_avg_sq, state.last_step)]  # type: ignore[union-attr]
         before = values(params)
         optimizer.clip_grad_norm(8.0)
         optimizer.step()
@@ -515,9 +515,9 @@ def step_beside_the_op(rank: int, world_size: int, options: dict[str, Any]) -> i
         assert factor < 1
         mask, inside, total = optimizer._masks.active, torch.zeros_like(shard[0]), torch.zeros_like(shard[0])
         own = None if mask is None else mask[optimizer._own]
-        ops.put(inside, own, torch.ones_like(totals[-1]))
-        ops.put(total, own, totals[-1])
-        matrices = (*shard, inside, total, state.momentum, state.second_moment, state.clock)
+        ops.scatter_blocks(inside, own, torch.ones_like(totals[-1]))
+        ops.scatter_blocks(total, own, totals[-1])
+        matrices = (*shard, inside, total, state.exp_avg, state.exp_avg_sq, state.last_step)
         views = [optimizer._views(matrix.view(-1), pieces) for matrix in matrices]  # type: ignore[union-attr]
         for place in range(6):
             taken[place] += present[place]
@@ -533,7 +533,7 @@ def step_beside_the_op(rank: int, world_size: int, options: dict[str, Any]) -> i
             part = None if parameter.grad is None else parameter.grad.view(-1)[piece.of_parameter]
             beta1, beta2 = group["betas"]
             if mask is not None:
-                ops.accumulate_second_moment([second], [part], [1 - beta2], world_size, factor, None)
+                ops.accumulate_exp_avg_sq([second], [part], [1 - beta2], world_size, factor, None)
             given = (torch.tensor(group[name], dtype=torch.float64) for name in ("lr", "eps", "weight_decay"))
             lr, eps, decay = given
             numbers = ops.Hyper.of(
@@ -1057,7 +1057,9 @@ def collect_stats(rank: int, world_size: int) -> tuple[Any, float]:
         optimizer.step()
     assert state is not None
     assert folded is not None
-    for part, parameter in zip(optimizer._views(folded.view(-1), optimizer._layout.pieces()), params, strict=True):
+    for part, parameter in zip(
+        optimizer._views(folded.view(-1), optimizer._layout.everything().pieces), params, strict=True
+    ):
         assert parameter.grad is not None
         part += parameter.grad.view(-1)
     return optimizer.stats, float((folded - state.residual).square().sum() / folded.square().sum())

@@ -93,7 +93,7 @@ def descend(model: nn.Module, optimizer: ScapeOptimizer, steps: int) -> list[flo
 def mean_residual(optimizer: ScapeOptimizer) -> Tensor:
     state = optimizer._run.state
     assert state is not None
-    mean = torch.cat(optimizer._views(state.residual.view(-1), optimizer._layout.pieces())).clone()
+    mean = torch.cat(optimizer._views(state.residual.view(-1), optimizer._layout.everything().pieces)).clone()
     if dist.get_world_size() > 1:
         dist.all_reduce(mean)
     return mean / dist.get_world_size()

@@ -32,7 +32,7 @@ def read(ballot: Tensor, votes: int, length: int) -> Tensor:
 
 
 def test_vote_example_of_the_docstring() -> None:
-    ballot = ops.vote(torch.tensor([[3.0, -5.0, 0.0, 0.0]]), 2)
+    ballot = ops.propose(torch.tensor([[3.0, -5.0, 0.0, 0.0]]), 2)
     assert ballot.dtype == torch.uint8
     assert ballot.view(torch.int8).tolist() == [[1, 0, -79, 48, -126]]
     assert int(ballot[0, -1]) == 130
@@ -41,7 +41,7 @@ def test_vote_example_of_the_docstring() -> None:
 @pytest.mark.parametrize(("length", "votes"), [(200, 2), (250, 25), (1000, 3), (7, 7)])
 def test_a_ballot_holds_the_largest_entries_to_one_part_in_127(length: int, votes: int) -> None:
     residual = torch.randn(9, length, generator=torch.Generator().manual_seed(0)) * torch.logspace(-20, 20, 9)[:, None]
-    ballot = ops.vote(residual, votes)
+    ballot = ops.propose(residual, votes)
     assert ballot.shape == (9, votes * (1 if length <= 256 else 2) + votes + 1)
     cast = read(ballot, votes, length)
     chosen = ops.select(residual, votes).long()
@@ -52,7 +52,7 @@ def test_a_ballot_holds_the_largest_entries_to_one_part_in_127(length: int, vote
 
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, torch.finfo(torch.float32).max])
 def test_a_ballot_of_zeros_denormals_or_the_largest_numbers_is_finite(value: float) -> None:
-    cast = read(ops.vote(torch.full((1, 4), value), 2), 2, 4)
+    cast = read(ops.propose(torch.full((1, 4), value), 2), 2, 4)
     assert cast.isfinite().all()
     assert (cast <= value * 1.01).all()
 
@@ -61,13 +61,13 @@ def test_a_ballot_of_zeros_denormals_or_the_largest_numbers_is_finite(value: flo
 def test_the_elected_are_the_largest_of_the_sum(seed: int, shape: tuple[int, int, int], ranks: int) -> None:
     length, votes, sent = shape
     residuals = torch.randn(ranks, 5, length, generator=torch.Generator().manual_seed(seed))
-    ballots = torch.stack([ops.vote(residual, votes) for residual in residuals])
+    ballots = torch.stack([ops.propose(residual, votes) for residual in residuals])
     for own in range(ranks):
         total = residuals[own].clone()
         for rank in range(ranks):
             if rank != own:
                 total += read(ballots[rank], votes, length)
-        elected = ops.elect(residuals[own], ballots, own, votes, sent)
+        elected = ops.merge(residuals[own], ballots, own, votes, sent)
         least = total.abs().gather(1, elected.long()).amin(1)
         others = total.abs().scatter(1, elected.long(), 0.0).amax(1)
         assert (least >= others * (1 - 2**-12)).all()  # select compares 31 bits less those of a position
@@ -76,9 +76,9 @@ def test_the_elected_are_the_largest_of_the_sum(seed: int, shape: tuple[int, int
 def test_an_entry_that_only_the_others_see_is_elected() -> None:
     mine, theirs = torch.zeros(1, 10), torch.zeros(1, 10)
     mine[0, 2], theirs[0, 7] = 1.0, 3.0
-    ballots = torch.stack([ops.vote(mine, 1), ops.vote(theirs, 1)])
-    assert ops.elect(mine, ballots, 0, 1, 1).tolist() == [[7]]
-    assert ops.elect(mine, ballots[:1], 0, 1, 1).tolist() == [[2]]
+    ballots = torch.stack([ops.propose(mine, 1), ops.propose(theirs, 1)])
+    assert ops.merge(mine, ballots, 0, 1, 1).tolist() == [[7]]
+    assert ops.merge(mine, ballots[:1], 0, 1, 1).tolist() == [[2]]
 
 
 def train_watching_votes(rank: int, world_size: int, votes: int) -> None:
@@ -90,10 +90,10 @@ def train_watching_votes(rank: int, world_size: int, votes: int) -> None:
         optimizer.drain()
         state, masks, layout = optimizer._run.state, optimizer._masks, optimizer._layout
         assert state is not None
-        ballots = torch.stack(gathered(ops.vote(state.residual, votes)))
+        ballots = torch.stack(gathered(ops.propose(state.residual, votes)))
         rows = slice(rank * layout.shard_blocks, (rank + 1) * layout.shard_blocks)
         own = state.shard_of_residual(layout, rank)
-        elected = ops.elect(own, ballots[:, rows], rank, votes, optimizer.config.quota.sent)
+        elected = ops.merge(own, ballots[:, rows], rank, votes, optimizer.config.quota.sent)
         assert masks.active is not None
         assert torch.equal(masks.active, torch.cat(gathered(elected)))
 
@@ -179,12 +179,12 @@ def test_the_owner_samples_its_own_gradient_every_eight_steps() -> None:
         optimizer.step()
     state = optimizer._run.state
     assert state is not None
-    assert state.noise is not None
+    assert state.local_exp_avg_sq is not None
     mean = 0.0
     for sample in range(3):
         weight = max(NOISE_WEIGHT, 1 / (sample + 1))
         mean += weight * ((sample * NOISE_INTERVAL) ** 2 - mean)
-    assert state.noise.view(-1)[0].item() == pytest.approx(mean, rel=1e-6)
+    assert state.local_exp_avg_sq.view(-1)[0].item() == pytest.approx(mean, rel=1e-6)
 
 
 def test_a_skipped_step_is_no_sample() -> None:
@@ -212,7 +212,7 @@ def test_a_parameter_without_a_gradient_keeps_its_mean_square(update: str) -> No
             optimizer.step()
         state = optimizer._run.state
         assert state is not None
-        measured = state.second_moment if state.noise is None else state.noise
+        measured = state.exp_avg_sq if state.local_exp_avg_sq is None else state.local_exp_avg_sq
         assert measured is not None
         squares.append(measured.view(-1)[0].item())
     assert squares[0] == squares[1] == squares[2] > 0
@@ -224,9 +224,9 @@ def assert_one_sample(optimizer: ScapeOptimizer, square: float) -> None:
     """That the noise is one gradient's, whose 30 entries have this square."""
     state = optimizer._run.state
     assert state is not None
-    assert state.noise is not None
-    assert state.noise_samples == 1
-    assert state.noise.view(-1).tolist() == [square] * 30
+    assert state.local_exp_avg_sq is not None
+    assert state.local_samples == 1
+    assert state.local_exp_avg_sq.view(-1).tolist() == [square] * 30
 
 
 @pytest.mark.parametrize("strict", [None, False, True])
@@ -257,8 +257,8 @@ def test_noise_floors_the_denominator_of_old_entries_only(share: float) -> None:
     total, tau = torch.tensor([1.0, 1.0, 30.0], dtype=torch.float64), torch.tensor([1.0, 9.0, 9.0]).double()
     still = torch.zeros(3, dtype=torch.float64)
     noise = torch.full((3,), 4.0 / share, dtype=torch.float64)
-    with_noise = ops.tau_step(still, still, tau, total, hyper, 1.0, noise, share).theta
-    without = ops.tau_step(still, still, tau, total, hyper, 1.0).theta
+    with_noise = ops.adams_step(still, still, tau, total, hyper, 1.0, noise, share).theta
+    without = ops.adams_step(still, still, tau, total, hyper, 1.0).theta
     assert with_noise[0] == without[0]  # tau = 1: AdamS, term for term
     moved = without * (0.05 * total.square() / tau).sqrt()
     floor = 0.95 * 4.0 * (0.1 / 1.9)
@@ -271,7 +271,7 @@ def test_the_share_of_the_noise_grows_with_the_interval_between_visits(
     sparsity: float, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares: list[float] = []
-    plain = ops.update
+    plain = ops.update_adams
 
     def note(*args: Any) -> Any:
         shares.append(inspect.signature(plain).bind(*args).arguments["floor"])

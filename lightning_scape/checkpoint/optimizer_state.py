@@ -63,7 +63,7 @@ def consolidate(snapshot: Snapshot, communicator: Communicator, to: int) -> dict
     """The whole state but for ``param_groups`` on rank ``to``, in host memory; None on the others. Collective."""
     layout, parameters, state = snapshot.layout, snapshot.parameters, snapshot.state
     step = int(state.step)
-    device = state.momentum.device  # not the parameters': Lightning takes those to the CPU when a fit ends
+    device = state.exp_avg.device  # not the parameters': Lightning takes those to the CPU when a fit ends
     missed = _missed(snapshot)
     by_parameter: dict[int, dict[str, Any]] = {
         index: {"step": step - missed.get(index, 0)} for index in parameters.indices
@@ -100,8 +100,8 @@ def _describe(snapshot: Snapshot, world_size: int) -> dict[str, Any]:
         "world_size": world_size,
         "step": int(snapshot.state.step),
         "calls": snapshot.state.calls,
-        "noise_samples": snapshot.state.noise_samples,
-        "second_moment_since": snapshot.state.second_moment_since,
+        "noise_samples": snapshot.state.local_samples,
+        "second_moment_since": snapshot.state.exp_avg_sq_since,
         "warmup_steps": snapshot.masks.schedule.warmup_steps,
         "missed": _missed(snapshot),
         "names": dict(zip(snapshot.parameters.indices, snapshot.parameters.names, strict=True)),
@@ -143,13 +143,13 @@ def load(snapshot: Snapshot, saved: Mapping[str, Any], rank: int, groups: Sequen
     _load_history(snapshot, whole)
     held = set(next(iter(saved["state"].values())))
     if "master" in held and snapshot.parameters.need_masters:
-        state.master = torch.zeros_like(state.momentum)
+        state.master = torch.zeros_like(state.exp_avg)
     _make_room_for_noise(state, held)
     for name, saved_as in _SAVED_AS.items():
         shard: Tensor | None = getattr(state, name)
         tensors = {index: entry[saved_as] for index, entry in saved["state"].items() if saved_as in entry}
         if shard is not None and tensors:
-            _fill(shard.view(-1), tensors, snapshot, layout.shard_pieces(rank))
+            _fill(shard.view(-1), tensors, snapshot, layout.local(rank).pieces)
     _load_noise(snapshot, whole, held)
     _load_second_moment(snapshot, whole, held, groups, rank)
     _load_residual(snapshot, whole, rank)
@@ -166,8 +166,8 @@ def own_shards(snapshot: Snapshot, communicator: Communicator, param_groups: lis
     for name, saved_as in _SAVED_AS.items():
         shard: Tensor | None = getattr(state, name)
         if shard is not None:
-            tensors |= _chunks(f"state.{{}}.{saved_as}", shard.view(-1), snapshot, layout.shard_pieces(rank))
-    tensors |= _chunks(f"residual.{rank}.{{}}", state.residual.view(-1), snapshot, layout.pieces())
+            tensors |= _chunks(f"state.{{}}.{saved_as}", shard.view(-1), snapshot, layout.local(rank).pieces)
+    tensors |= _chunks(f"residual.{rank}.{{}}", state.residual.view(-1), snapshot, layout.everything().pieces)
     mask, first = snapshot.masks.active, rank * layout.shard_blocks
     if mask is not None and first < layout.used_blocks:
         rows = mask[first : min(first + layout.shard_blocks, layout.used_blocks)]
@@ -196,14 +196,14 @@ def load_shards(snapshot: Snapshot, saved: SavedShards, rank: int, groups: Seque
     _load_clocks(snapshot, common)
     held = set(common["tensors"])
     if "master" in held and snapshot.parameters.need_masters:
-        state.master = torch.zeros_like(state.momentum)
+        state.master = torch.zeros_like(state.exp_avg)
     _make_room_for_noise(state, held)
     targets: dict[str, Chunk] = {}
     for name, saved_as in _SAVED_AS.items():
         shard: Tensor | None = getattr(state, name)
         if shard is not None and saved_as in held:
             key = f"{saved.key}.state.{{}}.{saved_as}"
-            targets |= _chunks(key, shard.view(-1), snapshot, layout.shard_pieces(rank))
+            targets |= _chunks(key, shard.view(-1), snapshot, layout.local(rank).pieces)
     saved.directory.read(targets)
     _load_noise(snapshot, common, held)
     _load_second_moment(snapshot, common, held, groups, rank)
@@ -234,11 +234,13 @@ def _read_residual(snapshot: Snapshot, saved: SavedShards, rank: int) -> None:
     layout, residual = snapshot.layout, snapshot.state.residual.view(-1)
     before = saved.common["world_size"]
     if before == layout.world_size:
-        saved.directory.read(_chunks(f"{saved.key}.residual.{rank}.{{}}", residual, snapshot, layout.pieces()))
+        saved.directory.read(
+            _chunks(f"{saved.key}.residual.{rank}.{{}}", residual, snapshot, layout.everything().pieces)
+        )
         return
     part = torch.zeros_like(residual)
     for other in range(before):
-        saved.directory.read(_chunks(f"{saved.key}.residual.{other}.{{}}", part, snapshot, layout.pieces()))
+        saved.directory.read(_chunks(f"{saved.key}.residual.{other}.{{}}", part, snapshot, layout.everything().pieces))
         residual += part
     residual /= before
     _tell_resharding(before, layout.world_size)
@@ -323,7 +325,7 @@ def _groups_from_now_on(mine: Sequence[Mapping[str, Any]], saved: Sequence[Mappi
 def _load_clocks(snapshot: Snapshot, whole: Mapping[str, Any]) -> None:
     state = snapshot.state
     state.step.fill_(whole["step"])
-    state.clock.fill_(whole["step"])  # of the pads, which are visited at every step
+    state.last_step.fill_(whole["step"])  # of the pads, which are visited at every step
     state.calls = whole["calls"]
     _set_missed(snapshot, whole.get("missed", {}))
 
@@ -347,14 +349,14 @@ def _load_noise(snapshot: Snapshot, whole: Mapping[str, Any], held: set[str]) ->
 
     It is the averaged gradient's noise, and stays that over another number of ranks with the same global batch.
     """
-    if snapshot.state.noise is not None and "noise" in held:
-        snapshot.state.noise_samples = whole.get("noise_samples", whole["calls"])
+    if snapshot.state.local_exp_avg_sq is not None and "noise" in held:
+        snapshot.state.local_samples = whole.get("noise_samples", whole["calls"])
 
 
 def _make_room_for_noise(state: ScapeState, held: set[str]) -> None:
     """A state of AdamS's update gives AdamW's its second moment."""
-    if state.second_moment is not None and "noise" in held and "exp_avg_sq" not in held:
-        state.noise = torch.zeros_like(state.second_moment)
+    if state.exp_avg_sq is not None and "noise" in held and "exp_avg_sq" not in held:
+        state.local_exp_avg_sq = torch.zeros_like(state.exp_avg_sq)
 
 
 def _load_second_moment(
@@ -362,20 +364,20 @@ def _load_second_moment(
 ) -> None:
     """After the tensors are in: from which step on the second moment counts; where AdamS wrote it, what it is."""
     state = snapshot.state
-    if state.second_moment is None:
+    if state.exp_avg_sq is None:
         return
     if "exp_avg_sq" in held:
-        state.second_moment_since = whole.get("second_moment_since", 0)
+        state.exp_avg_sq_since = whole.get("second_moment_since", 0)
         return
-    noise, state.noise = state.noise, None
-    if noise is None or not state.noise_samples:
+    noise, state.local_exp_avg_sq = state.local_exp_avg_sq, None
+    if noise is None or not state.local_samples:
         _guess_second_moment(snapshot, groups, rank)
         return
-    for piece in snapshot.layout.shard_pieces(rank):
+    for piece in snapshot.layout.local(rank).pieces:
         entries = piece.of_blocks(snapshot.layout.block_size)
         started = 1 - float(groups[piece.segment.group]["betas"][1]) ** whole["step"]
-        state.second_moment.view(-1)[entries] = noise.view(-1)[entries] * started
-    state.noise_samples = 0
+        state.exp_avg_sq.view(-1)[entries] = noise.view(-1)[entries] * started
+    state.local_samples = 0
 
 
 _GUESS_COUNTS = 10
@@ -388,15 +390,15 @@ def _guess_second_moment(snapshot: Snapshot, groups: Sequence[Mapping[str, Any]]
     Without it the first step would divide a moment of many gradients by the root of a single one.
     """
     state = snapshot.state
-    assert state.second_moment is not None
+    assert state.exp_avg_sq is not None
     step = int(state.step)
-    state.second_moment_since = max(0, step - _GUESS_COUNTS)
-    for piece in snapshot.layout.shard_pieces(rank):
+    state.exp_avg_sq_since = max(0, step - _GUESS_COUNTS)
+    for piece in snapshot.layout.local(rank).pieces:
         entries = piece.of_blocks(snapshot.layout.block_size)
         beta1, beta2 = (float(beta) for beta in groups[piece.segment.group]["betas"])
-        weight = 1 - beta2 ** (step - state.second_moment_since)
-        noise = state.momentum.view(-1)[entries].square() * (weight * (1 + beta1) / (1 - beta1))
-        state.second_moment.view(-1)[entries] = noise
+        weight = 1 - beta2 ** (step - state.exp_avg_sq_since)
+        noise = state.exp_avg.view(-1)[entries].square() * (weight * (1 + beta1) / (1 - beta1))
+        state.exp_avg_sq.view(-1)[entries] = noise
 
 
 def _load_history(snapshot: Snapshot, whole: Mapping[str, Any]) -> None:
@@ -417,7 +419,7 @@ def _load_mask(snapshot: Snapshot, mask: Tensor | None, whole: Mapping[str, Any]
         )
         return
     filler = torch.arange(mask.shape[1], device="cpu").expand(layout.blocks - layout.used_blocks, -1).to(mask.dtype)
-    snapshot.masks.restore(torch.cat([mask, filler]).to(snapshot.state.momentum.device), whole["mask_uses"])
+    snapshot.masks.restore(torch.cat([mask, filler]).to(snapshot.state.exp_avg.device), whole["mask_uses"])
 
 
 def _tell_resharding(before: int, now: int) -> None:
@@ -454,12 +456,12 @@ def _load_foreign(
     steps = {index: int(saved[index].get("step", 0)) if index in saved else 0 for index in parameters.indices}
     step = max(steps.values(), default=0)
     state.step.fill_(step)
-    state.clock.fill_(step)
+    state.last_step.fill_(step)
     _set_missed(snapshot, {index: step - own for index, own in steps.items()})
-    pieces = list(snapshot.layout.shard_pieces(rank))
+    pieces = list(snapshot.layout.local(rank).pieces)
     for piece in pieces:
         entries = piece.of_blocks(snapshot.layout.block_size)
-        state.clock.view(-1)[entries] = steps[parameters.indices[piece.segment.index]]
+        state.last_step.view(-1)[entries] = steps[parameters.indices[piece.segment.index]]
 
     def fill(shard: Tensor, name: str) -> None:
         moments = {
@@ -468,11 +470,11 @@ def _load_foreign(
         }
         _fill(shard.view(-1), moments, snapshot, pieces)
 
-    fill(state.momentum, "exp_avg")
+    fill(state.exp_avg, "exp_avg")
     carried = "first moments"
-    if state.second_moment is not None:
+    if state.exp_avg_sq is not None:
         if all("exp_avg_sq" in entry for entry in saved.values()):
-            fill(state.second_moment, "exp_avg_sq")
+            fill(state.exp_avg_sq, "exp_avg_sq")
             carried = "first and second moments"
         else:
             _guess_second_moment(snapshot, groups, rank)
@@ -488,11 +490,11 @@ def _load_residual(snapshot: Snapshot, whole: Mapping[str, Any], rank: int) -> N
     residual, world_size = snapshot.state.residual.view(-1), snapshot.layout.world_size
     saved: Sequence[Mapping[int, Tensor]] = whole["residuals"]
     if len(saved) == world_size:
-        _fill(residual, saved[rank], snapshot, snapshot.layout.pieces())
+        _fill(residual, saved[rank], snapshot, snapshot.layout.everything().pieces)
         return
     # Every rank takes the mean: the mean over ranks, which is what training depends on, stays what it was.
     mean = {index: torch.stack([part[index] for part in saved]).mean(0) for index in saved[0]}
-    _fill(residual, mean, snapshot, snapshot.layout.pieces())
+    _fill(residual, mean, snapshot, snapshot.layout.everything().pieces)
     _tell_resharding(len(saved), world_size)
 
 

@@ -86,7 +86,7 @@ class ScapeState:
         if self.master is None:
             self.master = torch.zeros_like(self.momentum)
         flat = self.master.view(-1)
-        for piece in layout.shard_pieces(rank):
+        for piece in layout.local(rank).pieces:
             masters = flat[piece.of_blocks(layout.block_size)]
             parameters = flats[piece.segment.index][piece.of_parameter]
             for master, parameter in zip(masters.split(_CHUNK), parameters.split(_CHUNK), strict=True):

@@ -127,7 +127,7 @@ class StepRecord:
         assert self.again is not None
         left, sent, scale = (float(x) for x in (ops.squared_norm([residual]), self.sent_energy, self.scale))
         mine = sum(piece.kept(self.sent, layout.block_size) for piece in shard_pieces)
-        everywhere = sum(piece.kept(self.sent, layout.block_size) for piece in layout.pieces())
+        everywhere = sum(piece.kept(self.sent, layout.block_size) for piece in layout.everything().pieces)
         pads = layout.shard_blocks * self.sent - mine  # the same ones at every step
         again = max(0.0, float(self.again) - pads)
         dense = 2 * (layout.world_size - 1) * sum(p.numel() * p.element_size() for p in parameters)

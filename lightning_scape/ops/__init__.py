@@ -1,7 +1,7 @@
 """The arithmetic of a step; one name each, whatever runs it.
 
-Tensors on CUDA go through the Triton kernels of :mod:`.kernels`, those on a CPU through the loops of :mod:`.cpu`,
-compiled by numba. Their twins in plain PyTorch, :mod:`.reference`, define what is computed, and serve where Triton or
+Tensors on CUDA go through the Triton kernels of :mod:`.cuda`, those on a CPU through the loops of :mod:`.cpu`,
+compiled by numba. Their twins in plain PyTorch, :mod:`.naive`, define what is computed, and serve where Triton or
 numba is missing. To compare them, or to rule one out, set the environment variable ``LIGHTNING_SCAPE_OPS`` to one of
 :data:`CHOICES`, or use :func:`using`.
 """
@@ -20,43 +20,58 @@ from typing import TypeVar
 from torch import Tensor
 from typing_extensions import ParamSpec
 
-from lightning_scape.ops import reference
-from lightning_scape.ops.reference import AdamWStep, Hyper, TauStep, position_dtype, to_device
+from lightning_scape.ops import naive
+from lightning_scape.ops.naive import (
+    AdamWStep,
+    Hyper,
+    RowNumbers,
+    SecondMoment,
+    ShardState,
+    TauStep,
+    position_dtype,
+    proposal_bytes,
+    to_device,
+)
 
 __all__ = [
     "DISPATCHED",
     "AdamWStep",
     "Hyper",
+    "RowNumbers",
+    "SecondMoment",
+    "ShardState",
     "TauStep",
-    "accumulate_first_moment",
-    "accumulate_second_moment",
+    "accumulate_exp_avg",
+    "accumulate_exp_avg_sq",
     "adamw_step",
     "checksum",
     "compact",
-    "elect",
+    "merge",
     "fold",
-    "gather",
+    "gather_params",
     "measure_noise",
     "position_dtype",
-    "put",
-    "scatter",
+    "proposal_bytes",
+    "scatter_blocks",
+    "scatter_params",
     "select",
     "sketch",
     "squared_norm",
-    "take",
-    "tau_step",
+    "sweep",
+    "gather_blocks",
+    "adams_step",
     "to_device",
-    "update",
+    "update_adams",
     "update_adamw",
     "using",
-    "vote",
+    "propose",
 ]
 
 VARIABLE = "LIGHTNING_SCAPE_OPS"
 """Environment variable: which implementation to use, one of :data:`CHOICES`."""
-CHOICES = ("auto", "reference", "cpu", "kernels")
-"""``auto``: ``kernels`` for CUDA tensors, else ``cpu``. ``kernels`` on CPU tensors: needs Triton's interpreter. ``cpu``
-on CUDA tensors is the reference."""
+CHOICES = ("auto", "naive", "cpu", "cuda")
+"""``auto``: ``cuda`` for CUDA tensors, else ``cpu``. ``cuda`` on CPU tensors: needs Triton's interpreter. ``cpu``
+on CUDA tensors is ``naive``."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -89,22 +104,22 @@ def _dispatched(twin: Callable[_P, _T]) -> Callable[_P, _T]:
 
 def _implementation(on_cuda: bool) -> ModuleType:
     choice = _chosen[-1] if _chosen else _checked(os.environ.get(VARIABLE, "auto"), f"${VARIABLE}")
-    if choice == "reference":
-        return reference
+    if choice == "naive":
+        return naive
     if choice == "auto":
-        return (_kernels() if on_cuda else _cpu()) or reference
-    found = _kernels() if choice == "kernels" else _cpu()
+        return (_cuda() if on_cuda else _cpu()) or naive
+    found = _cuda() if choice == "cuda" else _cpu()
     if found is None:
-        needs, extra = ("Triton", "gpu") if choice == "kernels" else ("numba", "cpu")
+        needs, extra = ("Triton", "gpu") if choice == "cuda" else ("numba", "cpu")
         raise ModuleNotFoundError(
             f"The operations {choice!r} need {needs}, got a Python without it. Install lightning-scape[{extra}], or"
-            " choose 'reference'."
+            " choose 'naive'."
         )
     return found
 
 
 @functools.cache
-def _kernels() -> ModuleType | None:
+def _cuda() -> ModuleType | None:
     if find_spec("triton") is None:
         warnings.warn(
             "SCAPE's kernels need Triton, got a Python without it: steps on the GPU run in plain PyTorch, in several"
@@ -112,9 +127,9 @@ def _kernels() -> ModuleType | None:
             stacklevel=4,
         )
         return None
-    from lightning_scape.ops import cuda as kernels
+    from lightning_scape.ops import cuda
 
-    return kernels
+    return cuda
 
 
 @functools.cache
@@ -148,45 +163,47 @@ def _checked(choice: str, name: str) -> str:
     return choice
 
 
-squared_norm = _dispatched(reference.squared_norm)
-sketch = _dispatched(reference.sketch)
-fold = _dispatched(reference.fold)
-accumulate_first_moment = _dispatched(reference.accumulate_first_moment)
-accumulate_second_moment = _dispatched(reference.accumulate_second_moment)
-measure_noise = _dispatched(reference.measure_noise)
-vote = _dispatched(reference.vote)
-elect = _dispatched(reference.elect)
-select = _dispatched(reference.select)
-take = _dispatched(reference.take)
-put = _dispatched(reference.put)
-compact = _dispatched(reference.compact)
-tau_step = _dispatched(reference.tau_step)
-adamw_step = _dispatched(reference.adamw_step)
-update = _dispatched(reference.update)
-update_adamw = _dispatched(reference.update_adamw)
-gather = _dispatched(reference.gather)
-scatter = _dispatched(reference.scatter)
-checksum = _dispatched(reference.checksum)
+squared_norm = _dispatched(naive.squared_norm)
+sketch = _dispatched(naive.sketch)
+fold = _dispatched(naive.fold)
+accumulate_exp_avg = _dispatched(naive.accumulate_exp_avg)
+accumulate_exp_avg_sq = _dispatched(naive.accumulate_exp_avg_sq)
+measure_noise = _dispatched(naive.measure_noise)
+propose = _dispatched(naive.propose)
+merge = _dispatched(naive.merge)
+select = _dispatched(naive.select)
+gather_blocks = _dispatched(naive.gather_blocks)
+scatter_blocks = _dispatched(naive.scatter_blocks)
+compact = _dispatched(naive.compact)
+sweep = _dispatched(naive.sweep)
+adams_step = _dispatched(naive.adams_step)
+adamw_step = _dispatched(naive.adamw_step)
+update_adams = _dispatched(naive.update_adams)
+update_adamw = _dispatched(naive.update_adamw)
+gather_params = _dispatched(naive.gather_params)
+scatter_params = _dispatched(naive.scatter_params)
+checksum = _dispatched(naive.checksum)
 
 DISPATCHED = (
     squared_norm,
     sketch,
     fold,
-    accumulate_first_moment,
-    accumulate_second_moment,
+    accumulate_exp_avg,
+    accumulate_exp_avg_sq,
     measure_noise,
-    vote,
-    elect,
+    propose,
+    merge,
     select,
-    take,
-    put,
+    gather_blocks,
+    scatter_blocks,
     compact,
-    tau_step,
+    sweep,
+    adams_step,
     adamw_step,
-    update,
+    update_adams,
     update_adamw,
-    gather,
-    scatter,
+    gather_params,
+    scatter_params,
     checksum,
 )
 """Every operation that has several implementations."""

@@ -1,4 +1,4 @@
-"""The operations on a CPU, compiled by numba: each the twin of the function of that name in :mod:`.reference`.
+"""The operations on a CPU, compiled by numba: each the twin of the function of that name in :mod:`.naive`.
 
 Each reads and writes its tensors once, in one loop per core, and makes no temporary of their size. What is bitwise
 equal to the twin and what only rounds:
@@ -35,45 +35,53 @@ from torch import Tensor
 from typing_extensions import ParamSpec
 
 from lightning_scape.layout import Piece
-from lightning_scape.ops import cpu_kernels, cpu_masks, reference
-from lightning_scape.ops.reference import (
+from lightning_scape.ops import cpu_kernels, cpu_masks, naive
+from lightning_scape.ops.naive import (
     AdamWStep,
     Hyper,
+    RowNumbers,
+    SecondMoment,
+    ShardState,
     TauStep,
+    adams_step,
     adamw_step,
     checksum,
+    gather_blocks,
     position_dtype,
-    put,
-    take,
-    tau_step,
+    scatter_blocks,
+    sweep,
     to_device,
 )
 
 __all__ = [
     "AdamWStep",
     "Hyper",
+    "RowNumbers",
+    "SecondMoment",
+    "ShardState",
     "TauStep",
-    "accumulate_first_moment",
-    "accumulate_second_moment",
+    "accumulate_exp_avg",
+    "accumulate_exp_avg_sq",
     "adamw_step",
     "checksum",
     "compact",
-    "elect",
+    "merge",
     "fold",
-    "gather",
+    "gather_params",
     "measure_noise",
     "position_dtype",
-    "put",
-    "scatter",
+    "scatter_blocks",
+    "scatter_params",
     "select",
     "sketch",
     "squared_norm",
-    "take",
-    "tau_step",
+    "sweep",
+    "gather_blocks",
+    "adams_step",
     "to_device",
-    "update",
+    "update_adams",
     "update_adamw",
-    "vote",
+    "propose",
 ]
 
 _P = ParamSpec("_P")
@@ -93,7 +101,7 @@ _SKETCH_PART = 16
 
 def _where_it_fits(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Calls the twin instead where a tensor is not what the loops can read."""
-    twin: Callable[_P, _T] = getattr(reference, function.__name__)
+    twin: Callable[_P, _T] = getattr(naive, function.__name__)
 
     @functools.wraps(function)
     def operation(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -121,7 +129,7 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
 
 @_where_it_fits
 def squared_norm(grads: Sequence[Tensor]) -> Tensor:
-    """See :func:`reference.squared_norm`. Chunks are summed in fp32 (fp64), their sums in fp64."""
+    """See :func:`naive.squared_norm`. Chunks are summed in fp32 (fp64), their sums in fp64."""
     total = 0.0
     for (dtype,), group in _by_dtypes([(grad,) for grad in grads if grad.numel()]):
         sizes = [grad.numel() for (grad,) in group]
@@ -136,7 +144,7 @@ def squared_norm(grads: Sequence[Tensor]) -> Tensor:
 
 @_where_it_fits
 def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int]) -> Tensor:
-    """See :func:`reference.sketch`."""
+    """See :func:`naive.sketch`."""
     buckets, length = max(widths), signs.numel() // 2
     total = np.zeros(buckets, np.float32)
     numbered = [(grad, index) for index, grad in enumerate(grads) if grad is not None and grad.numel()]
@@ -160,7 +168,7 @@ def _sketch_plan(
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Each chunk's first entry, length, width, rotation, offset, sign and place in the list: int64 ``[chunks, 7]``."""
     rows = [
-        (start, min(length, size - start), *reference._draw(index, start // length, length, widths), place)
+        (start, min(length, size - start), *naive._draw(index, start // length, length, widths), place)
         for place, (index, size) in enumerate(zip(indices, sizes, strict=True))
         for start in range(0, size, length)
     ]
@@ -169,7 +177,7 @@ def _sketch_plan(
 
 @_where_it_fits
 def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor, clip_value: float | None) -> None:
-    """See :func:`reference.fold`."""
+    """See :func:`naive.fold`."""
     factor = float(scale)
     if factor == 0.0:
         return
@@ -183,17 +191,17 @@ def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Ten
 
 
 @_where_it_fits
-def accumulate_first_moment(
+def accumulate_exp_avg(
     momentum: Tensor, evidence: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
 ) -> None:
-    """See :func:`reference.accumulate_first_moment`."""
+    """See :func:`naive.accumulate_exp_avg`."""
     factor = float(scale)
     if factor == 0.0:
         return
     bound, clip = _bound(clip_value, grad.dtype)
     numbers = (_number(momentum.dtype, beta1), _number(momentum.dtype, (1 - beta1) * factor))
     arrays = (_array(tensor) for tensor in (momentum, evidence, grad))
-    loop = functools.partial(cpu_kernels.accumulate_first_moment, *arrays, *numbers, bound, clip)
+    loop = functools.partial(cpu_kernels.accumulate_exp_avg, *arrays, *numbers, bound, clip)
     _in_parallel(loop, momentum.numel(), _GRAIN)
 
 
@@ -201,12 +209,12 @@ def accumulate_first_moment(
 def measure_noise(
     noise: Tensor, grad: Tensor | None, weight: float, ranks: int, scale: Tensor, clip_value: float | None
 ) -> None:
-    """See :func:`reference.measure_noise`."""
-    accumulate_second_moment([noise], [grad], [weight], ranks, scale, clip_value)
+    """See :func:`naive.measure_noise`."""
+    accumulate_exp_avg_sq([noise], [grad], [weight], ranks, scale, clip_value)
 
 
 @_where_it_fits
-def accumulate_second_moment(
+def accumulate_exp_avg_sq(
     moments: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     weights: Sequence[float],
@@ -214,7 +222,7 @@ def accumulate_second_moment(
     scale: Tensor,
     clip_value: float | None,
 ) -> None:
-    """See :func:`reference.accumulate_second_moment`."""
+    """See :func:`naive.accumulate_exp_avg_sq`."""
     scales = scale.tolist() if scale.dim() else [float(scale)] * len(moments)
     given = zip(moments, grads, weights, scales, strict=True)
     rows = [(moment, grad, weight, own) for moment, grad, weight, own in given if own != 0.0]
@@ -240,11 +248,11 @@ def accumulate_second_moment(
 
 @_where_it_fits
 def select(statistic: Tensor, sent: int) -> Tensor:
-    """See :func:`reference.select`."""
+    """See :func:`naive.select`."""
     blocks, length = statistic.shape
     assert 1 <= sent <= length
     if length > _LONGEST_SORTED and sent > cpu_masks.MAX_PASSES:
-        return reference.select(statistic, sent)
+        return naive.select(statistic, sent)
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device="cpu")
     loop = functools.partial(cpu_masks.select, _array(statistic), cpu_masks.network(length, sent), _array(chosen))
     _in_parallel(loop, blocks, _rows_of_a_thread(length))
@@ -252,27 +260,29 @@ def select(statistic: Tensor, sent: int) -> Tensor:
 
 
 @_where_it_fits
-def vote(residual: Tensor, votes: int) -> Tensor:
-    """See :func:`reference.vote`."""
+def propose(residual: Tensor, votes: int) -> Tensor:
+    """See :func:`naive.propose`."""
     blocks, length = residual.shape
     if length > _LONGEST_SORTED and votes > cpu_masks.MAX_PASSES:
-        return reference.vote(residual, votes)
+        return naive.propose(residual, votes)
     width = votes * position_dtype(length).itemsize + votes + 1
     ballots = torch.empty(blocks, width, dtype=torch.uint8, device="cpu")
-    loop = functools.partial(cpu_masks.vote, _array(residual), cpu_masks.network(length, votes), votes, _array(ballots))
+    loop = functools.partial(
+        cpu_masks.propose, _array(residual), cpu_masks.network(length, votes), votes, _array(ballots)
+    )
     _in_parallel(loop, blocks, _rows_of_a_thread(length))
     return ballots
 
 
 @_where_it_fits
-def elect(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) -> Tensor:
-    """See :func:`reference.elect`."""
+def merge(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) -> Tensor:
+    """See :func:`naive.merge`."""
     blocks, length = residual.shape
     if length > _LONGEST_SORTED and sent > cpu_masks.MAX_PASSES:
-        return reference.elect(residual, ballots, own, votes, sent)
+        return naive.merge(residual, ballots, own, votes, sent)
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device="cpu")
     network = cpu_masks.network(length, sent)
-    loop = functools.partial(cpu_masks.elect, _array(residual), _array(ballots), own, network, votes, _array(chosen))
+    loop = functools.partial(cpu_masks.merge, _array(residual), _array(ballots), own, network, votes, _array(chosen))
     _in_parallel(loop, blocks, _rows_of_a_thread(length))
     return chosen
 
@@ -284,11 +294,11 @@ def elect(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) ->
 def compact(
     residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """See :func:`reference.compact`."""
+    """See :func:`naive.compact`."""
     blocks, length = residual.shape
     sent = length if mask is None else mask.shape[1]
     values = torch.empty(blocks, sent, dtype=wire_dtype, device="cpu") if out is None else out
-    limit = _number(residual.dtype, reference._within(torch.finfo(wire_dtype).max, residual.dtype))
+    limit = _number(residual.dtype, naive._within(torch.finfo(wire_dtype).max, residual.dtype))
     places = None if mask is None else _array(mask)
     factors = _array(scale.reshape(-1))
     loop = functools.partial(cpu_kernels.compact, _array(residual), places, _array(values), factors, limit)
@@ -297,31 +307,26 @@ def compact(
 
 
 @_where_it_fits
-def update(
-    theta: Tensor,
-    momentum: Tensor,
-    clock: Tensor,
+def update_adams(
+    shard: ShardState,
     mask: Tensor | None,
-    total: Tensor,
-    step: Tensor,
-    hyper: Hyper,
-    correction: Tensor | float,
-    scale: Tensor,
-    noise: Tensor | None = None,
+    mean: Tensor,
+    numbers: RowNumbers,
     floor: float = 1.0,
     implicit: bool = False,
-    group: Tensor | None = None,
 ) -> Tensor:
-    """See :func:`reference.update`."""
+    """See :func:`naive.update_adams`."""
+    theta, momentum, noise, clock = shard
+    step, scale, hyper, correction, _, group = numbers
     divisor = torch.as_tensor(correction, dtype=theta.dtype, device="cpu")
     loop = functools.partial(
-        cpu_kernels.update,
+        cpu_kernels.update_adams,
         _array(theta),
         _array(momentum),
         _array(clock),
         None if noise is None else _array(noise),
         None if mask is None else _array(mask),
-        _array(total),
+        _array(mean),
         _numbers(hyper),
         _by_row(hyper, group, step, scale, divisor, divisor),
         _number(theta.dtype, floor),
@@ -333,31 +338,24 @@ def update(
 
 @_where_it_fits
 def update_adamw(
-    theta: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    clock: Tensor,
-    mask: Tensor | None,
-    total: Tensor,
-    step: Tensor,
-    hyper: Hyper,
-    corrections: tuple[Tensor, Tensor],
-    scale: Tensor,
-    ranks: int,
-    implicit: bool = True,
-    group: Tensor | None = None,
+    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int, implicit: bool = True
 ) -> Tensor:
-    """See :func:`reference.update_adamw`."""
-    rule = (float(ranks), 1 / reference.LONGEST_MOVE, torch.finfo(theta.dtype).max)
+    """See :func:`naive.update_adamw`."""
+    theta, exp_avg, exp_avg_sq, clock = shard
+    step, scale, hyper, c1, c2, group = numbers
+    assert exp_avg_sq is not None
+    assert isinstance(c1, Tensor)
+    assert c2 is not None
+    rule = (float(ranks), 1 / naive.LONGEST_MOVE, torch.finfo(theta.dtype).max)
     loop = functools.partial(
         cpu_kernels.update_adamw,
         _array(theta),
         (_array(exp_avg), _array(exp_avg_sq)),
         _array(clock),
         None if mask is None else _array(mask),
-        _array(total),
+        _array(mean),
         _numbers(hyper),
-        _by_row(hyper, group, step, scale, *corrections),
+        _by_row(hyper, group, step, scale, c1, c2),
         tuple(_number(theta.dtype, number) for number in rule),
         implicit,
     )
@@ -382,18 +380,20 @@ def _by_row(hyper: Hyper, group: Tensor | None, step: Tensor, scale: Tensor, *co
 
 
 @_where_it_fits
-def gather(flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int) -> None:
-    """See :func:`reference.gather`."""
+def gather_params(
+    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int
+) -> None:
+    """See :func:`naive.gather_params`."""
     if mask is None:  # plain copies
-        reference.gather(flats, pieces, mask, out, block_size)
+        naive.gather_params(flats, pieces, mask, out, block_size)
         return
     for dtype, table, count in _pieces_table(flats, pieces, mask.shape[1], block_size):
-        loop = functools.partial(cpu_kernels.gather, table, _array(mask), _array(out), block_size, _like(dtype))
+        loop = functools.partial(cpu_kernels.gather_params, table, _array(mask), _array(out), block_size, _like(dtype))
         _in_parallel(loop, count, _GRAIN)
 
 
 @_where_it_fits
-def scatter(
+def scatter_params(
     flats: Sequence[Tensor],
     pieces: Sequence[Piece],
     mask: Tensor | None,
@@ -401,13 +401,13 @@ def scatter(
     block_size: int,
     add: bool = False,
 ) -> None:
-    """See :func:`reference.scatter`."""
+    """See :func:`naive.scatter_params`."""
     if mask is None:
-        reference.scatter(flats, pieces, mask, values, block_size, add)
+        naive.scatter_params(flats, pieces, mask, values, block_size, add)
         return
     for dtype, table, count in _pieces_table(flats, pieces, mask.shape[1], block_size):
         loop = functools.partial(
-            cpu_kernels.scatter, table, _array(mask), _array(values), add, block_size, _like(dtype)
+            cpu_kernels.scatter_params, table, _array(mask), _array(values), add, block_size, _like(dtype)
         )
         _in_parallel(loop, count, _GRAIN)
 
@@ -415,7 +415,7 @@ def scatter(
 def _pieces_table(
     flats: Sequence[Tensor], pieces: Sequence[Piece], sent: int, block_size: int
 ) -> Iterator[tuple[torch.dtype, Any, int]]:
-    """By dtype of the parameters: the table of :func:`cpu_kernels.gather`, and how many entries are chosen in all."""
+    """By dtype of the parameters: the table of :func:`cpu_kernels.gather_params`, and how many entries are chosen in all."""
     for dtype in dict.fromkeys(flats[piece.segment.index].dtype for piece in pieces):
         group = [piece for piece in pieces if flats[piece.segment.index].dtype == dtype]
         kept = [piece.kept(sent, block_size) for piece in group]
@@ -448,7 +448,7 @@ def _bound(clip_value: float | None, dtype: torch.dtype) -> tuple[Any, bool]:
     """The bound as a number of the gradient's dtype, to which torch's clamp rounds it; and whether there is one."""
     if clip_value is None:
         return _number(dtype, 0.0), False
-    within = torch.tensor(reference._within(clip_value, dtype), dtype=dtype, device="cpu")
+    within = torch.tensor(naive._within(clip_value, dtype), dtype=dtype, device="cpu")
     return _number(dtype, float(within)), True
 
 

@@ -17,7 +17,7 @@ from lightning_scape.ops.cpu_numbers import array_at, clamp, fma, jit, larger, n
 _TILE = 512
 """Entries that an update reads before it computes: their cache misses overlap."""
 _LR, _BETA1, _LOG_BETA1, _ONE_MINUS_BETA1, _BETA2, _ONE_MINUS_BETA2, _EPS, _KEEP, _LOG_KEEP = range(9)
-"""Columns of ``numbers``, in the order of :class:`reference.Hyper`."""
+"""Columns of ``numbers``, in the order of :class:`naive.Hyper`."""
 
 
 # ------------------------------------------------------------------------------------------------------ gradients
@@ -63,8 +63,8 @@ def accumulate_squares(table, keeps, weights, bound, clip, largest, like_moment,
 
 
 @jit
-def accumulate_first_moment(momentum, evidence, grad, beta1, weight, bound, clip, first, last):
-    """See :func:`reference.accumulate_first_moment`; ``weight`` is ``(1 - beta1) * scale``."""
+def accumulate_exp_avg(momentum, evidence, grad, beta1, weight, bound, clip, first, last):
+    """See :func:`naive.accumulate_exp_avg`; ``weight`` is ``(1 - beta1) * scale``."""
     momentum, evidence, grad = momentum[first:last], evidence[first:last], grad[first:last]
     for e in range(len(momentum)):
         value = widen(grad[e])
@@ -136,7 +136,7 @@ def _sum_columns(grad, signs, columns, width, used):
 
 @jit
 def compact(residual, mask, values, scale, limit, first, last):
-    """See :func:`reference.compact`; ``mask`` may be None, ``scale`` is ``[R]`` or ``[1]``."""
+    """See :func:`naive.compact`; ``mask`` may be None, ``scale`` is ``[R]`` or ``[1]``."""
     for row in range(first, last):
         if scale[row if len(scale) > 1 else 0] == 0:
             values[row, :] = 0
@@ -155,7 +155,7 @@ def compact(residual, mask, values, scale, limit, first, last):
 
 
 @jit
-def gather(table, mask, out, length, like_flat, first, last):
+def gather_params(table, mask, out, length, like_flat, first, last):
     """``table [n, 4]``: address of the piece's first entry, chosen entries of all before, chosen entries, first row."""
     sent = mask.shape[1]
     for i in range(len(table)):
@@ -173,7 +173,7 @@ def gather(table, mask, out, length, like_flat, first, last):
 
 
 @jit
-def scatter(table, mask, values, add, length, like_flat, first, last):
+def scatter_params(table, mask, values, add, length, like_flat, first, last):
     """The reverse. What is added is first rounded to the parameter's dtype."""
     sent = mask.shape[1]
     for i in range(len(table)):
@@ -261,7 +261,7 @@ def _write_steps(clock, mask, now, sent, row, stop):
 
 @jit
 def _decays_and_blends(tau, numbers, g, implicit, decay, blend):
-    """``(1 - lr*wd)**tau`` and ``1 - bt`` of :func:`reference.tau_step`. Neighbours often have waited equally long."""
+    """``(1 - lr*wd)**tau`` and ``1 - bt`` of :func:`naive.adams_step`. Neighbours often have waited equally long."""
     one = tau.dtype.type(1)
     known, kept, faded = tau.dtype.type(0), one, one
     for j in range(len(tau)):
@@ -281,7 +281,7 @@ def _decays_and_blends(tau, numbers, g, implicit, decay, blend):
 
 @jit
 def _first_moment(m, tau, a, blend, one, beta1, one_minus_beta1, implicit):
-    """``m'`` and ``S`` of :func:`reference.tau_step`; ``one`` is 1 in the dtype of the rest."""
+    """``m'`` and ``S`` of :func:`naive.adams_step`; ``one`` is 1 in the dtype of the rest."""
     mean = a / tau
     new = (one - blend) * m + blend * mean
     if implicit:
@@ -292,8 +292,8 @@ def _first_moment(m, tau, a, blend, one, beta1, one_minus_beta1, implicit):
 
 
 @jit
-def update(theta, momentum, clock, noise, mask, total, numbers, by_row, floor, implicit, first, last):
-    """:func:`reference.update`; ``noise`` and ``mask`` may be None, ``by_row`` as in :func:`update_adamw`."""
+def update_adams(theta, momentum, clock, noise, mask, total, numbers, by_row, floor, implicit, first, last):
+    """:func:`naive.update_adams`; ``noise`` and ``mask`` may be None, ``by_row`` as in :func:`update_adamw`."""
     sent, again, one, zero = theta.shape[1], 0, theta.dtype.type(1), theta.dtype.type(0)
     room = np.empty((5, max(_TILE, sent)), theta.dtype)
     row = first
@@ -336,7 +336,7 @@ def update(theta, momentum, clock, noise, mask, total, numbers, by_row, floor, i
 
 @jit
 def update_adamw(theta, moments, clock, mask, total, numbers, by_row, rule, implicit, first, last):
-    """:func:`reference.update_adamw`; ``mask`` may be None.
+    """:func:`naive.update_adamw`; ``mask`` may be None.
 
     ``by_row``: group, step, scale and both corrections, ``[R]`` or ``[1]`` each. ``rule``: N, ``1 / LONGEST_MOVE``, and
     the largest number of the dtype.

@@ -27,7 +27,7 @@ def _low_bits(length):
 
 @jit
 def _fill_keys(values, keys, low):
-    """The magnitudes of a row and their positions, one integer for each: see :func:`reference.select`."""
+    """The magnitudes of a row and their positions, one integer for each: see :func:`naive.select`."""
     for i in range(len(values)):
         bits = np.float32(widen(values[i])).view(np.int32)
         keys[i] = (bits & (_MAGNITUDE & ~low)) | (low - i)
@@ -68,7 +68,7 @@ def _find_by_maximum(keys, low, chosen):
 
 @jit
 def select(statistic, network, chosen, first, last):
-    """See :func:`reference.select`; ``network`` may be empty for :data:`MAX_PASSES` entries and fewer."""
+    """See :func:`naive.select`; ``network`` may be empty for :data:`MAX_PASSES` entries and fewer."""
     length, low = statistic.shape[1], _low_bits(statistic.shape[1])
     keys, columns = np.empty((_LANES, length), np.int32), np.zeros((length, _LANES), np.int32)
     for start in range(first, last, _LANES):
@@ -79,8 +79,8 @@ def select(statistic, network, chosen, first, last):
 
 
 @jit
-def vote(residual, network, votes, ballots, first, last):
-    """See :func:`reference.vote`; ``network`` as in :func:`select`."""
+def propose(residual, network, votes, ballots, first, last):
+    """See :func:`naive.propose`; ``network`` as in :func:`select`."""
     length, low = residual.shape[1], _low_bits(residual.shape[1])
     keys, columns = np.empty((_LANES, length), np.int32), np.zeros((length, _LANES), np.int32)
     chosen = np.empty((_LANES, votes), np.int64)
@@ -95,7 +95,7 @@ def vote(residual, network, votes, ballots, first, last):
 
 @jit
 def _write_ballot(values, chosen, ballot):
-    """See :func:`reference.vote`."""
+    """See :func:`naive.propose`."""
     votes, wide = len(chosen), len(values) > 256
     largest = np.float32(widen(values[chosen[0]])).view(np.int32) & _MAGNITUDE
     above = np.int32((largest >> 23) + 1)
@@ -114,7 +114,7 @@ def _write_ballot(values, chosen, ballot):
 
 @jit
 def _add_ballot(total, ballot, votes):
-    """See :func:`reference.elect`."""
+    """See :func:`naive.merge`."""
     wide = len(total) > 256
     codes = 2 * votes if wide else votes
     unit = np.int32(np.int32(ballot[codes + votes]) << 23).view(np.float32) / np.float32(127)
@@ -126,8 +126,8 @@ def _add_ballot(total, ballot, votes):
 
 
 @jit
-def elect(residual, ballots, own, network, votes, chosen, first, last):
-    """See :func:`reference.elect`; ``network`` as in :func:`select`."""
+def merge(residual, ballots, own, network, votes, chosen, first, last):
+    """See :func:`naive.merge`; ``network`` as in :func:`select`."""
     length, low = residual.shape[1], _low_bits(residual.shape[1])
     keys, columns = np.empty((_LANES, length), np.int32), np.zeros((length, _LANES), np.int32)
     total = np.empty(length, np.float32)

@@ -1,4 +1,4 @@
-"""Triton kernels: each the twin of the function of the same name and signature in :mod:`lightning_scape.ops.reference`.
+"""Triton kernels: each the twin of the function of the same name and signature in :mod:`lightning_scape.ops.naive`.
 
 What is bitwise equal to the twin and what only rounds:
 
@@ -36,44 +36,52 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_scape.layout import Piece
-from lightning_scape.ops import reference
-from lightning_scape.ops.reference import (
+from lightning_scape.ops import naive
+from lightning_scape.ops.naive import (
     AdamWStep,
     Hyper,
+    RowNumbers,
+    SecondMoment,
+    ShardState,
     TauStep,
+    adams_step,
     adamw_step,
+    gather_blocks,
     position_dtype,
-    put,
-    take,
-    tau_step,
+    scatter_blocks,
+    sweep,
     to_device,
 )
 
 __all__ = [
     "AdamWStep",
     "Hyper",
+    "RowNumbers",
+    "SecondMoment",
+    "ShardState",
     "TauStep",
-    "accumulate_first_moment",
-    "accumulate_second_moment",
+    "accumulate_exp_avg",
+    "accumulate_exp_avg_sq",
     "adamw_step",
     "checksum",
     "compact",
-    "elect",
+    "merge",
     "fold",
-    "gather",
+    "gather_params",
     "measure_noise",
     "position_dtype",
-    "put",
-    "scatter",
+    "scatter_blocks",
+    "scatter_params",
     "select",
     "sketch",
     "squared_norm",
-    "take",
-    "tau_step",
+    "sweep",
+    "gather_blocks",
+    "adams_step",
     "to_device",
-    "update",
+    "update_adams",
     "update_adamw",
-    "vote",
+    "propose",
 ]
 
 _DTYPES = {
@@ -188,7 +196,7 @@ def _squares_kernel(
 
 
 def squared_norm(grads: Sequence[Tensor]) -> Tensor:
-    """See :func:`reference.squared_norm`. One pass, one launch per dtype."""
+    """See :func:`naive.squared_norm`. One pass, one launch per dtype."""
     partials = []
     for group in _by_kind(grads):
         programs, chunks = _chunks(tuple(grad.numel() for grad in group), _STREAM_CHUNK, group[0].device)
@@ -249,7 +257,7 @@ def _sketch_kernel(
 
 
 def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int]) -> Tensor:
-    """See :func:`reference.sketch`. Each bucket is summed by one program in a fixed order: no atomic additions."""
+    """See :func:`naive.sketch`. Each bucket is summed by one program in a fixed order: no atomic additions."""
     buckets, length = max(widths), signs.numel() // 2
     sums = torch.zeros(buckets, dtype=torch.float32, device=signs.device)
     numbered = [(i, grad) for i, grad in enumerate(grads) if grad is not None and grad.numel()]
@@ -288,9 +296,9 @@ def _sketch_plan(
     device: torch.device,
     stream: int,
 ) -> Tensor:
-    """Width, rotation, offset and sign of each chunk, as :func:`reference.sketch` draws them: int32 ``[chunks, 4]``."""
+    """Width, rotation, offset and sign of each chunk, as :func:`naive.sketch` draws them: int32 ``[chunks, 4]``."""
     rows = [
-        reference._draw(index, number, length, widths)
+        naive._draw(index, number, length, widths)
         for index, size in zip(indices, sizes, strict=True)
         for number in range(-(-size // length))
     ]
@@ -338,10 +346,10 @@ def _fold_kernel(
 
 
 def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor, clip_value: float | None) -> None:
-    """See :func:`reference.fold`. One launch for all tensors of a dtype and alignment."""
+    """See :func:`naive.fold`. One launch for all tensors of a dtype and alignment."""
     pairs = [(r, _dense(g)) for r, g in zip(residuals, grads, strict=True) if g is not None and g.numel()]
     if any(residual.device != grad.device for residual, grad in pairs):
-        reference.fold(residuals, grads, scale, clip_value)
+        naive.fold(residuals, grads, scale, clip_value)
         return
     groups: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[Tensor, Tensor]]] = {}
     for residual, grad in pairs:
@@ -394,12 +402,12 @@ def _first_moment_kernel(
         tl.store(evidence + entry, tl.load(evidence + entry, mask=inside, other=0) + first, mask=inside)
 
 
-def accumulate_first_moment(
+def accumulate_exp_avg(
     momentum: Tensor, evidence: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
 ) -> None:
-    """See :func:`reference.accumulate_first_moment`."""
+    """See :func:`naive.accumulate_exp_avg`."""
     if grad.device != momentum.device or momentum.dtype != torch.float32:
-        reference.accumulate_first_moment(momentum, evidence, grad, beta1, scale, clip_value)
+        naive.accumulate_exp_avg(momentum, evidence, grad, beta1, scale, clip_value)
         return
     _launch(
         _first_moment_kernel,
@@ -455,7 +463,7 @@ def _second_moment_kernel(
         tl.store(target, tl.minimum(moved, tl.load(limit)), mask=inside)
 
 
-def accumulate_second_moment(
+def accumulate_exp_avg_sq(
     moments: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     weights: Sequence[float],
@@ -463,7 +471,7 @@ def accumulate_second_moment(
     scale: Tensor,
     clip_value: float | None,
 ) -> None:
-    """See :func:`reference.accumulate_second_moment`. One launch for each dtype of the gradients."""
+    """See :func:`naive.accumulate_exp_avg_sq`. One launch for each dtype of the gradients."""
     groups: dict[torch.dtype, list[int]] = {}
     rest = []
     for place, (moment, grad) in enumerate(zip(moments, grads, strict=True)):
@@ -482,7 +490,7 @@ def accumulate_second_moment(
 
     if rest:
         own = chosen(moments, rest), chosen(grads, rest), chosen(weights, rest)
-        reference.accumulate_second_moment(*own, ranks, scales(rest), clip_value)
+        naive.accumulate_exp_avg_sq(*own, ranks, scales(rest), clip_value)
     for dtype, places in groups.items():
         targets, sources = chosen(moments, places), [_dense(grad) for grad in chosen(grads, places)]
         device = targets[0].device
@@ -550,7 +558,7 @@ def _store_largest(
     KEPT_BITS: tl.constexpr,
     OUT: tl.constexpr,
 ):
-    """The positions of the largest magnitudes of each row, by :func:`reference.select`'s keys."""
+    """The positions of the largest magnitudes of each row, by :func:`naive.select`'s keys."""
     keys = (bits & KEPT_BITS) | (LOW - position)[None, :]
     keys = tl.where((position < LENGTH)[None, :], keys, -1)
     for turn in range(sent):
@@ -560,11 +568,11 @@ def _store_largest(
 
 
 def select(statistic: Tensor, sent: int) -> Tensor:
-    """See :func:`reference.select`; bitwise. One read of the statistic, one write of the mask."""
+    """See :func:`naive.select`; bitwise. One read of the statistic, one write of the mask."""
     blocks, length = statistic.shape
     assert 1 <= sent <= length
     if not _is_small(statistic, sent):
-        return reference._select_in_chunks(statistic, sent, _LARGE_CHUNK)
+        return naive._select_in_chunks(statistic, sent, _LARGE_CHUNK)
     given = statistic.view(torch.int32) if statistic.dtype == torch.float32 else statistic
     if statistic.dtype == torch.bfloat16:
         given = statistic.to(torch.float32).view(torch.int32)
@@ -597,7 +605,7 @@ def _selection(matrix: Tensor, chosen: Tensor) -> dict[str, Any]:
         "STRIDE": matrix.stride(0),
         "LENGTH": length,
         "LOW": low,
-        "KEPT_BITS": reference._MAGNITUDE_BITS & ~low,
+        "KEPT_BITS": naive._MAGNITUDE_BITS & ~low,
         "ROWS": max(1, _SELECT_TILE // block),
         "BLOCK": block,
         "OUT": tl.uint8 if chosen.dtype == torch.uint8 else tl.uint16,
@@ -605,9 +613,9 @@ def _selection(matrix: Tensor, chosen: Tensor) -> dict[str, Any]:
     }
 
 
-def vote(residual: Tensor, votes: int) -> Tensor:
-    """See :func:`reference.vote`; bitwise."""
-    return reference._ballots_of(residual, select(residual, votes))
+def propose(residual: Tensor, votes: int) -> Tensor:
+    """See :func:`naive.propose`; bitwise."""
+    return naive._ballots_of(residual, select(residual, votes))
 
 
 @triton.jit
@@ -651,10 +659,10 @@ def _elect_kernel(
     _store_largest(bits, chosen, row, rows, sent, position, LENGTH, LOW, KEPT_BITS, OUT)
 
 
-def elect(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) -> Tensor:
-    """See :func:`reference.elect`; bitwise. One launch, one read of the residual and of each ballot."""
+def merge(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) -> Tensor:
+    """See :func:`naive.merge`; bitwise. One launch, one read of the residual and of each ballot."""
     if not _is_small(residual, max(votes, sent)):
-        return reference._elect_in_chunks(residual, ballots, own, votes, sent, select, _LARGE_CHUNK)
+        return naive._elect_in_chunks(residual, ballots, own, votes, sent, select, _LARGE_CHUNK)
     blocks, length = residual.shape
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=residual.device)
     shape = _selection(residual, chosen)
@@ -717,7 +725,7 @@ def _cells(mask, first, inside, sent, MASKED: tl.constexpr, CHUNK: tl.constexpr)
 def compact(
     residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """See :func:`reference.compact`; bitwise. One pass over the mask: gather, round, keep the rounding error."""
+    """See :func:`naive.compact`; bitwise. One pass over the mask: gather, round, keep the rounding error."""
     blocks, length = residual.shape
     sent = length if mask is None else mask.shape[1]
     values = torch.empty(blocks, sent, dtype=wire_dtype, device=residual.device) if out is None else out
@@ -867,33 +875,28 @@ def _update_kernel(
 def measure_noise(
     noise: Tensor, grad: Tensor | None, weight: float, ranks: int, scale: Tensor, clip_value: float | None
 ) -> None:
-    """See :func:`reference.measure_noise`."""
-    reference._measure_noise_in_chunks(noise, grad, weight, ranks, scale, clip_value, _LARGE_CHUNK)
+    """See :func:`naive.measure_noise`."""
+    naive._measure_noise_in_chunks(noise, grad, weight, ranks, scale, clip_value, _LARGE_CHUNK)
 
 
-def update(
-    theta: Tensor,
-    momentum: Tensor,
-    clock: Tensor,
+def update_adams(
+    shard: ShardState,
     mask: Tensor | None,
-    total: Tensor,
-    step: Tensor,
-    hyper: Hyper,
-    correction: Tensor | float,
-    scale: Tensor,
-    noise: Tensor | None = None,
+    mean: Tensor,
+    numbers: RowNumbers,
     floor: float = 1.0,
     implicit: bool = False,
-    group: Tensor | None = None,
 ) -> Tensor:
-    """See :func:`reference.update`. One launch; what it reads of momentum and clock it writes back."""
+    """See :func:`naive.update_adams`. One launch; what it reads of the moment and the last steps it writes back."""
+    theta, momentum, noise, clock = shard
+    step, scale, hyper, correction, _, group = numbers
     corrected = isinstance(correction, Tensor) or correction != 1.0
     divisor = correction if isinstance(correction, Tensor) else theta.new_full((), correction if corrected else 1.0)
     return _update(
         (theta, momentum, clock),
         noise,
         mask,
-        total,
+        mean,
         (step, scale, divisor, divisor),
         hyper,
         group,
@@ -906,27 +909,20 @@ def update(
 
 
 def update_adamw(
-    theta: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    clock: Tensor,
-    mask: Tensor | None,
-    total: Tensor,
-    step: Tensor,
-    hyper: Hyper,
-    corrections: tuple[Tensor, Tensor],
-    scale: Tensor,
-    ranks: int,
-    implicit: bool = True,
-    group: Tensor | None = None,
+    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int, implicit: bool = True
 ) -> Tensor:
-    """See :func:`reference.update_adamw`. One launch; what it reads of the moments and the clock it writes back."""
+    """See :func:`naive.update_adamw`. One launch; what it reads of the moments and the last steps it writes back."""
+    theta, exp_avg, exp_avg_sq, clock = shard
+    step, scale, hyper, c1, c2, group = numbers
+    assert exp_avg_sq is not None
+    assert isinstance(c1, Tensor)
+    assert c2 is not None
     return _update(
         (theta, exp_avg, clock),
         exp_avg_sq,
         mask,
-        total,
-        (step, scale, *corrections),
+        mean,
+        (step, scale, c1, c2),
         hyper,
         group,
         theta,
@@ -987,7 +983,7 @@ def _update(
         MASKED=mask is not None,
         BY_GROUP=group is not None,
         MEASURED=second is not None,
-        LONGEST=reference.LONGEST_MOVE,
+        LONGEST=naive.LONGEST_MOVE,
         CHUNK=_PICK_CHUNK,
         num_warps=4,
         **rule,
@@ -1035,12 +1031,14 @@ def _exchange_kernel(
         tl.store(values + place, _narrow(value, VALUES), mask=inside)
 
 
-def gather(flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int) -> None:
-    """See :func:`reference.gather`. One launch per dtype of the parameters."""
+def gather_params(
+    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int
+) -> None:
+    """See :func:`naive.gather_params`. One launch per dtype of the parameters."""
     _exchange(flats, pieces, mask, out, block_size, to_parameter=False)
 
 
-def scatter(
+def scatter_params(
     flats: Sequence[Tensor],
     pieces: Sequence[Piece],
     mask: Tensor | None,
@@ -1048,7 +1046,7 @@ def scatter(
     block_size: int,
     add: bool = False,
 ) -> None:
-    """See :func:`reference.scatter`. One launch per dtype of the parameters."""
+    """See :func:`naive.scatter_params`. One launch per dtype of the parameters."""
     _exchange(flats, pieces, mask, values.contiguous(), block_size, to_parameter=True, add=add)
 
 
@@ -1089,8 +1087,8 @@ def _exchange(
 
 
 def checksum(flat: Tensor) -> Tensor:
-    """See :func:`reference.checksum`; bitwise."""
-    return reference._checksum_in_chunks(flat, _LARGE_CHUNK)
+    """See :func:`naive.checksum`; bitwise."""
+    return naive._checksum_in_chunks(flat, _LARGE_CHUNK)
 
 
 # ------------------------------------------------------------------------------------------------ launches and tables
@@ -1126,7 +1124,7 @@ def _aligned(tensor: Tensor) -> bool:
 
 def _bound(clip_value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The bound as a number of the gradient's dtype, to which torch's clamp rounds it; 0-dim, fp32 or fp64."""
-    bound = torch.full((), reference._within(clip_value, dtype), dtype=dtype, device=device)
+    bound = torch.full((), naive._within(clip_value, dtype), dtype=dtype, device=device)
     return bound.to(torch.promote_types(dtype, torch.float32))
 
 

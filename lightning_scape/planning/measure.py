@@ -87,7 +87,7 @@ def _scape_by_phase(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, flo
     state, config = optimizer._run.state, optimizer.config
     votes = 0.0  # which one rank alone does not cast
     if config.votes and state is not None:
-        votes = _median_seconds(functools.partial(ops.vote, state.residual, config.votes), repeats, CPU)
+        votes = _median_seconds(functools.partial(ops.propose, state.residual, config.votes), repeats, CPU)
     phases = {name: median(row[name] for row in rows) for name in rows[0] if name not in _NOT_OWN}
     shard = sum(value for name, value in phases.items() if name in _SHARDED)
     whole = sum(phases.values()) - shard

@@ -6,8 +6,7 @@ import pytest
 import torch
 from kernel_checks import FAR, KernelChecks, assert_same_bits, far_piece
 
-from lightning_scape.ops import cuda as kernels
-from lightning_scape.ops import reference
+from lightning_scape.ops import cuda, naive
 
 pytestmark = pytest.mark.gpu
 
@@ -31,27 +30,27 @@ class TestFarAwayOnGpu:
         blocks = FAR // 256
         residual = torch.zeros(blocks + 1, 256, device="cuda")
         residual[blocks] = torch.randn(256, device="cuda")
-        expected = reference.select(residual[blocks:].cpu(), 2)
-        mask = kernels.select(residual, 2)
+        expected = naive.select(residual[blocks:].cpu(), 2)
+        mask = cuda.select(residual, 2)
         assert_same_bits(mask[blocks:].cpu(), expected)
         before = residual[blocks:].clone()
-        sent = kernels.compact(residual, mask, torch.bfloat16, torch.ones((), device="cuda"))
+        sent = cuda.compact(residual, mask, torch.bfloat16, torch.ones((), device="cuda"))
         assert_same_bits(sent[blocks:].float(), before.gather(1, mask[blocks:].long()).bfloat16().float())
 
     def test_fold(self) -> None:
         residual = torch.zeros(FAR + 100, device="cuda")
         grad = torch.zeros(FAR + 100, dtype=torch.bfloat16, device="cuda")
         grad[FAR:] = 3.0
-        kernels.fold([residual], [grad], torch.full((), 0.5, device="cuda"), None)
+        cuda.fold([residual], [grad], torch.full((), 0.5, device="cuda"), None)
         assert (residual[FAR:] == 1.5).all()
-        assert float(kernels.squared_norm([grad])) == 900.0
+        assert float(cuda.squared_norm([grad])) == 900.0
 
     def test_scatter_and_gather(self) -> None:
         flat = torch.zeros(FAR + 100, dtype=torch.bfloat16, device="cuda")
         piece, values = far_piece(100, 50), torch.tensor([[1.0], [2.0]], device="cuda")
         mask = torch.tensor([[7], [49]], dtype=torch.uint8, device="cuda")
-        kernels.scatter([flat], [piece], mask, values, 50)
+        cuda.scatter_params([flat], [piece], mask, values, 50)
         assert (float(flat[FAR + 7]), float(flat[FAR + 99]), float(flat.sum())) == (1.0, 2.0, 3.0)
         out = torch.zeros_like(values)
-        kernels.gather([flat], [piece], mask, out, 50)
+        cuda.gather_params([flat], [piece], mask, out, 50)
         assert torch.equal(out, values)

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ScapeStrategy
 from lightning_scape.engine.stats import PHASES
-from lightning_scape.ops import cuda as kernels
+from lightning_scape.ops import cuda
 from lightning_scape.optimizer import NOISE_INTERVAL
 
 pytestmark = pytest.mark.gpu
@@ -50,14 +50,14 @@ def no_waiting() -> Iterator[None]:
 
 def slow_selection(monkeypatch: pytest.MonkeyPatch, cycles: int) -> list[torch.cuda.Stream]:
     """From now on the device sleeps before it selects; the streams on which it does."""
-    original, streams = kernels.select, []
+    original, streams = cuda.select, []
 
     def slow_select(statistic: torch.Tensor, sent: int) -> torch.Tensor:
         streams.append(torch.cuda.current_stream())
         torch.cuda._sleep(cycles)
         return original(statistic, sent)
 
-    monkeypatch.setattr(kernels, "select", slow_select)
+    monkeypatch.setattr(cuda, "select", slow_select)
     return streams
 
 
@@ -187,7 +187,7 @@ def test_a_step_holds_no_temporary_of_the_models_size(update: str) -> None:
         optimizer.drain()
         grown = torch.cuda.max_memory_allocated() - before
         if step == NOISE_INTERVAL and update == "adams":  # the gradient is sampled, in parts of 64 MB
-            assert grown < 6 * 4 * kernels._LARGE_CHUNK < 6 * size
+            assert grown < 6 * 4 * cuda._LARGE_CHUNK < 6 * size
         elif step > 1:
             assert grown < 0.5 * size  # bytes per parameter; 1% of the entries travel, with indices of 8 bytes
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_scape.layout import Piece
+from lightning_scape.layout import Piece, Region
 
 _CHUNK = 1 << 18
 """Entries handled at a time: small enough for a core's cache, large enough to hide the cost of a call."""
@@ -77,12 +77,42 @@ def _by_row(value: Tensor, group: Tensor | None) -> Tensor:
     return value if group is None or not value.dim() else value.index_select(0, group).unsqueeze(1)
 
 
+class ShardState(NamedTuple):
+    """What an update changes: the rows of a shard."""
+
+    theta: Tensor
+    """``[R, q]``, contiguous: values of the masked parameters."""
+    exp_avg: Tensor
+    """``[R, B]`` of theta's dtype."""
+    exp_avg_sq: Tensor | None
+    """Likewise. AdamS only reads it: the gradient's own mean square, or None."""
+    last_step: Tensor
+    """``[R, B]`` int32, step of each entry's last update."""
+
+
+class RowNumbers(NamedTuple):
+    """What an update needs to know of each row: ``[R]``, or 0-dim where it is the same for all."""
+
+    step: Tensor
+    """int32, t of this step."""
+    scale: Tensor
+    """fp32; 0 changes nothing."""
+    hyper: Hyper
+    """0-dim, or ``[G]``."""
+    first: Tensor | float
+    """Divides first moments: ``1 - beta1**t``, or 1 for none."""
+    second: Tensor | None = None
+    """Divides second moments: ``1 - beta2**t``."""
+    group: Tensor | None = None
+    """int32 ``[R]``, the parameter group of each row; None where ``hyper`` is 0-dim."""
+
+
 _Array = Any
 """A tensor; on the CPU a view of it as NumPy's array, whose slices and sums cost less."""
 
 
 class TauStep(NamedTuple):
-    """Result of :func:`tau_step`."""
+    """Result of :func:`adams_step`."""
 
     theta: Tensor
     momentum: Tensor
@@ -176,7 +206,7 @@ def _within(bound: float, dtype: torch.dtype) -> float:
     return min(bound, torch.finfo(dtype).max)
 
 
-def accumulate_first_moment(
+def accumulate_exp_avg(
     momentum: Tensor, evidence: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
 ) -> None:
     """One step of a rank's own first moment, and its sum since each entry's last visit (``"first_moment"``).
@@ -244,7 +274,7 @@ def _measure_noise_in_chunks(
             mean.mul_(1 - weight).addcmul_(value, value, value=weight / ranks * on_host**2).clamp_(max=largest)
 
 
-def accumulate_second_moment(
+def accumulate_exp_avg_sq(
     moments: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     weights: Sequence[float],
@@ -344,7 +374,7 @@ def _largest(bits: Tensor, sent: int, keys: Tensor) -> Tensor:
     return (low - (best & low)).to(position_dtype(length))
 
 
-def vote(residual: Tensor, votes: int) -> Tensor:
+def propose(residual: Tensor, votes: int) -> Tensor:
     """A rank's ballot: the ``votes`` largest magnitudes of each block, as one row of bytes (docs/design.md, 3).
 
     A row holds the positions (:func:`position_dtype`), then the values as int8 in units of ``s / 127``, then the byte
@@ -364,8 +394,8 @@ def vote(residual: Tensor, votes: int) -> Tensor:
 
 
 def _ballots_of(residual: Tensor, chosen: Tensor) -> Tensor:
-    """:func:`vote`, for the positions ``chosen [R, V]``, largest magnitude first."""
-    values = take(residual, chosen).float()
+    """:func:`propose`, for the positions ``chosen [R, V]``, largest magnitude first."""
+    values = gather_blocks(residual, chosen).float()
     largest = values[:, :1].abs()
     exponent = (largest.view(torch.int32) >> 23).add_(1).clamp_(max=254)
     codes = values.mul_(127 / (exponent << 23).view(torch.float32)).round_()
@@ -374,12 +404,12 @@ def _ballots_of(residual: Tensor, chosen: Tensor) -> Tensor:
     )
 
 
-def elect(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) -> Tensor:
+def merge(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) -> Tensor:
     """The next mask of a shard, from its owner's residual and what the other ranks' ballots add to it.
 
     Args:
         residual: ``[R, B]``, the owner's.
-        ballots: ``[N, R, W]``, from :func:`vote`; that of the owner is not read.
+        ballots: ``[N, R, W]``, from :func:`propose`; that of the owner is not read.
         own: the owner's rank.
         votes: V.
         sent: q.
@@ -399,7 +429,7 @@ def _elect_in_chunks(
     choose: Callable[[Tensor, int], Tensor],
     chunk: int,
 ) -> Tensor:
-    """:func:`elect`, about ``chunk`` entries at a time, by the selection ``choose``, which may use up what it gets."""
+    """:func:`merge`, about ``chunk`` entries at a time, by the selection ``choose``, which may use up what it gets."""
     blocks, length = residual.shape
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=residual.device)
     memory: Tensor | None = None
@@ -421,7 +451,7 @@ def _select_in_place(total: Tensor, sent: int) -> Tensor:
 
 
 def _read_ballot(ballot: Tensor, votes: int, length: int) -> tuple[Tensor, Tensor]:
-    """Positions (int64) and values (fp32) of a :func:`vote`, ``[R, V]`` each."""
+    """Positions (int64) and values (fp32) of a :func:`propose`, ``[R, V]`` each."""
     width = ballot.shape[1] - votes - 1
     positions = ballot[:, :width].contiguous().view(position_dtype(length)).long()
     codes = ballot[:, width:-1].contiguous().view(torch.int8).float()
@@ -432,12 +462,12 @@ def _read_ballot(ballot: Tensor, votes: int, length: int) -> tuple[Tensor, Tenso
 # ------------------------------------------------------------------------------ blocks: residual and shard state
 
 
-def take(matrix: Tensor, mask: Tensor | None) -> Tensor:
+def gather_blocks(matrix: Tensor, mask: Tensor | None) -> Tensor:
     """``[R, q]``: the masked entries of ``matrix [R, B]`` (all of it, not copied, for ``mask=None``)."""
     return matrix if mask is None else matrix.gather(1, mask.long())
 
 
-def put(matrix: Tensor, mask: Tensor | None, values: Tensor) -> None:
+def scatter_blocks(matrix: Tensor, mask: Tensor | None, values: Tensor) -> None:
     """Overwrites the masked entries of ``matrix [R, B]`` with ``values [R, q]``."""
     if mask is None:
         matrix.copy_(values)
@@ -483,6 +513,86 @@ def compact(
     return values
 
 
+class SecondMoment(NamedTuple):
+    """What :func:`sweep` adds the owner's own gradient to."""
+
+    exp_avg_sq: Tensor
+    """``[rows, B]``, changed in place."""
+    weights: Sequence[float]
+    """Of this gradient, for each piece: ``1 - beta2`` for AdamW."""
+    ranks: int
+    """N."""
+
+
+def sweep(
+    region: Region,
+    residual: Tensor,
+    grads: Sequence[Tensor | None] | None,
+    scale: Tensor,
+    mask: Tensor | None,
+    values: Tensor,
+    *,
+    clip_value: float | None = None,
+    second_moment: SecondMoment | None = None,
+    proposals: Tensor | None = None,
+    next_mask: Tensor | None = None,
+) -> None:
+    """All of a rank's work on the rows of a region, in one pass over memory (docs/design.md, 3).
+
+    In this order, and equal to these operations one after the other:
+
+    1. **fold**      ``residual += scale * grad`` (:func:`fold`), and the owner's second moment
+       (:func:`accumulate_exp_avg_sq`);
+    2. **compact**   the masked entries leave the residual (:func:`compact`), into ``values``;
+    3. **propose**   what is left is ranked, for the other ranks (:func:`propose`, into ``proposals``) or for the next
+       mask (:func:`select`, into ``next_mask``).
+
+    Every tensor ``[rows, ...]`` counts the same rows; those outside the region are left alone.
+
+    Args:
+        region: which rows, and which parameters fill them.
+        residual: ``[rows, B]``, changed in place.
+        grads: flat gradient of each piece, any float dtype; None is a gradient of zeros. None for all: they have been
+            folded before.
+        scale: 0-dim, or one for each row. 0 folds and sends nothing: values are 0, the rest stays as it is. What is
+            left is ranked all the same.
+        mask: ``[rows, q]`` positions, or None: everything is sent.
+        values: ``[rows, q]`` of the wire's dtype, written.
+        clip_value: first clamps the gradient to ``[-v, v]``.
+        second_moment: the owner's, or None.
+        proposals: uint8 ``[rows, W]``, written: what :func:`propose` returns, as many entries as fit its width.
+        next_mask: ``[rows, q']``, written: what :func:`select` returns.
+    """
+    blocks, length = residual.shape
+    if grads is not None:
+        flat = residual.view(-1)
+        folded = [flat[piece.of_blocks(length)] for piece in region.pieces]
+        factor = scale if scale.dim() == 0 else scale.amax()
+        fold(folded, grads, factor, clip_value)
+        if second_moment is not None:
+            moments = second_moment.exp_avg_sq.view(-1)
+            parts = [moments[piece.of_blocks(length)] for piece in region.pieces]
+            own = scale if scale.dim() == 0 else scale[[piece.row for piece in region.pieces]]
+            accumulate_exp_avg_sq(parts, grads, second_moment.weights, second_moment.ranks, own, clip_value)
+    for rows in region.rows:
+        part = None if mask is None else mask[rows]
+        compact(residual[rows], part, values.dtype, scale[rows] if scale.dim() else scale, out=values[rows])
+        if proposals is not None:
+            proposals[rows] = propose(residual[rows], votes_in(proposals.shape[1], length))
+        if next_mask is not None:
+            next_mask[rows] = select(residual[rows], next_mask.shape[1])
+
+
+def proposal_bytes(votes: int, block_size: int) -> int:
+    """Bytes of a row of :func:`propose`."""
+    return votes * (position_dtype(block_size).itemsize + 1) + 1 if votes else 0
+
+
+def votes_in(width: int, block_size: int) -> int:
+    """The reverse of :func:`proposal_bytes`."""
+    return (width - 1) // (position_dtype(block_size).itemsize + 1)
+
+
 class _Chosen:
     """The masked entries of some rows: where they lie is worked out once, for all matrices of one shape."""
 
@@ -508,7 +618,7 @@ class _Chosen:
             matrix[self.rows].view(-1).index_copy_(0, self.entries, values.reshape(-1))
 
 
-def tau_step(
+def adams_step(
     theta: Tensor,
     momentum: Tensor,
     tau: Tensor,
@@ -581,7 +691,7 @@ def tau_step(
 def _first_moments(
     momentum: Tensor, tau: Tensor, total: Tensor, h: Hyper, first: Tensor, later: Tensor, implicit: bool
 ) -> tuple[Tensor, Tensor]:
-    """``m'`` and ``S`` of :func:`tau_step`."""
+    """``m'`` and ``S`` of :func:`adams_step`."""
     if implicit:
         one_minus_bt = (tau * h.one_minus_beta1).div_((tau - 1).mul_(h.one_minus_beta1).add_(1))
     else:
@@ -621,13 +731,13 @@ def adamw_step(
 ) -> AdamWStep:
     """``tau`` steps of AdamW at once, from the sum of their gradients.
 
-    The first moment m', what it moves S, and the decay are those of :func:`tau_step`, with AdamW's bias corrections
+    The first moment m', what it moves S, and the decay are those of :func:`adams_step`, with AdamW's bias corrections
     ``c1 = 1 - b1**t`` and ``c2 = 1 - b2**t``::
 
         theta = (1 - lr*wd)**tau * theta - lr * S/c1 / (sqrt(u) + eps)
 
     ``u`` estimates AdamW's ``v/c2``, the mean square of the averaged gradient per step. The owner has no message for
-    it. It has v, to which its own gradient was added in every step (:func:`accumulate_second_moment`), and A::
+    it. It has v, to which its own gradient was added in every step (:func:`accumulate_exp_avg_sq`), and A::
 
         v = v + (1-b2) * max(0, A**2 - N * tau**2 * v/c2)     # what the owner cannot have seen
         u = max(v/c2, (m'/c1)**2, (S/c1 / L)**2)              # what the ranks have in common; L is LONGEST_MOVE
@@ -654,7 +764,7 @@ def adamw_step(
         corrections: c1 and c2.
         ranks: N.
         whole: see above.
-        implicit: as in :func:`tau_step`.
+        implicit: as in :func:`adams_step`.
     """
     h, (c1, c2) = hyper, corrections
     first = tau.clone().eq_(1)
@@ -676,67 +786,43 @@ def adamw_step(
     return AdamWStep(_decay(tau, h, first, later).mul_(theta).sub_(change), new_exp_avg, new_exp_avg_sq)
 
 
-def update(
-    theta: Tensor,
-    momentum: Tensor,
-    clock: Tensor,
+def update_adams(
+    shard: ShardState,
     mask: Tensor | None,
-    total: Tensor,
-    step: Tensor,
-    hyper: Hyper,
-    correction: Tensor | float,
-    scale: Tensor,
-    noise: Tensor | None = None,
+    mean: Tensor,
+    numbers: RowNumbers,
     floor: float = 1.0,
     implicit: bool = False,
-    group: Tensor | None = None,
 ) -> Tensor:
-    """:func:`tau_step` on the masked entries of a shard; theta, momentum and clock change in place.
+    """:func:`adams_step` on the masked entries of a shard; theta, momentum and clock change in place.
 
     Example: lr 1, no decay, both betas 0, eps 1e-30: ``theta = [[3]]`` at step 1 with ``total = [[-2]]``, clock
     ``[[0, 0]]`` and mask ``[[1]]`` gives ``theta = [[4]]``, momentum ``[[0, -2]]``, clock ``[[0, 1]]``, and returns 1.
 
     Args:
-        theta: ``[R, q]`` values of the masked parameters.
-        momentum: ``[R, B]`` of theta's dtype.
-        clock: ``[R, B]`` int32, step of each entry's last update.
+        shard: changed in place, but for its mean square.
         mask: ``[R, q]`` or None.
-        total: ``[R, q]``, A of :func:`tau_step`.
-        step: int32, t of this step: 0-dim, or of each row ``[R]``.
-        hyper: 0-dim or ``[G]``.
-        correction: as in :func:`tau_step`, 0-dim or ``[R]``.
-        scale: 0-dim or ``[R]``. 0 changes nothing.
-        noise: ``[R, B]``, from :func:`measure_noise`, or None.
-        floor: as in :func:`tau_step`.
+        mean: ``[R, q]``, A of :func:`adams_step`.
+        numbers: of each row.
+        floor: as in :func:`adams_step`.
         implicit: likewise.
-        group: int32 ``[R]``, the parameter group of each row; None where ``hyper`` is 0-dim.
 
     Returns:
         0-dim int64: how many of the entries were visited in the step before too.
     """
+    theta, momentum, noise, clock = shard
+    step, scale, hyper, correction, _, group = numbers
 
     def step_of(part: _Chosen, old: Tensor, moment: Tensor, tau: Tensor, own: Hyper) -> TauStep:
         known = None if noise is None else part.of(noise).to(theta.dtype)
         divisor = _rows(correction, part.rows) if isinstance(correction, Tensor) else correction
-        return tau_step(old, moment, tau, total[part.rows], own, divisor, known, floor, implicit)
+        return adams_step(old, moment, tau, mean[part.rows], own, divisor, known, floor, implicit)
 
     return _update_in_chunks(theta, momentum, clock, None, mask, step, hyper, scale, group, step_of)
 
 
 def update_adamw(
-    theta: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    clock: Tensor,
-    mask: Tensor | None,
-    total: Tensor,
-    step: Tensor,
-    hyper: Hyper,
-    corrections: tuple[Tensor, Tensor],
-    scale: Tensor,
-    ranks: int,
-    implicit: bool = True,
-    group: Tensor | None = None,
+    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int, implicit: bool = True
 ) -> Tensor:
     """:func:`adamw_step` on the masked entries of a shard; theta, both moments and the clock change in place.
 
@@ -744,28 +830,27 @@ def update_adamw(
     clock ``[[0, 0]]`` and mask ``[[1]]`` gives ``theta = [[4]]``, exp_avg ``[[0, -2]]``, exp_avg_sq ``[[0, 4]]``.
 
     Args:
-        theta: ``[R, q]`` values of the masked parameters.
-        exp_avg: ``[R, B]`` of theta's dtype.
-        exp_avg_sq: likewise; without a mask, of the step before, else with this step's own gradient in it.
-        clock: ``[R, B]`` int32, step of each entry's last update.
+        shard: changed in place. Its second moment is that of the step before without a mask, else it has this step's
+            own gradient in it.
         mask: ``[R, q]`` or None.
-        total: ``[R, q]``, A of :func:`adamw_step`.
-        step: int32, t of this step: 0-dim, or of each row ``[R]``.
-        hyper: 0-dim or ``[G]``.
-        corrections: as in :func:`adamw_step`, each 0-dim or ``[R]``.
-        scale: 0-dim or ``[R]``. 0 changes nothing.
+        mean: ``[R, q]``, A of :func:`adamw_step`.
+        numbers: of each row.
         ranks: N.
-        implicit: as in :func:`tau_step`.
-        group: int32 ``[R]``, the parameter group of each row; None where ``hyper`` is 0-dim.
+        implicit: as in :func:`adams_step`.
 
     Returns:
         0-dim int64: how many of the entries were visited in the step before too.
     """
+    theta, exp_avg, exp_avg_sq, clock = shard
+    step, scale, hyper, c1, c2, group = numbers
+    assert exp_avg_sq is not None
+    assert isinstance(c1, Tensor)
+    assert c2 is not None
 
     def step_of(part: _Chosen, old: Tensor, moment: Tensor, tau: Tensor, own: Hyper) -> AdamWStep:
-        c1, c2 = (_rows(correction, part.rows) for correction in corrections)
+        corrections = _rows(c1, part.rows), _rows(c2, part.rows)
         second = part.of(exp_avg_sq)
-        return adamw_step(old, moment, second, tau, total[part.rows], own, (c1, c2), ranks, mask is None, implicit)
+        return adamw_step(old, moment, second, tau, mean[part.rows], own, corrections, ranks, mask is None, implicit)
 
     return _update_in_chunks(theta, exp_avg, clock, exp_avg_sq, mask, step, hyper, scale, group, step_of)
 
@@ -814,7 +899,9 @@ def _update_in_chunks(
 # ------------------------------------------------------------------------- parameters: each a flat tensor of its own
 
 
-def gather(flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int) -> None:
+def gather_params(
+    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int
+) -> None:
     """Copies the masked entries of the parameters into ``out [R, q]``; positions that are pads are left alone.
 
     Example: ``B = 2``, parameters ``[5, 6, 7]`` and ``[8]``, mask ``[[1], [0], [0]]``: ``out = [[6], [7], [8]]``.
@@ -835,7 +922,7 @@ def gather(flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None
             target.copy_(flat.index_select(0, _entries_of(piece, mask, block_size, target.numel())))
 
 
-def scatter(
+def scatter_params(
     flats: Sequence[Tensor],
     pieces: Sequence[Piece],
     mask: Tensor | None,
@@ -843,7 +930,7 @@ def scatter(
     block_size: int,
     add: bool = False,
 ) -> None:
-    """The reverse of :func:`gather`: writes ``values [R, q]`` to the masked entries of the parameters, or adds them."""
+    """The reverse of :func:`gather_params`: writes ``values [R, q]`` to the masked entries of the parameters, or adds them."""
     # Less than one entry a cache line: to read the lines first is faster, for a core waits for several at once.
     sparse = mask is not None and block_size >= 16 * mask.shape[1] and mask.device.type == "cpu" and not add
     for piece in pieces:
