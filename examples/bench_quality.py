@@ -31,7 +31,9 @@ from simulated_ranks import DenseRanks, SimulatedRanks
 from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.engine.mask import DelayedMask, SparsitySchedule, StartMask
+from lightning_scape.engine.mask import Masks, Ranking
+from lightning_scape.engine.participation import Participation
+from lightning_scape.engine.state import ScapeState
 
 OUT = Path(__file__).parent / "results" / "quality"
 MAX_NORM = 1.0
@@ -151,37 +153,37 @@ class Training:
 def mask_delay(ranks: SimulatedRanks, steps: int) -> None:
     """Uses a mask ``steps`` steps after the gradient it was made from: 0, 1 (SCAPE) or 2."""
     for optimizer in ranks.optimizers:
-        masks = optimizer._masks
-        optimizer._masks = OtherDelay(masks.schedule, masks.interval, steps)
+        optimizer.engine.masks = {0: NoDelay, 1: Masks, 2: LongDelay}[steps](**optimizer.engine.masks.made_of)
 
 
-class OtherDelay(DelayedMask):
-    """A mask of this very step, or of two steps ago."""
+class NoDelay(Masks):
+    """Every step makes its own mask."""
 
-    def __init__(self, schedule: SparsitySchedule, interval: int, delay: int) -> None:
-        super().__init__(schedule, interval)
-        self.delay = delay
-        self._held: list[Tensor] = []
+    def missing(self, step: int) -> bool:
+        return not self.sends_all(step)
 
-    def due(self, step: int) -> bool:
-        sparse = self.schedule.sent(step) < self.schedule.quota.block_size
-        return (self.delay == 0 and sparse) or super().due(step)
+    def ranking(self, step: int, state: ScapeState) -> Ranking | None:
+        return None
 
-    def prepare(self, step: int, start: StartMask) -> None:
-        if self.delay == 1:
-            super().prepare(step, start)
-        elif self.delay == 2 and self.active is not None:
-            made, _ = start(self.schedule.sent(step + 2)).wait()
-            self._held.append(made)
-            if len(self._held) == self.delay:
-                self.active, self.uses = self._held.pop(0), 0
+
+class LongDelay(Masks):
+    """A mask of two steps ago."""
+
+    held: Tensor | None = None
+
+    def wait(self) -> float:
+        before = self.active
+        waited = super().wait()
+        if self.active is not before and before is not None:
+            self.held, self.active = self.active, self.held if self.held is not None else before
+        return waited
 
 
 def plain_update(ranks: SimulatedRanks, on: bool) -> None:
-    """AdamS with what arrives taken for one step's gradient: every clock stands at the step before."""
+    """AdamS with the arriving sum taken for one step's gradient: every entry was updated in the step before."""
 
     def reset(optimizer: ScapeOptimizer) -> None:
-        state = optimizer._run.state
+        state = optimizer.engine.state
         if state is not None:
             state.last_step.copy_(state.step)
 
@@ -198,45 +200,50 @@ def dense_vectors(ranks: SimulatedRanks, on: bool) -> None:
 def second_moment_ema(ranks: SimulatedRanks, weight: float) -> None:
     """Divides by an average over an entry's visits of ``A**2 / tau``, ``weight`` for the newest, kept by the owner."""
     for optimizer in ranks.optimizers:
-        optimizer._update = EmaUpdate(optimizer, weight)
+        optimizer.engine.shard = EmaShard(optimizer.engine.shard, weight)
 
 
 def vote_bits(ranks: SimulatedRanks, bits: int) -> None:
-    """Rounds the votes' 8-bit values to so many bits, sign included; the bytes are counted as if they had 8."""
+    """Rounds the proposals' 8-bit values to so many bits, sign included; the bytes are counted as if they had 8."""
     levels = (1 << (bits - 1)) - 1
 
-    def coarsened(plain: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
-        def cast(residual: Tensor, votes: int) -> Tensor:
-            ballots = plain(residual, votes)
-            codes = ballots[:, -votes - 1 : -1].view(torch.int8)
-            codes.copy_((codes.float() * (levels / 127)).round().mul(127 / levels).round())
-            return ballots
-
-        return cast
-
     for optimizer in ranks.optimizers:
-        optimizer._cast_ballots = coarsened(optimizer._cast_ballots)
+        comm, votes = optimizer.communicator, optimizer.config.votes
+        plain = comm.exchange_mask
+
+        def coarse(full: Any, own_part: Any, device: Any, proposals: Any = None, after: Any = None) -> Any:
+            if proposals is not None:
+                codes = proposals[:, -votes - 1 : -1].view(torch.int8)  # noqa: B023 - called by its own optimizer
+                codes.copy_((codes.float() * (levels / 127)).round().mul(127 / levels).round())
+            return plain(full, own_part, device, proposals, after)  # noqa: B023
+
+        comm.exchange_mask = coarse  # type: ignore[method-assign]
 
 
-class EmaUpdate:
-    """In place of ScapeOptimizer._update: has the average taken for what was measured."""
+class EmaShard:
+    """In place of the engine's own shard: has the average taken for the measured mean square."""
 
-    def __init__(self, optimizer: ScapeOptimizer, weight: float) -> None:
-        self.optimizer, self.weight, self.plain = optimizer, weight, optimizer._update
+    def __init__(self, plain: Any, weight: float) -> None:
+        self.plain, self.weight = plain, weight
         self.mean: Tensor | None = None
 
-    def __call__(self, state: Any, mask: Tensor | None, total: Tensor, scale: Tensor, record: Any) -> Tensor:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+    def update(
+        self, state: ScapeState, mask: Tensor | None, total: Tensor, part: Participation
+    ) -> tuple[Tensor, Tensor]:
         if self.mean is None:
             self.mean = torch.zeros_like(state.exp_avg)
-        own = self.optimizer._own_rows(mask)
+        own = None if mask is None else mask[self.plain.rows]
         tau = state.step + 1 - ops.gather_blocks(state.last_step, own)
         sample = total.square() / tau
         old = ops.gather_blocks(self.mean, own)
         ops.scatter_blocks(self.mean, own, torch.where(old == 0, sample, old + self.weight * (sample - old)))
         measured, state.local_exp_avg_sq = state.local_exp_avg_sq, self.mean
-        theta = self.plain(state, mask, total, scale, record)
+        updated: tuple[Tensor, Tensor] = self.plain.update(state, mask, total, part)
         state.local_exp_avg_sq = measured
-        return theta
+        return updated
 
 
 ABLATIONS: dict[str, Callable[[SimulatedRanks, Any], None]] = {

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_scape.comm.collectives import Arriving, Communicator, PendingMask
+from lightning_scape.comm.collectives import Communicator, Work
 from lightning_scape.config import ScapeConfig
 from lightning_scape.optimizer import ScapeOptimizer
 
@@ -95,39 +95,44 @@ class LocalCommunicator(Communicator):
             tensor += part
         return tensor
 
-    def exchange(self, values: Tensor) -> Arriving:
+    def all_to_all(self, values: Tensor) -> Work:
         self._count("values", values.numel() * values.element_size())
-        return Arriving(self._exchange(values))
+        return Work(self._all_to_all(values))
 
-    def _exchange(self, values: Tensor) -> Tensor:
+    def _all_to_all(self, values: Tensor) -> Tensor:
         rows = values.shape[0] // self.world_size
         mine = slice(self.rank * rows, (self.rank + 1) * rows)
         return torch.stack([part[mine] for part in self.meeting.share(self.rank, values)])
 
-    def gather_parameters(self, shard: Tensor) -> Arriving:
+    def all_gather(self, shard: Tensor) -> Work:
         full = torch.cat(self.meeting.share(self.rank, shard))
         self._count("parameters", full.numel() * full.element_size())
-        return Arriving(full.fill_(-0.0) if self.others_add else full)
+        return Work(full.fill_(-0.0) if self.others_add else full)
 
-    def start_mask(
-        self, make_room: Callable[[], Tensor], pick: Callable[[Tensor | None], Tensor], ballots: Tensor | None = None
-    ) -> PendingMask:
+    def exchange_mask(
+        self,
+        full: Callable[[], Tensor],
+        own_part: Callable[[Tensor | None], Tensor],
+        device: torch.device,
+        proposals: Tensor | None = None,
+        after: torch.cuda.Event | None = None,
+    ) -> Work:
         received = None
-        if ballots is not None:
-            self._count("votes", ballots.numel() * ballots.element_size())
-            received = self._exchange(ballots)
-        full = torch.cat(self.meeting.share(self.rank, pick(received)))
-        self._count("mask", full.numel() * full.element_size())
-        return PendingMask(Arriving(full))
+        if proposals is not None:
+            self._count("votes", proposals.numel() * proposals.element_size())
+            received = self._all_to_all(proposals)
+        mask = torch.cat(self.meeting.share(self.rank, own_part(received)))
+        self._count("mask", mask.numel() * mask.element_size())
+        return Work(mask)
 
-    def collect(self, flat: Tensor, to: int, device: torch.device) -> list[Tensor] | None:
+    def gather(self, flat: Tensor, to: int, device: torch.device) -> list[Tensor] | None:
         parts = self.meeting.share(self.rank, flat.clone())
         return parts if self.rank == to else None
 
-    def share(self, tensor: Tensor) -> Tensor:
+    def all_gather_stacked(self, tensor: Tensor) -> Tensor:
         return torch.stack(self.meeting.share(self.rank, tensor))
 
-    def share_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         return self.meeting.share(self.rank, value)
 
 
@@ -233,7 +238,7 @@ class SimulatedRanks(Ranks):
             communicator = LocalCommunicator(self.meeting, rank, self.world_size)
             handles = list(itertools.compress(self.handles[rank], chosen))
             optimizer = ScapeOptimizer(handles, **self.settings, config=config, communicator=communicator)
-            communicator.others_add = optimizer._as_changes
+            communicator.others_add = optimizer.engine.shard.as_changes
             return optimizer
 
         return self.each(make)
@@ -283,7 +288,7 @@ class SimulatedRanks(Ranks):
 
     def bytes_sent(self) -> int:
         """By a rank in the last step, counted from the tensors."""
-        records = [optimizer._run.record for optimizer in (self.optimizers[0], *self.others[:1])]  # stats reads more
+        records = [optimizer.engine.record for optimizer in (self.optimizers[0], *self.others[:1])]  # stats reads more
         return sum(sum(record.bytes_sent.values()) for record in records if record is not None)
 
     def state_dict(self) -> dict[str, Any]:

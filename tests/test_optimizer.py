@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.comm import collectives
 from lightning_scape.comm.collectives import Arriving
-from lightning_scape.engine.clipping import GradientClipping, pack_flags
+from lightning_scape.engine.clipping import GradientClipping
+from lightning_scape.engine.participation import pack_flags
 
 RunRanks = Callable[..., list[Any]]
 SIZES = ((37, 11), (5,), (1,), (300, 7), (3, 3, 3), (641,))

@@ -102,16 +102,16 @@ def write_directory(path: Path, tensors: Mapping[str, Chunk], rest: bytes, commu
         IsADirectoryError: ``path`` is a directory that is no checkpoint.
         OSError: on every rank, if any could not write. What was at ``path`` is untouched, nothing else is left.
     """
-    communicator.together(lambda: files.check_replaceable(path))
+    communicator.raise_on_all_ranks(lambda: files.check_replaceable(path))
     partial = files.partial_of(path)
     lead = communicator.rank == 0
     with files.explained_oserror(path):
         try:
-            communicator.together(lambda: _make_empty(partial) if lead else None)
-            communicator.together(lambda: _find(partial))
+            communicator.raise_on_all_ranks(lambda: _make_empty(partial) if lead else None)
+            communicator.raise_on_all_ranks(lambda: _find(partial))
             own = _write_tensors(partial, tensors, communicator)
-            listed = communicator.share_object(own)
-            communicator.together(lambda: _complete(partial, path, rest, listed) if lead else None)
+            listed = communicator.all_gather_object(own)
+            communicator.raise_on_all_ranks(lambda: _complete(partial, path, rest, listed) if lead else None)
         except Exception:
             if lead:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -149,7 +149,7 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Chunk], communicator: Com
             raise OSError(reason.errno, f"{reason.strerror or reason} (on rank {rank})") from None
         raise
     mine = sorted(path.name for path in folder.glob(f"__{communicator.rank}_*.distcp"))
-    described: dict[str, list[Any]] = communicator.together(lambda: files.describe_files(folder, mine))
+    described: dict[str, list[Any]] = communicator.raise_on_all_ranks(lambda: files.describe_files(folder, mine))
     return described
 
 
@@ -231,12 +231,12 @@ class Directory:
     def __init__(self, path: str | os.PathLike[str], communicator: Communicator | None = None) -> None:
         self.path = Path(path)
         communicator = communicator or Communicator.alone()
-        self.manifest = communicator.together(lambda: files.read_manifest(self.path))
-        communicator.together(
+        self.manifest = communicator.raise_on_all_ranks(lambda: files.read_manifest(self.path))
+        communicator.raise_on_all_ranks(
             lambda: files.check_digests(self.path, self.manifest, communicator.rank, communicator.world_size)
         )
         self._reader = _Reader(self.path)
-        self._metadata = communicator.together(self._reader.read_metadata)
+        self._metadata = communicator.raise_on_all_ranks(self._reader.read_metadata)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     @property

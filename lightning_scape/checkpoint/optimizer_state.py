@@ -31,7 +31,7 @@ from lightning_scape.checkpoint.dcp import Chunk, OwnShards, SavedShards
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.config import ScapeConfig
 from lightning_scape.engine.clipping import GradientClipping
-from lightning_scape.engine.mask import DelayedMask
+from lightning_scape.engine.mask import Masks
 from lightning_scape.engine.parameters import Parameters, problem_of_group
 from lightning_scape.engine.state import SHARD_TENSORS, ScapeState
 from lightning_scape.layout import Layout, Piece
@@ -55,7 +55,7 @@ class Snapshot:
     layout: Layout
     config: ScapeConfig
     parameters: Parameters
-    masks: DelayedMask
+    masks: Masks
     clipping: GradientClipping
 
 
@@ -72,11 +72,11 @@ def consolidate(snapshot: Snapshot, communicator: Communicator, to: int) -> dict
         shard: Tensor | None = getattr(state, name)
         if shard is None:
             continue
-        shards = communicator.collect(shard.view(-1), to, device)
+        shards = communicator.gather(shard.view(-1), to, device)
         if shards is not None:
             for place, tensor in _cut(torch.cat(shards), layout, parameters):
                 by_parameter[parameters.indices[place]][saved_as] = tensor
-    residuals = communicator.collect(state.residual.view(-1), to, device)
+    residuals = communicator.gather(state.residual.view(-1), to, device)
     if residuals is None:
         return None
     by_rank = []

@@ -136,7 +136,7 @@ class Saver:
         # Lightning links to the checkpoint, and so needs its folder, before it is there.
         make = path.parent.mkdir if communicator.rank == 0 else None
         with files.explained_oserror(path):
-            communicator.together(lambda: make(parents=True, exist_ok=True) if make is not None else None)
+            communicator.raise_on_all_ranks(lambda: make(parents=True, exist_ok=True) if make is not None else None)
         copies = {key: chunk.copied() for key, chunk in tensors.items()}
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scape-checkpoint")

@@ -21,7 +21,6 @@ of the model. With one rank nothing is sent at all.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import pickle
 import time
@@ -128,62 +127,42 @@ def _buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
 
 
 @dataclass
-class Arriving:
-    """A message under way. Keeps alive what it reads and writes until it has arrived."""
+class Work:
+    """A message under way. It keeps the memory alive that it reads and writes."""
 
     result: Tensor
     """Its contents are undefined before :meth:`wait`."""
     sent: Tensor | None = None
-    work: Any = None
+    handle: Any = None
+    """Of torch or of the background thread; None: the message has arrived."""
+    stream: torch.cuda.Stream | None = None
+    """The side stream, where the message runs on it."""
     waiting: Callable[[], contextlib.AbstractContextManager[None]] | None = None
-    """Surrounds the wait, in place of what only says what a failed message means."""
+    """Surrounds the wait; by default an error is explained."""
 
     def wait(self) -> Tensor:
-        """What has arrived; on CUDA the current stream waits, the host does not."""
-        if self.work is not None:
-            work, self.work = self.work, None
+        """Returns the result; on CUDA the current stream waits, the host does not."""
+        if self.handle is not None:
+            handle, self.handle = self.handle, None
             with (self.waiting or _lost_contact)():
-                work.wait()
+                handle.wait()
             self.sent = None
+        if self.stream is not None:
+            current = torch.cuda.current_stream(self.result.device)
+            current.wait_stream(self.stream)
+            # Allocated on the side stream, read on this one: the allocator must not hand it out again too early.
+            self.result.record_stream(current)
+            self.stream = None
         return self.result
 
-    def __enter__(self) -> Arriving:
+    def __enter__(self) -> Work:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """After an error inside the message still arrives: what is left half received breaks every later one."""
+        """Waits for the message after an error inside: half a message left behind breaks every later one."""
         if kind is not None and issubclass(kind, Exception):
             with contextlib.suppress(Exception):
                 self.wait()
-
-
-@dataclass
-class PendingMask:
-    """A mask in the making: its exchange begins when it is told to depart."""
-
-    arriving: Arriving | None = None
-    """The mask, ``[blocks, q]``, once it has departed."""
-    send: Callable[[], Arriving] | None = None
-    """Begins the exchange."""
-    stream: torch.cuda.Stream | None = None
-
-    def depart(self) -> None:
-        """Sets the exchange off, unless it is."""
-        if self.send is not None:
-            send, self.send = self.send, None
-            self.arriving = send()
-
-    def wait(self) -> tuple[Tensor, float]:
-        """The mask and the seconds the host waited; on CUDA the current stream waits, the host does not."""
-        assert self.arriving is not None
-        began = time.perf_counter()
-        mask = self.arriving.wait()
-        if self.stream is not None:
-            current = torch.cuda.current_stream(mask.device)
-            current.wait_stream(self.stream)
-            # Allocated on the side stream, read on this one: the allocator must not hand it out again too early.
-            mask.record_stream(current)
-        return mask, time.perf_counter() - began
 
 
 @dataclass
@@ -237,44 +216,43 @@ class Communicator:
             self._count("norm", 2 * tensor.numel() * tensor.element_size())
         return tensor
 
-    def exchange(self, values: Tensor) -> Arriving:
+    def all_to_all(self, values: Tensor) -> Work:
         """Sends shard j of ``values [N*R, q]`` to rank j; ``[N, R, q]`` arrive, the other ranks' values for this shard.
 
-        This rank's own place in what arrives holds nothing; with one rank there is no other: ``[0, q]``, ``[1, 0, q]``.
+        This rank's own place in the result holds nothing; with one rank there is no other: ``[0, q]``, ``[1, 0, q]``.
         """
         shape = self.world_size, -1, values.shape[1]
         if self.world_size == 1:
-            return Arriving(values.view(shape))
+            return Work(values.view(shape))
         received = torch.empty_like(values)
         with self._timed():
-            work = _all_to_all(received, values, self.process_group, async_op=True)
+            handle = _all_to_all(received, values, self.process_group, async_op=True)
         self._count("values", values.numel() * values.element_size())
-        return self._under_way(received.view(shape), values, work)
+        return self._under_way(received.view(shape), values, handle)
 
-    def gather_parameters(self, shard: Tensor) -> Arriving:
+    def all_gather(self, shard: Tensor) -> Work:
         """``[N*R, q]`` arrive: every rank's ``shard [R, q]``, in rank order."""
         if self.world_size == 1:
-            return Arriving(shard)
+            return Work(shard)
         full = shard.new_empty((self.world_size * shard.shape[0], shard.shape[1]))
         with self._timed():
-            work = _all_gather(full, shard, self.process_group, async_op=True)
+            handle = _all_gather(full, shard, self.process_group, async_op=True)
         self._count("parameters", full.numel() * full.element_size())
-        return self._under_way(full, shard, work)
+        return self._under_way(full, shard, handle)
 
-    def _under_way(self, result: Tensor, sent: Tensor, work: Any) -> Arriving:
-        arriving = Arriving(result, sent, work, self._timed)
+    def _under_way(self, result: Tensor, sent: Tensor, handle: Any) -> Work:
+        work = Work(result, sent, handle, waiting=self._timed)
         if self.at_once:
-            arriving.wait()
-        return arriving
+            work.wait()
+        return work
 
     @contextlib.contextmanager
-    def beside_compute(self, device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
-        """On CUDA, what runs inside goes to one side stream; elsewhere nothing changes.
+    def on_side_stream(self, device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
+        """On CUDA, queues the work inside on one side stream, behind ``after`` (None: now). Elsewhere nothing changes.
 
-        There it waits for ``after``, a :meth:`moment`; by default, this one. The side stream reads the residual, which
-        the next fold overwrites: :meth:`PendingMask.wait` comes before that.
+        The side stream reads the residual, which the next step overwrites: wait for its :class:`Work` before that.
         """
-        after = after or self.moment(device)
+        after = after or self.record_event(device)
         if after is None:
             yield
             return
@@ -283,66 +261,70 @@ class Communicator:
         with torch.cuda.stream(stream):
             yield
 
-    def moment(self, device: torch.device) -> torch.cuda.Event | None:
+    def record_event(self, device: torch.device) -> torch.cuda.Event | None:
         """On CUDA, the end of all work queued so far on the current stream; None elsewhere."""
         return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The one stream beside the compute, on which masks are made and exchanged."""
+        """The one stream on which masks are made and exchanged."""
         if self._side_stream is None:
             self._side_stream = torch.cuda.Stream(device)
         return self._side_stream
 
-    def start_mask(
-        self, make_room: Callable[[], Tensor], pick: Callable[[Tensor | None], Tensor], ballots: Tensor | None = None
-    ) -> PendingMask:
-        """Begins to make the next mask; call inside :meth:`beside_compute`. It is exchanged when told to depart.
+    def exchange_mask(
+        self,
+        full: Callable[[], Tensor],
+        own_part: Callable[[Tensor | None], Tensor],
+        device: torch.device,
+        proposals: Tensor | None = None,
+        after: torch.cuda.Event | None = None,
+    ) -> Work:
+        """Launches the exchange of the next mask, in the background.
 
         Args:
-            make_room: memory for every rank's part of the mask, ``[N*R, q]``.
-            pick: makes this rank's part ``[R, q]``, from the ballots cast for its shard ``[N, R, W]`` (None: no votes).
-            ballots: ``[N*R, W]``, what this rank has cast; None for no votes. With votes the mask is picked only when
-                they have been exchanged.
+            full: makes the memory for every rank's part of the mask, ``[N*R, q]``.
+            own_part: makes this rank's part ``[R, q]`` from the proposals for its shard ``[N, R, W]`` (None: none).
+            device: the parameters'.
+            proposals: ``[N*R, W]``, this rank's for all shards; None for none. They are exchanged first.
+            after: on CUDA, the event behind which all of it runs.
         """
-        if self.world_size == 1:
-            return PendingMask(Arriving(pick(None)), stream=self._side_stream)
-        if ballots is None:
-            send = functools.partial(self._gather_mask, make_room, pick(None))
-        else:
-            send = functools.partial(self._vote_and_gather, make_room, pick, ballots)
-        return PendingMask(send=send, stream=self._side_stream)
+        with self.on_side_stream(device, after):
+            if self.world_size == 1:
+                return Work(own_part(None), stream=self._side_stream)
+            if proposals is None:
+                return self._gather_mask(full(), own_part(None))
+            return self._merge_and_gather_mask(full(), own_part, proposals)
 
-    def _gather_mask(self, make_room: Callable[[], Tensor], shard: Tensor) -> Arriving:
-        with self.beside_compute(shard.device), _lost_contact():
-            full = make_room()
-            self._count("mask", full.numel() * full.element_size())
-            worker = Worker.existing(self.mask_group)
+    def _gather_mask(self, full: Tensor, shard: Tensor) -> Work:
+        self._count("mask", full.numel() * full.element_size())
+        worker = Worker.existing(self.mask_group)
+        with _lost_contact():
             if worker is None:
-                return Arriving(full, shard, _all_gather(full, shard, self.mask_group, async_op=True))
-            return Arriving(full, shard, worker.do(lambda: _all_gather(full, shard, self.mask_group)))
+                handle = _all_gather(full, shard, self.mask_group, async_op=True)
+            else:
+                handle = worker.do(lambda: _all_gather(full, shard, self.mask_group))
+        return Work(full, shard, handle, stream=self._side_stream)
 
-    def _vote_and_gather(
-        self, make_room: Callable[[], Tensor], pick: Callable[[Tensor | None], Tensor], ballots: Tensor
-    ) -> Arriving:
+    def _merge_and_gather_mask(
+        self, full: Tensor, own_part: Callable[[Tensor | None], Tensor], proposals: Tensor
+    ) -> Work:
         def messages() -> None:
-            received = torch.empty_like(ballots)
+            received = torch.empty_like(proposals)
             with _lost_contact():
-                _all_to_all(received, ballots, self.mask_group)
-            shard = pick(received.view(self.world_size, -1, ballots.shape[1]))
+                _all_to_all(received, proposals, self.mask_group)
+            shard = own_part(received.view(self.world_size, -1, proposals.shape[1]))
             with _lost_contact():
                 _all_gather(full, shard, self.mask_group)
 
-        with self.beside_compute(ballots.device):
-            full = make_room()
-            self._count("mask", full.numel() * full.element_size())
-            self._count("votes", ballots.numel() * ballots.element_size())
-            if ballots.device.type == "cuda":  # the stream orders the messages, the host waits for none
-                messages()
-                return Arriving(full)
+        self._count("mask", full.numel() * full.element_size())
+        self._count("votes", proposals.numel() * proposals.element_size())
+        if proposals.device.type == "cuda":  # the stream orders the messages, the host waits for none
+            messages()
+            return Work(full, stream=self._side_stream)
         assert self.mask_group is not None
-        return Arriving(full, work=Worker.of(self.mask_group).do(messages), waiting=contextlib.nullcontext)
+        return Work(full, handle=Worker.of(self.mask_group).do(messages), waiting=contextlib.nullcontext)
 
-    def collect(self, flat: Tensor, to: int, device: torch.device) -> list[Tensor] | None:
+    def gather(self, flat: Tensor, to: int, device: torch.device) -> list[Tensor] | None:
         """Every rank's ``flat`` (same length on all) on rank ``to`` in host memory, None elsewhere; for checkpoints.
 
         It travels by way of ``device``, in parts: NCCL carries nothing that lives in host memory.
@@ -364,7 +346,7 @@ class Communicator:
             begin += part.numel()
         return whole if mine else None
 
-    def share(self, tensor: Tensor) -> Tensor:
+    def all_gather_stacked(self, tensor: Tensor) -> Tensor:
         """``[N, ...]``: every rank's small ``tensor`` (same shape on all), on every rank. Not counted."""
         if self.world_size == 1:
             return tensor.unsqueeze(0)
@@ -374,7 +356,7 @@ class Communicator:
             _all_gather(full, flat, self.process_group)
         return full.view(self.world_size, *tensor.shape)
 
-    def share_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's small picklable ``value``, on every rank. Set-up only."""
         if self.world_size == 1:
             return [value]
@@ -383,26 +365,26 @@ class Communicator:
             dist.all_gather_object(values, value, group=self.process_group)
         return values
 
-    def together(self, act: Callable[[], T]) -> T:
-        """What ``act`` returns here. If it fails on any rank, all raise the error of the first that failed."""
+    def raise_on_all_ranks(self, act: Callable[[], T]) -> T:
+        """Calls ``act`` and returns its result. If it fails on any rank, all ranks raise the first one's error."""
         result: list[T] = []
         error: Exception | None = None
         try:
             result.append(act())
         except Exception as raised:
             error = raised
-        for rank, failure in enumerate(self.share_object(_portable(error))):
+        for rank, failure in enumerate(self.all_gather_object(_portable(error))):
             if failure is not None:
                 if error is not None and rank == self.rank:
                     raise error
                 raise failure from RuntimeError(f"raised on rank {rank}")
         return result[0]
 
-    def agree(self, value: Any, device: torch.device) -> bool:
+    def all_equal(self, value: Any, device: torch.device) -> bool:
         """Whether ``repr(value)`` is the same on all ranks; one message of 8 bytes."""
         digest = blake2b(repr(value).encode(), digest_size=8).digest()
         mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
-        everyone = self.share(mine)
+        everyone = self.all_gather_stacked(mine)
         return bool((everyone == everyone[0]).all())  # set-up: waiting for the device is fine
 
     @contextlib.contextmanager
@@ -447,7 +429,7 @@ def _lost_contact() -> Iterator[None]:
 
 
 @dataclass
-class _Works:
+class _Handles:
     """Messages under way that end together."""
 
     works: list[Any]
@@ -457,7 +439,7 @@ class _Works:
             work.wait()
 
 
-def _exchange_by_pairs(received: list[Tensor], sent: list[Tensor], group: ProcessGroup | None) -> _Works:
+def _exchange_by_pairs(received: list[Tensor], sent: list[Tensor], group: ProcessGroup | None) -> _Handles:
     """Sends ``sent[j]`` to rank j and receives ``received[j]`` from it, all at once; this rank's own stays here.
 
     What gloo's own all-to-all and all-gather do, at up to twice the speed: they announce what they can receive behind
@@ -467,7 +449,7 @@ def _exchange_by_pairs(received: list[Tensor], sent: list[Tensor], group: Proces
     others = [(rank + hop) % len(sent) for hop in range(1, len(sent))]
     works = [dist.irecv(received[peer], group=group, group_src=peer) for peer in others]
     works += [dist.isend(sent[peer], group=group, group_dst=peer) for peer in others]
-    return _Works(works)
+    return _Handles(works)
 
 
 def _by_pairs(tensor: Tensor, group: ProcessGroup | None) -> bool:

@@ -1,4 +1,4 @@
-"""What is done beside the main thread, and how a process that has such threads comes to its end.
+"""The background thread for messages, and the clean end of a process that has one.
 
 An interpreter that ends while a thread is inside torch (also after a message, to free what it held) aborts the process.
 So the end waits: for the threads here, and for gloo's own.
@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 
 LEAVE_SECONDS = 10.0
-"""For which a process that ends waits for a thread."""
+"""Seconds to wait for a thread at exit."""
 
 
 class Job(Future[None]):
-    """Something done beside the main thread, waited for like a message."""
+    """A call on the background thread; waited for like a message."""
 
     def wait(self) -> None:
-        """Until it is done; raises what it raised."""
+        """Waits until it has returned; raises its error."""
         self.result()
 
 
@@ -34,7 +34,7 @@ _Jobs = SimpleQueue[tuple[Job, Callable[[], None]] | None]
 
 
 class Worker:
-    """Does what it is given beside the main thread, one after the other.
+    """Runs calls on a background thread, one after the other.
 
     One for each group, whichever optimizers share it: messages of a group meet their like only if all ranks send them
     in the same order, which is the order in which the main threads hand them over. The thread is a daemon, so that a

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.config import ScapeConfig
+from lightning_scape.engine.participation import count_flags, pack_flags
 
 SKETCH_WIDTHS = (4093, 4091, 4079, 4073, 4057, 4051, 4049, 4027)
 """Buckets of the norm sketch: the largest primes below 4096, so that no matrix is as wide as all of them."""
@@ -49,7 +50,7 @@ class GradientClipping:
         """The gradients that the recorded norm is of, and their versions then."""
         self._signs: Tensor | None = None
         self._strict = False
-        self._verdict: tuple[Tensor, torch.cuda.Event, bool] | None = None
+        self._found_inf: tuple[Tensor, torch.cuda.Event, bool] | None = None
 
     def forget(self) -> None:
         """Drops what was recorded: the gradient it was measured on is gone."""
@@ -63,7 +64,7 @@ class GradientClipping:
         """Measures the norm and records the factor ``min(1, max_norm / norm)``. Returns the norm, 0-dim fp32.
 
         Raises:
-            RuntimeError: ``strict``, and it is not finite: at once on the CPU, on CUDA by :meth:`settle`.
+            RuntimeError: ``strict``, and it is not finite: at once on the CPU, on CUDA by :meth:`wait_found_inf`.
         """
         if not max_norm > 0:
             raise ValueError(
@@ -101,7 +102,7 @@ class GradientClipping:
     def scale(self, grads: Sequence[Tensor | None], device: torch.device) -> Tensor:
         """What the step's gradient is multiplied with: the recorded factor, 1 without one, 0 if it is not finite.
 
-        0-dim fp32 on ``device``, the same verdict on all ranks: a NaN or inf on any of them makes the norm not finite
+        0-dim fp32 on ``device``, the same on all ranks: a NaN or inf on any of them makes the norm not finite
         on every one.
         """
         if self.norm is None:
@@ -136,10 +137,10 @@ class GradientClipping:
 
     # ------------------------------------------------------------------------------------- skipped steps
 
-    def judge(self, scale: Tensor) -> None:
+    def record_found_inf(self, scale: Tensor) -> None:
         """Notes whether the step with this scale was skipped, and forgets what was recorded for it.
 
-        On the CPU at once; on CUDA when :meth:`settle` is called, for reading it now would stop the host.
+        On the CPU at once; on CUDA when :meth:`wait_found_inf` is called, for reading it now would stop the host.
 
         Raises:
             FloatingPointError: ``max_skipped`` steps in a row were skipped (on every rank in the same step).
@@ -153,27 +154,27 @@ class GradientClipping:
         on_host.copy_(scale, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(scale.device))
-        self._verdict = (on_host, event, strict)
+        self._found_inf = (on_host, event, strict)
 
-    def settle(self) -> None:
-        """Counts a verdict that was still on the device: long decided by the time the next step begins.
+    def wait_found_inf(self) -> None:
+        """Reads whether the last step was skipped, where that was still on the device; the step is long over by now.
 
         Raises:
-            FloatingPointError: as :meth:`judge`.
+            FloatingPointError: as :meth:`record_found_inf`.
             RuntimeError: the step was skipped, and its norm was recorded as one that must be finite.
         """
-        if self._verdict is not None:
-            on_host, event, strict = self._verdict
-            self._verdict = None
+        if self._found_inf is not None:
+            on_host, event, strict = self._found_inf
+            self._found_inf = None
             event.synchronize()
             if strict and float(on_host) == 0.0:
                 self.last_skipped = True
                 _refuse("got NaN or inf in the step before, which was skipped")
             self._count(on_host)
 
-    def drop_verdict(self) -> None:
-        """Drops a verdict that was still on the device: what follows goes on from another state than its step's."""
-        self._verdict = None
+    def drop_found_inf(self) -> None:
+        """Forgets whether the last step was skipped: another state is loaded."""
+        self._found_inf = None
 
     def _count(self, scale_on_host: Tensor) -> None:
         self.last_skipped = float(scale_on_host) == 0.0
@@ -202,37 +203,6 @@ def _refuse(what: str) -> NoReturn:
         f"The norm of the averaged gradient must be finite, {what} (on every rank). Pass `error_if_nonfinite=False` to"
         " let the optimizer skip such a step on all ranks."
     )
-
-
-def pack_flags(flags: Sequence[bool], ranks: int) -> Tensor:
-    """Flags as fp32 numbers, several in each, that may be summed over ranks: see :func:`count_flags`. On the CPU.
-
-    Example: ``[True, False, True]`` for 2 ranks are the digits 1, 0, 1 in base 3: ``[10.]``, for 1 + 0*3 + 1*9.
-    """
-    digits = _flags_per_number(ranks)
-    padded = torch.zeros(packed_size(len(flags), ranks) * digits, dtype=torch.float64, device="cpu")
-    padded[: len(flags)] = torch.tensor(flags, dtype=torch.float64, device="cpu")
-    weights = (ranks + 1.0) ** torch.arange(digits, dtype=torch.float64, device="cpu")
-    return (padded.view(-1, digits) @ weights).float()
-
-
-def count_flags(sums: Tensor, count: int, ranks: int) -> Tensor:
-    """How many ranks have set each of ``count`` flags, int64: the digits of sums of :func:`pack_flags`.
-
-    Example: ``[13.]`` for 3 flags of 2 ranks gives ``[1, 1, 1]``.
-    """
-    weights = (ranks + 1) ** torch.arange(_flags_per_number(ranks), device=sums.device)
-    return (sums.long().unsqueeze(1) // weights % (ranks + 1)).view(-1)[:count]
-
-
-def packed_size(count: int, ranks: int) -> int:
-    """Numbers that :func:`pack_flags` makes of ``count`` flags."""
-    return -(-count // _flags_per_number(ranks))
-
-
-def _flags_per_number(ranks: int) -> int:
-    """Digits in base ``ranks + 1`` that fp32 holds exactly."""
-    return max(1, int(24 / math.log2(ranks + 1)))
 
 
 def sketch_deviation(width: int = SKETCH_WIDTHS[0]) -> float:

@@ -1,19 +1,24 @@
-"""Which entries are sent: how many at which step, and the delay of one step between making a mask and using it.
+"""The mask's whole way: how many entries at which step, ranking, proposals, exchange, merge, and the delay of one step.
 
 Two of SCAPE's five points live here (docs/design.md, 1). *Partitioned mask generation*: each rank makes the mask of its
-own shard. *Delayed mask*: it is made in step t-1 from what that step left in the residual, exchanged during forward and
+own shard. *Delayed mask*: it is made in step t-1 from the residual which that step leaves, exchanged during forward and
 backward of step t, and used at the end of step t.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import time
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from lightning_scape.comm.collectives import PendingMask
+from lightning_scape import ops
+from lightning_scape.comm.collectives import Communicator, Work
 from lightning_scape.config import Quota, ScapeConfig
+from lightning_scape.engine.state import ScapeState
+from lightning_scape.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -49,35 +54,64 @@ class SparsitySchedule:
         return (begun + max(0, steps - settled) * self.quota.sent) / self.quota.block_size
 
 
-StartMask = Callable[[int], PendingMask]
-"""Given q, begins to make the mask; it is exchanged when told to depart."""
+@dataclass
+class Ranking:
+    """What the sweeps of a step write for the next mask."""
+
+    sent: int
+    """q of the next mask."""
+    proposals: Tensor | None = None
+    """uint8 ``[N*R, W]`` for the other ranks' shards, this rank's own rows zero; None: no proposals."""
+    own: Tensor | None = None
+    """``[R, q]``: the own part of the next mask; None where it comes later, from proposals or another statistic."""
 
 
-class DelayedMask:
-    """The mask in use and the one under way. Owns the delay; knows nothing of how masks are picked or sent.
+class Masks:
+    """The mask in use and the one under way.
 
     Args:
+        config: which statistic, how many proposals, how long a mask is used.
+        layout: blocks and shards.
+        comm: sends proposals and masks.
+        device: where masks live, the parameters' device.
         schedule: q at each step.
-        interval: steps for which one mask is used (``mask_interval``).
     """
 
-    def __init__(self, schedule: SparsitySchedule, interval: int) -> None:
+    def __init__(
+        self, config: ScapeConfig, layout: Layout, comm: Communicator, device: torch.device, schedule: SparsitySchedule
+    ) -> None:
         self.schedule = schedule
-        self.interval = interval
+        self.interval = config.mask_interval
         self.active: Tensor | None = None
         """``[blocks, q]``, the mask last used (or loaded, to be used next)."""
         self.uses = 0
         """Steps that have used the active mask."""
         self.unproven = False
         """Whether the active mask was made within a step, rather than before it, and that step may yet be skipped."""
-        self._pending: PendingMask | None = None
+        self.made_of = {"config": config, "layout": layout, "comm": comm, "device": device, "schedule": schedule}
+        """The arguments, for masks of another kind (ablations)."""
+        self._config, self._layout, self._comm, self._device = config, layout, comm, device
+        self._ranking: Ranking | None = None
+        self._pending: Work | None = None
+
+    # ------------------------------------------------------------------------------------------- the mask of a step
 
     def sends_all(self, step: int) -> bool:
         """Whether a step sends everything."""
         return self.schedule.sent(step) == self.schedule.quota.block_size
 
-    def due(self, step: int) -> bool:
-        """Whether this step must make its mask itself, for there is none of its density; after the arrival.
+    def wait(self) -> float:
+        """Waits for the mask under way, if any; returns the seconds the host waited."""
+        pending, self._pending = self._pending, None  # first: where waiting fails, nobody waits for it again
+        if pending is None:
+            return 0.0
+        began = time.perf_counter()
+        self.active = pending.wait()
+        self.uses = 0
+        return time.perf_counter() - began
+
+    def missing(self, step: int) -> bool:
+        """Whether this step must make its own mask, for there is none of its density.
 
         So it is with the first sparse step, the first after dense ones, and where a mask was lost or dropped.
         """
@@ -85,62 +119,92 @@ class DelayedMask:
             return False
         return self.active is None or self.active.shape[1] != self.schedule.sent(step)
 
-    def take(self, step: int, start: StartMask) -> tuple[Tensor | None, float]:
+    def current(self, step: int, state: ScapeState) -> tuple[Tensor | None, float]:
         """The mask of this step, and the seconds the host waited for it; None when the step sends everything.
 
-        It is the one prepared in the step before. Where that one is :meth:`due`, it is made now, from this step's own
-        statistics, and waited for; then all of the gradient must have been folded.
+        Where it is :meth:`missing`, it is made now. All of the step's gradient must have been folded then.
         """
-        sent = self.schedule.sent(step)
-        waited = self.arrive()
-        self.unproven = False
+        waited, self.unproven = 0.0, False
         if self.sends_all(step):
             self.active, self.uses = None, 0
             return None, waited
-        if self.due(step):
-            self._pending = start(sent)
-            self._pending.depart()
-            waited += self.arrive()
+        if self.missing(step):
+            self._ranking = self._new_ranking(self.schedule.sent(step), state)
+            self._rank(self._ranking, state)
+            self.launch(state)
+            waited = self.wait()
             self.unproven = True
         self.uses += 1
         return self.active, waited
 
-    def prepare(self, step: int, start: StartMask) -> None:
-        """Makes the mask of ``step + 1`` from what ``step`` has left in the residual, unless none is due.
+    def _rank(self, ranking: Ranking, state: ScapeState) -> None:
+        """Ranks the residual as it is."""
+        if ranking.proposals is not None:
+            for rows in self._layout.remote(self._comm.rank).rows:
+                ranking.proposals[rows] = ops.propose(state.residual[rows], self._config.votes)
+        if ranking.own is not None:
+            ranking.own.copy_(ops.select(state.residual[self._layout.rows_of(self._comm.rank)], ranking.sent))
+
+    # ------------------------------------------------------------------------------------------- the next mask
+
+    def ranking(self, step: int, state: ScapeState) -> Ranking | None:
+        """Memory for the next mask's ranking, which the sweeps of ``step`` fill; None if no mask is due.
 
         None is due when the next step sends everything, when the active mask serves ``interval`` steps and has not yet,
-        or when this step sent everything: then nothing is left in the residual to rank, and the next step makes its
+        or when this step sends everything: then nothing is left in the residual to rank, and the next step makes its
         mask from its own gradient.
         """
         sent = self.schedule.sent(step + 1)
-        if self.active is None or self.sends_all(step + 1):
-            return
-        if self.uses >= self.interval or self.active.shape[1] != sent:
-            self._pending = start(sent)
+        served = self.active is not None and (self.uses >= self.interval or self.active.shape[1] != sent)
+        self._ranking = self._new_ranking(sent, state) if served and not self.sends_all(step + 1) else None
+        return self._ranking
 
-    def depart(self) -> None:
-        """At the end of a step: sets the exchange of the mask it has made off."""
-        if self._pending is not None:
-            self._pending.depart()
+    def _new_ranking(self, sent: int, state: ScapeState) -> Ranking:
+        layout, ranking, home = self._layout, Ranking(sent), state.residual.device
+        if self._config.votes and layout.world_size > 1:
+            width = ops.proposal_bytes(self._config.votes, layout.block_size)
+            ranking.proposals = torch.empty(layout.blocks, width, dtype=torch.uint8, device=home)
+            ranking.proposals[layout.rows_of(self._comm.rank)] = 0
+        elif state.local_exp_avg_sum is None:
+            positions = ops.position_dtype(layout.block_size)
+            ranking.own = torch.empty(layout.shard_blocks, sent, dtype=positions, device=home)
+        return ranking
+
+    def launch(self, state: ScapeState, after: torch.cuda.Event | None = None) -> None:
+        """Launches the exchange of the mask that was ranked, if any; on CUDA behind the event ``after``."""
+        ranking, self._ranking = self._ranking, None
+        if ranking is None:
+            return
+        if state.residual.is_cuda:  # it may be freed, with this optimizer, before the side stream has read it
+            for read in (state.residual, state.local_exp_avg_sum, ranking.proposals, ranking.own):
+                if read is not None:
+                    read.record_stream(self._comm.side_stream(self._device))
+        shape, positions = (self._layout.blocks, ranking.sent), ops.position_dtype(self._layout.block_size)
+        full = functools.partial(torch.empty, shape, dtype=positions, device=self._device)
+        proposals = None if ranking.proposals is None else ranking.proposals.to(self._device)
+        own_part = functools.partial(self._own_part, ranking, state)
+        self._pending = self._comm.exchange_mask(full, own_part, self._device, proposals, after)
+
+    def _own_part(self, ranking: Ranking, state: ScapeState, received: Tensor | None) -> Tensor:
+        """This rank's part of the next mask, ``[R, q]``, from its own statistic and the other ranks' proposals."""
+        if ranking.own is not None:
+            return ranking.own.to(self._device)
+        statistic = state.residual[self._layout.rows_of(self._comm.rank)]
+        if state.local_exp_avg_sum is not None:
+            statistic = state.local_exp_avg_sum
+        if received is None:
+            return ops.select(statistic, ranking.sent).to(self._device)
+        received = received.to(statistic.device)
+        return ops.merge(statistic, received, self._comm.rank, self._config.votes, ranking.sent).to(self._device)
+
+    # ------------------------------------------------------------------------------------------- loads and skips
 
     def restore(self, mask: Tensor | None, uses: int) -> None:
         """Takes up a mask that was saved, to be used next; None leaves it to the next step to make one."""
         self.active, self.uses, self.unproven = mask, uses, False
 
-    def forget_unproven(self) -> None:
+    def drop_unproven(self) -> None:
         """After a skipped step: drops the mask that it made for itself, and its successor; both rank nothing."""
         if self.unproven:
-            self.arrive()
+            self.wait()
             self.restore(None, 0)
-
-    def arrive(self) -> float:
-        """Waits for the mask under way, if any; returns the seconds the host waited.
-
-        One that has not departed is dropped: an error has ended its step, and no other rank may be sending either.
-        """
-        pending, self._pending = self._pending, None  # first: where waiting fails, nobody waits for it again
-        if pending is None or pending.arriving is None:
-            return 0.0
-        self.active, waited = pending.wait()
-        self.uses = 0
-        return waited

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_scape.engine.state import is_dense
+from lightning_scape.engine.state import flatten, flatten_like, is_dense
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """dtypes of parameters that can be trained, and carried by the wire."""
@@ -29,6 +29,12 @@ class Parameters:
     groups: list[int]
     indices: list[int]
     names: list[str]
+    flat: list[Tensor] = field(default_factory=list)
+    """Flat views of their memory, from :meth:`flatten`."""
+
+    def __post_init__(self) -> None:
+        self._strides: list[tuple[int, ...]] = []
+        self._known: set[int] = set()
 
     @classmethod
     def of(cls, param_groups: Sequence[dict[str, Any]]) -> Parameters:
@@ -46,7 +52,40 @@ class Parameters:
                     found.indices.append(index)
                     found.names.append(given[place] if place < len(given) else f"parameter {index}")
                 index += 1
+        found._strides = [parameter.stride() for parameter in found.tensors]
+        found._known = {id(parameter) for parameter in found.tensors}
         return found
+
+    def flatten(self) -> None:
+        """Makes the flat views; anew at each step, for ``module.to()`` puts a parameter into other memory.
+
+        Raises:
+            ValueError: a parameter's memory order has changed.
+        """
+        for parameter, name, stride in zip(self.tensors, self.names, self._strides, strict=True):
+            if parameter.stride() != stride:
+                raise ValueError(
+                    f"Parameters must keep their memory order, got {name!r} with strides {parameter.stride()} instead"
+                    f" of {stride}. Change the memory format before building the optimizer."
+                )
+        self.flat = [flatten(parameter) for parameter in self.tensors]
+
+    def gradients(self, param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor | None]:
+        """Flat gradients, in order; None where there is none on this rank.
+
+        Raises:
+            ValueError: a parameter was frozen or unfrozen since the optimizer was built, or a gradient is sparse.
+        """
+        for group in param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad != (id(parameter) in self._known):
+                    change = "frozen then" if parameter.requires_grad else "trained then, and is frozen now"
+                    raise ValueError(
+                        "Parameters must be frozen or unfrozen before the optimizer is built, got one of shape"
+                        f" {tuple(parameter.shape)} that was {change}. Build a new optimizer after the change: the"
+                        " residual of a parameter would be lost, or never come to be."
+                    )
+        return [None if p.grad is None else flatten_like(p.grad, p) for p in self.tensors]
 
     def rename(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Takes the names given; a tied parameter keeps its first, one not mentioned the name it has."""

@@ -28,12 +28,12 @@ def check_same_setup(
     Raises:
         ValueError: naming the rank, what differs first, and both values.
     """
-    same = communicator.agree((dict(setup), problem), device)
+    same = communicator.all_equal((dict(setup), problem), device)
     if same:
         if problem is not None:
             raise ValueError(problem)
         return
-    everyone = communicator.share_object((dict(setup), problem))
+    everyone = communicator.all_gather_object((dict(setup), problem))
     for rank, (_, other_problem) in enumerate(everyone):
         if other_problem is not None:
             raise ValueError(f"On rank {rank}: {other_problem}")
@@ -75,7 +75,7 @@ def check_replicas(communicator: Communicator, flats: Sequence[Tensor], names: S
     """
     if communicator.world_size == 1 or not flats:
         return
-    sums = communicator.share(torch.stack([ops.checksum(flat) for flat in flats]))
+    sums = communicator.all_gather_stacked(torch.stack([ops.checksum(flat) for flat in flats]))
     differs = (sums != sums[0]).any(dim=2).cpu()  # waits for the device: meant, this check is rare
     if not differs.any():
         return

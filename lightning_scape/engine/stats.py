@@ -15,9 +15,9 @@ from torch.profiler import record_function
 from lightning_scape import ops
 from lightning_scape.layout import Layout, Piece
 
-PHASES = ("norm", "wait", "fold", "compact", "synchronize", "update", "reconstruct", "select")
-"""Phases of a step, in order; also the names of the profiler ranges (``scape::fold``, ...). While messages travel, some
-``fold`` and ``compact`` come after ``synchronize`` has begun, and most of ``select`` before ``reconstruct`` ends."""
+PHASES = ("norm", "wait", "mask", "sweep", "exchange", "update", "write", "launch")
+"""Phases of a step, in order; also the names of the profiler ranges (``scape::sweep``, ...). The own shard's part of
+``sweep`` comes after ``exchange`` has begun, while values travel."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class StepStats:
         return self.bytes_dense / self.bytes_total if self.bytes_total else float("nan")
 
     def as_dict(self, prefix: str = "scape") -> dict[str, float]:
-        """Flat metric names for a logger: ``scape/density``, ``scape/seconds/fold``, ..."""
+        """Flat metric names for a logger: ``scape/density``, ``scape/seconds/sweep``, ..."""
         flat = {f.name: float(getattr(self, f.name)) for f in fields(self) if f.name != "seconds"}
         flat |= {"bytes_total": float(self.bytes_total), "compression": self.compression}
         flat |= {f"seconds/{phase}": value for phase, value in self.seconds.items()}

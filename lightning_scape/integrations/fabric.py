@@ -277,13 +277,13 @@ class FabricScapeStrategy(DDPStrategy):
         ranks = Communicator(None, None)
         converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
         if swap.scape_optimizers(state.values()):
-            converted[RNG] = ranks.share_object(rng_state())
+            converted[RNG] = ranks.all_gather_object(rng_state())
 
         def write() -> None:
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(checkpoint=converted, path=path, storage_options=storage_options)
 
-        ranks.together(write)
+        ranks.raise_on_all_ranks(write)
 
     def _content(self, state: Mapping[str, Any]) -> Content:
         content = Content()

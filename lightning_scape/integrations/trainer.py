@@ -305,8 +305,10 @@ class ScapeStrategy(DDPStrategy):
             return
         ranks = Communicator(None, None)
         if "optimizer_states" in checkpoint:
-            checkpoint[RNG] = ranks.share_object(rng_state())
-        ranks.together(lambda: super(ScapeStrategy, self).save_checkpoint(checkpoint, filepath, storage_options))
+            checkpoint[RNG] = ranks.all_gather_object(rng_state())
+        ranks.raise_on_all_ranks(
+            lambda: super(ScapeStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
+        )
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:

@@ -34,7 +34,8 @@ from statistics import median
 from typing import Any
 
 from lightning_scape.config import ScapeConfig
-from lightning_scape.engine.clipping import SKETCH_WIDTHS, packed_size
+from lightning_scape.engine.clipping import SKETCH_WIDTHS
+from lightning_scape.engine.participation import packed_size
 from lightning_scape.layout import Layout
 
 PEER_SECONDS = 2e-6
@@ -578,8 +579,8 @@ def dense_would_be_faster(stats: Sequence[Any]) -> str | None:
     """What a run's own figures say: None where SCAPE pays or nothing can be said, else a sentence with the figures.
 
     The bandwidth is what the step's own messages reached, waiting included, which is less than large messages would:
-    the estimate errs on SCAPE's side. Dense AdamW's own time is taken from the fold's by the
-    memory they touch (28 bytes a parameter against 12).
+    the estimate errs on SCAPE's side. Dense AdamW's own time is taken from the sweep's by the
+    memory they touch (28 bytes a parameter against 12), which makes it too long where ranking is what takes the time.
 
     Args:
         stats: :class:`~lightning_scape.StepStats` of a few sparse steps of one rank, whose host did the work itself
@@ -588,12 +589,12 @@ def dense_would_be_faster(stats: Sequence[Any]) -> str | None:
     if not stats or any(s.skipped or not s.bytes_total or s.message_seconds <= 0 for s in stats):
         return None
     messages = median(s.message_seconds for s in stats)
-    fold, clipping = (median(s.seconds.get(phase, 0.0) for s in stats) for phase in ("fold", "norm"))
+    sweep, clipping = (median(s.seconds.get(phase, 0.0) for s in stats) for phase in ("sweep", "norm"))
     # A comparison of replicas sends its messages outside of the phases.
     own = median(max(sum(s.seconds.values()), s.message_seconds) for s in stats)
     waited = median(s.bytes_values + s.bytes_parameters + s.bytes_norm for s in stats)
     bandwidth = waited / messages
-    dense = median(s.bytes_dense for s in stats) / bandwidth + 28 / 12 * fold + clipping  # which is as dear there
+    dense = median(s.bytes_dense for s in stats) / bandwidth + 28 / 12 * sweep + clipping  # which is as dear there
     if dense >= WARN_BELOW * own:
         return None
     return (

@@ -19,10 +19,6 @@ from lightning_scape.planning import cost_model as planner
 from lightning_scape.planning.cost_model import Link, Machine
 
 CPU = torch.device("cpu")
-_SHARDED = ("update", "select")
-"""Phases of a step that work on the rank's own shard; the others see all parameters."""
-_NOT_OWN = ("norm", "wait")
-"""Phases that wait for others; the norm is measured apart."""
 
 
 def measure_compute(
@@ -84,15 +80,28 @@ def _scape_by_phase(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, flo
         optimizer.step()
         if step >= 2 and optimizer.stats is not None:
             rows.append(dict(optimizer.stats.seconds))
-    state, config = optimizer._run.state, optimizer.config
-    votes = 0.0  # which one rank alone does not cast
-    if config.votes and state is not None:
-        votes = _median_seconds(functools.partial(ops.propose, state.residual, config.votes), repeats, CPU)
-    phases = {name: median(row[name] for row in rows) for name in rows[0] if name not in _NOT_OWN}
-    shard = sum(value for name, value in phases.items() if name in _SHARDED)
-    whole = sum(phases.values()) - shard
-    # For the rank's own shard no votes are cast.
-    return whole + votes, shard - votes
+    phases = {name: median(row[name] for row in rows) for name in rows[0]}
+    remote = _median_seconds(_remote_sweep(optimizer), repeats, CPU)
+    # A rank alone has everything in its own shard, whose sweep also keeps the second moment and ranks for the mask.
+    shard = phases["update"] + max(0.0, phases["sweep"] - remote)
+    return remote + phases["write"], shard
+
+
+def _remote_sweep(optimizer: ScapeOptimizer) -> Callable[[], None]:
+    """The sweep of other ranks' shards, over all blocks; a rank alone has none."""
+    engine, config = optimizer.engine, optimizer.config
+    assert engine.state is not None
+    residual, region = engine.state.residual, engine.layout.everything()
+    grads = [parameter.grad for parameter in engine.parameters.tensors]
+    parts = [None if grad is None else grad.reshape(-1) for grad in grads]
+    taken = [parts[piece.segment.index] for piece in region.pieces]
+    blocks, quota = engine.layout.blocks, config.quota
+    mask = ops.select(residual, quota.sent)
+    values = torch.empty(blocks, quota.sent, dtype=config.values_dtype)
+    width = ops.proposal_bytes(config.votes, quota.block_size)
+    proposals = torch.empty(blocks, width, dtype=torch.uint8) if width else None
+    scale = torch.ones(())
+    return functools.partial(ops.sweep, region, residual, taken, scale, mask, values, proposals=proposals)
 
 
 def _scape_as_a_whole(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, float]:
@@ -131,7 +140,7 @@ def measure_link(
     large = torch.zeros(round(megabytes * 2.5e5) // ranks * ranks, 1, device=device)
     hop = _median_seconds(lambda: communicator.all_reduce_sum(small), 4 * repeats, device) / (2 * (ranks - 1))
     sent = large.numel() * large.element_size() * (ranks - 1) / ranks
-    elapsed, copying = _cost(lambda: communicator.exchange(large).wait(), repeats, device)
+    elapsed, copying = _cost(lambda: communicator.all_to_all(large).wait(), repeats, device)
     elapsed_reduce, reducing = _cost(lambda: communicator.all_reduce_sum(large), repeats, device)
     bandwidth = 2 * sent / max(elapsed_reduce - 2 * hop, 1e-9)
     crossing = sent * planner.nodes_share(ranks, ranks_per_node)

@@ -1,0 +1,250 @@
+"""The step of SCAPE (arXiv 2607.01678), as a straight line.
+
+Symbols: ``P`` parameters, ``N`` data-parallel ranks, ``B`` block length, ``q`` entries sent per block, ``R`` blocks of
+a shard, ``t`` step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from lightning_scape import ops
+from lightning_scape.comm.collectives import Communicator, Work
+from lightning_scape.config import ScapeConfig
+from lightning_scape.engine.clipping import GradientClipping
+from lightning_scape.engine.mask import Masks, SparsitySchedule
+from lightning_scape.engine.parameters import Parameters
+from lightning_scape.engine.participation import Participants
+from lightning_scape.engine.region import LocalRegion, RemoteRegion
+from lightning_scape.engine.replicas import check_replicas
+from lightning_scape.engine.shard import OwnShard
+from lightning_scape.engine.state import ScapeState
+from lightning_scape.engine.stats import StepRecord, StepStats
+from lightning_scape.layout import Layout
+
+
+class Engine:
+    """Everything that a step needs, apart from torch's interface of an optimizer.
+
+    :class:`~lightning_scape.ScapeOptimizer` holds one as ``engine``. Fabric's wrapper shares it by reference. Tests,
+    simulated ranks and benchmarks look at training through it.
+
+    Args:
+        param_groups: of the optimizer, read anew at each step.
+        parameters: those trained.
+        config: all options; ``update`` is given.
+        comm: sends the messages.
+        total_steps: steps of the run, where known.
+    """
+
+    def __init__(
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        parameters: Parameters,
+        config: ScapeConfig,
+        comm: Communicator,
+        total_steps: float | None = None,
+    ) -> None:
+        self.config, self.parameters, self.comm = config, parameters, comm
+        numels = [parameter.numel() for parameter in parameters.tensors]
+        self.layout = Layout(numels, parameters.groups, config.quota.block_size, comm.world_size)
+        self.state: ScapeState | None = None
+        """Made at the first step, or by a load."""
+        self.clipping = GradientClipping(config, comm)
+        self.participants = Participants(self.layout, len(numels), self.device)
+        schedule = SparsitySchedule.of(config, total_steps)
+        self.masks = Masks(config, self.layout, comm, self.device, schedule)
+        self.remote = RemoteRegion(self.layout, comm.rank, config)
+        self.local = LocalRegion(self.layout, comm.rank, config, param_groups)
+        self.shard = OwnShard(self.layout, comm.rank, config, parameters, self.participants, param_groups)
+        self.record: StepRecord | None = None
+        """Of the last step."""
+        self._stats: StepStats | None = None
+        self._clip_seconds = 0.0
+        self._masters_stale = False
+        self._compared = False
+
+    @property
+    def device(self) -> torch.device:
+        """The parameters' device."""
+        return self.parameters.device
+
+    # ------------------------------------------------------------------------------------------- the step
+
+    def step(self) -> None:
+        """Exchanges the masked entries and updates them. Collective.
+
+        ======== ==============================================================================================
+        norm     the scale of the step: the clipping factor, or 0 if a gradient is not finite
+        wait     the mask that was made in the last step arrives
+        mask     the first sparse step makes its own
+        sweep    fold, compact and rank, in one pass over memory: other ranks' shards, then, while those values
+                 travel, the own shard
+        exchange all-to-all of the values; the owner averages them in rank order, in fp32
+        update   tau steps of AdamW (AdamS) at once on the masked entries of the own shard
+        write    all-gather of the changes, or values; every rank applies them
+        launch   the exchange of the next mask begins; the next step waits for it
+        ======== ==============================================================================================
+
+        Raises:
+            FloatingPointError: ``max_skipped`` consecutive steps had a gradient that is not finite.
+            RuntimeError: replicas differ (first step, and every ``check_replicas_every``), or gradients have changed
+                since they were clipped.
+        """
+        state, grads, record = self._begin()
+        clip_value = self.clipping.clip_value
+        with record.phase("norm"):
+            scale = self.clipping.scale(grads, self.device)
+            part = self.participants.of(state, scale, self.clipping.present)
+        with record.phase("wait"):
+            record.exchange_wait = self.masks.wait()
+        with record.phase("mask"):
+            missing = self.masks.missing(state.calls)
+            if missing:  # the step ranks its own gradient, all of it
+                self.remote.fold(state, grads, part, clip_value)
+                self.local.fold(state, grads, part, clip_value)
+            unfolded = None if missing else grads
+            mask, waited = self.masks.current(state.calls, state)
+            record.exchange_wait += waited
+            ranking = self.masks.ranking(state.calls, state)
+            there = None if mask is None else mask.to(state.residual.device)
+        with record.phase("sweep"):
+            values = self.remote.sweep(state, unfolded, there, part, ranking, clip_value).to(self.device)
+        with record.phase("exchange"):
+            arriving = self.comm.all_to_all(values)
+        with arriving, record.phase("sweep"):
+            own = self.local.sweep(state, unfolded, there, part, ranking, clip_value).to(self.device)
+            swept = self.comm.record_event(self.device)
+            record.sent_energy = ops.squared_norm([own, *(values[rows] for rows in self.remote.rows)])
+        with record.phase("exchange"):
+            mean = self._mean(arriving.wait(), own, state.exp_avg.dtype)
+            del values, own, arriving
+        with record.phase("update"):
+            updated, record.again = self.shard.update(state, mask, mean, part)
+            record.sent = mean.shape[1]
+        with record.phase("write"):
+            self._write(mask, updated, self.comm.all_gather(updated))
+        with record.phase("launch"):
+            self.masks.launch(state, swept)
+        self._end(state, scale)
+
+    def _begin(self) -> tuple[ScapeState, list[Tensor | None], StepRecord]:
+        """Checks the gradients, allocates buffers at the first step, and brings masters up to date."""
+        self.clipping.check_unchanged([parameter.grad for parameter in self.parameters.tensors])
+        self._finish_last_step()
+        self.parameters.flatten()
+        state = self.state = self.state or self.allocate()
+        if not self._compared:  # the first step, or the first after a load
+            check_replicas(self.comm, self.parameters.flat, self.parameters.names)
+            self._compared = True
+        self._refresh_masters(state)
+        self.record, self._stats = StepRecord(clip_seconds=self._clip_seconds), None
+        self._clip_seconds = 0.0
+        return state, self.parameters.gradients(self.shard.param_groups), self.record
+
+    def _finish_last_step(self) -> None:
+        """On CUDA the host learns now whether the last step was skipped."""
+        self.clipping.wait_found_inf()
+        if self.clipping.last_skipped:
+            self.masks.drop_unproven()
+            if self.state is not None and self.state.sampled:  # the sample changed nothing
+                self.state.local_samples -= 1
+        if self.state is not None:
+            self.state.sampled = False
+
+    def _mean(self, received: Tensor, own: Tensor, dtype: torch.dtype) -> Tensor:
+        """A, ``[R, q]``: the mean over ranks of the values for this shard, summed in rank order."""
+        contributions: list[Tensor] = list(received)
+        contributions[self.comm.rank] = own
+        total = contributions[0].to(dtype, copy=True)
+        for contribution in contributions[1:]:
+            total.add_(contribution)
+        total /= self.comm.world_size
+        return total
+
+    def _write(self, mask: Tensor | None, updated: Tensor, arriving: Work) -> None:
+        """Applies the owners' updates: the own ones while the others travel."""
+        flat, block_size, add = self.parameters.flat, self.layout.block_size, self.shard.as_changes
+        with arriving:
+            own = None if mask is None else mask[self.local.rows]
+            ops.scatter_params(flat, self.local.pieces, own, updated, block_size, add)
+        ops.scatter_params(flat, self.remote.pieces, mask, arriving.wait(), block_size, add)
+
+    def _end(self, state: ScapeState, scale: Tensor) -> None:
+        record, every = self.record, self.config.check_replicas_every
+        assert record is not None
+        state.calls += 1
+        record.norm, record.scale = self.clipping.norm, scale
+        record.bytes_sent, record.message_seconds = self.comm.take_count()
+        if every and state.calls % every == 0:
+            check_replicas(self.comm, self.parameters.flat, self.parameters.names)
+        self.clipping.record_found_inf(scale)
+
+    # ------------------------------------------------------------------------------------------- around the step
+
+    def clip_grad_norm(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
+        """See :meth:`ScapeOptimizer.clip_grad_norm`."""
+        began = time.perf_counter()
+        with torch.no_grad(), record_function("scape::norm"):
+            grads = self.parameters.gradients(self.shard.param_groups)
+            norm = self.clipping.record_norm(grads, max_norm, self.device, strict=error_if_nonfinite)
+            self.clipping.remember([parameter.grad for parameter in self.parameters.tensors])
+        self._clip_seconds = time.perf_counter() - began
+        return norm
+
+    def stats(self) -> StepStats | None:
+        """See :attr:`ScapeOptimizer.stats`."""
+        if self._stats is None and self.record is not None and self.state is not None:
+            self.record.skipped_total = self.clipping.skipped_total
+            self._stats = self.record.summary(
+                self.state.calls, self.state.residual, self.parameters.tensors, self.layout, self.local.pieces
+            )
+        return self._stats
+
+    def allocate(self) -> ScapeState:
+        """Buffers, all zeros."""
+        return ScapeState.allocate(self.layout, self.config, self.parameters.state_dtype, self.device)
+
+    def settled_state(self) -> ScapeState:
+        """The state with nothing pending, as a checkpoint holds it."""
+        self.masks.wait()
+        self._finish_last_step()
+        state = self.state or self.allocate()
+        if state.master is not None:
+            self.parameters.flatten()
+            self._refresh_masters(state)
+        return state
+
+    def replace_state(self, state: ScapeState) -> None:
+        """Goes on from a state that was loaded."""
+        self.state, state.sampled = state, False
+        self.clipping.drop_found_inf()
+        self.record = self._stats = None
+        # Parameters may be loaded before or after: masters that do not round to them give way.
+        self._masters_stale, self._compared = True, False
+
+    def mark_masters_stale(self) -> None:
+        """Parameters were overwritten from outside: the next step reads the masters of changed ones anew."""
+        self._masters_stale = True
+
+    def _refresh_masters(self, state: ScapeState) -> None:
+        if self.parameters.need_masters and (state.master is None or self._masters_stale):
+            state.refresh_master(self.parameters.flat, self.layout, self.comm.rank)
+        self._masters_stale = False
+
+    def bytes_per_step(self, sent: int | None = None) -> int:
+        """See :meth:`ScapeOptimizer.bytes_per_step`."""
+        quota, ranks = self.config.quota, self.comm.world_size
+        sent = quota.sent if sent is None else sent
+        back = self.config.values_dtype if self.shard.as_changes else self.parameters.wire_dtype
+        per_block = sent * (self.config.values_dtype.itemsize + back.itemsize)
+        if sent < quota.block_size:
+            per_block += sent * ops.position_dtype(quota.block_size).itemsize
+            per_block += ops.proposal_bytes(self.config.votes, quota.block_size)
+        return self.layout.blocks * per_block * (ranks - 1) // ranks
