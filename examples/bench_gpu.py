@@ -97,7 +97,7 @@ def short_training(args: argparse.Namespace, choice: str, ranks: int = 1) -> dic
                 parameter.grad = torch.randn(parameter.shape, generator=generator).to(args.device)
             optimizer.step()
         optimizer.drain()
-    state = optimizer._run.state
+    state = optimizer.engine.state
     assert state is not None
     left = {"residual": state.residual, "clock": state.last_step, "momentum": state.exp_avg}
     return left | {f"parameter {i}": parameter.detach() for i, parameter in enumerate(parameters)}
@@ -195,8 +195,8 @@ class Alone(Communicator):
 def scape(parameters: list[torch.nn.Parameter], ranks: int, **options: Any) -> ScapeOptimizer:
     with patch("lightning_scape.optimizer.Communicator", lambda *_: Alone(ranks)):
         optimizer = ScapeOptimizer(parameters, config=ScapeConfig(**{"sparsity_warmup_steps": 0, **options}))
-    assert isinstance(optimizer._communicator, Alone)
-    optimizer._communicator.others = some_mask(optimizer._layout, optimizer.config.quota, parameters[0].device)
+    assert isinstance(optimizer.communicator, Alone)
+    optimizer.communicator.others = some_mask(optimizer.engine.layout, optimizer.config.quota, parameters[0].device)
     return optimizer
 
 

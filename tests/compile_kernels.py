@@ -133,7 +133,7 @@ def steps(dtypes: list[torch.dtype], config: ScapeConfig, groups: int = 2, gap: 
     optimizer = ScapeOptimizer(parts, config=config)
     with (
         patch.object(cuda, "select", lambda statistic, sent: _first(statistic, sent)),
-        patch.object(optimizer._clipping, "judge", lambda scale: optimizer._clipping.forget()),
+        patch.object(optimizer.engine.clipping, "judge", lambda scale: optimizer.engine.clipping.forget()),
     ):
         for step in range(3):
             for parameter in parameters:

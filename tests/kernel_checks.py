@@ -661,7 +661,7 @@ class KernelChecks:
                     parameter.grad = None if step == 1 else torch.ones_like(parameter)
                     optimizer.step()
                 optimizer.drain()
-            saved, state = optimizer.state_dict(), optimizer._run.state
+            saved, state = optimizer.state_dict(), optimizer.engine.state
             assert state is not None
             for shard in (state.residual, state.exp_avg, state.exp_avg_sq, state.local_exp_avg_sq):
                 assert shard is None or not shard.view(-1)[13:].any()
@@ -697,7 +697,7 @@ def train(config: ScapeConfig, choice: str, device: str, dtype: torch.dtype, *, 
             optimizer.step()
             optimizer.zero_grad()
         optimizer.drain()
-    state = optimizer._run.state
+    state = optimizer.engine.state
     assert state is not None
     assert state.missed is not None
     assert state.missed.tolist() == [0, 11, 0]  # and two that were skipped

@@ -42,8 +42,8 @@ def train_on(
         optimizer.step()
         optimizer.zero_grad()
     optimizer.drain()
-    assert optimizer._run.state is not None
-    return [p.detach().cpu() for p in parameters], optimizer._run.state.residual.cpu()
+    assert optimizer.engine.state is not None
+    return [p.detach().cpu() for p in parameters], optimizer.engine.state.residual.cpu()
 
 
 def train_scaled(rank: int, world_size: int, device: str) -> tuple[Tensor, int, float]:
@@ -62,5 +62,5 @@ def train_scaled(rank: int, world_size: int, device: str) -> tuple[Tensor, int, 
         scaler.update()
         optimizer.zero_grad()
     optimizer.drain()
-    assert optimizer._run.state is not None
-    return parameter.detach().cpu(), optimizer._run.state.calls, scaler.get_scale()
+    assert optimizer.engine.state is not None
+    return parameter.detach().cpu(), optimizer.engine.state.calls, scaler.get_scale()

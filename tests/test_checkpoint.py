@@ -15,6 +15,7 @@ from test_optimizer import SIZES, gradients, parameters, set_gradients, values
 from torch import Tensor
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer
+from lightning_scape.engine.state import piece_views
 
 RunRanks = Callable[..., list[Any]]
 
@@ -43,7 +44,7 @@ def train(params: list[Any], optimizer: ScapeOptimizer, rank: int, steps: range,
 def saved(optimizer: ScapeOptimizer, params: list[Any]) -> bytes:
     """What rank 0 would write, through torch.save."""
     optimizer.consolidate_state_dict(to=0)
-    if optimizer._communicator.rank:
+    if optimizer.communicator.rank:
         return b""
     file = io.BytesIO()
     torch.save({"optimizer": optimizer.state_dict(), "model": values(params)}, file)
@@ -70,12 +71,12 @@ def restored(
 
 def everything(params: list[Any], optimizer: ScapeOptimizer) -> list[Tensor]:
     optimizer.drain()
-    state = optimizer._run.state
+    state = optimizer.engine.state
     assert state is not None
     held = [
         state.residual,
         state.step,
-        optimizer._masks.active,
+        optimizer.engine.masks.active,
         state.local_exp_avg,
         state.local_exp_avg_sum,
         state.local_exp_avg_sq,
@@ -84,7 +85,7 @@ def everything(params: list[Any], optimizer: ScapeOptimizer) -> list[Tensor]:
         part
         for t in (state.exp_avg, state.master, state.exp_avg_sq, state.last_step)
         if t is not None
-        for part in optimizer._views(t.view(-1), optimizer._shard_pieces)
+        for part in piece_views(t, optimizer.engine.local.pieces)
     ]
     missed = [0] * len(params) if state.missed is None else state.missed.tolist()
     counts = torch.tensor([state.calls, state.exp_avg_sq_since, optimizer.schedule.warmup_steps, *missed])
@@ -146,9 +147,9 @@ def write_state(rank: int, world_size: int, steps: int, config: ScapeConfig) -> 
     params, optimizer = build(config, torch.float32)
     train(params, optimizer, rank, range(steps))
     file = saved(optimizer, params)
-    state = optimizer._run.state
+    state = optimizer.engine.state
     assert state is not None
-    mean = torch.cat(optimizer._views(state.residual.view(-1), optimizer._layout.everything().pieces)).clone()
+    mean = torch.cat(piece_views(state.residual, optimizer.engine.layout.everything().pieces)).clone()
     if world_size > 1:
         dist.all_reduce(mean)
     return file, mean / world_size
@@ -158,9 +159,9 @@ def read_state(rank: int, world_size: int, file: bytes, config: ScapeConfig) -> 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         params, optimizer = restored(file, config, torch.float32)
-    state = optimizer._run.state
+    state = optimizer.engine.state
     assert state is not None
-    mean = torch.cat(optimizer._views(state.residual.view(-1), optimizer._layout.everything().pieces)).clone()
+    mean = torch.cat(piece_views(state.residual, optimizer.engine.layout.everything().pieces)).clone()
     if world_size > 1:
         dist.all_reduce(mean)
     optimizer.consolidate_state_dict(to=0)
@@ -264,7 +265,7 @@ def guess_and_go(rank: int, world_size: int, file: bytes) -> int:
         train(again, other, rank, steps)
         for a, b in zip(everything(params, optimizer), everything(again, other), strict=True):
             assert torch.equal(a, b)
-    state = other._run.state
+    state = other.engine.state
     assert state is not None
     return state.exp_avg_sq_since
 
@@ -310,7 +311,7 @@ def test_a_state_of_adamws_update_goes_on_with_adams_and_measures_anew() -> None
     whole = optimizer.state_dict()
     with pytest.warns(UserWarning, match=r"update='adamw' \(now 'adams'\)"):
         params, other = restored(saved(optimizer, params), replace(config, update="adams"), torch.float32)
-    state = other._run.state
+    state = other.engine.state
     assert state is not None
     assert state.exp_avg_sq is None
     assert state.local_samples == 0
@@ -332,7 +333,7 @@ def test_another_block_length_drops_the_mask_and_says_so() -> None:
     texts = [str(warning.message) for warning in caught]
     assert any("masks are for blocks of 250 entries, this run's are 200" in text for text in texts)
     assert any("other options: sparsity=0.9 (now 0.99)" in text for text in texts)
-    assert other._masks.active is None
+    assert other.engine.masks.active is None
     before, after = optimizer.state_dict(), other.state_dict()
     for index, residual in before["scape"]["residuals"][0].items():
         assert torch.equal(residual, after["scape"]["residuals"][0][index])

@@ -170,7 +170,7 @@ def _after_an_error(rank: int, world: int, where: str) -> tuple[bool, float, Ten
         failed = True
     setattr(home, where, real)
     ops.compact = real_compact
-    state = optimizer._run.state
+    state = optimizer.engine.state
     assert state is not None
     assert state.master is not None
     if where != "scatter":  # the update happened wholly, or not at all

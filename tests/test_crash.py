@@ -60,7 +60,7 @@ def test_a_killed_rank_makes_the_others_stop_and_say_why(run_ranks: RunRanks, at
 
 def wait_for_masks(rank: int, world_size: int) -> float:
     optimizer = ScapeOptimizer(parameters(), config=CONFIG, process_group=dist.new_group(timeout=timedelta(seconds=7)))
-    mask_group = optimizer._communicator.mask_group
+    mask_group = optimizer.communicator.mask_group
     return mask_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 

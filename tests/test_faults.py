@@ -77,7 +77,7 @@ def train_through(rank: int, world_size: int, dtype: torch.dtype, options: dict[
         assert optimizer.stats.skipped is skips, name
         assert_replicas_equal(params)
         optimizer.drain()
-        state = optimizer._run.state
+        state = optimizer.engine.state
         assert state is not None
         for held in (state.residual, state.exp_avg, state.master, *params):
             assert held is None or bool(held.isfinite().all()), name

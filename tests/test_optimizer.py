@@ -22,6 +22,7 @@ from lightning_scape.comm import collectives
 from lightning_scape.comm.collectives import Arriving
 from lightning_scape.engine.clipping import GradientClipping
 from lightning_scape.engine.participation import pack_flags
+from lightning_scape.engine.state import piece_views
 
 RunRanks = Callable[..., list[Any]]
 SIZES = ((37, 11), (5,), (1,), (300, 7), (3, 3, 3), (641,))
@@ -146,7 +147,7 @@ def train_odd(rank: int, world_size: int, sparsity: float, dtype: torch.dtype, o
         assert_replicas_equal(list(model.parameters()))
     changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
     names = [name for name, _ in model.named_parameters()]
-    stats, state, record = optimizer.stats, optimizer._run.state, optimizer._run.record
+    stats, state, record = optimizer.stats, optimizer.engine.state, optimizer.engine.record
     assert stats is not None
     assert stats.residual_norm < float("inf")
     assert record is not None
@@ -154,7 +155,7 @@ def train_odd(rank: int, world_size: int, sparsity: float, dtype: torch.dtype, o
     assert state is not None
     assert state.missed is not None
     trained = {id(p): name for name, p in model.named_parameters()}
-    missed = zip((trained[id(p)] for p in optimizer._parameters.tensors), state.missed.tolist(), strict=True)
+    missed = zip((trained[id(p)] for p in optimizer.engine.parameters.tensors), state.missed.tolist(), strict=True)
     assert {name: count for name, count in missed if count} == {"sometimes.weight": 2}
     return dict(zip(names, changed, strict=True)), losses
 
@@ -212,7 +213,7 @@ def train_with_flags(rank: int, world_size: int, on_device: bool, options: dict[
         optimizer.clip_grad_norm(20.0)
         optimizer.step()
     optimizer.drain()
-    state = optimizer._run.state
+    state = optimizer.engine.state
     assert state is not None
     assert (state.missed is not None) == on_device
     kept = [t for t in kept_by_a_skipped_step(state)[:-1] if t is not None]
@@ -241,8 +242,8 @@ class Ledger:
     def __init__(self, optimizer: ScapeOptimizer) -> None:
         self.optimizer = optimizer
         self.sent: Tensor | None = None
-        self._exchange, self._mean = optimizer._communicator.exchange, optimizer._mean
-        optimizer._communicator.exchange = self.exchange  # type: ignore[method-assign]
+        self._exchange, self._mean = optimizer.communicator.exchange, optimizer._mean
+        optimizer.communicator.exchange = self.exchange  # type: ignore[method-assign]
         optimizer._mean = self.mean  # type: ignore[method-assign]
 
     def exchange(self, sent: Tensor) -> Arriving:
@@ -255,7 +256,7 @@ class Ledger:
         return self._mean(received, own, dtype)
 
     def _enter(self, rows: slice, values: Tensor) -> None:
-        state, mask = self.optimizer._run.state, self.optimizer._masks.active
+        state, mask = self.optimizer.engine.state, self.optimizer.engine.masks.active
         assert state is not None
         if self.sent is None:
             self.sent = torch.zeros(state.residual.shape, dtype=torch.float64)
@@ -265,11 +266,11 @@ class Ledger:
 
     def totals(self) -> list[Tensor]:
         """Sent plus residual, by parameter."""
-        state, optimizer = self.optimizer._run.state, self.optimizer
+        state, optimizer = self.optimizer.engine.state, self.optimizer
         assert state is not None
         assert self.sent is not None
         both = (self.sent + state.residual.double()).view(-1)
-        return optimizer._views(both, optimizer._layout.everything().pieces)
+        return optimizer._views(both, optimizer.engine.layout.everything().pieces)
 
 
 def train_with_ledger(rank: int, world_size: int, wire_dtype: str, whole: bool, update: str) -> float:
@@ -316,14 +317,14 @@ def train_watching_masks(rank: int, world_size: int, interval: int) -> dict[str,
     seen: list[Tensor] = []
     for step in range(6):
         before = values(params)
-        state = optimizer._run.state
+        state = optimizer.engine.state
         set_gradients(params, rank, step)
         optimizer.step()
-        state = optimizer._run.state
+        state = optimizer.engine.state
         assert state is not None
-        mask = optimizer._masks.active
+        mask = optimizer.engine.masks.active
         assert mask is not None
-        assert mask.shape == (optimizer._layout.blocks, quota.sent)
+        assert mask.shape == (optimizer.engine.layout.blocks, quota.sent)
         assert all(row.unique().numel() == quota.sent for row in mask)
         if expected is not None and step % interval == 0:
             assert torch.equal(mask, expected), f"step {step} did not use the mask made in step {step - 1}"
@@ -331,12 +332,12 @@ def train_watching_masks(rank: int, world_size: int, interval: int) -> dict[str,
             assert torch.equal(mask, seen[-1])
         seen.append(mask.clone())
         # Each owner's choice, from its own residual after this step: the mask of the next.
-        own = ops.select(state.shard_of_residual(optimizer._layout, rank), quota.sent)
+        own = ops.select(state.shard_of_residual(optimizer.engine.layout, rank), quota.sent)
         expected = torch.cat(gathered(own))
-        inside = torch.zeros(optimizer._layout.blocks, quota.block_size, dtype=torch.bool)
+        inside = torch.zeros(optimizer.engine.layout.blocks, quota.block_size, dtype=torch.bool)
         inside.scatter_(1, mask.long(), True)
         for part, old, parameter in zip(
-            optimizer._views(inside.view(-1), optimizer._layout.everything().pieces), before, params, strict=True
+            piece_views(inside, optimizer.engine.layout.everything().pieces), before, params, strict=True
         ):
             assert torch.equal(parameter.detach().view(-1)[~part], old.view(-1)[~part])
     assert optimizer.stats is not None
@@ -378,7 +379,7 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
     optimizer.step()
     stats = optimizer.stats
     assert stats is not None
-    layout, quota = optimizer._layout, config.quota
+    layout, quota = optimizer.engine.layout, config.quota
     entries = layout.blocks * quota.sent
     share = (world_size - 1) / world_size
     itemsize = {torch.bfloat16: 2, torch.float32: 4}
@@ -461,7 +462,7 @@ def test_unmasked_entries_stand_still_and_a_visit_catches_up(options: dict[str, 
     for _ in range(5):
         step(0, 1.0)
     assert (parameter.detach()[1:] == 2.0).all()
-    state = optimizer._run.state
+    state = optimizer.engine.state
     assert state is not None
     assert state.last_step.view(-1).tolist() == [5] + [0] * 9
     assert (state.exp_avg.view(-1)[1:] == 0).all()
@@ -499,8 +500,8 @@ def step_beside_the_op(rank: int, world_size: int, options: dict[str, Any]) -> i
         return totals[-1].clone()
 
     optimizer._mean = mean  # type: ignore[method-assign]
-    pieces, taken, visited = optimizer._shard_pieces, [0] * len(params), 0
-    state = optimizer._run.state = optimizer._allocate()
+    pieces, taken, visited = optimizer.engine.local.pieces, [0] * len(params), 0
+    state = optimizer.engine.state = optimizer._allocate()
     for step in range(9):
         set_gradients(params, rank, step)
         for place, parameter in enumerate(params):
@@ -514,12 +515,12 @@ def step_beside_the_op(rank: int, world_size: int, options: dict[str, Any]) -> i
         assert optimizer.stats is not None
         factor = torch.tensor(optimizer.stats.clip_factor)
         assert factor < 1
-        mask, inside, total = optimizer._masks.active, torch.zeros_like(shard[0]), torch.zeros_like(shard[0])
+        mask, inside, total = optimizer.engine.masks.active, torch.zeros_like(shard[0]), torch.zeros_like(shard[0])
         own = None if mask is None else mask[optimizer._own]
         ops.scatter_blocks(inside, own, torch.ones_like(totals[-1]))
         ops.scatter_blocks(total, own, totals[-1])
         matrices = (*shard, inside, total, state.exp_avg, state.exp_avg_sq, state.last_step)
-        views = [optimizer._views(matrix.view(-1), pieces) for matrix in matrices]  # type: ignore[union-attr]
+        views = [piece_views(matrix, pieces) for matrix in matrices]  # type: ignore[union-attr]
         for place in range(6):
             taken[place] += present[place]
         for piece, first, second, clock, chosen, arrived, *after in zip(pieces, *views, strict=True):
@@ -606,7 +607,7 @@ def clip_ranks(rank: int, world_size: int, kind: str, rule: str) -> tuple[float,
     untouched = torch.equal(params[0].grad, everyone[rank][0])  # type: ignore[arg-type]
     assert untouched
     optimizer.step()
-    stats, state = optimizer.stats, optimizer._run.state
+    stats, state = optimizer.stats, optimizer.engine.state
     assert stats is not None
     assert state is not None
     return norm, true, stats.clip_factor, stats.grad_norm
@@ -710,7 +711,7 @@ def train_through_nan(rank: int, world_size: int, bad: float, clip: bool, statis
         poisoned = step in (4, 5, 9)
         if poisoned and rank == 1:
             params[3].grad.view(-1)[77] = bad  # type: ignore[union-attr]
-        before, state = values(params), optimizer._run.state
+        before, state = values(params), optimizer.engine.state
         held = None
         if state is not None:
             optimizer.drain()
@@ -1052,15 +1053,13 @@ def collect_stats(rank: int, world_size: int) -> tuple[Any, float]:
     optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, wire_dtype="fp32", sparsity_warmup_steps=0))
     assert optimizer.stats is None
     for step in range(4):
-        state = optimizer._run.state
+        state = optimizer.engine.state
         folded = None if state is None else state.residual.clone()
         set_gradients(params, rank, step)
         optimizer.step()
     assert state is not None
     assert folded is not None
-    for part, parameter in zip(
-        optimizer._views(folded.view(-1), optimizer._layout.everything().pieces), params, strict=True
-    ):
+    for part, parameter in zip(piece_views(folded, optimizer.engine.layout.everything().pieces), params, strict=True):
         assert parameter.grad is not None
         part += parameter.grad.view(-1)
     return optimizer.stats, float((folded - state.residual).square().sum() / folded.square().sum())
@@ -1097,8 +1096,8 @@ def test_warm_up_falls_geometrically_to_the_quota() -> None:
     for step in range(8):
         set_gradients(params, 0, step)
         optimizer.step()
-        assert optimizer._run.record is not None
-        sent.append(optimizer._run.record.sent)
+        assert optimizer.engine.record is not None
+        sent.append(optimizer.engine.record.sent)
     assert sent == [200, 200, round(200 * 0.01**0.25), round(200 * 0.01**0.5), round(200 * 0.01**0.75), 2, 2, 2]
 
 
@@ -1121,7 +1120,7 @@ def test_masters_that_round_to_their_parameter_survive_a_reload() -> None:
     optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.0))
     set_gradients(params, 0, 0)
     optimizer.step()
-    state = optimizer._run.state
+    state = optimizer.engine.state
     assert state is not None
     assert state.master is not None
     kept = state.master.clone()

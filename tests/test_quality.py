@@ -170,7 +170,7 @@ def test_a_run_goes_on_from_its_snapshot_bit_for_bit(bench: ModuleType, tmp_path
 def test_the_default_warmup_is_no_longer_than_the_run(bench: ModuleType) -> None:
     run = tiny(bench)
     simulated = bench.build_ranks(run, bench.task_of(run).build_model())
-    assert {optimizer._masks.schedule.warmup_steps for optimizer in simulated.optimizers} == {STEPS}
+    assert {optimizer.engine.masks.schedule.warmup_steps for optimizer in simulated.optimizers} == {STEPS}
     assert {optimizer.config.update for optimizer in simulated.optimizers} == {"adamw"}
 
 

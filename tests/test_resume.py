@@ -99,7 +99,7 @@ def everything(optimizer: ScapeOptimizer) -> dict[str, Any]:
     """All that training depends on, on this rank."""
     own = optimizer.sharded_state_dict()
     held = {key: chunk.tensor.clone() for key, chunk in own.tensors.items()}
-    params = {f"parameter {i}": p.detach().clone() for i, p in enumerate(optimizer._parameters.tensors)}
+    params = {f"parameter {i}": p.detach().clone() for i, p in enumerate(optimizer.engine.parameters.tensors)}
     lrs = [group["lr"] for group in optimizer.param_groups]
     common = {key: value for key, value in own.common.items() if key != "names"}
     return {**held, **params, "lr": lrs, "common": common, "torch": torch.rand(3), "python": random.random()}
@@ -170,7 +170,7 @@ def trainer_stops_and_goes(rank: int, world_size: int, folder: str, precision: A
     straight, trainer = fit(rank, world_size, precision, options, callbacks=[keep])
     (optimizer,) = swap.scape_optimizers(trainer.optimizers)
     expected = everything(optimizer)
-    assert optimizer._clipping.skipped_total == 1
+    assert optimizer.engine.clipping.skipped_total == 1
     assert sum(expected["common"]["missed"].values()) in range(1, STEPS - 1)
     for step in STOPS:
         path = f"{folder}/step={step}.ckpt"

@@ -22,6 +22,7 @@ from lightning_scape.checkpoint.atomic_files import save_file, verify
 from lightning_scape.checkpoint.dcp import Directory
 from lightning_scape.checkpoint.saver import Content, SavedContent, Saver, consolidate
 from lightning_scape.comm.collectives import Communicator
+from lightning_scape.engine.state import piece_views
 from lightning_scape.tool import main
 
 RunRanks = Callable[..., list[Any]]
@@ -55,7 +56,7 @@ def numbered(params: list[Any]) -> dict[str, Tensor]:
 
 def whole_state(optimizer: ScapeOptimizer) -> dict[str, Any] | None:
     optimizer.consolidate_state_dict(to=0)
-    return optimizer.state_dict() if optimizer._communicator.rank == 0 else None
+    return optimizer.state_dict() if optimizer.communicator.rank == 0 else None
 
 
 # --------------------------------------------------------------------------------------- another number of ranks
@@ -78,7 +79,7 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
 
 def descend(model: nn.Module, optimizer: ScapeOptimizer, steps: int) -> list[float]:
     """The global batch is the same for any number of ranks. The first bias has no gradient in every third step."""
-    rank, world_size = optimizer._communicator.rank, optimizer._communicator.world_size
+    rank, world_size = optimizer.communicator.rank, optimizer.communicator.world_size
     losses = []
     for step in range(steps):
         loss_of(model, DATA[rank::world_size]).backward()
@@ -91,9 +92,9 @@ def descend(model: nn.Module, optimizer: ScapeOptimizer, steps: int) -> list[flo
 
 
 def mean_residual(optimizer: ScapeOptimizer) -> Tensor:
-    state = optimizer._run.state
+    state = optimizer.engine.state
     assert state is not None
-    mean = torch.cat(optimizer._views(state.residual.view(-1), optimizer._layout.everything().pieces)).clone()
+    mean = torch.cat(piece_views(state.residual, optimizer.engine.layout.everything().pieces)).clone()
     if dist.get_world_size() > 1:
         dist.all_reduce(mean)
     return mean / dist.get_world_size()
@@ -172,7 +173,7 @@ def stop_and_go_everywhere(rank: int, world_size: int, folder: str, config: Scap
         train(again, other, rank, range(step + 1, 12), bad)
         for a, b in zip(expected, everything(again, other), strict=True):
             assert torch.equal(a, b), f"resumed after step {step}"
-        assert other._clipping.skipped_total == 1
+        assert other.engine.clipping.skipped_total == 1
     return int(optimizer._current_state().step)
 
 
@@ -235,10 +236,10 @@ def save_and_measure(rank: int, world_size: int, folder: str, config: ScapeConfi
     save(f"{folder}/c", optimizer, numbered(params))
     own = optimizer.sharded_state_dict().tensors
     # Views: nothing but the rank's own shard, residual and rows of the mask.
-    state = optimizer._run.state
+    state = optimizer.engine.state
     assert state is not None
     names = ("momentum", "clock", "master", "noise", "second_moment", "residual")
-    held = [getattr(state, name) for name in names] + [optimizer._masks.active]
+    held = [getattr(state, name) for name in names] + [optimizer.engine.masks.active]
     homes = {t.untyped_storage().data_ptr() for t in held if t is not None}
     assert {chunk.tensor.untyped_storage().data_ptr() for chunk in own.values()} <= homes
     return sum(c.tensor.numel() for k, c in own.items() if k.endswith(".exp_avg")), sum(p.numel() for p in params)
@@ -476,7 +477,7 @@ def test_another_models_directory_is_refused_naming_the_first_difference(tmp_pat
         words = "Parameter group 1 of the state must have 3 parameters, got 4"
     with pytest.raises(ValueError, match=words):
         load(tmp_path / "c", other)
-    assert other._run.state is None
+    assert other.engine.state is None
 
 
 def test_other_options_are_told_and_the_mask_is_made_anew(tmp_path: Path) -> None:

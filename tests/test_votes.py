@@ -88,7 +88,7 @@ def train_watching_votes(rank: int, world_size: int, votes: int) -> None:
         set_gradients(params, rank, step)
         optimizer.step()
         optimizer.drain()
-        state, masks, layout = optimizer._run.state, optimizer._masks, optimizer._layout
+        state, masks, layout = optimizer.engine.state, optimizer.engine.masks, optimizer.engine.layout
         assert state is not None
         ballots = torch.stack(gathered(ops.propose(state.residual, votes)))
         rows = slice(rank * layout.shard_blocks, (rank + 1) * layout.shard_blocks)
@@ -124,7 +124,7 @@ def count_votes(rank: int, world_size: int, options: dict[str, Any]) -> None:
     optimizer.drain()
     collectives._all_to_all = real
     assert stats is not None
-    blocks = optimizer._layout.blocks
+    blocks = optimizer.engine.layout.blocks
     width = config.votes * (1 if config.quota.block_size <= 256 else 2) + config.votes + 1
     assert calls[-1] == ("torch.uint8", blocks * width), calls
     assert stats.bytes_votes == blocks * width * (world_size - 1) // world_size
@@ -177,7 +177,7 @@ def test_the_owner_samples_its_own_gradient_every_eight_steps() -> None:
     for step in range(2 * NOISE_INTERVAL + 1):
         parameter.grad = torch.full((30,), float(step))
         optimizer.step()
-    state = optimizer._run.state
+    state = optimizer.engine.state
     assert state is not None
     assert state.local_exp_avg_sq is not None
     mean = 0.0
@@ -210,7 +210,7 @@ def test_a_parameter_without_a_gradient_keeps_its_mean_square(update: str) -> No
         parameters[1].grad = torch.full((30,), value)
         with contextlib.nullcontext() if value == value else pytest.warns(UserWarning, match="not finite"):
             optimizer.step()
-        state = optimizer._run.state
+        state = optimizer.engine.state
         assert state is not None
         measured = state.exp_avg_sq if state.local_exp_avg_sq is None else state.local_exp_avg_sq
         assert measured is not None
@@ -222,7 +222,7 @@ def test_a_parameter_without_a_gradient_keeps_its_mean_square(update: str) -> No
 
 def assert_one_sample(optimizer: ScapeOptimizer, square: float) -> None:
     """That the noise is one gradient's, whose 30 entries have this square."""
-    state = optimizer._run.state
+    state = optimizer.engine.state
     assert state is not None
     assert state.local_exp_avg_sq is not None
     assert state.local_samples == 1
@@ -241,13 +241,13 @@ def test_a_state_loaded_after_a_skipped_step_knows_nothing_of_it(strict: bool | 
     with pytest.warns(UserWarning, match="not finite"):
         optimizer.step()
     if strict is not None:
-        optimizer._clipping._verdict = torch.zeros(()), arrived_event(), strict
+        optimizer.engine.clipping._verdict = torch.zeros(()), arrived_event(), strict
     with pytest.warns(UserWarning, match="not written by SCAPE"):
         optimizer.load_state_dict(dense.state_dict())
     parameter.grad = torch.full((30,), 3.0)
     optimizer.step()
     assert_one_sample(optimizer, 9.0)
-    assert optimizer._clipping.skipped_total == 1
+    assert optimizer.engine.clipping.skipped_total == 1
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])

@@ -12,7 +12,7 @@ from lightning_scape import ops
 from lightning_scape.config import ScapeConfig
 from lightning_scape.engine.mask import Ranking
 from lightning_scape.engine.participation import Participation
-from lightning_scape.engine.state import ScapeState
+from lightning_scape.engine.state import ScapeState, piece_views
 from lightning_scape.layout import Layout, Piece
 
 SAMPLE_INTERVAL = 8
@@ -43,7 +43,7 @@ class RemoteRegion:
     def fold(self, state: ScapeState, grads: Grads, part: Participation, clip_value: float | None) -> None:
         """``residual += scale * gradient``."""
         pieces = self._region.pieces
-        ops.fold(_views(state.residual, pieces), _parts(grads, pieces), part.scale, clip_value)
+        ops.fold(piece_views(state.residual, pieces), _parts(grads, pieces), part.scale, clip_value)
 
     def sweep(
         self,
@@ -95,7 +95,7 @@ class LocalRegion:
     def fold(self, state: ScapeState, grads: Grads, part: Participation, clip_value: float | None) -> None:
         """``residual += scale * gradient``, and the owner's statistics, for a step that is going to be sparse."""
         parts, pieces = _parts(grads, self._region.pieces), self._region.pieces
-        ops.fold(_views(state.residual[self.rows], pieces), parts, part.scale, clip_value)
+        ops.fold(piece_views(state.residual[self.rows], pieces), parts, part.scale, clip_value)
         moment = self._second_moment(state, sparse=True)
         if moment is not None:
             by_row = part.of_rows(self.rows)
@@ -104,7 +104,7 @@ class LocalRegion:
                 first_rows = torch.tensor([piece.row for piece in pieces], dtype=torch.int64, device="cpu")
                 scale = by_row.index_select(0, ops.to_device(first_rows, by_row.device))
             ops.accumulate_exp_avg_sq(
-                _views(moment.exp_avg_sq, pieces), parts, moment.weights, moment.ranks, scale, clip_value
+                piece_views(moment.exp_avg_sq, pieces), parts, moment.weights, moment.ranks, scale, clip_value
             )
         self._accumulate_first_moment(state, parts, part, clip_value)
 
@@ -163,7 +163,7 @@ class LocalRegion:
         if state.local_exp_avg is None or state.local_exp_avg_sum is None:
             return
         pieces, by_row = self._region.pieces, part.of_rows(self.rows)
-        moments, sums = _views(state.local_exp_avg, pieces), _views(state.local_exp_avg_sum, pieces)
+        moments, sums = piece_views(state.local_exp_avg, pieces), piece_views(state.local_exp_avg_sum, pieces)
         for piece, moment, total, given in zip(pieces, moments, sums, parts, strict=True):
             grad = torch.zeros_like(moment) if given is None else given
             beta1 = float(self._groups[piece.segment.group]["betas"][0])
@@ -178,12 +178,6 @@ class LocalRegion:
         taken = scale.to(seen.device) != 0
         cleared = torch.where(taken.unsqueeze(1) if taken.dim() else taken, 0.0, seen)
         ops.scatter_blocks(state.local_exp_avg_sum, own, cleared)
-
-
-def _views(matrix: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """The entries of each piece in a matrix of blocks, flat; pads left out."""
-    flat, length = matrix.view(-1), matrix.shape[1]
-    return [flat[piece.of_blocks(length)] for piece in pieces]
 
 
 def _parts(grads: Grads, pieces: Sequence[Piece]) -> list[Tensor | None]:

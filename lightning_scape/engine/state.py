@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape.config import ScapeConfig
-from lightning_scape.layout import Layout
+from lightning_scape.layout import Layout, Piece
 
 _CHUNK = 1 << 18
 """Entries handled at a time where temporaries of a parameter's size are to be avoided."""
@@ -91,6 +91,12 @@ class ScapeState:
             parameters = flats[piece.segment.index][piece.of_parameter]
             for master, parameter in zip(masters.split(_CHUNK), parameters.split(_CHUNK), strict=True):
                 master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.to(master.dtype)))
+
+
+def piece_views(matrix: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+    """The entries of each piece in a matrix of blocks ``[rows, B]``, flat; pads left out."""
+    flat, length = matrix.view(-1), matrix.shape[1]
+    return [flat[piece.of_blocks(length)] for piece in pieces]
 
 
 def flatten(parameter: Tensor) -> Tensor:

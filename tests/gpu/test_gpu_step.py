@@ -117,8 +117,8 @@ def test_the_host_goes_on_while_the_mask_is_made(monkeypatch: pytest.MonkeyPatch
     done = torch.cuda.Event()
     done.record()
     done.synchronize()
-    assert optimizer._communicator._side_stream is not None
-    assert not optimizer._communicator._side_stream.query()  # compute went by while the mask was still being made
+    assert optimizer.communicator._side_stream is not None
+    assert not optimizer.communicator._side_stream.query()  # compute went by while the mask was still being made
     assert float(forward) == 1000.0
     optimizer.drain()
 
@@ -128,10 +128,10 @@ def test_an_optimizer_may_be_dropped_while_its_mask_is_made(monkeypatch: pytest.
         parameters, optimizer = prepare(size=1_000_000)
         draw(parameters, 0)
         optimizer.step()
-        pending = optimizer._masks._pending
+        pending = optimizer.engine.masks._pending
         assert pending is not None
         if dropped:
-            numel = optimizer._run.state.residual.numel()
+            numel = optimizer.engine.state.residual.numel()
             del optimizer
             gc.collect()
             for _ in range(20):  # one of them would land in the residual's memory
