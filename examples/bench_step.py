@@ -1,10 +1,11 @@
-"""What one optimizer step costs: seconds by phase, bytes on the wire, memory; against torch's AdamW on the same model.
+"""The cost of one optimizer step: seconds by phase, bytes on the wire, memory; beside torch's AdamW, foreach and fused.
 
     python examples/bench_step.py                 # LitGPT's pythia-14m, 2 ranks, one core each; about a minute
     python examples/bench_step.py --sparsity 0.9 --model pythia-31m --ranks 1
 
 Every rank is a process pinned to a core of its own with one thread. AdamW and SCAPE take turns, step by step, so that
-whatever else the machine does hits both. Prints a table, and writes JSON and a PNG.
+other work on the machine hits all of them. The roofline is the time in which the machine could copy the bytes that the
+step has to touch. Prints a table, and writes JSON and a PNG.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, __version__
 from lightning_scape.comm.collectives import KINDS
+from lightning_scape.planning.cost_model import scape_traffic
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -66,6 +68,18 @@ def seconds_of(step: Any, rest: Any = None) -> tuple[float, float]:
     return took, time.process_time() - used
 
 
+def copy_bandwidth(megabytes: int = 128) -> float:
+    """Bytes per second that one core reads and writes when it copies memory; the best of five."""
+    source = torch.ones(megabytes << 18)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - began)
+    return 2 * source.numel() * source.element_size() / min(times)
+
+
 def peak_bytes(work: Any) -> int:
     """Most bytes alive at once of all that ``work`` allocates, from torch's own allocation events."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -86,7 +100,7 @@ def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, st
         dist.init_process_group("gloo", rank=rank, world_size=args.ranks, store=dist.FileStore(store, args.ranks))
     module, parameters = build(args.model, dtype, rank)
     size = sum(p.numel() for p in parameters)
-    config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0)
+    config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0, update="adamw")
 
     def two_steps() -> None:
         optimizer = ScapeOptimizer(parameters, config=config)
@@ -96,13 +110,17 @@ def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, st
 
     peak = peak_bytes(two_steps)
     scape = ScapeOptimizer(parameters, config=config)
-    _, twins = build(args.model, dtype, rank)
-    adamw = torch.optim.AdamW(twins, foreach=True)
+    dense = {
+        name: torch.optim.AdamW(build(args.model, dtype, rank)[1], foreach=name == "adamw", fused=name == "fused")
+        for name in ("adamw", "fused")
+    }
+    bandwidth = copy_bandwidth()
     rows: list[dict[str, float]] = []
     for step in range(args.steps + 4):
         row = {}
-        row["adamw_wall"], row["adamw"] = seconds_of(adamw.step)
-        # With what runs beside the next forward pass: on one core it is not hidden.
+        for name, adamw in dense.items():
+            row[f"{name}_wall"], row[name] = seconds_of(adamw.step)
+        # With the exchange of the next mask, which runs beside the next forward pass: on one core it is not hidden.
         row["scape_wall"], row["own"] = seconds_of(scape.step, scape.drain)
         assert scape.stats is not None
         row["messages"] = scape.stats.message_seconds
@@ -112,7 +130,10 @@ def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, st
     stats = scape.stats
     assert stats is not None
     if rank == 0:
-        state = 4 * size + (16 if dtype == "bf16" else 12) * size / args.ranks  # momentum, clock, noise, masters
+        # Residual; both moments, last steps and masters of the shard.
+        state = 4 * size + (16 if dtype == "bf16" else 12) * size / args.ranks
+        whole, shard = scape_traffic(config.quota.density, votes=config.votes > 0)
+        touched = (whole + shard / args.ranks) * size
         results.put(
             {
                 "model": args.model,
@@ -121,6 +142,9 @@ def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, st
                 "sparsity": sparsity,
                 "dtype": dtype,
                 "milliseconds": {name: 1e3 * statistics.median(row[name] for row in rows) for name in rows[0]},
+                "copy_bandwidth": bandwidth,
+                "bytes_touched": touched,
+                "roofline_milliseconds": 1e3 * touched / bandwidth,
                 "bytes": {kind: getattr(stats, f"bytes_{kind}") for kind in KINDS},
                 "bytes_per_parameter": stats.bytes_total / size * args.ranks / max(1, args.ranks - 1),
                 "compression": stats.compression,
@@ -145,23 +169,26 @@ def run(args: argparse.Namespace, sparsity: float, dtype: str) -> dict[str, Any]
 
 def table(found: list[dict[str, Any]]) -> str:
     lines = [
-        "| parameters | sparsity | step, ms | of which messages | CPU time*, ms | AdamW(foreach), ms"
-        " | CPU time / AdamW's | bytes per parameter** | sent, KB"
+        "| parameters | sparsity | step, ms | of which messages | CPU time*, ms | AdamW(foreach), ms | AdamW(fused), ms"
+        " | CPU time / foreach's | / fused's | roofline**, ms | bytes per parameter*** | sent, KB"
         " | peak memory above model and gradients, bytes per parameter | of which state | target |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in found:
         ms = row["milliseconds"]
         lines.append(
             f"| {row['parameters'] / 1e6:.1f}M {row['dtype']} | {row['sparsity']} | {ms['scape_wall']:.1f}"
-            f" | {ms['messages']:.1f} | {ms['own']:.1f} | {ms['adamw']:.1f} | {ms['own'] / ms['adamw']:.2f}"
+            f" | {ms['messages']:.1f} | {ms['own']:.1f} | {ms['adamw']:.1f} | {ms['fused']:.1f}"
+            f" | {ms['own'] / ms['adamw']:.2f} | {ms['own'] / ms['fused']:.2f} | {row['roofline_milliseconds']:.1f}"
             f" | {row['bytes_per_parameter']:.4f}"
             f" | {sum(row['bytes'].values()) / 1e3:.0f} | {row['peak_bytes'] / row['parameters']:.2f}"
             f" | {row['state_bytes'] / row['parameters']:.2f} | {row['peak_target'] / row['parameters']:.2f} |"
         )
     notes = (
         "\\* of a rank's process, all threads, sending and the making of the next mask included",
-        "\\** per rank and step, times N/(N-1)",
+        "\\** the bytes that the step has to touch, at this machine's copy bandwidth"
+        f" ({found[0]['copy_bandwidth'] / 1e9:.1f} GB/s on one core)",
+        "\\*** per rank and step, times N/(N-1)",
     )
     return "\n".join([*lines, "", *notes])
 
@@ -172,16 +199,19 @@ def plot(found: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.7 * len(found)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.9 * len(found)), layout="constrained")
     labels = []
     for place, row in enumerate(found):
-        labels += [f"SCAPE {row['sparsity']} {row['dtype']}", f"AdamW {row['dtype']}"]
+        labels += [f"SCAPE {row['sparsity']} {row['dtype']}", f"AdamW, foreach {row['dtype']}", "AdamW, fused"]
         left = 0.0
         phases = {k.removeprefix("phase/"): v for k, v in row["milliseconds"].items() if k.startswith("phase/")}
         for color, (name, value) in enumerate(phases.items()):
-            axes.barh(2 * place, value, left=left, color=f"C{color}", label=name if place == 0 else None)
+            axes.barh(3 * place, value, left=left, color=f"C{color}", label=name if place == 0 else None)
             left += value
-        axes.barh(2 * place + 1, row["milliseconds"]["adamw"], color="lightgray")
+        roof = row["roofline_milliseconds"]
+        axes.plot([roof, roof], [3 * place - 0.4, 3 * place + 0.4], "k--", label=None if place else "roofline")
+        axes.barh(3 * place + 1, row["milliseconds"]["adamw"], color="lightgray")
+        axes.barh(3 * place + 2, row["milliseconds"]["fused"], color="darkgray")
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds per step, one core per rank")
