@@ -27,7 +27,7 @@ MAX_BLOCK = 65536
 WARMUP_STEPS = 1000
 """Default length of the sparsity's warm-up; a shorter run warms up to its end."""
 _FEW = 5
-"""Where more entries per block are sent, votes no longer pay for their bytes and for selecting them."""
+"""Above this many sent entries per block, proposals no longer pay for their bytes and their ranking."""
 
 _WIRE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _RESIDUAL_DTYPES = (torch.float32, torch.float64)
@@ -62,7 +62,7 @@ class ScapeConfig:
     the optimizer given: ``"adamw"`` for AdamW and Adam, ``"adams"`` for AdamS."""
 
     dense_steps: int = 0
-    """So many first steps send everything (steps, >= 0)."""
+    """Number of first steps that send everything (>= 0)."""
 
     sparsity_warmup_steps: int | None = None
     """Steps, after the dense ones, in which the density falls geometrically from 1 to 1 - sparsity. None is 1,000, or
@@ -76,10 +76,10 @@ class ScapeConfig:
     ends of the window; no memory) or ``"first_moment"`` (the local first moments themselves, added up; 8P/N bytes)."""
 
     mask_votes: int | None = None
-    """Entries per block that every rank proposes to the owner, who adds them to its own statistic before it picks the
-    mask: position and 8-bit value, with the mask's exchange. 0 is the owner's own evidence alone. None is as many as
-    are sent per block where these are at most 5 (sparsity 0.98 and more, unless you set `block_size`) and residuals
-    are ranked, else 0."""
+    """Entries per block that every rank proposes to the owner, each with its position and an 8-bit value. The owner adds
+    them to its own statistic and picks the mask. 0: the owner uses its own statistic alone. None: as many as are sent
+    per block, if these are at most 5 (sparsity 0.98 and more, unless you set `block_size`) and residuals are ranked;
+    else 0."""
 
     second_moment: SecondMoment = "measured"
     """With ``update="adams"``: what an entry not visited in the step before is divided by. ``"measured"`` floors the
@@ -117,11 +117,12 @@ class ScapeConfig:
     """Where the residual lives; None is the parameters' own device."""
 
     max_skipped: int = 10
-    """A step whose gradient norm is not finite is skipped on all ranks; so many in a row are an error, at the last."""
+    """A step with a gradient norm that is not finite is skipped on all ranks. This many consecutive skipped steps raise
+    an error."""
 
     check_replicas_every: int = 0
-    """Compare all ranks' parameters bit for bit every so many steps; 0 is only at the first. A parameter changed on one
-    rank alone, by whatever means, differs from then on where changes come back (see ``wire_dtype``)."""
+    """Steps between two comparisons of all ranks' parameters, bit for bit; 0 compares only at the first step. If
+    something changes a parameter on one rank alone, it stays different where changes come back (see ``wire_dtype``)."""
 
     block_size: int | None = None
     """Block length B; None takes the largest B <= 256 for which (1 - sparsity) * B is a whole number, the nearest
@@ -237,7 +238,7 @@ class ScapeConfig:
 
     @property
     def measures_noise(self) -> bool:
-        """Whether the owner keeps a running mean square of its gradient beside AdamS's state."""
+        """Whether the owner keeps a running mean square of its own gradient, for the update of AdamS."""
         return self.update != "adamw" and self.second_moment == "measured" and not self.dense
 
     @property

@@ -222,7 +222,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         return 0 if self.engine.state is None else self.engine.state.calls
 
     def expect_steps(self, total_steps: float | None) -> None:
-        """Fits the default warm-up into a run of so many steps; None is not known.
+        """Fits the default warm-up into a run of ``total_steps`` steps; None is not known.
 
         For hosts that learn it after they have built the optimizer. Once a step was taken or loaded it does nothing.
         """
@@ -247,7 +247,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         """Figures of the last step, None before the first.
 
         Made when asked for (then kept until the next step): reads the whole residual once, and on CUDA waits for the
-        device. Ask every so many steps.
+        device. Do not ask at every step.
         """
         return self.engine.stats()
 

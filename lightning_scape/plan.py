@@ -123,7 +123,7 @@ def _launched() -> int:
 
 
 def _ranks_per_node(ranks: int, on_each: int) -> int:
-    """Of so many ranks in all, how many share a link: on one machine each has its own, the one that was measured."""
+    """Ranks that share one node's link. On one machine each rank has its own link, the one that was measured."""
     return on_each if on_each < ranks else 1
 
 

@@ -1,4 +1,4 @@
-"""Every message this package sends, on which group and stream, and how many bytes it cost.
+"""Every message of this package: its group, its stream and its bytes.
 
 A step sends five messages, however many parameters or layers there are:
 
@@ -6,7 +6,7 @@ A step sends five messages, however many parameters or layers there are:
 kind       call                             bytes a rank sends                           when
 ========== ================================ ============================================ ==================
 norm       all-reduce, fp32                 2 (N-1)/N * 16 KB (sketch) or 4 bytes        before the fold
-values     all-to-all, wire dtype           (N-1)/N * k * 2 (bf16) or 4 (fp32)           during the compaction
+values     all-to-all, wire dtype           (N-1)/N * k * 2 (bf16) or 4 (fp32)           during the local sweep
 parameters all-gather, wire dtype or own    (N-1)/N * k * itemsize                       after the update
 mask       all-gather, uint8 or uint16      (N-1)/N * k * 1 or 2                         during the next step
 votes      all-to-all, uint8                (N-1)/N * (P/B) * (V * (2 or 3) + 1)         during the next step
@@ -167,7 +167,7 @@ class Work:
 
 @dataclass
 class Communicator:
-    """The messages of one optimizer over one process group; N = 1 sends nothing and returns what it got.
+    """The messages of one optimizer over one process group. With N = 1 nothing is sent.
 
     Args:
         process_group: the data-parallel ranks; None is the default group, or no group where none is up.
@@ -177,11 +177,11 @@ class Communicator:
     process_group: ProcessGroup | None
     mask_group: ProcessGroup | None
     bytes_sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    """Bytes this rank sent since :meth:`take_count`, by kind."""
+    """Bytes that this rank sent since :meth:`take_count`, by kind."""
     seconds: float = 0.0
     """Seconds of the host inside messages since then, waiting for other ranks included; the mask's are left out."""
     at_once: bool = False
-    """Waits for every message where it departs, so that ``seconds`` are all that it takes."""
+    """Whether to wait for every message where it is launched, so that ``seconds`` holds its whole time."""
 
     def __post_init__(self) -> None:
         self.rank: int = dist.get_rank(self.process_group) if is_distributed() else 0

@@ -1,6 +1,6 @@
 """The background thread for messages, and the clean end of a process that has one.
 
-An interpreter that ends while a thread is inside torch (also after a message, to free what it held) aborts the process.
+A process aborts if the interpreter ends while a thread is inside torch, even only to free memory after a message.
 So the end waits: for the threads here, and for gloo's own.
 """
 
@@ -61,7 +61,7 @@ class Worker:
 
     @classmethod
     def existing(cls, group: dist.ProcessGroup | None) -> Worker | None:
-        """The group's one, if an optimizer that votes shares the group."""
+        """The group's worker, if an optimizer with proposals shares the group."""
         return None if group is None else cls._of.get(group)
 
     def do(self, act: Callable[[], None]) -> Job:
@@ -75,7 +75,7 @@ class Worker:
 
 
 def _leave(thread: weakref.ref[threading.Thread], jobs: _Jobs, group: weakref.ref[dist.ProcessGroup]) -> None:
-    """Waits until the worker's thread has ended, ``LEAVE_SECONDS`` at most; what it was given comes first.
+    """Waits until the worker's thread has done its calls and ended, ``LEAVE_SECONDS`` at most.
 
     A message that is still not answered then is given up, with its group.
     """
@@ -95,7 +95,7 @@ def _leave(thread: weakref.ref[threading.Thread], jobs: _Jobs, group: weakref.re
 def _work_off(jobs: _Jobs) -> None:
     while (given := jobs.get()) is not None:
         _carry_out(*given)
-        del given  # what it holds must not live until the next
+        del given  # its tensors must not live until the next call
 
 
 def _carry_out(job: Job, act: Callable[[], None]) -> None:
@@ -115,7 +115,7 @@ def end_groups_at_exit() -> None:
 
 
 def _end_groups() -> None:
-    """Joins gloo's own threads, which free what the last messages held, and abort a process that ends meanwhile.
+    """Joins gloo's own threads: they free the last messages, and would abort a process that ends meanwhile.
 
     That is what ``destroy_process_group`` does, and nothing if the script has called it. For ``LEAVE_SECONDS`` at most:
     a message that was interrupted would be waited for until its timeout.

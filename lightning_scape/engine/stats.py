@@ -1,4 +1,4 @@
-"""What the last step did: the figures that tell a user whether SCAPE helps here."""
+"""Figures of the last step, which tell a user whether SCAPE helps here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StepStats:
     bytes_votes: int
     bytes_norm: int
     bytes_dense: int
-    """What a ring all-reduce of the whole gradient in the parameters' own dtypes would have sent (DDP)."""
+    """Bytes that a ring all-reduce of the whole gradient (DDP) would have sent, in the parameters' own dtypes."""
     density: float
     """Entries sent / P."""
     mask_churn: float
@@ -48,7 +48,7 @@ class StepStats:
     """Norm of the averaged gradient before clipping: the sketch's estimate, or, with ``clip_norm="local"`` or without
     clipping, the root mean square of the ranks' own norms (an over-estimate)."""
     clip_factor: float
-    """What the gradient was multiplied with; 0 in a skipped step."""
+    """Factor of the gradient; 0 in a skipped step."""
     skipped: bool
     """Whether the step was skipped because the norm was not finite."""
     skipped_total: int
@@ -79,7 +79,7 @@ class StepStats:
 
 @dataclass
 class StepRecord:
-    """What a step leaves for :class:`StepStats`. Tensors stay on the device until someone looks."""
+    """Raw figures of a step, for :class:`StepStats`. Tensors stay on the device until someone asks."""
 
     clip_seconds: float = 0.0
     """Spent on measuring the norm before the step."""

@@ -47,7 +47,7 @@ class PayoffCheck:
         if after > 0 and (stats := optimizer.stats) is not None:
             self._seen.append(stats)
         judged = len(self._seen) == self.steps
-        # What travels beside other work hides how fast the link is.
+        # A message that travels while other work is done does not show the speed of the link.
         optimizer.communicator.at_once = after >= 0 and not judged
         return dense_would_be_faster(self._seen) if judged else None
 
@@ -98,7 +98,7 @@ def densities(optimizers: Iterable[object]) -> dict[str, float]:
 
 
 def metric_prefix(index: int, optimizers: int) -> str:
-    """Of the metrics of one of so many optimizers: ``scape``, or ``scape-0``, ``scape-1``, ..."""
+    """Prefix of one optimizer's metrics: ``scape``, or ``scape-0``, ``scape-1``, ... if there are several."""
     return "scape" if optimizers == 1 else f"scape-{index}"
 
 

@@ -1,4 +1,4 @@
-"""ScapeMonitor: what a step sent, what it left behind and how long it waited, in the logger and the progress bar."""
+"""ScapeMonitor: bytes, residual and waiting time of a step, in the logger and the progress bar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROGRESS_BAR_METRICS = ("compression", "grad_norm")
 
 
 class ScapeMonitor(Callback):
-    """Log the statistics of a step (:class:`~lightning_scape.StepStats`) every so many optimizer steps.
+    """Log the statistics of a step (:class:`~lightning_scape.StepStats`) every ``every_n_steps`` optimizer steps.
 
     All of them go to every logger of the Trainer under ``scape/...`` (``scape-0/...``, ``scape-1/...`` with several
     optimizers); the compression ratio and the gradient norm also go to the progress bar, and so to

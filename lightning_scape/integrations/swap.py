@@ -1,8 +1,8 @@
 """What the strategies of Lightning Trainer and Lightning Fabric share; knows neither.
 
 The user's optimizer is dense (AdamW, Adam, AdamS). A strategy swaps it for a :class:`ScapeOptimizer` over the same
-parameter groups, points everything that held the old one at the new one, and from then on only passes on what its host
-asks for: clip, drain, scale. All of that is here, so that a strategy is left with its host's hooks.
+parameter groups, and points schedulers and others at the new one. After that it passes on its host's requests: clip,
+drain, scale. All of that is here, so that a strategy only holds its host's hooks.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class ScapeStrategy(DDPStrategy):
         config: all options at once, instead of one by one; an option given both ways must be the same.
         update: ``"adamw"`` or ``"adams"``; None fits the optimizer given. See :class:`~lightning_scape.ScapeConfig`, as
             for all options down to ``block_size``.
-        dense_steps: so many first steps send everything.
+        dense_steps: number of first steps that send everything.
         sparsity_warmup_steps: steps over which the density falls from 1 to ``1 - sparsity``; None is 1,000, or all
             steps of a shorter run. With manual optimization only ``max_steps`` tells how long the run is.
         mask_interval: steps for which one mask is used.
@@ -77,8 +77,8 @@ class ScapeStrategy(DDPStrategy):
         local_group_size: ranks per node that reduce densely among themselves; only 1 so far.
         residual_dtype: dtype of the error-feedback residual.
         residual_device: where the residual lives.
-        max_skipped: so many skipped steps in a row, for a gradient that is not finite, are an error.
-        check_replicas_every: compare all ranks' parameters every so many steps.
+        max_skipped: consecutive skipped steps (a gradient is not finite) that raise an error.
+        check_replicas_every: steps between two comparisons of all ranks' parameters; 0: the first step only.
         block_size: block length, None for the best.
         accelerator: as in DDPStrategy, as for all that follow.
         parallel_devices: this node's devices.
@@ -187,7 +187,7 @@ class ScapeStrategy(DDPStrategy):
 
     @override
     def _setup_model(self, model: Module) -> Module:  # type: ignore[override]
-        """What DDP's constructor does besides wrapping: make all ranks equal to rank 0."""
+        """Makes all ranks equal to rank 0, as DDP's constructor does."""
         broadcast_tensors(swap.module_state(model))
         if self.world_size > 1 and swap.has_local_batch_norm(model):
             rank_zero_warn(
