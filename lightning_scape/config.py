@@ -76,7 +76,7 @@ class ScapeConfig:
     ends of the window; no memory) or ``"first_moment"`` (the local first moments themselves, added up; 8P/N bytes)."""
 
     mask_votes: int | None = None
-    """Entries per block that every rank proposes to the owner, each with its position and an 8-bit value. The owner adds
+    """Entries per block that every rank proposes to the owner, each with position and 8-bit value. The owner adds
     them to its own statistic and picks the mask. 0: the owner uses its own statistic alone. None: as many as are sent
     per block, if these are at most 5 (sparsity 0.98 and more, unless you set `block_size`) and residuals are ranked;
     else 0."""
