@@ -542,7 +542,7 @@ def main() -> int:
     results["targets"] = targets(results)
     results["paper_case"] = paper_case(results)
     sys.path.insert(0, str(ROOT))
-    from lightning_scape.planning import cost_model as planner
+    from lightning_scape import planning as planner
 
     compared = planner.compare_with_measured(results)
     results["planner"] = {"median_error": planner.median_error(compared), "steps": len(compared)}

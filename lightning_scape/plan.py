@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_scape import planning as planner
 from lightning_scape.comm.collectives import is_distributed
-from lightning_scape.planning import cost_model as planner
 from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, Weight
 from lightning_scape.planning.measure import CPU, measure_compute, measure_link, measure_machine
 

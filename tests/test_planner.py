@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, StepStats, plan, tool
-from lightning_scape.planning import cost_model as planner
+from lightning_scape import planning as planner
 from lightning_scape.planning import measure as measuring
 from lightning_scape.planning.cost_model import Job, Link, Machine, Weight
 

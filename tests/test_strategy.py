@@ -39,7 +39,7 @@ import lightning_scape
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ScapeStrategy
 from lightning_scape.engine.stats import StepRecord
 from lightning_scape.integrations import advice, rendezvous, swap
-from lightning_scape.planning.cost_model import show_bytes
+from lightning_scape.planning import show_bytes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:LightningCLI's args parameter"),  # it looks at sys.argv, which is pytest's

@@ -13,7 +13,7 @@ from lightning_scape.engine.mask import SparsitySchedule
 from lightning_scape.engine.stats import StepStats
 from lightning_scape.integrations.swap import scape_optimizers
 from lightning_scape.optimizer import ScapeOptimizer
-from lightning_scape.planning.cost_model import dense_would_be_faster, show_bytes
+from lightning_scape.planning import dense_would_be_faster, show_bytes
 
 
 class PayoffCheck:

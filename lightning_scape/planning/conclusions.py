@@ -1,0 +1,222 @@
+"""Which method to take, and from which bandwidth on: conclusions from predictions, and from a run's own figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from lightning_scape.planning.cost_model import (
+    Job,
+    Link,
+    Machine,
+    Prediction,
+    predict,
+)
+
+WORTH = 1.1
+"""Speed-up from which sparse training is advised."""
+WARN_BELOW = 0.95
+"""Dense counts as faster when its step is shorter than so much of SCAPE's."""
+SLOWEST, FASTEST = 1.25e5, 1.25e13
+"""Bytes per second between which break-even is looked for: 1 Mbit/s and 100 Tbit/s."""
+
+
+def best_dense(predictions: Iterable[Prediction], memory: float = math.inf) -> Prediction:
+    """The fastest of what a user would use instead.
+
+    Args:
+        predictions: of all methods.
+        memory: bytes of a rank's device. What needs more is left out, unless all do.
+
+    Raises:
+        ValueError: they are of one rank, which has nobody to talk to.
+    """
+    dense = [p for p in predictions if not p.is_scape and p.bytes_sent]
+    if not dense:
+        raise ValueError("`predictions` must be of at least 2 ranks, got none that sends anything. Give a job of more.")
+    return _fastest([p for p in dense if p.memory <= memory] or dense)
+
+
+def break_even_bandwidth(
+    job: Job, link: Link, machine: Machine, sparsity: float, *, speedup: float = 1.0, memory: float = math.inf
+) -> float | None:
+    """Bytes per second below which SCAPE is ``speedup`` times as fast as the best dense method (that fits).
+
+    None where it is not at 1 Mbit/s already; infinite where it is at 100 Tbit/s still.
+    """
+    gain = _gain(job, link, machine, sparsity, speedup, memory)
+    low, high = SLOWEST, FASTEST
+    if gain(low) <= 0:
+        return None
+    if gain(high) > 0:
+        if gain(link.bandwidth) > 0:
+            return math.inf
+        high = link.bandwidth  # on faster links it wins again, by sending fewer messages
+    return _where_it_turns(gain, low, high)
+
+
+def least_bandwidth(
+    job: Job, link: Link, machine: Machine, sparsity: float, *, speedup: float = 1.0, memory: float = math.inf
+) -> float | None:
+    """The opposite: bytes per second from which on SCAPE is so fast, though it is not on the slowest links.
+
+    On many ranks it sends fewer messages than dense methods do, but its all-to-all may load a node's link with more
+    bytes. None where it is not so fast on ``link``, or is at 1 Mbit/s already.
+    """
+    gain = _gain(job, link, machine, sparsity, speedup, memory)
+    if gain(link.bandwidth) <= 0 or gain(SLOWEST) > 0:
+        return None
+    return _where_it_turns(gain, SLOWEST, link.bandwidth)
+
+
+def _gain(
+    job: Job, link: Link, machine: Machine, sparsity: float, speedup: float, memory: float
+) -> Callable[[float], float]:
+    def gain(bandwidth: float) -> float:
+        found = predict(job, replace(link, bandwidth=bandwidth), machine, [sparsity])
+        return best_dense(found, memory).seconds - speedup * found[-1].seconds
+
+    return gain
+
+
+def _where_it_turns(gain: Callable[[float], float], low: float, high: float) -> float:
+    """Where the gain changes its sign, to one in a thousand."""
+    falling = gain(low) > 0
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if (gain(middle) > 0) == falling else (low, middle)
+    return math.sqrt(low * high)
+
+
+def _fastest(methods: Iterable[Prediction]) -> Prediction:
+    return min(methods, key=lambda p: p.seconds)
+
+
+def advice(predictions: Sequence[Prediction], memory: float = math.inf) -> str:
+    """What to use, and why; never what does not fit.
+
+    Args:
+        predictions: from :func:`predict`, compute alone included.
+        memory: bytes of a rank's device.
+
+    Raises:
+        ValueError: the predictions are of one rank.
+    """
+    methods = [p for p in predictions if p.bytes_sent]
+    dense = best_dense(methods)
+    if not any(p.sparsity for p in methods) and dense.memory <= memory:
+        return f"Use {dense.method}: no sparsity was asked for."
+    fitting = [p for p in methods if p.memory <= memory]
+    if not fitting:
+        least = min(methods, key=lambda p: p.memory)
+        return (
+            f"None of these methods fits into the {show_bytes(memory)} of a rank: {least.method} needs the least,"
+            f" {show_bytes(least.memory)}. Use more ranks, devices with more memory, or a smaller model."
+        )
+    alone = _fastest(p for p in predictions if not p.is_scape and not p.bytes_sent)
+    choice = _choice(fitting)
+    several = any(p.sparsity for p in fitting) and not all(p.is_scape for p in fitting)
+    if several:
+        said = _compared(choice, best_dense(fitting), _sparse_choice(fitting), alone)
+    else:
+        said = (
+            f"Use {choice.method}: of what fits into the {show_bytes(memory)} of a rank it is the fastest; a step takes"
+            f" {show_seconds(choice.seconds)}."
+        )
+    wished = _choice(methods)
+    if wished.memory > memory:
+        sharded = [f"; FSDP needs {show_bytes(p.memory)}" for p in methods if p.method == "FSDP"]
+        return (
+            f"{said} {wished.method} would take {show_seconds(wished.seconds)}, but needs {show_bytes(wished.memory)}"
+            f" per rank{''.join(sharded)}."
+        )
+    return said if several else f"{said} It needs {show_bytes(choice.memory)}."
+
+
+def _choice(methods: Sequence[Prediction]) -> Prediction:
+    """Sparse training where it pays, else the fastest dense method; the fastest of all where one kind is missing."""
+    sparse, dense = [p for p in methods if p.sparsity], [p for p in methods if not p.is_scape]
+    if not sparse or not dense:
+        return _fastest(methods)
+    found, instead = _sparse_choice(methods), _fastest(dense)
+    return found if instead.seconds >= WORTH * found.seconds else instead
+
+
+def _sparse_choice(methods: Sequence[Prediction]) -> Prediction:
+    """The lowest sparsity within 5% of the fastest that pays, for it costs less in quality; else the fastest."""
+    sparse = [p for p in methods if p.sparsity]
+    limit = min(1.05 * _fastest(sparse).seconds, best_dense(methods).seconds / WORTH)
+    return min((p for p in sparse if p.seconds <= limit), key=lambda p: p.sparsity or 0, default=_fastest(sparse))
+
+
+def _compared(choice: Prediction, dense: Prediction, sparse: Prediction, alone: Prediction) -> str:
+    """The advice where both kinds are there: ``choice`` is one of the two."""
+    gain = dense.seconds / sparse.seconds
+    if choice is sparse:
+        fewer = dense.bytes_sent / sparse.bytes_sent
+        return (
+            f"Use {sparse.method}: a step takes {show_seconds(sparse.seconds)} instead of {show_seconds(dense.seconds)}"
+            f" with {dense.method}, {gain:.1f}x as fast, and sends {fewer:.0f}x fewer bytes."
+        )
+    if gain >= 1.0:
+        return (
+            f"Stay with {dense.method}: {sparse.method} would be {gain:.2f}x as fast, too little to pay for training"
+            " on sparse updates."
+        )
+    if sparse.latency > max(sparse.exposed / 2, sparse.seconds - dense.seconds):
+        reason = f"{show_seconds(sparse.latency)} of that are the latency of so many ranks, whatever the bandwidth"
+    elif dense.seconds <= WORTH * alone.seconds:
+        reason = "the link is fast enough for this model"
+    elif sparse.exposed > sparse.seconds - dense.seconds:
+        reason = f"{show_seconds(sparse.exposed)} of that are spent waiting for its messages"
+    else:
+        reason = "its own work takes longer here than its smaller messages save"
+    return (
+        f"Stay with {dense.method}: its step takes {show_seconds(dense.seconds)}, with {sparse.method}"
+        f" {show_seconds(sparse.seconds)}; {reason}."
+    )
+
+
+def dense_would_be_faster(stats: Sequence[Any]) -> str | None:
+    """What a run's own figures say: None where SCAPE pays or nothing can be said, else a sentence with the figures.
+
+    The bandwidth is what the step's own messages reached, waiting included, which is less than large messages would:
+    the estimate errs on SCAPE's side. Dense AdamW's own time is taken from the sweep's by the
+    memory they touch (28 bytes a parameter against 12), which makes it too long where ranking is what takes the time.
+
+    Args:
+        stats: :class:`~lightning_scape.StepStats` of a few sparse steps of one rank, whose host did the work itself
+            and waited for each message where it was sent (``Communicator.at_once``).
+    """
+    if not stats or any(s.skipped or not s.bytes_total or s.message_seconds <= 0 for s in stats):
+        return None
+    messages = median(s.message_seconds for s in stats)
+    sweep, clipping = (median(s.seconds.get(phase, 0.0) for s in stats) for phase in ("sweep", "norm"))
+    # A comparison of replicas sends its messages outside of the phases.
+    own = median(max(sum(s.seconds.values()), s.message_seconds) for s in stats)
+    waited = median(s.bytes_values + s.bytes_parameters + s.bytes_norm for s in stats)
+    bandwidth = waited / messages
+    dense = median(s.bytes_dense for s in stats) / bandwidth + 28 / 12 * sweep + clipping  # which is as dear there
+    if dense >= WARN_BELOW * own:
+        return None
+    return (
+        f"Dense training would be faster here: SCAPE's part of a step takes {show_seconds(own)}, of which"
+        f" {show_seconds(messages)} for messages; at the {bandwidth * 8e-9:.3g} Gbit/s that these reached, a dense"
+        f" all-reduce and AdamW would take about {show_seconds(dense)}."
+    )
+
+
+def show_bytes(size: float) -> str:
+    """``1_234_567`` is ``"1.23 MB"``."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size:.0f} B"
+
+
+def show_seconds(seconds: float) -> str:
+    """``0.0123`` is ``"12.3 ms"``."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
