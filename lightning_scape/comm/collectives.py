@@ -293,7 +293,8 @@ class Communicator:
                 return Work(own_part(None), stream=self._side_stream)
             if proposals is None:
                 return self._gather_mask(full(), own_part(None))
-            return self._merge_and_gather_mask(full(), own_part, proposals)
+            # Moved here, where the side stream owns the copy.
+            return self._merge_and_gather_mask(full(), own_part, proposals.to(device))
 
     def _gather_mask(self, full: Tensor, shard: Tensor) -> Work:
         self._count("mask", full.numel() * full.element_size())

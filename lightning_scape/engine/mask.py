@@ -181,9 +181,8 @@ class Masks:
                     read.record_stream(self._comm.side_stream(self._device))
         shape, positions = (self._layout.blocks, ranking.sent), ops.position_dtype(self._layout.block_size)
         full = functools.partial(torch.empty, shape, dtype=positions, device=self._device)
-        proposals = None if ranking.proposals is None else ranking.proposals.to(self._device)
         own_part = functools.partial(self._own_part, ranking, state)
-        self._pending = self._comm.exchange_mask(full, own_part, self._device, proposals, after)
+        self._pending = self._comm.exchange_mask(full, own_part, self._device, ranking.proposals, after)
 
     def _own_part(self, ranking: Ranking, state: ScapeState, received: Tensor | None) -> Tensor:
         """This rank's part of the next mask, ``[R, q]``, from its own statistic and the other ranks' proposals."""
