@@ -213,8 +213,8 @@ DROP_IN: dict[str, list[Run]] = {
         drop_in(8e-3, [4e-3, 16e-3], (0, 1, 2), size="0.03M", steps=1000, betas=TORCH_BETAS),
     ),
     "drop_in_digits": in_turns(
-        drop_in(16e-3, [8e-3, 32e-3], range(5), task="digits-conv", **DIGITS),
-        drop_in(16e-3, [8e-3, 32e-3], range(5), task="digits-gru", **DIGITS),
+        drop_in(16e-3, [8e-3, 32e-3], range(10), task="digits-conv", **DIGITS),
+        drop_in(16e-3, [8e-3, 32e-3], range(10), task="digits-gru", **DIGITS),
     ),
     "drop_in_long": [
         *in_turns(
