@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +18,9 @@ from lightning_scape.ops.naive import SecondMoment, to_device, votes_in
 
 _FEW = 4
 """Up to so many entries a block are taken out of the registers by turns. More are taken out of the cache."""
+_WARPS = 4
+_WARP_TILE = 512
+"""Entries of whole rows that a warp holds in registers: its residual, its gradient and the keys that rank it."""
 _CELLS = 128
 """Entries of a mask that a program takes out of the cache at a time."""
 
@@ -336,7 +339,7 @@ def _launch(
     dense = [None if grad is None else launching.dense(grad) for grad in found]
     given = [grad for grad in dense if grad is not None]
     dtype = given[0].dtype if given else torch.float32
-    shape = selection(residual)
+    shape = _shape(residual)
     tile_bytes = shape["ROWS"] * residual.shape[1] * dtype.itemsize
     programs, (blocks, *chunks) = launching.chunks(tuple(span.blocks for span in spans), shape["ROWS"], device)
     # Gradients of zeros change the second moment, too.
@@ -376,6 +379,13 @@ def _launch(
         CELLS=_CELLS,
         **shape,
     )
+
+
+def _shape(residual: Tensor) -> dict[str, Any]:
+    """Some whole rows for each of a program's warps; of a longer row, so many warps that each holds a tile."""
+    shape = selection(residual)
+    warps = max(_WARPS, shape["BLOCK"] // _WARP_TILE)
+    return shape | {"ROWS": max(1, warps * _WARP_TILE // shape["BLOCK"]), "num_warps": warps}
 
 
 def _shares(moments: SecondMoment, spans: Sequence[_Span]) -> tuple[float, ...]:
