@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -124,7 +125,8 @@ def check(case: Case, launches: int | None = None, **options: Any) -> None:
 
     with patch.object(cuda_launch, "launch", note):
         ours.sweep(cuda, **options)
-    with naive_as_on_a_gpu():
+    # On a GPU the twin adds zeros in a step that is skipped, which makes 0 of -0.
+    with naive_as_on_a_gpu() if case.scale.any() else nullcontext():
         theirs.sweep(naive, **options)
     for a, b in zip(ours[1:], theirs[1:], strict=True):
         if isinstance(a, Tensor):

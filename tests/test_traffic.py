@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -45,7 +45,9 @@ class Count:
 
     def moved(self, unit: int) -> int:
         """Bytes, where memory moves in units of so many."""
-        return sum(unit * np.unique(np.concatenate(touched) // np.uint64(unit)).size for touched in self._touched.values())
+        return sum(
+            unit * np.unique(np.concatenate(touched) // np.uint64(unit)).size for touched in self._touched.values()
+        )
 
 
 @contextmanager
@@ -135,7 +137,7 @@ class Moved(NamedTuple):
     launches: list[str]
 
 
-def measured(sparsity: float, ranks: int, dtype: torch.dtype, blocks: int = 512) -> Moved:
+def measured(sparsity: float, ranks: int, dtype: torch.dtype, blocks: int = 160) -> Moved:
     rank = Rank(sparsity, ranks, dtype, blocks)
     launches: list[list[str]] = []
     for _ in range(2):  # the second step launches what the first did
@@ -146,13 +148,28 @@ def measured(sparsity: float, ranks: int, dtype: torch.dtype, blocks: int = 512)
     numel = rank.layout.numel
     config = rank.config
     whole, shard = scape_traffic(
-        config.quota.density, votes=config.votes > 0, parameter_bytes=dtype.itemsize, wire_bytes=config.values_dtype.itemsize
+        config.quota.density,
+        votes=config.votes > 0,
+        parameter_bytes=dtype.itemsize,
+        wire_bytes=config.values_dtype.itemsize,
     )
     return Moved(count.moved(1) / numel, count.moved(SECTOR) / numel, whole + shard / ranks, launches[0])
 
 
-if __name__ == "__main__":
-    for dtype in (torch.float32, torch.bfloat16):
-        for sparsity in (0.99, 0.9):
-            for ranks in (2, 8):
-                print(dtype, sparsity, ranks, measured(sparsity, ranks, dtype), flush=True)
+@pytest.mark.parametrize(
+    ("sparsity", "ranks", "dtype", "at_most", "launches"),
+    [
+        (0.99, 8, torch.float32, 18.5, 8),
+        (0.9, 8, torch.float32, 26.0, 7),
+        (0.99, 2, torch.bfloat16, 18.5, 8),
+        (0.9, 2, torch.bfloat16, 26.0, 7),
+    ],
+)
+def test_a_step_moves_what_is_predicted(
+    sparsity: float, ranks: int, dtype: torch.dtype, at_most: float, launches: int
+) -> None:
+    moved = measured(sparsity, ranks, dtype)
+    assert moved.wanted <= at_most
+    assert moved.sectors == pytest.approx(moved.predicted, rel=0.03)
+    assert len(moved.launches) == launches
+    assert moved.launches.count("_sweep_kernel") == 2

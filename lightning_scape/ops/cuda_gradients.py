@@ -284,7 +284,6 @@ def _second_moment_kernel(
     scale,
     scale_stride,
     weights,
-    ranks,
     limit,
     clip_value,
     MOMENT: tl.constexpr,
@@ -304,9 +303,9 @@ def _second_moment_kernel(
         if CLIP:
             value = clamp(value, tl.load(clip_value))
         value = value.to(MOMENT) * factor.to(MOMENT)
-        weight = tl.load(weights + tensor).to(MOMENT)
+        kept, added = tl.load(weights + 2 * tensor).to(MOMENT), tl.load(weights + 2 * tensor + 1).to(MOMENT)
         moment = tl.load(target, mask=inside, other=0)
-        moved = (1 - weight) * moment + weight * (value * value) / ranks
+        moved = kept * moment + added * (value * value)
         tl.store(target, tl.minimum(moved, tl.load(limit)), mask=inside)
 
 
@@ -341,7 +340,7 @@ def accumulate_exp_avg_sq(
     for dtype, places in groups.items():
         targets, sources = chosen(moments, places), [launching.dense(grad) for grad in chosen(grads, places)]
         device = targets[0].device
-        own_weights = torch.tensor(chosen(weights, places), dtype=torch.float64, device="cpu")
+        shares = tuple(share for weight in chosen(weights, places) for share in (1 - weight, weight / ranks))
         programs, chunks = launching.chunks(tuple(target.numel() for target in targets), launching.STREAM_CHUNK, device)
         launching.launch(
             _second_moment_kernel,
@@ -351,8 +350,7 @@ def accumulate_exp_avg_sq(
             *chunks,
             scales(places).to(device),
             scale.dim(),
-            to_device(own_weights, device),
-            ranks,
+            launching.shares(shares, device),
             targets[0].new_full((), torch.finfo(targets[0].dtype).max),
             scale if clip_value is None else launching.bound(clip_value, dtype, device),
             MOMENT=launching.DTYPES[targets[0].dtype],

@@ -108,6 +108,17 @@ def cached_table(numbers: tuple[int, ...], device: torch.device, stream: int) ->
     return to_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
 
 
+def shares(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """Numbers with a fraction on the device, as fp64."""
+    return cached_shares(numbers, device, stream_of(device))
+
+
+@lru_cache(maxsize=CACHED_TABLES)
+def cached_shares(numbers: tuple[float, ...], device: torch.device, stream: int) -> Tensor:
+    """See :func:`shares`."""
+    return to_device(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)
+
+
 def stream(tensor: Tensor) -> int:
     """The current stream of a tensor's device."""
     return stream_of(tensor.device)

@@ -1,7 +1,6 @@
 """Triton kernel that does all of a rank's work on the rows of a region in one pass over memory."""
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from lightning_scape.ops import cuda_launch as launching
 from lightning_scape.ops.cuda_gradients import accumulate_exp_avg_sq, fold
 from lightning_scape.ops.cuda_masks import LONGEST_ROW, compact, is_small, propose, select, selection, store_largest
 from lightning_scape.ops.cuda_numbers import clamp, divide, narrow, pointer, widen
-from lightning_scape.ops.naive import SecondMoment, to_device, votes_in
+from lightning_scape.ops.naive import SecondMoment, votes_in
 
 _FEW = 4
 """Up to so many entries a block are taken out of the registers by turns. More are taken out of the cache."""
@@ -352,7 +351,7 @@ def _launch(
         residual if moments is None else moments.exp_avg_sq,
         launching.table(tuple(0 if grad is None else grad.data_ptr() for grad in dense), device),
         launching.table(tuple(span.numel for span in spans), device),
-        residual if moments is None else _weights(_shares(moments, spans), device, launching.stream(residual)),
+        residual if moments is None else launching.shares(_shares(moments, spans), device),
         launching.table(tuple(span.row for span in spans), device),
         blocks,
         *chunks,
@@ -392,11 +391,6 @@ def _shares(moments: SecondMoment, spans: Sequence[_Span]) -> tuple[float, ...]:
     """By span: what its second moment keeps, and what of the square is added."""
     weights = [0.0 if span.place is None else moments.weights[span.place] for span in spans]
     return tuple(share for weight in weights for share in (1 - weight, weight / moments.ranks))
-
-
-@lru_cache(maxsize=launching.CACHED_TABLES)
-def _weights(shares: tuple[float, ...], device: torch.device, stream: int) -> Tensor:
-    return to_device(torch.tensor(shares, dtype=torch.float64, device="cpu"), device)
 
 
 def _fold(
