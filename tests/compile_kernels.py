@@ -131,36 +131,43 @@ def record() -> dict[str, Launch]:
             ballots = torch.zeros(4, 3, votes * (2 if length <= 256 else 3) + 1, dtype=torch.uint8)
             for dtype in (torch.float32, torch.float64):
                 ops.merge(torch.zeros(3, length, dtype=dtype), ballots, 2, votes, votes)
-        for grads in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            sweeps(grads)
-        sweeps(torch.float64, residual=torch.float64)
-        for length, sent, votes in ((250, 25, 0), (250, 25, 32), (100, 1, 1), (1000, 1, 2), (4096, 3, 3), (12, 12, 2)):
-            sweeps(torch.float32, length=length, sent=sent, votes=votes)
+        for dtype in (torch.float32, torch.bfloat16):
+            for masked in (True, False):
+                sweep(dtype, masked=masked)
+                sweep(dtype, masked=masked, own=True)
+        for dtype in (torch.float16, torch.float64):
+            sweep(dtype, own=True)
+        sweep(torch.float64, residual=torch.float64, masked=False, own=True)
+        for length, sent, votes in ((250, 25, 0), (1000, 1, 32), (4096, 3, 3)):
+            sweep(torch.float32, length=length, sent=sent, votes=votes)
+        sweep(torch.float32, length=250, sent=25, own=True)
     return launches
 
 
-def sweeps(
-    dtype: torch.dtype, residual: torch.dtype = torch.float32, length: int = 200, sent: int = 2, votes: int = 2
+def sweep(
+    dtype: torch.dtype,
+    own: bool = False,
+    masked: bool = True,
+    residual: torch.dtype = torch.float32,
+    length: int = 200,
+    sent: int = 2,
+    votes: int = 2,
 ) -> None:
-    """Other ranks' rows and this rank's own, masked and not; what is left is ranked for others, for itself, or not."""
+    """Of the other ranks' rows, or of this rank's ``own``, for gradients of a dtype."""
     layout = Layout([20 * length + 8], [0], length, 3)
-    rows = layout.blocks
-    for masked, clip_value in ((True, None), (False, 1.0)):
-        state = [torch.zeros(rows, length, dtype=residual) for _ in range(2)]
-        mask = torch.zeros(rows, sent, dtype=ops.position_dtype(length)) if masked else None
-        for wire in (torch.float32, torch.bfloat16):
-            values = torch.zeros(rows, sent if masked else length, dtype=wire)
-            proposals = torch.zeros(rows, ops.proposal_bytes(votes, length), dtype=torch.uint8) if votes else None
-            chosen = torch.zeros(rows, sent, dtype=ops.position_dtype(length))
-            region = layout.remote(1)
-            parts = [torch.zeros(piece.numel, dtype=dtype) for piece in region.pieces]
-            sent_on = state[0], parts, torch.ones(()), mask, values
-            ops.sweep(region, *sent_on, clip_value=clip_value, proposals=proposals)
-            region = layout.local(0)
-            parts = [torch.zeros(piece.numel, dtype=dtype) for piece in region.pieces]
-            of_owner = ops.SecondMoment(state[1], [0.1] * len(parts), 3)
-            sent_on = state[0], parts, torch.ones(rows), mask, values
-            ops.sweep(region, *sent_on, clip_value=clip_value, second_moment=of_owner, next_mask=chosen)
+    region, rows = layout.local(0) if own else layout.remote(1), layout.blocks
+    state = [torch.zeros(rows, length, dtype=residual) for _ in range(2)]
+    grads = [torch.zeros(piece.numel, dtype=dtype) for piece in region.pieces]
+    positions = ops.position_dtype(length)
+    mask = torch.zeros(rows, sent, dtype=positions) if masked else None
+    values = torch.zeros(rows, sent if masked else length, dtype=torch.bfloat16 if masked else torch.float32)
+    if own:
+        moment, chosen = ops.SecondMoment(state[1], [0.1] * len(grads), 3), torch.zeros(rows, sent, dtype=positions)
+        scale = torch.ones(rows)
+        ops.sweep(region, state[0], grads, scale, mask, values, clip_value=1.0, second_moment=moment, next_mask=chosen)
+    else:
+        proposals = torch.zeros(rows, ops.proposal_bytes(votes, length), dtype=torch.uint8) if votes else None
+        ops.sweep(region, state[0], grads, torch.ones(()), mask, values, proposals=proposals)
 
 
 def steps(dtypes: list[torch.dtype], config: ScapeConfig, groups: int = 2, gap: bool = False) -> None:

@@ -303,13 +303,14 @@ def test_a_warm_up_of_the_sparsity_compiles_each_kernel_a_few_times(update: str)
     assert all(len(found) <= 8 for found in variants.values()), {name: len(found) for name, found in variants.items()}
 
 
-def test_kernels_compile_for_gpus() -> None:
+@pytest.mark.timeout(600)
+def test_kernels_compile_for_gpus_and_spill_no_registers() -> None:
     """Without a GPU: each launch of a step becomes machine code for an H100 or H200, by Triton's own assembler."""
     script = Path(__file__).with_name("compile_kernels.py")
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environ["PYTHONPATH"] = os.pathsep.join([str(script.parents[1]), str(script.parent), environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(script), "90"], env=environ, capture_output=True, text=True, timeout=170, check=False
+        [sys.executable, str(script), "90"], env=environ, capture_output=True, text=True, timeout=580, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     assert "compiled 1 x" in done.stdout

@@ -208,12 +208,12 @@ def _propose(
     keys = (bits & KEPT_BITS) | (LOW - position)[None, :]
     keys = tl.where((position < LENGTH)[None, :], keys, -1)
     exponent = row.to(tl.int32) * 0
-    for turn in tl.static_range(VOTES):
+    for turn in range(VOTES):
         top = tl.max(keys, axis=1)
         here = keys == top[:, None]
         found = tl.max(tl.where(here, bits, -0x80000000), axis=1)
-        if turn == 0:
-            exponent = tl.minimum(((found & 0x7FFFFFFF) >> 23) + 1, 254)
+        of_first = tl.minimum(((found & 0x7FFFFFFF) >> 23) + 1, 254)
+        exponent = tl.where(turn == 0, of_first, exponent)
         place = LOW - (top & LOW)
         tl.store(out + turn * BYTES, (place & 0xFF).to(tl.uint8), mask=there)
         if BYTES == 2:
