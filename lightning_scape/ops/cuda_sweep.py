@@ -1,5 +1,6 @@
 """Triton kernel that does all of a rank's work on the rows of a region in one pass over memory."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,10 +18,10 @@ from lightning_scape.ops.naive import SecondMoment, votes_in
 
 _FEW = 4
 """Up to so many entries a block are taken out of the registers by turns. More are taken out of the cache."""
-_WARPS = 4
-_WARP_TILE = 512
-"""Entries of whole rows that a warp holds in registers: its residual, its gradient and the keys that rank it."""
-_CELLS = 128
+_TILE = 512
+"""Entries of whole rows that a program holds in registers: their residual, their gradient and the keys that rank them.
+A program is one warp, whose threads find a maximum without a barrier; longer rows are shared by several warps."""
+_CELLS = 64
 """Entries of a mask that a program takes out of the cache at a time."""
 
 
@@ -84,8 +85,7 @@ def _sweep_kernel(
         address = tl.load(grads + span)
         known = tl.where(address != 0, left, 0)
         source = pointer(address, GRAD) + start * LENGTH
-        if ALIGNED:
-            source = tl.multiple_of(source, 16)
+        source = tl.multiple_of(source, ALIGNED)
         if known == ROWS * LENGTH:  # a mask of any length would keep the loads from being 16 bytes wide
             raw = tl.load(source + offset, mask=inside, other=0)
         else:
@@ -339,7 +339,7 @@ def _launch(
     given = [grad for grad in dense if grad is not None]
     dtype = given[0].dtype if given else torch.float32
     shape = _shape(residual)
-    tile_bytes = shape["ROWS"] * residual.shape[1] * dtype.itemsize
+    starts = [grad.data_ptr() for grad in given] + [shape["ROWS"] * residual.shape[1] * dtype.itemsize]
     programs, (blocks, *chunks) = launching.chunks(tuple(span.blocks for span in spans), shape["ROWS"], device)
     # Gradients of zeros change the second moment, too.
     folds = bool(given) or (second_moment is not None and grads is not None)
@@ -366,7 +366,7 @@ def _launch(
         GRAD=launching.DTYPES[dtype],
         FOLD=folds,
         CLIP=clip_value is not None,
-        ALIGNED=tile_bytes % 16 == 0 and all(launching.aligned(grad) for grad in given),
+        ALIGNED=math.gcd(16, *starts),
         SECOND=moments is not None,
         LARGEST=torch.finfo((residual if moments is None else moments.exp_avg_sq).dtype).max,
         MASKED=mask is not None,
@@ -381,10 +381,9 @@ def _launch(
 
 
 def _shape(residual: Tensor) -> dict[str, Any]:
-    """Some whole rows for each of a program's warps; of a longer row, so many warps that each holds a tile."""
+    """What :func:`selection` says, for smaller tiles."""
     shape = selection(residual)
-    warps = max(_WARPS, shape["BLOCK"] // _WARP_TILE)
-    return shape | {"ROWS": max(1, warps * _WARP_TILE // shape["BLOCK"]), "num_warps": warps}
+    return shape | {"ROWS": max(1, _TILE // shape["BLOCK"]), "num_warps": max(1, shape["BLOCK"] // _TILE)}
 
 
 def _shares(moments: SecondMoment, spans: Sequence[_Span]) -> tuple[float, ...]:
