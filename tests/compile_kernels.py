@@ -6,11 +6,16 @@ arguments and constants it was given, to machine code by the assembler that come
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
-from typing import Any
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+import triton.backends.nvidia
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
@@ -18,7 +23,7 @@ from triton.compiler import ASTSource, compile
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.engine.clipping import SKETCH_WIDTHS, _random_signs
 from lightning_scape.layout import Layout
-from lightning_scape.ops import cuda
+from lightning_scape.ops import cuda, cuda_launch
 
 NAMES = {
     torch.float32: "fp32",
@@ -40,14 +45,15 @@ class Launch:
         self.kernel = kernel
         self.options = {name: meta.pop(name) for name in ("num_warps",) if name in meta}
         given = dict(zip(kernel.arg_names, args, strict=False)) | meta
-        constants = {name for name in meta if name.isupper()} | {n for n, v in given.items() if _is_one(v)}
+        general = _not_specialized(kernel)
+        constants = {n for n in meta if n.isupper()} | {n for n, v in given.items() if _is_one(v) and n not in general}
         self.constants = {name: given[name] for name in constants}
         self.signature = {n: "constexpr" if n in constants else _type_of(given[n]) for n in kernel.arg_names}
         # What Triton notices by itself at a launch: addresses and sizes that are multiples of 16.
         self.attributes = {
             (place,): [["tt.divisibility", 16]]
             for place, name in enumerate(kernel.arg_names)
-            if name not in constants and _is_multiple_of_16(given[name])
+            if name not in constants | general and _is_multiple_of_16(given[name])
         }
 
     @property
@@ -58,6 +64,12 @@ class Launch:
         source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
         target = GPUTarget("cuda", capability, 32)
         return compile(source, target=target, options={**self.options, "enable_fp_fusion": False})
+
+
+def _not_specialized(kernel: Any) -> set[str]:
+    """Numbers that are compiled alike, whatever they are; in Triton's interpreter, too, which keeps what it is told."""
+    names = getattr(kernel, "do_not_specialize", None) or getattr(kernel, "kwargs", {}).get("do_not_specialize")
+    return set(names or ())
 
 
 def _is_one(value: Any) -> bool:
@@ -82,7 +94,7 @@ def record() -> dict[str, Launch]:
         launch = Launch(kernel, args, dict(meta))
         launches.setdefault(launch.key, launch)
 
-    with patch.object(cuda, "_launch", note), ops.using("cuda"):
+    with patch.object(cuda_launch, "launch", note), ops.using("cuda"):
         for dtypes in ([torch.float32], [torch.bfloat16], [torch.float16, torch.float32], [torch.float64]):
             for sparsity, statistic in ((0.99, "residual"), (0.9, "first_moment")):
                 steps(
@@ -119,7 +131,43 @@ def record() -> dict[str, Launch]:
             ballots = torch.zeros(4, 3, votes * (2 if length <= 256 else 3) + 1, dtype=torch.uint8)
             for dtype in (torch.float32, torch.float64):
                 ops.merge(torch.zeros(3, length, dtype=dtype), ballots, 2, votes, votes)
+        for dtype in (torch.float32, torch.bfloat16):
+            for masked in (True, False):
+                sweep(dtype, masked=masked)
+                sweep(dtype, masked=masked, own=True)
+        for dtype in (torch.float16, torch.float64):
+            sweep(dtype, own=True)
+        sweep(torch.float64, residual=torch.float64, masked=False, own=True)
+        for length, sent, votes in ((250, 25, 0), (1000, 1, 32), (4096, 3, 3)):
+            sweep(torch.float32, length=length, sent=sent, votes=votes)
+        sweep(torch.float32, length=250, sent=25, own=True)
     return launches
+
+
+def sweep(
+    dtype: torch.dtype,
+    own: bool = False,
+    masked: bool = True,
+    residual: torch.dtype = torch.float32,
+    length: int = 200,
+    sent: int = 2,
+    votes: int = 2,
+) -> None:
+    """Of the other ranks' rows, or of this rank's ``own``, for gradients of a dtype."""
+    layout = Layout([20 * length + 8], [0], length, 3)
+    region, rows = layout.local(0) if own else layout.remote(1), layout.blocks
+    state = [torch.zeros(rows, length, dtype=residual) for _ in range(2)]
+    grads = [torch.zeros(piece.numel, dtype=dtype) for piece in region.pieces]
+    positions = ops.position_dtype(length)
+    mask = torch.zeros(rows, sent, dtype=positions) if masked else None
+    values = torch.zeros(rows, sent if masked else length, dtype=torch.bfloat16 if masked else torch.float32)
+    if own:
+        moment, chosen = ops.SecondMoment(state[1], [0.1] * len(grads), 3), torch.zeros(rows, sent, dtype=positions)
+        scale = torch.ones(rows)
+        ops.sweep(region, state[0], grads, scale, mask, values, clip_value=1.0, second_moment=moment, next_mask=chosen)
+    else:
+        proposals = torch.zeros(rows, ops.proposal_bytes(votes, length), dtype=torch.uint8) if votes else None
+        ops.sweep(region, state[0], grads, torch.ones(()), mask, values, proposals=proposals)
 
 
 def steps(dtypes: list[torch.dtype], config: ScapeConfig, groups: int = 2, gap: bool = False) -> None:
@@ -148,13 +196,41 @@ def _first(statistic: Tensor, sent: int) -> Tensor:
     return torch.arange(sent, dtype=torch.uint8).expand(statistic.shape[0], sent).contiguous()
 
 
-def check(launch: Launch, ptx: str) -> None:
+class Resources(NamedTuple):
+    """What a program takes of a multiprocessor."""
+
+    registers: int
+    """Of each thread."""
+    spilled: int
+    """Bytes of each thread's memory, which a kernel without arrays only needs for registers that were not there."""
+
+
+def resources(cubin: bytes) -> Resources:
+    """Read from the machine code, by the tool that comes with Triton."""
+    tool = Path(triton.backends.nvidia.__file__).with_name("bin") / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        said = subprocess.run(
+            [tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True, timeout=60
+        ).stdout
+    found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
+    return Resources(found["REG"], found["STACK"] + found["LOCAL"])
+
+
+def check(launch: Launch, ptx: str, used: Resources) -> None:
     """What the source promises and a compiler could take back."""
     name, constants = launch.kernel.__name__, launch.constants
     lines = ptx.splitlines()
     if any("fma.rn.f32" in line for line in lines):
         raise AssertionError(f"{name} {constants}: a product and a sum were contracted, their twin's are not")
-    wide = {"_fold_kernel": "st.global.v4.b32", "_squares_kernel": "ld.global.v"}.get(name)
+    if used.spilled:
+        raise AssertionError(f"{name} {constants}: {used.spilled} bytes of registers are spilled to memory")
+    wide = {
+        "_fold_kernel": "st.global.v4.b32",
+        "_squares_kernel": "ld.global.v",
+        "_sweep_kernel": "st.global.v",
+    }.get(name)
     if wide and constants["ALIGNED"] and not any(wide in line for line in lines):
         raise AssertionError(f"{name} {constants}: memory is not accessed 16 bytes at a time")
 
@@ -162,12 +238,14 @@ def check(launch: Launch, ptx: str) -> None:
 def main() -> None:
     launches = record()
     capabilities = [int(argument) for argument in sys.argv[1:]] or [90]
+    most: dict[str, int] = {}
     for launch in launches.values():
         for capability in capabilities:
             compiled = launch.compile(capability)
-            assert compiled.asm["cubin"]
-            check(launch, compiled.asm["ptx"])
-    print(f"compiled {len(capabilities)} x {len(launches)} launches")
+            used = resources(compiled.asm["cubin"])
+            check(launch, compiled.asm["ptx"], used)
+            most[launch.kernel.__name__] = max(used.registers, most.get(launch.kernel.__name__, 0))
+    print(f"compiled {len(capabilities)} x {len(launches)} launches; registers of a thread, at most: {most}")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,14 @@ LIGHTNING = {
     "__init__",
 }
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "litgpt", "pytorch_lightning"}
-MAY_IMPORT_TRITON = {"ops.cuda"}
+MAY_IMPORT_TRITON = {
+    "ops.cuda_gradients",
+    "ops.cuda_launch",
+    "ops.cuda_masks",
+    "ops.cuda_numbers",
+    "ops.cuda_sweep",
+    "ops.cuda_update",
+}
 MAY_IMPORT_NUMBA = {"ops.cpu_kernels", "ops.cpu_masks", "ops.cpu_numbers"}
 MAY_COMMUNICATE = {"comm.collectives"}
 # Prefixes, so that all_gather_into_tensor, reduce_scatter_tensor or broadcast_object_list are covered too.
@@ -257,7 +264,10 @@ def test_violation_is_found(module, source, complaint):
         ("integrations.swap", "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler"),
         ("data.python_source", "import torch.distributed as dist\ndist.get_rank()"),
         ("optimizer", "from functools import reduce\nreduce(f, x)\nself.collectives.all_gather(x)"),
-        ("ops.cuda", "import triton\nfrom lightning_scape.ops import naive\nfrom lightning_scape.layout import Piece"),
+        (
+            "ops.cuda_masks",
+            "import triton\nfrom lightning_scape.ops import naive\nfrom lightning_scape.layout import Piece",
+        ),
         ("ops.__init__", "from .naive import fold\nfrom . import naive"),
         ("engine.step", "from lightning_scape.engine import mask\nfrom lightning_scape.comm import worker"),
         ("layout", "import torch\nfrom .config import Quota"),

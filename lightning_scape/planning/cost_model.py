@@ -42,6 +42,8 @@ BUCKET_BYTES = 25 << 20
 """Of a DDP bucket; the first is of 1 MB."""
 BACKWARD_SHARE = 2 / 3
 """Of forward and backward."""
+SECTOR_BYTES = 32
+"""Memory of a GPU moves in parts of this size."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,8 @@ class Machine:
     clip: float
     """Norm and scaling of a dense gradient."""
     scape: Mapping[float, tuple[float, float]] = field(default_factory=dict)
-    """By density: per parameter of the model (fold, compact, norm, votes, write back), and of the shard (update and
-    selection, less the votes that its owner does not cast for it: it may be negative)."""
+    """By density: per parameter of the model (norm, sweep, write-back), and of the shard (second moment, merge,
+    update). Where it is measured, the second may be negative: an owner proposes nothing to itself."""
 
     @classmethod
     def of_memory(cls, bytes_per_second: float) -> Machine:
@@ -169,20 +171,40 @@ class Machine:
         return parameters * (whole + shard / ranks)
 
 
-def scape_traffic(density: float, *, votes: bool) -> tuple[float, float]:
-    """Bytes of memory that SCAPE's step touches (fp32): per parameter of the model, and of the shard.
+def scape_traffic(density: float, *, votes: bool, parameter_bytes: int = 4, wire_bytes: int = 2) -> tuple[float, float]:
+    """Bytes of memory that the kernels of SCAPE's step move: per parameter of the model, and of the shard.
 
-    It folds (two tensors read, one written), sketches (one read), votes (one read of the other shards, where few
-    entries are sent) and ranks its shard (one read); what it does to masked entries touches memory in lines of 64
-    bytes.
+    Memory moves in sectors of 32 bytes. A sector moves as a whole if one of its entries is in the mask.
+
+    - norm: the gradient is read;
+    - sweep: the gradient is read, the residual is read and written, and so is the owner's second moment;
+    - merge: the owner's residual is read, where ranks propose entries;
+    - update: masked entries of the shard's parameters, moments and last steps are read and written;
+    - write-back: masked entries of all parameters are written, and read where they travel as changes;
+    - wire: what is sent is written once, what arrives is read once. The messages themselves are left out.
 
     Args:
         density: share of the entries that is sent.
-        votes: whether ranks vote for the others' shards.
+        votes: whether ranks propose entries to the owners.
+        parameter_bytes: of a parameter, and of its gradient.
+        wire_bytes: of a value on the wire.
     """
-    scattered = min(1.0, 16 * density)  # lines of 16 entries, of which each is in the mask or not
-    cast = 4 if votes else 0
-    return 16 + cast + 20 * scattered, 4 - cast + 20 * scattered
+
+    def lines(width: int) -> float:
+        return width * (1 - (1 - density) ** (SECTOR_BYTES // width))
+
+    mask = density if density < 1 else 0.0
+    changes = parameter_bytes > wire_bytes
+    proposed = 2.5 * density if votes else 0.0  # a position and a value for each, and one more byte for each block
+    arrives = mask + density * wire_bytes
+    norm, sweep = parameter_bytes, 8 + parameter_bytes + mask + density * wire_bytes
+    write_back = arrives + lines(parameter_bytes) * (2 if changes else 1)
+    whole = norm + sweep + 2 * proposed + write_back
+    second_moment, chosen = (8.0, density) if density < 1 else (0.0, 0.0)
+    merge = 4.0 if votes else 0.0
+    read = mask + lines(parameter_bytes) + 4 * density
+    update = mask + 12 * density + 6 * lines(4)
+    return whole, second_moment + merge + chosen + read + update
 
 
 @dataclass(frozen=True, kw_only=True)

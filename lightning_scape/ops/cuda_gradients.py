@@ -1,0 +1,368 @@
+"""Triton kernels that read whole gradients: norm, sketch, fold and moments."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_scape.ops import cuda_launch as launching
+from lightning_scape.ops import naive
+from lightning_scape.ops.cuda_numbers import clamp, pointer, widen
+from lightning_scape.ops.naive import to_device
+
+_SKETCH_ROWS, _SKETCH_COLUMNS = 8, 256
+"""Entries of a chunk that a program of :func:`sketch` reads at a time."""
+_SKETCH_PROGRAMS = 256
+"""Partial sketches, added up in the end."""
+
+
+@triton.jit
+def _squares_kernel(
+    grads, numels, chunk_tensors, chunk_starts, partials, GRAD: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr
+):
+    program = tl.program_id(0)
+    tensor, start = tl.load(chunk_tensors + program), tl.load(chunk_starts + program)
+    left = tl.load(numels + tensor) - start
+    source = pointer(tl.load(grads + tensor), GRAD) + start
+    if ALIGNED:
+        source = tl.multiple_of(source, 16)
+    offsets = tl.arange(0, CHUNK)
+    if left >= CHUNK:  # a mask of any length would keep the loads from being 16 bytes wide
+        value = widen(tl.load(source + offsets), GRAD)
+    else:
+        value = widen(tl.load(source + offsets, mask=offsets < left, other=0), GRAD)
+    tl.store(partials + program, tl.sum(value * value, axis=0).to(tl.float32))
+
+
+def squared_norm(grads: Sequence[Tensor]) -> Tensor:
+    """See :func:`naive.squared_norm`. One pass, one launch per dtype."""
+    partials = []
+    for group in launching.by_kind(grads):
+        programs, chunks = launching.chunks(
+            tuple(grad.numel() for grad in group), launching.STREAM_CHUNK, group[0].device
+        )
+        partials.append(torch.empty(programs, dtype=torch.float32, device=group[0].device))
+        launching.launch(
+            _squares_kernel,
+            programs,
+            launching.addresses(group),
+            *chunks,
+            partials[-1],
+            GRAD=launching.DTYPES[group[0].dtype],
+            ALIGNED=launching.aligned(group[0]),
+            CHUNK=launching.STREAM_CHUNK,
+            num_warps=8,
+        )
+    if not partials:
+        return torch.zeros((), device=grads[0].device)
+    return torch.cat(partials).sum()
+
+
+@triton.jit
+def _sketch_kernel(
+    grads,
+    numels,
+    chunk_tensors,
+    chunk_starts,
+    plan,
+    signs,
+    partials,
+    chunks,
+    LENGTH: tl.constexpr,
+    GRAD: tl.constexpr,
+    BUCKETS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One program: the buckets of one range of columns, over every so many chunks. It owns what it writes."""
+    bucket = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    sums = tl.zeros([COLUMNS], dtype=tl.float32)
+    for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
+        tensor, start = tl.load(chunk_tensors + chunk), tl.load(chunk_starts + chunk)
+        left = tl.load(numels + tensor) - start
+        source = pointer(tl.load(grads + tensor), GRAD) + start
+        numel = tl.minimum(left, LENGTH).to(tl.int32)
+        width, rotation = tl.load(plan + 4 * chunk), tl.load(plan + 4 * chunk + 1)
+        offset, sign = tl.load(plan + 4 * chunk + 2), tl.load(plan + 4 * chunk + 3)
+        column = bucket - rotation
+        column = tl.where(column < 0, column + BUCKETS, column)
+        counts = (column < width) & (bucket < BUCKETS)
+        of_chunk = tl.zeros([COLUMNS], dtype=tl.float32)
+        for first in range(0, numel, ROWS * width):
+            entry = first + tl.arange(0, ROWS)[:, None] * width + column[None, :]
+            inside = counts[None, :] & (entry < numel)
+            value = widen(tl.load(source + entry, mask=inside, other=0), GRAD).to(tl.float32)
+            of_chunk += tl.sum(value * tl.load(signs + offset + entry, mask=inside, other=0), axis=0)
+        sums += of_chunk * sign.to(tl.float32)
+    tl.store(partials + tl.program_id(0) * BUCKETS + bucket, sums, mask=bucket < BUCKETS)
+
+
+def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int]) -> Tensor:
+    """See :func:`naive.sketch`. Each bucket is summed by one program in a fixed order: no atomic additions."""
+    buckets, length = max(widths), signs.numel() // 2
+    sums = torch.zeros(buckets, dtype=torch.float32, device=signs.device)
+    numbered = [(i, grad) for i, grad in enumerate(grads) if grad is not None and grad.numel()]
+    for dtype in dict.fromkeys(grad.dtype for _, grad in numbered):
+        group = [(i, launching.dense(grad)) for i, grad in numbered if grad.dtype == dtype]
+        sizes = tuple(grad.numel() for _, grad in group)
+        count, chunks = launching.chunks(sizes, length, signs.device)
+        programs = min(count, _SKETCH_PROGRAMS)
+        partials = torch.empty(programs, buckets, dtype=torch.float32, device=signs.device)
+        launching.launch(
+            _sketch_kernel,
+            (programs, triton.cdiv(buckets, _SKETCH_COLUMNS)),
+            launching.addresses([grad for _, grad in group]),
+            *chunks,
+            sketch_plan(
+                tuple(i for i, _ in group), sizes, length, tuple(widths), signs.device, launching.stream(signs)
+            ),
+            signs,
+            partials,
+            count,
+            LENGTH=length,
+            GRAD=launching.DTYPES[dtype],
+            BUCKETS=buckets,
+            ROWS=_SKETCH_ROWS,
+            COLUMNS=_SKETCH_COLUMNS,
+            num_warps=4,
+        )
+        sums += partials.sum(0)
+    return sums
+
+
+@lru_cache(maxsize=launching.CACHED_TABLES)
+def sketch_plan(
+    indices: tuple[int, ...],
+    sizes: tuple[int, ...],
+    length: int,
+    widths: tuple[int, ...],
+    device: torch.device,
+    stream: int,
+) -> Tensor:
+    """Width, rotation, offset and sign of each chunk, as :func:`naive.sketch` draws them: int32 ``[chunks, 4]``."""
+    rows = [
+        naive._draw(index, number, length, widths)
+        for index, size in zip(indices, sizes, strict=True)
+        for number in range(-(-size // length))
+    ]
+    return to_device(torch.tensor(rows, dtype=torch.int32, device="cpu"), device)
+
+
+@triton.jit
+def _fold_kernel(
+    residuals,
+    grads,
+    numels,
+    chunk_tensors,
+    chunk_starts,
+    scale,
+    clip_value,
+    RESIDUAL: tl.constexpr,
+    GRAD: tl.constexpr,
+    CLIP: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    factor = tl.load(scale)
+    if factor != 0:
+        program = tl.program_id(0)
+        tensor, start = tl.load(chunk_tensors + program), tl.load(chunk_starts + program)
+        left = tl.load(numels + tensor) - start
+        target = pointer(tl.load(residuals + tensor), RESIDUAL) + start
+        source = pointer(tl.load(grads + tensor), GRAD) + start
+        if ALIGNED:
+            target, source = tl.multiple_of(target, 16), tl.multiple_of(source, 16)
+        offsets = tl.arange(0, CHUNK)
+        if left >= CHUNK:  # a mask of any length would keep loads and stores from being 16 bytes wide
+            value = widen(tl.load(source + offsets), GRAD)
+            if CLIP:
+                value = clamp(value, tl.load(clip_value))
+            there = tl.load(target + offsets)
+            tl.store(target + offsets, there + value.to(RESIDUAL) * factor.to(RESIDUAL))
+        else:
+            inside = offsets < left
+            value = widen(tl.load(source + offsets, mask=inside, other=0), GRAD)
+            if CLIP:
+                value = clamp(value, tl.load(clip_value))
+            there = tl.load(target + offsets, mask=inside, other=0)
+            tl.store(target + offsets, there + value.to(RESIDUAL) * factor.to(RESIDUAL), mask=inside)
+
+
+def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor, clip_value: float | None) -> None:
+    """See :func:`naive.fold`. One launch for all tensors of a dtype and alignment."""
+    pairs = [(r, launching.dense(g)) for r, g in zip(residuals, grads, strict=True) if g is not None and g.numel()]
+    if any(residual.device != grad.device for residual, grad in pairs):
+        naive.fold(residuals, grads, scale, clip_value)
+        return
+    groups: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[Tensor, Tensor]]] = {}
+    for residual, grad in pairs:
+        kind = residual.dtype, grad.dtype, launching.aligned(residual) and launching.aligned(grad)
+        groups.setdefault(kind, []).append((residual, grad))
+    for (of_residual, of_grad, aligned), group in groups.items():
+        device = group[0][0].device
+        programs, chunks = launching.chunks(tuple(grad.numel() for _, grad in group), launching.STREAM_CHUNK, device)
+        launching.launch(
+            _fold_kernel,
+            programs,
+            launching.addresses([residual for residual, _ in group]),
+            launching.addresses([grad for _, grad in group]),
+            *chunks,
+            scale.to(device),
+            scale if clip_value is None else launching.bound(clip_value, of_grad, device),
+            RESIDUAL=launching.DTYPES[of_residual],
+            GRAD=launching.DTYPES[of_grad],
+            CLIP=clip_value is not None,
+            ALIGNED=aligned,
+            CHUNK=launching.STREAM_CHUNK,
+            num_warps=8,
+        )
+
+
+@triton.jit
+def _first_moment_kernel(
+    momentum,
+    evidence,
+    grad,
+    scale,
+    beta1,
+    one_minus_beta1,
+    clip_value,
+    numel,
+    GRAD: tl.constexpr,
+    CLIP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    factor = tl.load(scale)
+    if factor != 0:
+        entry = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+        inside = entry < numel
+        value = widen(tl.load(grad + entry, mask=inside, other=0), GRAD)
+        if CLIP:
+            value = clamp(value, tl.load(clip_value))
+        first = tl.load(momentum + entry, mask=inside, other=0)
+        first = tl.load(beta1) * first + tl.load(one_minus_beta1) * factor * value.to(tl.float32)
+        tl.store(momentum + entry, first, mask=inside)
+        tl.store(evidence + entry, tl.load(evidence + entry, mask=inside, other=0) + first, mask=inside)
+
+
+def accumulate_exp_avg(
+    momentum: Tensor, evidence: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
+) -> None:
+    """See :func:`naive.accumulate_exp_avg`."""
+    if grad.device != momentum.device or momentum.dtype != torch.float32:
+        naive.accumulate_exp_avg(momentum, evidence, grad, beta1, scale, clip_value)
+        return
+    launching.launch(
+        _first_moment_kernel,
+        triton.cdiv(momentum.numel(), launching.STREAM_CHUNK),
+        momentum,
+        evidence,
+        launching.raw(launching.dense(grad)),
+        scale.to(momentum.device),
+        momentum.new_full((), beta1),
+        momentum.new_full((), 1 - beta1),
+        scale if clip_value is None else launching.bound(clip_value, grad.dtype, momentum.device),
+        momentum.numel(),
+        GRAD=launching.DTYPES[grad.dtype],
+        CLIP=clip_value is not None,
+        CHUNK=launching.STREAM_CHUNK,
+        num_warps=8,
+    )
+
+
+@triton.jit
+def _second_moment_kernel(
+    moments,
+    grads,
+    numels,
+    chunk_tensors,
+    chunk_starts,
+    scale,
+    scale_stride,
+    weights,
+    limit,
+    clip_value,
+    MOMENT: tl.constexpr,
+    GRAD: tl.constexpr,
+    CLIP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    tensor, start = tl.load(chunk_tensors + program), tl.load(chunk_starts + program)
+    factor = tl.load(scale + tensor * scale_stride)
+    if factor != 0:
+        offsets = tl.arange(0, CHUNK)
+        inside = offsets < tl.load(numels + tensor) - start
+        target = pointer(tl.load(moments + tensor), MOMENT) + start + offsets
+        source = pointer(tl.load(grads + tensor), GRAD) + start + offsets
+        value = widen(tl.load(source, mask=inside, other=0), GRAD)
+        if CLIP:
+            value = clamp(value, tl.load(clip_value))
+        value = value.to(MOMENT) * factor.to(MOMENT)
+        kept, added = tl.load(weights + 2 * tensor).to(MOMENT), tl.load(weights + 2 * tensor + 1).to(MOMENT)
+        moment = tl.load(target, mask=inside, other=0)
+        moved = kept * moment + added * (value * value)
+        tl.store(target, tl.minimum(moved, tl.load(limit)), mask=inside)
+
+
+def accumulate_exp_avg_sq(
+    moments: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    weights: Sequence[float],
+    ranks: int,
+    scale: Tensor,
+    clip_value: float | None,
+) -> None:
+    """See :func:`naive.accumulate_exp_avg_sq`. One launch for each dtype of the gradients."""
+    groups: dict[torch.dtype, list[int]] = {}
+    rest = []
+    for place, (moment, grad) in enumerate(zip(moments, grads, strict=True)):
+        if grad is None or grad.device != moment.device:
+            rest.append(place)
+        elif grad.numel():
+            groups.setdefault(grad.dtype, []).append(place)
+
+    def chosen(values: Sequence[Any], places: list[int]) -> list[Any]:
+        return [values[place] for place in places]
+
+    def scales(places: list[int]) -> Tensor:
+        if not scale.dim() or len(places) == len(moments):
+            return scale
+        return scale[to_device(torch.tensor(places, device="cpu"), scale.device)]
+
+    if rest:
+        own = chosen(moments, rest), chosen(grads, rest), chosen(weights, rest)
+        naive.accumulate_exp_avg_sq(*own, ranks, scales(rest), clip_value)
+    for dtype, places in groups.items():
+        targets, sources = chosen(moments, places), [launching.dense(grad) for grad in chosen(grads, places)]
+        device = targets[0].device
+        shares = tuple(share for weight in chosen(weights, places) for share in (1 - weight, weight / ranks))
+        programs, chunks = launching.chunks(tuple(target.numel() for target in targets), launching.STREAM_CHUNK, device)
+        launching.launch(
+            _second_moment_kernel,
+            programs,
+            launching.addresses(targets),
+            launching.addresses(sources),
+            *chunks,
+            scales(places).to(device),
+            scale.dim(),
+            launching.shares(shares, device),
+            targets[0].new_full((), torch.finfo(targets[0].dtype).max),
+            scale if clip_value is None else launching.bound(clip_value, dtype, device),
+            MOMENT=launching.DTYPES[targets[0].dtype],
+            GRAD=launching.DTYPES[dtype],
+            CLIP=clip_value is not None,
+            CHUNK=launching.STREAM_CHUNK,
+            num_warps=8,
+        )
+
+
+def measure_noise(
+    noise: Tensor, grad: Tensor | None, weight: float, ranks: int, scale: Tensor, clip_value: float | None
+) -> None:
+    """See :func:`naive.measure_noise`."""
+    naive._measure_noise_in_chunks(noise, grad, weight, ranks, scale, clip_value, launching.LARGE_CHUNK)

@@ -1,0 +1,129 @@
+"""Launches of Triton kernels, and the tables on the device that tell a program which entries are its own."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from lightning_scape.ops import naive
+from lightning_scape.ops.naive import to_device
+
+DTYPES = {
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+STREAM_CHUNK = 4096
+"""Entries a program takes where memory is read end to end: 16 for each of 256 threads."""
+LARGE_CHUNK = 1 << 24
+"""Entries handled by one torch call where there is no kernel: few calls, and temporaries of 64 MB at most."""
+PICK_CHUNK = 1024
+"""Likewise where entries lie scattered."""
+CACHED_TABLES = 64
+
+
+def launch(kernel: Any, programs: int | tuple[int, int], *args: Any, **meta: Any) -> None:
+    """Starts a kernel on the current stream of its tensors' device, and waits for nothing.
+
+    A number with a fraction must come in a tensor: compiled kernels get it as fp32, whatever they compute in, and
+    Triton's interpreter as it is.
+    """
+    assert not any(isinstance(arg, float) for arg in args)
+    grid = (programs,) if isinstance(programs, int) else programs
+    if not all(grid):
+        return
+    with torch.cuda.device_of(next(arg for arg in args if isinstance(arg, Tensor))):
+        kernel[grid](*args, **meta, enable_fp_fusion=False)
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """A tensor as kernels take it: bf16 as int16."""
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+
+
+def dense(flat: Tensor) -> Tensor:
+    """Itself, or a copy without gaps."""
+    return flat if flat.is_contiguous() else flat.contiguous()
+
+
+def aligned(tensor: Tensor) -> bool:
+    """Whether 16 bytes can be read at once from its start."""
+    return tensor.data_ptr() % 16 == 0
+
+
+def bound(clip_value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The bound as a number of the gradient's dtype, to which torch's clamp rounds it; 0-dim, fp32 or fp64."""
+    bound = torch.full((), naive._within(clip_value, dtype), dtype=dtype, device=device)
+    return bound.to(torch.promote_types(dtype, torch.float32))
+
+
+def by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Those that hold anything, by dtype and alignment."""
+    groups: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            flat = dense(tensor).view(-1)
+            groups.setdefault((flat.dtype, aligned(flat)), []).append(flat)
+    return list(groups.values())
+
+
+def addresses(flats: Sequence[Tensor]) -> Tensor:
+    """Where each tensor lies; kept until other addresses are asked for 64 times, since storages may move."""
+    return table(tuple(flat.data_ptr() for flat in flats), flats[0].device)
+
+
+def chunks(sizes: tuple[int, ...], chunk: int, device: torch.device) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
+    """Programs needed for tensors of these sizes; the sizes, each program's tensor, and its first entry there."""
+    return cached_chunks(sizes, chunk, device, stream_of(device))
+
+
+def table(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Integers of 64 bits on the device."""
+    return cached_table(numbers, device, stream_of(device))
+
+
+# The stream is part of the key: a table is read on the stream that filled it, and its memory returns to that stream.
+
+
+@lru_cache(maxsize=CACHED_TABLES)
+def cached_chunks(
+    sizes: tuple[int, ...], chunk: int, device: torch.device, stream: int
+) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
+    """See :func:`chunks`."""
+    numels = torch.tensor(sizes, dtype=torch.int64, device="cpu")
+    counts = (numels + (chunk - 1)) // chunk
+    tensors = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32, device="cpu"), counts)
+    before = counts.cumsum(0) - counts
+    starts = (torch.arange(tensors.numel(), device="cpu") - before[tensors.long()]) * chunk
+    return tensors.numel(), (to_device(numels, device), to_device(tensors, device), to_device(starts, device))
+
+
+@lru_cache(maxsize=CACHED_TABLES)
+def cached_table(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    """See :func:`table`."""
+    return to_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
+
+
+def shares(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """Numbers with a fraction on the device, as fp64."""
+    return cached_shares(numbers, device, stream_of(device))
+
+
+@lru_cache(maxsize=CACHED_TABLES)
+def cached_shares(numbers: tuple[float, ...], device: torch.device, stream: int) -> Tensor:
+    """See :func:`shares`."""
+    return to_device(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)
+
+
+def stream(tensor: Tensor) -> int:
+    """The current stream of a tensor's device."""
+    return stream_of(tensor.device)
+
+
+def stream_of(device: torch.device) -> int:
+    """The current stream of a device; 0 where it has none."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0

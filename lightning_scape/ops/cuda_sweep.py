@@ -1,0 +1,412 @@
+"""Triton kernel that does all of a rank's work on the rows of a region in one pass over memory."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_scape.layout import Region
+from lightning_scape.ops import cuda_launch as launching
+from lightning_scape.ops.cuda_gradients import accumulate_exp_avg_sq, fold
+from lightning_scape.ops.cuda_masks import LONGEST_ROW, compact, is_small, propose, select, selection, store_largest
+from lightning_scape.ops.cuda_numbers import clamp, divide, narrow, pointer, widen
+from lightning_scape.ops.naive import SecondMoment, votes_in
+
+_FEW = 4
+"""Up to so many entries a block are taken out of the registers by turns. More are taken out of the cache."""
+_TILE = 512
+"""Entries of whole rows that a program holds in registers: their residual, their gradient and the keys that rank them.
+A program is one warp, whose threads find a maximum without a barrier; longer rows are shared by several warps."""
+_CELLS = 64
+"""Entries of a mask that a program takes out of the cache at a time."""
+
+
+# How many entries are sent changes in every step of a warm-up of the sparsity: no variant of its own for any number.
+@triton.jit(do_not_specialize=["sent", "next_sent"])
+def _sweep_kernel(
+    residual,
+    exp_avg_sq,
+    grads,
+    numels,
+    weights,
+    first_rows,
+    span_rows,
+    program_spans,
+    program_starts,
+    scale,
+    scale_stride,
+    clip_value,
+    mask,
+    values,
+    sent,
+    ranked,
+    next_sent,
+    GRAD: tl.constexpr,
+    FOLD: tl.constexpr,
+    CLIP: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SECOND: tl.constexpr,
+    LARGEST: tl.constexpr,
+    MASKED: tl.constexpr,
+    FEW: tl.constexpr,
+    WIRE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SELECT: tl.constexpr,
+    VOTES: tl.constexpr,
+    CELLS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    LOW: tl.constexpr,
+    KEPT_BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OUT: tl.constexpr,
+):
+    """One program: up to ROWS rows of one span, which is a piece or rows that no piece fills."""
+    span, start = tl.load(program_spans + tl.program_id(0)), tl.load(program_starts + tl.program_id(0))
+    first = tl.load(first_rows + span) + start
+    rows = tl.minimum(tl.load(span_rows + span) - start, ROWS).to(tl.int32)
+    row, position = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    there = row < rows
+    inside = there[:, None] & (position < LENGTH)[None, :]
+    offset = row[:, None] * LENGTH + position[None, :]
+    target = residual + first * LENGTH + offset
+    tile = tl.load(target, mask=inside, other=0)
+    factor = tl.load(scale + (first + row) * scale_stride, mask=there, other=0)
+    taken = factor != 0
+
+    if FOLD:
+        # Entries of the parameter from the first row on. Without a gradient, the address is 0.
+        left = tl.minimum(tl.load(numels + span) - start * LENGTH, ROWS * LENGTH).to(tl.int32)
+        address = tl.load(grads + span)
+        known = tl.where(address != 0, left, 0)
+        source = pointer(address, GRAD) + start * LENGTH
+        source = tl.multiple_of(source, ALIGNED)
+        if known == ROWS * LENGTH:  # a mask of any length would keep the loads from being 16 bytes wide
+            raw = tl.load(source + offset, mask=inside, other=0)
+        else:
+            raw = tl.load(source + offset, mask=inside & (offset < known), other=0)
+        value = widen(raw, GRAD)
+        if CLIP:
+            value = clamp(value, tl.load(clip_value))
+        if SECOND:
+            _accumulate(exp_avg_sq + first * LENGTH + offset, value, factor, weights + 2 * span,
+                        inside & (offset < left) & taken[:, None], LARGEST)  # fmt: skip
+        amount = value.to(tile.dtype) * factor.to(tile.dtype)[:, None]
+        tile = tl.where((offset < known) & taken[:, None], tile + amount, tile)
+
+    if not MASKED:
+        raw = narrow(clamp(tile, LIMIT), WIRE)
+        tl.store(values + first * LENGTH + offset, tl.where(taken[:, None], raw, 0), mask=inside)
+        tile = tl.where(taken[:, None], tile - widen(raw, WIRE).to(tile.dtype), tile)
+        tl.store(target, tile, mask=inside)
+    elif FEW:
+        tile = _take_by_turns(tile, mask, values, first, row, position, there, taken, sent, WIRE, LIMIT)
+        tl.store(target, tile, mask=inside)
+    else:
+        tl.store(target, tile, mask=inside)
+        tl.debug_barrier()
+        _take_from_memory(residual + first * LENGTH, mask + first * sent, values + first * sent,
+                          scale + first * scale_stride, scale_stride, rows, sent,
+                          WIRE, LIMIT, LENGTH, ROWS, CELLS)  # fmt: skip
+        if SELECT or VOTES:
+            tl.debug_barrier()
+            tile = tl.load(target, mask=inside, other=0)
+
+    if SELECT or VOTES:
+        bits = tile.to(tl.float32).to(tl.int32, bitcast=True)
+        if SELECT:
+            store_largest(bits, ranked, first + row, first + rows, next_sent, position, LENGTH, LOW, KEPT_BITS, OUT)
+        else:
+            _propose(bits, ranked, first + row, there, position, VOTES, LENGTH, LOW, KEPT_BITS)
+
+
+@triton.jit
+def _accumulate(place, value, factor, weights, mine, LARGEST: tl.constexpr):
+    """The second moment, of what the sweep has loaded of the gradient. It rounds as the twin does on a GPU."""
+    moment = tl.load(place, mask=mine, other=0)
+    kept, added = tl.load(weights).to(moment.dtype), tl.load(weights + 1).to(moment.dtype)
+    scaled = value.to(moment.dtype) * factor.to(moment.dtype)[:, None]
+    moment = kept * moment + added * (scaled * scaled)
+    tl.store(place, tl.where(moment > LARGEST, LARGEST, moment), mask=mine)
+
+
+@triton.jit
+def _take_by_turns(
+    tile, mask, values, first, row, position, there, taken, sent, WIRE: tl.constexpr, LIMIT: tl.constexpr
+):
+    """Writes the masked entries of the tile, and returns the tile with what they leave behind."""
+    cells = (first + row) * sent
+    for turn in range(sent):
+        place = tl.load(mask + cells + turn, mask=there, other=0).to(tl.int32)
+        here = position[None, :] == place[:, None]
+        found = _only(tile, here)
+        raw = narrow(clamp(found, LIMIT), WIRE)
+        tl.store(values + cells + turn, tl.where(taken, raw, 0), mask=there)
+        rest = found - widen(raw, WIRE).to(tile.dtype)
+        tile = tl.where(here & taken[:, None], rest[:, None], tile)
+    return tile
+
+
+@triton.jit
+def _only(tile, here):
+    """The one entry of each row that is ``here``, to the last bit: the largest integer, where the others are least."""
+    if tile.dtype == tl.float64:
+        bits = tl.where(here, tile.to(tl.int64, bitcast=True), -0x8000000000000000)
+    else:
+        bits = tl.where(here, tile.to(tl.int32, bitcast=True), -0x80000000)
+    return tl.max(bits, axis=1).to(tile.dtype, bitcast=True)
+
+
+@triton.jit
+def _take_from_memory(
+    residual,
+    mask,
+    values,
+    scale,
+    scale_stride,
+    rows,
+    sent,
+    WIRE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    LENGTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    CELLS: tl.constexpr,
+):
+    """Takes the masked entries out of rows that this program has just stored: they are in the cache."""
+    for begin in range(0, rows * sent, CELLS):
+        cell = begin + tl.arange(0, CELLS)
+        inside = cell < rows * sent
+        row = cell // sent
+        taken = tl.load(scale + row * scale_stride, mask=inside, other=0) != 0
+        place = residual + row * LENGTH + tl.load(mask + cell, mask=inside, other=0).to(tl.int32)
+        found = tl.load(place, mask=taken, other=0)
+        raw = narrow(clamp(found, LIMIT), WIRE)
+        tl.store(values + cell, raw, mask=inside)
+        tl.store(place, found - widen(raw, WIRE).to(found.dtype), mask=taken)
+
+
+@triton.jit
+def _propose(
+    bits,
+    proposals,
+    row,
+    there,
+    position,
+    VOTES: tl.constexpr,
+    LENGTH: tl.constexpr,
+    LOW: tl.constexpr,
+    KEPT_BITS: tl.constexpr,
+):
+    """A row of bytes as :func:`naive.propose` makes it: positions, values in units of the largest, its exponent."""
+    BYTES: tl.constexpr = 1 if LENGTH <= 256 else 2
+    out = proposals + row * (VOTES * (BYTES + 1) + 1)
+    keys = (bits & KEPT_BITS) | (LOW - position)[None, :]
+    keys = tl.where((position < LENGTH)[None, :], keys, -1)
+    exponent = row.to(tl.int32) * 0
+    for turn in range(VOTES):
+        top = tl.max(keys, axis=1)
+        here = keys == top[:, None]
+        found = tl.max(tl.where(here, bits, -0x80000000), axis=1)
+        of_first = tl.minimum(((found & 0x7FFFFFFF) >> 23) + 1, 254)
+        exponent = tl.where(turn == 0, of_first, exponent)
+        place = LOW - (top & LOW)
+        tl.store(out + turn * BYTES, (place & 0xFF).to(tl.uint8), mask=there)
+        if BYTES == 2:
+            tl.store(out + (turn * 2 + 1), (place >> 8).to(tl.uint8), mask=there)
+        tl.store(out + (VOTES * BYTES + turn), _code(found, exponent), mask=there)
+        keys = tl.where(here, -1, keys)
+    tl.store(out + VOTES * (BYTES + 1), exponent.to(tl.uint8), mask=there)
+
+
+@triton.jit
+def _code(bits, exponent):
+    """A value as a byte, in units of ``2**(exponent - 127) / 127``, to the nearest, ties to even."""
+    largest = (exponent << 23).to(tl.float32, bitcast=True)
+    unit = divide(largest * 0 + 127.0, largest)  # exact, but inf where the row holds next to nothing
+    ratio = bits.to(tl.float32, bitcast=True) * unit
+    ratio = tl.where(tl.abs(ratio) < 256.0, ratio, 0.0)
+    rounded = (ratio + 12582912.0) - 12582912.0  # 1.5 * 2**23: numbers of that size have no fraction
+    return (rounded.to(tl.int32) & 0xFF).to(tl.uint8)
+
+
+class _Span(NamedTuple):
+    """Consecutive rows of one piece, or of none."""
+
+    row: int
+    blocks: int
+    numel: int
+    """Entries of the parameter."""
+    place: int | None
+    """Of the piece, in the region."""
+
+
+def sweep(
+    region: Region,
+    residual: Tensor,
+    grads: Sequence[Tensor | None] | None,
+    scale: Tensor,
+    mask: Tensor | None,
+    values: Tensor,
+    *,
+    clip_value: float | None = None,
+    second_moment: SecondMoment | None = None,
+    proposals: Tensor | None = None,
+    next_mask: Tensor | None = None,
+) -> None:
+    """See :func:`naive.sweep`. One launch for each dtype of the gradients, one pass over residual and gradient."""
+    votes = 0 if proposals is None else votes_in(proposals.shape[1], residual.shape[1])
+    by_kernel = _fits(residual, grads, (values, proposals, next_mask))
+    propose_now = by_kernel and proposals is not None and is_small(residual, votes)
+    select_now = by_kernel and proposals is None and next_mask is not None and is_small(residual, next_mask.shape[1])
+    if by_kernel:
+        ranked = proposals if propose_now else next_mask if select_now else None
+        for spans in _by_dtype(region, grads):
+            _launch(spans, residual, grads, scale, mask, values, clip_value, second_moment, ranked, votes * propose_now)
+    else:
+        _fold(region, residual, grads, scale, clip_value, second_moment)
+    for rows in region.rows:
+        if not by_kernel:
+            part = None if mask is None else mask[rows]
+            compact(residual[rows], part, values.dtype, scale[rows] if scale.dim() else scale, out=values[rows])
+        if proposals is not None and not propose_now:
+            proposals[rows] = propose(residual[rows], votes)
+        if next_mask is not None and not select_now:
+            next_mask[rows] = select(residual[rows], next_mask.shape[1])
+
+
+def _fits(residual: Tensor, grads: Sequence[Tensor | None] | None, written: Sequence[Tensor | None]) -> bool:
+    """Whether the kernel can do it. Else one operation follows the other."""
+    return (
+        residual.shape[1] <= LONGEST_ROW
+        and residual.is_contiguous()
+        and all(tensor is None or tensor.is_contiguous() for tensor in written)
+        and all(grad is None or grad.device == residual.device for grad in grads or ())
+    )
+
+
+def _by_dtype(region: Region, grads: Sequence[Tensor | None] | None) -> list[list[_Span]]:
+    """The rows of each launch. Those without a gradient go with the first."""
+    groups: dict[torch.dtype, list[_Span]] = {}
+    without = []
+    for span in _spans(region):
+        grad = None if grads is None or span.place is None else grads[span.place]
+        if grad is None:
+            without.append(span)
+        else:
+            groups.setdefault(grad.dtype, []).append(span)
+    if not groups:
+        return [without]
+    first, *others = groups.values()
+    return [without + first, *others]
+
+
+def _spans(region: Region) -> Iterator[_Span]:
+    """All rows of the region, each once."""
+    pieces = list(enumerate(region.pieces))
+    for rows in region.rows:
+        row = rows.start
+        while pieces and pieces[0][1].row < rows.stop:
+            place, piece = pieces.pop(0)
+            if row < piece.row:
+                yield _Span(row, piece.row - row, 0, None)
+            yield _Span(piece.row, piece.blocks, piece.numel, place)
+            row = piece.row + piece.blocks
+        if row < rows.stop:
+            yield _Span(row, rows.stop - row, 0, None)
+
+
+def _launch(
+    spans: Sequence[_Span],
+    residual: Tensor,
+    grads: Sequence[Tensor | None] | None,
+    scale: Tensor,
+    mask: Tensor | None,
+    values: Tensor,
+    clip_value: float | None,
+    second_moment: SecondMoment | None,
+    ranked: Tensor | None,
+    votes: int,
+) -> None:
+    """Launches the kernel on some rows; ``ranked`` takes proposals of so many votes, or, for 0 votes, a mask."""
+    device, sent = residual.device, values.shape[1]
+    found = [None if grads is None or span.place is None else grads[span.place] for span in spans]
+    dense = [None if grad is None else launching.dense(grad) for grad in found]
+    given = [grad for grad in dense if grad is not None]
+    dtype = given[0].dtype if given else torch.float32
+    shape = _shape(residual)
+    starts = [grad.data_ptr() for grad in given] + [shape["ROWS"] * residual.shape[1] * dtype.itemsize]
+    programs, (blocks, *chunks) = launching.chunks(tuple(span.blocks for span in spans), shape["ROWS"], device)
+    # Gradients of zeros change the second moment, too.
+    folds = bool(given) or (second_moment is not None and grads is not None)
+    moments = second_moment if folds else None
+    launching.launch(
+        _sweep_kernel,
+        programs,
+        residual,
+        residual if moments is None else moments.exp_avg_sq,
+        launching.table(tuple(0 if grad is None else grad.data_ptr() for grad in dense), device),
+        launching.table(tuple(span.numel for span in spans), device),
+        residual if moments is None else launching.shares(_shares(moments, spans), device),
+        launching.table(tuple(span.row for span in spans), device),
+        blocks,
+        *chunks,
+        scale.to(device),
+        scale.dim(),
+        scale if clip_value is None else launching.bound(clip_value, dtype, device),
+        launching.raw(values) if mask is None else mask.contiguous(),
+        launching.raw(values),
+        sent,
+        residual if ranked is None else ranked,
+        0 if ranked is None else ranked.shape[1],
+        GRAD=launching.DTYPES[dtype],
+        FOLD=folds,
+        CLIP=clip_value is not None,
+        ALIGNED=math.gcd(16, *starts),
+        SECOND=moments is not None,
+        LARGEST=torch.finfo((residual if moments is None else moments.exp_avg_sq).dtype).max,
+        MASKED=mask is not None,
+        FEW=sent <= _FEW,
+        WIRE=launching.DTYPES[values.dtype],
+        LIMIT=torch.finfo(values.dtype).max,
+        SELECT=ranked is not None and not votes,
+        VOTES=votes,
+        CELLS=_CELLS,
+        **shape,
+    )
+
+
+def _shape(residual: Tensor) -> dict[str, Any]:
+    """What :func:`selection` says, for smaller tiles."""
+    shape = selection(residual)
+    return shape | {"ROWS": max(1, _TILE // shape["BLOCK"]), "num_warps": max(1, shape["BLOCK"] // _TILE)}
+
+
+def _shares(moments: SecondMoment, spans: Sequence[_Span]) -> tuple[float, ...]:
+    """By span: what its second moment keeps, and what of the square is added."""
+    weights = [0.0 if span.place is None else moments.weights[span.place] for span in spans]
+    return tuple(share for weight in weights for share in (1 - weight, weight / moments.ranks))
+
+
+def _fold(
+    region: Region,
+    residual: Tensor,
+    grads: Sequence[Tensor | None] | None,
+    scale: Tensor,
+    clip_value: float | None,
+    second_moment: SecondMoment | None,
+) -> None:
+    """The first of the operations, where the kernel cannot do them together."""
+    if grads is None:
+        return
+    length = residual.shape[1]
+    parts = [residual.view(-1)[piece.of_blocks(length)] for piece in region.pieces]
+    fold(parts, grads, scale if scale.dim() == 0 else scale.amax(), clip_value)
+    if second_moment is not None:
+        moments = [second_moment.exp_avg_sq.view(-1)[piece.of_blocks(length)] for piece in region.pieces]
+        own = scale if scale.dim() == 0 else scale[[piece.row for piece in region.pieces]]
+        accumulate_exp_avg_sq(moments, grads, second_moment.weights, second_moment.ranks, own, clip_value)

@@ -1,0 +1,349 @@
+"""Triton kernels that update a shard and write its values back to the parameters."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_scape.layout import Piece
+from lightning_scape.ops import cuda_launch as launching
+from lightning_scape.ops import naive
+from lightning_scape.ops.cuda_masks import cells
+from lightning_scape.ops.cuda_numbers import divide, narrow, pointer, root, widen
+from lightning_scape.ops.naive import Hyper, RowNumbers, ShardState
+
+
+@triton.jit
+def _minus_expm1(x):
+    """``1 - exp(x)`` for x <= 0, to a few units in the last place: a series where the difference would cancel."""
+    series = 1.0 + x * (1.0 / 15)
+    for fewer in tl.static_range(13):
+        series = 1.0 + x * series * (1.0 / (14 - fewer))
+    return tl.where(x > -0.4, -x * series, 1.0 - tl.exp(x))
+
+
+@triton.jit
+def _update_kernel(
+    theta,
+    momentum,
+    clock,
+    mask,
+    total,
+    step,
+    again,
+    scale,
+    group,
+    lr,
+    beta1,
+    log_beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    eps,
+    keep,
+    log_keep,
+    correction,
+    correction2,
+    second,
+    floor,
+    limit,
+    count,
+    momentum_stride,
+    clock_stride,
+    second_stride,
+    step_stride,
+    scale_stride,
+    correction_stride,
+    sent,
+    ranks,
+    MASKED: tl.constexpr,
+    BY_GROUP: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    ADAMW: tl.constexpr,
+    MEASURED: tl.constexpr,
+    IMPLICIT: tl.constexpr,
+    LONGEST: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * CHUNK
+    entry = first + tl.arange(0, CHUNK)
+    row, column = cells(mask, first, entry < count, sent, MASKED, CHUNK)
+    inside = (entry < count) & (tl.load(scale + row * scale_stride, mask=entry < count, other=0) != 0)
+    if tl.sum(inside.to(tl.int32), axis=0) > 0:
+        h = tl.load(group + row, mask=inside, other=0) if BY_GROUP else row.to(tl.int32) * 0
+        of_momentum = momentum + row * momentum_stride + column
+        of_clock = clock + row * clock_stride + column
+        of_second = second + row * second_stride + column
+
+        now = tl.load(step + row * step_stride, mask=inside, other=1)
+        tau = now - tl.load(of_clock, mask=inside, other=0)
+        tl.atomic_add(again, tl.sum((inside & (tau == 1)).to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
+        tau = tl.maximum(tau, 1)  # clocks of pads are loaded as if no parameter had missed a step
+        m = tl.load(of_momentum, mask=inside, other=0)
+        a = tl.load(total + entry, mask=inside, other=0)
+        old = tl.load(theta + entry, mask=inside, other=0)
+        b1 = tl.load(beta1 + h, mask=inside, other=0)
+        b2 = tl.load(beta2 + h, mask=inside, other=0)
+        one_minus_b2 = tl.load(one_minus_beta2 + h, mask=inside, other=0)
+        whole = tl.load(keep + h, mask=inside, other=1)
+        steps = tau.to(m.dtype)
+
+        one_minus_b1 = tl.load(one_minus_beta1 + h, mask=inside, other=1)
+        if IMPLICIT:
+            one_minus_bt = divide(steps * one_minus_b1, (steps - 1) * one_minus_b1 + 1)
+        else:
+            one_minus_bt = _minus_expm1(steps * tl.load(log_beta1 + h, mask=inside, other=0))
+        g = divide(a, steps)
+        new = (1 - one_minus_bt) * m + one_minus_bt * g
+        if IMPLICIT:
+            moved = steps * new
+        else:
+            spread = divide(b1 * one_minus_bt, one_minus_b1)
+            moved = tl.where(tau == 1, new, steps * g + (m - g) * spread)
+        common = new
+        if CORRECTED:
+            divisor = tl.load(correction + row * correction_stride, mask=inside, other=1)
+            m, moved, common = divide(m, divisor), divide(moved, divisor), divide(new, divisor)
+        if ADAMW:
+            bounded = moved * (1 / LONGEST)
+            common = tl.maximum(common * common, bounded * bounded)
+            divisor2 = tl.load(correction2 + row * correction_stride, mask=inside, other=1)
+            v2 = tl.load(of_second, mask=inside, other=0)
+            if MASKED:
+                seen = tl.minimum(divide(v2, divisor2) * ranks * steps * steps, tl.load(limit))
+                v2 += one_minus_b2 * tl.maximum(a * a - seen, 0)
+            else:
+                v2 = b2 * v2 + one_minus_b2 * divide(a * a, steps)
+                common = tl.where(tau == 1, 0, common)
+            v2 = tl.minimum(v2, tl.load(limit))
+            tl.store(of_second, v2, mask=inside)
+            v = tl.maximum(divide(v2, divisor2), common)
+        else:
+            v = b2 * (m * m)
+            v += divide(one_minus_b2 * (a * a), steps)
+            if MEASURED:
+                n = tl.load(of_second, mask=inside, other=0) * tl.load(floor)
+                steady = n * divide(one_minus_b1, 1 + b1)
+                floored = b2 * tl.maximum(m * m, steady) + one_minus_b2 * tl.maximum(n, divide(a * a, steps))
+                v = tl.where(tau == 1, v, floored)
+        shrunk = tl.exp(steps * tl.load(log_keep + h, mask=inside, other=0))  # |whole|**tau
+        shrunk = tl.where((whole < 0) & (tau % 2 == 1), -shrunk, shrunk)
+        shrunk = tl.where(tau == 1, whole, shrunk)
+        denominator = root(v) + tl.load(eps + h, mask=inside, other=1)
+        change = divide(tl.load(lr + h, mask=inside, other=0) * moved, denominator)
+        tl.store(theta + entry, old * shrunk - change, mask=inside)
+        tl.store(of_momentum, new, mask=inside)
+        tl.store(of_clock, now, mask=inside)
+
+
+def update_adams(
+    shard: ShardState,
+    mask: Tensor | None,
+    mean: Tensor,
+    numbers: RowNumbers,
+    floor: float = 1.0,
+    implicit: bool = False,
+) -> Tensor:
+    """See :func:`naive.update_adams`. One launch; what it reads of the moment and the last steps it writes back."""
+    theta, momentum, noise, clock = shard
+    step, scale, hyper, correction, _, group = numbers
+    corrected = isinstance(correction, Tensor) or correction != 1.0
+    divisor = correction if isinstance(correction, Tensor) else theta.new_full((), correction if corrected else 1.0)
+    return _update(
+        (theta, momentum, clock),
+        noise,
+        mask,
+        mean,
+        (step, scale, divisor, divisor),
+        hyper,
+        group,
+        theta.new_full((), floor),
+        1,
+        CORRECTED=corrected,
+        ADAMW=False,
+        IMPLICIT=implicit,
+    )
+
+
+def update_adamw(
+    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int, implicit: bool = True
+) -> Tensor:
+    """See :func:`naive.update_adamw`. One launch; what it reads of the moments and the last steps it writes back."""
+    theta, exp_avg, exp_avg_sq, clock = shard
+    step, scale, hyper, c1, c2, group = numbers
+    assert exp_avg_sq is not None
+    assert isinstance(c1, Tensor)
+    assert c2 is not None
+    return _update(
+        (theta, exp_avg, clock),
+        exp_avg_sq,
+        mask,
+        mean,
+        (step, scale, c1, c2),
+        hyper,
+        group,
+        theta,
+        ranks,
+        CORRECTED=True,
+        ADAMW=True,
+        IMPLICIT=implicit,
+    )
+
+
+def _update(
+    state: tuple[Tensor, Tensor, Tensor],
+    second: Tensor | None,
+    mask: Tensor | None,
+    total: Tensor,
+    by_row: tuple[Tensor, Tensor, Tensor, Tensor],
+    hyper: Hyper,
+    group: Tensor | None,
+    floor: Tensor,
+    ranks: int,
+    **rule: bool,
+) -> Tensor:
+    """Launches the update; ``by_row`` are step, scale and the two corrections, 0-dim or ``[R]`` each."""
+    theta, momentum, clock = state
+    step, scale, correction, correction2 = by_row
+    assert theta.is_contiguous()
+    assert total.is_contiguous()
+    assert correction.dim() == correction2.dim()
+    again = torch.zeros((), dtype=torch.int64, device=theta.device)
+    numbers = [value.contiguous() for value in torch.broadcast_tensors(*hyper)]
+    launching.launch(
+        _update_kernel,
+        triton.cdiv(theta.numel(), launching.PICK_CHUNK),
+        theta,
+        momentum,
+        clock,
+        again if mask is None else mask.contiguous(),
+        total,
+        step,
+        again,
+        scale.to(theta.device),
+        again if group is None else group,
+        *numbers,
+        correction,
+        correction2,
+        momentum if second is None else second,
+        floor,
+        theta.new_full((), torch.finfo(theta.dtype).max),
+        theta.numel(),
+        momentum.stride(0),
+        clock.stride(0),
+        momentum.stride(0) if second is None else second.stride(0),
+        step.dim(),
+        scale.dim(),
+        correction.dim(),
+        theta.shape[1],
+        ranks,
+        MASKED=mask is not None,
+        BY_GROUP=group is not None,
+        MEASURED=second is not None,
+        LONGEST=naive.LONGEST_MOVE,
+        CHUNK=launching.PICK_CHUNK,
+        num_warps=4,
+        **rule,
+    )
+    return again
+
+
+@triton.jit
+def _exchange_kernel(
+    addresses,
+    first_rows,
+    kept,
+    chunk_pieces,
+    chunk_starts,
+    mask,
+    values,
+    sent,
+    BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    PARAMETER: tl.constexpr,
+    VALUES: tl.constexpr,
+    TO_PARAMETER: tl.constexpr,
+    ADD: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    piece = tl.load(chunk_pieces + program)
+    first = tl.load(chunk_starts + program)
+    entry = first + tl.arange(0, CHUNK)
+    inside = entry < tl.load(kept + piece)
+    before = tl.load(first_rows + piece) * sent
+    place = before + entry
+    row, column = cells(mask + before, first, inside, sent, MASKED, CHUNK)
+    parameter = pointer(tl.load(addresses + piece), PARAMETER) + row * BLOCK_SIZE + column
+    if TO_PARAMETER:
+        value = widen(tl.load(values + place, mask=inside, other=0), VALUES)
+        if ADD:
+            value = widen(tl.load(parameter, mask=inside, other=0), PARAMETER) + value
+        tl.store(parameter, narrow(value, PARAMETER), mask=inside)
+    else:
+        value = widen(tl.load(parameter, mask=inside, other=0), PARAMETER)
+        tl.store(values + place, narrow(value, VALUES), mask=inside)
+
+
+def gather_params(
+    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int
+) -> None:
+    """See :func:`naive.gather_params`. One launch per dtype of the parameters."""
+    _exchange(flats, pieces, mask, out, block_size, to_parameter=False)
+
+
+def scatter_params(
+    flats: Sequence[Tensor],
+    pieces: Sequence[Piece],
+    mask: Tensor | None,
+    values: Tensor,
+    block_size: int,
+    add: bool = False,
+) -> None:
+    """See :func:`naive.scatter_params`. One launch per dtype of the parameters."""
+    _exchange(flats, pieces, mask, values.contiguous(), block_size, to_parameter=True, add=add)
+
+
+def _exchange(
+    flats: Sequence[Tensor],
+    pieces: Sequence[Piece],
+    mask: Tensor | None,
+    values: Tensor,
+    block_size: int,
+    *,
+    to_parameter: bool,
+    add: bool = False,
+) -> None:
+    assert values.is_contiguous()
+    sent = values.shape[1]
+    mask = None if mask is None else mask.contiguous()
+    for dtype in dict.fromkeys(flats[piece.segment.index].dtype for piece in pieces):
+        group = [piece for piece in pieces if flats[piece.segment.index].dtype == dtype]
+        programs, chunks = launching.chunks(
+            tuple(p.kept(sent, block_size) for p in group), launching.PICK_CHUNK, values.device
+        )
+        launching.launch(
+            _exchange_kernel,
+            programs,
+            launching.addresses([flats[piece.segment.index][piece.of_parameter] for piece in group]),
+            launching.table(tuple(piece.row for piece in group), values.device),
+            *chunks,
+            launching.raw(values) if mask is None else mask,
+            launching.raw(values),
+            sent,
+            BLOCK_SIZE=block_size,
+            MASKED=mask is not None,
+            PARAMETER=launching.DTYPES[dtype],
+            VALUES=launching.DTYPES[values.dtype],
+            TO_PARAMETER=to_parameter,
+            ADD=add,
+            CHUNK=launching.PICK_CHUNK,
+            num_warps=4,
+        )
+
+
+def checksum(flat: Tensor) -> Tensor:
+    """See :func:`naive.checksum`; bitwise."""
+    return naive._checksum_in_chunks(flat, launching.LARGE_CHUNK)
