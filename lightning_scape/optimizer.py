@@ -160,9 +160,10 @@ class ScapeOptimizer(torch.optim.Optimizer):
             config.quota.block_size,
             self._communicator.world_size,
         )
-        self._shard_pieces = list(self._layout.shard_pieces(self._communicator.rank))
-        self._pieces_beside = list(self._layout.pieces_beside(self._communicator.rank))
-        self._own, self._beside = self._layout.rows_of(self._communicator.rank)
+        remote = self._layout.remote(self._communicator.rank)
+        self._shard_pieces = list(self._layout.local(self._communicator.rank).pieces)
+        self._pieces_beside = list(remote.pieces)
+        self._own, self._beside = self._layout.rows_of(self._communicator.rank), remote.rows
         self._masks = DelayedMask(SparsitySchedule.of(config, total_steps), config.mask_interval)
         self._clipping = GradientClipping(config, self._communicator)
         corrects = config.bias_correction or self.config.update == "adamw"
@@ -452,22 +453,16 @@ class ScapeOptimizer(torch.optim.Optimizer):
             step = state.steps_of(self._parameter_of_block[self._own]) + 1
         hyper, corrections = self._hyperparameters.at(step, self.param_groups, theta.dtype, state.exp_avg_sq_since)
         implicit, group = self.config.catch_up == "implicit", self._hyperparameters.group_of_row()
-        moments = state.exp_avg, state.last_step, mask, total, step, hyper
+        first: Tensor | float = corrections.first
         if state.exp_avg_sq is None:
             floor = min(1.0, NOISE_FLOOR * self._layout.block_size / total.shape[1])
-            divisor = corrections.first if corrections.corrected else 1.0
-            return ops.update_adams(theta, *moments, divisor, scale, state.local_exp_avg_sq, floor, implicit, group)
-        return ops.update_adamw(
-            theta,
-            state.exp_avg,
-            state.exp_avg_sq,
-            *moments[1:],
-            (corrections.first, corrections.second),
-            scale,
-            self._communicator.world_size,
-            implicit,
-            group,
-        )
+            first = first if corrections.corrected else 1.0
+            shard = ops.ShardState(theta, state.exp_avg, state.local_exp_avg_sq, state.last_step)
+            numbers = ops.RowNumbers(step, scale, hyper, first, group=group)
+            return ops.update_adams(shard, mask, total, numbers, floor, implicit)
+        shard = ops.ShardState(theta, state.exp_avg, state.exp_avg_sq, state.last_step)
+        numbers = ops.RowNumbers(step, scale, hyper, first, corrections.second, group)
+        return ops.update_adamw(shard, mask, total, numbers, self._communicator.world_size, implicit)
 
     def _count_step(self, state: ScapeState, active: _Active) -> None:
         taken = (active.scale != 0).to(state.step.dtype)

@@ -237,7 +237,7 @@ def save_and_measure(rank: int, world_size: int, folder: str, config: ScapeConfi
     # Views: nothing but the rank's own shard, residual and rows of the mask.
     state = optimizer._run.state
     assert state is not None
-    names = ("momentum", "clock", "master", "noise", "second_moment", "residual")
+    names = ("exp_avg", "last_step", "master", "local_exp_avg_sq", "exp_avg_sq", "residual")
     held = [getattr(state, name) for name in names] + [optimizer._masks.active]
     homes = {t.untyped_storage().data_ptr() for t in held if t is not None}
     assert {chunk.tensor.untyped_storage().data_ptr() for chunk in own.values()} <= homes

@@ -13,7 +13,15 @@ from lightning_scape.layout import Layout
 
 _CHUNK = 1 << 18
 """Entries handled at a time where temporaries of a parameter's size are to be avoided."""
-SHARD_TENSORS = ("momentum", "clock", "master", "local_momentum", "evidence", "noise", "second_moment")
+SHARD_TENSORS = (
+    "exp_avg",
+    "last_step",
+    "master",
+    "local_exp_avg",
+    "local_exp_avg_sum",
+    "local_exp_avg_sq",
+    "exp_avg_sq",
+)
 """Names of the shard's tensors, each ``[R, B]`` or None."""
 
 
@@ -23,9 +31,9 @@ class ScapeState:
 
     residual: Tensor
     """``[blocks, B]`` fp32 (or fp64): what this rank has computed and not yet sent."""
-    momentum: Tensor
+    exp_avg: Tensor
     """``[R, B]`` fp32 (fp64 for fp64 parameters): m of AdamS."""
-    clock: Tensor
+    last_step: Tensor
     """``[R, B]`` int32: the parameter's step of each entry's last update, 0 before the first."""
     step: Tensor
     """0-dim int32 on the parameters' device: t, steps taken and not skipped."""
@@ -33,20 +41,20 @@ class ScapeState:
     """Calls of ``step()``, skipped ones included; the sparsity schedule goes by it."""
     master: Tensor | None = None
     """``[R, B]`` fp32 weights, when a parameter is narrower than that; made at the first step."""
-    local_momentum: Tensor | None = None
+    local_exp_avg: Tensor | None = None
     """``[R, B]`` fp32, ``mask_statistic="first_moment"`` only: first moment of this rank's own gradient."""
-    evidence: Tensor | None = None
+    local_exp_avg_sum: Tensor | None = None
     """``[R, B]`` fp32, likewise: that moment summed since each entry's last visit."""
-    noise: Tensor | None = None
+    local_exp_avg_sq: Tensor | None = None
     """``[R, B]`` fp32 (fp64), ``update="adams"`` and ``second_moment="measured"`` only: running mean square of this
     rank's own gradient, over N: an estimate for the averaged one."""
-    noise_samples: int = 0
+    local_samples: int = 0
     """Gradients that went into it."""
-    second_moment: Tensor | None = None
+    exp_avg_sq: Tensor | None = None
     """``[R, B]`` fp32 (fp64), ``update="adamw"`` only: v of AdamW, the running mean square of the averaged gradient,
     not corrected for its start at zero. Entries that are not visited take this rank's own gradient for it."""
-    second_moment_since: int = 0
-    """The step at whose end ``second_moment`` was zero."""
+    exp_avg_sq_since: int = 0
+    """The step at whose end ``exp_avg_sq`` was zero."""
     missed: Tensor | None = None
     """int32 ``[parameters]``: steps in which a parameter had a gradient on no rank; its own step is ``step`` less that.
     None stands for zeros."""
@@ -60,13 +68,13 @@ class ScapeState:
         local = config.mask_statistic == "first_moment"
         return cls(
             residual=torch.zeros(layout.blocks, layout.block_size, dtype=config.residual_dtype, device=home),
-            momentum=torch.zeros(shard, dtype=dtype, device=device),
-            clock=torch.zeros(shard, dtype=torch.int32, device=device),
+            exp_avg=torch.zeros(shard, dtype=dtype, device=device),
+            last_step=torch.zeros(shard, dtype=torch.int32, device=device),
             step=torch.zeros((), dtype=torch.int32, device=device),
-            local_momentum=torch.zeros(shard, device=home) if local else None,
-            evidence=torch.zeros(shard, device=home) if local else None,
-            noise=torch.zeros(shard, dtype=dtype, device=device) if config.measures_noise else None,
-            second_moment=torch.zeros(shard, dtype=dtype, device=device) if config.update == "adamw" else None,
+            local_exp_avg=torch.zeros(shard, device=home) if local else None,
+            local_exp_avg_sum=torch.zeros(shard, device=home) if local else None,
+            local_exp_avg_sq=torch.zeros(shard, dtype=dtype, device=device) if config.measures_noise else None,
+            exp_avg_sq=torch.zeros(shard, dtype=dtype, device=device) if config.update == "adamw" else None,
         )
 
     def steps_of(self, parameter: Tensor) -> Tensor:
@@ -75,8 +83,7 @@ class ScapeState:
 
     def shard_of_residual(self, layout: Layout, rank: int) -> Tensor:
         """``[R, B]``: the residual's rows in the shard of ``rank``; a view."""
-        own, _ = layout.rows_of(rank)
-        return self.residual[own]
+        return self.residual[layout.rows_of(rank)]
 
     def refresh_master(self, flats: Sequence[Tensor], layout: Layout, rank: int) -> None:
         """Reads the shard's master weights from the parameters, but for those that round to what the parameter holds.
@@ -84,7 +91,7 @@ class ScapeState:
         So it does not matter in which order a checkpoint's parameters and masters are loaded.
         """
         if self.master is None:
-            self.master = torch.zeros_like(self.momentum)
+            self.master = torch.zeros_like(self.exp_avg)
         flat = self.master.view(-1)
         for piece in layout.local(rank).pieces:
             masters = flat[piece.of_blocks(layout.block_size)]
