@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from lightning_scape import ops
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint import optimizer_state as checkpoint
-from lightning_scape.checkpoint.dcp import OwnShards, SavedShards
+from lightning_scape.checkpoint.source import OwnShards, SavedShards
 from lightning_scape.comm.collectives import Communicator, PendingMask, ProcessGroup, check_joined, new_mask_group
 from lightning_scape.config import ScapeConfig
 from lightning_scape.engine.clipping import GradientClipping
@@ -715,13 +715,9 @@ class ScapeOptimizer(torch.optim.Optimizer):
         self.drain()
         state = self._allocate()
         snapshot, rank = self._snapshot(state), self._communicator.rank
-        if isinstance(state_dict, SavedShards):
-            shards = state_dict
-            self._communicator.together(lambda: checkpoint.load_shards(snapshot, shards, rank, self.param_groups))
-            saved_groups = shards.common["param_groups"]
-        else:
-            checkpoint.load(snapshot, state_dict, rank, self.param_groups)
-            saved_groups = state_dict["param_groups"]
+        # All ranks load the same whole state, and raise the same errors. Each reads its own part of a directory.
+        ranks = self._communicator if isinstance(state_dict, SavedShards) else Communicator.alone()
+        saved_groups = ranks.together(lambda: checkpoint.load(snapshot, state_dict, rank, self.param_groups))
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
         self._run.state = state
