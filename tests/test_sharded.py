@@ -448,7 +448,7 @@ def test_a_directory_never_executes_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("shape", r"state of 'parameter 1' \(number 1\) must have shape \(6,\), got \(5,\)"),
+        ("shape", r"exp_avg of 'parameter 1' \(number 1\) must have shape \(6,\), got \(5,\)"),
         ("count", "must hold the model's 5 trained parameters, got 6; the first that only one of them has is number 5"),
         ("groups", "must have 1 parameter groups, got 2"),
         ("order", "must come in the checkpoint's order, got 'b' as number 0, which was 'a' there"),

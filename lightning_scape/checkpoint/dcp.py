@@ -293,10 +293,6 @@ class Directory:
             self.read({key: Chunk.whole(tensor)})
         return tensor
 
-    def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """Whole tensors whose keys begin so, by the rest of the key, in host memory."""
-        return {key.removeprefix(prefix): self.tensor(key) for key in self.shapes(prefix)}
-
 
 class _ChunkLoadPlanner(DefaultLoadPlanner):
     def __init__(self, targets: Mapping[str, Chunk]) -> None:
