@@ -717,8 +717,9 @@ class ScapeOptimizer(torch.optim.Optimizer):
         snapshot, rank = self._snapshot(state), self._communicator.rank
         # All ranks load the same whole state, and raise the same errors. Each reads its own part of a directory.
         ranks = self._communicator if isinstance(state_dict, SavedShards) else Communicator.alone()
-        saved_groups = ranks.together(lambda: checkpoint.load(snapshot, state_dict, rank, self.param_groups))
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+        loaded = ranks.together(lambda: checkpoint.load(snapshot, state_dict, rank, self.param_groups))
+        loaded.take_up(snapshot)
+        for group, saved in zip(self.param_groups, loaded.param_groups, strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
         self._run.state = state
         self._run.sampled = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from lightning_scape import ScapeConfig, ScapeOptimizer
 from lightning_scape.checkpoint.dcp import Chunk
 from lightning_scape.checkpoint.saver import SavedContent, consolidate
 from lightning_scape.checkpoint.source import SavedShards, Source, WholeState, held, residual_key, state_key
+from lightning_scape.comm.collectives import Communicator
 
+RunRanks = Callable[..., list[Any]]
 CONFIG = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=None, block_size=10, update="adamw")
 
 
@@ -52,7 +54,7 @@ def trained(config: ScapeConfig = CONFIG) -> ScapeOptimizer:
 
 def shards_of(optimizer: ScapeOptimizer, path: Path) -> SavedShards:
     save(path, optimizer, {})
-    return SavedContent(path).optimizers["optimizer"]
+    return SavedContent(path, Communicator(None, None)).optimizers["optimizer"]
 
 
 def keys(source: SavedShards) -> Iterator[str]:
@@ -136,6 +138,26 @@ def test_a_warning_names_the_line_that_loads_and_comes_before_any_change(tmp_pat
     assert other.steps_taken == 5
     assert other.schedule.warmup_steps == 2
     assert other._clipping.skipped_total == 1
+
+
+def fail_to_read_on_rank_one(rank: int, world_size: int, folder: str) -> tuple[str, int, bool, int]:
+    shards = shards_of(trained(), Path(folder) / "c")
+    other = build(total_steps=7)
+    if rank == 1:
+
+        def fail(*arguments: Any) -> None:
+            raise OSError("no such disk")
+
+        shards.directory.read = fail  # type: ignore[method-assign]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(OSError, match="no such disk") as caught:
+            other.load_state_dict(shards)
+    return str(caught.value), other.schedule.warmup_steps, other._masks.active is None, other._clipping.skipped_total
+
+
+def test_where_one_rank_cannot_read_nothing_changes_on_any(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(fail_to_read_on_rank_one, 2, str(tmp_path)) == [("no such disk", 7, True, 0)] * 2
 
 
 def spoil(state: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ from lightning_scape.checkpoint.source import (
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.engine.mask import SparsitySchedule
 
-__all__ = ["Snapshot", "consolidate", "load", "merge_shards", "own_shards"]
+__all__ = ["Loaded", "Snapshot", "consolidate", "load", "merge_shards", "own_shards"]
 
 
 # ------------------------------------------------------------------------------------------------ saving
@@ -164,24 +164,49 @@ def _collected(snapshot: Snapshot, communicator: Communicator, to: int) -> Itera
 # ------------------------------------------------------------------------------------------------ loading
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """A saved state that stands in fresh buffers. Nothing else has been changed yet."""
+
+    param_groups: list[dict[str, Any]]
+    """As saved; their options hold from now on."""
+    notes: list[str]
+    """What the user should be told."""
+    schedule: SparsitySchedule
+    mask: Tensor | None = None
+    mask_uses: int = 0
+    skipped: tuple[int, int] | None = None
+    """Skipped steps, those in a row and in all; None leaves the counters."""
+
+    def take_up(self, snapshot: Snapshot) -> None:
+        """Warns of what should be told, then sets masks, schedule and counters; that does not fail."""
+        for note in self.notes:
+            warnings.warn(note, stacklevel=3)  # whoever calls load_state_dict
+        snapshot.masks.restore(self.mask, self.mask_uses)
+        snapshot.masks.schedule = self.schedule
+        if self.skipped is not None:
+            clipping = snapshot.clipping
+            clipping.skipped_in_row, clipping.skipped_total = self.skipped
+            clipping.last_skipped = clipping.skipped_in_row > 0
+
+
 def load(
     snapshot: Snapshot, saved: Mapping[str, Any] | SavedShards, rank: int, groups: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Fills a snapshot with this rank's part of a saved state; see :meth:`ScapeOptimizer.load_state_dict`.
+) -> Loaded:
+    """Fills a snapshot's buffers with this rank's part of a saved state; see :meth:`ScapeOptimizer.load_state_dict`.
 
     Args:
-        snapshot: freshly allocated buffers, and the live masks, schedule and counters.
+        snapshot: its buffers are freshly allocated; only they are changed.
         saved: what :meth:`ScapeOptimizer.state_dict` gave, a state of AdamW, Adam or AdamS, or one in a directory.
         rank: whose part is taken.
         groups: parameter groups of the optimizer.
 
     Returns:
-        The saved parameter groups, whose options hold from now on.
+        The rest, to be taken up once all ranks have read their parts.
 
     Raises:
-        ValueError: the state is not of this model, is damaged, or is of a newer format. Only the fresh buffers have
-            been changed then.
-        OSError: a file cannot be read; likewise.
+        ValueError: the state is not of this model, is damaged, or is of a newer format.
+        OSError: a file cannot be read.
     """
     if isinstance(saved, SavedShards):
         return _load(snapshot, saved, rank, groups)
@@ -190,48 +215,37 @@ def load(
     return (_load if "scape" in saved else _load_foreign)(snapshot, source, rank, groups)
 
 
-def _load(snapshot: Snapshot, source: Source, rank: int, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _load(snapshot: Snapshot, source: Source, rank: int, groups: Sequence[Mapping[str, Any]]) -> Loaded:
     """:func:`load` of a state of SCAPE, in either form."""
     common = source.common
-    notes = check(source, snapshot.parameters, groups)
-    notes += _differences(snapshot.config.as_dict(), common["config"])
+    renamed = check(source, snapshot.parameters, groups)
     snapshot.set_steps(common["step"], common.get("missed", {}))
     snapshot.state.calls = common["calls"]
     _read_shard(snapshot, source, rank)
     _set_second_moment(snapshot, source, rank, _from_now_on(groups, common["param_groups"]))
-    notes += _read_residual(snapshot, source, rank)
+    resharded = _read_residual(snapshot, source, rank)
     mask, dropped = _read_mask(snapshot, source)
-    schedule = _schedule(snapshot, common)
-    _tell([*notes, *dropped])
-    # From here on nothing fails.
-    snapshot.masks.restore(mask, 0 if mask is None else common["mask_uses"])
-    snapshot.masks.schedule = schedule
-    snapshot.clipping.skipped_in_row = common["skipped_in_row"]
-    snapshot.clipping.skipped_total = common["skipped_total"]
-    snapshot.clipping.last_skipped = common["skipped_in_row"] > 0
-    return list(common["param_groups"])
+    return Loaded(
+        param_groups=common["param_groups"],
+        notes=[*renamed, *_differences(snapshot.config.as_dict(), common["config"]), *resharded, *dropped],
+        schedule=_schedule(snapshot, common),
+        mask=mask,
+        mask_uses=0 if mask is None else common["mask_uses"],
+        skipped=(common["skipped_in_row"], common["skipped_total"]),
+    )
 
 
-def _load_foreign(
-    snapshot: Snapshot, source: Source, rank: int, groups: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+def _load_foreign(snapshot: Snapshot, source: Source, rank: int, groups: Sequence[Mapping[str, Any]]) -> Loaded:
     """:func:`load` of a state of AdamW, Adam or AdamS."""
     saved = source.common["param_groups"]
     check_foreign(source, snapshot.parameters, groups)
-    _tell([load_foreign(snapshot, source, rank, _from_now_on(groups, saved))])
-    # From here on nothing fails.
-    snapshot.masks.restore(None, 0)
-    return list(saved)
+    carried_over = load_foreign(snapshot, source, rank, _from_now_on(groups, saved))
+    return Loaded(saved, [carried_over], snapshot.masks.schedule)
 
 
 def _from_now_on(mine: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Parameter groups as they will be once the state is loaded: its options hold."""
     return [{**own, **theirs} for own, theirs in zip(mine, saved, strict=True)]
-
-
-def _tell(notes: Iterable[str]) -> None:
-    for note in notes:
-        warnings.warn(note, stacklevel=7)  # whoever calls load_state_dict
 
 
 def _read_shard(snapshot: Snapshot, source: Source, rank: int) -> None:
