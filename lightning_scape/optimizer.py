@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint import optimizer_state as checkpoint
-from lightning_scape.checkpoint.dcp import OwnShards, SavedShards
+from lightning_scape.checkpoint.source import OwnShards, SavedShards
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_mask_group
 from lightning_scape.config import ScapeConfig
 from lightning_scape.engine.convert import check_convertible, with_fitting_update
@@ -309,16 +309,11 @@ class ScapeOptimizer(torch.optim.Optimizer):
         self.drain()
         state = self.engine.allocate()
         snapshot, rank = self._snapshot(state), self.engine.comm.rank
-        if isinstance(state_dict, SavedShards):
-            shards = state_dict
-            self.engine.comm.raise_on_all_ranks(
-                lambda: checkpoint.load_shards(snapshot, shards, rank, self.param_groups)
-            )
-            saved_groups = shards.common["param_groups"]
-        else:
-            checkpoint.load(snapshot, state_dict, rank, self.param_groups)
-            saved_groups = state_dict["param_groups"]
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+        # All ranks load the same whole state, and raise the same errors. Each reads its own part of a directory.
+        ranks = self.engine.comm if isinstance(state_dict, SavedShards) else Communicator.alone()
+        loaded = ranks.raise_on_all_ranks(lambda: checkpoint.load(snapshot, state_dict, rank, self.param_groups))
+        loaded.take_up(snapshot)
+        for group, saved in zip(self.param_groups, loaded.param_groups, strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
         self.engine.replace_state(state)
         self._shared.consolidated = None

@@ -238,7 +238,7 @@ def save_and_measure(rank: int, world_size: int, folder: str, config: ScapeConfi
     # Views: nothing but the rank's own shard, residual and rows of the mask.
     state = optimizer.engine.state
     assert state is not None
-    names = ("momentum", "clock", "master", "noise", "second_moment", "residual")
+    names = ("exp_avg", "last_step", "master", "local_exp_avg_sq", "exp_avg_sq", "residual")
     held = [getattr(state, name) for name in names] + [optimizer.engine.masks.active]
     homes = {t.untyped_storage().data_ptr() for t in held if t is not None}
     assert {chunk.tensor.untyped_storage().data_ptr() for chunk in own.values()} <= homes
@@ -449,7 +449,7 @@ def test_a_directory_never_executes_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("shape", r"state of 'parameter 1' \(number 1\) must have shape \(6,\), got \(5,\)"),
+        ("shape", r"exp_avg of 'parameter 1' \(number 1\) must have shape \(6,\), got \(5,\)"),
         ("count", "must hold the model's 5 trained parameters, got 6; the first that only one of them has is number 5"),
         ("groups", "must have 1 parameter groups, got 2"),
         ("order", "must come in the checkpoint's order, got 'b' as number 0, which was 'a' there"),

@@ -21,7 +21,6 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -257,8 +256,15 @@ class Directory:
             if isinstance(entry, TensorStorageMetadata) and key.startswith(prefix)
         }
 
+    def find(self, key: str) -> Tensor | None:
+        """A tensor's shape and dtype, as a tensor on ``meta``; None if there is none."""
+        entry = self._metadata.state_dict_metadata.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+
     def read(self, targets: Mapping[str, Chunk]) -> None:
-        """Fills the chunks' tensors, in place; of other dtypes are converted.
+        """Fills the chunks' tensors, in place; converts dtypes.
 
         Raises:
             CheckpointError: a key is not there, or its tensor is of another size. Nothing has been read then.
@@ -277,36 +283,15 @@ class Directory:
 
     def tensor(self, key: str) -> Tensor:
         """One whole tensor, in host memory."""
-        entry = self._metadata.state_dict_metadata.get(key)
-        if not isinstance(entry, TensorStorageMetadata):
-            raise files.CheckpointError(f"The checkpoint {str(self.path)!r} must hold {key!r}, got none.")
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        found = self.find(key)
+        if found is None:
+            raise files.CheckpointError(
+                f"The checkpoint {str(self.path)!r} must hold {key!r}, got none. Load another checkpoint."
+            )
+        tensor = torch.empty_like(found, device="cpu")
         if tensor.numel():
             self.read({key: Chunk.whole(tensor)})
         return tensor
-
-    def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """Whole tensors whose keys begin so, by the rest of the key, in host memory."""
-        return {key.removeprefix(prefix): self.tensor(key) for key in self.shapes(prefix)}
-
-
-@dataclass(frozen=True)
-class SavedShards:
-    """One optimizer's state in a :class:`Directory`: what :meth:`ScapeOptimizer.load_state_dict` takes its part of."""
-
-    directory: Directory
-    key: str
-    common: dict[str, Any]
-    """What is not a tensor; see :func:`lightning_scape.checkpoint.optimizer_state.own_shards`."""
-
-
-@dataclass(frozen=True)
-class OwnShards:
-    """This rank's part of one optimizer's state, on its way into a directory. Views of the live state."""
-
-    tensors: dict[str, Chunk]
-    common: dict[str, Any]
-    """The same on all ranks."""
 
 
 class _ChunkLoadPlanner(DefaultLoadPlanner):

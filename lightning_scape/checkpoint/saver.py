@@ -13,8 +13,11 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_scape.checkpoint import atomic_files as files
-from lightning_scape.checkpoint.dcp import REST, Chunk, Directory, OwnShards, SavedShards, as_bytes, write_directory
+from lightning_scape.checkpoint.dcp import REST, Chunk, Directory, as_bytes, write_directory
+from lightning_scape.checkpoint.foreign import as_adamw
+from lightning_scape.checkpoint.optimizer_state import merge_shards
 from lightning_scape.checkpoint.rng import rng_state
+from lightning_scape.checkpoint.source import OwnShards, SavedShards
 from lightning_scape.comm.collectives import Communicator
 
 RNG = "scape_rng"
@@ -186,8 +189,6 @@ def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
         FileNotFoundError: there is nothing at ``path``.
         CheckpointError: the checkpoint is torn, damaged, foreign or newer.
     """
-    from lightning_scape.checkpoint.optimizer_state import as_adamw, merge_shards
-
     files.check_there(path)
     if path.is_file():
         whole = files.load_file(path)
@@ -210,8 +211,6 @@ def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
 
 def _with_adamw(whole: Any, path: Path) -> dict[str, Any]:
     """A full checkpoint whose SCAPE states, the Trainer's list or Fabric's by name, are AdamW's."""
-    from lightning_scape.checkpoint.optimizer_state import as_adamw
-
     found = 0
 
     def convert(value: Any) -> Any:

@@ -29,6 +29,7 @@ from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
 from lightning_scape.checkpoint.saver import RNG, Content, SavedContent, Saver, replicated
 from lightning_scape.comm.collectives import Communicator, broadcast_tensors, is_distributed
+from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
 from lightning_scape.integrations import advice, rendezvous, swap
 from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
@@ -138,10 +139,10 @@ class FabricScapeStrategy(DDPStrategy):
         # The model is not wrapped and sends nothing in backward: there is nothing to hold back.
         self._backward_sync_control = _NothingToBlock()
         self.total_steps = total_steps
-        self._mask_group = rendezvous.MaskGroup()
+        self._mask_group = SideGroup()
         self._state_dict_type = state_dict_type
         self._saver = Saver(async_save)
-        self._checkpoint_group = rendezvous.MaskGroup("gloo")  # background writes must not meet the step's messages
+        self._checkpoint_group = SideGroup("gloo")  # background writes must not meet the step's messages
         self._forget()
 
     def _forget(self) -> None:

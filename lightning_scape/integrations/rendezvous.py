@@ -1,42 +1,12 @@
-"""The process group for masks, and what to set where ranks do not find each other."""
+"""What to set where ranks do not find each other."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
-import weakref
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
-
-import torch
-
-from lightning_scape.comm.collectives import ProcessGroup, is_distributed, new_mask_group
-
-
-class MaskGroup:
-    """A second group over all ranks, for mask exchanges: one per process group, not one per fit; none is ever freed.
-
-    Args:
-        backend: of the group; None is the default group's.
-    """
-
-    def __init__(self, backend: str | None = None) -> None:
-        self._backend = backend
-        self._group: ProcessGroup | None = None
-        self._made_beside: weakref.ref[ProcessGroup] | None = None
-
-    def get(self, timeout: timedelta | None) -> ProcessGroup | None:
-        """The group, made at the first call (collective) and when the default process group is another one."""
-        world = torch.distributed.group.WORLD if is_distributed() else None
-        if world is None:
-            return None
-        if self._made_beside is None or self._made_beside() is not world:
-            self._group = new_mask_group(backend=self._backend, timeout=timeout)
-            # Weak: whoever holds the default group keeps its threads alive beyond its destruction at exit.
-            self._made_beside = weakref.ref(world)
-        return self._group
 
 
 @contextlib.contextmanager

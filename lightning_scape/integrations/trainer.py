@@ -39,6 +39,7 @@ from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
 from lightning_scape.checkpoint.saver import RNG, SavedContent, Saver, host_checkpoint, host_content
 from lightning_scape.comm.collectives import Communicator, broadcast_tensors, is_distributed
+from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
 from lightning_scape.integrations import advice, rendezvous, swap
 from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
@@ -142,13 +143,13 @@ class ScapeStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self._mask_group = rendezvous.MaskGroup()
+        self._mask_group = SideGroup()
         self._interrupted = False
         self._payoff = advice.PayoffCheck()
         self._progress_bar: ProgressBar | None = None
         self._state_dict_type = state_dict_type
         self._saver = Saver(async_save)
-        self._checkpoint_group = rendezvous.MaskGroup("gloo")  # background writes must not meet the step's messages
+        self._checkpoint_group = SideGroup("gloo")  # background writes must not meet the step's messages
         self._saved_rng: Tensor | None = None
 
     def __repr__(self) -> str:

@@ -1,0 +1,111 @@
+"""States of the dense optimizers AdamW, Adam and AdamS: SCAPE goes on from theirs, and they go on from SCAPE's."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_scape.checkpoint.snapshot import Snapshot
+from lightning_scape.checkpoint.source import Source, state_key
+
+_GUESS_COUNTS = 10
+"""Steps for which a guessed second moment counts: about as many gradients as a first moment remembers."""
+
+
+def load_foreign(snapshot: Snapshot, source: Source, rank: int, groups: Sequence[Mapping[str, Any]]) -> str:
+    """Fills fresh buffers with the moments and steps of an AdamW, Adam or AdamS.
+
+    Args:
+        snapshot: only its buffers are changed.
+        source: a state that :func:`~lightning_scape.checkpoint.checks.check_foreign` has passed.
+        rank: whose part is taken.
+        groups: parameter groups, with the options that hold from now on.
+
+    Returns:
+        What the user should be told.
+    """
+    state, parameters = snapshot.state, snapshot.parameters
+    steps = {
+        index: int(source.find(state_key(index, "step")) or 0) if index in source.entries else 0
+        for index in parameters.indices
+    }
+    step = max(steps.values(), default=0)
+    snapshot.set_steps(step, {index: step - own for index, own in steps.items()})
+    pieces = snapshot.layout.local(rank).pieces
+    for piece in pieces:
+        entries = piece.of_blocks(snapshot.layout.block_size)
+        state.last_step.view(-1)[entries] = steps[parameters.indices[piece.segment.index]]
+
+    known = [piece for piece in pieces if parameters.indices[piece.segment.index] in source.entries]
+    second = state.exp_avg_sq is not None and all("exp_avg_sq" in entry for entry in source.entries.values())
+    for name, shard in snapshot.shard():
+        if name == "exp_avg" or (name == "exp_avg_sq" and second):
+            source.read(snapshot.chunks(functools.partial(state_key, name=name), shard, known))
+    if state.exp_avg_sq is not None and not second:
+        guess_second_moment(snapshot, groups, rank)
+    moments = "first and second moments" if second else "first moments"
+    return (
+        f"The checkpoint was not written by SCAPE: {moments} and step ({step}) carry over"
+        + ("" if second else ", a second moment does not")
+        + "; residuals start at zero."
+    )
+
+
+def guess_second_moment(snapshot: Snapshot, groups: Sequence[Mapping[str, Any]], rank: int) -> None:
+    """Where only first moments are known: for noise, ``E[g**2] = E[m**2] * (1 + b1) / (1 - b1)``.
+
+    Without it the first step would divide a moment of many gradients by the root of a single one.
+    """
+    state = snapshot.state
+    assert state.exp_avg_sq is not None
+    step = int(state.step)
+    state.exp_avg_sq_since = max(0, step - _GUESS_COUNTS)
+    for piece in snapshot.layout.local(rank).pieces:
+        entries = piece.of_blocks(snapshot.layout.block_size)
+        beta1, beta2 = (float(beta) for beta in groups[piece.segment.group]["betas"])
+        weight = 1 - beta2 ** (step - state.exp_avg_sq_since)
+        guess = state.exp_avg.view(-1)[entries].square() * (weight * (1 + beta1) / (1 - beta1))
+        state.exp_avg_sq.view(-1)[entries] = guess
+
+
+def as_adamw(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole state of :class:`ScapeOptimizer` as one that ``torch.optim.AdamW`` and ``Adam`` take.
+
+    Moments, step and options carry over. The update of AdamS has no second moment: it is set to the first one's square,
+    as AdamS's denominator has it. Residuals (what was computed and not yet sent) are lost; a warning says so.
+    """
+    kept = all("exp_avg_sq" in entry for entry in saved["state"].values())
+    betas = {index: group["betas"][1] for group in saved["param_groups"] for index in group["params"]}
+    since = saved["scape"].get("second_moment_since", 0)
+
+    def second(index: int, entry: Mapping[str, Any]) -> Tensor:
+        if not kept:
+            return torch.square(entry["exp_avg"])
+        started = 1 - betas[index] ** entry["step"]
+        moment: Tensor = entry["exp_avg_sq"] * (started / (1 - betas[index] ** max(1, entry["step"] - since)))
+        return moment
+
+    state = {
+        index: {
+            "step": torch.tensor(float(entry["step"])),
+            "exp_avg": entry["exp_avg"],
+            "exp_avg_sq": second(index, entry),
+        }
+        for index, entry in saved["state"].items()
+    }
+    moments = (
+        "both moments and step carry over"
+        if kept
+        else "first moments and step carry over; the second moment, which AdamS does not have, is set to the first"
+        " one's square"
+    )
+    warnings.warn(
+        f"SCAPE's state as AdamW's: parameters, {moments}; residuals, clocks and masks do not carry over.",
+        stacklevel=2,
+    )
+    return {"state": state, "param_groups": saved["param_groups"]}

@@ -1,0 +1,65 @@
+"""The live side of a checkpoint: an optimizer's objects, and where in them each saved tensor lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_scape.checkpoint.dcp import Chunk
+from lightning_scape.checkpoint.source import SAVED_AS
+from lightning_scape.config import ScapeConfig
+from lightning_scape.engine.clipping import GradientClipping
+from lightning_scape.engine.mask import Masks
+from lightning_scape.engine.parameters import Parameters
+from lightning_scape.engine.state import ScapeState
+from lightning_scape.layout import Layout, Piece
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The live objects that make up an optimizer's state."""
+
+    state: ScapeState
+    layout: Layout
+    config: ScapeConfig
+    parameters: Parameters
+    masks: Masks
+    clipping: GradientClipping
+
+    def shard(self) -> Iterator[tuple[str, Tensor]]:
+        """The shard's tensors that there are, flat, by the names they are saved by."""
+        for name, saved_as in SAVED_AS.items():
+            tensor: Tensor | None = getattr(self.state, name)
+            if tensor is not None:
+                yield saved_as, tensor.view(-1)
+
+    def chunks(self, key_of: Callable[[int], str], blocks: Tensor, pieces: Iterable[Piece]) -> dict[str, Chunk]:
+        """Each piece's entries in ``blocks`` (flat), as a chunk of its whole parameter.
+
+        Args:
+            key_of: gives the chunk's key, from the parameter's number.
+            blocks: all blocks, or the shard's, whichever the pieces count.
+            pieces: what is taken.
+        """
+        return {
+            key_of(self.parameters.indices[piece.segment.index]): Chunk(
+                blocks[piece.of_blocks(self.layout.block_size)], piece.start, piece.segment.numel
+            )
+            for piece in pieces
+        }
+
+    def missed(self) -> dict[int, int]:
+        """By parameter, the steps in which it had a gradient on no rank, where there are any."""
+        missed = [] if self.state.missed is None else self.state.missed.tolist()  # a checkpoint waits anyhow
+        return {index: count for index, count in zip(self.parameters.indices, missed, strict=False) if count}
+
+    def set_steps(self, step: int, missed: Mapping[int, int]) -> None:
+        """Sets the step, that of the pads too (every step visits them), and what :meth:`missed` gives."""
+        self.state.step.fill_(step)
+        self.state.last_step.fill_(step)
+        if any(missed.values()):
+            counts = [missed.get(index, 0) for index in self.parameters.indices]
+            self.state.missed = torch.tensor(counts, dtype=torch.int32).to(self.state.step.device)

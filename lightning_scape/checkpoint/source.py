@@ -1,0 +1,189 @@
+"""One optimizer's state as it was saved: facts, and tensors by key. A whole state and a directory are read alike.
+
+========================== ==========================================================================================
+key                        tensor
+========================== ==========================================================================================
+``state.{i}.{name}``       of parameter ``i``; its names are the values of :data:`SAVED_AS`
+``residual.{rank}.{i}``    what a rank has computed of parameter ``i`` and not yet sent
+``mask``                   ``[blocks, q]``
+========================== ==========================================================================================
+
+``i`` counts all parameters of the groups. Tensors of parameters are read flat, in the parameter's memory order. A rank
+reads the part that it needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_scape.checkpoint.dcp import Chunk, Directory
+from lightning_scape.engine.parameters import Parameters
+from lightning_scape.engine.state import SHARD_TENSORS, flatten_like
+
+_OLDER_NAMES = {"local_exp_avg_sum": "evidence", "local_exp_avg_sq": "noise"}
+SAVED_AS = {name: _OLDER_NAMES.get(name, name) for name in SHARD_TENSORS}
+"""The shard's tensors and the names they are saved by."""
+
+
+class Source(Protocol):
+    """A saved state."""
+
+    @property
+    def common(self) -> Mapping[str, Any]:
+        """Facts, ``param_groups`` among them: all that is no tensor."""
+
+    @property
+    def entries(self) -> Mapping[int, Collection[str]]:
+        """Names of the tensors of each parameter."""
+
+    def find(self, key: str) -> Any:
+        """What is saved under a key: a tensor in its own shape, on ``meta`` where its values are not at hand.
+
+        None if nothing is. From a damaged state it may be anything.
+        """
+
+    def read(self, targets: Mapping[str, Chunk]) -> None:
+        """Fills the chunks' tensors, in place, from what the keys name; converts dtypes."""
+
+    def tensor(self, key: str) -> Tensor:
+        """All of one tensor, flat but for the mask."""
+
+
+def held(source: Source) -> set[str]:
+    """Names of the tensors that a state has of any parameter, as far as they are known."""
+    return set().union(*source.entries.values()) & set(SAVED_AS.values())
+
+
+def state_key(index: int, name: str) -> str:
+    """Of a parameter's tensor."""
+    return f"state.{index}.{name}"
+
+
+def residual_key(rank: int, index: int) -> str:
+    """Of a rank's residual of a parameter."""
+    return f"residual.{rank}.{index}"
+
+
+def parameter_of(key: str) -> int | None:
+    """The number of the parameter that a key's tensor belongs to; None for the mask."""
+    kind, *path = key.split(".")
+    return int(path[0] if kind == "state" else path[1]) if path else None
+
+
+def slot(whole: Mapping[str, Any], key: str) -> tuple[Any, Any]:
+    """The dict inside a whole state that holds a key's tensor, and the name it has there."""
+    kind, *path = key.split(".")
+    if kind == "state":
+        return whole["state"][int(path[0])], path[1]
+    if kind == "residual":
+        return whole["scape"]["residuals"][int(path[0])], int(path[1])
+    return whole["scape"], kind
+
+
+class WholeState:
+    """A :class:`Source` over a state dict: SCAPE's whole state, or one of AdamW, Adam or AdamS, which has no facts.
+
+    Args:
+        saved: of a form that :func:`~lightning_scape.checkpoint.checks.check_whole` has passed.
+        parameters: whose memory order is asked for.
+    """
+
+    def __init__(self, saved: Mapping[str, Any], parameters: Parameters) -> None:
+        self._saved = saved
+        self._parameters = dict(zip(parameters.indices, parameters.tensors, strict=True))
+        facts = {name: value for name, value in saved.get("scape", {}).items() if name not in ("residuals", "mask")}
+        self.common: dict[str, Any] = {**facts, "param_groups": saved["param_groups"]}
+        self.entries: Mapping[int, Collection[str]] = saved["state"]
+
+    def find(self, key: str) -> Any:
+        """See :class:`Source`."""
+        holder, name = slot(self._saved, key)
+        return holder.get(name)
+
+    def read(self, targets: Mapping[str, Chunk]) -> None:
+        """See :class:`Source`."""
+        for key, chunk in targets.items():
+            chunk.tensor.copy_(self.tensor(key)[chunk.offset : chunk.offset + len(chunk.tensor)])
+
+    def tensor(self, key: str) -> Tensor:
+        """See :class:`Source`."""
+        found: Tensor = self.find(key)
+        index = parameter_of(key)
+        return found if index is None else flatten_like(found, self._parameters[index])
+
+
+@dataclass(frozen=True)
+class SavedShards:
+    """A :class:`Source` over a directory: one optimizer's state in it. Ranks read their parts; nobody reads it whole.
+
+    Its facts also have ``shapes``, ``strides`` and ``tensors`` (the names) of the parameters, and ``mask_shape``.
+    """
+
+    directory: Directory
+    key: str
+    """What all its keys begin with in the directory."""
+    common: dict[str, Any]
+
+    @property
+    def entries(self) -> dict[int, list[str]]:
+        """See :class:`Source`."""
+        return dict.fromkeys(self.common["shapes"], self.common["tensors"])
+
+    def find(self, key: str) -> Tensor | None:
+        """See :class:`Source`."""
+        index = parameter_of(key)
+        shape = self.common["mask_shape"] if index is None else self.common["shapes"][index]
+        if shape is None:
+            return None
+        if 0 in shape:  # not in the directory
+            return torch.empty(shape, dtype=self._dtype_beside(key), device="meta")
+        found = self.directory.find(f"{self.key}.{key}")
+        return found.view(shape) if found is not None and found.numel() == math.prod(shape) else found
+
+    def read(self, targets: Mapping[str, Chunk]) -> None:
+        """See :class:`Source`."""
+        self.directory.read({f"{self.key}.{key}": chunk for key, chunk in targets.items()})
+
+    def tensor(self, key: str) -> Tensor:
+        """See :class:`Source`."""
+        found = self.find(key)
+        if found is not None and not found.numel():
+            return torch.empty(found.shape if key == "mask" else 0, dtype=found.dtype)
+        return self.directory.tensor(f"{self.key}.{key}")
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All of the state, one tensor after another."""
+        indices = self.common["shapes"]
+        for name in self.common["tensors"]:
+            yield from ((key, self.tensor(key)) for key in (state_key(index, name) for index in indices))
+        for rank in range(self.common["world_size"]):
+            yield from ((key, self.tensor(key)) for key in (residual_key(rank, index) for index in indices))
+        if self.common["mask_shape"] is not None:
+            yield "mask", self.tensor("mask")
+
+    def _dtype_beside(self, key: str) -> torch.dtype:
+        """Of an empty tensor: the dtype that the other parameters have under the same name."""
+        if key == "mask":
+            return torch.uint8
+        kind, first, last = key.split(".")
+        for index in self.common["shapes"]:
+            other = state_key(index, last) if kind == "state" else residual_key(int(first), index)
+            found = self.directory.find(f"{self.key}.{other}")
+            if found is not None:
+                return found.dtype
+        return torch.int32 if last == "last_step" else torch.float32
+
+
+@dataclass(frozen=True)
+class OwnShards:
+    """This rank's part of one optimizer's state, on its way into a directory. Views of the live state."""
+
+    tensors: dict[str, Chunk]
+    common: dict[str, Any]
+    """Facts, as :class:`SavedShards` has them; the same on all ranks."""

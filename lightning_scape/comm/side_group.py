@@ -1,0 +1,34 @@
+"""A process group beside the default one, for messages that must not meet the others on their way."""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+
+import torch
+
+from lightning_scape.comm.collectives import ProcessGroup, is_distributed, new_mask_group
+
+
+class SideGroup:
+    """A further group over all ranks, one per default process group and not one per fit. It is never freed.
+
+    Args:
+        backend: of the group; None is the default group's.
+    """
+
+    def __init__(self, backend: str | None = None) -> None:
+        self._backend = backend
+        self._group: ProcessGroup | None = None
+        self._made_beside: weakref.ref[ProcessGroup] | None = None
+
+    def get(self, timeout: timedelta | None) -> ProcessGroup | None:
+        """The group, made at the first call (collective) and when the default process group is another one."""
+        world = torch.distributed.group.WORLD if is_distributed() else None
+        if world is None:
+            return None
+        if self._made_beside is None or self._made_beside() is not world:
+            self._group = new_mask_group(backend=self._backend, timeout=timeout)
+            # Weak: whoever holds the default group keeps its threads alive beyond its destruction at exit.
+            self._made_beside = weakref.ref(world)
+        return self._group
