@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from torch import Tensor
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.engine.clipping import SKETCH_WIDTHS, _random_signs
 from lightning_scape.layout import Layout, Piece, Segment
-from lightning_scape.ops import cuda, naive
+from lightning_scape.ops import chunked, cuda, naive
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 BOTH = ["naive", "own"]
@@ -33,13 +31,6 @@ class Trained(NamedTuple):
     momentum: Tensor
     clock: Tensor
     second_moment: Tensor | None
-
-
-@contextmanager
-def naive_as_on_a_gpu() -> Iterator[None]:
-    """The twin decides on the device, as on a GPU, whether a step is skipped; and so rounds as it does there."""
-    with patch.object(naive, "_host_value", lambda scale: None):
-        yield
 
 
 def awkward(rows: int, length: int) -> Tensor:
@@ -78,9 +69,17 @@ def copied(value: Any, device: str) -> Any:
     """An argument of an operation, with copies of its tensors on a device."""
     if isinstance(value, Tensor):
         return value.to(device, copy=True)
-    if isinstance(value, ops.Hyper):
-        return ops.Hyper(*(copied(number, device) for number in value))
-    return type(value)(copied(item, device) for item in value) if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        items = [copied(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a NamedTuple, or a plain one
+    return value
+
+
+def flattened(values: Any) -> list[Any]:
+    """The members of nested lists and tuples, in order."""
+    if isinstance(values, (list, tuple)):
+        return [item for value in values for item in flattened(value)]
+    return [values]
 
 
 class Shard(NamedTuple):
@@ -133,8 +132,6 @@ class KernelChecks:
     module: Any = cuda
     choice = "cuda"
     caches: Sequence[Any] = (cuda._cached_table, cuda._cached_chunks, cuda._sketch_plan)
-    as_rounded = staticmethod(naive_as_on_a_gpu)
-    """Within it, the twin rounds as the implementation does."""
 
     @pytest.fixture
     def either(self, request: pytest.FixtureRequest) -> Any:
@@ -147,8 +144,7 @@ class KernelChecks:
         """What an operation returns and what it leaves in its arguments: by the kernel, and by its twin."""
         ours, theirs = copied(arguments, self.device), copied(arguments, "cpu")
         result = getattr(self.module, name)(*ours)
-        with self.as_rounded():
-            expected = getattr(naive, name)(*theirs)
+        expected = getattr(naive, name)(*theirs)
         return (copied(result, "cpu"), expected), zip(copied(ours, "cpu"), theirs, strict=True)
 
     # ------------------------------------------------------------------------------------- docstrings' examples
@@ -181,7 +177,11 @@ class KernelChecks:
         single = ops.Hyper.of(torch.float32, *numbers)
         mask = torch.tensor([[1]], dtype=torch.uint8, device=self.device)
         step = self.scalar(1, torch.int32)
-        again = either.update_adams(theta, momentum, clock, mask, total, step, single, 1.0, self.scalar(1.0))
+        shard, numbers = (
+            ops.ShardState(theta, momentum, None, clock),
+            ops.RowNumbers(step, self.scalar(1.0), single, 1.0),
+        )
+        again = either.update_adams(shard, mask, total, numbers)
         assert (theta.tolist(), momentum.tolist(), clock.tolist(), int(again)) == ([[4.0]], [[0.0, -2.0]], [[0, 1]], 1)
 
     @pytest.mark.parametrize("either", BOTH, indirect=True)
@@ -192,8 +192,9 @@ class KernelChecks:
         numbers = (torch.tensor(v, dtype=torch.float64, device=self.device) for v in (1.0, 0.0, 0.0, 1e-30, 0.0))
         single, one = ops.Hyper.of(torch.float32, *numbers), self.scalar(1.0)
         mask = torch.tensor([[1]], dtype=torch.uint8, device=self.device)
-        state = theta, exp_avg, exp_avg_sq, clock
-        again = either.update_adamw(*state, mask, total, self.scalar(1, torch.int32), single, (one, one), one, 1)
+        shard = ops.ShardState(theta, exp_avg, exp_avg_sq, clock)
+        row_numbers = ops.RowNumbers(self.scalar(1, torch.int32), one, single, one, one)
+        again = either.update_adamw(shard, mask, total, row_numbers, 1)
         assert (theta.tolist(), exp_avg.tolist(), exp_avg_sq.tolist()) == ([[4.0]], [[0.0, -2.0]], [[0.0, 4.0]])
         assert (clock.tolist(), int(again)) == ([[0, 1]], 1)
 
@@ -251,8 +252,7 @@ class KernelChecks:
             own = buffer.to(device, copy=True)
             residuals = [part[:n] for part, n in zip(own.split([n + 4 for n in sizes]), sizes, strict=True)]
             given = [*(grad.to(device) for grad in grads[:-1]), None]
-            with self.as_rounded():
-                module.fold(residuals, given, torch.tensor(0.7, device=device), clip_value)
+            module.fold(residuals, given, torch.tensor(0.7, device=device), clip_value)
             results.append(own.cpu())
         assert_same_bits(*results)
 
@@ -261,7 +261,7 @@ class KernelChecks:
         residual = torch.zeros(2, device=self.device)
         grad = torch.tensor([6e4, -3.0], dtype=torch.float16, device=self.device)
         either.fold([residual], [grad], self.scalar(1.0), 1e5)
-        either.measure_noise(residual, grad, 0.5, 1, self.scalar(1.0), 1e5)
+        either.accumulate_exp_avg_sq([residual], [grad], [0.5], 1, self.scalar(1.0), 1e5)
         assert residual[1].item() == 0.5 * -3.0 + 0.5 * 9.0
 
     def test_fold_with_scale_one_equals_the_twin_on_the_host(self) -> None:
@@ -278,17 +278,19 @@ class KernelChecks:
         before = [tensor.clone() for tensor in state]
         residual, momentum, evidence, theta, second = state
         mask = torch.zeros(3, 1, dtype=torch.uint8, device=self.device)
-        with self.as_rounded():
-            either.fold([residual], [bad], zero, None)
-            either.accumulate_exp_avg(momentum, evidence, bad, 0.9, zero, None)
-            sent = either.compact(residual.view(3, 100), mask, torch.bfloat16, zero)
-            clock = torch.zeros(3, 100, dtype=torch.int32, device=self.device)
-            moments = momentum.view(3, 100), second.view(3, 100)
-            rest = mask, bad[:3].view(3, 1), self.scalar(1, torch.int32), hyper(self.device, torch.float32)
-            either.update_adams(theta[:3].view(3, 1), moments[0], clock, *rest, 1.0, zero)
-            either.update_adamw(theta[:3].view(3, 1), *moments, clock, *rest, (bad[0], bad[0]), zero, 2)
-            either.accumulate_exp_avg_sq([second], [bad], [0.1], 2, zero, None)
-            either.accumulate_exp_avg_sq([second], [bad], [0.1], 2, zero.view(1), 1.0)
+        either.fold([residual], [bad], zero, None)
+        either.accumulate_exp_avg(momentum, evidence, bad, 0.9, zero, None)
+        sent = either.compact(residual.view(3, 100), mask, torch.bfloat16, zero)
+        clock = torch.zeros(3, 100, dtype=torch.int32, device=self.device)
+        moments = momentum.view(3, 100), second.view(3, 100)
+        one = hyper(self.device, torch.float32)
+        numbers = ops.RowNumbers(self.scalar(1, torch.int32), zero, one, 1.0)
+        shard = ops.ShardState(theta[:3].view(3, 1), *moments, clock)
+        either.update_adams(shard._replace(exp_avg_sq=None), mask, bad[:3].view(3, 1), numbers)
+        corrected = numbers._replace(first=bad[0], second=bad[0])
+        either.update_adamw(shard, mask, bad[:3].view(3, 1), corrected, 2)
+        either.accumulate_exp_avg_sq([second], [bad], [0.1], 2, zero, None)
+        either.accumulate_exp_avg_sq([second], [bad], [0.1], 2, zero.view(1), 1.0)
         assert (sent == 0).all()
         assert (clock == 0).all()
         for tensor, old in zip(state, before, strict=True):
@@ -299,8 +301,7 @@ class KernelChecks:
     def test_first_moment_equals_its_twin(self, dtype: torch.dtype, clip_value: float | None) -> None:
         momentum, evidence, grad = torch.randn(5000), torch.randn(5000), torch.randn(5000).to(dtype)
         own = [tensor.to(self.device, copy=True) for tensor in (momentum, evidence, grad)]
-        with self.as_rounded():
-            naive.accumulate_exp_avg(momentum, evidence, grad, 0.9, torch.tensor(0.7), clip_value)
+        naive.accumulate_exp_avg(momentum, evidence, grad, 0.9, torch.tensor(0.7), clip_value)
         self.module.accumulate_exp_avg(*own, 0.9, self.scalar(0.7), clip_value)
         assert_same_bits(own[0].cpu(), momentum)
         assert_same_bits(own[1].cpu(), evidence)
@@ -320,7 +321,7 @@ class KernelChecks:
         if by_piece:  # a gradient that is on no rank, and one that is not finite, where nothing may change
             scale = torch.tensor([0.7, 0.0, 0.7, 0.7, 0.7, 0.7, 0.0])
             grads[6] = torch.full((900,), float("nan"))
-        _, ((ours, theirs), *_) = self.both("accumulate_second_moment", moments, grads, weights, 3, scale, clip_value)
+        _, ((ours, theirs), *_) = self.both("accumulate_exp_avg_sq", moments, grads, weights, 3, scale, clip_value)
         few = 16 * torch.finfo(moment_dtype).eps  # on a GPU, a division may be off by two places
         for place, (mine, twin) in enumerate(zip(ours, theirs, strict=True)):
             torch.testing.assert_close(mine, twin, rtol=few, atol=0.0)
@@ -335,7 +336,7 @@ class KernelChecks:
         grads = [torch.tensor([1e19, -1e30, 3e38])] * 2
         for ranks, clip_value in ((1, None), (4, 2e38)):
             _, ((ours, theirs), *_) = self.both(
-                "accumulate_second_moment", moments, grads, [0.5, 0.5], ranks, torch.ones(()), clip_value
+                "accumulate_exp_avg_sq", moments, grads, [0.5, 0.5], ranks, torch.ones(()), clip_value
             )
             for mine, twin in zip(ours, theirs, strict=True):
                 assert mine.isfinite().all()
@@ -384,8 +385,7 @@ class KernelChecks:
         mask = None if sent is None else naive.select(residual, sent)
         own = residual.to(self.device, copy=True)
         ours = self.module.compact(own, None if mask is None else mask.to(self.device), wire, self.scalar(1.0))
-        with self.as_rounded():
-            theirs = naive.compact(residual, mask, wire, torch.ones(()))
+        theirs = naive.compact(residual, mask, wire, torch.ones(()))
         ours, own = ours.cpu(), own.cpu()
         assert torch.equal(ours.isnan(), theirs.isnan())  # which NaN is left open
         assert_same_bits(ours.nan_to_num(), theirs.nan_to_num())
@@ -470,9 +470,12 @@ class KernelChecks:
         mask = torch.arange(12, dtype=torch.uint8).expand(6, 12).contiguous() if masked else None
         state = torch.zeros(6, 12), torch.zeros(6, 12), second, clock
         one = hyper("cpu", torch.float32)
-        rest = mask, total, torch.tensor(9, dtype=torch.int32), one, (torch.tensor(0.5),) * 2, torch.ones(()), 4
-        _, changed = self.both("update_adamw", *state, *rest)
-        for (ours, theirs), _ in zip(changed, state, strict=False):
+        half = torch.tensor(0.5)
+        row_numbers = ops.RowNumbers(torch.tensor(9, dtype=torch.int32), torch.ones(()), one, half, half)
+        _, ((ours_after, theirs_after), *_) = self.both(
+            "update_adamw", ops.ShardState(*state), mask, total, row_numbers, 4
+        )
+        for ours, theirs in zip(ours_after, theirs_after, strict=True):
             assert ours.isfinite().all()
             torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
 
@@ -486,9 +489,7 @@ class KernelChecks:
                 torch.linspace(0.1, 1, Shard.ROWS, dtype=dtype),
                 torch.linspace(0.05, 1, Shard.ROWS, dtype=dtype),
             )
-        state = shard.theta, shard.first, shard.second, shard.clock
-        rest = corrections, shard.scale, ranks, implicit, shard.group
-        self.compare_step("update_adamw", shard, state, rest, rtol, **options)
+        self.compare_step("update_adamw", shard, shard.second, corrections, (ranks, implicit), rtol, **options)
 
     def compare_update(
         self,
@@ -504,25 +505,36 @@ class KernelChecks:
         shard = Shard.draw(masked, by_row, dtype)
         divisor = {"scalar": torch.tensor(0.3, dtype=dtype), "rows": torch.linspace(0.1, 1, Shard.ROWS, dtype=dtype)}
         given = divisor.get(correction, correction) if isinstance(correction, str) else correction
-        state, noise = (shard.theta, shard.first, shard.clock), shard.second * 3 if noisy else None
-        rest = given, shard.scale, noise, 0.375, implicit, shard.group
-        self.compare_step("update", shard, state, rest, rtol, **options)
+        noise = shard.second * 3 if noisy else None
+        self.compare_step("update_adams", shard, noise, (given, None), (0.375, implicit), rtol, **options)
 
     def compare_step(
-        self, name: str, shard: Shard, state: tuple[Tensor, ...], rest: tuple[Any, ...], rtol: float, **options: float
+        self,
+        name: str,
+        shard: Shard,
+        second: Tensor | None,
+        corrections: tuple[Any, Any],
+        rest: tuple[Any, ...],
+        rtol: float,
+        **options: float,
     ) -> None:
         single = hyper("cpu", shard.theta.dtype, shard.lr, **options)
-        (ours, again), changed = self.both(name, *state, shard.mask, shard.total, shard.step, single, *rest)
+        numbers = ops.RowNumbers(shard.step, shard.scale, single, *corrections, shard.group)
+        state = ops.ShardState(shard.theta, shard.first, second, shard.clock)
+        (ours, again), ((after, twins), *_) = self.both(name, state, shard.mask, shard.total, numbers, *rest)
         assert int(ours) == int(again)
         still = shard.scale.expand(Shard.ROWS) == 0
-        for place, ((mine, twin), old) in enumerate(zip(changed, state, strict=False)):
+        for field, mine, twin, old in zip(state._fields, after, twins, state, strict=True):
+            if old is None:
+                continue
             if old.is_floating_point():
                 # Differences of nearly equal numbers keep the absolute error of what they are made of.
-                torch.testing.assert_close(mine, twin, rtol=rtol, atol=rtol if place else 10 * rtol)
+                torch.testing.assert_close(mine, twin, rtol=rtol, atol=10 * rtol if field == "theta" else rtol)
             else:
                 assert torch.equal(mine, twin)
             assert_same_bits(mine[still], old[still])
-            assert not torch.equal(mine[~still], old[~still])
+            reads_only = name == "update_adams" and field == "exp_avg_sq"
+            assert torch.equal(mine[~still], old[~still]) == reads_only
 
     # --------------------------------------------------------------------------------------- votes and noise
 
@@ -561,19 +573,26 @@ class KernelChecks:
     def test_a_checksum_does_not_depend_on_its_parts(self) -> None:
         flat = torch.randn(300_000)
         assert torch.equal(self.module.checksum(flat.to(self.device)).cpu(), naive.checksum(flat))
-        assert torch.equal(naive._checksum_in_chunks(flat, 1024), naive.checksum(flat))
+        assert torch.equal(chunked.checksum(flat), naive.checksum(flat))
+        sums = [naive.column_and_row_sums(flat[first : first + 1024], first) for first in range(0, 300_000, 1024)]
+        columns, rows = (torch.stack(each).sum(0) for each in zip(*sums, strict=True))
+        assert torch.equal(naive.checksum_of_sums(columns, rows), naive.checksum(flat))
 
     @pytest.mark.parametrize("clip_value", [None, 0.3])
     def test_measured_noise_equals_its_twin(self, clip_value: float | None) -> None:
         noise, grad = torch.rand(5000), torch.randn(5000)
         own = [tensor.to(self.device, copy=True) for tensor in (noise, grad)]
-        with self.as_rounded():
-            naive.measure_noise(noise, grad, 0.1, 4, torch.tensor(0.7), clip_value)
-            self.module.measure_noise(*own, 0.1, 4, self.scalar(0.7), clip_value)
-        assert_same_bits(own[0].cpu(), noise)
-        with self.as_rounded():
-            self.module.measure_noise(own[0], own[1] * float("nan"), 0.1, 4, self.scalar(0.0), clip_value)
-        assert_same_bits(own[0].cpu(), noise)
+        naive.accumulate_exp_avg_sq([noise], [grad], [0.1], 4, torch.tensor(0.7), clip_value)
+        self.module.accumulate_exp_avg_sq([own[0]], [own[1]], [0.1], 4, self.scalar(0.7), clip_value)
+        self.assert_same_moments(own[0].cpu(), noise)
+        before = own[0].clone()
+        bad = own[1] * float("nan")
+        self.module.accumulate_exp_avg_sq([own[0]], [bad], [0.1], 4, self.scalar(0.0), clip_value)
+        assert_same_bits(own[0], before)
+
+    def assert_same_moments(self, ours: Tensor, theirs: Tensor) -> None:
+        """Equal second moments, to the rounding that the implementation states."""
+        torch.testing.assert_close(ours, theirs, rtol=16 * torch.finfo(theirs.dtype).eps, atol=0.0)
 
     # --------------------------------------------------------------------------------------- gather and scatter
 
@@ -625,8 +644,7 @@ class KernelChecks:
     )
     def test_fifty_steps_on_given_gradients(self, sparsity: float, dtype: torch.dtype, options: dict[str, Any]) -> None:
         config = ScapeConfig(sparsity=sparsity, dense_steps=2, sparsity_warmup_steps=3, **options)
-        with self.as_rounded():
-            theirs = train(config, "naive", "cpu", dtype, follow=False)
+        theirs = train(config, "naive", "cpu", dtype, follow=False)
         ours = train(config, self.choice, self.device, dtype, follow=False)
         # The gradient does not depend on the parameters: every entry is chosen alike, and what is left is the same.
         assert_same_bits(ours.residual.cpu(), theirs.residual)

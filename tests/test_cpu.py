@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.engine.clipping import SKETCH_WIDTHS, _random_signs
 from lightning_scape.layout import Layout
-from lightning_scape.ops import cpu, cpu_kernels, cpu_masks, naive
+from lightning_scape.ops import chunked, cpu, cpu_arrays, cpu_kernels, cpu_masks, naive
 
 FLOATS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 STATES = st.sampled_from([torch.float32, torch.float64])
@@ -33,8 +33,7 @@ ONE = torch.ones(())
 class TestNumba(KernelChecks):
     module = cpu
     choice = "cpu"
-    caches = (cpu._like, cpu._sketch_plan, cpu_masks.sorting_network)
-    as_rounded = staticmethod(nullcontext)
+    caches = (cpu_arrays.like, cpu._sketch_plan, cpu_masks.sorting_network)
 
 
 @contextmanager
@@ -133,7 +132,7 @@ def test_fold_and_second_moments_equal_their_twins(
         module.fold(own, grads, torch.tensor(scale), clip_value)
         module.accumulate_exp_avg_sq(second, grads, weights, 3, torch.tensor(scale), clip_value)
         module.accumulate_exp_avg_sq(second, grads, weights, 3, torch.tensor([1.0, 0.0, 0.5, 0.25]), clip_value)
-        module.measure_noise(second[3], None, 0.25, 3, torch.tensor(scale), clip_value)
+        module.accumulate_exp_avg_sq([second[3]], [None], [0.25], 3, torch.tensor(scale), clip_value)
         results.append([*own, *second])
     for ours, theirs in zip(*results, strict=True):
         assert_same(ours, theirs)
@@ -190,15 +189,14 @@ def test_updates_equal_their_twins(
     numbers_of = hyper("cpu", dtype, lr, decay=decay)
     results = []
     for module in (cpu, naive):
-        state = [tensor.clone() for tensor in (theta, moment, second, clock)]
-        again = module.update_adamw(*state, mask, total, steps, numbers_of, corrections, scale, 4, implicit, group)
+        row_numbers = ops.RowNumbers(steps, scale, numbers_of, *corrections, group)
+        state = ops.ShardState(*(tensor.clone() for tensor in (theta, moment, second, clock)))
+        again = module.update_adamw(state, mask, total, row_numbers, 4, implicit)
         results.append([*state, again])
         for noise in (second, None):
-            state = [tensor.clone() for tensor in (theta, moment, clock)]
-            again = module.update_adams(
-                *state, mask, total, steps, numbers_of, corrections[0], scale, noise, 0.3, implicit, group
-            )
-            results[-1] += [*state, again]
+            state = ops.ShardState(theta.clone(), moment.clone(), noise, clock.clone())
+            again = module.update_adams(state, mask, total, row_numbers, 0.3, implicit)
+            results[-1] += [state.theta, state.exp_avg, state.last_step, again]
     rtol = 4e-6 if dtype == torch.float32 else 1e-13
     for place, (ours, theirs) in enumerate(zip(*results, strict=True)):
         if not ours.is_floating_point() or (waits == 1 and implicit and place not in (0, 5, 9)):  # all but parameters
@@ -212,7 +210,7 @@ def test_a_skipped_step_changes_nothing() -> None:
     before = [tensor.clone() for tensor in state]
     bad, step, zero = torch.full((4, 10), float("nan")), torch.tensor(3, dtype=torch.int32), torch.zeros(())
     numbers_of = hyper("cpu", torch.float32)
-    again = cpu.update_adamw(*state, None, bad, step, numbers_of, (ONE, ONE), zero, 2)
+    again = cpu.update_adamw(ops.ShardState(*state), None, bad, ops.RowNumbers(step, zero, numbers_of, ONE, ONE), 2)
     assert int(again) == 0
     for tensor, old in zip(state, before, strict=True):
         assert_same_bits(tensor, old)
@@ -280,7 +278,8 @@ def run_all() -> list[Tensor]:
     theta, clock = sent.float(), torch.zeros(rows, length, dtype=torch.int32)
     step = torch.tensor(4, dtype=torch.int32)
     numbers_of = hyper("cpu", torch.float32)
-    again = cpu.update_adamw(theta, residual, second, clock, mask, theta * 2, step, numbers_of, (ONE, ONE), ONE, 2)
+    row_numbers = ops.RowNumbers(step, ONE, numbers_of, ONE, ONE)
+    again = cpu.update_adamw(ops.ShardState(theta, residual, second, clock), mask, theta * 2, row_numbers, 2)
     pieces = list(Layout(sizes, [0] * 3, length, 1).everything().pieces)
     cpu.scatter_params(grads, pieces, mask, theta, length)
     norms = [cpu.squared_norm(grads), cpu.sketch(grads, _random_signs(1 << 14), SKETCH_WIDTHS)]
@@ -332,8 +331,8 @@ def test_without_numba_the_reference_serves_and_says_so_once(
     ops._cpu.cache_clear()
     monkeypatch.setattr(ops, "find_spec", lambda _: None)
     try:
-        assert ops._implementation(on_cuda=False) is naive
-        assert ops._implementation(on_cuda=False) is naive
+        assert ops._implementation(on_cuda=False) is chunked
+        assert ops._implementation(on_cuda=False) is chunked
         assert [str(warning.message).split(". ")[-1] for warning in recwarn] == ["Install lightning-scape[cpu]."]
         with ops.using("cpu"), pytest.raises(ModuleNotFoundError, match="need numba"):
             ops.select(torch.zeros(1, 4), 1)
