@@ -14,9 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import FAR, FarAway, KernelChecks, assert_same_bits, awkward, bits, hyper
+from kernel_checks import (
+    FAR,
+    SWEPT,
+    FarAway,
+    KernelChecks,
+    SweepJob,
+    assert_same_bits,
+    awkward,
+    bits,
+    flattened,
+    hyper,
+)
 from rank_checks import CHANGE_ROUNDING, train_on
 from torch import Tensor
 
@@ -31,6 +42,7 @@ ONE = torch.ones(())
 
 
 class TestNumba(KernelChecks):
+    assert_same_moments = staticmethod(assert_same_bits)
     module = cpu
     choice = "cpu"
     caches = (cpu_arrays.like, cpu._sketch_plan, cpu_masks.sorting_network)
@@ -136,6 +148,73 @@ def test_fold_and_second_moments_equal_their_twins(
         results.append([*own, *second])
     for ours, theirs in zip(*results, strict=True):
         assert_same(ours, theirs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(SWEPT[:4]), st.integers(1, 256), st.integers(0, 2**20))
+def test_sweep_equals_fold_compact_and_select_one_after_the_other(
+    data: st.DataObject, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], length: int, seed: int
+) -> None:
+    quota = st.none() | st.integers(1, length)
+    sizes = data.draw(st.lists(st.integers(1, 900), min_size=1, max_size=6))
+    job = SweepJob.draw(
+        data.draw(st.sampled_from([None, 0, 1, 2])),
+        data.draw(quota),
+        data.draw(quota),
+        data.draw(quota),
+        sizes=sizes,
+        length=length,
+        seed=seed,
+        dtype=dtypes[0],
+        state=dtypes[1],
+        wire=dtypes[2],
+    )
+    job.residual.view(-1)[:: data.draw(st.integers(1, 9))] *= data.draw(st.sampled_from([0.0, 1e-41, 1e30]))
+    scale = data.draw(st.sampled_from([ONE, torch.tensor(0.7), torch.zeros(()), None]))
+    if scale is None:  # by row, alike within a piece
+        scale = torch.ones(len(job.residual))
+        for place, piece in enumerate(job.region.pieces):
+            scale[piece.row : piece.row + piece.blocks] = (0.0, 0.3, 1.0)[(place + seed) % 3]
+    assert job.grads is not None
+    grads: list[Tensor | None] | None = list(job.grads)
+    for place, (piece, grad) in enumerate(zip(job.region.pieces, job.grads, strict=True)):
+        if grad is not None and not scale.expand(len(job.residual))[piece.row]:
+            grad[::2], grad[1::3] = float("nan"), -float("inf")
+        if data.draw(st.integers(0, 9)) == 0:
+            job.grads[place] = None
+    if data.draw(st.integers(0, 9)) == 0:
+        grads = None
+    bound = data.draw(st.sampled_from([None, 0.3, 1e5]))
+    job = job._replace(
+        scale=scale, grads=grads, clip_value=bound, second=data.draw(st.sampled_from([None, job.second]))
+    )
+    with threads(data.draw(st.sampled_from([1, 3]))):
+        TestNumba().compare_sweep(job)
+
+
+@pytest.mark.parametrize(("length", "elected"), [(300, 2), (300, 40), (5000, 2), (5000, 40)])
+def test_sweep_of_long_blocks_equals_its_parts(length: int, elected: int) -> None:
+    TestNumba().compare_sweep(SweepJob.draw(0, 3, 2, elected, length=length, sizes=[9000, 16_000, 7]))
+
+
+def test_sweep_of_what_is_not_contiguous_goes_to_the_twin() -> None:
+    job = SweepJob.draw(None, 2, 2, None)
+    assert job.grads is not None
+    job.grads[0] = torch.randn(2 * job.region.pieces[0].numel)[::2]
+    TestNumba().compare_sweep(job)
+    wide = torch.zeros(len(job.values), 4, dtype=job.values.dtype)
+    wide[:, ::2] = job.values
+    TestNumba().compare_sweep(job._replace(values=wide[:, ::2]))
+
+
+def test_sweep_in_chunks_equals_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "_chunk", lambda tensor: 700)
+    for rank in (None, 0, 1, 2):
+        job = SweepJob.draw(rank, 2, 2, 5)
+        ours, theirs = job.swept(chunked, "cpu"), job.by_parts()
+        for mine, twin in zip(flattened(ours), flattened(theirs), strict=True):
+            if isinstance(mine, Tensor):
+                assert_same_bits(mine, twin)
 
 
 @given(FLOATS, FLOATS, st.booleans(), st.integers(0, 2**20))

@@ -36,18 +36,20 @@ def rank_row(values, lane, network, room):
     if len(network) == 0:
         best = np.int32(-1)
         for i in range(len(values)):
-            key = _key(values[i], np.int32(i), low)
+            key = _key(values[i], i, low)
             keys[i] = key
             best = max(best, key)
         _find_by_maximum(keys, best, low, found[lane])
     else:
         for i in range(len(values)):
-            columns[i, lane] = _key(values[i], np.int32(i), low)
+            columns[i, lane] = _key(values[i], i, low)
 
 
 @jit
 def _key(value, position, low):
-    return (np.float32(widen(value)).view(np.int32) & (_MAGNITUDE & ~low)) | (low - position)
+    """Of 32 bits at each step: numba would make them 64, of which a register holds half as many."""
+    kept = np.float32(widen(value)).view(np.int32) & np.int32(_MAGNITUDE & ~low)
+    return np.int32(kept | np.int32(low - np.int32(position)))
 
 
 @jit

@@ -261,7 +261,7 @@ def sweep(
 
     Args:
         region: which rows, and which parameters fill them.
-        residual: ``[rows, B]``, changed in place.
+        residual: ``[rows, B]``, contiguous, changed in place.
         grads: flat gradient of each piece, any float dtype; None is a gradient of zeros. None for all: they have been
             folded before.
         scale: 0-dim, or one for each row, the same for all rows of a piece. 0 folds and sends nothing: values are 0,
