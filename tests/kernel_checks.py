@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,10 +13,19 @@ from torch import Tensor
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.engine.clipping import SKETCH_WIDTHS, _random_signs
-from lightning_scape.layout import Layout, Piece, Segment
-from lightning_scape.ops import cuda, naive
+from lightning_scape.layout import Layout, Piece, Region, Segment
+from lightning_scape.ops import chunked, cuda, naive
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+SWEPT = [
+    (torch.float32, torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32, torch.float32),
+    (torch.float16, torch.float32, torch.float16),
+    (torch.float64, torch.float64, torch.float64),
+    (torch.bfloat16, torch.float64, torch.bfloat16),
+    (torch.float64, torch.float32, torch.bfloat16),
+]
+"""Dtypes of gradients, residual and wire. Each combination is compiled, so not all of them."""
 BOTH = ["naive", "own"]
 """The twin, and the implementation that a class of checks is for."""
 FAR = 2**31 + 64
@@ -33,13 +40,6 @@ class Trained(NamedTuple):
     momentum: Tensor
     clock: Tensor
     second_moment: Tensor | None
-
-
-@contextmanager
-def naive_as_on_a_gpu() -> Iterator[None]:
-    """The twin decides on the device, as on a GPU, whether a step is skipped; and so rounds as it does there."""
-    with patch.object(naive, "_host_value", lambda scale: None):
-        yield
 
 
 def awkward(rows: int, length: int) -> Tensor:
@@ -77,10 +77,18 @@ def hyper(device: str, dtype: torch.dtype, lr: Any = 1e-3, beta1: float = 0.9, d
 def copied(value: Any, device: str) -> Any:
     """An argument of an operation, with copies of its tensors on a device."""
     if isinstance(value, Tensor):
-        return value.to(device, copy=True)
-    if isinstance(value, ops.Hyper):
-        return ops.Hyper(*(copied(number, device) for number in value))
-    return type(value)(copied(item, device) for item in value) if isinstance(value, (list, tuple)) else value
+        return value.to(device, copy=True, memory_format=torch.preserve_format)
+    if isinstance(value, (list, tuple)):
+        items = [copied(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a NamedTuple, or a plain one
+    return value
+
+
+def flattened(values: Any) -> list[Any]:
+    """The members of nested lists and tuples, in order."""
+    if isinstance(values, (list, tuple)):
+        return [item for value in values for item in flattened(value)]
+    return [values]
 
 
 class Shard(NamedTuple):
@@ -126,6 +134,109 @@ class Shard(NamedTuple):
         return cls(theta, first, second, clock, mask, total, step.int(), scale, lr, group)
 
 
+class SweepJob(NamedTuple):
+    """A sweep's arguments, on the host. What it must not touch holds 7."""
+
+    region: Region
+    residual: Tensor
+    grads: list[Tensor | None] | None
+    scale: Tensor
+    mask: Tensor | None
+    values: Tensor
+    second: Tensor | None
+    weights: list[float]
+    proposals: Tensor | None
+    next_mask: Tensor | None
+    clip_value: float | None = None
+
+    @classmethod
+    def draw(
+        cls,
+        rank: int | None,
+        sent: int | None,
+        votes: int | None,
+        elected: int | None,
+        *,
+        sizes: Sequence[int] = (3000, 77, 4096, 5, 40, 1300),
+        length: int = 200,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        state: torch.dtype = torch.float32,
+        wire: torch.dtype = torch.bfloat16,
+    ) -> SweepJob:
+        """All rows (None), those of other ranks (0 and 2) or those of rank 1; every fifth piece has no gradient."""
+        generator = torch.Generator().manual_seed(seed)
+        layout = Layout(sizes, [0] * len(sizes), length, 3)
+        region = layout.everything() if rank is None else layout.local(1) if rank == 1 else layout.remote(rank)
+        rows = layout.shard_blocks if rank == 1 else layout.blocks
+        residual = torch.randn(rows, length, generator=generator, dtype=state)
+        grads = [torch.randn(piece.numel, generator=generator).to(dtype) for piece in region.pieces]
+        for pads in cls.pads(region, residual):
+            pads.zero_()
+        mask = None if sent is None else naive.select(residual * torch.randn(rows, length, generator=generator), sent)
+        votes_width = naive.proposal_bytes(votes or 0, length)
+        positions = naive.position_dtype(length)
+        return cls(
+            region,
+            residual,
+            [None if i % 5 == 1 else grad for i, grad in enumerate(grads)],
+            torch.tensor(1.0),
+            mask,
+            torch.full((rows, length if sent is None else sent), 7.0, dtype=wire),
+            torch.rand(rows, length, generator=generator, dtype=state),
+            [0.1, 1e-3, 0.5, 0.05, 1.0, 0.2, 0.3, 0.4][: len(grads)],
+            None if votes is None else torch.full((rows, votes_width), 7, dtype=torch.uint8),
+            None if elected is None else torch.full((rows, elected), 7, dtype=positions),
+        )
+
+    @staticmethod
+    def pads(region: Region, residual: Tensor) -> Iterator[Tensor]:
+        """The pads behind the pieces."""
+        length = residual.shape[1]
+        for piece in region.pieces:
+            rows = residual[piece.row : piece.row + piece.blocks].view(-1)
+            yield rows[piece.numel : piece.blocks * length]
+
+    def swept(self, module: Any, device: str) -> SweepJob:
+        """What a sweep on a device makes of copies."""
+        own = copied(self, device)
+        second = None if own.second is None else ops.SecondMoment(own.second, own.weights, 3)
+        module.sweep(
+            own.region,
+            own.residual,
+            own.grads,
+            own.scale,
+            own.mask,
+            own.values,
+            clip_value=own.clip_value,
+            second_moment=second,
+            proposals=own.proposals,
+            next_mask=own.next_mask,
+        )
+        return copied(own, "cpu")
+
+    def by_parts(self) -> SweepJob:
+        """What the separate operations of the definition make of copies."""
+        own, length = copied(self, "cpu"), self.residual.shape[1]
+        for place, piece in enumerate(own.region.pieces if own.grads is not None else ()):
+            entries = slice(piece.row * length, piece.row * length + piece.numel)
+            scale = own.scale[piece.row] if own.scale.dim() else own.scale
+            naive.fold([own.residual.view(-1)[entries]], [own.grads[place]], scale, own.clip_value)
+            if own.second is not None:
+                rest = [own.grads[place]], [own.weights[place]], 3, scale, own.clip_value
+                naive.accumulate_exp_avg_sq([own.second.view(-1)[entries]], *rest)
+        for row in (row for rows in own.region.rows for row in range(rows.start, rows.stop)):
+            one, scale = slice(row, row + 1), own.scale[row] if own.scale.dim() else own.scale
+            part = None if own.mask is None else own.mask[one]
+            own.values[one] = naive.compact(own.residual[one], part, own.values.dtype, scale)
+            if own.proposals is not None:
+                votes = (own.proposals.shape[1] - 1) // (2 if length <= 256 else 3)
+                own.proposals[one] = naive.propose(own.residual[one], votes)
+            if own.next_mask is not None:
+                own.next_mask[one] = naive.select(own.residual[one], own.next_mask.shape[1])
+        return own
+
+
 class KernelChecks:
     """Inherit, and say what is checked, and on which device."""
 
@@ -133,8 +244,6 @@ class KernelChecks:
     module: Any = cuda
     choice = "cuda"
     caches: Sequence[Any] = (cuda._cached_table, cuda._cached_chunks, cuda._sketch_plan)
-    as_rounded = staticmethod(naive_as_on_a_gpu)
-    """Within it, the twin rounds as the implementation does."""
 
     @pytest.fixture
     def either(self, request: pytest.FixtureRequest) -> Any:
@@ -147,8 +256,7 @@ class KernelChecks:
         """What an operation returns and what it leaves in its arguments: by the kernel, and by its twin."""
         ours, theirs = copied(arguments, self.device), copied(arguments, "cpu")
         result = getattr(self.module, name)(*ours)
-        with self.as_rounded():
-            expected = getattr(naive, name)(*theirs)
+        expected = getattr(naive, name)(*theirs)
         return (copied(result, "cpu"), expected), zip(copied(ours, "cpu"), theirs, strict=True)
 
     # ------------------------------------------------------------------------------------- docstrings' examples
@@ -181,7 +289,11 @@ class KernelChecks:
         single = ops.Hyper.of(torch.float32, *numbers)
         mask = torch.tensor([[1]], dtype=torch.uint8, device=self.device)
         step = self.scalar(1, torch.int32)
-        again = either.update_adams(theta, momentum, clock, mask, total, step, single, 1.0, self.scalar(1.0))
+        shard, numbers = (
+            ops.ShardState(theta, momentum, None, clock),
+            ops.RowNumbers(step, self.scalar(1.0), single, 1.0),
+        )
+        again = either.update_adams(shard, mask, total, numbers)
         assert (theta.tolist(), momentum.tolist(), clock.tolist(), int(again)) == ([[4.0]], [[0.0, -2.0]], [[0, 1]], 1)
 
     @pytest.mark.parametrize("either", BOTH, indirect=True)
@@ -192,8 +304,9 @@ class KernelChecks:
         numbers = (torch.tensor(v, dtype=torch.float64, device=self.device) for v in (1.0, 0.0, 0.0, 1e-30, 0.0))
         single, one = ops.Hyper.of(torch.float32, *numbers), self.scalar(1.0)
         mask = torch.tensor([[1]], dtype=torch.uint8, device=self.device)
-        state = theta, exp_avg, exp_avg_sq, clock
-        again = either.update_adamw(*state, mask, total, self.scalar(1, torch.int32), single, (one, one), one, 1)
+        shard = ops.ShardState(theta, exp_avg, exp_avg_sq, clock)
+        row_numbers = ops.RowNumbers(self.scalar(1, torch.int32), one, single, one, one)
+        again = either.update_adamw(shard, mask, total, row_numbers, 1)
         assert (theta.tolist(), exp_avg.tolist(), exp_avg_sq.tolist()) == ([[4.0]], [[0.0, -2.0]], [[0.0, 4.0]])
         assert (clock.tolist(), int(again)) == ([[0, 1]], 1)
 
@@ -251,8 +364,7 @@ class KernelChecks:
             own = buffer.to(device, copy=True)
             residuals = [part[:n] for part, n in zip(own.split([n + 4 for n in sizes]), sizes, strict=True)]
             given = [*(grad.to(device) for grad in grads[:-1]), None]
-            with self.as_rounded():
-                module.fold(residuals, given, torch.tensor(0.7, device=device), clip_value)
+            module.fold(residuals, given, torch.tensor(0.7, device=device), clip_value)
             results.append(own.cpu())
         assert_same_bits(*results)
 
@@ -261,7 +373,7 @@ class KernelChecks:
         residual = torch.zeros(2, device=self.device)
         grad = torch.tensor([6e4, -3.0], dtype=torch.float16, device=self.device)
         either.fold([residual], [grad], self.scalar(1.0), 1e5)
-        either.measure_noise(residual, grad, 0.5, 1, self.scalar(1.0), 1e5)
+        either.accumulate_exp_avg_sq([residual], [grad], [0.5], 1, self.scalar(1.0), 1e5)
         assert residual[1].item() == 0.5 * -3.0 + 0.5 * 9.0
 
     def test_fold_with_scale_one_equals_the_twin_on_the_host(self) -> None:
@@ -278,17 +390,19 @@ class KernelChecks:
         before = [tensor.clone() for tensor in state]
         residual, momentum, evidence, theta, second = state
         mask = torch.zeros(3, 1, dtype=torch.uint8, device=self.device)
-        with self.as_rounded():
-            either.fold([residual], [bad], zero, None)
-            either.accumulate_exp_avg(momentum, evidence, bad, 0.9, zero, None)
-            sent = either.compact(residual.view(3, 100), mask, torch.bfloat16, zero)
-            clock = torch.zeros(3, 100, dtype=torch.int32, device=self.device)
-            moments = momentum.view(3, 100), second.view(3, 100)
-            rest = mask, bad[:3].view(3, 1), self.scalar(1, torch.int32), hyper(self.device, torch.float32)
-            either.update_adams(theta[:3].view(3, 1), moments[0], clock, *rest, 1.0, zero)
-            either.update_adamw(theta[:3].view(3, 1), *moments, clock, *rest, (bad[0], bad[0]), zero, 2)
-            either.accumulate_exp_avg_sq([second], [bad], [0.1], 2, zero, None)
-            either.accumulate_exp_avg_sq([second], [bad], [0.1], 2, zero.view(1), 1.0)
+        either.fold([residual], [bad], zero, None)
+        either.accumulate_exp_avg(momentum, evidence, bad, 0.9, zero, None)
+        sent = either.compact(residual.view(3, 100), mask, torch.bfloat16, zero)
+        clock = torch.zeros(3, 100, dtype=torch.int32, device=self.device)
+        moments = momentum.view(3, 100), second.view(3, 100)
+        one = hyper(self.device, torch.float32)
+        numbers = ops.RowNumbers(self.scalar(1, torch.int32), zero, one, 1.0)
+        shard = ops.ShardState(theta[:3].view(3, 1), *moments, clock)
+        either.update_adams(shard._replace(exp_avg_sq=None), mask, bad[:3].view(3, 1), numbers)
+        corrected = numbers._replace(first=bad[0], second=bad[0])
+        either.update_adamw(shard, mask, bad[:3].view(3, 1), corrected, 2)
+        either.accumulate_exp_avg_sq([second], [bad], [0.1], 2, zero, None)
+        either.accumulate_exp_avg_sq([second], [bad], [0.1], 2, zero.view(1), 1.0)
         assert (sent == 0).all()
         assert (clock == 0).all()
         for tensor, old in zip(state, before, strict=True):
@@ -299,8 +413,7 @@ class KernelChecks:
     def test_first_moment_equals_its_twin(self, dtype: torch.dtype, clip_value: float | None) -> None:
         momentum, evidence, grad = torch.randn(5000), torch.randn(5000), torch.randn(5000).to(dtype)
         own = [tensor.to(self.device, copy=True) for tensor in (momentum, evidence, grad)]
-        with self.as_rounded():
-            naive.accumulate_exp_avg(momentum, evidence, grad, 0.9, torch.tensor(0.7), clip_value)
+        naive.accumulate_exp_avg(momentum, evidence, grad, 0.9, torch.tensor(0.7), clip_value)
         self.module.accumulate_exp_avg(*own, 0.9, self.scalar(0.7), clip_value)
         assert_same_bits(own[0].cpu(), momentum)
         assert_same_bits(own[1].cpu(), evidence)
@@ -320,7 +433,7 @@ class KernelChecks:
         if by_piece:  # a gradient that is on no rank, and one that is not finite, where nothing may change
             scale = torch.tensor([0.7, 0.0, 0.7, 0.7, 0.7, 0.7, 0.0])
             grads[6] = torch.full((900,), float("nan"))
-        _, ((ours, theirs), *_) = self.both("accumulate_second_moment", moments, grads, weights, 3, scale, clip_value)
+        _, ((ours, theirs), *_) = self.both("accumulate_exp_avg_sq", moments, grads, weights, 3, scale, clip_value)
         few = 16 * torch.finfo(moment_dtype).eps  # on a GPU, a division may be off by two places
         for place, (mine, twin) in enumerate(zip(ours, theirs, strict=True)):
             torch.testing.assert_close(mine, twin, rtol=few, atol=0.0)
@@ -335,7 +448,7 @@ class KernelChecks:
         grads = [torch.tensor([1e19, -1e30, 3e38])] * 2
         for ranks, clip_value in ((1, None), (4, 2e38)):
             _, ((ours, theirs), *_) = self.both(
-                "accumulate_second_moment", moments, grads, [0.5, 0.5], ranks, torch.ones(()), clip_value
+                "accumulate_exp_avg_sq", moments, grads, [0.5, 0.5], ranks, torch.ones(()), clip_value
             )
             for mine, twin in zip(ours, theirs, strict=True):
                 assert mine.isfinite().all()
@@ -384,8 +497,7 @@ class KernelChecks:
         mask = None if sent is None else naive.select(residual, sent)
         own = residual.to(self.device, copy=True)
         ours = self.module.compact(own, None if mask is None else mask.to(self.device), wire, self.scalar(1.0))
-        with self.as_rounded():
-            theirs = naive.compact(residual, mask, wire, torch.ones(()))
+        theirs = naive.compact(residual, mask, wire, torch.ones(()))
         ours, own = ours.cpu(), own.cpu()
         assert torch.equal(ours.isnan(), theirs.isnan())  # which NaN is left open
         assert_same_bits(ours.nan_to_num(), theirs.nan_to_num())
@@ -470,9 +582,12 @@ class KernelChecks:
         mask = torch.arange(12, dtype=torch.uint8).expand(6, 12).contiguous() if masked else None
         state = torch.zeros(6, 12), torch.zeros(6, 12), second, clock
         one = hyper("cpu", torch.float32)
-        rest = mask, total, torch.tensor(9, dtype=torch.int32), one, (torch.tensor(0.5),) * 2, torch.ones(()), 4
-        _, changed = self.both("update_adamw", *state, *rest)
-        for (ours, theirs), _ in zip(changed, state, strict=False):
+        half = torch.tensor(0.5)
+        row_numbers = ops.RowNumbers(torch.tensor(9, dtype=torch.int32), torch.ones(()), one, half, half)
+        _, ((ours_after, theirs_after), *_) = self.both(
+            "update_adamw", ops.ShardState(*state), mask, total, row_numbers, 4
+        )
+        for ours, theirs in zip(ours_after, theirs_after, strict=True):
             assert ours.isfinite().all()
             torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
 
@@ -486,9 +601,7 @@ class KernelChecks:
                 torch.linspace(0.1, 1, Shard.ROWS, dtype=dtype),
                 torch.linspace(0.05, 1, Shard.ROWS, dtype=dtype),
             )
-        state = shard.theta, shard.first, shard.second, shard.clock
-        rest = corrections, shard.scale, ranks, implicit, shard.group
-        self.compare_step("update_adamw", shard, state, rest, rtol, **options)
+        self.compare_step("update_adamw", shard, shard.second, corrections, (ranks, implicit), rtol, **options)
 
     def compare_update(
         self,
@@ -504,25 +617,123 @@ class KernelChecks:
         shard = Shard.draw(masked, by_row, dtype)
         divisor = {"scalar": torch.tensor(0.3, dtype=dtype), "rows": torch.linspace(0.1, 1, Shard.ROWS, dtype=dtype)}
         given = divisor.get(correction, correction) if isinstance(correction, str) else correction
-        state, noise = (shard.theta, shard.first, shard.clock), shard.second * 3 if noisy else None
-        rest = given, shard.scale, noise, 0.375, implicit, shard.group
-        self.compare_step("update", shard, state, rest, rtol, **options)
+        noise = shard.second * 3 if noisy else None
+        self.compare_step("update_adams", shard, noise, (given, None), (0.375, implicit), rtol, **options)
 
     def compare_step(
-        self, name: str, shard: Shard, state: tuple[Tensor, ...], rest: tuple[Any, ...], rtol: float, **options: float
+        self,
+        name: str,
+        shard: Shard,
+        second: Tensor | None,
+        corrections: tuple[Any, Any],
+        rest: tuple[Any, ...],
+        rtol: float,
+        **options: float,
     ) -> None:
         single = hyper("cpu", shard.theta.dtype, shard.lr, **options)
-        (ours, again), changed = self.both(name, *state, shard.mask, shard.total, shard.step, single, *rest)
+        numbers = ops.RowNumbers(shard.step, shard.scale, single, *corrections, shard.group)
+        state = ops.ShardState(shard.theta, shard.first, second, shard.clock)
+        (ours, again), ((after, twins), *_) = self.both(name, state, shard.mask, shard.total, numbers, *rest)
         assert int(ours) == int(again)
         still = shard.scale.expand(Shard.ROWS) == 0
-        for place, ((mine, twin), old) in enumerate(zip(changed, state, strict=False)):
+        for field, mine, twin, old in zip(state._fields, after, twins, state, strict=True):
+            if old is None:
+                continue
             if old.is_floating_point():
                 # Differences of nearly equal numbers keep the absolute error of what they are made of.
-                torch.testing.assert_close(mine, twin, rtol=rtol, atol=rtol if place else 10 * rtol)
+                torch.testing.assert_close(mine, twin, rtol=rtol, atol=10 * rtol if field == "theta" else rtol)
             else:
                 assert torch.equal(mine, twin)
             assert_same_bits(mine[still], old[still])
-            assert not torch.equal(mine[~still], old[~still])
+            reads_only = name == "update_adams" and field == "exp_avg_sq"
+            assert torch.equal(mine[~still], old[~still]) == reads_only
+
+    # ------------------------------------------------------------------------------------------------- sweep
+
+    @pytest.mark.parametrize("rank", [None, 0, 1, 2])
+    @pytest.mark.parametrize(
+        ("sent", "votes", "elected"), [(2, 2, None), (25, None, 25), (None, 3, 40), (1, None, None)]
+    )
+    def test_sweep_equals_its_parts(
+        self, rank: int | None, sent: int | None, votes: int | None, elected: int | None
+    ) -> None:
+        job = SweepJob.draw(rank, sent, votes, elected)
+        self.compare_sweep(job)
+        self.compare_sweep(job._replace(clip_value=0.3, scale=torch.tensor(0.7)))
+        self.compare_sweep(job._replace(second=None, scale=torch.tensor(-0.5)))
+
+    @pytest.mark.parametrize(("dtype", "residual_dtype", "wire"), SWEPT)
+    def test_sweep_of_any_dtypes_equals_its_parts(
+        self, dtype: torch.dtype, residual_dtype: torch.dtype, wire: torch.dtype
+    ) -> None:
+        job = SweepJob.draw(None, 3, 2, None, dtype=dtype, state=residual_dtype, wire=wire)
+        self.compare_sweep(job._replace(scale=torch.tensor(0.7), clip_value=0.6))
+
+    def test_sweep_takes_gradients_of_several_dtypes(self) -> None:
+        job = SweepJob.draw(0, 2, 2, None)
+        assert job.grads is not None
+        assert sum(grad is not None for grad in job.grads) > 2
+        mixed = [grad if grad is None else grad.to(FLOATS[i % 4]) for i, grad in enumerate(job.grads)]
+        self.compare_sweep(job._replace(grads=mixed))
+
+    @pytest.mark.parametrize("rank", [None, 1])
+    def test_sweep_of_a_skipped_step_only_ranks(self, rank: int | None) -> None:
+        job = SweepJob.draw(rank, 2, 2, 7)
+        assert job.grads is not None
+        bad = [grad if grad is None else torch.full_like(grad, float("nan")) for grad in job.grads]
+        skipped = job._replace(grads=bad, scale=torch.tensor(0.0))
+        after = self.compare_sweep(skipped)
+        assert_same_bits(after.residual, job.residual)
+        assert after.second is not None
+        assert job.second is not None
+        assert_same_bits(after.second, job.second)
+        for rows in job.region.rows:
+            assert not after.values[rows].any()
+
+    def test_sweep_by_rows_leaves_alone_the_pieces_whose_scale_is_zero(self) -> None:
+        job = SweepJob.draw(None, 2, 2, 5)
+        scale = torch.ones(len(job.residual))
+        for number, piece in enumerate(job.region.pieces):
+            scale[piece.row : piece.row + piece.blocks] = (0.0, 0.5, 1.0)[number % 3]
+        assert job.grads is not None
+        bad = [g if g is None or i % 3 else torch.full_like(g, float("inf")) for i, g in enumerate(job.grads)]
+        after = self.compare_sweep(job._replace(grads=bad, scale=scale))
+        still = scale == 0
+        assert_same_bits(after.residual[still], job.residual[still])
+        assert not torch.equal(after.residual[~still], job.residual[~still])
+
+    def test_sweep_without_gradients_compacts_and_ranks(self) -> None:
+        job = SweepJob.draw(2, 2, 3, None)._replace(grads=None)
+        after = self.compare_sweep(job)
+        assert after.second is not None
+        assert job.second is not None
+        assert_same_bits(after.second, job.second)
+
+    def test_sweep_of_zeros_denormals_and_huge_numbers_equals_its_parts(self) -> None:
+        job = SweepJob.draw(None, 3, 3, 3)
+        odd = torch.tensor([0.0, -0.0, 1e-40, -1e-45, 3.4e38, -3.4e38, 65520.0, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 2.0])
+        residual = odd[torch.randint(0, 10, job.residual.shape)]
+        for blocks in SweepJob.pads(job.region, residual):
+            blocks.zero_()
+        assert job.grads is not None
+        grads = [g if g is None else odd[torch.randint(0, 4, g.shape)] for g in job.grads]
+        self.compare_sweep(job._replace(residual=residual, grads=grads))
+
+    def test_sweep_of_an_empty_region_does_nothing(self) -> None:
+        job = SweepJob.draw(None, 2, 2, 2)._replace(region=Region((), ()), grads=[], weights=[])
+        after = self.compare_sweep(job)
+        assert_same_bits(after.residual, job.residual)
+
+    def compare_sweep(self, job: SweepJob) -> SweepJob:
+        """By the implementation, the twin, and its parts: bitwise, but for second moments where they round."""
+        ours, theirs, parts = job.swept(self.module, self.device), job.swept(naive, "cpu"), job.by_parts()
+        for name in ("residual", "values", "proposals", "next_mask", "second"):
+            mine, twin, part = (getattr(each, name) for each in (ours, theirs, parts))
+            assert (mine is None) == (twin is None) == (part is None)
+            if mine is not None:
+                assert_same_bits(twin, part)
+                (self.assert_same_moments if name == "second" else assert_same_bits)(mine, twin)
+        return ours
 
     # --------------------------------------------------------------------------------------- votes and noise
 
@@ -561,19 +772,26 @@ class KernelChecks:
     def test_a_checksum_does_not_depend_on_its_parts(self) -> None:
         flat = torch.randn(300_000)
         assert torch.equal(self.module.checksum(flat.to(self.device)).cpu(), naive.checksum(flat))
-        assert torch.equal(naive._checksum_in_chunks(flat, 1024), naive.checksum(flat))
+        assert torch.equal(chunked.checksum(flat), naive.checksum(flat))
+        sums = [naive.column_and_row_sums(flat[first : first + 1024], first) for first in range(0, 300_000, 1024)]
+        columns, rows = (torch.stack(each).sum(0) for each in zip(*sums, strict=True))
+        assert torch.equal(naive.checksum_of_sums(columns, rows), naive.checksum(flat))
 
     @pytest.mark.parametrize("clip_value", [None, 0.3])
     def test_measured_noise_equals_its_twin(self, clip_value: float | None) -> None:
         noise, grad = torch.rand(5000), torch.randn(5000)
         own = [tensor.to(self.device, copy=True) for tensor in (noise, grad)]
-        with self.as_rounded():
-            naive.measure_noise(noise, grad, 0.1, 4, torch.tensor(0.7), clip_value)
-            self.module.measure_noise(*own, 0.1, 4, self.scalar(0.7), clip_value)
-        assert_same_bits(own[0].cpu(), noise)
-        with self.as_rounded():
-            self.module.measure_noise(own[0], own[1] * float("nan"), 0.1, 4, self.scalar(0.0), clip_value)
-        assert_same_bits(own[0].cpu(), noise)
+        naive.accumulate_exp_avg_sq([noise], [grad], [0.1], 4, torch.tensor(0.7), clip_value)
+        self.module.accumulate_exp_avg_sq([own[0]], [own[1]], [0.1], 4, self.scalar(0.7), clip_value)
+        self.assert_same_moments(own[0].cpu(), noise)
+        before = own[0].clone()
+        bad = own[1] * float("nan")
+        self.module.accumulate_exp_avg_sq([own[0]], [bad], [0.1], 4, self.scalar(0.0), clip_value)
+        assert_same_bits(own[0], before)
+
+    def assert_same_moments(self, ours: Tensor, theirs: Tensor) -> None:
+        """Equal second moments, to the rounding that the implementation states."""
+        torch.testing.assert_close(ours, theirs, rtol=16 * torch.finfo(theirs.dtype).eps, atol=0.0)
 
     # --------------------------------------------------------------------------------------- gather and scatter
 
@@ -625,8 +843,7 @@ class KernelChecks:
     )
     def test_fifty_steps_on_given_gradients(self, sparsity: float, dtype: torch.dtype, options: dict[str, Any]) -> None:
         config = ScapeConfig(sparsity=sparsity, dense_steps=2, sparsity_warmup_steps=3, **options)
-        with self.as_rounded():
-            theirs = train(config, "naive", "cpu", dtype, follow=False)
+        theirs = train(config, "naive", "cpu", dtype, follow=False)
         ours = train(config, self.choice, self.device, dtype, follow=False)
         # The gradient does not depend on the parameters: every entry is chosen alike, and what is left is the same.
         assert_same_bits(ours.residual.cpu(), theirs.residual)

@@ -7,23 +7,34 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import FAR, FarAway, KernelChecks, assert_same_bits, awkward, bits, hyper
+from kernel_checks import (
+    FAR,
+    SWEPT,
+    FarAway,
+    KernelChecks,
+    SweepJob,
+    assert_same_bits,
+    awkward,
+    bits,
+    flattened,
+    hyper,
+)
 from rank_checks import CHANGE_ROUNDING, train_on
 from torch import Tensor
 
 from lightning_scape import ops
 from lightning_scape.engine.clipping import SKETCH_WIDTHS, _random_signs
 from lightning_scape.layout import Layout
-from lightning_scape.ops import cpu, cpu_kernels, cpu_masks, naive
+from lightning_scape.ops import chunked, cpu, cpu_arrays, cpu_kernels, cpu_masks, naive
 
 FLOATS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 STATES = st.sampled_from([torch.float32, torch.float64])
@@ -31,10 +42,10 @@ ONE = torch.ones(())
 
 
 class TestNumba(KernelChecks):
+    assert_same_moments = staticmethod(assert_same_bits)
     module = cpu
     choice = "cpu"
-    caches = (cpu._like, cpu._sketch_plan, cpu_masks.sorting_network)
-    as_rounded = staticmethod(nullcontext)
+    caches = (cpu_arrays.like, cpu._sketch_plan, cpu_masks.sorting_network)
 
 
 @contextmanager
@@ -133,10 +144,77 @@ def test_fold_and_second_moments_equal_their_twins(
         module.fold(own, grads, torch.tensor(scale), clip_value)
         module.accumulate_exp_avg_sq(second, grads, weights, 3, torch.tensor(scale), clip_value)
         module.accumulate_exp_avg_sq(second, grads, weights, 3, torch.tensor([1.0, 0.0, 0.5, 0.25]), clip_value)
-        module.measure_noise(second[3], None, 0.25, 3, torch.tensor(scale), clip_value)
+        module.accumulate_exp_avg_sq([second[3]], [None], [0.25], 3, torch.tensor(scale), clip_value)
         results.append([*own, *second])
     for ours, theirs in zip(*results, strict=True):
         assert_same(ours, theirs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(SWEPT[:4]), st.integers(1, 256), st.integers(0, 2**20))
+def test_sweep_equals_fold_compact_and_select_one_after_the_other(
+    data: st.DataObject, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], length: int, seed: int
+) -> None:
+    quota = st.none() | st.integers(1, length)
+    sizes = data.draw(st.lists(st.integers(1, 900), min_size=1, max_size=6))
+    job = SweepJob.draw(
+        data.draw(st.sampled_from([None, 0, 1, 2])),
+        data.draw(quota),
+        data.draw(quota),
+        data.draw(quota),
+        sizes=sizes,
+        length=length,
+        seed=seed,
+        dtype=dtypes[0],
+        state=dtypes[1],
+        wire=dtypes[2],
+    )
+    job.residual.view(-1)[:: data.draw(st.integers(1, 9))] *= data.draw(st.sampled_from([0.0, 1e-41, 1e30]))
+    scale = data.draw(st.sampled_from([ONE, torch.tensor(0.7), torch.zeros(()), None]))
+    if scale is None:  # by row, alike within a piece
+        scale = torch.ones(len(job.residual))
+        for place, piece in enumerate(job.region.pieces):
+            scale[piece.row : piece.row + piece.blocks] = (0.0, 0.3, 1.0)[(place + seed) % 3]
+    assert job.grads is not None
+    grads: list[Tensor | None] | None = list(job.grads)
+    for place, (piece, grad) in enumerate(zip(job.region.pieces, job.grads, strict=True)):
+        if grad is not None and not scale.expand(len(job.residual))[piece.row]:
+            grad[::2], grad[1::3] = float("nan"), -float("inf")
+        if data.draw(st.integers(0, 9)) == 0:
+            job.grads[place] = None
+    if data.draw(st.integers(0, 9)) == 0:
+        grads = None
+    bound = data.draw(st.sampled_from([None, 0.3, 1e5]))
+    job = job._replace(
+        scale=scale, grads=grads, clip_value=bound, second=data.draw(st.sampled_from([None, job.second]))
+    )
+    with threads(data.draw(st.sampled_from([1, 3]))):
+        TestNumba().compare_sweep(job)
+
+
+@pytest.mark.parametrize(("length", "elected"), [(300, 2), (300, 40), (5000, 2), (5000, 40)])
+def test_sweep_of_long_blocks_equals_its_parts(length: int, elected: int) -> None:
+    TestNumba().compare_sweep(SweepJob.draw(0, 3, 2, elected, length=length, sizes=[9000, 16_000, 7]))
+
+
+def test_sweep_of_what_is_not_contiguous_goes_to_the_twin() -> None:
+    job = SweepJob.draw(None, 2, 2, None)
+    assert job.grads is not None
+    job.grads[0] = torch.randn(2 * job.region.pieces[0].numel)[::2]
+    TestNumba().compare_sweep(job)
+    wide = torch.zeros(len(job.values), 4, dtype=job.values.dtype)
+    wide[:, ::2] = job.values
+    TestNumba().compare_sweep(job._replace(values=wide[:, ::2]))
+
+
+def test_sweep_in_chunks_equals_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "_chunk", lambda tensor: 700)
+    for rank in (None, 0, 1, 2):
+        job = SweepJob.draw(rank, 2, 2, 5)
+        ours, theirs = job.swept(chunked, "cpu"), job.by_parts()
+        for mine, twin in zip(flattened(ours), flattened(theirs), strict=True):
+            if isinstance(mine, Tensor):
+                assert_same_bits(mine, twin)
 
 
 @given(FLOATS, FLOATS, st.booleans(), st.integers(0, 2**20))
@@ -190,15 +268,14 @@ def test_updates_equal_their_twins(
     numbers_of = hyper("cpu", dtype, lr, decay=decay)
     results = []
     for module in (cpu, naive):
-        state = [tensor.clone() for tensor in (theta, moment, second, clock)]
-        again = module.update_adamw(*state, mask, total, steps, numbers_of, corrections, scale, 4, implicit, group)
+        row_numbers = ops.RowNumbers(steps, scale, numbers_of, *corrections, group)
+        state = ops.ShardState(*(tensor.clone() for tensor in (theta, moment, second, clock)))
+        again = module.update_adamw(state, mask, total, row_numbers, 4, implicit)
         results.append([*state, again])
         for noise in (second, None):
-            state = [tensor.clone() for tensor in (theta, moment, clock)]
-            again = module.update_adams(
-                *state, mask, total, steps, numbers_of, corrections[0], scale, noise, 0.3, implicit, group
-            )
-            results[-1] += [*state, again]
+            state = ops.ShardState(theta.clone(), moment.clone(), noise, clock.clone())
+            again = module.update_adams(state, mask, total, row_numbers, 0.3, implicit)
+            results[-1] += [state.theta, state.exp_avg, state.last_step, again]
     rtol = 4e-6 if dtype == torch.float32 else 1e-13
     for place, (ours, theirs) in enumerate(zip(*results, strict=True)):
         if not ours.is_floating_point() or (waits == 1 and implicit and place not in (0, 5, 9)):  # all but parameters
@@ -212,7 +289,7 @@ def test_a_skipped_step_changes_nothing() -> None:
     before = [tensor.clone() for tensor in state]
     bad, step, zero = torch.full((4, 10), float("nan")), torch.tensor(3, dtype=torch.int32), torch.zeros(())
     numbers_of = hyper("cpu", torch.float32)
-    again = cpu.update_adamw(*state, None, bad, step, numbers_of, (ONE, ONE), zero, 2)
+    again = cpu.update_adamw(ops.ShardState(*state), None, bad, ops.RowNumbers(step, zero, numbers_of, ONE, ONE), 2)
     assert int(again) == 0
     for tensor, old in zip(state, before, strict=True):
         assert_same_bits(tensor, old)
@@ -280,7 +357,8 @@ def run_all() -> list[Tensor]:
     theta, clock = sent.float(), torch.zeros(rows, length, dtype=torch.int32)
     step = torch.tensor(4, dtype=torch.int32)
     numbers_of = hyper("cpu", torch.float32)
-    again = cpu.update_adamw(theta, residual, second, clock, mask, theta * 2, step, numbers_of, (ONE, ONE), ONE, 2)
+    row_numbers = ops.RowNumbers(step, ONE, numbers_of, ONE, ONE)
+    again = cpu.update_adamw(ops.ShardState(theta, residual, second, clock), mask, theta * 2, row_numbers, 2)
     pieces = list(Layout(sizes, [0] * 3, length, 1).everything().pieces)
     cpu.scatter_params(grads, pieces, mask, theta, length)
     norms = [cpu.squared_norm(grads), cpu.sketch(grads, _random_signs(1 << 14), SKETCH_WIDTHS)]
@@ -332,8 +410,8 @@ def test_without_numba_the_reference_serves_and_says_so_once(
     ops._cpu.cache_clear()
     monkeypatch.setattr(ops, "find_spec", lambda _: None)
     try:
-        assert ops._implementation(on_cuda=False) is naive
-        assert ops._implementation(on_cuda=False) is naive
+        assert ops._implementation(on_cuda=False) is chunked
+        assert ops._implementation(on_cuda=False) is chunked
         assert [str(warning.message).split(". ")[-1] for warning in recwarn] == ["Install lightning-scape[cpu]."]
         with ops.using("cpu"), pytest.raises(ModuleNotFoundError, match="need numba"):
             ops.select(torch.zeros(1, 4), 1)

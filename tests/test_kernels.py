@@ -19,7 +19,7 @@ from kernel_checks import FAR, FarAway, KernelChecks, assert_same_bits, hyper
 from rank_checks import CHANGE_ROUNDING, train_on, train_scaled
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.ops import cpu, cuda, cuda_gradients, cuda_launch, cuda_masks, cuda_update, naive
+from lightning_scape.ops import chunked, cpu, cuda, cuda_gradients, cuda_launch, cuda_masks, cuda_update, naive
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"),
@@ -47,15 +47,13 @@ def test_twins_have_the_same_signature(operation) -> None:
 
 
 def test_every_public_function_of_the_reference_is_dispatched_and_has_a_twin() -> None:
-    public = {
-        name
-        for name, value in vars(naive).items()
-        if inspect.isfunction(value) and value.__module__ == naive.__name__ and not name.startswith("_")
-    }
-    assert public - {"position_dtype", "proposal_bytes", "to_device", "votes_in"} == {
-        operation.__name__ for operation in ops.DISPATCHED
-    }
-    assert public < set(cuda.__all__)
+    public = {name for name in naive.__all__ if inspect.isfunction(getattr(naive, name))}
+    helpers = {"position_dtype", "to_device", "proposal_bytes", "votes_in"}
+    rules = {"adams_step", "adamw_step"}  # pure: the same for all
+    assert public - helpers - rules == {operation.__name__ for operation in ops.DISPATCHED}
+    assert public - {"proposal_bytes", "votes_in"} < set(cuda.__all__)
+    for name in rules:
+        assert getattr(ops, name) is getattr(naive, name) is getattr(cpu, name) is getattr(cuda, name)
 
 
 @pytest.mark.parametrize("name", ["select", "fold", "compact", "update_adams", "update_adamw", "gather_params"])
@@ -68,7 +66,7 @@ def test_docstring_has_an_example(name: str) -> None:
 
 def test_cpu_tensors_go_through_numba_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
-    for module in (naive, cpu, cuda):
+    for module in (chunked, cpu, cuda):
         name = module.__name__.split(".")[-1]
         monkeypatch.setattr(module, "select", functools.partial(lambda name, *_: used.append(name), name))
     ops.select(torch.zeros(1, 4), 1)
@@ -78,7 +76,7 @@ def test_cpu_tensors_go_through_numba_unless_told_otherwise(monkeypatch: pytest.
             ops.select(torch.zeros(1, 4), 1)
     monkeypatch.setenv("LIGHTNING_SCAPE_OPS", "cuda")
     ops.select(torch.zeros(1, 4), 1)
-    assert used == ["cpu", "cuda", "naive", "cuda"]
+    assert used == ["cpu", "cuda", "chunked", "cuda"]
 
 
 def test_an_unknown_choice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +95,7 @@ def test_without_triton_the_reference_serves_and_says_so(monkeypatch: pytest.Mon
     monkeypatch.setattr(ops, "find_spec", lambda _: None)
     try:
         with pytest.warns(UserWarning, match="Install lightning-scape"):
-            assert ops._implementation(on_cuda=True) is naive
+            assert ops._implementation(on_cuda=True) is chunked
         with ops.using("cuda"), pytest.raises(ModuleNotFoundError, match="need Triton"):
             ops.select(torch.zeros(1, 4), 1)
     finally:

@@ -15,18 +15,21 @@ def test_example_of_the_docstring() -> None:
     assert (layout.used_blocks, layout.blocks, layout.shard_blocks, layout.numel) == (5, 6, 3, 15)
     whole = [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.everything().pieces]
     assert whole == [(0, 0, 2, 0, 6), (1, 2, 3, 0, 9)]
-    first = [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.shard_pieces(0)]
+    first = [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.local(0).pieces]
     assert first == [(0, 0, 2, 0, 6), (1, 2, 1, 0, 4)]
-    second = [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.shard_pieces(1)]
+    second = [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.local(1).pieces]
     assert second == [(1, 0, 2, 4, 5)]
-    assert list(layout.pieces_beside(1)) == list(layout.shard_pieces(0))
-    assert layout.rows_of(0) == (slice(0, 3), [slice(3, 6)])
-    assert Layout([6, 9], [0, 0], 4, 3).rows_of(1) == (slice(2, 4), [slice(0, 2), slice(4, 6)])
-    assert [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.pieces_beside(0)] == [(1, 3, 2, 4, 5)]
+    assert list(layout.remote(1).pieces) == list(layout.local(0).pieces)
+    assert layout.rows_of(0) == slice(0, 3)
+    assert (layout.local(0).rows, layout.remote(0).rows) == ((slice(0, 3),), (slice(3, 6),))
+    three = Layout([6, 9], [0, 0], 4, 3)
+    assert three.rows_of(1) == slice(2, 4)
+    assert (three.local(1).rows, three.remote(1).rows) == ((slice(0, 2),), (slice(0, 2), slice(4, 6)))
+    assert [(p.segment.index, p.row, p.blocks, p.start, p.numel) for p in layout.remote(0).pieces] == [(1, 3, 2, 4, 5)]
 
 
 def test_kept_counts_entries_and_leaves_out_pads() -> None:
-    (piece,) = Layout([9], [0], block_size=4, world_size=1).pieces()
+    (piece,) = Layout([9], [0], block_size=4, world_size=1).everything().pieces
     assert [piece.kept(sent, 4) for sent in (1, 2, 4)] == [3, 5, 9]
 
 
@@ -67,6 +70,6 @@ def test_a_shard_and_what_lies_beside_it_are_everything(numels: list[int], block
 
     for rank in range(world_size):
         own = rows(layout.local(rank).pieces, rank * layout.shard_blocks)
-        beside = rows(layout.pieces_beside(rank), 0)
+        beside = rows(layout.remote(rank).pieces, 0)
         assert not own & beside
         assert own | beside == rows(layout.everything().pieces, 0)

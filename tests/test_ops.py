@@ -38,13 +38,15 @@ def test_select_takes_the_largest_magnitudes(blocks: int, length: int, sent: int
 
 
 @pytest.mark.parametrize("sent", [9, 100, 200])
-def test_select_by_maximum_and_by_sort_agree(sent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_select_ranks_by_the_integer_keys(sent: int) -> None:
     statistic = torch.randn(50, 200)
     statistic[:, 150:] = 0  # pads among them, and ties
     statistic[:7] = statistic[:7].round()
-    by_sort = ops.naive.select(statistic, sent)
-    monkeypatch.setattr(ops.naive, "_MAX_PASSES", 256)
-    assert torch.equal(by_sort, ops.naive.select(statistic, sent))
+    bits = statistic.abs().view(torch.int32).long()
+    keys = bits // 256 * 256 + 255 - torch.arange(200)
+    by_sort = keys.sort(1, descending=True).indices[:, :sent]
+    for select in (ops.select, ops.naive.select):
+        assert torch.equal(select(statistic, sent).long(), by_sort)
 
 
 def test_select_in_long_blocks_uses_two_bytes() -> None:
@@ -235,7 +237,8 @@ def test_update_leaves_unmasked_entries_bitwise_alone() -> None:
     old_momentum, old_clock = momentum.clone(), clock.clone()
     theta, total = torch.randn(3000, 2), torch.randn(3000, 2)
     single = ops.Hyper(*(v.float() for v in hyper(1e-3, 0.9, 0.95, 1e-8, 0.1)))
-    again = ops.update_adams(theta, momentum, clock, mask, total, torch.tensor(5, dtype=torch.int32), single, 1.0, ONE)
+    numbers = ops.RowNumbers(torch.tensor(5, dtype=torch.int32), ONE, single, 1.0)
+    again = ops.update_adams(ops.ShardState(theta, momentum, None, clock), mask, total, numbers)
     outside = torch.ones(3000, 10, dtype=torch.bool).scatter_(1, mask.long(), False)
     assert torch.equal(momentum[outside], old_momentum[outside])
     assert torch.equal(clock[outside], old_clock[outside])
@@ -250,11 +253,13 @@ def test_hyperparameters_by_row_equal_one_run_per_group() -> None:
     theta, momentum, clock = states[0]
     total, step = torch.randn(1000, 4), torch.tensor(3, dtype=torch.int32)
     together = [t.clone() for t in states[0]]
-    ops.update_adams(*together, None, total, step, table, 1.0, ONE, group=group)
+    by_group = ops.RowNumbers(step, ONE, table, 1.0, group=group)
+    ops.update_adams(ops.ShardState(together[0], together[1], None, together[2]), None, total, by_group)
     for parity in (0, 1):
         alone = [t[parity::2].clone() for t in (theta, momentum, clock)]
         one = ops.Hyper(*(column[parity] for column in table))
-        ops.update_adams(*alone, None, total[parity::2], step, one, 1.0, ONE)
+        shard = ops.ShardState(alone[0], alone[1], None, alone[2])
+        ops.update_adams(shard, None, total[parity::2], ops.RowNumbers(step, ONE, one, 1.0))
         for a, b in zip(together, alone, strict=True):
             torch.testing.assert_close(a[parity::2], b, rtol=1e-6, atol=1e-7)
 
@@ -343,13 +348,14 @@ def test_rows_by_themselves_equal_a_run_each(update: str, masked: bool) -> None:
         single = table if which is None else ops.Hyper(*(column[group[kind]] for column in table))
         numbers = [values if which is None else values[kind] for values in (step, corrections, scale)]
         now, correction, applied = numbers
-        rest = None if mask is None else mask[part], total[part], now, single
-        of_group = group if which is None else None
+        rest = None if mask is None else mask[part], total[part]
+        row_numbers = ops.RowNumbers(
+            now, applied, single, correction, correction * 0.5, group if which is None else None
+        )
         if update == "adams":
-            again = ops.update_adams(own[0], own[1], own[3], *rest, correction, applied, own[2], 0.5, True, of_group)
+            again = ops.update_adams(ops.ShardState(*own), *rest, row_numbers, 0.5, True)
         else:
-            both = correction, correction * 0.5
-            again = ops.update_adamw(*own, *rest, both, applied, 4, True, of_group)
+            again = ops.update_adamw(ops.ShardState(*own), *rest, row_numbers, 4, True)
         return own, int(again)
 
     together, again = run(None)

@@ -1,9 +1,9 @@
 """The arithmetic of a step; one name each, whatever runs it.
 
 Tensors on CUDA go through the Triton kernels of :mod:`.cuda`, those on a CPU through the loops of :mod:`.cpu`,
-compiled by numba. Their twins in plain PyTorch, :mod:`.naive`, define what is computed, and serve where Triton or
-numba is missing. To compare them, or to rule one out, set the environment variable ``LIGHTNING_SCAPE_OPS`` to one of
-:data:`CHOICES`, or use :func:`using`.
+compiled by numba. Their twins in plain PyTorch, :mod:`.naive`, define what is computed. Where Triton or numba is
+missing, these serve, a few rows at a time (:mod:`.chunked`). To compare them, or to rule one out, set the environment
+variable ``LIGHTNING_SCAPE_OPS`` to one of :data:`CHOICES`, or use :func:`using`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TypeVar
 from torch import Tensor
 from typing_extensions import ParamSpec
 
-from lightning_scape.ops import naive
+from lightning_scape.ops import chunked, naive
 from lightning_scape.ops.naive import (
     AdamWStep,
     Hyper,
@@ -28,6 +28,8 @@ from lightning_scape.ops.naive import (
     SecondMoment,
     ShardState,
     TauStep,
+    adams_step,
+    adamw_step,
     position_dtype,
     proposal_bytes,
     to_device,
@@ -43,35 +45,34 @@ __all__ = [
     "TauStep",
     "accumulate_exp_avg",
     "accumulate_exp_avg_sq",
+    "adams_step",
     "adamw_step",
     "checksum",
     "compact",
-    "merge",
     "fold",
+    "gather_blocks",
     "gather_params",
-    "measure_noise",
+    "merge",
     "position_dtype",
     "proposal_bytes",
+    "propose",
     "scatter_blocks",
     "scatter_params",
     "select",
     "sketch",
     "squared_norm",
     "sweep",
-    "gather_blocks",
-    "adams_step",
     "to_device",
     "update_adams",
     "update_adamw",
     "using",
-    "propose",
 ]
 
 VARIABLE = "LIGHTNING_SCAPE_OPS"
 """Environment variable: which implementation to use, one of :data:`CHOICES`."""
 CHOICES = ("auto", "naive", "cpu", "cuda")
-"""``auto``: ``cuda`` for CUDA tensors, else ``cpu``. ``cuda`` on CPU tensors: needs Triton's interpreter. ``cpu``
-on CUDA tensors is ``naive``."""
+"""``auto``: ``cuda`` for CUDA tensors, else ``cpu``. ``naive``: plain PyTorch. ``cuda`` on CPU tensors: needs Triton's
+interpreter. ``cpu`` on CUDA tensors is ``naive``."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -105,9 +106,9 @@ def _dispatched(twin: Callable[_P, _T]) -> Callable[_P, _T]:
 def _implementation(on_cuda: bool) -> ModuleType:
     choice = _chosen[-1] if _chosen else _checked(os.environ.get(VARIABLE, "auto"), f"${VARIABLE}")
     if choice == "naive":
-        return naive
+        return chunked
     if choice == "auto":
-        return (_cuda() if on_cuda else _cpu()) or naive
+        return (_cuda() if on_cuda else _cpu()) or chunked
     found = _cuda() if choice == "cuda" else _cpu()
     if found is None:
         needs, extra = ("Triton", "gpu") if choice == "cuda" else ("numba", "cpu")
@@ -147,6 +148,7 @@ def _cpu() -> ModuleType | None:
 
 
 def _is_on_cuda(values: Iterable[object]) -> bool:
+    """Whether the first tensor is; it may be a member of a list or a tuple."""
     for value in values:
         if isinstance(value, Tensor):
             return value.is_cuda
@@ -168,7 +170,6 @@ sketch = _dispatched(naive.sketch)
 fold = _dispatched(naive.fold)
 accumulate_exp_avg = _dispatched(naive.accumulate_exp_avg)
 accumulate_exp_avg_sq = _dispatched(naive.accumulate_exp_avg_sq)
-measure_noise = _dispatched(naive.measure_noise)
 propose = _dispatched(naive.propose)
 merge = _dispatched(naive.merge)
 select = _dispatched(naive.select)
@@ -176,8 +177,6 @@ gather_blocks = _dispatched(naive.gather_blocks)
 scatter_blocks = _dispatched(naive.scatter_blocks)
 compact = _dispatched(naive.compact)
 sweep = _dispatched(naive.sweep)
-adams_step = _dispatched(naive.adams_step)
-adamw_step = _dispatched(naive.adamw_step)
 update_adams = _dispatched(naive.update_adams)
 update_adamw = _dispatched(naive.update_adamw)
 gather_params = _dispatched(naive.gather_params)
@@ -190,7 +189,6 @@ DISPATCHED = (
     fold,
     accumulate_exp_avg,
     accumulate_exp_avg_sq,
-    measure_noise,
     propose,
     merge,
     select,
@@ -198,8 +196,6 @@ DISPATCHED = (
     scatter_blocks,
     compact,
     sweep,
-    adams_step,
-    adamw_step,
     update_adams,
     update_adamw,
     gather_params,

@@ -4,7 +4,7 @@ bf16 comes as uint16 and fp16 as int16, for NumPy computes with neither. Tensors
 addresses; an array named ``like_...`` has the dtype of what lies there, and may be empty.
 
 Every loop takes a range ``first .. last`` of what it works through, so that several threads can share it. Products and
-sums are never contracted, except where PyTorch does it. Indices of inner loops start at 0: then numba needs no test for
+sums are never contracted: PyTorch's are not. Indices of inner loops start at 0: then numba needs no test for
 negative ones, and LLVM vectorizes the loop.
 """
 
@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from lightning_scape.ops.cpu_numbers import array_at, clamp, fma, jit, larger, narrow, overlap, widen
+from lightning_scape.ops.cpu_numbers import array_at, clamp, jit, larger, narrow, overlap, widen
 
 _TILE = 512
 """Entries that an update reads before it computes: their cache misses overlap."""
@@ -30,36 +30,51 @@ def fold(table, scale, bound, clip, like_residual, like_grad, first, last):
         start, stop = overlap(first, last, table[i, 2], table[i, 3])
         if start < stop:
             residual = array_at(table[i, 0], start, stop - start, like_residual)
-            grad = array_at(table[i, 1], start, stop - start, like_grad)
-            for e in range(stop - start):
-                value = widen(grad[e])
-                if clip:
-                    value = clamp(value, bound)
-                residual[e] = fma(like_residual.dtype.type(value), scale, residual[e])
+            fold_part(residual, array_at(table[i, 1], start, stop - start, like_grad), scale, bound, clip)
 
 
 @jit
-def accumulate_squares(table, keeps, weights, bound, clip, largest, like_moment, like_grad, first, last):
-    """``table`` as in :func:`fold`, with moments; an address of 0 is a gradient of zeros. A number of each by piece."""
+def fold_part(residual, grad, scale, bound, clip):
+    """``residual += scale * grad``."""
+    for e in range(len(grad)):
+        value = widen(grad[e])
+        if clip:
+            value = clamp(value, bound)
+        residual[e] += scale * residual.dtype.type(value)
+
+
+@jit
+def accumulate_squares(table, scales, keeps, weights, bound, clip, largest, like_moment, like_grad, first, last):
+    """``table`` as in :func:`fold`, with moments; an address of 0 is a gradient of zeros. Numbers are by piece."""
     for i in range(len(table)):
         start, stop = overlap(first, last, table[i, 2], table[i, 3])
-        if start >= stop:
-            continue
-        keep, weight = keeps[i], weights[i]
-        moment = array_at(table[i, 0], start, stop - start, like_moment)
-        if table[i, 1] == 0:
-            for e in range(stop - start):
-                value = moment[e] * keep
-                moment[e] = largest if value > largest else value
-            continue
-        grad = array_at(table[i, 1], start, stop - start, like_grad)
-        for e in range(stop - start):
-            value = widen(grad[e])
-            if clip:
-                value = clamp(value, bound)
-            own = like_moment.dtype.type(value)
-            value = fma(weight * own, own, moment[e] * keep)
-            moment[e] = largest if value > largest else value
+        if start < stop:
+            moment = array_at(table[i, 0], start, stop - start, like_moment)
+            if table[i, 1] == 0:
+                fade_part(moment, keeps[i], largest)
+            else:
+                grad = array_at(table[i, 1], start, stop - start, like_grad)
+                square_part(moment, grad, scales[i], keeps[i], weights[i], bound, clip, largest)
+
+
+@jit
+def square_part(moment, grad, scale, keep, weight, bound, clip, largest):
+    """``moment = keep * moment + weight * (scale * grad)**2``."""
+    for e in range(len(grad)):
+        value = widen(grad[e])
+        if clip:
+            value = clamp(value, bound)
+        own = scale * moment.dtype.type(value)
+        value = moment[e] * keep + weight * (own * own)
+        moment[e] = largest if value > largest else value
+
+
+@jit
+def fade_part(moment, keep, largest):
+    """The same for a gradient of zeros."""
+    for e in range(len(moment)):
+        value = moment[e] * keep
+        moment[e] = largest if value > largest else value
 
 
 @jit
@@ -70,7 +85,7 @@ def accumulate_exp_avg(momentum, evidence, grad, beta1, weight, bound, clip, fir
         value = widen(grad[e])
         if clip:
             value = clamp(value, bound)
-        momentum[e] = fma(momentum.dtype.type(value), weight, momentum[e] * beta1)
+        momentum[e] = momentum[e] * beta1 + weight * momentum.dtype.type(value)
         evidence[e] += momentum[e]
 
 
@@ -136,13 +151,12 @@ def _sum_columns(grad, signs, columns, width, used):
 
 @jit
 def compact(residual, mask, values, scale, limit, first, last):
-    """See :func:`naive.compact`; ``mask`` may be None, ``scale`` is ``[R]`` or ``[1]``."""
+    """See :func:`naive.compact`; ``mask`` is ``[0, 0]`` where all is sent, ``scale`` is ``[R]`` or ``[1]``."""
     for row in range(first, last):
-        if scale[row if len(scale) > 1 else 0] == 0:
-            values[row, :] = 0
-            continue
         there, out = residual[row], values[row]
-        if mask is None:
+        if scale[row if len(scale) > 1 else 0] == 0:
+            out[:] = 0
+        elif len(mask) == 0:
             for c in range(len(out)):
                 out[c] = narrow(clamp(there[c], limit), values)
                 there[c] -= widen(out[c])

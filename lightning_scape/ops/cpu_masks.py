@@ -10,87 +10,114 @@ from lightning_scape.ops.cpu_numbers import jit, widen
 
 MAX_PASSES = 5
 """Up to so many entries of a block are selected by repeated maximum; beyond it by a sorting network."""
-_LANES = 32
+LANES = 32
 """Rows that are sorted side by side: the same comparisons for all of them, several at a time in a register."""
 _MAGNITUDE = 0x7FFFFFFF
 """All bits of an fp32 but its sign."""
 
 
 @jit
-def _low_bits(length):
-    """As many ones as the last position of a block has bits."""
+def make_room(length, ranked):
+    """Memory for the ranking of up to :data:`LANES` rows: keys, keys side by side, positions that were found."""
     low = 1
     while low < length:
         low *= 2
-    return low - 1
+    keys, columns = np.empty(length, np.int32), np.zeros((length, LANES), np.int32)
+    return keys, columns, np.empty((LANES, ranked), np.int64), np.int32(low - 1)
 
 
 @jit
-def _fill_keys(values, keys, low):
-    """The magnitudes of a row and their positions, one integer for each: see :func:`naive.select`."""
-    for i in range(len(values)):
-        bits = np.float32(widen(values[i])).view(np.int32)
-        keys[i] = (bits & (_MAGNITUDE & ~low)) | (low - i)
+def rank_row(values, lane, network, room):
+    """Ranks a row; with a network, it is only made ready for :func:`rank_rows`.
 
-
-@jit
-def _find_largest(keys, columns, network, low, chosen):
-    """Positions of each row's largest keys, largest first. Keys are used up; ``columns`` is memory of their size."""
-    rows, sent = chosen.shape
+    The magnitudes and their positions make one integer for each entry: see :func:`naive.select`.
+    """
+    keys, columns, found, low = room
     if len(network) == 0:
-        for row in range(rows):
-            _find_by_maximum(keys[row], low, chosen[row])
-        return
-    for row in range(rows):
-        for i in range(keys.shape[1]):
-            columns[i, row] = keys[row, i]
-    for c in range(len(network)):
-        upper, lower = columns[network[c, 0]], columns[network[c, 1]]
-        for lane in range(_LANES):
-            a, b = upper[lane], lower[lane]
-            upper[lane] = a if a > b else b
-            lower[lane] = b if a > b else a
-    for row in range(rows):
-        for turn in range(sent):
-            chosen[row, turn] = low - (columns[turn, row] & low)
+        best = np.int32(-1)
+        for i in range(len(values)):
+            key = _key(values[i], i, low)
+            keys[i] = key
+            best = max(best, key)
+        _find_by_maximum(keys, best, low, found[lane])
+    else:
+        for i in range(len(values)):
+            columns[i, lane] = _key(values[i], i, low)
 
 
 @jit
-def _find_by_maximum(keys, low, chosen):
-    for turn in range(len(chosen)):
+def _key(value, position, low):
+    """Of 32 bits at each step: numba would make them 64, of which a register holds half as many."""
+    kept = np.float32(widen(value)).view(np.int32) & np.int32(_MAGNITUDE & ~low)
+    return np.int32(kept | np.int32(low - np.int32(position)))
+
+
+@jit
+def _find_by_maximum(keys, best, low, found):
+    """Positions of the largest keys, largest first; ``best`` is the first. Keys are used up."""
+    found[0] = low - (best & low)
+    for turn in range(1, len(found)):
+        keys[found[turn - 1]] = -1
         best = np.int32(-1)
         for i in range(len(keys)):
-            if keys[i] > best:
-                best = keys[i]
-        chosen[turn] = low - (best & low)
-        keys[low - (best & low)] = -1
+            best = max(best, keys[i])
+        found[turn] = low - (best & low)
+
+
+@jit
+def rank_rows(rows, network, room):
+    """After :func:`rank_row` for so many rows: positions of each row's largest, largest first."""
+    keys, columns, found, low = room
+    if len(network) == 0:
+        return
+    for c in range(len(network)):
+        upper, lower = columns[network[c, 0]], columns[network[c, 1]]
+        for lane in range(LANES):
+            a, b = upper[lane], lower[lane]
+            upper[lane] = max(a, b)
+            lower[lane] = min(a, b)
+    for row in range(rows):
+        for turn in range(found.shape[1]):
+            found[row, turn] = low - (columns[turn, row] & low)
 
 
 @jit
 def select(statistic, network, chosen, first, last):
     """See :func:`naive.select`; ``network`` may be empty for :data:`MAX_PASSES` entries and fewer."""
-    length, low = statistic.shape[1], _low_bits(statistic.shape[1])
-    keys, columns = np.empty((_LANES, length), np.int32), np.zeros((length, _LANES), np.int32)
-    for start in range(first, last, _LANES):
-        rows = min(_LANES, last - start)
+    room = make_room(statistic.shape[1], chosen.shape[1])
+    for start in range(first, last, LANES):
+        rows = min(LANES, last - start)
         for row in range(rows):
-            _fill_keys(statistic[start + row], keys[row], low)
-        _find_largest(keys, columns, network, low, chosen[start : start + rows])
+            rank_row(statistic[start + row], row, network, room)
+        rank_rows(rows, network, room)
+        write_positions(room[2], chosen, start, rows)
+
+
+@jit
+def write_positions(found, chosen, start, rows):
+    """The first of the positions found in each row."""
+    for row in range(rows):
+        for turn in range(chosen.shape[1]):
+            chosen[start + row, turn] = found[row, turn]
 
 
 @jit
 def propose(residual, network, votes, ballots, first, last):
     """See :func:`naive.propose`; ``network`` as in :func:`select`."""
-    length, low = residual.shape[1], _low_bits(residual.shape[1])
-    keys, columns = np.empty((_LANES, length), np.int32), np.zeros((length, _LANES), np.int32)
-    chosen = np.empty((_LANES, votes), np.int64)
-    for start in range(first, last, _LANES):
-        rows = min(_LANES, last - start)
+    room = make_room(residual.shape[1], votes)
+    for start in range(first, last, LANES):
+        rows = min(LANES, last - start)
         for row in range(rows):
-            _fill_keys(residual[start + row], keys[row], low)
-        _find_largest(keys, columns, network, low, chosen[:rows])
-        for row in range(rows):
-            _write_ballot(residual[start + row], chosen[row], ballots[start + row])
+            rank_row(residual[start + row], row, network, room)
+        rank_rows(rows, network, room)
+        write_ballots(residual, room[2], votes, ballots, start, rows)
+
+
+@jit
+def write_ballots(residual, found, votes, ballots, start, rows):
+    """A ballot of the first ``votes`` positions found in each row."""
+    for row in range(rows):
+        _write_ballot(residual[start + row], found[row, :votes], ballots[start + row])
 
 
 @jit
@@ -128,11 +155,10 @@ def _add_ballot(total, ballot, votes):
 @jit
 def merge(residual, ballots, own, network, votes, chosen, first, last):
     """See :func:`naive.merge`; ``network`` as in :func:`select`."""
-    length, low = residual.shape[1], _low_bits(residual.shape[1])
-    keys, columns = np.empty((_LANES, length), np.int32), np.zeros((length, _LANES), np.int32)
-    total = np.empty(length, np.float32)
-    for start in range(first, last, _LANES):
-        rows = min(_LANES, last - start)
+    length = residual.shape[1]
+    total, room = np.empty(length, np.float32), make_room(length, chosen.shape[1])
+    for start in range(first, last, LANES):
+        rows = min(LANES, last - start)
         for row in range(rows):
             values = residual[start + row]
             for i in range(length):
@@ -140,8 +166,9 @@ def merge(residual, ballots, own, network, votes, chosen, first, last):
             for rank in range(len(ballots)):
                 if rank != own:
                     _add_ballot(total, ballots[rank, start + row], votes)
-            _fill_keys(total, keys[row], low)
-        _find_largest(keys, columns, network, low, chosen[start : start + rows])
+            rank_row(total, row, network, room)
+        rank_rows(rows, network, room)
+        write_positions(room[2], chosen, start, rows)
 
 
 def network(length: int, sent: int) -> Any:

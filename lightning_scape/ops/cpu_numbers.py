@@ -1,8 +1,11 @@
 """What the loops of :mod:`.cpu_kernels` and :mod:`.cpu_masks` share: numbers in memory, and how numba compiles.
 
-numba looks for changes in the file of a loop only. After a change here, remove the ``*.nbi`` files beside the package's
-``*.pyc``, or old code goes on being used.
+numba keeps compiled code on disk, and looks for changes in the file of a loop only. :func:`jit` makes it look at all
+files of loops, for they use one another.
 """
+
+import hashlib
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -16,9 +19,24 @@ def jit(function=None, **options):
         return lambda function: jit(function, **options)
     options |= {"nogil": True, "error_model": "numpy"}
     try:
-        return numba.njit(function, cache=True, **options)
+        dispatcher = numba.njit(function, cache=True, **options)
     except RuntimeError:  # no folder to write to: compiled anew by each process
         return numba.njit(function, **options)
+    index = getattr(dispatcher._cache, "_cache_file", None)
+    if hasattr(index, "_source_stamp"):  # private to numba: where it is missing, numba's own stamp serves
+        index._source_stamp = _SOURCES
+    return dispatcher
+
+
+def _digest_of_sources():
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("cpu_*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+_SOURCES = _digest_of_sources()
+"""Code in the cache is used while this is the same."""
 
 
 @intrinsic
@@ -30,16 +48,6 @@ def _pointer(typingctx, address, like):
         return builder.inttoptr(args[0], context.get_value_type(pointer))
 
     return pointer(types.int64, like), generate
-
-
-@intrinsic
-def fma(typingctx, a, b, c):
-    """``a * b + c``, rounded once."""
-
-    def generate(context, builder, signature, args):
-        return builder.fma(*args)
-
-    return a(a, a, a), generate
 
 
 @jit

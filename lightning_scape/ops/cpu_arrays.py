@@ -1,0 +1,109 @@
+"""Tensors as the loops of :mod:`.cpu_kernels` take them, and threads to run these on."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_scape.ops import naive
+
+_T = TypeVar("_T")
+_VIEWS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+"""Dtypes without arithmetic in NumPy, and as what the loops take them."""
+_DTYPES = {torch.float32, torch.float64, *_VIEWS, torch.uint8, torch.uint16, torch.int32, torch.int64}
+GRAIN = 1 << 16
+"""Entries that are worth a thread of their own."""
+
+
+def fits(tensor: Tensor) -> bool:
+    """Whether the loops can read it."""
+    known = tensor.dtype in _DTYPES and tensor.device.type == "cpu"
+    return known and tensor.is_contiguous() and not tensor.is_neg()
+
+
+def tensors(values: Iterable[object]) -> Iterator[Tensor]:
+    """Those among the values, and in lists and tuples of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors(value)
+
+
+def array(tensor: Tensor) -> Any:
+    """The tensor's memory as the loops take it."""
+    view = _VIEWS.get(tensor.dtype)
+    return (tensor if view is None else tensor.view(view)).detach().numpy()
+
+
+@functools.cache
+def like(dtype: torch.dtype) -> Any:
+    """An empty array, which tells the loops what lies at an address."""
+    return array(torch.empty(0, dtype=dtype, device="cpu"))
+
+
+def scalar(dtype: torch.dtype, value: float) -> Any:
+    """A number as the loops compute with it: fp64 for fp64, else fp32."""
+    return np.float64(value) if dtype == torch.float64 else np.float32(value)
+
+
+def bound_of(clip_value: float | None, dtype: torch.dtype) -> tuple[Any, bool]:
+    """The bound as a number of the gradient's dtype, to which torch's clamp rounds it; and whether there is one."""
+    if clip_value is None:
+        return scalar(dtype, 0.0), False
+    within = torch.tensor(naive._within(clip_value, dtype), dtype=dtype, device="cpu")
+    return scalar(dtype, float(within)), True
+
+
+def by_dtypes(rows: Sequence[tuple[Tensor, ...]]) -> list[tuple[tuple[torch.dtype, ...], list[tuple[Tensor, ...]]]]:
+    """Rows of tensors, grouped by their dtypes, in order."""
+    groups: dict[tuple[torch.dtype, ...], list[tuple[Tensor, ...]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(tensor.dtype for tensor in row), []).append(row)
+    return list(groups.items())
+
+
+def running_sums(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """How much comes before each, and the sum."""
+    starts, total = [], 0
+    for size in sizes:
+        starts.append(total)
+        total += size
+    return starts, total
+
+
+def pairs_table(pairs: list[tuple[Tensor, ...]]) -> tuple[Any, int]:
+    """The table of :func:`cpu_kernels.fold`, and the number of entries in all."""
+    sizes = [first.numel() for first, _ in pairs]
+    assert sizes == [second.numel() for _, second in pairs]
+    starts, count = running_sums(sizes)
+    addresses = [[tensor.data_ptr() for tensor in column] for column in zip(*pairs, strict=True)]
+    return np.array([*addresses, starts, sizes], np.int64).T.copy(), count
+
+
+def rows_of_a_thread(columns: int) -> int:
+    """Rows that are worth a thread of their own."""
+    return max(1, GRAIN // max(1, columns))
+
+
+def in_parallel(loop: Callable[[int, int], _T], count: int, grain: int) -> list[_T]:
+    """Calls ``loop(first, last)`` for parts of ``0 .. count``, at least ``grain`` long, on as many threads as torch."""
+    threads = min(torch.get_num_threads(), -(-count // grain))
+    if threads <= 1:
+        return [loop(0, count)]
+    bounds = [count * i // threads for i in range(threads + 1)]
+    others = [_pool(os.getpid()).submit(loop, a, b) for a, b in zip(bounds[1:-1], bounds[2:], strict=True)]
+    return [loop(bounds[0], bounds[1]), *(other.result() for other in others)]
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(process: int) -> ThreadPoolExecutor:
+    """Threads of this process: a fork has none of its parent's."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="lightning-scape-ops")

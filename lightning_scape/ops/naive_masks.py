@@ -1,0 +1,105 @@
+"""Masks and proposals for them in plain PyTorch: the part of :mod:`.naive` that ranks entries of blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MAGNITUDE_BITS = 0x7FFFFFFF
+"""All bits of an fp32 but its sign; as an integer, these order finite magnitudes (and rank inf, NaN above them)."""
+
+
+def position_dtype(block_size: int) -> torch.dtype:
+    """``torch.uint8`` for positions in blocks of up to 256 entries, ``torch.uint16`` above (to 65,536)."""
+    return torch.uint8 if block_size <= 256 else torch.uint16
+
+
+def proposal_bytes(votes: int, block_size: int) -> int:
+    """Bytes of a row of :func:`propose`."""
+    return votes * (position_dtype(block_size).itemsize + 1) + 1 if votes else 0
+
+
+def votes_in(width: int, block_size: int) -> int:
+    """The reverse of :func:`proposal_bytes`."""
+    return (width - 1) // (position_dtype(block_size).itemsize + 1)
+
+
+def select(statistic: Tensor, sent: int) -> Tensor:
+    """Positions of the ``sent`` largest magnitudes of each block, largest first (docs/design.md, 3.1).
+
+    Magnitude and position make one integer key: the bits of ``|x|``, whose lowest bits (as many as a position needs)
+    give way to the position. So magnitudes that agree in all but those bits count as equal (for B = 200: to one part
+    in 2**15), equal ones go to the lowest position first, and every implementation chooses the same entries. Pads hold
+    0 and stand last in their block, hence are chosen only when no entry is left, and after all entries.
+
+    Example: ``[[3, -5, 0, 0], [0, 0, 0, 0]]`` with ``sent=2`` gives ``[[1, 0], [0, 1]]``.
+
+    Args:
+        statistic: ``[R, B]`` float; its sign does not count.
+        sent: q, 1 .. B.
+
+    Returns:
+        ``[R, q]``, dtype :func:`position_dtype`.
+    """
+    length = statistic.shape[1]
+    assert 1 <= sent <= length
+    low = (1 << (length - 1).bit_length()) - 1
+    bits = statistic.float().view(torch.int32) & (_MAGNITUDE_BITS & ~low)
+    keys = bits | (low - torch.arange(length, dtype=torch.int32, device=bits.device))
+    return (low - (keys.topk(sent, dim=1).values & low)).to(position_dtype(length))
+
+
+def propose(residual: Tensor, votes: int) -> Tensor:
+    """A rank's ballot: the ``votes`` largest magnitudes of each block, as one row of bytes (docs/design.md, 3).
+
+    A row holds the positions (:func:`position_dtype`), then the values as int8 in units of ``s / 127``, then the byte
+    ``log2(s) + 127``; ``s`` is the smallest power of two above the row's largest magnitude.
+
+    Example: ``[[3, -5, 0, 0]]`` with ``votes=2`` gives ``[[1, 0, -79, 48, 130]]`` (as int8 where signed): -5 and 3 in
+    units of 8/127.
+
+    Args:
+        residual: ``[R, B]`` float, finite.
+        votes: V, 1 .. B.
+
+    Returns:
+        uint8 ``[R, V * (1 or 2) + V + 1]``.
+    """
+    return _ballots_of(residual, select(residual, votes))
+
+
+def _ballots_of(residual: Tensor, chosen: Tensor) -> Tensor:
+    """:func:`propose`, for the positions ``chosen [R, V]``, largest magnitude first."""
+    values = residual.gather(1, chosen.long()).float()
+    exponent = ((values[:, :1].abs().view(torch.int32) >> 23) + 1).clamp(max=254)
+    codes = (values * (127 / (exponent << 23).view(torch.float32))).round().to(torch.int8)
+    return torch.cat([chosen.view(torch.uint8), codes.view(torch.uint8), exponent.to(torch.uint8)], dim=1)
+
+
+def merge(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) -> Tensor:
+    """The next mask of a shard, from its owner's residual and what the other ranks' ballots add to it.
+
+    Args:
+        residual: ``[R, B]``, the owner's.
+        ballots: ``[N, R, W]``, from :func:`propose`; that of the owner is not read.
+        own: the owner's rank.
+        votes: V.
+        sent: q.
+
+    Returns:
+        ``[R, q]``, as :func:`select` gives it for the sum.
+    """
+    total = residual.to(torch.float32, copy=True)
+    for rank, ballot in enumerate(ballots):
+        if rank != own:
+            total.scatter_add_(1, *_read_ballot(ballot, votes, residual.shape[1]))
+    return select(total, sent)
+
+
+def _read_ballot(ballot: Tensor, votes: int, length: int) -> tuple[Tensor, Tensor]:
+    """Positions (int64) and values (fp32) of a :func:`propose`, ``[R, V]`` each."""
+    width = ballot.shape[1] - votes - 1
+    positions = ballot[:, :width].contiguous().view(position_dtype(length)).long()
+    codes = ballot[:, width:-1].contiguous().view(torch.int8).float()
+    unit = (ballot[:, -1:].to(torch.int32) << 23).view(torch.float32) / 127
+    return positions, codes * unit

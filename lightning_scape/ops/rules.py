@@ -1,0 +1,254 @@
+"""The update rules: ``tau`` steps of an optimizer at once, as functions of tensors (docs/design.md, 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LONGEST_MOVE = 25.0
+"""Learning rates that one visit moves an entry by, at most, with the update of AdamW."""
+
+
+class Hyper(NamedTuple):
+    """Hyperparameters of parameter groups: 0-dim for one, else ``[G]``, or ``[R, 1]`` by row; in the state's dtype.
+
+    What fp32 cannot form from rounded betas without losing digits (``1 - 0.999`` is off by 5e-5) stands here ready.
+    """
+
+    lr: Tensor
+    beta1: Tensor
+    log_beta1: Tensor
+    one_minus_beta1: Tensor
+    beta2: Tensor
+    one_minus_beta2: Tensor
+    eps: Tensor
+    keep: Tensor
+    """``1 - lr * weight_decay``."""
+    log_keep: Tensor
+    """Of its magnitude."""
+
+    @classmethod
+    def of(
+        cls, dtype: torch.dtype, lr: Tensor, beta1: Tensor, beta2: Tensor, eps: Tensor, weight_decay: Tensor
+    ) -> Hyper:
+        """From the five numbers, given in fp64."""
+        keep = 1 - lr * weight_decay
+        exact = (lr, beta1, beta1.log(), 1 - beta1, beta2, 1 - beta2, eps, keep, keep.abs().log())
+        return cls(*(value.to(dtype) for value in exact))
+
+    def rows(self, group: Tensor | None) -> Hyper:
+        """Those of each row, as columns, from the groups ``[R]`` of the rows; None, and 0-dim: the same for all."""
+        return Hyper(*(value if group is None else column(value, group) for value in self))
+
+
+def column(values: Tensor, index: Tensor | slice = slice(None)) -> Tensor:
+    """Numbers of rows, ``[R]``, as a column ``[R, 1]``; a 0-dim tensor, the same for all rows, stays as it is."""
+    return values[index].unsqueeze(1) if values.dim() else values
+
+
+class ShardState(NamedTuple):
+    """What an update changes: the rows of a shard."""
+
+    theta: Tensor
+    """``[R, q]``, contiguous: values of the masked parameters."""
+    exp_avg: Tensor
+    """``[R, B]`` of theta's dtype."""
+    exp_avg_sq: Tensor | None
+    """Likewise. AdamS only reads it: the gradient's own mean square, or None."""
+    last_step: Tensor
+    """``[R, B]`` int32, step of each entry's last update."""
+
+
+class RowNumbers(NamedTuple):
+    """What an update needs to know of each row: ``[R]``, or 0-dim where it is the same for all."""
+
+    step: Tensor
+    """int32, t of this step."""
+    scale: Tensor
+    """fp32; 0 changes nothing."""
+    hyper: Hyper
+    """0-dim, or ``[G]``."""
+    first: Tensor | float
+    """Divides first moments: ``1 - beta1**t``, or 1 for none."""
+    second: Tensor | None = None
+    """Divides second moments: ``1 - beta2**t``."""
+    group: Tensor | None = None
+    """int32 ``[R]``, the parameter group of each row; None where ``hyper`` is 0-dim."""
+
+
+class SecondMoment(NamedTuple):
+    """What a sweep adds the owner's own gradient to."""
+
+    exp_avg_sq: Tensor
+    """``[rows, B]``, changed in place."""
+    weights: Sequence[float]
+    """Of this gradient, for each piece: ``1 - beta2`` for AdamW."""
+    ranks: int
+    """N."""
+
+
+class TauStep(NamedTuple):
+    """Result of :func:`adams_step`."""
+
+    theta: Tensor
+    momentum: Tensor
+
+
+class AdamWStep(NamedTuple):
+    """Result of :func:`adamw_step`."""
+
+    theta: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+def adams_step(
+    theta: Tensor,
+    momentum: Tensor,
+    tau: Tensor,
+    total: Tensor,
+    hyper: Hyper,
+    correction: Tensor | float,
+    noise: Tensor | None = None,
+    floor: float = 1.0,
+    implicit: bool = False,
+) -> TauStep:
+    """``tau`` steps of AdamS at once, from the sum of their gradients (docs/design.md, 4; AdamS: arXiv 2505.16363).
+
+    With ``g = A / tau``, the mean gradient since the last visit::
+
+        bt    = b1**tau
+        m'    = bt*m + (1-bt)*g                       tau EMA steps
+        S     = tau*g + (m - g)*b1*(1-bt)/(1-b1)      sum of the tau first moments
+        v     = b2*m**2 + (1-b2)*A**2/tau             A**2/tau estimates E[g**2] per step
+        theta = (1 - lr*wd)**tau * theta - lr*S/(sqrt(v)+eps)
+
+    ``implicit`` makes the first moment's tau steps one step of backward Euler::
+
+        bt    = b1/(b1 + (1-b1)*tau)
+        m'    = bt*m + (1-bt)*g
+        S     = tau*m'
+
+    Either way ``S = tau*g + (m - m')*b1/(1-b1)``: all of a gradient reaches the parameter in the end, whatever the
+    waits. But A was measured before any of the steps, and the sum of first moments goes on along an m older still. On
+    a quadratic whose curvature, in units of the step size, is h, with constant tau and b1 = 0.9, it is stable up to
+    h = 2.1, 0.27 and 0.024 (tau = 2, 10, 100); implicitly up to ``2*(2*b1/(1-b1)/tau + 1)/tau``: 10, 0.56 and 0.024.
+    AdamS is up to 38. The first formula for m' fades m as tau steps do; this one, more slowly.
+
+    For ``tau = 1`` this is AdamS, term for term. For ``tau > 1``, v rests on a single sample of ``E[g**2]`` and one of
+    ``E[m**2]``. Where the gradient's own running mean square ``n`` is known, a share c of it is their least value (for
+    AdamS and noise alone ``E[m**2]`` is ``n*(1-b1)/(1+b1)``)::
+
+        v     = b2*max(m**2, c*n*(1-b1)/(1+b1)) + (1-b2)*max(c*n, A**2/tau)
+
+    All tensors have one shape and float dtype; pure.
+
+    Args:
+        theta: parameter values.
+        momentum: m, first moment after the last visit.
+        tau: steps since the last visit, >= 1.
+        total: A, mean over ranks of the gradients summed since the last visit.
+        hyper: lr, betas, eps, weight decay.
+        correction: divides both first moments; ``1 - b1**t``, or 1 for none.
+        noise: n, mean square of the averaged gradient per step; None is not known.
+        floor: c.
+        implicit: see above.
+    """
+    m, h = momentum, hyper
+    new, moved = _first_moments(m, tau, total, h, implicit)
+    m2, g2 = (m / correction).square(), total.square() / tau
+    if noise is not None:
+        known = torch.where(tau == 1, 0.0, noise) * floor
+        g2 = torch.maximum(g2, known)
+        m2 = torch.maximum(m2, known * (h.one_minus_beta1 / (1 + h.beta1)))
+    v = m2 * h.beta2 + g2 * h.one_minus_beta2
+    return TauStep(_decay(tau, h) * theta - moved / correction * h.lr / (v.sqrt() + h.eps), new)
+
+
+def _first_moments(m: Tensor, tau: Tensor, total: Tensor, h: Hyper, implicit: bool) -> tuple[Tensor, Tensor]:
+    """``m'`` and ``S`` of :func:`adams_step`."""
+    g = total / tau
+    if implicit:
+        one_minus_bt = tau * h.one_minus_beta1 / ((tau - 1) * h.one_minus_beta1 + 1)
+    else:
+        one_minus_bt = -torch.expm1(tau * h.log_beta1)
+    new = (1 - one_minus_bt) * m + one_minus_bt * g
+    if implicit:
+        return new, tau * new
+    moved = tau * g + (m - g) * (one_minus_bt * h.beta1 / h.one_minus_beta1)
+    # One step's sum is m' itself; the general form gets it from the difference of two numbers 1/(1-b1) as large.
+    return new, torch.where(tau == 1, new, moved)
+
+
+def _decay(tau: Tensor, h: Hyper) -> Tensor:
+    """``(1 - lr*wd)**tau``; for one step to the last digit. AdamW allows ``lr*wd`` above 1, too."""
+    magnitude = torch.where(tau == 1, h.keep.abs(), (tau * h.log_keep).exp())
+    return torch.where((h.keep < 0) & (tau % 2 == 1), -magnitude, magnitude)
+
+
+def adamw_step(
+    theta: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    tau: Tensor,
+    total: Tensor,
+    hyper: Hyper,
+    corrections: tuple[Tensor, Tensor],
+    ranks: int,
+    whole: bool,
+    implicit: bool = True,
+) -> AdamWStep:
+    """``tau`` steps of AdamW at once, from the sum of their gradients.
+
+    The first moment m', what it moves S, and the decay are those of :func:`adams_step`, with AdamW's bias corrections
+    ``c1 = 1 - b1**t`` and ``c2 = 1 - b2**t``::
+
+        theta = (1 - lr*wd)**tau * theta - lr * S/c1 / (sqrt(u) + eps)
+
+    ``u`` estimates AdamW's ``v/c2``, the mean square of the averaged gradient per step. The owner has no message for
+    it. It has v, to which its own gradient was added in every step (:func:`accumulate_exp_avg_sq`), and A::
+
+        v = v + (1-b2) * max(0, A**2 - N * tau**2 * v/c2)     # what the owner cannot have seen
+        u = max(v/c2, (m'/c1)**2, (S/c1 / L)**2)              # what the ranks have in common; L is LONGEST_MOVE
+
+    Where gradients are noise, ``v/c2`` is right: an N-th of the owner's own mean square. Where they agree from step to
+    step and from rank to rank, ``(m'/c1)**2`` is. The first line is for an entry that has a gradient on other ranks
+    only: a mean over tau steps cannot exceed the owner's root mean square unless others saw what the owner did not. It
+    is then taken for the gradient of one step, and remembered as AdamW remembers one. The last term of u holds a visit
+    to a move of L learning rates: AdamW moves an entry by about one in a step, and old gradients are not worth more.
+
+    With ``whole``, everything is sent, so A is the averaged gradient itself, and v is AdamW's own::
+
+        v = b2*v + (1-b2) * A**2/tau ;  u = v/c2              # the other two terms only for tau > 1
+
+    All tensors have one shape and float dtype; pure.
+
+    Args:
+        theta: parameter values.
+        exp_avg: m, first moment after the last visit, not corrected.
+        exp_avg_sq: v, not corrected.
+        tau: steps since the last visit, >= 1.
+        total: A, mean over ranks of the gradients summed since the last visit.
+        hyper: lr, betas, eps, weight decay.
+        corrections: c1 and c2.
+        ranks: N.
+        whole: see above.
+        implicit: as in :func:`adams_step`.
+    """
+    h, (c1, c2), v, largest = hyper, corrections, exp_avg_sq, torch.finfo(total.dtype).max
+    new, moved = _first_moments(exp_avg, tau, total, h, implicit)
+    moved = moved / c1
+    common = torch.maximum((new / c1).abs(), (moved * (1 / LONGEST_MOVE)).abs())
+    squared = total.square()  # may be infinite where nothing else is
+    if whole:
+        v = v * h.beta2 + squared / tau * h.one_minus_beta2
+        common = torch.where(tau == 1, 0.0, common)
+    else:
+        seen = (v / c2 * ranks * tau * tau).clamp(max=largest)
+        v = (squared - seen).clamp(min=0) * h.one_minus_beta2 + v
+    v = v.clamp(max=largest)
+    u = torch.maximum(v / c2, common.square())
+    return AdamWStep(_decay(tau, h) * theta - moved * h.lr / (u.sqrt() + h.eps), new, v)
