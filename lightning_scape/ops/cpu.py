@@ -159,7 +159,7 @@ def _sketch_plan(
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Each chunk's first entry, length, width, rotation, offset, sign and place in the list: int64 ``[chunks, 7]``."""
     rows = [
-        (start, min(length, size - start), *naive._draw(index, start // length, length, widths), place)
+        (start, min(length, size - start), *naive.draw(index, start // length, length, widths), place)
         for place, (index, size) in enumerate(zip(indices, sizes, strict=True))
         for start in range(0, size, length)
     ]
@@ -289,7 +289,7 @@ def compact(
 
 def _wire_limit(residual: Tensor, wire_dtype: torch.dtype) -> Any:
     """The largest number of the wire's dtype, as one of the residual's."""
-    return scalar(residual.dtype, naive._within(torch.finfo(wire_dtype).max, residual.dtype))
+    return scalar(residual.dtype, naive.within(torch.finfo(wire_dtype).max, residual.dtype))
 
 
 def _or_empty(matrix: Tensor | None, dtype: torch.dtype) -> Any:

@@ -58,7 +58,7 @@ def bound_of(clip_value: float | None, dtype: torch.dtype) -> tuple[Any, bool]:
     """The bound as a number of the gradient's dtype, to which torch's clamp rounds it; and whether there is one."""
     if clip_value is None:
         return scalar(dtype, 0.0), False
-    within = torch.tensor(naive._within(clip_value, dtype), dtype=dtype, device="cpu")
+    within = torch.tensor(naive.within(clip_value, dtype), dtype=dtype, device="cpu")
     return scalar(dtype, float(within)), True
 
 

@@ -10,7 +10,6 @@ fold, accumulate_exp_avg,            bitwise equal to the twin on a GPU, where `
 accumulate_exp_avg_sq, sweep         added or squared; on the CPU the twin rounds once, after the addition
 squared_norm, sketch                 another order of summation, the same at every run: no atomic additions of floats
 update_adams, update_adamw           ``exp`` and ``expm1`` round differently (2 units in the last place)
-measure_noise                        the twin, in larger parts: once in several steps
 checksum                             the twin, in larger parts: not part of every step
 gather_blocks, scatter_blocks        the twin itself: one call of torch each
 adams_step, adamw_step               the twin itself: not called on a device
@@ -33,7 +32,6 @@ from lightning_scape.ops.cuda_gradients import (
     accumulate_exp_avg,
     accumulate_exp_avg_sq,
     fold,
-    measure_noise,
     sketch,
     squared_norm,
 )
@@ -76,7 +74,6 @@ __all__ = [
     "fold",
     "gather_blocks",
     "gather_params",
-    "measure_noise",
     "merge",
     "position_dtype",
     "proposal_bytes",

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_scape.ops import chunked, naive
 from lightning_scape.ops import cuda_launch as launching
-from lightning_scape.ops import naive
 from lightning_scape.ops.cuda_numbers import clamp, pointer, widen
 from lightning_scape.ops.naive import to_device
 
@@ -145,7 +145,7 @@ def sketch_plan(
 ) -> Tensor:
     """Width, rotation, offset and sign of each chunk, as :func:`naive.sketch` draws them: int32 ``[chunks, 4]``."""
     rows = [
-        naive._draw(index, number, length, widths)
+        naive.draw(index, number, length, widths)
         for index, size in zip(indices, sizes, strict=True)
         for number in range(-(-size // length))
     ]
@@ -196,7 +196,7 @@ def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Ten
     """See :func:`naive.fold`. One launch for all tensors of a dtype and alignment."""
     pairs = [(r, launching.dense(g)) for r, g in zip(residuals, grads, strict=True) if g is not None and g.numel()]
     if any(residual.device != grad.device for residual, grad in pairs):
-        naive.fold(residuals, grads, scale, clip_value)
+        chunked.fold(residuals, grads, scale, clip_value)
         return
     groups: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[Tensor, Tensor]]] = {}
     for residual, grad in pairs:
@@ -254,7 +254,7 @@ def accumulate_exp_avg(
 ) -> None:
     """See :func:`naive.accumulate_exp_avg`."""
     if grad.device != momentum.device or momentum.dtype != torch.float32:
-        naive.accumulate_exp_avg(momentum, evidence, grad, beta1, scale, clip_value)
+        chunked.accumulate_exp_avg(momentum, evidence, grad, beta1, scale, clip_value)
         return
     launching.launch(
         _first_moment_kernel,
@@ -336,7 +336,7 @@ def accumulate_exp_avg_sq(
 
     if rest:
         own = chosen(moments, rest), chosen(grads, rest), chosen(weights, rest)
-        naive.accumulate_exp_avg_sq(*own, ranks, scales(rest), clip_value)
+        chunked.accumulate_exp_avg_sq(*own, ranks, scales(rest), clip_value)
     for dtype, places in groups.items():
         targets, sources = chosen(moments, places), [launching.dense(grad) for grad in chosen(grads, places)]
         device = targets[0].device
@@ -359,10 +359,3 @@ def accumulate_exp_avg_sq(
             CHUNK=launching.STREAM_CHUNK,
             num_warps=8,
         )
-
-
-def measure_noise(
-    noise: Tensor, grad: Tensor | None, weight: float, ranks: int, scale: Tensor, clip_value: float | None
-) -> None:
-    """See :func:`naive.measure_noise`."""
-    naive._measure_noise_in_chunks(noise, grad, weight, ranks, scale, clip_value, launching.LARGE_CHUNK)

@@ -57,7 +57,7 @@ def aligned(tensor: Tensor) -> bool:
 
 def bound(clip_value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The bound as a number of the gradient's dtype, to which torch's clamp rounds it; 0-dim, fp32 or fp64."""
-    bound = torch.full((), naive._within(clip_value, dtype), dtype=dtype, device=device)
+    bound = torch.full((), naive.within(clip_value, dtype), dtype=dtype, device=device)
     return bound.to(torch.promote_types(dtype, torch.float32))
 
 

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_scape.ops import chunked, naive_masks
 from lightning_scape.ops import cuda_launch as launching
-from lightning_scape.ops import naive
 from lightning_scape.ops.cuda_numbers import clamp, divide, narrow, widen
 from lightning_scape.ops.naive import position_dtype
 
@@ -72,7 +72,7 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     blocks, length = statistic.shape
     assert 1 <= sent <= length
     if not is_small(statistic, sent):
-        return naive._select_in_chunks(statistic, sent, launching.LARGE_CHUNK)
+        return chunked.select(statistic, sent)
     given = statistic.view(torch.int32) if statistic.dtype == torch.float32 else statistic
     if statistic.dtype == torch.bfloat16:
         given = statistic.to(torch.float32).view(torch.int32)
@@ -105,7 +105,7 @@ def selection(matrix: Tensor) -> dict[str, Any]:
         "STRIDE": matrix.stride(0),
         "LENGTH": length,
         "LOW": low,
-        "KEPT_BITS": naive._MAGNITUDE_BITS & ~low,
+        "KEPT_BITS": naive_masks.MAGNITUDE_BITS & ~low,
         "ROWS": max(1, _SELECT_TILE // block),
         "BLOCK": block,
         "OUT": tl.uint8 if position_dtype(length) == torch.uint8 else tl.uint16,
@@ -115,7 +115,7 @@ def selection(matrix: Tensor) -> dict[str, Any]:
 
 def propose(residual: Tensor, votes: int) -> Tensor:
     """See :func:`naive.propose`; bitwise."""
-    return naive._ballots_of(residual, select(residual, votes))
+    return naive_masks.ballots_of(residual, select(residual, votes))
 
 
 @triton.jit
@@ -162,7 +162,7 @@ def _merge_kernel(
 def merge(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) -> Tensor:
     """See :func:`naive.merge`; bitwise. One launch, one read of the residual and of each ballot."""
     if not is_small(residual, max(votes, sent)):
-        return naive._elect_in_chunks(residual, ballots, own, votes, sent, select, launching.LARGE_CHUNK)
+        return chunked.merge(residual, ballots, own, votes, sent)
     blocks, length = residual.shape
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=residual.device)
     shape = selection(residual)

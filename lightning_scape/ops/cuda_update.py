@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_scape.layout import Piece
+from lightning_scape.ops import chunked, naive
 from lightning_scape.ops import cuda_launch as launching
-from lightning_scape.ops import naive
 from lightning_scape.ops.cuda_masks import cells
 from lightning_scape.ops.cuda_numbers import divide, narrow, pointer, root, widen
 from lightning_scape.ops.naive import Hyper, RowNumbers, ShardState
@@ -346,4 +346,4 @@ def _exchange(
 
 def checksum(flat: Tensor) -> Tensor:
     """See :func:`naive.checksum`; bitwise."""
-    return naive._checksum_in_chunks(flat, launching.LARGE_CHUNK)
+    return chunked.checksum(flat)

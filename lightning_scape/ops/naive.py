@@ -12,7 +12,6 @@ calls these functions with a few rows at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -96,7 +95,7 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
     length = signs.numel() // 2
     for index, grad in enumerate(grads):
         for number, chunk in enumerate([] if grad is None else grad.split(length)):
-            width, rotation, offset, sign = _draw(index, number, length, widths)
+            width, rotation, offset, sign = draw(index, number, length, widths)
             signed = chunk.float() * signs[offset : offset + chunk.numel()]
             rows = -(-signed.numel() // width)
             columns = F.pad(signed, (0, rows * width - signed.numel())).view(rows, width).sum(0)
@@ -104,7 +103,7 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
     return buckets
 
 
-def _draw(index: int, number: int, length: int, widths: Sequence[int]) -> tuple[int, int, int, int]:
+def draw(index: int, number: int, length: int, widths: Sequence[int]) -> tuple[int, int, int, int]:
     """Width, rotation, offset and sign of a gradient's chunk in :func:`sketch`, pseudo-randomly."""
     mixed = _mix(index, number)
     return widths[(mixed >> 24) % len(widths)], (mixed >> 32) % max(widths), mixed % length, 1 - 2 * (mixed >> 63)
@@ -138,12 +137,12 @@ def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Ten
 def _scaled(grad: Tensor, scale: Tensor, clip_value: float | None, like: Tensor) -> Tensor:
     """``scale * clamp(grad)``, with the dtype and on the device of ``like``."""
     if clip_value is not None:
-        bound = _within(clip_value, grad.dtype)
+        bound = within(clip_value, grad.dtype)
         grad = grad.clamp(-bound, bound)
     return scale.to(like) * grad.to(like)
 
 
-def _within(bound: float, dtype: torch.dtype) -> float:
+def within(bound: float, dtype: torch.dtype) -> float:
     """A bound that torch can write in a dtype (it refuses 1e5 in fp16)."""
     return min(bound, torch.finfo(dtype).max)
 
@@ -227,7 +226,7 @@ def compact(
         ``[R, q]`` of ``wire_dtype``.
     """
     applied = column(scale.to(residual.device)) != 0
-    limit = _within(torch.finfo(wire_dtype).max, residual.dtype)
+    limit = within(torch.finfo(wire_dtype).max, residual.dtype)
     there = gather_blocks(residual, mask)
     rounded = torch.where(applied, there.clamp(-limit, limit).to(wire_dtype), 0.0)
     scatter_blocks(residual, mask, there - rounded)
@@ -485,22 +484,3 @@ def to_device(table: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return table.to(device)
     return table.pin_memory().to(device, non_blocking=True)
-
-
-def __getattr__(name: str) -> Any:
-    """Former names, until :mod:`.cuda` has let go of them."""
-    from lightning_scape.ops import chunked, naive_masks
-
-    former = {
-        "_MAGNITUDE_BITS": naive_masks._MAGNITUDE_BITS,
-        "_ballots_of": naive_masks._ballots_of,
-        "_select_in_chunks": lambda statistic, sent, chunk: chunked.select(statistic, sent),
-        "_elect_in_chunks": lambda *args: chunked.merge(*args[:5]),
-        "_measure_noise_in_chunks": lambda noise, grad, weight, ranks, scale, clip_value, chunk: (
-            chunked.accumulate_exp_avg_sq([noise], [grad], [weight], ranks, scale, clip_value)
-        ),
-        "_checksum_in_chunks": lambda flat, chunk: chunked.checksum(flat),
-    }
-    if name in former:
-        return former[name]
-    raise AttributeError(name)

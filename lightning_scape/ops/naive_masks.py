@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_MAGNITUDE_BITS = 0x7FFFFFFF
+MAGNITUDE_BITS = 0x7FFFFFFF
 """All bits of an fp32 but its sign; as an integer, these order finite magnitudes (and rank inf, NaN above them)."""
 
 
@@ -44,7 +44,7 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     length = statistic.shape[1]
     assert 1 <= sent <= length
     low = (1 << (length - 1).bit_length()) - 1
-    bits = statistic.float().view(torch.int32) & (_MAGNITUDE_BITS & ~low)
+    bits = statistic.float().view(torch.int32) & (MAGNITUDE_BITS & ~low)
     keys = bits | (low - torch.arange(length, dtype=torch.int32, device=bits.device))
     return (low - (keys.topk(sent, dim=1).values & low)).to(position_dtype(length))
 
@@ -65,10 +65,10 @@ def propose(residual: Tensor, votes: int) -> Tensor:
     Returns:
         uint8 ``[R, V * (1 or 2) + V + 1]``.
     """
-    return _ballots_of(residual, select(residual, votes))
+    return ballots_of(residual, select(residual, votes))
 
 
-def _ballots_of(residual: Tensor, chosen: Tensor) -> Tensor:
+def ballots_of(residual: Tensor, chosen: Tensor) -> Tensor:
     """:func:`propose`, for the positions ``chosen [R, V]``, largest magnitude first."""
     values = residual.gather(1, chosen.long()).float()
     exponent = ((values[:, :1].abs().view(torch.int32) >> 23) + 1).clamp(max=254)
