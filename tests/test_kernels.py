@@ -204,7 +204,7 @@ class TestFarAway:
             chunk_starts=torch.tensor([FAR]),
             scale=torch.tensor(2.0),
             scale_stride=0,
-            weights=torch.tensor([0.5, 0.5], dtype=torch.float64),
+            weights=torch.tensor([0.5, 0.125], dtype=torch.float64),
             limit=torch.tensor(3e38),
             clip_value=torch.tensor(60.0),
             MOMENT=dtype,

@@ -266,7 +266,8 @@ def test_advice_names_the_latency_of_many_ranks_where_that_decides() -> None:
     said = planner.advice(planner.predict(job, link, MACHINE))
     assert said.startswith("Stay with ")
     assert said.endswith("616 ms of that are the latency of so many ranks, whatever the bandwidth.")
-    quick = planner.predict(replace(JOB, step_compute=1.0), Link(bandwidth=1e12, latency=0), Machine.of_memory(1e10))
+    slow = replace(Machine.of_memory(1e10), scape={0.01: (1e-8, 0.0)})
+    quick = planner.predict(replace(JOB, step_compute=1.0), Link(bandwidth=1e12, latency=0), slow)
     assert "the link is fast enough for this model" in planner.advice(quick)
 
 

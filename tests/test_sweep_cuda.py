@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import compile_kernels
 import pytest
 import torch
 from kernel_checks import FAR, FarAway, assert_same_bits, awkward, naive_as_on_a_gpu
@@ -268,3 +269,17 @@ def test_rows_beyond_32_bit_offsets_are_found() -> None:
     for name, tensor in small.items():
         assert_same_bits(large[name][block:], tensor)
         assert not large[name][0].any()
+
+
+def test_a_warm_up_of_the_sparsity_compiles_the_kernel_a_few_times() -> None:
+    variants: set[str] = set()
+
+    def note(kernel: Any, programs: Any, *args: Any, **meta: Any) -> None:
+        variants.add(compile_kernels.Launch(kernel, args, dict(meta)).key)
+
+    with patch.object(cuda_launch, "launch", note):
+        for sent in range(1, 40):
+            Case.draw(False, 100, sent).sweep(cuda, propose=True)
+            Case.draw(True, 100, sent, next_sent=max(1, sent - 1)).sweep(cuda, second=True, select=sent <= 32)
+    # Both forms; few and many; ranked or not.
+    assert len(variants) <= 6

@@ -37,6 +37,7 @@ from lightning_scape.ops.cuda_gradients import (
 )
 from lightning_scape.ops.cuda_gradients import sketch_plan as _sketch_plan
 from lightning_scape.ops.cuda_launch import cached_chunks as _cached_chunks
+from lightning_scape.ops.cuda_launch import cached_shares as _cached_shares
 from lightning_scape.ops.cuda_launch import cached_table as _cached_table
 from lightning_scape.ops.cuda_masks import compact, merge, propose, select
 from lightning_scape.ops.cuda_sweep import sweep
@@ -90,5 +91,5 @@ __all__ = [
     "votes_in",
 ]
 
-_CACHES = (_cached_table, _cached_chunks, _sketch_plan)
+_CACHES = (_cached_table, _cached_chunks, _cached_shares, _sketch_plan)
 """Tables that are kept, by what they were made from."""
