@@ -14,6 +14,9 @@ from lightning_scape.ops.cuda_masks import cells
 from lightning_scape.ops.cuda_numbers import divide, narrow, pointer, root, widen
 from lightning_scape.ops.naive import Hyper, RowNumbers, ShardState
 
+_UPDATE_CHUNK = 512
+"""Entries a program updates. Of more, not all of what an update computes with would fit into registers."""
+
 
 @triton.jit
 def _minus_expm1(x):
@@ -214,7 +217,7 @@ def _update(
     numbers = [value.contiguous() for value in torch.broadcast_tensors(*hyper)]
     launching.launch(
         _update_kernel,
-        triton.cdiv(theta.numel(), launching.PICK_CHUNK),
+        triton.cdiv(theta.numel(), _UPDATE_CHUNK),
         theta,
         momentum,
         clock,
@@ -243,7 +246,7 @@ def _update(
         BY_GROUP=group is not None,
         MEASURED=second is not None,
         LONGEST=naive.LONGEST_MOVE,
-        CHUNK=launching.PICK_CHUNK,
+        CHUNK=_UPDATE_CHUNK,
         num_warps=4,
         **rule,
     )
