@@ -77,7 +77,7 @@ def hyper(device: str, dtype: torch.dtype, lr: Any = 1e-3, beta1: float = 0.9, d
 def copied(value: Any, device: str) -> Any:
     """An argument of an operation, with copies of its tensors on a device."""
     if isinstance(value, Tensor):
-        return value.to(device, copy=True, memory_format=torch.preserve_format)
+        return value.to(device, copy=True)
     if isinstance(value, (list, tuple)):
         items = [copied(item, device) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a NamedTuple, or a plain one

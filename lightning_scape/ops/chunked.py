@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -250,12 +251,14 @@ def _rows_of(
 ) -> tuple[ShardState, Tensor | None, Tensor, RowNumbers]:
     """What an update of some rows needs."""
     state = ShardState(*(None if matrix is None else matrix[rows] for matrix in shard))  # type: ignore[arg-type]
-    own = {
-        name: value[rows]
-        for name, value in numbers._asdict().items()
-        if isinstance(value, Tensor) and value.dim()  # not the hyperparameters: they are by group
-    }
-    return state, None if mask is None else mask[rows], mean[rows], numbers._replace(**own)
+    step, scale, hyper, *rest = numbers  # the hyperparameters are by group, or the same for all
+    own = RowNumbers(_of_rows(step, rows), _of_rows(scale, rows), hyper, *(_of_rows(value, rows) for value in rest))
+    return state, None if mask is None else mask[rows], mean[rows], own
+
+
+def _of_rows(value: Any, rows: slice) -> Any:
+    """Numbers ``[R]`` of some rows; all else is the same for all."""
+    return value[rows] if isinstance(value, Tensor) and value.dim() else value
 
 
 # ----------------------------------------------------------------------------------------------- parameters

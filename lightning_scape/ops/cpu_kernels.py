@@ -236,41 +236,58 @@ def _tile_rows(sent):
 
 
 @jit
-def _read_waits(clock, mask, now, sent, row, stop, tau):
+def _read_waits(clock, mask, now, sent, row, stop, steps, tau):
     """The steps since each entry's last visit, at least 1; returns how many are 1 as they stand."""
-    again, j = 0, 0
-    for r in range(row, stop):
-        for c in range(sent):
-            wait = np.int32(now - clock[r, c if mask is None else mask[r, c]])
-            again += wait == 1
-            tau[j] = max(wait, 1)
-            j += 1
+    _read(clock, mask, sent, row, stop, steps)
+    again = 0
+    for j in range(len(tau)):
+        wait = np.int32(now - steps[j])
+        again += wait == 1
+        tau[j] = max(wait, 1)
     return again
 
 
 @jit
 def _read(matrix, mask, sent, row, stop, out):
+    """The masked entries of some rows."""
+    if len(mask) == 0:
+        there = matrix[row:stop].reshape(-1)
+        for j in range(len(there)):
+            out[j] = there[j]
+        return
     j = 0
     for r in range(row, stop):
         for c in range(sent):
-            out[j] = matrix[r, c if mask is None else mask[r, c]]
+            out[j] = matrix[r, mask[r, c]]
             j += 1
 
 
 @jit
 def _write(matrix, mask, sent, row, stop, values):
+    """The reverse of :func:`_read`."""
+    if len(mask) == 0:
+        there = matrix[row:stop].reshape(-1)
+        for j in range(len(there)):
+            there[j] = values[j]
+        return
     j = 0
     for r in range(row, stop):
         for c in range(sent):
-            matrix[r, c if mask is None else mask[r, c]] = values[j]
+            matrix[r, mask[r, c]] = values[j]
             j += 1
 
 
 @jit
 def _write_steps(clock, mask, now, sent, row, stop):
+    """The step of the last visit."""
+    if len(mask) == 0:
+        there = clock[row:stop].reshape(-1)
+        for j in range(len(there)):
+            there[j] = now
+        return
     for r in range(row, stop):
         for c in range(sent):
-            clock[r, c if mask is None else mask[r, c]] = now
+            clock[r, mask[r, c]] = now
 
 
 @jit
@@ -307,9 +324,9 @@ def _first_moment(m, tau, a, blend, one, beta1, one_minus_beta1, implicit):
 
 @jit
 def update_adams(theta, momentum, clock, noise, mask, total, numbers, by_row, floor, implicit, first, last):
-    """:func:`naive.update_adams`; ``noise`` and ``mask`` may be None, ``by_row`` as in :func:`update_adamw`."""
+    """:func:`naive.update_adams`; ``noise`` may be ``[0, 0]``, all else as in :func:`update_adamw`."""
     sent, again, one, zero = theta.shape[1], 0, theta.dtype.type(1), theta.dtype.type(0)
-    room = np.empty((5, max(_TILE, sent)), theta.dtype)
+    room, steps = np.empty((5, max(_TILE, sent)), theta.dtype), np.empty(max(_TILE, sent), np.int32)
     row = first
     while row < last:
         stop = _alike(by_row, row, min(last, row + _tile_rows(sent)))
@@ -323,9 +340,9 @@ def update_adams(theta, momentum, clock, noise, mask, total, numbers, by_row, fl
                 room[3, :count],
                 room[4, :count],
             )
-            again += _read_waits(clock, mask, now, sent, row, stop, tau)
+            again += _read_waits(clock, mask, now, sent, row, stop, steps[:count], tau)
             _read(momentum, mask, sent, row, stop, m)
-            if noise is not None:
+            if len(noise) > 0:
                 _read(noise, mask, sent, row, stop, n)
             _decays_and_blends(tau, numbers, g, implicit, decay, blend)
             lr, eps, beta1, beta2 = numbers[g, _LR], numbers[g, _EPS], numbers[g, _BETA1], numbers[g, _BETA2]
@@ -336,7 +353,7 @@ def update_adams(theta, momentum, clock, noise, mask, total, numbers, by_row, fl
                 new, moved = _first_moment(m[j], tau[j], gradients[j], blend[j], one, beta1, one_minus_beta1, implicit)
                 corrected = m[j] / c1
                 m2, g2 = corrected * corrected, gradients[j] * gradients[j] / tau[j]
-                if noise is not None:
+                if len(noise) > 0:
                     known = (n[j] * (zero if tau[j] == one else one)) * floor
                     g2, m2 = larger(g2, known), larger(m2, known * steady)
                 v = m2 * beta2 + g2 * one_minus_beta2
@@ -350,14 +367,14 @@ def update_adams(theta, momentum, clock, noise, mask, total, numbers, by_row, fl
 
 @jit
 def update_adamw(theta, moments, clock, mask, total, numbers, by_row, rule, implicit, first, last):
-    """:func:`naive.update_adamw`; ``mask`` may be None.
+    """:func:`naive.update_adamw`; ``mask`` is ``[0, 0]`` where everything is sent.
 
     ``by_row``: group, step, scale and both corrections, ``[R]`` or ``[1]`` each. ``rule``: N, ``1 / LONGEST_MOVE``, and
     the largest number of the dtype.
     """
     (exp_avg, exp_avg_sq), (ranks, longest, largest) = moments, rule
     sent, again, one, zero = theta.shape[1], 0, theta.dtype.type(1), theta.dtype.type(0)
-    room = np.empty((5, max(_TILE, sent)), theta.dtype)
+    room, steps = np.empty((5, max(_TILE, sent)), theta.dtype), np.empty(max(_TILE, sent), np.int32)
     row = first
     while row < last:
         stop = _alike(by_row, row, min(last, row + _tile_rows(sent)))
@@ -371,7 +388,7 @@ def update_adamw(theta, moments, clock, mask, total, numbers, by_row, rule, impl
                 room[3, :count],
                 room[4, :count],
             )
-            again += _read_waits(clock, mask, now, sent, row, stop, tau)
+            again += _read_waits(clock, mask, now, sent, row, stop, steps[:count], tau)
             _read(exp_avg, mask, sent, row, stop, m)
             _read(exp_avg_sq, mask, sent, row, stop, v)
             _decays_and_blends(tau, numbers, g, implicit, decay, blend)
@@ -383,7 +400,7 @@ def update_adamw(theta, moments, clock, mask, total, numbers, by_row, rule, impl
                 moved /= c1
                 common = larger(abs(new / c1), abs(moved * longest))
                 squared = gradients[j] * gradients[j]
-                if mask is None:
+                if len(mask) == 0:
                     v2 = v[j] * beta2 + squared / tau[j] * one_minus_beta2
                     common *= zero if tau[j] == one else one
                 else:

@@ -23,7 +23,7 @@ def jit(function=None, **options):
     except RuntimeError:  # no folder to write to: compiled anew by each process
         return numba.njit(function, **options)
     index = getattr(dispatcher._cache, "_cache_file", None)
-    if hasattr(index, "_source_stamp"):  # private to numba: where it is missing, numba's own stamp serves
+    if index is not None and hasattr(index, "_source_stamp"):  # numba's own; without it, its stamp of one file serves
         index._source_stamp = _SOURCES
     return dispatcher
 
