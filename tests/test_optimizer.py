@@ -695,7 +695,7 @@ def test_clip_bounds_must_be_positive(bad: float) -> None:
 
 
 def kept_by_a_skipped_step(state: Any) -> list[Tensor | None]:
-    names = ("residual", "momentum", "clock", "step", "evidence", "local_momentum", "second_moment", "missed")
+    names = ("residual", "exp_avg", "last_step", "step", "local_exp_avg_sum", "local_exp_avg", "exp_avg_sq", "missed")
     return [getattr(state, name) for name in names]
 
 

@@ -1,8 +1,8 @@
-"""Checkpoints on disk: whole or not there at all, and what is damaged is said to be, before anything is loaded.
+"""Checkpoints on disk: each is whole or not there. Damage is found and named before anything is loaded.
 
-A file is written beside its place, synced, and renamed into it. So is a directory (:mod:`.dcp`),
-and lists its files with their digests in ``manifest.json``, written last. Both are loaded by ``weights_only``: a
-checkpoint never executes code.
+A file is written beside its place, synced, and renamed into it. So is a directory (:mod:`.dcp`). Its ``manifest.json``
+is written last, and lists its files with their digests. Both are loaded by ``weights_only``: a checkpoint never
+executes code.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def save_file(content: Any, path: str | os.PathLike[str]) -> None:
 
 
 class Recorder:
-    """A binary file that remembers why it could not be written; whom it is handed to may hide the reason."""
+    """A binary file that remembers why a write failed; its writer may hide the reason."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -99,12 +99,12 @@ def check_replaceable(path: Path) -> None:
 
 
 def partial_of(path: Path) -> Path:
-    """Where a checkpoint is written before it takes its place."""
+    """The path at which a checkpoint is written before it takes its place."""
     return path.with_name(f".{path.name}.partial")
 
 
 def previous_of(path: Path) -> Path:
-    """Where the directory that a new one replaces stands for a moment."""
+    """The path of a replaced directory, until the new one is in its place."""
     return path.with_name(f".{path.name}.previous")
 
 
@@ -134,7 +134,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def explained_oserror(path: Path) -> Iterator[None]:
-    """Adds to an OSError which checkpoint was not written and that earlier ones are untouched."""
+    """Adds to an OSError the checkpoint's path, and that earlier checkpoints are untouched."""
     try:
         yield
     except OSError as error:
@@ -192,7 +192,7 @@ def write_manifest(folder: Path, files: dict[str, list[Any]], world_size: int) -
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a sharded checkpoint consists of; all its files are there and have their length.
+    """The manifest of a sharded checkpoint. All its files are there and have their length.
 
     Raises:
         CheckpointError: the directory is torn, damaged, foreign or newer.

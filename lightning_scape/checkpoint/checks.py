@@ -1,4 +1,4 @@
-"""What a saved state must be like. Each error gives the rule, the value received and the remedy; nothing is changed."""
+"""The rules for a saved state. Each error gives the rule, the value received and the remedy. Checks change nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_scape.checkpoint.source import Source, held, residual_key, state_
 from lightning_scape.engine.parameters import Parameters, problem_of_group
 
 FORMAT = 1
-"""Of the facts and tensors of a state, in memory and in a directory."""
+"""The version of a state's facts and tensors, in memory and in a directory."""
 _SAME_MODEL = "Load it into the same model with the same parameter groups."
 _DAMAGED = "The state is damaged: load another checkpoint."
 _COUNTS = ("format", "world_size", "block_size", "step", "calls", "mask_uses", "skipped_in_row", "skipped_total")
@@ -22,10 +22,10 @@ _LATER_COUNTS = ("noise_samples", "second_moment_since", "warmup_steps")
 
 
 def check_whole(saved: Any) -> None:
-    """A whole state has dicts and lists where a :class:`~lightning_scape.checkpoint.source.WholeState` reads them.
+    """Checks the form of a whole state: its dicts and lists are there, and its facts are possible.
 
     Raises:
-        ValueError: it has not, or it is of a newer format.
+        ValueError: the first rule that it breaks.
     """
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
         raise ValueError(
@@ -51,11 +51,7 @@ def check_whole(saved: Any) -> None:
 
 
 def _check_facts(facts: Any) -> None:
-    """The facts of a state of SCAPE.
-
-    Raises:
-        ValueError: one is missing or impossible, or they are of a newer format.
-    """
+    """Checks the facts of a state of SCAPE: all are there and possible, and the format is not newer."""
     _check_mapping("scape", facts)
     version = facts.get("format")
     if isinstance(version, int) and version > FORMAT:
@@ -78,13 +74,13 @@ def _check_facts(facts: Any) -> None:
 
 
 def check(source: Source, parameters: Parameters, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A state of SCAPE is of this model, and its tensors fit.
+    """Checks that a state of SCAPE belongs to this model.
 
     Returns:
-        What the user should be told.
+        Warnings for the user.
 
     Raises:
-        ValueError: it is not, or they do not.
+        ValueError: the first rule that it breaks.
     """
     common = source.common
     _check_facts(common)
@@ -102,13 +98,13 @@ def check(source: Source, parameters: Parameters, groups: Sequence[Mapping[str, 
 
 
 def check_foreign(source: Source, parameters: Parameters, groups: Sequence[Mapping[str, Any]]) -> None:
-    """A state of AdamW, Adam or AdamS is of this model, and its moments fit.
+    """Checks that a state of AdamW, Adam or AdamS belongs to this model.
 
     Raises:
-        ValueError: it is not, or they do not.
+        ValueError: the first rule that it breaks.
     """
     _check_groups(source.common["param_groups"], groups)
-    # torch leaves out what never had a gradient.
+    # torch leaves out parameters that never had a gradient.
     _check_count(sorted(set(source.entries) - set(parameters.indices), key=str), source, parameters)
     for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
         if index in source.entries:
@@ -118,7 +114,7 @@ def check_foreign(source: Source, parameters: Parameters, groups: Sequence[Mappi
 
 
 def _check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Saved parameter groups are as many and as large as the optimizer's, and their options are possible."""
+    """Checks that saved parameter groups match the optimizer's, and that their options are possible."""
     if not isinstance(saved, list) or len(saved) != len(groups):
         got = len(saved) if isinstance(saved, list) else type(saved).__name__
         raise ValueError(f"The state must have {len(groups)} parameter groups, got {got}. {_SAME_MODEL}")
@@ -140,7 +136,7 @@ def _check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _check_entry(source: Source, index: int, called: str, parameter: Tensor, names: set[str]) -> None:
-    """The tensors of one parameter are there and fit."""
+    """Checks that one parameter has the tensors of these names, and that they fit it."""
     if "exp_avg" not in source.entries[index]:
         raise ValueError(
             f"The state of {called} must hold a first moment `exp_avg`, got"
@@ -152,7 +148,7 @@ def _check_entry(source: Source, index: int, called: str, parameter: Tensor, nam
 
 
 def _check_tensor(tensor: Any, name: str, parameter: Tensor, *, integer: bool = False) -> None:
-    """A saved tensor is of its parameter's shape, and a number of the right kind; of empty ones any kind is taken."""
+    """Checks kind and shape of a saved tensor. One without entries may have any kind: older files have a wrong one."""
     kind = "integer" if integer else "floating-point"
     got: Any = None
     if not isinstance(tensor, Tensor):
@@ -170,7 +166,11 @@ def _check_tensor(tensor: Any, name: str, parameter: Tensor, *, integer: bool = 
 
 
 def check_mask(mask: Any, block_size: int) -> None:
-    """Each block of a mask chooses distinct positions."""
+    """Checks that each block of a mask has distinct positions.
+
+    Raises:
+        ValueError: it has not.
+    """
     problem = None
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype not in (torch.uint8, torch.uint16):
         problem = f"a {tuple(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
@@ -199,7 +199,7 @@ def _check_count(odd: Sequence[Any], source: Source, parameters: Parameters) -> 
 
 
 def _check_clock(clock: Tensor, called: str, step: int) -> None:
-    """Of a state in memory; in a directory, a digest stands for the values."""
+    """Checks the values of a state in memory. Those in a directory have a digest."""
     if clock.is_meta or not clock.numel():
         return
     least, most = int(clock.min()), int(clock.max())
@@ -210,7 +210,7 @@ def _check_clock(clock: Tensor, called: str, step: int) -> None:
 
 
 def _check_step(step: Any, called: str) -> None:
-    """Of a dense optimizer: a number, or a tensor of one; none before the first step."""
+    """Checks a dense optimizer's step: a number, a tensor of one, or None."""
     number = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
     if number is not None and not (isinstance(number, (int, float)) and 0 <= number < 2**31):
         raise ValueError(f"step of {called} must be a number from 0 to 2**31 - 1, got {step!r}. {_DAMAGED}")
@@ -225,7 +225,7 @@ def _check_order(strides: Sequence[int] | None, name: str, parameter: Tensor) ->
 
 
 def _check_names(parameters: Parameters, saved: Mapping[int, str]) -> list[str]:
-    """Parameters are taken by position: one that stands elsewhere by its name would be given another's state."""
+    """Checks that no parameter would get another one's state: parameters are taken by position."""
     mine = dict(zip(parameters.indices, parameters.names, strict=True))
     known = {name: index for index, name in mine.items()}
     renamed = []

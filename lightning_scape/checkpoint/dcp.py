@@ -8,9 +8,9 @@
       meta.pt                              all that is not a tensor of the model or an optimizer (rank 0's)
       manifest.json                        size and digest of every file; written last
 
-Nothing is sent but plans: a tensor is cut into chunks along its first dimension, and whoever loads it, on any number of
-ranks, reads the chunks that overlap what it needs. The directory is written as ``.DIR.partial`` and renamed when it is
-complete, so ``DIR`` is whole or is not there; all ranks must see the same file system.
+Ranks send each other plans, and no tensors. A tensor is cut into chunks along its first dimension. A rank that loads it
+reads the chunks that it needs; the number of ranks may be another. The directory is written as ``.DIR.partial`` and
+renamed when it is complete: ``DIR`` is whole or is not there. All ranks must see the same file system.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ REST = "meta.pt"
 class Chunk(NamedTuple):
     """Rows ``[offset, offset + len(tensor))`` of a tensor of ``length`` rows; a tensor without dimensions is one row.
 
-    What is saved, or where what is loaded goes.
+    It is saved, or a load fills it.
     """
 
     tensor: Tensor
@@ -173,7 +173,7 @@ def _complete(partial: Path, path: Path, rest: bytes, listed: Iterable[dict[str,
 
 
 class _SpeakingFileSystem(FileSystem):
-    """Says why a write failed; torch.save, which it is handed to, would not."""
+    """Tells why a write failed: torch.save, which writes through it, would hide the reason."""
 
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:  # noqa: D102 - as in the base class
         return _SpeakingStream(path, mode)
@@ -244,11 +244,11 @@ class Directory:
         return int(self.manifest["world_size"])
 
     def rest(self) -> Any:
-        """What ``meta.pt`` holds."""
+        """The content of ``meta.pt``."""
         return files.load_file(self.path / REST)
 
     def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]:
-        """Of the tensors whose keys begin so, by key."""
+        """The shapes of tensors by key, for the keys with this prefix."""
         found = self._metadata.state_dict_metadata.items()
         return {
             key: tuple(entry.size)

@@ -22,12 +22,12 @@ def load_foreign(snapshot: Snapshot, source: Source, rank: int, groups: Sequence
 
     Args:
         snapshot: only its buffers are changed.
-        source: a state that :func:`~lightning_scape.checkpoint.checks.check_foreign` has passed.
-        rank: whose part is taken.
+        source: the state; :func:`~lightning_scape.checkpoint.checks.check_foreign` has passed it.
+        rank: its part is taken.
         groups: parameter groups, with the options that hold from now on.
 
     Returns:
-        What the user should be told.
+        A warning for the user.
     """
     state, parameters = snapshot.state, snapshot.parameters
     steps = {
@@ -57,9 +57,9 @@ def load_foreign(snapshot: Snapshot, source: Source, rank: int, groups: Sequence
 
 
 def guess_second_moment(snapshot: Snapshot, groups: Sequence[Mapping[str, Any]], rank: int) -> None:
-    """Where only first moments are known: for noise, ``E[g**2] = E[m**2] * (1 + b1) / (1 - b1)``.
+    """Guesses second moments from first moments: for noise, ``E[g**2] = E[m**2] * (1 + b1) / (1 - b1)``.
 
-    Without it the first step would divide a moment of many gradients by the root of a single one.
+    Without the guess, the first step would divide a moment of many gradients by the root of a single one.
     """
     state = snapshot.state
     assert state.exp_avg_sq is not None
@@ -77,7 +77,7 @@ def as_adamw(saved: Mapping[str, Any]) -> dict[str, Any]:
     """A whole state of :class:`ScapeOptimizer` as one that ``torch.optim.AdamW`` and ``Adam`` take.
 
     Moments, step and options carry over. The update of AdamS has no second moment: it is set to the first one's square,
-    as AdamS's denominator has it. Residuals (what was computed and not yet sent) are lost; a warning says so.
+    as AdamS's denominator has it. Residuals (computed, not yet sent) are lost; a warning says so.
     """
     kept = all("exp_avg_sq" in entry for entry in saved["state"].values())
     betas = {index: group["betas"][1] for group in saved["param_groups"] for index in group["params"]}

@@ -1,4 +1,4 @@
-"""The state of one optimizer: written by N ranks, whole or each its own part; taken apart again on any number of them.
+"""The state of one optimizer: N ranks save it, any number of ranks loads it; as one file or as a directory of shards.
 
 A whole state, format 1, is tensors, numbers and strings only (``torch.load(weights_only=True)`` reads it)::
 
@@ -12,10 +12,10 @@ A whole state, format 1, is tensors, numbers and strings only (``torch.load(weig
 
 ``i`` counts all parameters of the groups, as in torch's own state dicts; every tensor by parameter has its shape.
 
-In a directory (:mod:`lightning_scape.checkpoint.dcp`) the same tensors stand by the keys of
-:mod:`lightning_scape.checkpoint.source`, flat, in the parameter's memory order, in as many chunks as shards meet the
-parameter. :func:`merge_shards` makes the whole state of them; :func:`consolidate` makes the same of the live ranks'
-shards. :func:`load` reads either form.
+A directory (:mod:`lightning_scape.checkpoint.dcp`) holds the same tensors by the keys of
+:mod:`lightning_scape.checkpoint.source`. They are flat, in the parameter's memory order, one chunk for each shard that
+meets the parameter. A whole state is merged shards: :func:`merge_shards` reads them from a directory,
+:func:`consolidate` collects them from the live ranks. :func:`load` takes either form.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def own_shards(snapshot: Snapshot, communicator: Communicator, param_groups: lis
 
 
 def _facts(snapshot: Snapshot, world_size: int) -> dict[str, Any]:
-    """What a whole state says beside its tensors."""
+    """The facts of a state: all but its tensors and parameter groups."""
     return {
         "format": FORMAT,
         "config": snapshot.config.as_dict(),
@@ -97,7 +97,11 @@ def _facts(snapshot: Snapshot, world_size: int) -> dict[str, Any]:
 
 
 def consolidate(snapshot: Snapshot, communicator: Communicator, to: int) -> dict[str, Any] | None:
-    """The whole state but for ``param_groups`` on rank ``to``, in host memory; None on the others. Collective."""
+    """The whole state but for ``param_groups`` on rank ``to``, in host memory; None on the others. Collective.
+
+    While it collects, it needs memory for two more of the shards' tensors, whole (``8 P`` bytes), and then for all
+    ranks' residuals of one parameter.
+    """
     tensors = _collected(snapshot, communicator, to)
     if communicator.rank == to:
         return _merged(own_shards(snapshot, communicator, []).common, tensors)
@@ -112,7 +116,7 @@ def merge_shards(saved: SavedShards) -> dict[str, Any]:
 
 
 def _merged(common: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-    """A whole state from its facts and its tensors by key, flat, which are let go one after another."""
+    """A whole state but for ``param_groups``, from its facts and its tensors by key, flat."""
     facts = dict(common)
     shapes, strides = facts.pop("shapes"), facts.pop("strides")
     for name in ("tensors", "mask_shape", "param_groups"):
@@ -127,13 +131,13 @@ def _merged(common: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) ->
         place, name = slot(whole, key)
         index = parameter_of(key)
         shaped = flat if index is None else flat.as_strided(shapes[index], strides[index])
-        # A copy: what it is a part of is let go.
+        # A copy, so that the memory behind the flat tensor can be freed.
         place[name] = torch.empty(shaped.shape, dtype=shaped.dtype, device="cpu").copy_(shaped)
     return whole
 
 
 def _collected(snapshot: Snapshot, communicator: Communicator, to: int) -> Iterator[tuple[str, Tensor]]:
-    """All ranks' shards on rank ``to``: whole tensors by key, flat, views of what is let go soon. Collective."""
+    """All ranks' shards on rank ``to``, as whole flat tensors by key; use each before the next. Collective."""
     layout, parameters, state = snapshot.layout, snapshot.parameters, snapshot.state
     device = state.exp_avg.device  # not the parameters': Lightning takes those to the CPU when a fit ends
     pieces = {piece.segment.index: piece for piece in layout.everything().pieces}
@@ -166,12 +170,12 @@ def _collected(snapshot: Snapshot, communicator: Communicator, to: int) -> Itera
 
 @dataclass(frozen=True)
 class Loaded:
-    """A saved state that stands in fresh buffers. Nothing else has been changed yet."""
+    """A saved state that has been read into fresh buffers. Nothing else has been changed yet."""
 
     param_groups: list[dict[str, Any]]
     """As saved; their options hold from now on."""
     notes: list[str]
-    """What the user should be told."""
+    """Warnings for the user."""
     schedule: SparsitySchedule
     mask: Tensor | None = None
     mask_uses: int = 0
@@ -179,7 +183,7 @@ class Loaded:
     """Skipped steps, those in a row and in all; None leaves the counters."""
 
     def take_up(self, snapshot: Snapshot) -> None:
-        """Warns of what should be told, then sets masks, schedule and counters; that does not fail."""
+        """Gives the warnings, then sets masks, schedule and counters. The second part cannot fail."""
         for note in self.notes:
             warnings.warn(note, stacklevel=3)  # whoever calls load_state_dict
         snapshot.masks.restore(self.mask, self.mask_uses)
@@ -198,11 +202,11 @@ def load(
     Args:
         snapshot: its buffers are freshly allocated; only they are changed.
         saved: what :meth:`ScapeOptimizer.state_dict` gave, a state of AdamW, Adam or AdamS, or one in a directory.
-        rank: whose part is taken.
+        rank: its part is taken.
         groups: parameter groups of the optimizer.
 
     Returns:
-        The rest, to be taken up once all ranks have read their parts.
+        The rest. Take it up when all ranks have read their parts.
 
     Raises:
         ValueError: the state is not of this model, is damaged, or is of a newer format.
@@ -244,7 +248,7 @@ def _load_foreign(snapshot: Snapshot, source: Source, rank: int, groups: Sequenc
 
 
 def _from_now_on(mine: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups as they will be once the state is loaded: its options hold."""
+    """Parameter groups after the load: the saved options hold."""
     return [{**own, **theirs} for own, theirs in zip(mine, saved, strict=True)]
 
 
@@ -262,12 +266,12 @@ def _read_shard(snapshot: Snapshot, source: Source, rank: int) -> None:
             targets |= snapshot.chunks(functools.partial(state_key, name=name), shard, pieces)
     source.read(targets)
     if state.local_exp_avg_sq is not None and "noise" in names:
-        # It estimates the averaged gradient's noise, also on other ranks with the same global batch.
+        # The estimate is for the averaged gradient: it holds on any number of ranks with the same global batch.
         state.local_samples = source.common.get("noise_samples", source.common["calls"])
 
 
 def _set_second_moment(snapshot: Snapshot, source: Source, rank: int, groups: Sequence[Mapping[str, Any]]) -> None:
-    """After the shard is read: from which step on the second moment counts; where AdamS wrote the state, its values."""
+    """Sets the step from which the second moment counts; makes one from AdamS's state. The shard has been read."""
     state, common = snapshot.state, source.common
     if state.exp_avg_sq is None:
         return
@@ -286,9 +290,9 @@ def _set_second_moment(snapshot: Snapshot, source: Source, rank: int, groups: Se
 
 
 def _read_residual(snapshot: Snapshot, source: Source, rank: int) -> list[str]:
-    """Reads this rank's residual; on another number of ranks, the mean of all, and returns a note that says so.
+    """Reads this rank's residual. On another number of ranks, reads the mean of all, and returns a warning.
 
-    Training depends on the residuals' mean over ranks: it stays what it was.
+    Training depends on the residuals' mean over ranks, and that stays the same.
     """
     residual, layout = snapshot.state.residual.view(-1), snapshot.layout
     before, pieces = source.common["world_size"], layout.everything().pieces
@@ -307,7 +311,7 @@ def _read_residual(snapshot: Snapshot, source: Source, rank: int) -> list[str]:
 
 
 def _read_mask(snapshot: Snapshot, source: Source) -> tuple[Tensor | None, list[str]]:
-    """The saved mask for all blocks, if it fits them; if it does not, None and a note that says so."""
+    """The saved mask, completed for all blocks. If it does not fit this run's blocks: None, and a warning."""
     layout, block_size = snapshot.layout, source.common["block_size"]
     if source.find("mask") is None:
         return None, []
@@ -323,7 +327,7 @@ def _read_mask(snapshot: Snapshot, source: Source) -> tuple[Tensor | None, list[
 
 
 def _schedule(snapshot: Snapshot, common: Mapping[str, Any]) -> SparsitySchedule:
-    """A default warm-up is that of the run that wrote the state, whose length may have been another."""
+    """The sparsity schedule after the load: a default warm-up stays as long as in the run that wrote the state."""
     schedule, saved = snapshot.masks.schedule, common["config"]
     warmup = common.get("warmup_steps", saved.get("sparsity_warmup_steps"))
     if snapshot.config.sparsity_warmup_steps is None and warmup is not None and saved.get("sparsity"):
@@ -332,7 +336,7 @@ def _schedule(snapshot: Snapshot, common: Mapping[str, Any]) -> SparsitySchedule
 
 
 def _differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Options that change how training goes on. Where the residual lives and what is checked does not."""
+    """A warning that names changed options, where they change the training."""
     silent = ["residual_device", "max_skipped", "check_replicas_every"]
     if mine["sparsity_warmup_steps"] is None:  # then the checkpoint's holds
         silent.append("sparsity_warmup_steps")

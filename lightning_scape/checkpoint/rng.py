@@ -1,4 +1,4 @@
-"""The random number generators of a process, as one tensor: what dropout and data augmentation go on from."""
+"""The random number generators of a process, as one tensor. Dropout and data augmentation go on from them."""
 
 from __future__ import annotations
 

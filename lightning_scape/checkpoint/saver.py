@@ -1,4 +1,4 @@
-"""What goes into a sharded checkpoint and comes out of it, whoever asks: Trainer, Fabric or a script of one's own."""
+"""Saves and opens sharded checkpoints, for the Trainer, for Fabric and for scripts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RNG = "scape_rng"
 
 @dataclass
 class Content:
-    """What a sharded checkpoint holds, by the names its user gave. This rank's part when saved."""
+    """The content of a sharded checkpoint, by the names that its user gave. When saved: this rank's part."""
 
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     """State dicts; see :func:`replicated`."""
@@ -46,7 +46,7 @@ class Content:
         return {key: chunk for key, chunk in chunks.items() if chunk.tensor.numel()}
 
     def table(self) -> dict[str, Any]:
-        """All that is not a tensor of a model or an optimizer."""
+        """Everything but the tensors of models and optimizers."""
         return {
             "format": files.FORMAT,
             "models": {
@@ -97,7 +97,7 @@ class SavedContent:
         return list(self._models)
 
     def rng(self, rank: int, world_size: int) -> Tensor | None:
-        """The random number generators of a rank; None if the number of ranks is another."""
+        """The saved random number generators of a rank; None if the number of ranks has changed."""
         if world_size != self.directory.world_size or not self.optimizers:
             return None
         return self.directory.tensor(f"rng.{rank}")
@@ -146,13 +146,13 @@ class Saver:
         self._pending = self._executor.submit(write_directory, path, copies, rest, communicator)
 
     def wait(self) -> None:
-        """Until nothing is being written; raises what went wrong."""
+        """Waits until nothing is being written; raises the error of a write that failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def finish(self, raising: bool) -> None:
-        """Waits and lets the thread go. With ``raising=False`` an error becomes a warning: another is on its way."""
+        """Waits and ends the thread. With ``raising=False`` an error becomes a warning: another error is on its way."""
         try:
             self.wait()
         except Exception as error:
@@ -165,7 +165,7 @@ class Saver:
                 self._executor = None
 
     def after(self, act: Callable[[], None]) -> None:
-        """Runs ``act`` now, or when what is being written is there: an old checkpoint goes only when the new is."""
+        """Runs ``act`` once nothing is being written: an old checkpoint is removed only after the new one is there."""
         if self._pending is None or self._executor is None:
             act()
             return
@@ -231,7 +231,7 @@ def _with_adamw(whole: Any, path: Path) -> dict[str, Any]:
 
 
 def host_checkpoint(saved: SavedContent) -> dict[str, Any]:
-    """What Lightning's Trainer expects of ``load_checkpoint``; optimizer states stay on disk until they are taken."""
+    """The checkpoint that Lightning's Trainer loads; optimizer states stay on disk until an optimizer takes them."""
     checkpoint: dict[str, Any] = {**saved.rest, "state_dict": saved.model("state_dict")}
     if saved.optimizers or "lr_schedulers" in checkpoint:
         checkpoint["optimizer_states"] = list(saved.optimizers.values())
@@ -239,9 +239,9 @@ def host_checkpoint(saved: SavedContent) -> dict[str, Any]:
 
 
 def replicated(state_dict: Mapping[str, Any], parameters: Iterable[str], rank: int) -> dict[str, Any]:
-    """What a rank has to say of a model's state dict: rank 0 all of it, others the parameters, by name.
+    """The part of a model's state dict that a rank offers: rank 0 all of it, others the parameters, by name.
 
-    Those are the same everywhere, and each is written by one rank or another. Buffers may differ (BatchNorm).
+    Parameters are the same on all ranks; any of them may write one. Buffers may differ (BatchNorm).
     """
     if rank == 0:
         return dict(state_dict)

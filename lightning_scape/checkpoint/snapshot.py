@@ -1,4 +1,4 @@
-"""The live side of a checkpoint: an optimizer's objects, and where in them each saved tensor lies."""
+"""The live side of a checkpoint: an optimizer's objects, and the place of each saved tensor in them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Snapshot:
     clipping: GradientClipping
 
     def shard(self) -> Iterator[tuple[str, Tensor]]:
-        """The shard's tensors that there are, flat, by the names they are saved by."""
+        """The shard's tensors, flat, each with the name that it is saved by."""
         for name, saved_as in SAVED_AS.items():
             tensor: Tensor | None = getattr(self.state, name)
             if tensor is not None:
@@ -41,8 +41,8 @@ class Snapshot:
 
         Args:
             key_of: gives the chunk's key, from the parameter's number.
-            blocks: all blocks, or the shard's, whichever the pieces count.
-            pieces: what is taken.
+            blocks: all blocks, or the shard's; the pieces count the same ones.
+            pieces: one chunk each.
         """
         return {
             key_of(self.parameters.indices[piece.segment.index]): Chunk(
@@ -52,12 +52,12 @@ class Snapshot:
         }
 
     def missed(self) -> dict[int, int]:
-        """By parameter, the steps in which it had a gradient on no rank, where there are any."""
+        """By parameter, the number of steps in which no rank had a gradient for it; zeros are left out."""
         missed = [] if self.state.missed is None else self.state.missed.tolist()  # a checkpoint waits anyhow
         return {index: count for index, count in zip(self.parameters.indices, missed, strict=False) if count}
 
     def set_steps(self, step: int, missed: Mapping[int, int]) -> None:
-        """Sets the step, that of the pads too (every step visits them), and what :meth:`missed` gives."""
+        """Sets the step, also as the last step of all entries (right for pads), and the missed steps."""
         self.state.step.fill_(step)
         self.state.last_step.fill_(step)
         if any(missed.values()):

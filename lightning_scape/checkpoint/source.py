@@ -1,15 +1,15 @@
-"""One optimizer's state as it was saved: facts, and tensors by key. A whole state and a directory are read alike.
+"""One optimizer's saved state: facts, and tensors by key. A whole state and a directory are read alike.
 
 ========================== ==========================================================================================
 key                        tensor
 ========================== ==========================================================================================
 ``state.{i}.{name}``       of parameter ``i``; its names are the values of :data:`SAVED_AS`
-``residual.{rank}.{i}``    what a rank has computed of parameter ``i`` and not yet sent
+``residual.{rank}.{i}``    the part of parameter ``i`` that a rank has not yet sent
 ``mask``                   ``[blocks, q]``
 ========================== ==========================================================================================
 
-``i`` counts all parameters of the groups. Tensors of parameters are read flat, in the parameter's memory order. A rank
-reads the part that it needs.
+``i`` counts all parameters of the groups. A parameter's tensor is read flat, in the parameter's memory order. Each rank
+reads only the part that it needs.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ class Source(Protocol):
 
     @property
     def common(self) -> Mapping[str, Any]:
-        """Facts, ``param_groups`` among them: all that is no tensor."""
+        """Facts: all but the tensors; ``param_groups`` is one of them."""
 
     @property
     def entries(self) -> Mapping[int, Collection[str]]:
         """Names of the tensors of each parameter."""
 
     def find(self, key: str) -> Any:
-        """What is saved under a key: a tensor in its own shape, on ``meta`` where its values are not at hand.
+        """The tensor of a key, in its own shape; on ``meta`` if its values are still on disk. None if there is none.
 
-        None if nothing is. From a damaged state it may be anything.
+        A damaged state may give anything.
         """
 
     def read(self, targets: Mapping[str, Chunk]) -> None:
-        """Fills the chunks' tensors, in place, from what the keys name; converts dtypes."""
+        """Fills the chunks' tensors, in place; converts dtypes."""
 
     def tensor(self, key: str) -> Tensor:
-        """All of one tensor, flat but for the mask."""
+        """One whole tensor, flat; the mask in its own shape."""
 
 
 def held(source: Source) -> set[str]:
-    """Names of the tensors that a state has of any parameter, as far as they are known."""
+    """Names of the tensors that any parameter has; unknown names are left out."""
     return set().union(*source.entries.values()) & set(SAVED_AS.values())
 
 
 def state_key(index: int, name: str) -> str:
-    """Of a parameter's tensor."""
+    """The key of a parameter's tensor."""
     return f"state.{index}.{name}"
 
 
 def residual_key(rank: int, index: int) -> str:
-    """Of a rank's residual of a parameter."""
+    """The key of a rank's residual of a parameter."""
     return f"residual.{rank}.{index}"
 
 
@@ -87,11 +87,11 @@ def slot(whole: Mapping[str, Any], key: str) -> tuple[Any, Any]:
 
 
 class WholeState:
-    """A :class:`Source` over a state dict: SCAPE's whole state, or one of AdamW, Adam or AdamS, which has no facts.
+    """A :class:`Source` over a state dict: SCAPE's whole state, or one of AdamW, Adam or AdamS (without facts).
 
     Args:
-        saved: of a form that :func:`~lightning_scape.checkpoint.checks.check_whole` has passed.
-        parameters: whose memory order is asked for.
+        saved: the state; :func:`~lightning_scape.checkpoint.checks.check_whole` has passed it.
+        parameters: they give the memory order.
     """
 
     def __init__(self, saved: Mapping[str, Any], parameters: Parameters) -> None:
@@ -120,14 +120,14 @@ class WholeState:
 
 @dataclass(frozen=True)
 class SavedShards:
-    """A :class:`Source` over a directory: one optimizer's state in it. Ranks read their parts; nobody reads it whole.
+    """A :class:`Source` over a directory, which may hold several optimizers' states. Nothing is read until asked for.
 
     Its facts also have ``shapes``, ``strides`` and ``tensors`` (the names) of the parameters, and ``mask_shape``.
     """
 
     directory: Directory
     key: str
-    """What all its keys begin with in the directory."""
+    """The prefix of its keys in the directory."""
     common: dict[str, Any]
 
     @property
@@ -141,7 +141,7 @@ class SavedShards:
         shape = self.common["mask_shape"] if index is None else self.common["shapes"][index]
         if shape is None:
             return None
-        if 0 in shape:  # not in the directory
+        if 0 in shape:  # not stored
             return torch.empty(shape, dtype=self._dtype_beside(key), device="meta")
         found = self.directory.find(f"{self.key}.{key}")
         return found.view(shape) if found is not None and found.numel() == math.prod(shape) else found
@@ -168,7 +168,7 @@ class SavedShards:
             yield "mask", self.tensor("mask")
 
     def _dtype_beside(self, key: str) -> torch.dtype:
-        """Of an empty tensor: the dtype that the other parameters have under the same name."""
+        """The dtype of a tensor without entries: that of another parameter's tensor of the same name."""
         if key == "mask":
             return torch.uint8
         kind, first, last = key.split(".")

@@ -1,4 +1,4 @@
-"""What a rank holds between steps: its residual over all parameters, and the optimizer state of its own shard."""
+"""The state of a rank between steps: its residual over all parameters, and the optimizer state of its own shard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_scape.config import ScapeConfig
 from lightning_scape.layout import Layout, Piece
 
 _CHUNK = 1 << 18
-"""Entries handled at a time where temporaries of a parameter's size are to be avoided."""
+"""Entries handled at a time, so that no temporary has a parameter's size."""
 SHARD_TENSORS = (
     *("exp_avg", "last_step", "master"),
     *("local_exp_avg", "local_exp_avg_sum", "local_exp_avg_sq", "exp_avg_sq"),
@@ -25,7 +25,7 @@ class ScapeState:
     """Buffers of one rank. ``blocks`` counts all blocks, ``R`` those of a shard, ``B`` is the block length."""
 
     residual: Tensor
-    """``[blocks, B]`` fp32 (or fp64): what this rank has computed and not yet sent."""
+    """``[blocks, B]`` fp32 (or fp64): gradients that this rank has computed and not yet sent."""
     exp_avg: Tensor
     """``[R, B]`` fp32 (fp64 for fp64 parameters): m of AdamS."""
     last_step: Tensor
@@ -42,19 +42,19 @@ class ScapeState:
     """``[R, B]`` fp32, likewise: that moment summed since each entry's last visit."""
     local_exp_avg_sq: Tensor | None = None
     """``[R, B]`` fp32 (fp64), ``update="adams"`` and ``second_moment="measured"`` only: running mean square of this
-    rank's own gradient, over N: an estimate for the averaged one."""
+    rank's own gradient, divided by N. It estimates the noise of the averaged gradient."""
     local_samples: int = 0
-    """Gradients that went into it."""
+    """Number of gradients in ``local_exp_avg_sq``."""
     sampled: bool = False
     """Whether the last step was one of them."""
     exp_avg_sq: Tensor | None = None
     """``[R, B]`` fp32 (fp64), ``update="adamw"`` only: v of AdamW, the running mean square of the averaged gradient,
     not corrected for its start at zero. Entries that are not visited take this rank's own gradient for it."""
     exp_avg_sq_since: int = 0
-    """The step at whose end ``second_moment`` was zero."""
+    """The step at whose end ``exp_avg_sq`` was zero."""
     missed: Tensor | None = None
-    """int32 ``[parameters]``: steps in which a parameter had a gradient on no rank; its own step is ``step`` less that.
-    None stands for zeros."""
+    """int32 ``[parameters]``: number of steps in which no rank had a gradient for the parameter. Its own step is
+    ``step`` minus this. None stands for zeros."""
 
     @classmethod
     def allocate(cls, layout: Layout, config: ScapeConfig, dtype: torch.dtype, device: torch.device) -> ScapeState:
@@ -81,7 +81,7 @@ class ScapeState:
     def refresh_master(self, flats: Sequence[Tensor], layout: Layout, rank: int) -> None:
         """Reads the shard's master weights from the parameters. Keeps a master that rounds to the parameter's value.
 
-        So it does not matter in which order a checkpoint's parameters and masters are loaded.
+        So a checkpoint's parameters and masters may be loaded in either order.
         """
         if self.master is None:
             self.master = torch.zeros_like(self.exp_avg)
@@ -105,7 +105,7 @@ def flatten(parameter: Tensor) -> Tensor:
 
 
 def flatten_like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The gradient's entries in the memory order of its parameter; a view where strides agree (they nearly always do).
+    """The entries of a gradient (or of a saved tensor) in the memory order of its parameter; a view if strides agree.
 
     Raises:
         ValueError: the gradient is sparse.
