@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.comm import collectives
-from lightning_scape.comm.collectives import Arriving
+from lightning_scape.comm.collectives import Work
 from lightning_scape.engine.clipping import GradientClipping
 from lightning_scape.engine.participation import pack_flags
 from lightning_scape.engine.state import piece_views
@@ -195,7 +195,7 @@ def test_replicas_are_bitwise_equal_under_every_option(
 
 
 def train_with_flags(rank: int, world_size: int, on_device: bool, options: dict[str, Any]) -> list[Tensor]:
-    real = GradientClipping._measure
+    real = GradientClipping.measure
 
     def measure(self: GradientClipping, grads: Any, device: torch.device, *, sketch: bool) -> Tensor:
         norm = real(self, grads, device, sketch=sketch)
@@ -203,7 +203,7 @@ def train_with_flags(rank: int, world_size: int, on_device: bool, options: dict[
             self.present = torch.ones(len(grads))
         return norm
 
-    GradientClipping._measure = measure  # type: ignore[method-assign]
+    GradientClipping.measure = measure  # type: ignore[method-assign]
     params = parameters()
     groups = [{"params": params[:2], "lr": 3e-2}, {"params": params[2:], "betas": (0.8, 0.99)}]
     config = ScapeConfig(**{"sparsity": 0.9, "dense_steps": 1, "sparsity_warmup_steps": 2, **options})
@@ -242,18 +242,19 @@ class Ledger:
     def __init__(self, optimizer: ScapeOptimizer) -> None:
         self.optimizer = optimizer
         self.sent: Tensor | None = None
-        self._exchange, self._mean = optimizer.communicator.exchange, optimizer._mean
-        optimizer.communicator.exchange = self.exchange  # type: ignore[method-assign]
-        optimizer._mean = self.mean  # type: ignore[method-assign]
+        self._all_to_all, self._sweep = optimizer.communicator.all_to_all, optimizer.engine.local.sweep
+        optimizer.communicator.all_to_all = self.all_to_all  # type: ignore[method-assign]
+        optimizer.engine.local.sweep = self.sweep  # type: ignore[method-assign]
 
-    def exchange(self, sent: Tensor) -> Arriving:
-        for rows in self.optimizer._beside:
+    def all_to_all(self, sent: Tensor) -> Work:
+        for rows in self.optimizer.engine.remote.rows:
             self._enter(rows, sent[rows])
-        return self._exchange(sent)
+        return self._all_to_all(sent)
 
-    def mean(self, received: Tensor, own: Tensor, dtype: torch.dtype) -> Tensor:
-        self._enter(self.optimizer._own, own)
-        return self._mean(received, own, dtype)
+    def sweep(self, *args: Any) -> Tensor:
+        own = self._sweep(*args)
+        self._enter(self.optimizer.engine.local.rows, own)
+        return own
 
     def _enter(self, rows: slice, values: Tensor) -> None:
         state, mask = self.optimizer.engine.state, self.optimizer.engine.masks.active
@@ -266,11 +267,10 @@ class Ledger:
 
     def totals(self) -> list[Tensor]:
         """Sent plus residual, by parameter."""
-        state, optimizer = self.optimizer.engine.state, self.optimizer
-        assert state is not None
+        engine = self.optimizer.engine
+        assert engine.state is not None
         assert self.sent is not None
-        both = (self.sent + state.residual.double()).view(-1)
-        return optimizer._views(both, optimizer.engine.layout.everything().pieces)
+        return piece_views(self.sent + engine.state.residual.double(), engine.layout.everything().pieces)
 
 
 def train_with_ledger(rank: int, world_size: int, wire_dtype: str, whole: bool, update: str) -> float:
@@ -332,7 +332,7 @@ def train_watching_masks(rank: int, world_size: int, interval: int) -> dict[str,
             assert torch.equal(mask, seen[-1])
         seen.append(mask.clone())
         # Each owner's choice, from its own residual after this step: the mask of the next.
-        own = ops.select(state.shard_of_residual(optimizer.engine.layout, rank), quota.sent)
+        own = ops.select(state.residual[optimizer.engine.local.rows], quota.sent)
         expected = torch.cat(gathered(own))
         inside = torch.zeros(optimizer.engine.layout.blocks, quota.block_size, dtype=torch.bool)
         inside.scatter_(1, mask.long(), True)
@@ -358,7 +358,7 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
     sizes: list[tuple[str, int]] = []
 
     def spy(name: str) -> None:
-        home = collectives if name.startswith("_") else dist
+        home = collectives if name.endswith("_into") else dist
         real = getattr(home, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -371,7 +371,7 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
         set_gradients(params, rank, step)
         optimizer.step()
         optimizer.zero_grad()
-    for name in ("all_reduce", "_all_to_all", "_all_gather", "broadcast", "all_gather", "reduce_scatter_tensor"):
+    for name in ("all_reduce", "all_to_all_into", "all_gather_into", "broadcast", "all_gather", "reduce_scatter_tensor"):
         spy(name)
     set_gradients(params, rank, 3)
     if clip:
@@ -390,9 +390,9 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
     mask_bytes = entries * (1 if quota.block_size <= 256 else 2)
     assert sizes == [
         ("all_reduce", norm),
-        ("_all_to_all", values_bytes),
-        ("_all_gather", parameter_bytes),
-        ("_all_gather", mask_bytes),
+        ("all_to_all_into", values_bytes),
+        ("all_gather_into", parameter_bytes),
+        ("all_gather_into", mask_bytes),
     ]
     assert stats.bytes_norm == int(2 * norm * share)
     assert stats.bytes_values == int(values_bytes * share)
@@ -493,15 +493,15 @@ def step_beside_the_op(rank: int, world_size: int, options: dict[str, Any]) -> i
     config = ScapeConfig(sparsity=0.9, update="adamw", dense_steps=2, sparsity_warmup_steps=2, **options, **FP32)
     optimizer = ScapeOptimizer(groups, config=config)
     totals: list[Tensor] = []
-    real = optimizer._mean
+    real = optimizer.engine.shard.update
 
-    def mean(*arguments: Any) -> Tensor:
-        totals.append(real(*arguments).clone())
-        return totals[-1].clone()
+    def update(state: Any, mask: Tensor | None, mean: Tensor, part: Any) -> tuple[Tensor, Tensor]:
+        totals.append(mean.clone())
+        return real(state, mask, mean, part)
 
-    optimizer._mean = mean  # type: ignore[method-assign]
+    optimizer.engine.shard.update = update  # type: ignore[method-assign]
     pieces, taken, visited = optimizer.engine.local.pieces, [0] * len(params), 0
-    state = optimizer.engine.state = optimizer._allocate()
+    state = optimizer.engine.state = optimizer.engine.allocate()
     for step in range(9):
         set_gradients(params, rank, step)
         for place, parameter in enumerate(params):
@@ -516,7 +516,7 @@ def step_beside_the_op(rank: int, world_size: int, options: dict[str, Any]) -> i
         factor = torch.tensor(optimizer.stats.clip_factor)
         assert factor < 1
         mask, inside, total = optimizer.engine.masks.active, torch.zeros_like(shard[0]), torch.zeros_like(shard[0])
-        own = None if mask is None else mask[optimizer._own]
+        own = None if mask is None else mask[optimizer.engine.local.rows]
         ops.scatter_blocks(inside, own, torch.ones_like(totals[-1]))
         ops.scatter_blocks(total, own, totals[-1])
         matrices = (*shard, inside, total, state.exp_avg, state.exp_avg_sq, state.last_step)
@@ -695,7 +695,8 @@ def test_clip_bounds_must_be_positive(bad: float) -> None:
 
 
 def kept_by_a_skipped_step(state: Any) -> list[Tensor | None]:
-    names = ("residual", "momentum", "clock", "step", "evidence", "local_momentum", "second_moment", "missed")
+    """All that a state holds between steps, but for masters, which are made at the first; ``missed`` comes last."""
+    names = ("residual", "exp_avg", "last_step", "step", "local_exp_avg_sum", "local_exp_avg", "exp_avg_sq", "missed")
     return [getattr(state, name) for name in names]
 
 
@@ -1126,7 +1127,7 @@ def test_masters_that_round_to_their_parameter_survive_a_reload() -> None:
     kept = state.master.clone()
     optimizer.mark_masters_stale()  # as when the same checkpoint's parameters are loaded after its optimizer
     params[0].data.view(-1)[7] = 3.0
-    optimizer._begin()
+    assert optimizer.engine.settled_state() is state
     kept.view(-1)[7] = 3.0
     assert torch.equal(state.master, kept)
 

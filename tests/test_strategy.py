@@ -574,11 +574,11 @@ def _fit_twice(rank: int, world_size: int) -> tuple[Tensor, bool, int, float]:
     trainer = make_trainer()
     model = Regression()
     trainer.fit(model)
-    group, first = trainer.strategy._mask_group, ours(trainer)
+    first = ours(trainer)
     trainer.validate(model, loader(), verbose=False)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model)
-    same = trainer.strategy._mask_group is group is not None
+    same = ours(trainer).communicator.mask_group is first.communicator.mask_group is not None
     return weights(model), same and ours(trainer) is not first, ours(trainer).stats.step, trainer.current_epoch
 
 
