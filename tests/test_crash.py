@@ -21,10 +21,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from launcher import RankError
+from optimizer_helpers import parameters, set_gradients, values
 from test_checkpoint import build, everything, train
-from test_optimizer import parameters, set_gradients, values
 from test_sharded import load, numbered
-from test_strategy import GivenRanks, Regression, make_trainer
+from trainer_helpers import GivenRanks, Regression, make_trainer
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy, newest_checkpoint
 from lightning_scape.checkpoint.atomic_files import load_file, save_file, verify

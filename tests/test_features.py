@@ -25,8 +25,8 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
-from test_strategy import BATCHES, Regression, loader, make_trainer, ours, weights
 from torch import Tensor, nn
+from trainer_helpers import BATCHES, Regression, loader, make_trainer, ours, weights
 
 from lightning_scape import ScapeMonitor, ScapeOptimizer, ScapeStrategy
 from lightning_scape.engine.stats import PHASES

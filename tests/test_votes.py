@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from optimizer_helpers import gathered, parameters, set_gradients
 from rank_checks import arrived_event
-from test_optimizer import gathered, parameters, set_gradients
 from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops

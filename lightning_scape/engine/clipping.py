@@ -118,7 +118,7 @@ class GradientClipping:
         flags = [grad is not None for grad in grads]
         if sketch and world_size > 1:
             if self._signs is None or self._signs.device != device:
-                self._signs = ops.to_device(_random_signs(2 * _CHUNK), device)
+                self._signs = ops.to_device(random_signs(2 * _CHUNK), device)
             measured = ops.sketch(grads, self._signs, SKETCH_WIDTHS)
         else:
             given = [grad for grad in grads if grad is not None and grad.numel()]
@@ -212,7 +212,7 @@ def sketch_deviation(width: int = SKETCH_WIDTHS[0]) -> float:
     return math.sqrt(1 / (2 * width))
 
 
-def _random_signs(count: int) -> Tensor:
+def random_signs(count: int) -> Tensor:
     """The same +1 and -1 on every rank, fp32."""
     generator = torch.Generator("cpu").manual_seed(0x5CA9E)
     return torch.randint(0, 2, (count,), generator=generator, device="cpu").mul_(2).sub_(1).float()
