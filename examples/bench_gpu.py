@@ -35,7 +35,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, __version__, ops
-from lightning_scape.comm.collectives import Arriving, Communicator, PendingMask
+from lightning_scape.comm.collectives import Communicator, Work
 from lightning_scape.config import Quota
 from lightning_scape.engine.stats import PHASES, StepRecord
 from lightning_scape.layout import Layout
@@ -45,9 +45,11 @@ SIZES = {"124M": (124, 768), "345M": (345, 1024), "500M": (500, 1280), "1.8B": (
 """Millions of parameters, and the width of the layers they are cut into."""
 TARGETS = {
     "step": "whole step at 0.99, P = 500M, N = 1: at most 0.5x fused AdamW",
-    "fold": "fold at P = 500M: at most 1.3x the time its bytes take at the copy bandwidth",
+    "sweep": "sweep at P = 500M: at most 1.3x the time its bytes take at the copy bandwidth",
     "select": "selection over a whole shard of 500M at 0.99: at most 1.5x the time to read it",
 }
+MERGES = ("_merge_kernel", "_elect_kernel")
+"""What runs on the side stream alone, by which the profiler's events tell it."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -166,29 +168,32 @@ class Alone(Communicator):
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def exchange(self, values: torch.Tensor) -> Arriving:
-        return Arriving(values.clone().view(self.world_size, -1, values.shape[1]))
+    def all_to_all(self, values: torch.Tensor) -> Work:
+        return Work(values.clone().view(self.world_size, -1, values.shape[1]))
 
-    def gather_parameters(self, shard: torch.Tensor) -> Arriving:
-        return Arriving(shard.repeat(self.world_size, 1))
+    def all_gather(self, shard: torch.Tensor) -> Work:
+        return Work(shard.repeat(self.world_size, 1))
 
-    def start_mask(
+    def exchange_mask(
         self,
-        make_room: Callable[[], torch.Tensor],
-        pick: Callable[[torch.Tensor | None], torch.Tensor],
-        ballots: torch.Tensor | None = None,
-    ) -> PendingMask:
+        full: Callable[[], torch.Tensor],
+        own_part: Callable[[torch.Tensor | None], torch.Tensor],
+        device: torch.device,
+        proposals: torch.Tensor | None = None,
+        after: torch.cuda.Event | None = None,
+    ) -> Work:
         assert self.others is not None
-        heard = None
-        if ballots is not None:
-            heard = ballots.clone().view(self.world_size, -1, ballots.shape[1])
-            heard[..., -1] = 0  # the scale: votes on other shards' blocks must not count, this one's pads lie elsewhere
-        shard = pick(heard)
-        full = make_room().copy_(self.others)
-        full[: shard.shape[0]] = shard
-        return PendingMask(Arriving(full), stream=self._side_stream)
+        with self.on_side_stream(device, after):
+            received = None
+            if proposals is not None:
+                received = proposals.clone().view(self.world_size, -1, proposals.shape[1])
+                received[..., -1] = 0  # the scale: those for other shards' blocks must not count, pads lie elsewhere
+            shard = own_part(received)
+            mask = full().copy_(self.others)
+            mask[: shard.shape[0]] = shard
+        return Work(mask, stream=self.side_stream(device) if device.type == "cuda" else None)
 
-    def share(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather_stacked(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unsqueeze(0).expand(self.world_size, *tensor.shape)
 
 
@@ -282,7 +287,7 @@ def measure(args: argparse.Namespace, clock: Clock, size: str) -> list[dict[str,
             ahead.append(clock.is_ahead(begin))
             row = {"host": host}
             row |= {n: sum(clock.microseconds(*part) for part in marks[n]) for n in PHASES if n in marks}
-            row["select"] = selecting(optimizer, clock)  # the step's own is on another stream, beside what follows
+            row["select"] = selecting(optimizer, clock)  # a step ranks in its sweep
             row |= {"step": clock.microseconds(ready, end), "adamw": clock.microseconds(begin, middle)}
             row["adamw and clipping"] = row["adamw"] + clock.microseconds(middle, ready)
             steps.append(row)
@@ -297,10 +302,13 @@ def measure(args: argparse.Namespace, clock: Clock, size: str) -> list[dict[str,
 
 
 def selecting(optimizer: ScapeOptimizer, clock: Clock) -> float:
-    """Microseconds of making a mask: the owner's ranking, or votes and election."""
+    """Microseconds of making a mask on its own, as the first sparse step does: ranking, proposals, merge."""
+    engine = optimizer.engine
+    assert engine.state is not None
+    engine.masks.restore(None, 0)
     clock.get_ahead()
     begin = clock.mark()
-    optimizer._start_mask(optimizer.config.quota.sent).wait()
+    engine.masks.current(engine.state.calls, engine.state)
     return clock.microseconds(begin, clock.mark())
 
 
@@ -317,7 +325,7 @@ def describe(
     each, density = parameters[0].element_size(), optimizer.config.quota.density
     least = {  # bytes that must move, each read or written once
         "norm": numel * each,
-        "fold": numel * (each + 8),
+        "sweep": numel * (each + 8 + density * (1 + optimizer.config.values_dtype.itemsize)),
         "select": numel * (4 + density) / ranks + numel * density,
     }
     bandwidth = args.bandwidth
@@ -339,7 +347,7 @@ def describe(
 
 
 def overlap(args: argparse.Namespace) -> dict[str, Any]:
-    """Share of the side stream's time (selection, stand-in of the exchange) in which the compute stream works too."""
+    """Share of the side stream's time (merge, stand-in of the exchange) in which the compute stream works too."""
     if importlib.util.find_spec("litgpt") is None:
         return {"hidden": None, "trace": None, "left out": "litgpt, whose model would run, is not installed"}
     from litgpt import GPT, Config
@@ -378,7 +386,7 @@ def overlap(args: argparse.Namespace) -> dict[str, Any]:
         if event.device_type() == torch.autograd.DeviceType.CUDA
     ]
     busy = by_stream(events)
-    side = next((stream for stream, *_, name in events if "_select_kernel" in name), None)
+    side = next((stream for stream, *_, name in events if any(kernel in name for kernel in MERGES)), None)
     result = {"model": "tiny" if args.tiny else "pythia-160m", "batch": batch, "length": length, "trace": trace.name}
     if side is None:  # on the CPU there are no streams
         return result | {"side stream, us": None, "hidden": None}
@@ -421,7 +429,7 @@ def common(a: list[Interval], b: list[Interval]) -> int:
 def line(row: dict[str, Any]) -> str:
     us, floor = row["microseconds"], row["times the floor"]
     phases = " | ".join(f"{us.get(name, 0.0):.0f}" for name in PHASES if name != "wait")
-    floors = " | ".join(f"{floor[name]:.2f}" for name in ("norm", "fold", "select"))
+    floors = " | ".join(f"{floor[name]:.2f}" for name in ("norm", "sweep", "select"))
     return (
         f"| {row['size']} {row['dtype']} | {row['sparsity']} | {row['ranks']} | {phases} | {us['step']:.0f}"
         f" | {us['host']:.0f} | {us['adamw']:.0f} | {row['step / adamw']:.2f}"
@@ -432,7 +440,7 @@ def line(row: dict[str, Any]) -> str:
 def header() -> str:
     names = ["P", "sparsity", "N", *(f"{n}, us" for n in PHASES if n != "wait"), "step, us", "of the host, us"]
     names += ["AdamW fused, us"]
-    names += ["step / AdamW", "step / AdamW + clip", "norm / floor", "fold / floor", "select / floor"]
+    names += ["step / AdamW", "step / AdamW + clip", "norm / floor", "sweep / floor", "select / floor"]
     return f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
 
 
@@ -445,7 +453,7 @@ def judge(rows: list[dict[str, Any]]) -> dict[str, Any]:
         if row is None
         else {
             "step": (row["step / adamw"], 0.5),
-            "fold": (row["times the floor"]["fold"], 1.3),
+            "sweep": (row["times the floor"]["sweep"], 1.3),
             "select": (row["times the floor"]["select"], 1.5),
         }
     )

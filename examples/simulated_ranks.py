@@ -89,14 +89,14 @@ class LocalCommunicator(Communicator):
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         parts = self.meeting.share(self.rank, tensor.clone())
-        self._count("norm", 2 * tensor.numel() * tensor.element_size())
+        self.count_bytes("norm", 2 * tensor.numel() * tensor.element_size())
         tensor.copy_(parts[0])
         for part in parts[1:]:
             tensor += part
         return tensor
 
     def all_to_all(self, values: Tensor) -> Work:
-        self._count("values", values.numel() * values.element_size())
+        self.count_bytes("values", values.numel() * values.element_size())
         return Work(self._all_to_all(values))
 
     def _all_to_all(self, values: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class LocalCommunicator(Communicator):
 
     def all_gather(self, shard: Tensor) -> Work:
         full = torch.cat(self.meeting.share(self.rank, shard))
-        self._count("parameters", full.numel() * full.element_size())
+        self.count_bytes("parameters", full.numel() * full.element_size())
         return Work(full.fill_(-0.0) if self.others_add else full)
 
     def exchange_mask(
@@ -119,10 +119,10 @@ class LocalCommunicator(Communicator):
     ) -> Work:
         received = None
         if proposals is not None:
-            self._count("votes", proposals.numel() * proposals.element_size())
+            self.count_bytes("votes", proposals.numel() * proposals.element_size())
             received = self._all_to_all(proposals)
         mask = torch.cat(self.meeting.share(self.rank, own_part(received)))
-        self._count("mask", mask.numel() * mask.element_size())
+        self.count_bytes("mask", mask.numel() * mask.element_size())
         return Work(mask)
 
     def gather(self, flat: Tensor, to: int, device: torch.device) -> list[Tensor] | None:

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.engine.clipping import SKETCH_WIDTHS, _random_signs
+from lightning_scape.engine.clipping import SKETCH_WIDTHS, random_signs
 from lightning_scape.layout import Layout
 from lightning_scape.ops import cuda, cuda_launch
 
@@ -120,7 +120,7 @@ def record() -> dict[str, Launch]:
             for mask in (None, torch.zeros(3, 1, dtype=torch.uint8)):
                 changes = torch.zeros(3, 100 if mask is None else 1, dtype=torch.bfloat16)
                 ops.scatter_params([torch.zeros(300, dtype=dtype)], pieces, mask, changes, 100, True)
-        signs = _random_signs(1 << 17)
+        signs = random_signs(1 << 17)
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             ops.sketch([torch.zeros(100_000, dtype=dtype)], signs, SKETCH_WIDTHS)
             ops.fold([torch.zeros(9)], [torch.zeros(9, dtype=dtype)], torch.ones(()), 1.0)

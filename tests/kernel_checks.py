@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.engine.clipping import SKETCH_WIDTHS, _random_signs
+from lightning_scape.engine.clipping import SKETCH_WIDTHS, random_signs
 from lightning_scape.layout import Layout, Piece, Region, Segment
 from lightning_scape.ops import chunked, cuda, naive
 
@@ -464,7 +464,7 @@ class KernelChecks:
 
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_sketch_equals_its_twin_but_for_the_order_of_summation(self, dtype: torch.dtype) -> None:
-        signs = _random_signs(1 << 14)
+        signs = random_signs(1 << 14)
         grads = [torch.randn(20_000).to(dtype), None, torch.randn(5).to(dtype), torch.randn(9_001)]
         own = [None if grad is None else grad.to(self.device) for grad in grads]
         ours = self.module.sketch(own, signs.to(self.device), SKETCH_WIDTHS)
@@ -475,11 +475,11 @@ class KernelChecks:
         grad = torch.randn(9000, device=self.device)
         grad[8999] = bad
         assert not self.module.squared_norm([grad]).isfinite()
-        signs = _random_signs(1 << 14).to(self.device)
+        signs = random_signs(1 << 14).to(self.device)
         assert not self.module.sketch([grad], signs, SKETCH_WIDTHS).norm().isfinite()
 
     def test_norms_are_the_same_at_every_run(self) -> None:
-        grad, signs = torch.randn(30_000, device=self.device), _random_signs(1 << 14).to(self.device)
+        grad, signs = torch.randn(30_000, device=self.device), random_signs(1 << 14).to(self.device)
         assert_same_bits(self.module.squared_norm([grad]), self.module.squared_norm([grad]))
         assert_same_bits(
             self.module.sketch([grad], signs, SKETCH_WIDTHS), self.module.sketch([grad], signs, SKETCH_WIDTHS)
@@ -759,7 +759,7 @@ class KernelChecks:
     def test_tables_do_not_come_to_lie_on_the_default_device(self) -> None:
         """Under ``torch.set_default_device("cuda")`` they were made there, and could not be pinned."""
         residual, grad = torch.ones(500, device=self.device), torch.ones(500, device=self.device)
-        signs, scale = _random_signs(1 << 17).to(self.device), self.scalar(1.0)
+        signs, scale = random_signs(1 << 17).to(self.device), self.scalar(1.0)
         for cache in self.caches:
             cache.cache_clear()
         with torch.device("meta"):

@@ -17,7 +17,7 @@ change is rounded to bf16, it may be rounded another way."""
 
 
 def arrived_event() -> torch.cuda.Event:
-    """What stands beside a verdict that a device has given, where there is no device."""
+    """What a device has found arrives with one; here there is no device."""
     return cast(torch.cuda.Event, SimpleNamespace(synchronize=lambda: None))
 
 

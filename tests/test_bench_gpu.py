@@ -24,7 +24,7 @@ def test_dry_run_writes_its_report(tmp_path: Path) -> None:
     assert "kernels and reference agree" in done.stdout
     report = json.loads((tmp_path / "bench_gpu.json").read_text())
     assert [row["ranks"] for row in report["rows"]] == [1, 8]
-    assert all(row["microseconds"]["fold"] > 0 for row in report["rows"])
+    assert all(row["microseconds"]["sweep"] > 0 for row in report["rows"])
     assert (tmp_path / "bench_gpu.png").stat().st_size > 0
     assert json.loads((tmp_path / report["overlap"]["trace"]).read_text())["traceEvents"]
 
@@ -46,7 +46,7 @@ def test_what_is_compared_trains_at_its_full_size(bench_gpu: ModuleType, ranks: 
 
 
 def test_hidden_time_is_what_both_streams_have_in_common(bench_gpu: ModuleType) -> None:
-    events = [(7, 0, 10, "_select_kernel"), (7, 20, 30, "copy"), (1, 5, 22, "gemm"), (1, 0, 99, "scape::fold")]
+    events = [(7, 0, 10, "_merge_kernel"), (7, 20, 30, "copy"), (1, 5, 22, "gemm"), (1, 0, 99, "scape::sweep")]
     busy = bench_gpu.by_stream(events)
     assert bench_gpu.union(busy[7]) == [(0, 10), (20, 30)]
     assert bench_gpu.common(bench_gpu.union(busy[7]), bench_gpu.union(busy[1])) == 5 + 2
@@ -60,7 +60,7 @@ def test_models_have_the_size_they_are_named_after(bench_gpu: ModuleType) -> Non
 
 
 def test_targets_are_judged_by_the_measured_row(bench_gpu: ModuleType) -> None:
-    floor = {"fold": 1.2, "select": 1.6}
+    floor = {"sweep": 1.2, "select": 1.6}
     row = {"size": "500M", "sparsity": 0.99, "ranks": 1, "step / adamw": 0.6, "times the floor": floor}
     assert [found["met"] for found in bench_gpu.judge([row]).values()] == [False, True, False]
     assert set(bench_gpu.judge([]).values()) == {None}

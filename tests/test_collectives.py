@@ -15,7 +15,7 @@ from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.comm import collectives
 from lightning_scape.comm.collectives import Communicator
 
-MESSAGES = {"all_reduce": 1, "_all_to_all": 2, "_all_gather": 2}
+MESSAGES = {"all_reduce": 1, "all_to_all_into": 2, "all_gather_into": 2}
 """Norm; values and votes; parameters and mask. Five in all."""
 CALLS = (
     *("all_reduce", "reduce", "broadcast", "gather", "scatter", "barrier", "send", "recv"),
@@ -38,7 +38,7 @@ def _count_messages(rank: int, world: int, layers: int, width: int, sparsity: fl
 
         return counted_call
 
-    for home, names in ((dist, CALLS), (collectives, ("_all_to_all", "_all_gather"))):
+    for home, names in ((dist, CALLS), (collectives, ("all_to_all_into", "all_gather_into"))):
         for name in names:
             if hasattr(home, name):
                 setattr(home, name, counting(name, getattr(home, name)))
@@ -71,12 +71,12 @@ def test_their_number_does_not_grow_with_ranks(run_ranks: Any) -> None:
 
 def test_a_dense_step_needs_no_mask(run_ranks: Any) -> None:
     for rank in run_ranks(_count_messages, 2, 3, 8, 0.0, True):
-        assert rank[1:] == [{"all_reduce": 1, "_all_to_all": 1, "_all_gather": 1}] * 3
+        assert rank[1:] == [{"all_reduce": 1, "all_to_all_into": 1, "all_gather_into": 1}] * 3
 
 
 def test_a_step_without_votes_sends_four_messages(run_ranks: Any) -> None:
     for rank in run_ranks(_count_messages, 2, 3, 8, 0.9, True):
-        assert rank[1:] == [{**MESSAGES, "_all_to_all": 1}] * 3
+        assert rank[1:] == [{**MESSAGES, "all_to_all_into": 1}] * 3
 
 
 def _alone(rank: int, world: int) -> float:
@@ -95,8 +95,12 @@ def test_a_rank_may_step_alone_while_the_others_do_not(run_ranks: Any) -> None:
     assert 0.0 < run_ranks(_alone, 2)[1] < 400.0
 
 
-def _order_of_a_step(rank: int, world: int, sparsity: float) -> list[str]:
-    """What a sparse step does around its messages."""
+WRITTEN = {"second_moment": "squares", "proposals": "proposals", "next_mask": "next mask"}
+"""What a sweep writes, where it is asked to, beside values."""
+
+
+def _order_of_a_step(rank: int, world: int, sparsity: float, number: int) -> list[str]:
+    """What the step of this number does around its messages, and then a drain; ``sweep`` says what it does."""
     said: list[str] = []
 
     def say(home: Any, name: str) -> None:
@@ -108,35 +112,110 @@ def _order_of_a_step(rank: int, world: int, sparsity: float) -> list[str]:
 
         setattr(home, name, saying)
 
+    plain_sweep = ops.sweep
+
+    def sweep(region: Any, residual: Tensor, grads: Any, *args: Any, **kwargs: Any) -> None:
+        asked = [word for name, word in WRITTEN.items() if kwargs.get(name) is not None]
+        said.append(", ".join(["sweep" if grads is None else "sweep with fold", *asked]))
+        plain_sweep(region, residual, grads, *args, **kwargs)
+
     parameter = nn.Parameter(torch.zeros(4000))
-    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0))
-    for step in range(3):
+    config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0, update="adamw")
+    optimizer = ScapeOptimizer([parameter], config=config)
+    for step in range(number + 1):
         optimizer.drain()
-        if step == 2:
-            for name in ("exchange", "gather_parameters"):
+        if step == number:
+            for name in ("all_to_all", "all_gather", "exchange_mask"):
                 say(Communicator, name)
-            for name in ("fold", "compact", "select", "vote", "elect", "update", "scatter"):
+            for name in ("fold", "accumulate_exp_avg_sq", "select", "propose", "merge", "update_adamw"):
                 say(ops, name)
-            say(collectives.Arriving, "wait")
-            say(collectives.PendingMask, "depart")
+            say(ops, "scatter_params")
+            ops.sweep = sweep
+            say(collectives.Work, "wait")
         parameter.grad = torch.randn(4000, generator=torch.Generator().manual_seed(10 * step + rank))
         optimizer.step()
     optimizer.drain()
     return said
 
 
+WRITE = ["all_gather", "scatter_params", "wait", "scatter_params", "exchange_mask"]
+"""The owners' updates: a rank applies its own while the others' travel. Then the next mask's exchange begins."""
+
+
 @pytest.mark.parametrize(
-    ("sparsity", "ranking", "afterwards"), [(0.9, ["select"], ["wait"]), (0.99, ["vote", "vote"], ["wait", "elect"])]
+    ("sparsity", "remote", "local", "afterwards"),
+    [
+        (0.9, "sweep with fold", "sweep with fold, squares, next mask", ["wait"]),
+        (0.99, "sweep with fold, proposals", "sweep with fold, squares", ["merge", "wait"]),
+    ],
 )
 def test_a_step_works_while_its_messages_travel(
-    run_ranks: Any, sparsity: float, ranking: list[str], afterwards: list[str]
+    run_ranks: Any, sparsity: float, remote: str, local: str, afterwards: list[str]
 ) -> None:
-    """It compacts its own shard while the others' values travel; ranks, and applies its own, while the others' come."""
-    around_values = ["fold", "compact", "exchange", "fold", "compact", "wait", "update"]
-    around_parameters = ["gather_parameters", *ranking, "scatter", "wait", "scatter", "depart"]
-    for order in run_ranks(_order_of_a_step, 2, sparsity):
-        assert order[: -len(afterwards)] == [*around_values, *around_parameters]
-        assert sorted(order[-len(afterwards) :]) == sorted(afterwards)  # the election is on a thread of its own
+    """It sweeps its own shard while the values of the others' travel, and applies its update while theirs come."""
+    for order in run_ranks(_order_of_a_step, 2, sparsity, 2):
+        assert order[: -len(afterwards)] == [remote, "all_to_all", local, "wait", "update_adamw", *WRITE]
+        assert sorted(order[-len(afterwards) :]) == afterwards  # the merge is on a thread of its own
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "ranking", "remote", "local", "afterwards"),
+    [
+        (0.9, ["select", "exchange_mask", "wait"], "sweep", "sweep, next mask", ["wait"]),
+        (0.99, ["propose", "exchange_mask", "merge", "wait"], "sweep, proposals", "sweep", ["merge", "wait"]),
+    ],
+)
+def test_the_first_sparse_step_folds_all_before_it_ranks_and_waits_for_its_own_mask(
+    run_ranks: Any, sparsity: float, ranking: list[str], remote: str, local: str, afterwards: list[str]
+) -> None:
+    for order in run_ranks(_order_of_a_step, 2, sparsity, 0):
+        begin = ["fold", "fold", "accumulate_exp_avg_sq"]
+        assert order[:3] == begin
+        assert order[3:4] + sorted(order[4 : 3 + len(ranking)]) == ranking[:1] + sorted(ranking[1:])
+        then = order[3 + len(ranking) : -len(afterwards)]
+        assert then == [remote, "all_to_all", local, "wait", "update_adamw", *WRITE]
+        assert sorted(order[-len(afterwards) :]) == afterwards
+
+
+class OnADevice(Communicator):
+    """Alone; says which events it records, as on CUDA, and behind which of them a mask's exchange begins."""
+
+    def __init__(self, said: list[Any]) -> None:
+        super().__init__(None, None)
+        self.said = said
+
+    def record_event(self, device: torch.device) -> Any:
+        self.said.append("event")
+        return len(self.said)
+
+    def exchange_mask(
+        self, full: Any, own_part: Any, device: torch.device, proposals: Any = None, after: Any = None
+    ) -> collectives.Work:
+        self.said.append(("exchange", after))
+        return collectives.Work(own_part(None))
+
+
+def test_a_masks_exchange_waits_on_the_device_for_the_sweeps_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    for name in ("sweep", "update_adams", "scatter_params"):
+        plain = getattr(ops, name)
+
+        def saying(*args: Any, plain: Any = plain, name: str = name, **kwargs: Any) -> Any:
+            said.append(name)
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(ops, name, saying)
+    parameter = nn.Parameter(torch.zeros(4000))
+    config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
+    optimizer = ScapeOptimizer([parameter], config=config, communicator=OnADevice(said))
+    for step in range(2):
+        said.clear()
+        parameter.grad = torch.randn(4000)
+        optimizer.step()
+        first = [("exchange", None)] if step == 0 else []  # behind all that the step has queued
+        at = len(first) + 3
+        exchange = ("exchange", at)
+        assert said == [*first, "sweep", "sweep", "event", "update_adams", "scatter_params", "scatter_params", exchange]
 
 
 def _after_an_error(rank: int, world: int, where: str) -> tuple[bool, float, Tensor]:
@@ -154,28 +233,33 @@ def _after_an_error(rank: int, world: int, where: str) -> tuple[bool, float, Ten
 
     for number in range(2):
         step(number)
-    home = optimizer if hasattr(optimizer, where) else ops
-    real, real_compact = getattr(home, where), ops.compact
+    engine = optimizer.engine
+    name = where.split()[-1]
+    home = {"remote": engine.remote, "local": engine.local, "own": engine.shard, "next": engine.masks}.get(
+        where.split()[0], ops
+    )
+    real, real_sweep = getattr(home, name), ops.sweep
 
-    def late(*args: Any, **kwargs: Any) -> Tensor:
+    def late(*args: Any, **kwargs: Any) -> None:
         time.sleep(rank)
-        return real_compact(*args, **kwargs)
+        real_sweep(*args, **kwargs)
 
-    ops.compact = late
-    setattr(home, where, fail)
+    ops.sweep = late
+    setattr(home, name, fail)
     failed = False
     try:
         step(2)
     except MemoryError:
         failed = True
-    setattr(home, where, real)
-    ops.compact = real_compact
-    state = optimizer.engine.state
+    setattr(home, name, real)
+    ops.sweep = real_sweep
+    state = engine.state
     assert state is not None
     assert state.master is not None
-    if where != "scatter":  # the update happened wholly, or not at all
+    if where != "scatter_params":  # the update happened wholly, or not at all
         own = parameter.detach()[rank * 2000 : (rank + 1) * 2000]
         assert torch.equal(state.master.view(-1)[:2000].bfloat16(), own)
+    assert (state.step == 2 + (where in ("next launch", "scatter_params"))).all()
     began = time.perf_counter()
     optimizer.drain()
     waited = time.perf_counter() - began
@@ -185,7 +269,7 @@ def _after_an_error(rank: int, world: int, where: str) -> tuple[bool, float, Ten
     return failed, waited, parameter.detach().clone()
 
 
-@pytest.mark.parametrize("where", ["_compact_own", "select", "scatter"])
+@pytest.mark.parametrize("where", ["remote sweep", "local sweep", "own update", "scatter_params", "next launch"])
 def test_an_error_beside_a_message_breaks_no_later_one(run_ranks: Any, where: str) -> None:
     (failed, waited, first), (also, also_waited, second) = run_ranks(_after_an_error, 2, where)
     assert failed

@@ -32,7 +32,7 @@ from rank_checks import CHANGE_ROUNDING, train_on
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.engine.clipping import SKETCH_WIDTHS, _random_signs
+from lightning_scape.engine.clipping import SKETCH_WIDTHS, random_signs
 from lightning_scape.layout import Layout
 from lightning_scape.ops import chunked, cpu, cpu_arrays, cpu_kernels, cpu_masks, naive
 
@@ -364,7 +364,7 @@ def run_all() -> list[Tensor]:
     again = cpu.update_adamw(ops.ShardState(theta, residual, second, clock), mask, theta * 2, row_numbers, 2)
     pieces = list(Layout(sizes, [0] * 3, length, 1).everything().pieces)
     cpu.scatter_params(grads, pieces, mask, theta, length)
-    norms = [cpu.squared_norm(grads), cpu.sketch(grads, _random_signs(1 << 14), SKETCH_WIDTHS)]
+    norms = [cpu.squared_norm(grads), cpu.sketch(grads, random_signs(1 << 14), SKETCH_WIDTHS)]
     return [residual, second, ballots, mask, sent, theta, clock, again, *grads, *norms, cpu.select(residual, 2)]
 
 

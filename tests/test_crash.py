@@ -21,15 +21,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from launcher import RankError
+from optimizer_helpers import parameters, set_gradients, values
 from test_checkpoint import build, everything, train
-from test_optimizer import parameters, set_gradients, values
 from test_sharded import load, numbered
-from test_strategy import GivenRanks, Regression, make_trainer
+from trainer_helpers import GivenRanks, Regression, make_trainer
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy, newest_checkpoint
 from lightning_scape.checkpoint.atomic_files import load_file, save_file, verify
 from lightning_scape.checkpoint.saver import Content, Saver
-from lightning_scape.comm.collectives import Communicator
+from lightning_scape.comm.collectives import Communicator, timeout_of
 
 RunRanks = Callable[..., list[Any]]
 CONFIG = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
@@ -60,8 +60,9 @@ def test_a_killed_rank_makes_the_others_stop_and_say_why(run_ranks: RunRanks, at
 
 def wait_for_masks(rank: int, world_size: int) -> float:
     optimizer = ScapeOptimizer(parameters(), config=CONFIG, process_group=dist.new_group(timeout=timedelta(seconds=7)))
-    mask_group = optimizer.communicator.mask_group
-    return mask_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    timeout = timeout_of(optimizer.communicator.mask_group)
+    assert timeout is not None
+    return timeout.total_seconds()
 
 
 def test_masks_are_waited_for_as_long_as_all_else(run_ranks: RunRanks) -> None:
@@ -126,7 +127,7 @@ def train_and_save(
             kill_at(int(kill[2]), folder)
         else:
             threading.Timer(kill[2], os.kill, (os.getpid(), signal.SIGKILL)).start()
-    (newest, *_) = ranks.share_object(newest_checkpoint(folder) if rank == 0 else None)
+    (newest, *_) = ranks.all_gather_object(newest_checkpoint(folder) if rank == 0 else None)
     begin = 0
     if newest is not None:
         if kind == "full":

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_scape.data import END_OF_FILE, Corpus, PythonSource, WindowLoader, read_corpus
-from lightning_scape.data.python_source import _drop_copies
+from lightning_scape.data.python_source import drop_copies
 
 SMALL = 300_000
 """Bytes of the corpus of most tests."""
@@ -38,7 +38,7 @@ def make_source(small_corpus: Corpus):
         batch_size: int = 8, seed: int = 0, shard: tuple[int, int] | None = (0, 1), context: int = CONTEXT
     ) -> PythonSource:
         source = PythonSource(batch_size, context, seed=seed, shard=shard)
-        source._corpus = small_corpus
+        source.corpus = small_corpus
         return source
 
     return make
@@ -92,7 +92,7 @@ def test_a_near_copy_and_the_near_copy_of_that_move_to_training():
         "near_of_near": b"x\ny\nz",
         "own": b"a\np\nq",
     }
-    assert _drop_copies(sources, ["near", "near_of_near", "own"]) == ["own"]
+    assert drop_copies(sources, ["near", "near_of_near", "own"]) == ["own"]
 
 
 def test_an_unreadable_file_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -165,7 +165,7 @@ def test_batches_are_int64_windows_of_the_corpus(make_source, small_corpus: Corp
 
 def test_an_epoch_predicts_every_byte_at_most_once_and_misses_few(make_source, small_corpus: Corpus):
     loader = make_source(batch_size=1).train_dataloader()
-    windows, order = loader._windows._shuffle()
+    windows, order = loader.dataset.shuffle()
     assert sorted(order.tolist()) == list(range(len(loader)))
     assert len(small_corpus.train) - len(loader) * CONTEXT < 2 * CONTEXT
     assert torch.equal(windows[0, -1], windows[1, 0])
@@ -211,7 +211,7 @@ def test_a_window_is_sliced_when_asked_for(make_source):
     source = make_source()
     loader = source.train_dataloader()
     next(iter(loader))
-    windows, _ = loader._windows._shuffle()
+    windows, _ = loader.dataset.shuffle()
     storage = source.corpus.train.untyped_storage().data_ptr()
     assert windows.untyped_storage().data_ptr() == storage
 
@@ -372,11 +372,11 @@ def test_a_context_longer_than_the_corpus_is_refused(make_source):
 
 def test_one_batch_is_exactly_enough(make_source, small_corpus: Corpus):
     source = make_source(batch_size=2, context=10)
-    source._corpus = Corpus(torch.arange(30).to(torch.uint8), torch.arange(11).to(torch.uint8), (), (), "")
+    source.corpus = Corpus(torch.arange(30).to(torch.uint8), torch.arange(11).to(torch.uint8), (), (), "")
     source.setup()
     assert len(source.train_dataloader()) == 1
     assert len([*source.val_dataloader()]) == 1
-    source._corpus = Corpus(torch.arange(29).to(torch.uint8), torch.arange(11).to(torch.uint8), (), (), "")
+    source.corpus = Corpus(torch.arange(29).to(torch.uint8), torch.arange(11).to(torch.uint8), (), (), "")
     with pytest.raises(ValueError, match="need 30 bytes, got 29"):
         source.setup()
 

@@ -237,17 +237,17 @@ def test_clipping_returns_the_norm_and_tells_all_ranks_of_a_nan(run_ranks: RunRa
 
 
 def test_on_cuda_a_norm_that_must_be_finite_is_refused_by_the_next_step() -> None:
-    """Where reading it at once would stop the host; the verdict of a device is set by hand here."""
+    """Where reading it at once would stop the host; what a device has found is set by hand here."""
     clipping = GradientClipping(ScapeConfig(), Communicator.alone())
     arrived = arrived_event()
-    clipping._verdict = torch.ones(()), arrived, True
-    clipping.settle()
+    clipping.found_inf = torch.ones(()), arrived, True
+    clipping.wait_found_inf()
     assert not clipping.last_skipped
-    clipping._verdict = torch.zeros(()), arrived, True
+    clipping.found_inf = torch.zeros(()), arrived, True
     with pytest.raises(RuntimeError, match="must be finite, got NaN or inf in the step before, which was skipped"):
-        clipping.settle()
+        clipping.wait_found_inf()
     assert clipping.last_skipped
-    clipping.settle()  # said once
+    clipping.wait_found_inf()  # said once
 
 
 def set_up_sgd(rank: int, world_size: int) -> None:
@@ -403,7 +403,7 @@ def test_a_run_that_goes_on_for_longer_keeps_the_warm_up_that_it_began_with(
 def test_the_strategy_can_be_sent_to_spawned_processes() -> None:
     sent = pickle.loads(pickle.dumps(FabricScapeStrategy(sparsity=0.9, start_method="spawn")))
     assert sent.config == ScapeConfig(sparsity=0.9)
-    assert not list(sent._modules)
+    assert not list(sent.known_modules)
 
 
 def overflow_on_one_rank(rank: int, world_size: int) -> list[bool]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_optimizer import assert_replicas_equal
+from optimizer_helpers import assert_replicas_equal
 from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer

@@ -25,10 +25,11 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
-from test_strategy import BATCHES, Regression, loader, make_trainer, ours, weights
 from torch import Tensor, nn
+from trainer_helpers import BATCHES, Regression, loader, make_trainer, ours, weights
 
 from lightning_scape import ScapeMonitor, ScapeOptimizer, ScapeStrategy
+from lightning_scape.engine.stats import PHASES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:No seed found"),
@@ -239,8 +240,7 @@ def test_profilers_see_the_step_and_its_phases(run_ranks: Any, tmp_path: Path) -
     for actions, events in run_ranks(_profile, 2, str(tmp_path)):
         assert "run_training_batch" in actions
         assert "optimizer_step" in actions
-        phases = ("norm", "wait", "fold", "compact", "synchronize", "update", "reconstruct", "select")
-        assert {f"scape::{phase}" for phase in phases} <= events
+        assert {f"scape::{phase}" for phase in PHASES} <= events
 
 
 # ------------------------------------------------------------------------------------------------ loggers

@@ -216,7 +216,7 @@ def test_imports_form_no_circle():
         ("config", "from lightning_scape import ScapeStrategy", "imports __init__"),
         ("ops.naive", "from ..optimizer import ScapeOptimizer", "imports optimizer"),
         ("ops.naive", "from ..comm import collectives", "imports comm"),
-        ("comm.collectives", "from lightning_scape.engine.mask import DelayedMask", "imports engine"),
+        ("comm.collectives", "from lightning_scape.engine.mask import Masks", "imports engine"),
         ("engine.step", "from lightning_scape.checkpoint import optimizer_state", "imports checkpoint"),
         ("engine.mask", "from lightning_scape.planning import cost_model", "imports planning"),
         ("adams", "from lightning_scape.config import ScapeConfig", "imports config"),

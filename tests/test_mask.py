@@ -1,44 +1,78 @@
-"""The schedule of densities and the delay, without an optimizer: masks here are just numbered tensors."""
+"""The schedule of densities and a mask's whole way, without an optimizer: masks here are just numbered tensors."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_scape import ScapeConfig
-from lightning_scape.comm.collectives import Arriving, PendingMask
-from lightning_scape.engine.mask import DelayedMask, SparsitySchedule
+from lightning_scape.comm.collectives import Communicator, Work
+from lightning_scape.engine.mask import Masks, SparsitySchedule
+from lightning_scape.engine.state import ScapeState
+from lightning_scape.layout import Layout
+
+CPU = torch.device("cpu")
+SECONDS = 0.02
+"""That a mask takes to come."""
 
 
-class Maker:
-    """Makes masks that carry the number of the call in which they were made."""
+class Numbered(Communicator):
+    """Brings masks that carry the number of their exchange."""
 
     def __init__(self) -> None:
+        super().__init__(None, None)
         self.made = 0
         self.waits = 0
 
-    def start(self, sent: int) -> PendingMask:
+    def exchange_mask(
+        self,
+        full: Callable[[], Tensor],
+        own_part: Callable[[Tensor | None], Tensor],
+        device: torch.device,
+        proposals: Tensor | None = None,
+        after: torch.cuda.Event | None = None,
+    ) -> Work:
         self.made += 1
-        maker, made = self, self.made
+        return Work(full().fill_(self.made), handle=SimpleNamespace(wait=self.wait))
 
-        class Counting(PendingMask):
-            def wait(self) -> tuple[Tensor, float]:
-                maker.waits += 1
-                return super().wait()[0], 0.25
+    def wait(self) -> None:
+        self.waits += 1
+        time.sleep(SECONDS)
 
-        return Counting(send=lambda: Arriving(torch.full((3, sent), made)))
+
+def build(config: ScapeConfig) -> tuple[Numbered, Masks, ScapeState]:
+    comm, layout = Numbered(), Layout([3 * config.quota.block_size], [0], config.quota.block_size, 1)
+    masks = Masks(config, layout, comm, CPU, SparsitySchedule.of(config))
+    return comm, masks, ScapeState.allocate(layout, config, torch.float32, CPU)
+
+
+def take(masks: Masks, state: ScapeState, step: int) -> tuple[Tensor | None, float]:
+    """The mask that a step uses, and the seconds that it waits, as the engine does."""
+    waited = masks.wait()
+    mask, more = masks.current(step, state)
+    return mask, waited + more
+
+
+def send(masks: Masks, state: ScapeState, step: int) -> None:
+    """The second half of a step: it ranks for the next mask, and launches its exchange."""
+    masks.ranking(step, state)
+    masks.launch(state)
 
 
 def run(config: ScapeConfig, steps: int) -> list[int | None]:
     """Which mask, by number, each step used."""
-    maker, masks = Maker(), DelayedMask(SparsitySchedule.of(config), config.mask_interval)
+    _, masks, state = build(config)
     used = []
     for step in range(steps):
-        mask, _ = masks.take(step, maker.start)
+        mask, _ = take(masks, state, step)
         used.append(None if mask is None else int(mask[0, 0]))
-        masks.prepare(step, maker.start)
-        masks.depart()
+        assert mask is None or mask.shape == (3, masks.schedule.sent(step))
+        send(masks, state, step)
     return used
 
 
@@ -47,31 +81,58 @@ def test_each_step_uses_the_mask_made_in_the_step_before() -> None:
 
 
 def test_first_step_makes_its_own_mask_and_only_it_waits_for_two() -> None:
-    maker = Maker()
-    masks = DelayedMask(SparsitySchedule.of(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)), 1)
-    assert masks.take(0, maker.start)[1] == 0.25
-    assert (maker.made, maker.waits) == (1, 1)
-    masks.prepare(0, maker.start)
-    masks.depart()
-    assert (maker.made, maker.waits) == (2, 1)  # under way, not waited for
-    assert masks.take(1, maker.start)[1] == 0.25
-    assert (maker.made, maker.waits) == (2, 2)
+    comm, masks, state = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
+    assert take(masks, state, 0)[1] >= SECONDS
+    assert (comm.made, comm.waits) == (1, 1)
+    send(masks, state, 0)
+    assert (comm.made, comm.waits) == (2, 1)  # under way, not waited for
+    assert masks.pending is not None
+    assert take(masks, state, 1)[1] >= SECONDS
+    assert (comm.made, comm.waits) == (2, 2)
+    assert masks.pending is None
 
 
 def test_a_mask_whose_step_failed_before_it_departed_is_dropped() -> None:
-    maker = Maker()
-    masks = DelayedMask(SparsitySchedule.of(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)), 1)
-    first, _ = masks.take(0, maker.start)
-    masks.prepare(0, maker.start)
-    assert masks.arrive() == 0.0  # nobody may be sending it: waiting would be for ever
-    assert maker.waits == 1
+    comm, masks, state = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
+    first, _ = take(masks, state, 0)
+    assert masks.ranking(0, state) is not None
+    assert masks.wait() == 0.0  # nobody sends it: waiting would be for ever
+    assert comm.waits == 1
     assert masks.active is first
-    masks.depart()
-    assert masks.take(1, maker.start)[0] is first
+    assert take(masks, state, 1)[0] is first
+    send(masks, state, 1)
+    assert comm.made == 2  # the next one's, and not that one's too
+
+
+def test_a_mask_that_fails_to_come_is_waited_for_once() -> None:
+    _, masks, state = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
+    take(masks, state, 0)
+    send(masks, state, 0)
+
+    def fail() -> None:
+        raise RuntimeError("of a message")
+
+    assert masks.pending is not None
+    masks.pending.handle.wait = fail
+    with pytest.raises(RuntimeError, match="of a message"):
+        masks.wait()
+    assert masks.wait() == 0.0
 
 
 def test_interval_reuses_a_mask() -> None:
     assert run(ScapeConfig(sparsity=0.9, mask_interval=3, sparsity_warmup_steps=0), 8) == [1, 1, 1, 2, 2, 2, 3, 3]
+
+
+def test_a_mask_that_was_saved_serves_the_rest_of_its_interval() -> None:
+    _, masks, state = build(ScapeConfig(sparsity=0.9, mask_interval=3, sparsity_warmup_steps=0))
+    saved = torch.full((3, masks.schedule.sent(0)), 9)
+    masks.restore(saved, 1)
+    used = []
+    for step in range(5, 9):
+        mask, _ = take(masks, state, step)
+        used.append(int(mask[0, 0]))  # type: ignore[index]
+        send(masks, state, step)
+    assert used == [9, 9, 1, 1]
 
 
 def test_no_mask_is_made_for_or_from_a_dense_step() -> None:
@@ -83,6 +144,45 @@ def test_no_mask_is_made_for_or_from_a_dense_step() -> None:
 def test_a_change_of_density_makes_a_new_mask_before_the_interval_is_over() -> None:
     config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=2, mask_interval=10)
     assert run(config, 6) == [1, 2, 3, 3, 3, 3]
+
+
+def test_a_step_that_makes_its_own_mask_ranks_the_residual_as_it_is() -> None:
+    config = ScapeConfig(sparsity=0.9, block_size=10, sparsity_warmup_steps=0)
+    layout = Layout([40], [0], 10, 1)
+    masks = Masks(config, layout, Communicator.alone(), CPU, SparsitySchedule.of(config))
+    state = ScapeState.allocate(layout, config, torch.float32, CPU)
+    state.residual[torch.arange(4), torch.tensor([3, 0, 9, 5])] = -1.0
+    assert masks.missing(0)
+    mask, _ = masks.current(0, state)
+    assert mask is not None
+    assert mask.view(-1).tolist() == [3, 0, 9, 5]
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_a_skipped_step_drops_the_mask_that_it_made_for_itself_and_the_one_after(interval: int) -> None:
+    comm, masks, state = build(ScapeConfig(sparsity=0.9, mask_interval=interval, sparsity_warmup_steps=0))
+    take(masks, state, 0)
+    send(masks, state, 0)
+    masks.drop_unproven()
+    assert masks.active is None
+    assert masks.pending is None
+    assert comm.waits == comm.made == (2 if interval == 1 else 1)  # what is under way comes first
+    assert masks.missing(1)
+    take(masks, state, 1)
+    send(masks, state, 1)
+    assert comm.made == (4 if interval == 1 else 2)
+
+
+def test_a_skipped_step_keeps_a_mask_that_was_made_before_it() -> None:
+    comm, masks, state = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
+    for step in range(2):
+        take(masks, state, step)
+        send(masks, state, step)
+    active, under_way = masks.active, masks.pending
+    masks.drop_unproven()
+    assert masks.active is active is not None
+    assert masks.pending is under_way is not None
+    assert comm.waits == 2
 
 
 def test_density_decays_geometrically() -> None:

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from test_strategy import BATCHES, Regression, TwoOptimizers, make_trainer
+from trainer_helpers import BATCHES, Regression, TwoOptimizers, make_trainer
 
 from lightning_scape import ScapeConfig, ScapeMonitor, ScapeOptimizer, ScapeStrategy, StepStats
 from lightning_scape.integrations.monitor import collect_metrics

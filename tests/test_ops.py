@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.engine.clipping import SKETCH_WIDTHS, _random_signs, sketch_deviation
+from lightning_scape.engine.clipping import SKETCH_WIDTHS, random_signs, sketch_deviation
 from lightning_scape.layout import Layout
 
 ONE, ZERO = torch.ones(()), torch.zeros(())
@@ -415,7 +415,7 @@ def test_gather_and_scatter_touch_exactly_the_masked_entries(
 
 
 def signs() -> Tensor:
-    return _random_signs(1 << 17)
+    return random_signs(1 << 17)
 
 
 def test_sketch_is_linear() -> None:

@@ -422,7 +422,7 @@ def test_a_step_timed_as_a_whole_is_divided_as_its_traffic_is() -> None:
     weight.grad = torch.randn_like(weight)
     for sparsity in (0.5, 0.99):
         config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0)
-        whole, shard = measuring._scape_as_a_whole(ScapeOptimizer([weight], config=config), repeats=2)
+        whole, shard = measuring.scape_as_a_whole(ScapeOptimizer([weight], config=config), repeats=2)
         traffic = planner.scape_traffic(config.quota.density, votes=config.votes > 0)
         assert whole > 0
         assert shard / whole == pytest.approx(traffic[1] / (traffic[0] - 4))
@@ -548,8 +548,8 @@ def test_ranks_of_one_machine_whose_link_was_measured_count_as_nodes(run_ranks: 
 def test_an_all_to_all_is_measured_as_it_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks per node share a link, which showed in the measurement and was then charged once more."""
     seconds = iter([0.0, 4.0, 2.0])  # of a hop, the all-to-all and the all-reduce
-    monkeypatch.setattr(measuring, "_median_seconds", lambda *_: next(seconds))
-    monkeypatch.setattr(measuring, "_cost", lambda *_: (next(seconds), 0.0))
+    monkeypatch.setattr(measuring, "median_seconds", lambda *_: next(seconds))
+    monkeypatch.setattr(measuring, "message_cost", lambda *_: (next(seconds), 0.0))
     monkeypatch.setattr(measuring, "Communicator", lambda *_: SimpleNamespace(world_size=8))
     link = measuring.measure_link(ranks_per_node=4)
     sent = 1e6 * 4 * 7 / 8

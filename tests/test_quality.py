@@ -16,7 +16,7 @@ import torch
 from example_modules import EXAMPLES, load_example
 from torch import Tensor
 
-from lightning_scape import ScapeConfig, ScapeOptimizer
+from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 
 RunRanks = Callable[..., list[Any]]
 STEPS = 6
@@ -31,11 +31,25 @@ def bench() -> ModuleType:
 def test_votes_of_fewer_bits_have_as_many_levels(bench: ModuleType, bits: int, levels: int) -> None:
     run = small(bench, mask_votes=2, vote_bits=bits)
     ranks = bench.build_ranks(run, bench.task_of(run).build_model())
-    residual = torch.randn(ranks.optimizers[0]._layout.blocks, 200).pow(15)  # so that the second is often far smaller
-    ballots = ranks.optimizers[0]._cast_ballots(residual, 2)
-    values = ballots[:, 2:4].view(torch.int8)
-    assert values.unique().numel() == levels
-    assert values.abs().max() == 127
+    arrived: list[Tensor] = []
+
+    def own_part(received: Tensor | None) -> Tensor:
+        assert received is not None
+        arrived.append(received)
+        return received[0, :, :1]
+
+    def exchange(rank: int) -> None:
+        optimizer = ranks.optimizers[rank]
+        residual = torch.randn(optimizer.engine.layout.blocks, 200).pow(15)  # so that the second is often far smaller
+        proposals = ops.propose(residual, 2)
+        optimizer.communicator.exchange_mask(lambda: residual, own_part, torch.device("cpu"), proposals).wait()
+
+    ranks.each(exchange)
+    assert len(arrived) == 2
+    for received in arrived:
+        values = received[..., 2:4].contiguous().view(torch.int8)
+        assert values.unique().numel() == levels
+        assert values.abs().max() == 127
 
 
 def small(bench: ModuleType, **options: Any) -> Any:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from optimizer_helpers import gathered, parameters, set_gradients
 from rank_checks import arrived_event
-from test_optimizer import gathered, parameters, set_gradients
 from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.comm import collectives
-from lightning_scape.optimizer import NOISE_INTERVAL, NOISE_WEIGHT
+from lightning_scape.engine.region import SAMPLE_INTERVAL, SAMPLE_WEIGHT
 
 RunRanks = Callable[..., list[Any]]
 
@@ -91,9 +91,8 @@ def train_watching_votes(rank: int, world_size: int, votes: int) -> None:
         state, masks, layout = optimizer.engine.state, optimizer.engine.masks, optimizer.engine.layout
         assert state is not None
         ballots = torch.stack(gathered(ops.propose(state.residual, votes)))
-        rows = slice(rank * layout.shard_blocks, (rank + 1) * layout.shard_blocks)
-        own = state.shard_of_residual(layout, rank)
-        elected = ops.merge(own, ballots[:, rows], rank, votes, optimizer.config.quota.sent)
+        rows = layout.rows_of(rank)
+        elected = ops.merge(state.residual[rows], ballots[:, rows], rank, votes, optimizer.config.quota.sent)
         assert masks.active is not None
         assert torch.equal(masks.active, torch.cat(gathered(elected)))
 
@@ -111,18 +110,18 @@ def count_votes(rank: int, world_size: int, options: dict[str, Any]) -> None:
         set_gradients(params, rank, step)
         optimizer.step()
     calls: list[tuple[str, int]] = []
-    real = collectives._all_to_all
+    real = collectives.all_to_all_into
 
     def spy(output: Tensor, tensor: Tensor, group: Any, **how: Any) -> Any:
         calls.append((str(tensor.dtype), tensor.numel() * tensor.element_size()))
         return real(output, tensor, group, **how)
 
-    collectives._all_to_all = spy
+    collectives.all_to_all_into = spy
     set_gradients(params, rank, 3)
     optimizer.step()
     stats = optimizer.stats
     optimizer.drain()
-    collectives._all_to_all = real
+    collectives.all_to_all_into = real
     assert stats is not None
     blocks = optimizer.engine.layout.blocks
     width = config.votes * (1 if config.quota.block_size <= 256 else 2) + config.votes + 1
@@ -174,7 +173,7 @@ def test_noise_is_a_running_mean_of_scaled_clamped_squares() -> None:
 def test_the_owner_samples_its_own_gradient_every_eight_steps() -> None:
     parameter = nn.Parameter(torch.zeros(30))
     optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.9, block_size=10, sparsity_warmup_steps=0))
-    for step in range(2 * NOISE_INTERVAL + 1):
+    for step in range(2 * SAMPLE_INTERVAL + 1):
         parameter.grad = torch.full((30,), float(step))
         optimizer.step()
     state = optimizer.engine.state
@@ -182,8 +181,8 @@ def test_the_owner_samples_its_own_gradient_every_eight_steps() -> None:
     assert state.local_exp_avg_sq is not None
     mean = 0.0
     for sample in range(3):
-        weight = max(NOISE_WEIGHT, 1 / (sample + 1))
-        mean += weight * ((sample * NOISE_INTERVAL) ** 2 - mean)
+        weight = max(SAMPLE_WEIGHT, 1 / (sample + 1))
+        mean += weight * ((sample * SAMPLE_INTERVAL) ** 2 - mean)
     assert state.local_exp_avg_sq.view(-1)[0].item() == pytest.approx(mean, rel=1e-6)
 
 
@@ -231,7 +230,7 @@ def assert_one_sample(optimizer: ScapeOptimizer, square: float) -> None:
 
 @pytest.mark.parametrize("strict", [None, False, True])
 def test_a_state_loaded_after_a_skipped_step_knows_nothing_of_it(strict: bool | None) -> None:
-    """The first thing that people try after a NaN; on CUDA its verdict comes late, and is set by hand here."""
+    """The first thing that people try after a NaN; on CUDA what became of it is told late, and is set by hand here."""
     parameter = nn.Parameter(torch.zeros(30))
     optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.9, block_size=10, sparsity_warmup_steps=0))
     dense = torch.optim.AdamW([parameter])
@@ -241,7 +240,7 @@ def test_a_state_loaded_after_a_skipped_step_knows_nothing_of_it(strict: bool | 
     with pytest.warns(UserWarning, match="not finite"):
         optimizer.step()
     if strict is not None:
-        optimizer.engine.clipping._verdict = torch.zeros(()), arrived_event(), strict
+        optimizer.engine.clipping.found_inf = torch.zeros(()), arrived_event(), strict
     with pytest.warns(UserWarning, match="not written by SCAPE"):
         optimizer.load_state_dict(dense.state_dict())
     parameter.grad = torch.full((30,), 3.0)
@@ -277,7 +276,7 @@ def test_the_share_of_the_noise_grows_with_the_interval_between_visits(
         shares.append(inspect.signature(plain).bind(*args).arguments["floor"])
         return plain(*args)
 
-    monkeypatch.setattr(ops, "update", note)
+    monkeypatch.setattr(ops, "update_adams", note)
     parameter = nn.Parameter(torch.zeros(3000))
     optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0))
     for _ in range(2):

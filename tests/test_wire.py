@@ -18,9 +18,9 @@ RunRanks = Callable[..., list[Any]]
 def gathers(rank: int, world_size: int, dtypes: list[torch.dtype], wire_dtype: str) -> list[torch.dtype]:
     """The dtypes in which updated parameters travelled, over three steps of which the first is dense."""
     seen: list[torch.dtype] = []
-    real = collectives.Communicator.gather_parameters
+    real = collectives.Communicator.all_gather
 
-    def spy(self: Any, shard: Tensor) -> collectives.Arriving:
+    def spy(self: Any, shard: Tensor) -> collectives.Work:
         seen.append(shard.dtype)
         return real(self, shard)
 
@@ -29,14 +29,14 @@ def gathers(rank: int, world_size: int, dtypes: list[torch.dtype], wire_dtype: s
         params, config=ScapeConfig(sparsity=0.9, dense_steps=1, wire_dtype=wire_dtype, sparsity_warmup_steps=0)
     )
     try:
-        collectives.Communicator.gather_parameters = spy
+        collectives.Communicator.all_gather = spy
         for _ in range(3):
             for parameter in params:
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
         optimizer.drain()
     finally:
-        collectives.Communicator.gather_parameters = real
+        collectives.Communicator.all_gather = real
     return list(dict.fromkeys(seen))
 
 

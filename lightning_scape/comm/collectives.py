@@ -57,13 +57,13 @@ def new_mask_group(
         group: ProcessGroup = dist.new_group(
             ranks,
             backend=backend,
-            timeout=timeout or _timeout_of(process_group),
+            timeout=timeout or timeout_of(process_group),
             use_local_synchronization=ranks is not None,
         )
     return group
 
 
-def _timeout_of(process_group: ProcessGroup | None) -> timedelta | None:
+def timeout_of(process_group: ProcessGroup | None) -> timedelta | None:
     """A group's timeout; a new group would have its backend's (30 minutes for gloo), whatever the job's is."""
     group: Any = process_group or dist.group.WORLD
     try:
@@ -213,7 +213,7 @@ class Communicator:
         if self.world_size > 1:
             with self._timed():
                 dist.all_reduce(tensor, group=self.process_group)
-            self._count("norm", 2 * tensor.numel() * tensor.element_size())
+            self.count_bytes("norm", 2 * tensor.numel() * tensor.element_size())
         return tensor
 
     def all_to_all(self, values: Tensor) -> Work:
@@ -226,8 +226,8 @@ class Communicator:
             return Work(values.view(shape))
         received = torch.empty_like(values)
         with self._timed():
-            handle = _all_to_all(received, values, self.process_group, async_op=True)
-        self._count("values", values.numel() * values.element_size())
+            handle = all_to_all_into(received, values, self.process_group, async_op=True)
+        self.count_bytes("values", values.numel() * values.element_size())
         return self._under_way(received.view(shape), values, handle)
 
     def all_gather(self, shard: Tensor) -> Work:
@@ -236,8 +236,8 @@ class Communicator:
             return Work(shard)
         full = shard.new_empty((self.world_size * shard.shape[0], shard.shape[1]))
         with self._timed():
-            handle = _all_gather(full, shard, self.process_group, async_op=True)
-        self._count("parameters", full.numel() * full.element_size())
+            handle = all_gather_into(full, shard, self.process_group, async_op=True)
+        self.count_bytes("parameters", full.numel() * full.element_size())
         return self._under_way(full, shard, handle)
 
     def _under_way(self, result: Tensor, sent: Tensor, handle: Any) -> Work:
@@ -297,13 +297,13 @@ class Communicator:
             return self._merge_and_gather_mask(full(), own_part, proposals.to(device))
 
     def _gather_mask(self, full: Tensor, shard: Tensor) -> Work:
-        self._count("mask", full.numel() * full.element_size())
+        self.count_bytes("mask", full.numel() * full.element_size())
         worker = Worker.existing(self.mask_group)
         with _lost_contact():
             if worker is None:
-                handle = _all_gather(full, shard, self.mask_group, async_op=True)
+                handle = all_gather_into(full, shard, self.mask_group, async_op=True)
             else:
-                handle = worker.do(lambda: _all_gather(full, shard, self.mask_group))
+                handle = worker.do(lambda: all_gather_into(full, shard, self.mask_group))
         return Work(full, shard, handle, stream=self._side_stream)
 
     def _merge_and_gather_mask(
@@ -312,13 +312,13 @@ class Communicator:
         def messages() -> None:
             received = torch.empty_like(proposals)
             with _lost_contact():
-                _all_to_all(received, proposals, self.mask_group)
+                all_to_all_into(received, proposals, self.mask_group)
             shard = own_part(received.view(self.world_size, -1, proposals.shape[1]))
             with _lost_contact():
-                _all_gather(full, shard, self.mask_group)
+                all_gather_into(full, shard, self.mask_group)
 
-        self._count("mask", full.numel() * full.element_size())
-        self._count("votes", proposals.numel() * proposals.element_size())
+        self.count_bytes("mask", full.numel() * full.element_size())
+        self.count_bytes("votes", proposals.numel() * proposals.element_size())
         if proposals.device.type == "cuda":  # the stream orders the messages, the host waits for none
             messages()
             return Work(full, stream=self._side_stream)
@@ -354,7 +354,7 @@ class Communicator:
         flat = tensor.reshape(-1)
         full = flat.new_empty(self.world_size * flat.numel())
         with _lost_contact():
-            _all_gather(full, flat, self.process_group)
+            all_gather_into(full, flat, self.process_group)
         return full.view(self.world_size, *tensor.shape)
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -396,8 +396,8 @@ class Communicator:
             yield
         self.seconds += time.perf_counter() - began
 
-    def _count(self, kind: str, buffer_bytes: int) -> None:
-        """A rank keeps 1/N of every buffer to itself."""
+    def count_bytes(self, kind: str, buffer_bytes: int) -> None:
+        """Counts a message's bytes; a rank keeps 1/N of every buffer to itself."""
         self.bytes_sent[kind] += buffer_bytes * (self.world_size - 1) // self.world_size
 
 
@@ -457,7 +457,8 @@ def _by_pairs(tensor: Tensor, group: ProcessGroup | None) -> bool:
     return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
 
 
-def _all_to_all(output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, async_op: bool = False) -> Any:
+def all_to_all_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, async_op: bool = False) -> Any:
+    """Every all-to-all of this package: part j of ``tensor`` goes to rank j; ``output`` has what arrives."""
     if not _by_pairs(output, group):
         return dist.all_to_all_single(output, tensor, group=group, async_op=async_op)
     ranks = dist.get_world_size(group)
@@ -465,7 +466,8 @@ def _all_to_all(output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, a
     return works if async_op else works.wait()
 
 
-def _all_gather(output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, async_op: bool = False) -> Any:
+def all_gather_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, async_op: bool = False) -> Any:
+    """Every all-gather of a step: each rank's ``tensor``, in rank order, in ``output``."""
     # 2.13 renamed this call (the old name warns there); older releases have only the old one.
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     if output.dtype == torch.uint16:  # neither gloo nor NCCL knows the type

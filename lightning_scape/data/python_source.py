@@ -122,6 +122,11 @@ class PythonSource(LightningDataModule):
             self._corpus = read_corpus(self.val_fraction, self.max_bytes)
         return self._corpus
 
+    @corpus.setter
+    def corpus(self, corpus: Corpus) -> None:
+        """Takes one that was read already."""
+        self._corpus = corpus
+
     @property
     def fingerprint(self) -> str:
         """`Corpus.fingerprint`: name it beside every loss."""
@@ -226,12 +231,12 @@ class TrainingWindows(IterableDataset[Tensor]):
     def _next_batch(self) -> Tensor:
         if self.consumed + self._global_batch > self._count:
             self.epoch, self.consumed = self.epoch + 1, 0
-        windows, order = self._shuffle()
+        windows, order = self.shuffle()
         start = self.consumed + self._shard.rank * self._batch_size
         self.consumed += self._global_batch
         return windows[order[start : start + self._batch_size]].long()
 
-    def _shuffle(self) -> tuple[Tensor, Tensor]:
+    def shuffle(self) -> tuple[Tensor, Tensor]:
         """This epoch's windows, a view uint8 [n, T + 1], and their order, int64 [n]."""
         if self._shuffled is None or self._shuffled[0] != self.epoch:
             generator = torch.Generator().manual_seed(_hash(f"{self._seed}/{self.epoch}") >> 1)
@@ -288,7 +293,7 @@ def read_corpus(val_fraction: float = 0.05, max_bytes: int | None = None) -> Cor
         ValueError: One side of the split would be empty.
     """
     sources = _choose(_read_sources(Path(sysconfig.get_path("stdlib"))), max_bytes)
-    validation = _drop_copies(sources, [name for name in sources if _hash(f"split/{name}") < val_fraction * 2**64])
+    validation = drop_copies(sources, [name for name in sources if _hash(f"split/{name}") < val_fraction * 2**64])
     train = [name for name in sources if name not in validation]
     if not train or not validation:
         raise ValueError(
@@ -338,7 +343,7 @@ def _choose(sources: dict[str, bytes], max_bytes: int | None) -> dict[str, bytes
     return {name: content for name, content in sources.items() if name in chosen}
 
 
-def _drop_copies(sources: dict[str, bytes], validation: list[str]) -> list[str]:
+def drop_copies(sources: dict[str, bytes], validation: list[str]) -> list[str]:
     """`validation` without the files more than half of whose distinct lines also stand in training files."""
     held_out = set(validation)
     seen = set().union(*(sources[name].split(b"\n") for name in sources if name not in held_out))

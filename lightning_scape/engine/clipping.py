@@ -50,7 +50,9 @@ class GradientClipping:
         """The gradients that the recorded norm is of, and their versions then."""
         self._signs: Tensor | None = None
         self._strict = False
-        self._found_inf: tuple[Tensor, torch.cuda.Event, bool] | None = None
+        self.found_inf: tuple[Tensor, torch.cuda.Event, bool] | None = None
+        """On CUDA, of the step before: its scale, on its way to host memory; the event behind which it is there; and
+        whether its norm must be finite."""
 
     def forget(self) -> None:
         """Drops what was recorded: the gradient it was measured on is gone."""
@@ -71,7 +73,7 @@ class GradientClipping:
                 f"`max_norm` must be > 0, got {max_norm!r}. To train without clipping, don't call clip_grad_norm"
                 " (Trainer: gradient_clip_val=None)."
             )
-        self.norm = self._measure(grads, device, sketch=self.rule == "sketch")
+        self.norm = self.measure(grads, device, sketch=self.rule == "sketch")
         # clamp: a factor that underflows to 0 would read as "skip".
         self._factor = (max_norm / (self.norm + 1e-6)).clamp(min=_TINY, max=1.0)
         self._strict = strict
@@ -106,17 +108,17 @@ class GradientClipping:
         on every one.
         """
         if self.norm is None:
-            self.norm = self._measure(grads, device, sketch=False)
+            self.norm = self.measure(grads, device, sketch=False)
         factor = torch.ones_like(self.norm) if self._factor is None else self._factor
         return torch.where(torch.isfinite(self.norm), factor, torch.zeros_like(factor))
 
-    def _measure(self, grads: Sequence[Tensor | None], device: torch.device, *, sketch: bool) -> Tensor:
+    def measure(self, grads: Sequence[Tensor | None], device: torch.device, *, sketch: bool) -> Tensor:
         """The norm; notes in :attr:`present` which parameters have a gradient. One message carries both."""
         world_size = self.communicator.world_size
         flags = [grad is not None for grad in grads]
         if sketch and world_size > 1:
             if self._signs is None or self._signs.device != device:
-                self._signs = ops.to_device(_random_signs(2 * _CHUNK), device)
+                self._signs = ops.to_device(random_signs(2 * _CHUNK), device)
             measured = ops.sketch(grads, self._signs, SKETCH_WIDTHS)
         else:
             given = [grad for grad in grads if grad is not None and grad.numel()]
@@ -154,7 +156,7 @@ class GradientClipping:
         on_host.copy_(scale, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(scale.device))
-        self._found_inf = (on_host, event, strict)
+        self.found_inf = (on_host, event, strict)
 
     def wait_found_inf(self) -> None:
         """Reads whether the last step was skipped, where that was still on the device; the step is long over by now.
@@ -163,9 +165,9 @@ class GradientClipping:
             FloatingPointError: as :meth:`record_found_inf`.
             RuntimeError: the step was skipped, and its norm was recorded as one that must be finite.
         """
-        if self._found_inf is not None:
-            on_host, event, strict = self._found_inf
-            self._found_inf = None
+        if self.found_inf is not None:
+            on_host, event, strict = self.found_inf
+            self.found_inf = None
             event.synchronize()
             if strict and float(on_host) == 0.0:
                 self.last_skipped = True
@@ -174,7 +176,7 @@ class GradientClipping:
 
     def drop_found_inf(self) -> None:
         """Forgets whether the last step was skipped: another state is loaded."""
-        self._found_inf = None
+        self.found_inf = None
 
     def _count(self, scale_on_host: Tensor) -> None:
         self.last_skipped = float(scale_on_host) == 0.0
@@ -210,7 +212,7 @@ def sketch_deviation(width: int = SKETCH_WIDTHS[0]) -> float:
     return math.sqrt(1 / (2 * width))
 
 
-def _random_signs(count: int) -> Tensor:
+def random_signs(count: int) -> Tensor:
     """The same +1 and -1 on every rank, fp32."""
     generator = torch.Generator("cpu").manual_seed(0x5CA9E)
     return torch.randint(0, 2, (count,), generator=generator, device="cpu").mul_(2).sub_(1).float()

@@ -92,7 +92,8 @@ class Masks:
         """The arguments, for masks of another kind (ablations)."""
         self._config, self._layout, self._comm, self._device = config, layout, comm, device
         self._ranking: Ranking | None = None
-        self._pending: Work | None = None
+        self.pending: Work | None = None
+        """The exchange of a mask under way."""
 
     # ------------------------------------------------------------------------------------------- the mask of a step
 
@@ -102,7 +103,7 @@ class Masks:
 
     def wait(self) -> float:
         """Waits for the mask under way, if any; returns the seconds the host waited."""
-        pending, self._pending = self._pending, None  # first: where waiting fails, nobody waits for it again
+        pending, self.pending = self.pending, None  # first: where waiting fails, nobody waits for it again
         if pending is None:
             return 0.0
         began = time.perf_counter()
@@ -182,7 +183,7 @@ class Masks:
         shape, positions = (self._layout.blocks, ranking.sent), ops.position_dtype(self._layout.block_size)
         full = functools.partial(torch.empty, shape, dtype=positions, device=self._device)
         own_part = functools.partial(self._own_part, ranking, state)
-        self._pending = self._comm.exchange_mask(full, own_part, self._device, ranking.proposals, after)
+        self.pending = self._comm.exchange_mask(full, own_part, self._device, ranking.proposals, after)
 
     def _own_part(self, ranking: Ranking, state: ScapeState, received: Tensor | None) -> Tensor:
         """This rank's part of the next mask, ``[R, q]``, from its own statistic and the other ranks' proposals."""

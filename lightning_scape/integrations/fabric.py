@@ -149,11 +149,12 @@ class FabricScapeStrategy(DDPStrategy):
         # Weak: a model that the user drops must not be kept alive by the strategy.
         self._scape_optimizers: weakref.WeakSet[ScapeOptimizer] = weakref.WeakSet()
         self._told: weakref.WeakSet[ScapeOptimizer] = weakref.WeakSet()
-        self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
+        self.known_modules: weakref.WeakSet[Module] = weakref.WeakSet()
+        """Modules that were set up."""
 
     def __getstate__(self) -> dict[str, Any]:
         """For launchers that pickle the strategy (spawn, forkserver), before anything is set up."""
-        left_out = ("_scape_optimizers", "_told", "_modules")
+        left_out = ("_scape_optimizers", "_told", "known_modules")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -181,12 +182,12 @@ class FabricScapeStrategy(DDPStrategy):
     def setup_module(self, module: Module) -> Module:  # type: ignore[override]
         """Makes all ranks equal to rank 0, as DDP's constructor does."""
         broadcast_tensors(swap.module_state(module))
-        self._modules.add(module)
+        self.known_modules.add(module)
         return module
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        named = [pair for module in self._modules for pair in module.named_parameters()]
+        named = [pair for module in self.known_modules for pair in module.named_parameters()]
         (scape,) = swap.swap_optimizers(
             [optimizer],
             [],

@@ -55,14 +55,14 @@ def measure_machine(parameters: Sequence[Tensor], sparsities: Sequence[float], r
     """
     device = parameters[0].device
     count = sum(parameter.numel() for parameter in parameters)
-    clip = _median_seconds(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9), repeats, device)
+    clip = median_seconds(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9), repeats, device)
     dense = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
-    adamw = _median_seconds(dense.step, repeats, device)
+    adamw = median_seconds(dense.step, repeats, device)
     del dense
     grads = [parameter.grad.reshape(-1) for parameter in parameters if parameter.grad is not None]
     signs = torch.ones(1 << 17, device=device)
-    norm = _median_seconds(lambda: ops.sketch(grads, signs, SKETCH_WIDTHS), repeats, device)
-    measure = _scape_as_a_whole if device.type == "cuda" else _scape_by_phase
+    norm = median_seconds(lambda: ops.sketch(grads, signs, SKETCH_WIDTHS), repeats, device)
+    measure = scape_as_a_whole if device.type == "cuda" else _scape_by_phase
     found: dict[float, tuple[float, float]] = {}
     for sparsity in sparsities:
         config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0, update="adamw")
@@ -81,7 +81,7 @@ def _scape_by_phase(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, flo
         if step >= 2 and optimizer.stats is not None:
             rows.append(dict(optimizer.stats.seconds))
     phases = {name: median(row[name] for row in rows) for name in rows[0]}
-    remote = _median_seconds(_remote_sweep(optimizer), repeats, CPU)
+    remote = median_seconds(_remote_sweep(optimizer), repeats, CPU)
     # A rank alone has everything in its own shard, whose sweep also keeps the second moment and ranks for the mask.
     shard = phases["update"] + max(0.0, phases["sweep"] - remote)
     return remote + phases["write"], shard
@@ -104,7 +104,7 @@ def _remote_sweep(optimizer: ScapeOptimizer) -> Callable[[], None]:
     return functools.partial(ops.sweep, region, residual, taken, scale, mask, values, proposals=proposals)
 
 
-def _scape_as_a_whole(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, float]:
+def scape_as_a_whole(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, float]:
     """Likewise where the host only queues the work: a step is timed to its end, and divided as its memory traffic is.
 
     The votes of one rank alone, which casts none, cancel out in the sum of the traffic.
@@ -113,8 +113,8 @@ def _scape_as_a_whole(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, f
     device = parameters[0].device
     grads = [parameter.grad.reshape(-1) for parameter in parameters if parameter.grad is not None]
     optimizer.step()  # as above
-    step = _median_seconds(optimizer.step, repeats, device)
-    norm = _median_seconds(lambda: ops.squared_norm(grads), repeats, device)  # a rank alone makes no sketch
+    step = median_seconds(optimizer.step, repeats, device)
+    norm = median_seconds(lambda: ops.squared_norm(grads), repeats, device)  # a rank alone makes no sketch
     config = optimizer.config
     whole, shard = planner.scape_traffic(config.quota.density, votes=config.votes > 0)
     part = max(0.0, step - norm) / (whole - 4 + shard)  # the traffic's own norm is a sketch: 4 bytes
@@ -138,10 +138,10 @@ def measure_link(
         raise ValueError("`measure_link` needs several ranks, got one. Launch with torchrun on all nodes.")
     small = torch.zeros(1, device=device)
     large = torch.zeros(round(megabytes * 2.5e5) // ranks * ranks, 1, device=device)
-    hop = _median_seconds(lambda: communicator.all_reduce_sum(small), 4 * repeats, device) / (2 * (ranks - 1))
+    hop = median_seconds(lambda: communicator.all_reduce_sum(small), 4 * repeats, device) / (2 * (ranks - 1))
     sent = large.numel() * large.element_size() * (ranks - 1) / ranks
-    elapsed, copying = _cost(lambda: communicator.all_to_all(large).wait(), repeats, device)
-    elapsed_reduce, reducing = _cost(lambda: communicator.all_reduce_sum(large), repeats, device)
+    elapsed, copying = message_cost(lambda: communicator.all_to_all(large).wait(), repeats, device)
+    elapsed_reduce, reducing = message_cost(lambda: communicator.all_reduce_sum(large), repeats, device)
     bandwidth = 2 * sent / max(elapsed_reduce - 2 * hop, 1e-9)
     crossing = sent * planner.nodes_share(ranks, ranks_per_node)
     return Link(
@@ -153,7 +153,7 @@ def measure_link(
     )
 
 
-def _cost(work: Callable[[], object], repeats: int, device: torch.device) -> tuple[float, float]:
+def message_cost(work: Callable[[], object], repeats: int, device: torch.device) -> tuple[float, float]:
     """Median seconds, and seconds of the processor in all threads, of a message; on CUDA it moves no bytes."""
     work()
     elapsed, busy = [], []
@@ -165,7 +165,8 @@ def _cost(work: Callable[[], object], repeats: int, device: torch.device) -> tup
     return median(elapsed), 0.0 if device.type == "cuda" else median(busy)
 
 
-def _median_seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:
+def median_seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Of a call, its work on the device included; the first is not counted."""
     times = []
     for _ in range(repeats + 1):
         began = _now(device)

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from rank_checks import CHANGE_ROUNDING, train_on, train_scaled
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ScapeStrategy
+from lightning_scape.engine.region import SAMPLE_INTERVAL
 from lightning_scape.engine.stats import PHASES
 from lightning_scape.ops import cuda
-from lightning_scape.optimizer import NOISE_INTERVAL
 
 pytestmark = pytest.mark.gpu
+PART = 64 << 20
+"""Bytes of what is worked on at once where a kernel does not do."""
 
 
 def prepare(device: str = "cuda", size: int = 100_000, **options) -> tuple[list[torch.nn.Parameter], ScapeOptimizer]:
@@ -48,16 +51,30 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def slow_selection(monkeypatch: pytest.MonkeyPatch, cycles: int) -> list[torch.cuda.Stream]:
-    """From now on the device sleeps before it selects; the streams on which it does."""
-    original, streams = cuda.select, []
+KINDS = ("select", "merge")
+"""What an owner does on the side stream, behind its step: it ranks a statistic of its own, or merges proposals."""
 
-    def slow_select(statistic: torch.Tensor, sent: int) -> torch.Tensor:
+
+def prepare_to(kind: str, bench_gpu: ModuleType, size: int) -> tuple[list[torch.nn.Parameter], ScapeOptimizer]:
+    """An optimizer that does so at every step."""
+    if kind == "select":
+        return prepare(size=size, mask_statistic="first_moment")
+    generator = torch.Generator("cuda").manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(n, generator=generator, device="cuda")) for n in (size, 77)]
+    torch.manual_seed(0)
+    return parameters, bench_gpu.scape(parameters, 4, sparsity=0.99)
+
+
+def slow(kind: str, monkeypatch: pytest.MonkeyPatch, cycles: int) -> list[torch.cuda.Stream]:
+    """From now on the device sleeps before it; the streams on which it does."""
+    original, streams = getattr(cuda, kind), []
+
+    def sleep_first(*args: Any) -> torch.Tensor:
         streams.append(torch.cuda.current_stream())
         torch.cuda._sleep(cycles)
-        return original(statistic, sent)
+        return original(*args)
 
-    monkeypatch.setattr(cuda, "select", slow_select)
+    monkeypatch.setattr(cuda, kind, sleep_first)
     return streams
 
 
@@ -87,9 +104,12 @@ def test_a_step_of_several_ranks_makes_the_host_wait_for_nothing(bench_gpu: Modu
     optimizer.drain()
 
 
-def test_the_next_step_waits_for_a_slow_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_step_waits_for_a_slow_side_stream(
+    kind: str, bench_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run() -> list[torch.Tensor]:
-        parameters, optimizer = prepare()
+        parameters, optimizer = prepare_to(kind, bench_gpu, 100_000)
         for step in range(8):
             draw(parameters, step)
             optimizer.step()
@@ -97,19 +117,22 @@ def test_the_next_step_waits_for_a_slow_side_stream(monkeypatch: pytest.MonkeyPa
         return [parameter.detach().clone() for parameter in parameters]
 
     expected = run()
-    streams = slow_selection(monkeypatch, 100_000_000)
+    streams = slow(kind, monkeypatch, 100_000_000)
     for ours, theirs in zip(run(), expected, strict=True):
         assert torch.equal(ours, theirs)
     assert streams
     assert torch.cuda.current_stream() not in streams
 
 
-def test_the_host_goes_on_while_the_mask_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters, optimizer = prepare()
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_host_goes_on_while_the_mask_is_made(
+    kind: str, bench_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters, optimizer = prepare_to(kind, bench_gpu, 100_000)
     for step in range(3):
         draw(parameters, step)
         optimizer.step()
-    slow_selection(monkeypatch, 2_000_000_000)  # about a second
+    slow(kind, monkeypatch, 2_000_000_000)  # about a second
     draw(parameters, 3)
     torch.cuda.synchronize()
     optimizer.step()
@@ -117,32 +140,52 @@ def test_the_host_goes_on_while_the_mask_is_made(monkeypatch: pytest.MonkeyPatch
     done = torch.cuda.Event()
     done.record()
     done.synchronize()
-    assert optimizer.communicator._side_stream is not None
-    assert not optimizer.communicator._side_stream.query()  # compute went by while the mask was still being made
+    side_stream = optimizer.communicator.side_stream(torch.device("cuda"))
+    assert not side_stream.query()  # compute went by while the mask was still being made
     assert float(forward) == 1000.0
     optimizer.drain()
 
 
-def test_an_optimizer_may_be_dropped_while_its_mask_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_may_be_dropped_while_its_mask_is_made(
+    kind: str, bench_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def mask_of(dropped: bool) -> torch.Tensor:
-        parameters, optimizer = prepare(size=1_000_000)
+        parameters, optimizer = prepare_to(kind, bench_gpu, 1_000_000)
         draw(parameters, 0)
         optimizer.step()
-        pending = optimizer.engine.masks._pending
+        pending, state = optimizer.engine.masks.pending, optimizer.engine.state
         assert pending is not None
+        assert state is not None
         if dropped:
-            numel = optimizer.engine.state.residual.numel()
-            del optimizer
+            read = state.residual if state.local_exp_avg_sum is None else state.local_exp_avg_sum
+            numel = read.numel()
+            del optimizer, state, read
             gc.collect()
-            for _ in range(20):  # one of them would land in the residual's memory
+            for _ in range(20):  # one of them would land in the memory that the side stream has yet to read
                 written = torch.full((numel,), float("nan"), device="cuda")
             del written
-        mask, _ = pending.wait()
-        return mask.clone()
+        return pending.wait().clone()
 
     expected = mask_of(dropped=False)
-    slow_selection(monkeypatch, 500_000_000)
+    slow(kind, monkeypatch, 500_000_000)
     assert torch.equal(mask_of(dropped=True), expected)
+
+
+def test_what_ranks_in_its_sweep_makes_its_mask_on_no_other_stream() -> None:
+    """The side stream only hands on, behind the sweeps; what it reads is waited for before it is written again."""
+    parameters, optimizer = prepare()
+    for step in range(3):
+        draw(parameters, step)
+        with no_waiting():
+            optimizer.step()
+    assert optimizer.engine.masks.pending is not None
+    assert optimizer.engine.masks.pending.stream == optimizer.communicator.side_stream(torch.device("cuda"))
+    optimizer.drain()
+    assert optimizer.engine.masks.active is not None
+    assert optimizer.engine.state is not None
+    own = optimizer.engine.state.residual
+    assert torch.equal(optimizer.engine.masks.active, cuda.select(own, optimizer.config.quota.sent))
 
 
 def test_steps_follow_a_model_in_a_cuda_graph() -> None:
@@ -178,7 +221,7 @@ def test_phases_are_ranges_of_the_profiler() -> None:
 def test_a_step_holds_no_temporary_of_the_models_size(update: str) -> None:
     parameters, optimizer = prepare(size=60_000_000, update=update)
     size = sum(parameter.numel() for parameter in parameters)
-    for step in range(NOISE_INTERVAL + 1):
+    for step in range(SAMPLE_INTERVAL + 1):
         draw(parameters, step)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -186,8 +229,8 @@ def test_a_step_holds_no_temporary_of_the_models_size(update: str) -> None:
         optimizer.step()
         optimizer.drain()
         grown = torch.cuda.max_memory_allocated() - before
-        if step == NOISE_INTERVAL and update == "adams":  # the gradient is sampled, in parts of 64 MB
-            assert grown < 6 * 4 * cuda._LARGE_CHUNK < 6 * size
+        if step == SAMPLE_INTERVAL and update == "adams":  # the gradient is sampled, in parts of 64 MB
+            assert grown < 6 * PART < 6 * size
         elif step > 1:
             assert grown < 0.5 * size  # bytes per parameter; 1% of the entries travel, with indices of 8 bytes
 

@@ -1,0 +1,147 @@
+"""Optimizers, parameters and options that are refused, and what is kept of those that are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from optimizer_helpers import FP32, parameters, set_gradients
+from torch import nn
+
+from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+class OwnAdamW(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "words"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), TypeError, r"must be torch.optim.AdamW.*got torch.optim.sgd.SGD"),
+        (lambda p: OwnAdamW(p), TypeError, r"must be torch.optim.AdamW.*OwnAdamW"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), ValueError, "`amsgrad` must be False, got True"),
+        (lambda p: torch.optim.AdamW(p, maximize=True), ValueError, "`maximize` must be False, got True"),
+        (lambda p: torch.optim.Adam(p, differentiable=True), ValueError, "`differentiable` must be False, got True"),
+        (lambda p: torch.optim.Adam(p, capturable=True), ValueError, "`capturable` must be False, got True"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_kept_is_refused(build: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        ScapeOptimizer.from_optimizer(build(parameters()), ScapeConfig(sparsity_warmup_steps=0))
+
+
+def test_an_optimizer_that_has_stepped_is_refused() -> None:
+    params = parameters()
+    dense = torch.optim.AdamW(params)
+    set_gradients(params, 0, 0)
+    dense.step()
+    with pytest.raises(ValueError, match="must not have stepped yet"):
+        ScapeOptimizer.from_optimizer(dense, ScapeConfig(sparsity_warmup_steps=0))
+
+
+def test_from_optimizer_keeps_settings_by_reference() -> None:
+    params = parameters()
+    own = {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.7}
+    groups = [{"params": params[:2], **own}, {"params": params[2:]}]
+    dense = torch.optim.AdamW(groups, lr=0.25, weight_decay=0.125, fused=True)
+    scape = ScapeOptimizer.from_optimizer(dense, ScapeConfig(sparsity_warmup_steps=0))
+    assert scape.param_groups is dense.param_groups
+    assert scape.defaults["lr"] == 0.25
+    first, second = scape.param_groups
+    assert (first["lr"], first["betas"], first["eps"], first["weight_decay"]) == (0.5, (0.8, 0.9), 1e-5, 0.7)
+    assert (second["lr"], second["betas"], second["eps"], second["weight_decay"]) == (0.25, (0.9, 0.999), 1e-8, 0.125)
+
+
+def test_adam_with_l2_decay_is_taken_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="decoupled"):
+        ScapeOptimizer.from_optimizer(
+            torch.optim.Adam(parameters(), weight_decay=0.1), ScapeConfig(sparsity_warmup_steps=0)
+        )
+
+
+def test_adams_keeps_its_bias_correction() -> None:
+    params, twins = parameters(), parameters()
+    scape = ScapeOptimizer.from_optimizer(AdamS(params, bias_correction=True), ScapeConfig(sparsity=0, **FP32))
+    dense = AdamS(twins, bias_correction=True)
+    set_gradients(params, 0, 0)
+    set_gradients(twins, 0, 0)
+    scape.step()
+    dense.step()
+    for a, b in zip(params, twins, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": -1.0}, "`lr` must be >= 0, got -1.0"),
+        ({"betas": (0.9, 1.0)}, r"`betas` must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
+        ({"eps": 0.0}, "`eps` must be at least 1.17549e-38, got 0.0"),
+        ({"weight_decay": -0.1}, "`weight_decay` must be >= 0, got -0.1"),
+    ],
+)
+def test_bad_hyperparameters_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ScapeOptimizer(parameters(), config=ScapeConfig(sparsity_warmup_steps=0), **options)
+
+
+def test_parameters_that_cannot_be_carried_are_refused() -> None:
+    complex_ = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"Parameters must be one of .* in torch.complex64, which the wire cannot"):
+        ScapeOptimizer([complex_], config=ScapeConfig(sparsity_warmup_steps=0))
+    eighth = nn.Parameter(torch.zeros(3).to(torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match=r"in torch.float8_e4m3fn, which the wire cannot carry"):
+        ScapeOptimizer([eighth], config=ScapeConfig(sparsity_warmup_steps=0))
+    with pytest.raises(ValueError, match="without overlap or gap"):
+        ScapeOptimizer([nn.Parameter(torch.zeros(4, 8)[:, ::2])], config=ScapeConfig(sparsity_warmup_steps=0))
+    with pytest.raises(ValueError, match="At least one parameter must require grad"):
+        ScapeOptimizer([nn.Parameter(torch.zeros(3), requires_grad=False)], config=ScapeConfig(sparsity_warmup_steps=0))
+    with pytest.raises(TypeError, match="`config` must be a ScapeConfig, got dict"):
+        ScapeOptimizer(parameters(), config={"sparsity": 0.9})  # type: ignore[arg-type]
+
+
+def test_sparse_gradients_are_refused() -> None:
+    embedding = nn.Embedding(10, 4, sparse=True)
+    optimizer = ScapeOptimizer(embedding.parameters(), config=ScapeConfig(sparsity_warmup_steps=0))
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match="Gradients must be dense, got torch.sparse_coo.*sparse=False"):
+        optimizer.step()
+
+
+def test_parameter_groups_cannot_be_added_later() -> None:
+    optimizer = ScapeOptimizer(parameters(), config=ScapeConfig(sparsity_warmup_steps=0))
+    with pytest.raises(ValueError, match="must be given when the optimizer is built"):
+        optimizer.add_param_group({"params": parameters()})
+
+
+@pytest.mark.parametrize(("before", "words"), [(True, "trained then, and is frozen now"), (False, "frozen then")])
+def test_freezing_or_unfreezing_after_the_optimizer_was_built_is_refused(before: bool, words: str) -> None:
+    params = parameters()
+    params[0].requires_grad_(before)
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity_warmup_steps=0))
+    set_gradients(params, 0, 0)
+    params[0].grad = None
+    params[0].requires_grad_(not before)
+    with pytest.raises(ValueError, match=rf"got one of shape \(37, 11\) that was {words}. Build a new optimizer"):
+        optimizer.step()
+
+
+def test_another_memory_format_after_the_optimizer_was_built_is_refused() -> None:
+    module = nn.Conv2d(3, 4, 3)
+    optimizer = ScapeOptimizer(module.parameters(), config=ScapeConfig(sparsity_warmup_steps=0))
+    module.to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match=r"must keep their memory order, got 'parameter 0' with strides"):
+        optimizer.step()
+
+
+def test_ranks_that_nobody_joined_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        RuntimeError, match=r"got WORLD_SIZE=2 and no process group: each would train on its own\. Call"
+    ):
+        ScapeOptimizer(parameters(), config=ScapeConfig(sparsity_warmup_steps=0))

@@ -1,0 +1,220 @@
+"""Figures, masters, memory formats, and the end of a script."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optimizer_helpers import FP32, RunRanks, parameters, set_gradients
+from torch import Tensor, nn
+
+from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer
+from lightning_scape.engine.state import piece_views
+
+# ------------------------------------------------------------------------------------------------------------ figures
+
+
+def collect_stats(rank: int, world_size: int) -> tuple[Any, float]:
+    """The figures of the fourth step, and the share of its energy that left the residual."""
+    params = parameters()
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, wire_dtype="fp32", sparsity_warmup_steps=0))
+    assert optimizer.stats is None
+    for step in range(4):
+        state = optimizer.engine.state
+        folded = None if state is None else state.residual.clone()
+        set_gradients(params, rank, step)
+        optimizer.step()
+    assert state is not None
+    assert folded is not None
+    for part, parameter in zip(piece_views(folded, optimizer.engine.layout.everything().pieces), params, strict=True):
+        assert parameter.grad is not None
+        part += parameter.grad.view(-1)
+    return optimizer.stats, float((folded - state.residual).square().sum() / folded.square().sum())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_energy_captured_is_what_left_the_residual(run_ranks: RunRanks, world_size: int) -> None:
+    for stats, energy in run_ranks(collect_stats, world_size):
+        assert stats.energy_captured == pytest.approx(energy, rel=1e-4)
+
+
+def test_statistics_tell_what_the_step_did(run_ranks: RunRanks) -> None:
+    for stats, _ in run_ranks(collect_stats, 2):
+        assert stats.step == 4
+        assert 0.1 <= stats.density <= 0.12  # a block that is mostly pads sends its whole quota all the same
+        assert 0.5 < stats.mask_churn <= 1.0
+        assert 0.1 < stats.energy_captured < 0.9
+        assert stats.grad_norm > 0
+        assert stats.clip_factor == 1.0
+        assert stats.bytes_dense == sum(p.numel() for p in parameters()) * 4
+        assert stats.compression == stats.bytes_dense / stats.bytes_total
+        flat = stats.as_dict()
+        assert flat["scape/bytes_total"] == stats.bytes_total
+        assert 0 < stats.message_seconds < sum(stats.seconds.values())
+        assert set(stats.seconds) == {k.removeprefix("scape/seconds/") for k in flat if "/seconds/" in k}
+        assert all(isinstance(v, float) for v in flat.values())
+
+
+def test_warm_up_falls_geometrically_to_the_quota() -> None:
+    params = parameters()
+    config = ScapeConfig(sparsity=0.99, dense_steps=2, sparsity_warmup_steps=3)
+    optimizer = ScapeOptimizer(params, config=config)
+    sent = []
+    for step in range(8):
+        set_gradients(params, 0, step)
+        optimizer.step()
+        assert optimizer.engine.record is not None
+        sent.append(optimizer.engine.record.sent)
+    assert sent == [200, 200, round(200 * 0.01**0.25), round(200 * 0.01**0.5), round(200 * 0.01**0.75), 2, 2, 2]
+
+
+# ------------------------------------------------------------------------------------------ parameters
+
+
+def test_masters_keep_what_bf16_would_round_away_and_follow_outside_changes() -> None:
+    parameter = nn.Parameter(torch.full((8,), 100.0, dtype=torch.bfloat16))
+    optimizer = ScapeOptimizer([parameter], lr=0.01, weight_decay=0.0, config=ScapeConfig(sparsity=0.0))
+    for _ in range(200):
+        parameter.grad = torch.ones(8, dtype=torch.bfloat16)
+        optimizer.step()
+    assert (parameter < 99).all()  # single steps of 0.01 are far below bf16's spacing of 0.5 there
+    parameter.data.fill_(-50.0)
+    optimizer.mark_masters_stale()
+    parameter.grad = torch.zeros(8, dtype=torch.bfloat16)
+    optimizer.step()
+    assert ((parameter + 50).abs() < 1).all()
+
+
+def test_masters_that_round_to_their_parameter_survive_a_reload() -> None:
+    params = parameters(dtype=torch.bfloat16)
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.0))
+    set_gradients(params, 0, 0)
+    optimizer.step()
+    state = optimizer.engine.state
+    assert state is not None
+    assert state.master is not None
+    kept = state.master.clone()
+    optimizer.mark_masters_stale()  # as when the same checkpoint's parameters are loaded after its optimizer
+    params[0].data.view(-1)[7] = 3.0
+    assert optimizer.engine.settled_state() is state
+    kept.view(-1)[7] = 3.0
+    assert torch.equal(state.master, kept)
+
+
+def test_channels_last_parameters_and_gradients_of_other_strides_are_kept_in_step() -> None:
+    weight = torch.randn(6, 5, 3, 3)
+    mine = nn.Parameter(weight.clone().to(memory_format=torch.channels_last))
+    twin = nn.Parameter(weight.clone())
+    scape = ScapeOptimizer([mine], config=ScapeConfig(sparsity=0, **FP32))
+    dense = AdamS([twin])
+    for step in range(3):
+        grad = torch.randn(6, 5, 3, 3, generator=torch.Generator().manual_seed(step))
+        mine.grad = grad if step else grad.to(memory_format=torch.channels_last)
+        twin.grad = grad.clone()
+        scape.step()
+        dense.step()
+        torch.testing.assert_close(mine, twin, rtol=1e-6, atol=1e-7)
+
+
+# ------------------------------------------------------------------------------------------ life of an optimizer
+
+
+def test_step_returns_what_the_closure_returned_with_gradients_enabled() -> None:
+    params = parameters(((4,),))
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity_warmup_steps=0))
+
+    def closure() -> Tensor:
+        loss = params[0].square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).requires_grad
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_an_optimizer_is_not_copied(copied: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=r"must not be copied or pickled"):
+        copied(ScapeOptimizer(parameters(), config=ScapeConfig(sparsity_warmup_steps=0)))
+
+
+ENDS = """
+import os, sys, torch
+import torch.distributed as dist
+from lightning_scape import ScapeConfig, ScapeOptimizer
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+torch.manual_seed(0)
+parameter = torch.nn.Parameter(torch.randn(30_000))
+optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity_warmup_steps=0))
+for _ in range(3):
+    parameter.grad = torch.randn(30_000)
+    optimizer.step()
+if sys.argv[3] == "destroy":
+    dist.destroy_process_group()
+"""
+AT_EXIT = """
+def last():
+    parameter.grad = torch.randn(30_000)
+    optimizer.step()
+    parameter.grad = torch.randn(30_000)
+    optimizer.step()
+    optimizer.drain()
+    print("stepped")
+import atexit, lightning_scape
+atexit.register(last)
+"""
+
+
+@pytest.mark.parametrize("end", ["nothing", "destroy", "step"])
+def test_a_script_may_end_right_after_a_step(tmp_path: Path, end: str) -> None:
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", (AT_EXIT if end == "step" else "") + ENDS, f"file://{tmp_path}/meet"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), end], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        said = [rank.communicate(timeout=80) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    # What fails in a handler at exit does not show in the exit code.
+    assert [out for out, _ in said] == ["stepped\n" if end == "step" else ""] * 2, said
+
+
+HOLDS = """
+import time, torch
+from lightning_scape.comm.worker import Worker
+torch.set_num_threads(1)
+
+class Held:
+    def __del__(self):
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            torch.zeros(8).add_(1)  # in and out of torch, as the end of a message is
+        print("freed")
+
+class Group:
+    pass
+
+group = Group()
+worker = Worker(group)
+job = worker.do(lambda held=Held(): None)
+job.wait()
+"""
+
+
+def test_a_script_may_end_while_the_workers_thread_frees_what_a_message_held() -> None:
+    ended = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, timeout=90)
+    assert (ended.returncode, ended.stdout) == (0, "freed\n"), ended.stderr

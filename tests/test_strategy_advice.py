@@ -1,0 +1,295 @@
+"""What a run under ScapeStrategy is told: its warm-up, its first line, whether it is long enough, whether it pays."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from trainer_helpers import BATCH, BATCHES, MARKS, Regression, TwoOptimizers, loader, make_trainer
+
+from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ScapeStrategy
+from lightning_scape.engine.stats import StepRecord
+from lightning_scape.integrations import advice, swap
+from lightning_scape.planning import show_bytes
+
+pytestmark = MARKS
+
+# ------------------------------------------------------------------------------------------------ the warm-up
+
+
+class Endless(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Batches, of which nobody knows how many there are."""
+
+    def __iter__(self) -> Any:
+        return iter(loader())
+
+
+class EndlessRegression(Regression):
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Endless(), batch_size=None)
+
+
+def _warmups(rank: int, world_size: int, model: type, options: dict[str, Any], given: dict[str, Any]) -> list[int]:
+    trainer = make_trainer(ScapeStrategy(sparsity=0.9, **given), **options)
+    trainer.fit(model())
+    return [optimizer.schedule.warmup_steps for optimizer in swap.scape_optimizers(trainer.optimizers)]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "warmups"),
+    [
+        (Regression, {"max_epochs": None, "max_steps": 4}, [4]),
+        (Regression, {"max_epochs": 2}, [2 * BATCHES]),
+        (Regression, {"max_epochs": 200, "limit_train_batches": 3, "max_time": {"seconds": 1}}, [600]),
+        (Regression, {"max_epochs": 9999, "max_time": {"seconds": 1}}, [1000]),
+        (Regression, {"max_epochs": -1, "max_time": {"seconds": 1}}, [1000]),  # nobody knows
+        (Regression, {"max_epochs": 2, "accumulate_grad_batches": 4}, [4]),
+        (Regression, {"max_epochs": 2, "max_steps": 5}, [5]),
+        (Regression, {"max_epochs": 3, "overfit_batches": 1}, [3]),
+        (Regression, {"max_epochs": None, "fast_dev_run": 2}, [2]),
+        (EndlessRegression, {"max_epochs": 1}, [1000]),  # nobody knows
+        (EndlessRegression, {"max_epochs": None, "max_steps": 3}, [3]),
+        (TwoOptimizers, {"max_epochs": 1}, [1000, 1000]),  # nobody knows how often the module steps them
+        (TwoOptimizers, {"max_epochs": None, "max_steps": 8}, [8, 8]),  # of both together: at most so many each
+    ],
+)
+@pytest.mark.filterwarnings("ignore:You requested to overfit")
+def test_the_warm_up_is_1000_steps_or_the_whole_of_a_shorter_run(
+    run_ranks: Any, model: type, options: dict[str, Any], warmups: list[int]
+) -> None:
+    assert run_ranks(_warmups, 2, model, options, {}) == [warmups] * 2
+
+
+@pytest.mark.parametrize("given", [0, 3, 2000])
+def test_a_warm_up_that_is_given_holds_however_long_the_run(run_ranks: Any, given: int) -> None:
+    assert run_ranks(_warmups, 1, Regression, {}, {"sparsity_warmup_steps": given}) == [[given]]
+
+
+class RandomOrder(Regression):
+    """Draws random numbers wherever a module may, and notes those by which it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded, self.drawn = 0, torch.zeros(0)
+
+    def draw(self) -> Tensor:
+        self.drawn = torch.cat([self.drawn, torch.rand(1)])
+        return self.drawn
+
+    on_fit_start = on_train_start = draw
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.drawn = torch.cat([self.draw(), batch[0][:, 0]])
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> DataLoader:
+        self.loaded += 1
+        return DataLoader(loader().dataset, batch_size=BATCH, shuffle=True)
+
+
+def _drawn(rank: int, world_size: int) -> list[tuple[int, Tensor]]:
+    found = []
+    for strategy in (ScapeStrategy(sparsity=0.9), DDPStrategy()):
+        model = RandomOrder()
+        torch.manual_seed(7)
+        options = {"max_epochs": 2, "limit_val_batches": 1, "num_sanity_val_steps": 1}
+        make_trainer(strategy, use_distributed_sampler=False, **options).fit(model)
+        found.append((model.loaded, model.draw()))
+    return found
+
+
+def test_knowing_the_steps_loads_no_data_twice_and_draws_no_random_number(run_ranks: Any) -> None:
+    for (loaded, scape), (loaded_by_ddp, ddp) in run_ranks(_drawn, 2):
+        assert loaded == loaded_by_ddp == 1
+        assert len(scape) > 2 * BATCHES * BATCH
+        assert torch.equal(scape, ddp)
+
+
+def _densities_shown(rank: int, world_size: int, kind: str) -> tuple[list[dict[str, float]], int, bool]:
+    class Bar(ProgressBar):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shown: list[dict[str, float]] = []
+
+        def disable(self) -> None: ...
+
+        def enable(self) -> None: ...
+
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+            metrics = self.get_metrics(trainer, pl_module)
+            self.shown.append({name: value for name, value in metrics.items() if "density" in name})
+
+    looked: list[ScapeOptimizer] = []
+    ScapeOptimizer.stats = property(lambda self: looked.append(self))
+    bar, model = Bar(), {"one": Regression, "two": TwoOptimizers}[kind]()
+    strategy = ScapeStrategy(sparsity=0.9, block_size=10, dense_steps=1, sparsity_warmup_steps=3)
+    make_trainer(strategy, callbacks=[bar], enable_progress_bar=True).fit(model)
+    return bar.shown, len(looked), "get_metrics" in vars(bar)
+
+
+@pytest.mark.parametrize(("kind", "names"), [("one", ["scape"]), ("two", ["scape-0", "scape-1"])])
+def test_the_progress_bar_shows_the_density_while_the_warm_up_lasts_and_looks_at_no_tensor_for_it(
+    run_ranks: Any, kind: str, names: list[str]
+) -> None:
+    for shown, looked, changed in run_ranks(_densities_shown, 2, kind):
+        assert looked == 0
+        assert not changed
+        expected = [1.0, 0.6, 0.3, 0.2]  # the decay from 1 to 0.1, in tenths
+        assert shown[:4] == [{f"{name}/density": density for name in names} for density in expected]
+        assert shown[4:] == [{}] * (BATCHES - 4)
+
+
+# ------------------------------------------------------------------------------------------------ the first line
+
+
+def line(options: dict[str, Any], steps: float | None, *dense: torch.optim.Optimizer) -> str:
+    dense = dense or (torch.optim.AdamW([nn.Parameter(torch.ones(1000))]),)
+    optimizers = swap.swap_optimizers(dense, [], ScapeConfig(**options), total_steps=steps)
+    return advice.what_holds(optimizers, steps, advice.as_call("ScapeStrategy"))
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "said"),
+    [
+        ({}, None, "sends 1% of the entries per step (sparsity=0.99), 0 bytes with one rank, after a warm-up of 1,000"),
+        ({}, 5000, "after a warm-up of 1,000 steps. Update"),
+        ({}, 600, "after a warm-up of 600 steps (the whole run). Update"),
+        ({"sparsity": 0.999, "dense_steps": 50}, 5000, "sends 0.1% of the entries per step (sparsity=0.999)"),
+        ({"dense_steps": 50}, 5000, "after 50 dense steps and a warm-up of 1,000 steps. Update"),
+        ({"sparsity_warmup_steps": 0}, 5000, "from the first step on. Update"),
+        ({"sparsity_warmup_steps": 0}, 5000, "To change: ScapeStrategy(sparsity=..., sparsity_warmup_steps=1000, upd"),
+        ({"sparsity": 0}, 5000, "sends every entry at every step (sparsity=0), 0 bytes with one rank. Update"),
+        ({"sparsity": 0}, 5000, 'To change: ScapeStrategy(sparsity=..., update="adams").'),
+        ({}, 5000, "Update: AdamW's, your lr, betas and eps hold. To change: ScapeStrategy(sparsity=..., "),
+        ({}, 5000, 'sparsity_warmup_steps=0, update="adams").'),
+        ({"update": "adams"}, 5000, "Update: AdamS's, as in SCAPE's paper. To change: "),
+        ({"update": "adams"}, 5000, 'sparsity_warmup_steps=0, update="adamw").'),
+    ],
+)
+def test_the_first_line_says_what_holds_and_how_to_change_it(
+    options: dict[str, Any], steps: float | None, said: str
+) -> None:
+    assert line(options, steps).startswith("SCAPE: sends ")
+    assert said in line(options, steps)
+
+
+def test_the_first_line_names_both_updates_of_two_kinds_of_optimizers() -> None:
+    dense = torch.optim.Adam([nn.Parameter(torch.ones(9))]), AdamS([nn.Parameter(torch.ones(9))])
+    assert "AdamW's, your lr, betas and eps hold; AdamS's, as in SCAPE's paper." in line({}, None, *dense)
+
+
+def _bytes_said(rank: int, world_size: int) -> tuple[str, int]:
+    weight = nn.Parameter(torch.ones(4000))
+    (optimizer,) = swap.swap_optimizers(
+        [torch.optim.AdamW([weight])], [], ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
+    )
+    for _ in range(3):
+        weight.grad = torch.randn(4000)
+        optimizer.step()
+    optimizer.drain()
+    stats = optimizer.stats
+    return advice.what_holds([optimizer], None, advice.as_call("ScapeStrategy")), stats.bytes_total - stats.bytes_norm
+
+
+def test_the_bytes_of_the_first_line_are_those_that_a_step_at_its_end_counts(run_ranks: Any) -> None:
+    for said, counted in run_ranks(_bytes_said, 2):
+        assert f"(sparsity=0.9), {show_bytes(counted)} per rank and step, from the first" in said
+
+
+# -------------------------------------------------------------------------------------------- is it long enough?
+
+
+def _warned_of_few_updates(rank: int, world_size: int, steps: int, options: dict[str, Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(ScapeStrategy(**options), max_epochs=-1, max_steps=steps).fit(Regression())
+    return [str(w.message) for w in caught if "updated at least" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "options", "advice"),
+    [
+        (120, {"sparsity": 0.9}, None),  # 47 updates of each entry
+        (120, {"sparsity": 0.9, "sparsity_warmup_steps": 0}, "here 120 instead of 0"),  # 12
+        (120, {"sparsity": 0.9, "sparsity_warmup_steps": 100}, "here 120 instead of 100"),  # 41
+        (120, {"sparsity": 0.9, "dense_steps": 60}, ""),  # 66 without a warm-up
+        (240, {"sparsity": 0.99}, ""),  # 51
+        (20, {"sparsity": 0.99}, ""),  # somebody tries whether it works
+    ],
+)
+def test_a_run_too_short_for_its_sparsity_says_so_once_and_advises_nothing_that_is_set(
+    run_ranks: Any, steps: int, options: dict[str, Any], advice: str | None
+) -> None:
+    """It advised a warm-up where one was set already."""
+    (said,) = run_ranks(_warned_of_few_updates, 1, steps, options)
+    assert len(said) == (advice != "")
+    for message in said:
+        assert f"in the {steps} steps of this run" in message
+        assert "rain longer, or lower `sparsity` (now 0.9)" in message
+        if advice is None:
+            assert "sparsity_warmup_steps" not in message
+        else:
+            assert f"Leave `sparsity_warmup_steps` at its default ({advice})" in message
+
+
+# ------------------------------------------------------------------------------------------------ does it pay?
+
+
+def _warned_that_dense_is_faster(rank: int, world_size: int, message_seconds: float) -> list[str]:
+    """Steps are real, but look as if their messages had taken so long, and dense ones had a large model's bytes."""
+    summary = StepRecord.summary
+
+    def made_up(self: StepRecord, *args: Any) -> Any:
+        stats = summary(self, *args)
+        spent = {**stats.seconds, "synchronize": stats.seconds["synchronize"] + message_seconds}
+        sent = 100 * stats.bytes_total
+        return replace(stats, message_seconds=message_seconds, seconds=spent, bytes_dense=sent)
+
+    StepRecord.summary = made_up
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(max_epochs=6).fit(Regression())
+    StepRecord.summary = summary
+    return [str(w.message) for w in caught if "Dense training would be faster" in str(w.message)]
+
+
+def test_a_run_in_which_dense_would_be_faster_says_so_once_with_figures(run_ranks: Any) -> None:
+    # Messages that take no time at all: the bytes of a dense step would not either, and its optimizer does less.
+    first, second = run_ranks(_warned_that_dense_is_faster, 2, 1e-7)
+    assert len(first) == 1
+    assert re.search(
+        r"SCAPE's part of a step takes .* for messages; at the .* Gbit/s .* about .*strategy=.ddp.", first[0]
+    )
+    assert second == []
+
+
+def test_steps_of_the_warm_up_are_not_judged_whenever_a_run_begins() -> None:
+    weight = nn.Parameter(torch.ones(100))
+    (optimizer,) = swap.swap_optimizers(
+        [torch.optim.AdamW([weight])], [], ScapeConfig(sparsity=0.9, dense_steps=1, sparsity_warmup_steps=2)
+    )
+
+    def timed_by(check: advice.PayoffCheck) -> list[bool]:
+        timed = []
+        for _ in range(6):
+            weight.grad = torch.ones(100)
+            optimizer.step()
+            check.look(optimizer, torch.device("cpu"))
+            timed.append(optimizer.communicator.at_once)
+        return timed
+
+    assert timed_by(advice.PayoffCheck(1, 2)) == [False] * 3 + [True, True, False]
+    assert timed_by(advice.PayoffCheck(1, 2)) == [True, True, False, False, False, False]  # resumed after the warm-up
+
+
+def test_a_run_in_which_messages_are_dear_is_silent(run_ranks: Any) -> None:
+    assert run_ranks(_warned_that_dense_is_faster, 2, 10.0) == [[], []]
