@@ -307,9 +307,12 @@ def _check_records(file: BinaryIO, name: str) -> None:
         )
     try:
         with zipfile.ZipFile(file) as archive:
-            written = {info.filename.partition("/")[2]: info.CRC for info in archive.infolist()}
-        missing = "data.pkl" not in written
-        damaged = None if missing else _damaged_record(file, written)
+            records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        missing = "data.pkl" not in records
+        # torch compresses no record. If one claims to be, torch's reader returns stale memory for it.
+        packed = [n for n, info in records.items() if info.compress_type or info.compress_size != info.file_size]
+        written = {name: info.CRC for name, info in records.items()}
+        damaged = packed[0] if packed else None if missing else _damaged_record(file, written)
     # Both raise many kinds of errors for a damaged directory.
     except Exception as error:
         raise CheckpointError(
