@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -218,6 +219,67 @@ def test_sweep_in_chunks_equals_the_definition(monkeypatch: pytest.MonkeyPatch) 
         for mine, twin in zip(flattened(ours), flattened(theirs), strict=True):
             if isinstance(mine, Tensor):
                 assert_same_bits(mine, twin)
+
+
+def test_operations_in_chunks_equal_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They serve without numba. Chunks of 1,024 entries are 20 rows here."""
+    monkeypatch.setattr(chunked, "_chunk", lambda tensor: 1024)
+    results = []
+    for module in (chunked, naive):
+        generator = torch.Generator().manual_seed(6)
+        residual, second = torch.rand(2, 61, 50, generator=generator)
+        grads: list[Tensor | None] = [torch.randn(2000, generator=generator), torch.randn(1000, generator=generator)]
+        parts, moments = residual.view(-1)[:3000].split([2000, 1000]), second.view(-1)[:3000].split([2000, 1000])
+        module.fold(parts, grads, torch.tensor(0.5), 0.7)
+        module.accumulate_exp_avg_sq(moments, [grads[0], None], [0.1, 0.2], 2, torch.tensor([1.0, 0.5]), None)
+        module.accumulate_exp_avg(residual.view(-1)[:2000], second.view(-1)[:2000], grads[0], 0.9, ONE, None)
+        ballots = torch.stack([module.propose(residual * factor, 3) for factor in (1.0, -2.0)])
+        mask = module.merge(residual, ballots, 0, 3, 4)
+        sent = module.compact(residual, mask, torch.bfloat16, (torch.arange(61) % 3).float())
+        steps = torch.randint(0, 9, (61, 50), generator=generator).int()
+        shard = ops.ShardState(torch.rand(61, 4, generator=generator), residual, second, steps)
+        by_row = torch.arange(61) % 4
+        numbers_of = ops.RowNumbers(by_row.int() + 9, by_row.float(), hyper("cpu", torch.float32), ONE, ONE / 2)
+        again = [module.update_adamw(shard, mask, sent.float(), numbers_of, 2)]
+        again.append(module.update_adams(shard, mask, sent.float(), numbers_of._replace(step=by_row.int() + 10)))
+        pieces, values = Layout([2000, 1000], [0, 0], 50, 1).everything().pieces, torch.zeros(61, 4)
+        for piece in pieces:  # no pads
+            mask[piece.row + piece.blocks - 1] = torch.arange(4)
+        module.gather_params(grads, pieces, mask, values, 50)
+        module.scatter_params(grads, pieces, mask, values.bfloat16(), 50, True)
+        results.append([*shard, *grads, ballots, mask, sent, values, *again, module.select(residual, 7)])
+        results[-1] += [module.checksum(residual.view(-1)), module.checksum(steps.view(-1))]
+        torch.testing.assert_close(module.squared_norm(grads), naive.squared_norm(grads))
+    for ours, theirs in zip(*results, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+def test_compiled_code_is_kept_until_one_of_the_files_changes(tmp_path: Path) -> None:
+    """An edit of a file that a loop uses makes the loop be compiled anew, too."""
+    package = Path(__file__).parents[1] / "lightning_scape"
+    shutil.copytree(package, tmp_path / "lightning_scape", ignore=shutil.ignore_patterns("__pycache__"))
+    script = (
+        "import torch\n"
+        "from lightning_scape.ops import cpu, cpu_kernels\n"
+        "residual = torch.zeros(2)\n"
+        "cpu.fold([residual], [torch.tensor([5.0, -5.0])], torch.ones(()), 2.0)\n"
+        "print(residual.tolist(), sum(cpu_kernels.fold.stats.cache_hits.values()))\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+
+    def run() -> str:
+        command = [sys.executable, "-c", script]
+        return subprocess.run(
+            command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=True
+        ).stdout
+
+    assert run().strip() == "[2.0, -2.0] 0"
+    assert run().strip() == "[2.0, -2.0] 1"
+    helpers = tmp_path / "lightning_scape" / "ops" / "cpu_numbers.py"
+    helpers.write_text(
+        helpers.read_text().replace("value = limit if value > limit", "value = limit + 1 if value > limit")
+    )
+    assert run().strip() == "[3.0, -2.0] 0"
 
 
 @given(FLOATS, FLOATS, st.booleans(), st.integers(0, 2**20))
