@@ -69,7 +69,7 @@ RUNS = (
 )
 """What --compare runs."""
 PROMPT = "def "
-EXCHANGE = ("norm", "wait", "synchronize", "reconstruct")
+EXCHANGE = ("norm", "wait", "exchange", "write")
 """Phases of a SCAPE step in which a rank may wait for others; the rest is its own work."""
 
 BYTES = ("bytes_values", "bytes_parameters", "bytes_mask", "bytes_votes", "bytes_norm", "bytes_total", "bytes_dense")

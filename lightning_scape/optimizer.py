@@ -128,7 +128,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
         for shared, own in zip(optimizer.param_groups, new.param_groups, strict=True):
             for name, value in own.items():
                 shared.setdefault(name, value)
-        new.param_groups[:] = optimizer.param_groups  # the engine holds the list
+        new.param_groups = optimizer.param_groups
+        new.engine.follow(new.param_groups)
         new.defaults = optimizer.defaults
         return new
 

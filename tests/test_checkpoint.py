@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_optimizer import SIZES, gradients, parameters, set_gradients, values
+from optimizer_helpers import SIZES, gradients, parameters, set_gradients, values
 from torch import Tensor
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer

@@ -1,6 +1,7 @@
 """What users of the Lightning Trainer expect to go on working, each on two ranks with ScapeStrategy.
 
-Clipping, accumulation, precisions, schedulers, resuming and the LR finder stand in test_strategy.py.
+Clipping, accumulation, precisions and schedulers stand in test_strategy.py, resuming and the LR finder in
+test_strategy_life.py.
 """
 
 from __future__ import annotations

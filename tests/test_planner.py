@@ -292,13 +292,13 @@ def stats(**changes: Any) -> StepStats:
     """Of a step that sent 1 MB in 0.1 s, against 100 MB of a dense one; 0.1 s of own work."""
     figures: dict[str, Any] = dict.fromkeys(StepStats.__dataclass_fields__, 0)
     figures |= {"bytes_values": 500_000, "bytes_parameters": 500_000, "bytes_dense": 100_000_000}
-    figures |= {"message_seconds": 0.1, "skipped": False, "seconds": {"fold": 0.03, "synchronize": 0.1, "update": 0.07}}
+    figures |= {"message_seconds": 0.1, "skipped": False, "seconds": {"sweep": 0.03, "exchange": 0.1, "update": 0.07}}
     return StepStats(**{**figures, **changes})
 
 
 def test_a_runs_own_figures_tell_whether_dense_would_be_faster() -> None:
     assert planner.dense_would_be_faster([stats()] * 3) is None  # dense: 10 s at the 10 MB/s reached
-    quick = stats(message_seconds=1e-4, seconds={"fold": 0.03, "synchronize": 1e-4, "update": 0.2})
+    quick = stats(message_seconds=1e-4, seconds={"sweep": 0.03, "exchange": 1e-4, "update": 0.2})
     said = planner.dense_would_be_faster([quick] * 3)  # dense: 10 ms + 70 ms against 230 ms
     assert said is not None
     assert "80 Gbit/s" in said
@@ -308,7 +308,7 @@ def test_a_runs_own_figures_tell_whether_dense_would_be_faster() -> None:
 
 def test_the_messages_are_never_said_to_take_longer_than_the_step_that_they_are_part_of() -> None:
     """It said that a part of 5.97 ms takes 6.64 ms for messages: those of clipping counted among these only."""
-    seconds = {"norm": 2e-3, "fold": 0.1e-3, "synchronize": 5.87e-3}
+    seconds = {"norm": 2e-3, "sweep": 0.1e-3, "exchange": 5.87e-3}
     for message_seconds in (6.64e-3, 9e-3):  # or those of a comparison of replicas, which no phase covers
         said = planner.dense_would_be_faster(
             [stats(message_seconds=message_seconds, seconds=seconds, bytes_dense=10_000)] * 3

@@ -15,8 +15,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from test_sharded import assert_equal
-from test_strategy import GivenRanks
 from torch import Tensor, nn
+from trainer_helpers import GivenRanks
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
 from lightning_scape.checkpoint.saver import consolidate

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from optimizer_helpers import parameters, values
 from test_checkpoint import build, everything, train
-from test_optimizer import parameters, values
 from torch import Tensor, nn
 
 from lightning_scape import AdamS, CheckpointError, ScapeConfig, ScapeOptimizer

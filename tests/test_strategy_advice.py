@@ -250,7 +250,7 @@ def _warned_that_dense_is_faster(rank: int, world_size: int, message_seconds: fl
 
     def made_up(self: StepRecord, *args: Any) -> Any:
         stats = summary(self, *args)
-        spent = {**stats.seconds, "synchronize": stats.seconds["synchronize"] + message_seconds}
+        spent = {**stats.seconds, "exchange": stats.seconds["exchange"] + message_seconds}
         sent = 100 * stats.bytes_total
         return replace(stats, message_seconds=message_seconds, seconds=spent, bytes_dense=sent)
 

@@ -88,7 +88,7 @@ class LocalRegion:
     def __init__(
         self, layout: Layout, rank: int, config: ScapeConfig, param_groups: Sequence[Mapping[str, Any]]
     ) -> None:
-        self._config, self._groups, self._ranks = config, param_groups, layout.world_size
+        self._config, self.param_groups, self._ranks = config, param_groups, layout.world_size
         self._region, self.rows = layout.local(rank), layout.rows_of(rank)
         self.pieces = self._region.pieces
 
@@ -147,7 +147,7 @@ class LocalRegion:
         pieces = self._region.pieces
         # Where everything is sent, AdamW's update takes the averaged gradient itself.
         if state.exp_avg_sq is not None and sparse:
-            weights = [1 - float(self._groups[piece.segment.group]["betas"][1]) for piece in pieces]
+            weights = [1 - float(self.param_groups[piece.segment.group]["betas"][1]) for piece in pieces]
             return ops.SecondMoment(state.exp_avg_sq, weights, self._ranks)
         if state.local_exp_avg_sq is not None and (state.calls % SAMPLE_INTERVAL == 0 or not state.local_samples):
             state.local_samples += 1
@@ -166,7 +166,7 @@ class LocalRegion:
         moments, sums = piece_views(state.local_exp_avg, pieces), piece_views(state.local_exp_avg_sum, pieces)
         for piece, moment, total, given in zip(pieces, moments, sums, parts, strict=True):
             grad = torch.zeros_like(moment) if given is None else given
-            beta1 = float(self._groups[piece.segment.group]["betas"][0])
+            beta1 = float(self.param_groups[piece.segment.group]["betas"][0])
             scale = by_row[piece.row] if by_row.dim() else by_row
             ops.accumulate_exp_avg(moment, total, grad, beta1, scale, clip_value)
 

@@ -75,6 +75,10 @@ class Engine:
         """The parameters' device."""
         return self.parameters.device
 
+    def follow(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Reads hyperparameters off these groups from now on; they hold the same parameters."""
+        self.local.param_groups = self.shard.param_groups = param_groups
+
     # ------------------------------------------------------------------------------------------- the step
 
     def step(self) -> None:
