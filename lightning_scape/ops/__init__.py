@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -144,6 +145,8 @@ def _cpu() -> ModuleType | None:
         return None
     from lightning_scape.ops import cpu
 
+    if not cpu.are_compiled() and os.environ.get("LOCAL_RANK", "0") == "0":
+        print("SCAPE compiles its operations for this CPU, once: some 15 seconds of one core.", file=sys.stderr)
     return cpu
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from typing_extensions import ParamSpec
 
 from lightning_scape.layout import Piece, Region
-from lightning_scape.ops import chunked, cpu_kernels, cpu_masks, cpu_sweep, naive
+from lightning_scape.ops import chunked, cpu_kernels, cpu_masks, cpu_numbers, cpu_sweep, naive
 from lightning_scape.ops.chunked import checksum
 from lightning_scape.ops.cpu_arrays import (
     GRAIN,
@@ -92,6 +92,11 @@ __all__ = [
     "update_adamw",
     "propose",
 ]
+
+def are_compiled() -> bool:
+    """Whether the loops were compiled before, and lie on disk."""
+    return cpu_numbers.is_compiled(cpu_sweep.sweep)
+
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -6,6 +6,7 @@ files of loops, for they use one another.
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -26,6 +27,12 @@ def jit(function=None, **options):
     if index is not None and hasattr(index, "_source_stamp"):  # numba's own; without it, its stamp of one file serves
         index._source_stamp = _SOURCES
     return dispatcher
+
+
+def is_compiled(dispatcher: Any) -> bool:
+    """Whether compiled code of a loop lies on disk. True where numba does not say."""
+    index: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
+    return bool(index._load_index()) if hasattr(index, "_load_index") else True
 
 
 def _digest_of_sources():

@@ -107,7 +107,7 @@ def _remote_sweep(optimizer: ScapeOptimizer) -> Callable[[], None]:
 def scape_as_a_whole(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, float]:
     """Likewise where the host only queues the work: a step is timed to its end, and divided as its memory traffic is.
 
-    The votes of one rank alone, which casts none, cancel out in the sum of the traffic.
+    One rank alone proposes nothing; the traffic counts proposals, which are few bytes.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     device = parameters[0].device
@@ -116,9 +116,11 @@ def scape_as_a_whole(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, fl
     step = median_seconds(optimizer.step, repeats, device)
     norm = median_seconds(lambda: ops.squared_norm(grads), repeats, device)  # a rank alone makes no sketch
     config = optimizer.config
-    whole, shard = planner.scape_traffic(config.quota.density, votes=config.votes > 0)
-    part = max(0.0, step - norm) / (whole - 4 + shard)  # the traffic's own norm is a sketch: 4 bytes
-    return (whole - 4) * part, shard * part
+    width = parameters[0].element_size()
+    whole, shard = planner.scape_traffic(config.quota.density, votes=config.votes > 0, parameter_bytes=width)
+    own = whole - width  # without the norm, which reads the gradient
+    part = max(0.0, step - norm) / (own + shard)
+    return own * part, shard * part
 
 
 def measure_link(
