@@ -207,17 +207,18 @@ def vote_bits(ranks: SimulatedRanks, bits: int) -> None:
     """Rounds the proposals' 8-bit values to so many bits, sign included; the bytes are counted as if they had 8."""
     levels = (1 << (bits - 1)) - 1
 
-    for optimizer in ranks.optimizers:
-        comm, votes = optimizer.communicator, optimizer.config.votes
-        plain = comm.exchange_mask
-
-        def coarse(full: Any, own_part: Any, device: Any, proposals: Any = None, after: Any = None) -> Any:
+    def coarse(plain: Callable[..., Any], votes: int) -> Callable[..., Any]:
+        def exchange_mask(full: Any, own_part: Any, device: Any, proposals: Any = None, after: Any = None) -> Any:
             if proposals is not None:
-                codes = proposals[:, -votes - 1 : -1].view(torch.int8)  # noqa: B023 - called by its own optimizer
+                codes = proposals[:, -votes - 1 : -1].view(torch.int8)
                 codes.copy_((codes.float() * (levels / 127)).round().mul(127 / levels).round())
-            return plain(full, own_part, device, proposals, after)  # noqa: B023
+            return plain(full, own_part, device, proposals, after)
 
-        comm.exchange_mask = coarse  # type: ignore[method-assign]
+        return exchange_mask
+
+    for optimizer in ranks.optimizers:
+        comm = optimizer.communicator
+        comm.exchange_mask = coarse(comm.exchange_mask, optimizer.config.votes)  # type: ignore[method-assign]
 
 
 class EmaShard:
