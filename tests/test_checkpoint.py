@@ -441,7 +441,7 @@ def test_a_run_that_turns_sparse_measures_its_noise_from_the_start() -> None:
         warnings.simplefilter("ignore")
         optimizer.load_state_dict(state)
     train(params, optimizer, 0, range(5, 6))  # no step at which a sample would be due
-    noise = optimizer._snapshot(optimizer._current_state()).state.local_exp_avg_sq
+    noise = optimizer.engine.settled_state().local_exp_avg_sq
     assert noise is not None
     grad = torch.cat([p.grad.reshape(-1) for p in params]) * optimizer.stats.clip_factor  # type: ignore[union-attr]
     assert float(noise.sum()) == pytest.approx(float(grad.square().sum()), rel=1e-5)

@@ -259,9 +259,7 @@ def test_rows_beyond_32_bit_offsets_are_found() -> None:
         large[name][block:] = tensor
     for module, region, given in ((cuda, far, large), (naive, near.everything(), small)):
         moment, proposals = ops.SecondMoment(given.pop("exp_avg_sq"), [0.1], 2), given.pop("proposals")
-        module.sweep(
-            region, grads=grads, scale=torch.tensor(0.7), second_moment=moment, proposals=proposals, **given
-        )
+        module.sweep(region, grads=grads, scale=torch.tensor(0.7), second_moment=moment, proposals=proposals, **given)
         given |= {"exp_avg_sq": moment.exp_avg_sq, "proposals": proposals}
     for name, tensor in small.items():
         assert_same_bits(large[name][block:], tensor)

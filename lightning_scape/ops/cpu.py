@@ -93,6 +93,7 @@ __all__ = [
     "propose",
 ]
 
+
 def are_compiled() -> bool:
     """Whether the loops were compiled before, and lie on disk."""
     return cpu_numbers.is_compiled(cpu_sweep.sweep)
