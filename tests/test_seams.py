@@ -14,8 +14,13 @@ PACKAGE = "lightning_scape"
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "object", "attrgetter"}
 """Calls that take an attribute's name: these, monkeypatch's and ``patch.object``."""
 
-OF_OPERATIONS = re.compile(r"(ops|naive|cpu|cpu_\w+|cuda)\._\w+$|'\w+' by name$")
-TESTS_OF_OPERATIONS = ("kernel_checks", "test_kernels", "test_cpu", "test_ops", "compile_kernels")
+OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}
+"""Public, in spite of their names."""
+OF_OPERATIONS = re.compile(r"(ops|naive|chunked|cpu|cpu_\w+|cuda|cuda_\w+)\._\w+$|'\w+' by name$")
+TESTS_OF_OPERATIONS = (
+    *("kernel_checks", "test_kernels", "test_cpu", "test_ops", "compile_kernels"),
+    *("test_sweep_cuda", "test_traffic"),
+)
 """Look at operations from inside: which one serves, a kernel's launches, its tables and chunks. No interface needs
 them."""
 ALLOWED = {
@@ -54,7 +59,7 @@ def find_private(source: str) -> list[tuple[int, str]]:
 
 
 def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and name != "_"
+    return name.startswith("_") and not name.startswith("__") and name != "_" and name not in OF_NAMED_TUPLES
 
 
 def _of_package(module: str) -> bool:

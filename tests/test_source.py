@@ -67,7 +67,7 @@ def keys(source: SavedShards) -> Iterator[str]:
 def test_a_whole_state_and_a_directory_are_read_alike(tmp_path: Path) -> None:
     optimizer = trained()
     shards = shards_of(optimizer, tmp_path / "c")
-    whole = WholeState(optimizer.state_dict(), optimizer._parameters)
+    whole = WholeState(optimizer.state_dict(), optimizer.engine.parameters)
     assert list(shards.entries) == list(whole.entries) == [0, 1, 2, 4, 5]
     assert held(shards) == held(whole) == {"exp_avg", "last_step", "exp_avg_sq"}
     assert {name: shards.common[name] for name in whole.common} == whole.common
@@ -85,7 +85,7 @@ def test_any_part_of_a_tensor_is_read_alone_and_converted(tmp_path: Path, offset
     optimizer = trained()
     sources: list[Source] = [
         shards_of(optimizer, tmp_path / "c"),
-        WholeState(optimizer.state_dict(), optimizer._parameters),
+        WholeState(optimizer.state_dict(), optimizer.engine.parameters),
     ]
     for source in sources:
         into = torch.full((length,), float("nan"), dtype=torch.float64)
@@ -126,7 +126,7 @@ def test_a_warning_names_the_line_that_loads_and_comes_before_any_change(tmp_pat
             other.load_state_dict(saved)
     assert other.steps_taken == 0
     assert other.schedule.warmup_steps == 7
-    assert other._clipping.skipped_total == 0
+    assert other.engine.clipping.skipped_total == 0
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         other.load_state_dict(saved)
@@ -137,7 +137,7 @@ def test_a_warning_names_the_line_that_loads_and_comes_before_any_change(tmp_pat
     assert {warning.filename for warning in caught} == {__file__}
     assert other.steps_taken == 5
     assert other.schedule.warmup_steps == 2
-    assert other._clipping.skipped_total == 1
+    assert other.engine.clipping.skipped_total == 1
 
 
 def fail_to_read_on_rank_one(rank: int, world_size: int, folder: str) -> tuple[str, int, bool, int]:
@@ -157,7 +157,7 @@ def fail_to_read_on_rank_one(rank: int, world_size: int, folder: str) -> tuple[s
         str(caught.value),
         other.schedule.warmup_steps,
         other.engine.masks.active is None,
-        other._clipping.skipped_total,
+        other.engine.clipping.skipped_total,
     )
 
 

@@ -28,6 +28,39 @@ def _minus_expm1(x):
 
 
 @triton.jit
+def _first_moment(m, a, tau, steps, b1, one_minus_b1, one_minus_bt, IMPLICIT: tl.constexpr):
+    """``m'`` and ``S`` of :func:`naive.adams_step`."""
+    g = divide(a, steps)
+    new = (1 - one_minus_bt) * m + one_minus_bt * g
+    if IMPLICIT:
+        moved = steps * new
+    else:
+        spread = divide(b1 * one_minus_bt, one_minus_b1)
+        moved = tl.where(tau == 1, new, steps * g + (m - g) * spread)
+    return new, moved
+
+
+@triton.jit
+def _adams_square(m, a, n, tau, steps, b1, one_minus_b1, b2, one_minus_b2, MEASURED: tl.constexpr):
+    """``v`` of :func:`naive.adams_step`; ``n`` is the share of the measured mean square."""
+    v = b2 * (m * m)
+    v += divide(one_minus_b2 * (a * a), steps)
+    if MEASURED:
+        steady = n * divide(one_minus_b1, 1 + b1)
+        floored = b2 * tl.maximum(m * m, steady) + one_minus_b2 * tl.maximum(n, divide(a * a, steps))
+        v = tl.where(tau == 1, v, floored)
+    return v
+
+
+@triton.jit
+def _decay(whole, log_keep, tau, steps):
+    """``(1 - lr*wd)**tau``."""
+    shrunk = tl.exp(steps * log_keep)  # |whole|**tau
+    shrunk = tl.where((whole < 0) & (tau % 2 == 1), -shrunk, shrunk)
+    return tl.where(tau == 1, whole, shrunk)
+
+
+@triton.jit
 def _update_kernel(
     theta,
     momentum,
@@ -98,13 +131,7 @@ def _update_kernel(
             one_minus_bt = divide(steps * one_minus_b1, (steps - 1) * one_minus_b1 + 1)
         else:
             one_minus_bt = _minus_expm1(steps * tl.load(log_beta1 + h, mask=inside, other=0))
-        g = divide(a, steps)
-        new = (1 - one_minus_bt) * m + one_minus_bt * g
-        if IMPLICIT:
-            moved = steps * new
-        else:
-            spread = divide(b1 * one_minus_bt, one_minus_b1)
-            moved = tl.where(tau == 1, new, steps * g + (m - g) * spread)
+        new, moved = _first_moment(m, a, tau, steps, b1, one_minus_b1, one_minus_bt, IMPLICIT)
         common = new
         if CORRECTED:
             divisor = tl.load(correction + row * correction_stride, mask=inside, other=1)
@@ -124,16 +151,9 @@ def _update_kernel(
             tl.store(of_second, v2, mask=inside)
             v = tl.maximum(divide(v2, divisor2), common)
         else:
-            v = b2 * (m * m)
-            v += divide(one_minus_b2 * (a * a), steps)
-            if MEASURED:
-                n = tl.load(of_second, mask=inside, other=0) * tl.load(floor)
-                steady = n * divide(one_minus_b1, 1 + b1)
-                floored = b2 * tl.maximum(m * m, steady) + one_minus_b2 * tl.maximum(n, divide(a * a, steps))
-                v = tl.where(tau == 1, v, floored)
-        shrunk = tl.exp(steps * tl.load(log_keep + h, mask=inside, other=0))  # |whole|**tau
-        shrunk = tl.where((whole < 0) & (tau % 2 == 1), -shrunk, shrunk)
-        shrunk = tl.where(tau == 1, whole, shrunk)
+            n = tl.load(of_second, mask=inside, other=0) * tl.load(floor) if MEASURED else a
+            v = _adams_square(m, a, n, tau, steps, b1, one_minus_b1, b2, one_minus_b2, MEASURED)
+        shrunk = _decay(whole, tl.load(log_keep + h, mask=inside, other=0), tau, steps)
         denominator = root(v) + tl.load(eps + h, mask=inside, other=1)
         change = divide(tl.load(lr + h, mask=inside, other=0) * moved, denominator)
         tl.store(theta + entry, old * shrunk - change, mask=inside)
