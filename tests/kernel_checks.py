@@ -37,9 +37,9 @@ class Trained(NamedTuple):
 
     parameters: list[Tensor]
     residual: Tensor
-    momentum: Tensor
-    clock: Tensor
-    second_moment: Tensor | None
+    exp_avg: Tensor
+    last_step: Tensor
+    exp_avg_sq: Tensor | None
 
 
 def awkward(rows: int, length: int) -> Tensor:
