@@ -180,10 +180,9 @@ class Alone(Communicator):
         own_part: Callable[[torch.Tensor | None], torch.Tensor],
         device: torch.device,
         proposals: torch.Tensor | None = None,
-        after: torch.cuda.Event | None = None,
     ) -> Work:
         assert self.others is not None
-        with self.on_side_stream(device, after):
+        with self.on_side_stream(device):
             received = None
             if proposals is not None:
                 received = proposals.clone().view(self.world_size, -1, proposals.shape[1])

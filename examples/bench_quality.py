@@ -208,11 +208,11 @@ def vote_bits(ranks: SimulatedRanks, bits: int) -> None:
     levels = (1 << (bits - 1)) - 1
 
     def coarse(plain: Callable[..., Any], votes: int) -> Callable[..., Any]:
-        def exchange_mask(full: Any, own_part: Any, device: Any, proposals: Any = None, after: Any = None) -> Any:
+        def exchange_mask(full: Any, own_part: Any, device: Any, proposals: Any = None) -> Any:
             if proposals is not None:
                 codes = proposals[:, -votes - 1 : -1].view(torch.int8)
                 codes.copy_((codes.float() * (levels / 127)).round().mul(127 / levels).round())
-            return plain(full, own_part, device, proposals, after)
+            return plain(full, own_part, device, proposals)
 
         return exchange_mask
 

@@ -115,7 +115,6 @@ class LocalCommunicator(Communicator):
         own_part: Callable[[Tensor | None], Tensor],
         device: torch.device,
         proposals: Tensor | None = None,
-        after: torch.cuda.Event | None = None,
     ) -> Work:
         received = None
         if proposals is not None:

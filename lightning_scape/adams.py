@@ -222,7 +222,7 @@ def _without_scape(saved: dict[str, Any]) -> dict[str, Any]:
         return saved
     warnings.warn(
         "The checkpoint was written by SCAPE: first moments, step and options carry over to AdamS; residuals (what was"
-        " computed and not yet sent), clocks and masks do not.",
+        " computed and not yet sent), last steps and masks do not.",
         stacklevel=4,
     )
     state = {index: {name: entry[name] for name in ("step", "exp_avg")} for index, entry in saved["state"].items()}

@@ -54,7 +54,7 @@ class ScapeConfig:
     """
 
     sparsity: float = 0.99
-    """Share of the entries that is NOT sent in a step, in [0, 1). 0 is dense AdamS, sharded."""
+    """Share of the entries that is NOT sent in a step, in [0, 1). 0 is dense training, sharded."""
 
     update: Update | None = None
     """The update of an entry. ``"adamw"`` divides by AdamW's second moment, so that learning rate, betas and eps mean
@@ -89,8 +89,8 @@ class ScapeConfig:
 
     catch_up: CatchUp = "implicit"
     """How an entry makes up for the ``tau`` steps since its last visit: ``"implicit"`` goes ``tau`` times along the new
-    first moment (backward Euler), stable at 5 times the curvature of the other at ``tau = 2``, at twice at 10, at the
-    same at 100; ``"summed"`` goes along the sum of the ``tau`` first moments of AdamS."""
+    first moment (backward Euler). ``"summed"`` goes along the sum of the ``tau`` first moments of AdamS. The first is
+    stable up to a higher curvature: 5 times at tau = 2, twice at tau = 10, the same at tau = 100."""
 
     wire_dtype: WireDtype = "bf16"
     """How values travel to their owner: ``"bf16"`` (2 bytes, rounding error stays in the residual) or ``"fp32"``. Where

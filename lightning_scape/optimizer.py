@@ -155,6 +155,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._shared.consolidated = None
+        self.engine.follow(self.param_groups)
         self.engine.step()
         return loss
 
@@ -173,6 +174,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             RuntimeError: ``error_if_nonfinite``, and the norm is not finite; on every rank. On CUDA the next step (or
                 checkpoint) raises it, after this one was skipped: to know it now, the host would have to wait.
         """
+        self.engine.follow(self.param_groups)
         return self.engine.clip_grad_norm(float(max_norm), error_if_nonfinite=error_if_nonfinite)
 
     def clip_grad_value(self, clip_value: float) -> None:
@@ -298,9 +300,9 @@ class ScapeOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any] | SavedShards) -> None:
         """Takes this rank's part of a whole state, or of a sharded one. Call on every rank, with the same state.
 
-        A state of another number of ranks is resharded: momentum, clocks and masters exactly, residuals so that their
-        mean over ranks is kept. One of another block length or sparsity drops the masks. One of AdamW, Adam or AdamS
-        gives its first moments. Each with a warning that says so.
+        A state of another number of ranks is resharded: moments, last steps and masters exactly, residuals so that
+        their mean over ranks is kept. One of another block length or sparsity drops the masks. One of AdamW, Adam or
+        AdamS gives its first moments. Each with a warning that says so.
 
         Raises:
             ValueError: parameters or groups differ in number, order or shape, or the format is newer than this

@@ -181,7 +181,8 @@ def steps(dtypes: list[torch.dtype], config: ScapeConfig, groups: int = 2, gap: 
     optimizer = ScapeOptimizer(parts, config=config)
     with (
         patch.object(cuda, "select", lambda statistic, sent: _first(statistic, sent)),
-        patch.object(optimizer.engine.clipping, "judge", lambda scale: optimizer.engine.clipping.forget()),
+        patch.object(cuda, "sweep", _sweep_with_positions),
+        patch.object(optimizer.engine.clipping, "record_found_inf", lambda scale: optimizer.engine.clipping.forget()),
     ):
         for step in range(3):
             for parameter in parameters:
@@ -190,6 +191,16 @@ def steps(dtypes: list[torch.dtype], config: ScapeConfig, groups: int = 2, gap: 
                 parameters[0].grad = None
             optimizer.step()
     cuda.select(torch.zeros(40, config.quota.block_size), config.quota.sent)
+
+
+_sweep = cuda.sweep
+
+
+def _sweep_with_positions(*args: Any, next_mask: Tensor | None = None, **options: Any) -> None:
+    """The next mask is used as an index on the host, so it must hold positions."""
+    _sweep(*args, next_mask=next_mask, **options)
+    if next_mask is not None:
+        next_mask.copy_(_first(next_mask, next_mask.shape[1]))
 
 
 def _first(statistic: Tensor, sent: int) -> Tensor:

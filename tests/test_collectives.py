@@ -178,24 +178,19 @@ def test_the_first_sparse_step_folds_all_before_it_ranks_and_waits_for_its_own_m
 
 
 class OnADevice(Communicator):
-    """Alone; says which events it records, as on CUDA, and behind which of them a mask's exchange begins."""
+    """Alone; says when a mask's exchange is launched. On CUDA it runs behind all work queued until then."""
 
     def __init__(self, said: list[Any]) -> None:
         super().__init__(None, None)
         self.said = said
 
-    def record_event(self, device: torch.device) -> Any:
-        self.said.append("event")
-        return len(self.said)
-
-    def exchange_mask(
-        self, full: Any, own_part: Any, device: torch.device, proposals: Any = None, after: Any = None
-    ) -> collectives.Work:
-        self.said.append(("exchange", after))
+    def exchange_mask(self, full: Any, own_part: Any, device: torch.device, proposals: Any = None) -> collectives.Work:
+        self.said.append("exchange")
         return collectives.Work(own_part(None))
 
 
-def test_a_masks_exchange_waits_on_the_device_for_the_sweeps_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_masks_exchange_is_launched_when_the_parameters_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its messages must not run before, or beside, those that the step waits for."""
     said: list[Any] = []
     for name in ("sweep", "update_adams", "scatter_params"):
         plain = getattr(ops, name)
@@ -212,10 +207,8 @@ def test_a_masks_exchange_waits_on_the_device_for_the_sweeps_and_no_longer(monke
         said.clear()
         parameter.grad = torch.randn(4000)
         optimizer.step()
-        first = [("exchange", None)] if step == 0 else []  # behind all that the step has queued
-        at = len(first) + 3
-        exchange = ("exchange", at)
-        assert said == [*first, "sweep", "sweep", "event", "update_adams", "scatter_params", "scatter_params", exchange]
+        first = ["exchange"] if step == 0 else []
+        assert said == [*first, "sweep", "sweep", "update_adams", "scatter_params", "scatter_params", "exchange"]
 
 
 def _after_an_error(rank: int, world: int, where: str) -> tuple[bool, float, Tensor]:
@@ -277,3 +270,30 @@ def test_an_error_beside_a_message_breaks_no_later_one(run_ranks: Any, where: st
     assert max(waited, also_waited) < 1.0  # the mask of the failed step has not been sent, nor is it now
     assert torch.equal(first, second)
     assert first.isfinite().all()
+
+
+def test_arrived_parameters_are_written_though_writing_the_own_ones_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+
+    def failing(flats: Any, pieces: Any, *args: Any) -> None:
+        written.append(len(pieces))
+        if len(written) == 1:
+            raise RuntimeError("no memory")
+
+    parameter = nn.Parameter(torch.zeros(400))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
+    parameter.grad = torch.randn(400)
+    monkeypatch.setattr(ops, "scatter_params", failing)
+    with pytest.raises(RuntimeError, match="no memory"):
+        optimizer.step()
+    assert written == [1, 0]  # the own shard's, then the other ranks'
+
+
+def test_the_first_step_follows_parameters_that_moved_since_the_optimizer_was_built() -> None:
+    parameters = [nn.Parameter(torch.zeros(400)), nn.Parameter(torch.zeros(40))]
+    optimizer = ScapeOptimizer(parameters, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
+    engine = optimizer.engine
+    engine.parameters.tensors[:] = [parameter.to("meta") for parameter in parameters]  # as module.to() leaves them
+    state = engine.allocate()
+    part = engine.participants.of(state, torch.ones((), device="meta"), torch.ones(2, device="meta"))
+    assert {str(t.device) for t in (state.step, state.missed, part.blocks)} == {"meta"}  # type: ignore[union-attr]

@@ -526,3 +526,43 @@ def test_compiling_is_announced_once_and_kept(tmp_path: Path) -> None:
     assert "compiles" not in second.stderr
     assert float(first.stdout) < 40  # of one core; 20 where it is not shared
     assert float(second.stdout) < 3
+
+
+STEP_AT_EXIT = """
+import atexit, torch
+torch.set_num_threads(2)
+from lightning_scape import ScapeConfig, ScapeOptimizer
+parameter = torch.nn.Parameter(torch.randn(200_000))
+optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.99, sparsity_warmup_steps=0))
+def last():
+    parameter.grad = torch.randn(200_000)
+    optimizer.step()
+    print("stepped")
+atexit.register(last)
+last()
+"""
+
+
+def test_a_step_at_exit_works_though_no_thread_can_be_started_any_more() -> None:
+    done = subprocess.run([sys.executable, "-c", STEP_AT_EXIT], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["stepped"] * 2), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("of_parameter", "of_residual"), [(torch.float64, torch.float32), (torch.float32, torch.float64)]
+)
+def test_a_sweep_keeps_the_second_moment_in_its_own_precision(
+    of_parameter: torch.dtype, of_residual: torch.dtype
+) -> None:
+    region = Layout([60], [0], 20, 1).local(0)
+    grad = torch.full((60,), 1e19 if of_parameter == torch.float32 else 0.1, dtype=of_parameter)
+    found = []
+    for module in (naive, cpu):
+        residual, moment = torch.zeros(3, 20, dtype=of_residual), torch.full((3, 20), 0.3, dtype=of_parameter)
+        mask = torch.zeros(3, 1, dtype=torch.uint8)
+        values = torch.zeros(3, 1, dtype=torch.bfloat16)
+        second = ops.SecondMoment(moment, [1e-3], 2)
+        module.sweep(region, residual, [grad], torch.ones(()), mask, values, second_moment=second)
+        assert moment.isfinite().all()
+        found.append(moment)
+    assert torch.equal(*found)

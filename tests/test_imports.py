@@ -36,17 +36,6 @@ SIDEWAYS = ({"config", "layout"},)
 MAY_IMPORT_LIGHTNING = {"integrations", "data", "litgpt_data", "cli", "plan", "__init__"}
 # What the hosts share knows neither.
 MAY_NOT_IMPORT_LIGHTNING = {"integrations.swap", "integrations.advice", "integrations.rendezvous"}
-LIGHTNING = {
-    "checkpoint_io",
-    "strategy",
-    "fabric",
-    "monitor",
-    "data",
-    "litgpt_data",
-    "cli",
-    "plan",
-    "__init__",
-}
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "litgpt", "pytorch_lightning"}
 MAY_IMPORT_TRITON = {
     "ops.cuda_gradients",

@@ -295,7 +295,7 @@ def test_a_warm_up_of_the_sparsity_compiles_each_kernel_a_few_times(update: str)
             optimizer.step()
             quotas.add(optimizer.stats.density)
     assert len(quotas) > 16
-    expected = {"_compact_kernel", "_update_kernel", "_exchange_kernel", "_select_kernel"}
+    expected = {"_fold_kernel", "_sweep_kernel", "_update_kernel", "_exchange_kernel"}
     assert expected | ({"_second_moment_kernel"} if update == "adamw" else set()) <= variants.keys()
     # Numbers that are 1 or multiples of 16 are compiled apart, for each argument that may be one.
     assert all(len(found) <= 8 for found in variants.values()), {name: len(found) for name, found in variants.items()}

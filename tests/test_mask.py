@@ -35,7 +35,6 @@ class Numbered(Communicator):
         own_part: Callable[[Tensor | None], Tensor],
         device: torch.device,
         proposals: Tensor | None = None,
-        after: torch.cuda.Event | None = None,
     ) -> Work:
         self.made += 1
         return Work(full().fill_(self.made), handle=SimpleNamespace(wait=self.wait))
@@ -47,7 +46,7 @@ class Numbered(Communicator):
 
 def build(config: ScapeConfig) -> tuple[Numbered, Masks, ScapeState]:
     comm, layout = Numbered(), Layout([3 * config.quota.block_size], [0], config.quota.block_size, 1)
-    masks = Masks(config, layout, comm, CPU, SparsitySchedule.of(config))
+    masks = Masks(config, layout, comm, SparsitySchedule.of(config))
     return comm, masks, ScapeState.allocate(layout, config, torch.float32, CPU)
 
 
@@ -149,7 +148,7 @@ def test_a_change_of_density_makes_a_new_mask_before_the_interval_is_over() -> N
 def test_a_step_that_makes_its_own_mask_ranks_the_residual_as_it_is() -> None:
     config = ScapeConfig(sparsity=0.9, block_size=10, sparsity_warmup_steps=0)
     layout = Layout([40], [0], 10, 1)
-    masks = Masks(config, layout, Communicator.alone(), CPU, SparsitySchedule.of(config))
+    masks = Masks(config, layout, Communicator.alone(), SparsitySchedule.of(config))
     state = ScapeState.allocate(layout, config, torch.float32, CPU)
     state.residual[torch.arange(4), torch.tensor([3, 0, 9, 5])] = -1.0
     assert masks.missing(0)

@@ -105,7 +105,7 @@ def as_adamw(saved: Mapping[str, Any]) -> dict[str, Any]:
         " one's square"
     )
     warnings.warn(
-        f"SCAPE's state as AdamW's: parameters, {moments}; residuals, clocks and masks do not carry over.",
+        f"SCAPE's state as AdamW's: parameters, {moments}; residuals, last steps and masks do not carry over.",
         stacklevel=2,
     )
     return {"state": state, "param_groups": saved["param_groups"]}

@@ -305,8 +305,8 @@ def _read_residual(snapshot: Snapshot, source: Source, rank: int) -> list[str]:
         residual += part
     residual /= before
     return [
-        f"The checkpoint was written by {before} ranks, this run has {layout.world_size}: momentum, clocks, masters and"
-        " masks carry over exactly; each rank starts from the mean of the saved residuals."
+        f"The checkpoint was written by {before} ranks, this run has {layout.world_size}: moments, last steps, masters"
+        " and masks carry over exactly; each rank starts from the mean of the saved residuals."
     ]
 
 

@@ -247,12 +247,12 @@ class Communicator:
         return work
 
     @contextlib.contextmanager
-    def on_side_stream(self, device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
-        """On CUDA, queues the work inside on one side stream, behind ``after`` (None: now). Elsewhere nothing changes.
+    def on_side_stream(self, device: torch.device) -> Iterator[None]:
+        """On CUDA, queues the work inside on one side stream, behind all work queued so far. Elsewhere nothing changes.
 
         The side stream reads the residual, which the next step overwrites: wait for its :class:`Work` before that.
         """
-        after = after or self.record_event(device)
+        after = self.record_event(device)
         if after is None:
             yield
             return
@@ -277,7 +277,6 @@ class Communicator:
         own_part: Callable[[Tensor | None], Tensor],
         device: torch.device,
         proposals: Tensor | None = None,
-        after: torch.cuda.Event | None = None,
     ) -> Work:
         """Launches the exchange of the next mask, in the background.
 
@@ -286,9 +285,8 @@ class Communicator:
             own_part: makes this rank's part ``[R, q]`` from the proposals for its shard ``[N, R, W]`` (None: none).
             device: the parameters'.
             proposals: ``[N*R, W]``, this rank's for all shards; None for none. They are exchanged first.
-            after: on CUDA, the event behind which all of it runs.
         """
-        with self.on_side_stream(device, after):
+        with self.on_side_stream(device):
             if self.world_size == 1:
                 return Work(own_part(None), stream=self._side_stream)
             if proposals is None:

@@ -36,9 +36,9 @@ _Jobs = SimpleQueue[tuple[Job, Callable[[], None]] | None]
 class Worker:
     """Runs calls on a background thread, one after the other.
 
-    One for each group, whichever optimizers share it: messages of a group meet their like only if all ranks send them
-    in the same order, which is the order in which the main threads hand them over. The thread is a daemon, so that a
-    process whose peer is gone can end.
+    All ranks must send a group's messages in the same order. So each group has one worker, whichever optimizers share
+    it, and it keeps the order of the main threads' calls. The thread is a daemon, so that a process whose peer is gone
+    can end.
     """
 
     _of: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, Worker]] = weakref.WeakKeyDictionary()

@@ -63,7 +63,7 @@ class Ranking:
     proposals: Tensor | None = None
     """uint8 ``[N*R, W]`` for the other ranks' shards, this rank's own rows zero; None: no proposals."""
     own: Tensor | None = None
-    """``[R, q]``: the own part of the next mask; None where it comes later, from proposals or another statistic."""
+    """``[R, q]``: the own part of the next mask. None: it is made at the launch."""
 
 
 class Masks:
@@ -73,13 +73,10 @@ class Masks:
         config: which statistic, how many proposals, how long a mask is used.
         layout: blocks and shards.
         comm: sends proposals and masks.
-        device: where masks live, the parameters' device.
         schedule: q at each step.
     """
 
-    def __init__(
-        self, config: ScapeConfig, layout: Layout, comm: Communicator, device: torch.device, schedule: SparsitySchedule
-    ) -> None:
+    def __init__(self, config: ScapeConfig, layout: Layout, comm: Communicator, schedule: SparsitySchedule) -> None:
         self.schedule = schedule
         self.interval = config.mask_interval
         self.active: Tensor | None = None
@@ -87,10 +84,10 @@ class Masks:
         self.uses = 0
         """Steps that have used the active mask."""
         self.unproven = False
-        """Whether the active mask was made within a step, rather than before it, and that step may yet be skipped."""
-        self.made_of = {"config": config, "layout": layout, "comm": comm, "device": device, "schedule": schedule}
+        """Whether the active mask was made in the step that uses it. If that step is skipped, the mask is dropped."""
+        self.made_of = {"config": config, "layout": layout, "comm": comm, "schedule": schedule}
         """The arguments, for masks of another kind (ablations)."""
-        self._config, self._layout, self._comm, self._device = config, layout, comm, device
+        self._config, self._layout, self._comm = config, layout, comm
         self._ranking: Ranking | None = None
         self.pending: Work | None = None
         """The exchange of a mask under way."""
@@ -166,36 +163,38 @@ class Masks:
             width = ops.proposal_bytes(self._config.votes, layout.block_size)
             ranking.proposals = torch.empty(layout.blocks, width, dtype=torch.uint8, device=home)
             ranking.proposals[layout.rows_of(self._comm.rank)] = 0
-        elif state.local_exp_avg_sum is None:
+        elif state.local_exp_avg_sum is None and ops.sweep_selects(sent, home):
             positions = ops.position_dtype(layout.block_size)
             ranking.own = torch.empty(layout.shard_blocks, sent, dtype=positions, device=home)
         return ranking
 
-    def launch(self, state: ScapeState, after: torch.cuda.Event | None = None) -> None:
-        """Launches the exchange of the mask that was ranked, if any; on CUDA behind the event ``after``."""
+    def launch(self, state: ScapeState) -> None:
+        """Launches the exchange of the mask that was ranked, if any; on CUDA behind all work queued so far."""
         ranking, self._ranking = self._ranking, None
         if ranking is None:
             return
+        device = state.step.device
         if state.residual.is_cuda:  # it may be freed, with this optimizer, before the side stream has read it
             for read in (state.residual, state.local_exp_avg_sum, ranking.proposals, ranking.own):
                 if read is not None:
-                    read.record_stream(self._comm.side_stream(self._device))
+                    read.record_stream(self._comm.side_stream(device))
         shape, positions = (self._layout.blocks, ranking.sent), ops.position_dtype(self._layout.block_size)
-        full = functools.partial(torch.empty, shape, dtype=positions, device=self._device)
+        full = functools.partial(torch.empty, shape, dtype=positions, device=device)
         own_part = functools.partial(self._own_part, ranking, state)
-        self.pending = self._comm.exchange_mask(full, own_part, self._device, ranking.proposals, after)
+        self.pending = self._comm.exchange_mask(full, own_part, device, ranking.proposals)
 
     def _own_part(self, ranking: Ranking, state: ScapeState, received: Tensor | None) -> Tensor:
         """This rank's part of the next mask, ``[R, q]``, from its own statistic and the other ranks' proposals."""
+        device = state.step.device
         if ranking.own is not None:
-            return ranking.own.to(self._device)
+            return ranking.own.to(device)
         statistic = state.residual[self._layout.rows_of(self._comm.rank)]
         if state.local_exp_avg_sum is not None:
             statistic = state.local_exp_avg_sum
         if received is None:
-            return ops.select(statistic, ranking.sent).to(self._device)
+            return ops.select(statistic, ranking.sent).to(device)
         received = received.to(statistic.device)
-        return ops.merge(statistic, received, self._comm.rank, self._config.votes, ranking.sent).to(self._device)
+        return ops.merge(statistic, received, self._comm.rank, self._config.votes, ranking.sent).to(device)
 
     # ------------------------------------------------------------------------------------------- loads and skips
 
@@ -204,7 +203,7 @@ class Masks:
         self.active, self.uses, self.unproven = mask, uses, False
 
     def drop_unproven(self) -> None:
-        """After a skipped step: drops the mask that it made for itself, and its successor; both rank nothing."""
+        """After a skipped step: drops the mask made in that step, and the next one; their residual had no gradient."""
         if self.unproven:
             self.wait()
             self.restore(None, 0)

@@ -36,11 +36,10 @@ class Participants:
     Args:
         layout: of the parameters.
         parameters: their number.
-        device: where they are.
     """
 
-    def __init__(self, layout: Layout, parameters: int, device: torch.device) -> None:
-        self._layout, self._parameters, self._device = layout, parameters, device
+    def __init__(self, layout: Layout, parameters: int) -> None:
+        self._layout, self._parameters = layout, parameters
         self._of_block: Tensor | None = None
 
     def of(self, state: ScapeState, scale: Tensor, present: Tensor | None) -> Participation:
@@ -48,15 +47,15 @@ class Participants:
         if present is None and state.missed is None:
             return Participation(scale, scale, scale)
         if state.missed is None:
-            state.missed = torch.zeros(self._parameters, dtype=torch.int32, device=self._device)
+            state.missed = torch.zeros(self._parameters, dtype=torch.int32, device=state.step.device)
         if present is None:
             return Participation(scale, scale, scale)
         parameters = scale * present
-        return Participation(scale, parameters, parameters[self.of_block()])
+        return Participation(scale, parameters, parameters[self._of_blocks(scale.device)])
 
     def steps(self, state: ScapeState, rows: slice) -> Tensor:
         """int32, the number of this step by each row's own count; 0-dim if no step was ever missed."""
-        return (state.step if state.missed is None else state.steps_of(self.of_block()[rows])) + 1
+        return (state.step if state.missed is None else state.steps_of(self._of_blocks(state.step.device)[rows])) + 1
 
     def count(self, state: ScapeState, participation: Participation) -> None:
         """Counts the step, and who missed it."""
@@ -65,10 +64,10 @@ class Participants:
         if state.missed is not None and participation.parameters.dim():
             state.missed += taken - (participation.parameters != 0).to(taken.dtype)
 
-    def of_block(self) -> Tensor:
+    def _of_blocks(self, device: torch.device) -> Tensor:
         """int64 ``[blocks]``: the place of each block's parameter; fillers take the last one's."""
-        if self._of_block is None:
-            self._of_block = ops.to_device(_parameter_of_block(self._layout), self._device)
+        if self._of_block is None or self._of_block.device != device:
+            self._of_block = ops.to_device(_parameter_of_block(self._layout), device)
         return self._of_block
 
 

@@ -57,9 +57,9 @@ class Engine:
         self.state: ScapeState | None = None
         """Made at the first step, or by a load."""
         self.clipping = GradientClipping(config, comm)
-        self.participants = Participants(self.layout, len(numels), self.device)
+        self.participants = Participants(self.layout, len(numels))
         schedule = SparsitySchedule.of(config, total_steps)
-        self.masks = Masks(config, self.layout, comm, self.device, schedule)
+        self.masks = Masks(config, self.layout, comm, schedule)
         self.remote = RemoteRegion(self.layout, comm.rank, config)
         self.local = LocalRegion(self.layout, comm.rank, config, param_groups)
         self.shard = OwnShard(self.layout, comm.rank, config, parameters, self.participants, param_groups)
@@ -124,7 +124,6 @@ class Engine:
             arriving = self.comm.all_to_all(values)
         with arriving, record.phase("sweep"):
             own = self.local.sweep(state, unfolded, there, part, ranking, clip_value).to(self.device)
-            swept = self.comm.record_event(self.device)
             record.sent_energy = ops.squared_norm([own, *(values[rows] for rows in self.remote.rows)])
         with record.phase("exchange"):
             mean = self._mean(arriving.wait(), own, state.exp_avg.dtype)
@@ -135,7 +134,7 @@ class Engine:
         with record.phase("write"):
             self._write(mask, updated, self.comm.all_gather(updated))
         with record.phase("launch"):
-            self.masks.launch(state, swept)
+            self.masks.launch(state)
         self._end(state, scale)
 
     def _begin(self) -> tuple[ScapeState, list[Tensor | None], StepRecord]:
@@ -175,10 +174,11 @@ class Engine:
     def _write(self, mask: Tensor | None, updated: Tensor, arriving: Work) -> None:
         """Applies the owners' updates: the own ones while the others travel."""
         flat, block_size, add = self.parameters.flat, self.layout.block_size, self.shard.as_changes
-        with arriving:
+        try:  # the moments have gone on, and so must all parameters
             own = None if mask is None else mask[self.local.rows]
             ops.scatter_params(flat, self.local.pieces, own, updated, block_size, add)
-        ops.scatter_params(flat, self.remote.pieces, mask, arriving.wait(), block_size, add)
+        finally:
+            ops.scatter_params(flat, self.remote.pieces, mask, arriving.wait(), block_size, add)
 
     def _end(self, state: ScapeState, scale: Tensor) -> None:
         record, every = self.record, self.config.check_replicas_every

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 from typing_extensions import ParamSpec
 
@@ -35,6 +36,7 @@ from lightning_scape.ops.naive import (
     proposal_bytes,
     to_device,
 )
+from lightning_scape.ops.rules import SELECTED_BY_TURNS
 
 __all__ = [
     "DISPATCHED",
@@ -63,6 +65,7 @@ __all__ = [
     "sketch",
     "squared_norm",
     "sweep",
+    "sweep_selects",
     "to_device",
     "update_adams",
     "update_adamw",
@@ -148,6 +151,11 @@ def _cpu() -> ModuleType | None:
     if not cpu.are_compiled() and os.environ.get("LOCAL_RANK", "0") == "0":
         print("SCAPE compiles its operations for this CPU, once: some 15 seconds of one core.", file=sys.stderr)
     return cpu
+
+
+def sweep_selects(sent: int, device: torch.device) -> bool:
+    """Whether :func:`sweep` selects ``sent`` entries of a block on its way. If not, select them where nobody waits."""
+    return device.type != "cuda" or sent <= SELECTED_BY_TURNS
 
 
 def _is_on_cuda(values: Iterable[object]) -> bool:

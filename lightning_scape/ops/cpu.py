@@ -328,13 +328,14 @@ def sweep(
         chunked.sweep(region, residual, grads, scale, mask, values, **options, proposals=proposals, next_mask=next_mask)
         return
     positions, network = position_dtype(length), cpu_masks.network(length, ranked)
-    limit, largest = _wire_limit(residual, values.dtype), scalar(residual.dtype, torch.finfo(residual.dtype).max)
+    of_moment = residual.dtype if moments is None else moments.dtype
+    limit, largest = _wire_limit(residual, values.dtype), scalar(of_moment, torch.finfo(of_moment).max)
     for of_grad, table, numbers, count in cpu_sweep.runs(region, residual, grads, second):
         loop = functools.partial(
             cpu_sweep.sweep,
             table,
             numbers,
-            (array(residual), _or_empty(moments, residual.dtype)),
+            (array(residual), _or_empty(moments, of_moment)),
             array(scale.reshape(-1)),
             (*bound_of(clip_value, of_grad), limit, largest),
             _or_empty(mask, positions),

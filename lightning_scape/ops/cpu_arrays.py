@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -99,8 +99,18 @@ def in_parallel(loop: Callable[[int, int], _T], count: int, grain: int) -> list[
     if threads <= 1:
         return [loop(0, count)]
     bounds = [count * i // threads for i in range(threads + 1)]
-    others = [_pool(os.getpid()).submit(loop, a, b) for a, b in zip(bounds[1:-1], bounds[2:], strict=True)]
+    others = [_begin(loop, a, b) for a, b in zip(bounds[1:-1], bounds[2:], strict=True)]
     return [loop(bounds[0], bounds[1]), *(other.result() for other in others)]
+
+
+def _begin(loop: Callable[[int, int], _T], first: int, last: int) -> Future[_T]:
+    """Calls ``loop`` on another thread; on this one where the interpreter ends, and starts no thread any more."""
+    try:
+        return _pool(os.getpid()).submit(loop, first, last)
+    except RuntimeError:
+        done: Future[_T] = Future()
+        done.set_result(loop(first, last))
+        return done
 
 
 @functools.lru_cache(maxsize=1)

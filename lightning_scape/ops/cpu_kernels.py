@@ -237,7 +237,7 @@ def _tile_rows(sent):
 
 @jit
 def _read_waits(clock, mask, now, sent, row, stop, steps, tau):
-    """The steps since each entry's last visit, at least 1; returns how many are 1 as they stand."""
+    """The steps since each entry's last visit, raised to 1. Returns how many were exactly 1 before."""
     _read(clock, mask, sent, row, stop, steps)
     again = 0
     for j in range(len(tau)):

@@ -84,7 +84,7 @@ def _accumulate(run, numbers, part, residual, moments, factor, bound, clip, larg
             fade_part(second, numbers[0], largest)
         else:
             grad = array_at(run[3], start, stop - start, like_grad)
-            square_part(second, grad, factor, numbers[0], numbers[1], bound, clip, largest)
+            square_part(second, grad, second.dtype.type(factor), numbers[0], numbers[1], bound, clip, largest)
 
 
 def runs(
@@ -109,12 +109,12 @@ def runs(
         address = 0 if grad is None else grad.data_ptr()
         run = (first, count, address, entries, 1 - weight, weight / ranks)
         groups.setdefault(usual if grad is None else grad.dtype, []).append(run)
-    of_state = like(residual.dtype).dtype
+    of_moment = like((residual if second is None else second.exp_avg_sq).dtype).dtype
     for dtype, rows in groups.items():
         firsts, counts, addresses, entries_of, *numbers = zip(*rows, strict=True)
         before, total = running_sums(counts)
         table = np.array([firsts, before, counts, addresses, entries_of], np.int64).T.copy()
-        yield dtype, table, np.array(numbers, of_state).T.copy(), total
+        yield dtype, table, np.array(numbers, of_moment).T.copy(), total
 
 
 def _places(region: Region) -> Iterator[tuple[int | None, int, int]]:

@@ -78,7 +78,7 @@ def _sketch_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One program: the buckets of one range of columns, over every so many chunks. It owns what it writes."""
+    """One program sums one range of buckets, over every n-th chunk. No other program writes there."""
     bucket = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     sums = tl.zeros([COLUMNS], dtype=tl.float32)
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):

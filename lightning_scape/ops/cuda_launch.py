@@ -72,7 +72,7 @@ def by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def addresses(flats: Sequence[Tensor]) -> Tensor:
-    """Where each tensor lies; kept until other addresses are asked for 64 times, since storages may move."""
+    """Where each tensor lies; the last 64 tables are kept."""
     return table(tuple(flat.data_ptr() for flat in flats), flats[0].device)
 
 

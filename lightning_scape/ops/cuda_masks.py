@@ -11,11 +11,12 @@ from lightning_scape.ops import chunked, naive_masks
 from lightning_scape.ops import cuda_launch as launching
 from lightning_scape.ops.cuda_numbers import clamp, divide, narrow, widen
 from lightning_scape.ops.naive import position_dtype
+from lightning_scape.ops.rules import SELECTED_BY_TURNS
 
 _SELECT_TILE = 1024
 """Entries of whole rows that a warp of :func:`select` holds in registers; longer rows are shared by several warps."""
 LONGEST_ROW = 4096
-_MAX_PASSES = 32
+_MAX_PASSES = SELECTED_BY_TURNS
 """Longer blocks and larger quotas are selected by the twin."""
 
 

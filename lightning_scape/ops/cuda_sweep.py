@@ -25,7 +25,7 @@ _CELLS = 64
 """Entries of a mask that a program takes out of the cache at a time."""
 
 
-# How many entries are sent changes in every step of a warm-up of the sparsity: no variant of its own for any number.
+# `sent` changes at every step of a warm-up. The kernel must not be compiled again for each value.
 @triton.jit(do_not_specialize=["sent", "next_sent"])
 def _sweep_kernel(
     residual,
@@ -405,8 +405,16 @@ def _fold(
         return
     length = residual.shape[1]
     parts = [residual.view(-1)[piece.of_blocks(length)] for piece in region.pieces]
-    fold(parts, grads, scale if scale.dim() == 0 else scale.amax(), clip_value)
+    own = scale
+    if scale.dim():
+        rows = launching.table(tuple(piece.row for piece in region.pieces), scale.device)
+        own = scale.index_select(0, rows)
+    # All rows that take part have one scale, and a parameter that takes no part has no gradient.
+    fold(parts, grads, own if own.dim() == 0 else _largest(own), clip_value)
     if second_moment is not None:
         moments = [second_moment.exp_avg_sq.view(-1)[piece.of_blocks(length)] for piece in region.pieces]
-        own = scale if scale.dim() == 0 else scale[[piece.row for piece in region.pieces]]
         accumulate_exp_avg_sq(moments, grads, second_moment.weights, second_moment.ranks, own, clip_value)
+
+
+def _largest(scales: Tensor) -> Tensor:
+    return scales.amax() if scales.numel() else scales.new_ones(())

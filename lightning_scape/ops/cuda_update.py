@@ -116,7 +116,7 @@ def _update_kernel(
         now = tl.load(step + row * step_stride, mask=inside, other=1)
         tau = now - tl.load(of_clock, mask=inside, other=0)
         tl.atomic_add(again, tl.sum((inside & (tau == 1)).to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
-        tau = tl.maximum(tau, 1)  # clocks of pads are loaded as if no parameter had missed a step
+        tau = tl.maximum(tau, 1)  # after a load, a pad's last step may be later than this one
         m = tl.load(of_momentum, mask=inside, other=0)
         a = tl.load(total + entry, mask=inside, other=0)
         old = tl.load(theta + entry, mask=inside, other=0)

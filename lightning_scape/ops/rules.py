@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 LONGEST_MOVE = 25.0
-"""Learning rates that one visit moves an entry by, at most, with the update of AdamW."""
+"""The largest move of an entry in one visit, in learning rates (AdamW)."""
+
+
+SELECTED_BY_TURNS = 32
+"""Up to so many entries of a block are selected by a kernel on CUDA, the largest first."""
 
 
 class Hyper(NamedTuple):

@@ -357,8 +357,8 @@ def fsdp(job: Job, link: Link, machine: Machine, *, reduce_passes: int = 1) -> P
 def scape(job: Job, link: Link, machine: Machine, config: ScapeConfig) -> Prediction:
     """SCAPE with ``config``, once its warm-up is over; at sparsity 0 it is dense training, sharded.
 
-    What a step does while its own messages travel (folding, compacting and applying its shard, ranking the next mask)
-    is counted beside them: on slow links up to that much too long.
+    While its messages travel, a step sweeps its own shard and applies its own changes. The model adds that time to the
+    messages': on slow links it is up to that much too long.
     """
     numels = [weight.numel for weight in job.weights]
     sent = scape_bytes(numels, job.ranks, config, parameter_bytes=job.parameter_bytes, clip=job.clip)
