@@ -315,7 +315,7 @@ def test_scape_goes_on_as_adamw_and_as_adams_with_what_carries_over(tmp_path: Pa
     params, optimizer = build(config, torch.float32)
     train(params, optimizer, 0, range(6))
     save(tmp_path / "c", optimizer, numbered(params))
-    with pytest.warns(UserWarning, match="residuals, clocks and masks do not carry over"):
+    with pytest.warns(UserWarning, match="residuals, last steps and masks do not carry over"):
         assert main(["consolidate", str(tmp_path / "c"), str(tmp_path / "w.pt"), "--optimizer", "adamw"]) == 0
     whole = optimizer.state_dict()
     for kind in (torch.optim.AdamW, AdamS):
