@@ -153,7 +153,8 @@ class Training:
 def mask_delay(ranks: SimulatedRanks, steps: int) -> None:
     """Uses a mask ``steps`` steps after the gradient it was made from: 0, 1 (SCAPE) or 2."""
     for optimizer in ranks.optimizers:
-        optimizer.engine.masks = {0: NoDelay, 1: Masks, 2: LongDelay}[steps](**optimizer.engine.masks.made_of)
+        engine, kind = optimizer.engine, {0: NoDelay, 1: Masks, 2: LongDelay}[steps]
+        engine.masks = kind(engine.config, engine.layout, engine.comm, engine.masks.schedule)
 
 
 class NoDelay(Masks):

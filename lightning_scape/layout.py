@@ -78,6 +78,32 @@ class Region:
     pieces: tuple[Piece, ...]
     """What fills the rows, in order."""
 
+    def spans(self) -> Iterator[Span]:
+        """All rows, each once: the pieces in order, and the rows between and behind them."""
+        places = list(enumerate(self.pieces))[::-1]  # the next one last
+        for rows in self.rows:
+            row = rows.start
+            while places and places[-1][1].row < rows.stop:
+                place, piece = places.pop()
+                if row < piece.row:
+                    yield Span(row, piece.row - row, 0, None)
+                yield Span(piece.row, piece.blocks, piece.numel, place)
+                row = piece.row + piece.blocks
+            if row < rows.stop:
+                yield Span(row, rows.stop - row, 0, None)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive rows of one piece, or of none."""
+
+    row: int
+    blocks: int
+    numel: int
+    """Entries of the parameter; pads not counted."""
+    place: int | None
+    """Index of the piece in its region; None where no piece fills the rows."""
+
 
 class Layout:
     """Blocks of ``block_size`` entries over all parameters, cut into ``world_size`` equal shards.

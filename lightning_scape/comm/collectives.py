@@ -252,18 +252,13 @@ class Communicator:
 
         The side stream reads the residual, which the next step overwrites: wait for its :class:`Work` before that.
         """
-        after = self.record_event(device)
-        if after is None:
+        if device.type != "cuda":
             yield
             return
         stream = self.side_stream(device)
-        stream.wait_event(after)
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             yield
-
-    def record_event(self, device: torch.device) -> torch.cuda.Event | None:
-        """On CUDA, the end of all work queued so far on the current stream; None elsewhere."""
-        return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         """The one stream on which masks are made and exchanged."""

@@ -85,8 +85,6 @@ class Masks:
         """Steps that have used the active mask."""
         self.unproven = False
         """Whether the active mask was made in the step that uses it. If that step is skipped, the mask is dropped."""
-        self.made_of = {"config": config, "layout": layout, "comm": comm, "schedule": schedule}
-        """The arguments, for masks of another kind (ablations)."""
         self._config, self._layout, self._comm = config, layout, comm
         self._ranking: Ranking | None = None
         self.pending: Work | None = None

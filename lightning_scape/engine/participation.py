@@ -44,12 +44,10 @@ class Participants:
 
     def of(self, state: ScapeState, scale: Tensor, present: Tensor | None) -> Participation:
         """Who takes part in a step with this scale; ``present`` is 1 for parameters with a gradient, None: all."""
-        if present is None and state.missed is None:
+        if present is None:
             return Participation(scale, scale, scale)
         if state.missed is None:
             state.missed = torch.zeros(self._parameters, dtype=torch.int32, device=state.step.device)
-        if present is None:
-            return Participation(scale, scale, scale)
         parameters = scale * present
         return Participation(scale, parameters, parameters[self._of_blocks(scale.device)])
 

@@ -101,13 +101,11 @@ def runs(
     ranks = 1 if second is None else second.ranks
     usual = next((grad.dtype for grad in given if grad is not None), residual.dtype)
     groups: dict[torch.dtype, list[tuple[Any, ...]]] = {}
-    for place, first, count in _places(region):
-        grad, weight, entries = None, 0.0, 0
-        if place is not None:
-            grad, weight, entries = given[place], weights[place], region.pieces[place].numel
-            assert grad is None or grad.numel() == entries
+    for span in region.spans():
+        grad, weight = (None, 0.0) if span.place is None else (given[span.place], weights[span.place])
+        assert grad is None or grad.numel() == span.numel
         address = 0 if grad is None else grad.data_ptr()
-        run = (first, count, address, entries, 1 - weight, weight / ranks)
+        run = (span.row, span.blocks, address, span.numel, 1 - weight, weight / ranks)
         groups.setdefault(usual if grad is None else grad.dtype, []).append(run)
     of_moment = like((residual if second is None else second.exp_avg_sq).dtype).dtype
     for dtype, rows in groups.items():
@@ -115,19 +113,3 @@ def runs(
         before, total = running_sums(counts)
         table = np.array([firsts, before, counts, addresses, entries_of], np.int64).T.copy()
         yield dtype, table, np.array(numbers, of_moment).T.copy(), total
-
-
-def _places(region: Region) -> Iterator[tuple[int | None, int, int]]:
-    """Index of a piece, its first row and its rows; None for rows that no piece fills."""
-    place = 0
-    for rows in region.rows:
-        row = rows.start
-        while row < rows.stop:
-            piece = region.pieces[place] if place < len(region.pieces) else None
-            if piece is not None and piece.row == row:
-                yield place, row, piece.blocks
-                row, place = row + piece.blocks, place + 1
-            else:
-                stop = rows.stop if piece is None else min(piece.row, rows.stop)
-                yield None, row, stop - row
-                row = stop

@@ -6,8 +6,8 @@ What is bitwise equal to the twin and what only rounds:
 select, merge, compact               bitwise
 gather_params, scatter_params        bitwise
 propose                              bitwise: the twin's, with this module's select
-fold, accumulate_exp_avg,            bitwise equal to the twin on a GPU, where ``scale * grad`` is rounded before it is
-accumulate_exp_avg_sq, sweep         added or squared; on the CPU the twin rounds once, after the addition
+fold, accumulate_exp_avg,            bitwise: ``scale * grad`` is rounded before it is added or squared
+accumulate_exp_avg_sq, sweep
 squared_norm, sketch                 another order of summation, the same at every run: no atomic additions of floats
 update_adams, update_adamw           ``exp`` and ``expm1`` round differently (2 units in the last place)
 checksum                             the twin, in larger parts: not part of every step

@@ -1,15 +1,15 @@
 """Triton kernel that does all of a rank's work on the rows of a region in one pass over memory."""
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_scape.layout import Region
+from lightning_scape.layout import Region, Span
 from lightning_scape.ops import cuda_launch as launching
 from lightning_scape.ops.cuda_gradients import accumulate_exp_avg_sq, fold
 from lightning_scape.ops.cuda_masks import LONGEST_ROW, compact, is_small, propose, select, selection, store_largest
@@ -234,17 +234,6 @@ def _code(bits, exponent):
     return (rounded.to(tl.int32) & 0xFF).to(tl.uint8)
 
 
-class _Span(NamedTuple):
-    """Consecutive rows of one piece, or of none."""
-
-    row: int
-    blocks: int
-    numel: int
-    """Entries of the parameter."""
-    place: int | None
-    """Of the piece, in the region."""
-
-
 def sweep(
     region: Region,
     residual: Tensor,
@@ -289,11 +278,11 @@ def _fits(residual: Tensor, grads: Sequence[Tensor | None] | None, written: Sequ
     )
 
 
-def _by_dtype(region: Region, grads: Sequence[Tensor | None] | None) -> list[list[_Span]]:
+def _by_dtype(region: Region, grads: Sequence[Tensor | None] | None) -> list[list[Span]]:
     """The rows of each launch. Those without a gradient go with the first."""
-    groups: dict[torch.dtype, list[_Span]] = {}
+    groups: dict[torch.dtype, list[Span]] = {}
     without = []
-    for span in _spans(region):
+    for span in region.spans():
         grad = None if grads is None or span.place is None else grads[span.place]
         if grad is None:
             without.append(span)
@@ -305,23 +294,8 @@ def _by_dtype(region: Region, grads: Sequence[Tensor | None] | None) -> list[lis
     return [without + first, *others]
 
 
-def _spans(region: Region) -> Iterator[_Span]:
-    """All rows of the region, each once."""
-    pieces = list(enumerate(region.pieces))
-    for rows in region.rows:
-        row = rows.start
-        while pieces and pieces[0][1].row < rows.stop:
-            place, piece = pieces.pop(0)
-            if row < piece.row:
-                yield _Span(row, piece.row - row, 0, None)
-            yield _Span(piece.row, piece.blocks, piece.numel, place)
-            row = piece.row + piece.blocks
-        if row < rows.stop:
-            yield _Span(row, rows.stop - row, 0, None)
-
-
 def _launch(
-    spans: Sequence[_Span],
+    spans: Sequence[Span],
     residual: Tensor,
     grads: Sequence[Tensor | None] | None,
     scale: Tensor,
@@ -386,7 +360,7 @@ def _shape(residual: Tensor) -> dict[str, Any]:
     return shape | {"ROWS": max(1, _TILE // shape["BLOCK"]), "num_warps": max(1, shape["BLOCK"] // _TILE)}
 
 
-def _shares(moments: SecondMoment, spans: Sequence[_Span]) -> tuple[float, ...]:
+def _shares(moments: SecondMoment, spans: Sequence[Span]) -> tuple[float, ...]:
     """By span: what its second moment keeps, and what of the square is added."""
     weights = [0.0 if span.place is None else moments.weights[span.place] for span in spans]
     return tuple(share for weight in weights for share in (1 - weight, weight / moments.ranks))
