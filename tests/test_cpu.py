@@ -35,7 +35,7 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.engine.clipping import SKETCH_WIDTHS, random_signs
 from lightning_scape.layout import Layout
-from lightning_scape.ops import chunked, cpu, cpu_arrays, cpu_kernels, cpu_masks, naive
+from lightning_scape.ops import chunked, cpu, cpu_arrays, cpu_kernels, cpu_ranking, naive
 
 FLOATS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 STATES = st.sampled_from([torch.float32, torch.float64])
@@ -46,7 +46,7 @@ class TestNumba(KernelChecks):
     assert_same_moments = staticmethod(assert_same_bits)
     module = cpu
     choice = "cpu"
-    caches = (cpu_arrays.like, cpu._sketch_plan, cpu_masks.sorting_network)
+    caches = (cpu_arrays.like, cpu._sketch_plan, cpu_ranking.sorting_network)
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def test_select_in_long_blocks_equals_its_twin(length: int, sent: int) -> None:
 def test_a_sorting_network_brings_the_largest_to_the_front_in_order(length: int, sent: int) -> None:
     for _ in range(20):
         found = np.random.default_rng(length).permutation(length)
-        for a, b in cpu_masks.sorting_network(length, sent).astype(int):
+        for a, b in cpu_ranking.sorting_network(length, sent).astype(int):
             found[[a, b]] = max(found[a], found[b]), min(found[a], found[b])
         assert found[:sent].tolist() == list(range(length - 1, length - 1 - sent, -1))
 

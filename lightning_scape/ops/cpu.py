@@ -32,7 +32,7 @@ from torch import Tensor
 from typing_extensions import ParamSpec
 
 from lightning_scape.layout import Piece, Region
-from lightning_scape.ops import chunked, cpu_kernels, cpu_masks, cpu_numbers, cpu_sweep, naive
+from lightning_scape.ops import chunked, cpu_kernels, cpu_masks, cpu_numbers, cpu_ranking, cpu_sweep, naive
 from lightning_scape.ops.chunked import checksum
 from lightning_scape.ops.cpu_arrays import (
     GRAIN,
@@ -238,10 +238,10 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     """See :func:`naive.select`."""
     blocks, length = statistic.shape
     assert 1 <= sent <= length
-    if length > _LONGEST_SORTED and sent > cpu_masks.MAX_PASSES:
+    if length > _LONGEST_SORTED and sent > cpu_ranking.MAX_PASSES:
         return chunked.select(statistic, sent)
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device="cpu")
-    loop = functools.partial(cpu_masks.select, array(statistic), cpu_masks.network(length, sent), array(chosen))
+    loop = functools.partial(cpu_masks.select, array(statistic), cpu_ranking.networks(length, sent), array(chosen))
     in_parallel(loop, blocks, rows_of_a_thread(length))
     return chosen
 
@@ -250,12 +250,12 @@ def select(statistic: Tensor, sent: int) -> Tensor:
 def propose(residual: Tensor, votes: int) -> Tensor:
     """See :func:`naive.propose`."""
     blocks, length = residual.shape
-    if length > _LONGEST_SORTED and votes > cpu_masks.MAX_PASSES:
+    if length > _LONGEST_SORTED and votes > cpu_ranking.MAX_PASSES:
         return chunked.propose(residual, votes)
     width = votes * position_dtype(length).itemsize + votes + 1
     ballots = torch.empty(blocks, width, dtype=torch.uint8, device="cpu")
     loop = functools.partial(
-        cpu_masks.propose, array(residual), cpu_masks.network(length, votes), votes, array(ballots)
+        cpu_masks.propose, array(residual), cpu_ranking.networks(length, votes), votes, array(ballots)
     )
     in_parallel(loop, blocks, rows_of_a_thread(length))
     return ballots
@@ -265,11 +265,11 @@ def propose(residual: Tensor, votes: int) -> Tensor:
 def merge(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) -> Tensor:
     """See :func:`naive.merge`."""
     blocks, length = residual.shape
-    if length > _LONGEST_SORTED and sent > cpu_masks.MAX_PASSES:
+    if length > _LONGEST_SORTED and sent > cpu_ranking.MAX_PASSES:
         return chunked.merge(residual, ballots, own, votes, sent)
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device="cpu")
-    network = cpu_masks.network(length, sent)
-    loop = functools.partial(cpu_masks.merge, array(residual), array(ballots), own, network, votes, array(chosen))
+    networks = cpu_ranking.networks(length, sent)
+    loop = functools.partial(cpu_masks.merge, array(residual), array(ballots), own, networks, votes, array(chosen))
     in_parallel(loop, blocks, rows_of_a_thread(length))
     return chosen
 
@@ -323,11 +323,11 @@ def sweep(
     ranked = max(votes, 0 if next_mask is None else next_mask.shape[1])
     second = None if grads is None or second_moment is None else second_moment
     moments = None if second is None else second.exp_avg_sq
-    if length > _LONGEST_SORTED and ranked > cpu_masks.MAX_PASSES:
+    if length > _LONGEST_SORTED and ranked > cpu_ranking.MAX_PASSES:
         options: dict[str, Any] = {"clip_value": clip_value, "second_moment": second_moment}
         chunked.sweep(region, residual, grads, scale, mask, values, **options, proposals=proposals, next_mask=next_mask)
         return
-    positions, network = position_dtype(length), cpu_masks.network(length, ranked)
+    positions, networks = position_dtype(length), cpu_ranking.networks(length, ranked)
     of_moment = residual.dtype if moments is None else moments.dtype
     limit, largest = _wire_limit(residual, values.dtype), scalar(of_moment, torch.finfo(of_moment).max)
     for of_grad, table, numbers, count in cpu_sweep.runs(region, residual, grads, second):
@@ -340,7 +340,7 @@ def sweep(
             (*bound_of(clip_value, of_grad), limit, largest),
             _or_empty(mask, positions),
             array(values),
-            (network, votes, ranked),
+            (networks, votes, ranked),
             _or_empty(proposals, torch.uint8),
             _or_empty(next_mask, positions),
             like(of_grad),

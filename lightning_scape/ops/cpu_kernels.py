@@ -16,6 +16,8 @@ from lightning_scape.ops.cpu_numbers import array_at, clamp, jit, larger, narrow
 
 _TILE = 512
 """Entries that an update reads before it computes: their cache misses overlap."""
+_TABLE = 256
+"""Waits, in steps, whose powers are computed once."""
 _LR, _BETA1, _LOG_BETA1, _ONE_MINUS_BETA1, _BETA2, _ONE_MINUS_BETA2, _EPS, _KEEP, _LOG_KEEP = range(9)
 """Columns of ``numbers``, in the order of :class:`naive.Hyper`."""
 
@@ -91,13 +93,21 @@ def accumulate_exp_avg(momentum, evidence, grad, beta1, weight, bound, clip, fir
 
 @jit(fastmath={"reassoc", "nsz"})
 def squares(table, partials, chunk, like_grad, first, last):
-    """``table [n, 3]``: address; chunks of all before, entries. One sum for each chunk; its order never changes."""
+    """``table [n, 3]``: address; chunks of all before, entries. One sum for each chunk; its order never changes.
+
+    A chunk is read in four places at once: memory delivers that a third faster than one stream.
+    """
     for i in range(len(table)):
         start, stop = overlap(first, last, table[i, 1], -(-table[i, 2] // chunk))
         for c in range(start, stop):
             grad = array_at(table[i, 0], c * chunk, min(chunk, table[i, 2] - c * chunk), like_grad)
-            total = widen(grad.dtype.type(0))
-            for e in range(len(grad)):
+            total, quarter = widen(grad.dtype.type(0)), len(grad) // 4
+            one, two = grad[:quarter], grad[quarter : 2 * quarter]
+            three, four = grad[2 * quarter : 3 * quarter], grad[3 * quarter : 4 * quarter]
+            for e in range(quarter):
+                w, x, y, z = widen(one[e]), widen(two[e]), widen(three[e]), widen(four[e])
+                total += w * w + x * x + y * y + z * z
+            for e in range(4 * quarter, len(grad)):
                 value = widen(grad[e])
                 total += value * value
             partials[table[i, 1] + c] = total
@@ -171,40 +181,49 @@ def compact(residual, mask, values, scale, limit, first, last):
 @jit
 def gather_params(table, mask, out, length, like_flat, first, last):
     """``table [n, 4]``: address of the piece's first entry, chosen entries of all before, chosen entries, first row."""
-    sent = mask.shape[1]
+    sent, chosen, places = mask.shape[1], mask.reshape(-1), np.empty(_TILE, np.uint64)
     for i in range(len(table)):
         start, stop = overlap(first, last, table[i, 1], table[i, 2])
-        if start < stop:
-            flat = array_at(table[i, 0], 0, 0, like_flat)
-            row, column = table[i, 3] + start // sent, start % sent
-            begin = (start // sent) * length
-            for _ in range(start, stop):
-                place = np.uint64(begin + mask[row, column])
-                out[row, column] = narrow(widen(flat[place]), out)
-                column += 1
-                if column == sent:
-                    row, column, begin = row + 1, 0, begin + length
+        flat, before = array_at(table[i, 0], 0, 0, like_flat), table[i, 3] * sent
+        for begin in range(start, stop, _TILE):
+            count = min(_TILE, stop - begin)
+            _find(chosen, before, sent, length, begin, places[:count])
+            values = out.reshape(-1)[before + begin : before + begin + count]
+            for j in range(count):
+                values[j] = narrow(widen(flat[places[j]]), out)
 
 
 @jit
 def scatter_params(table, mask, values, add, length, like_flat, first, last):
     """The reverse. What is added is first rounded to the parameter's dtype."""
-    sent = mask.shape[1]
+    sent, chosen, places = mask.shape[1], mask.reshape(-1), np.empty(_TILE, np.uint64)
     for i in range(len(table)):
         start, stop = overlap(first, last, table[i, 1], table[i, 2])
-        if start < stop:
-            flat = array_at(table[i, 0], 0, 0, like_flat)
-            row, column = table[i, 3] + start // sent, start % sent
-            begin = (start // sent) * length
-            for _ in range(start, stop):
-                place = np.uint64(begin + mask[row, column])
-                value = narrow(widen(values[row, column]), like_flat)
+        flat, before = array_at(table[i, 0], 0, 0, like_flat), table[i, 3] * sent
+        for begin in range(start, stop, _TILE):
+            count = min(_TILE, stop - begin)
+            _find(chosen, before, sent, length, begin, places[:count])
+            given = values.reshape(-1)[before + begin : before + begin + count]
+            for j in range(count):
+                value = narrow(widen(given[j]), like_flat)
                 if add:
-                    value = narrow(widen(flat[place]) + widen(value), like_flat)
-                flat[place] = value
-                column += 1
-                if column == sent:
-                    row, column, begin = row + 1, 0, begin + length
+                    value = narrow(widen(flat[places[j]]) + widen(value), like_flat)
+                flat[places[j]] = value
+
+
+@jit
+def _find(chosen, before, sent, length, begin, places):
+    """Places of chosen entries, counted from the first of the rows that come after ``before`` chosen entries.
+
+    Places come before the entries are read: then the core waits for many entries of memory at once, twice as fast.
+    """
+    row, column, done = begin // sent, begin % sent, 0
+    while done < len(places):
+        count = min(sent - column, len(places) - done)
+        there, out, start = chosen[before + begin + done :], places[done:], np.uint64(row * length)
+        for j in range(count):
+            out[j] = start + np.uint64(there[j])
+        row, column, done = row + 1, 0, done + count
 
 
 @jit
@@ -217,6 +236,8 @@ def _number(values, row):
 def _alike(by_row, row, stop):
     """The first row behind ``row``, up to ``stop``, that is updated with other numbers."""
     group, step, scale, correction, correction2 = by_row
+    if max(len(group), len(step), len(scale), len(correction), len(correction2)) == 1:
+        return stop
     end = row + 1
     while (
         end < stop
@@ -236,9 +257,9 @@ def _tile_rows(sent):
 
 
 @jit
-def _read_waits(clock, mask, now, sent, row, stop, steps, tau):
+def _read_waits(clock, places, now, steps, tau):
     """The steps since each entry's last visit, raised to 1. Returns how many were exactly 1 before."""
-    _read(clock, mask, sent, row, stop, steps)
+    _read(clock, places, steps)
     again = 0
     for j in range(len(tau)):
         wait = np.int32(now - steps[j])
@@ -248,62 +269,67 @@ def _read_waits(clock, mask, now, sent, row, stop, steps, tau):
 
 
 @jit
-def _read(matrix, mask, sent, row, stop, out):
-    """The masked entries of some rows."""
-    if len(mask) == 0:
-        there = matrix[row:stop].reshape(-1)
-        for j in range(len(there)):
-            out[j] = there[j]
-        return
-    j = 0
-    for r in range(row, stop):
-        for c in range(sent):
-            out[j] = matrix[r, mask[r, c]]
-            j += 1
+def _read(matrix, places, out):
+    """The entries at these places."""
+    flat = matrix.reshape(-1)
+    for j in range(len(places)):
+        out[j] = flat[places[j]]
 
 
 @jit
-def _write(matrix, mask, sent, row, stop, values):
+def _write(matrix, places, values):
     """The reverse of :func:`_read`."""
-    if len(mask) == 0:
-        there = matrix[row:stop].reshape(-1)
-        for j in range(len(there)):
-            there[j] = values[j]
-        return
-    j = 0
-    for r in range(row, stop):
-        for c in range(sent):
-            matrix[r, mask[r, c]] = values[j]
-            j += 1
+    flat = matrix.reshape(-1)
+    for j in range(len(places)):
+        flat[places[j]] = values[j]
 
 
 @jit
-def _write_steps(clock, mask, now, sent, row, stop):
+def _write_steps(clock, places, now):
     """The step of the last visit."""
-    if len(mask) == 0:
-        there = clock[row:stop].reshape(-1)
-        for j in range(len(there)):
-            there[j] = now
-        return
-    for r in range(row, stop):
-        for c in range(sent):
-            clock[r, mask[r, c]] = now
+    flat = clock.reshape(-1)
+    for j in range(len(places)):
+        flat[places[j]] = now
 
 
 @jit
-def _decays_and_blends(tau, numbers, g, implicit, decay, blend):
-    """``(1 - lr*wd)**tau`` and ``1 - bt`` of :func:`naive.adams_step`. Neighbours often have waited equally long."""
-    one = tau.dtype.type(1)
-    known, kept, faded = tau.dtype.type(0), one, one
+def _find_rows(mask, sent, length, row, places):
+    """Places of the masked entries of some rows; all of them where there is no mask."""
+    if len(mask) > 0:
+        _find(mask.reshape(-1), 0, sent, length, row * sent, places)
+    else:
+        for j in range(len(places)):
+            places[j] = row * length + j
+
+
+@jit
+def _decay_and_blend(tau, numbers, g):
+    """``(1 - lr*wd)**tau`` and ``1 - b1**tau`` of :func:`naive.adams_step`."""
+    kept = abs(numbers[g, _KEEP])
+    if tau != 1:
+        kept = math.exp(tau * numbers[g, _LOG_KEEP])
+    if numbers[g, _KEEP] < 0 and tau % 2 == 1:
+        kept = -kept
+    return kept, -math.expm1(tau * numbers[g, _LOG_BETA1])
+
+
+@jit
+def _fill_table(numbers, g, table):
+    """Column tau: :func:`_decay_and_blend`."""
+    for wait in range(1, table.shape[1]):
+        table[0, wait], table[1, wait] = _decay_and_blend(numbers.dtype.type(wait), numbers, g)
+
+
+@jit
+def _decays_and_blends(tau, numbers, g, implicit, table, decay, blend):
+    """For every entry; waits beyond the table are rare."""
+    one, longest = tau.dtype.type(1), tau.dtype.type(table.shape[1] - 1)
     for j in range(len(tau)):
-        if tau[j] != known:
-            known = tau[j]
-            kept = math.exp(known * numbers[g, _LOG_KEEP]) if known != one else abs(numbers[g, _KEEP])
-            if numbers[g, _KEEP] < 0 and known % 2 == 1:
-                kept = -kept
-            if not implicit:
-                faded = -math.expm1(known * numbers[g, _LOG_BETA1])
-        decay[j], blend[j] = kept, faded
+        if tau[j] <= longest:
+            wait = np.uint64(tau[j])
+            decay[j], blend[j] = table[0, wait], table[1, wait]
+        else:
+            decay[j], blend[j] = _decay_and_blend(tau[j], numbers, g)
     if implicit:
         weight = numbers[g, _ONE_MINUS_BETA1]
         for j in range(len(tau)):
@@ -327,6 +353,8 @@ def update_adams(theta, momentum, clock, noise, mask, total, numbers, by_row, fl
     """:func:`naive.update_adams`; ``noise`` may be ``[0, 0]``, all else as in :func:`update_adamw`."""
     sent, again, one, zero = theta.shape[1], 0, theta.dtype.type(1), theta.dtype.type(0)
     room, steps = np.empty((5, max(_TILE, sent)), theta.dtype), np.empty(max(_TILE, sent), np.int32)
+    all_places, length = np.empty(max(_TILE, sent), np.uint64), clock.shape[1]
+    table, known = np.empty((2, _TABLE), theta.dtype), -1
     row = first
     while row < last:
         stop = _alike(by_row, row, min(last, row + _tile_rows(sent)))
@@ -340,11 +368,16 @@ def update_adams(theta, momentum, clock, noise, mask, total, numbers, by_row, fl
                 room[3, :count],
                 room[4, :count],
             )
-            again += _read_waits(clock, mask, now, sent, row, stop, steps[:count], tau)
-            _read(momentum, mask, sent, row, stop, m)
+            places = all_places[:count]
+            _find_rows(mask, sent, length, row, places)
+            again += _read_waits(clock, places, now, steps[:count], tau)
+            _read(momentum, places, m)
             if len(noise) > 0:
-                _read(noise, mask, sent, row, stop, n)
-            _decays_and_blends(tau, numbers, g, implicit, decay, blend)
+                _read(noise, places, n)
+            if g != known:
+                _fill_table(numbers, g, table)
+                known = g
+            _decays_and_blends(tau, numbers, g, implicit, table, decay, blend)
             lr, eps, beta1, beta2 = numbers[g, _LR], numbers[g, _EPS], numbers[g, _BETA1], numbers[g, _BETA2]
             one_minus_beta1, one_minus_beta2 = numbers[g, _ONE_MINUS_BETA1], numbers[g, _ONE_MINUS_BETA2]
             steady = one_minus_beta1 / (one + beta1)
@@ -359,8 +392,8 @@ def update_adams(theta, momentum, clock, noise, mask, total, numbers, by_row, fl
                 v = m2 * beta2 + g2 * one_minus_beta2
                 old[j] = decay[j] * old[j] - moved / c1 * lr / (math.sqrt(v) + eps)
                 m[j] = new
-            _write(momentum, mask, sent, row, stop, m)
-            _write_steps(clock, mask, now, sent, row, stop)
+            _write(momentum, places, m)
+            _write_steps(clock, places, now)
         row = stop
     return again
 
@@ -375,6 +408,8 @@ def update_adamw(theta, moments, clock, mask, total, numbers, by_row, rule, impl
     (exp_avg, exp_avg_sq), (ranks, longest, largest) = moments, rule
     sent, again, one, zero = theta.shape[1], 0, theta.dtype.type(1), theta.dtype.type(0)
     room, steps = np.empty((5, max(_TILE, sent)), theta.dtype), np.empty(max(_TILE, sent), np.int32)
+    all_places, length = np.empty(max(_TILE, sent), np.uint64), clock.shape[1]
+    table, known = np.empty((2, _TABLE), theta.dtype), -1
     row = first
     while row < last:
         stop = _alike(by_row, row, min(last, row + _tile_rows(sent)))
@@ -388,10 +423,15 @@ def update_adamw(theta, moments, clock, mask, total, numbers, by_row, rule, impl
                 room[3, :count],
                 room[4, :count],
             )
-            again += _read_waits(clock, mask, now, sent, row, stop, steps[:count], tau)
-            _read(exp_avg, mask, sent, row, stop, m)
-            _read(exp_avg_sq, mask, sent, row, stop, v)
-            _decays_and_blends(tau, numbers, g, implicit, decay, blend)
+            places = all_places[:count]
+            _find_rows(mask, sent, length, row, places)
+            again += _read_waits(clock, places, now, steps[:count], tau)
+            _read(exp_avg, places, m)
+            _read(exp_avg_sq, places, v)
+            if g != known:
+                _fill_table(numbers, g, table)
+                known = g
+            _decays_and_blends(tau, numbers, g, implicit, table, decay, blend)
             lr, eps, beta1, beta2 = numbers[g, _LR], numbers[g, _EPS], numbers[g, _BETA1], numbers[g, _BETA2]
             one_minus_beta1, one_minus_beta2 = numbers[g, _ONE_MINUS_BETA1], numbers[g, _ONE_MINUS_BETA2]
             old, gradients = theta[row:stop].reshape(-1), total[row:stop].reshape(-1)
@@ -411,8 +451,8 @@ def update_adamw(theta, moments, clock, mask, total, numbers, by_row, rule, impl
                 u = larger(v2 / c2, common * common)
                 old[j] = decay[j] * old[j] - moved * lr / (math.sqrt(u) + eps)
                 m[j], v[j] = new, v2
-            _write(exp_avg, mask, sent, row, stop, m)
-            _write(exp_avg_sq, mask, sent, row, stop, v)
-            _write_steps(clock, mask, now, sent, row, stop)
+            _write(exp_avg, places, m)
+            _write(exp_avg_sq, places, v)
+            _write_steps(clock, places, now)
         row = stop
     return again

@@ -15,12 +15,10 @@ from torch import Tensor
 from lightning_scape.layout import Region
 from lightning_scape.ops.cpu_arrays import like, running_sums
 from lightning_scape.ops.cpu_kernels import compact, fade_part, fold_part, square_part
-from lightning_scape.ops.cpu_masks import LANES, make_room, rank_row, rank_rows, write_ballots, write_positions
+from lightning_scape.ops.cpu_masks import write_ballots, write_positions
 from lightning_scape.ops.cpu_numbers import array_at, jit, overlap
+from lightning_scape.ops.cpu_ranking import LANES, TILE, make_room, rank_rows, take_rows
 from lightning_scape.ops.rules import SecondMoment
-
-_TILE = 8
-"""Rows that are folded, then compacted, then ranked."""
 
 
 @jit
@@ -35,31 +33,30 @@ def sweep(table, numbers, state, scale, rule, mask, values, ranking, ballots, ch
         rule: the gradient's bound and whether there is one, the largest number of the wire and of the second moment.
         mask: ``[rows, q]``, or ``[0, 0]`` where everything is sent.
         values: ``[rows, q]``.
-        ranking: the network (see :func:`cpu_masks.select`), the entries in a ballot, the entries to rank.
+        ranking: :func:`cpu_ranking.networks`, the entries in a ballot, the entries to rank.
         ballots: ``[rows, W]``, or ``[0, 0]`` for none.
         chosen: ``[rows, q']``, or ``[0, 0]`` for none.
         like_grad: an empty array.
         first: first row.
         last: one past the last row.
     """
-    (residual, moments), (bound, clip, limit, largest), (network, votes, ranked) = state, rule, ranking
+    (residual, moments), (bound, clip, limit, largest), (networks, votes, ranked) = state, rule, ranking
     room = make_room(residual.shape[1], ranked)
     for i in range(len(table)):
         start, stop = overlap(first, last, table[i, 1], table[i, 2])
         while start < stop:
             rows, row = min(LANES, stop - start), table[i, 0] + start
-            for above in range(0, rows, _TILE):
-                below = min(above + _TILE, rows)
+            for above in range(0, rows, TILE):
+                below = min(above + TILE, rows)
                 factor = residual.dtype.type(scale[row + above if len(scale) > 1 else 0])
                 if factor != 0:
                     part = start + above, start + below
                     _accumulate(table[i], numbers[i], part, residual, moments, factor, bound, clip, largest, like_grad)
                 compact(residual, mask, values, scale, limit, row + above, row + below)
                 if ranked > 0:
-                    for lane in range(above, below):
-                        rank_row(residual[row + lane], lane, network, room)
+                    take_rows(residual, row, (above, below), networks, room)
             if ranked > 0:
-                rank_rows(rows, network, room)
+                rank_rows(residual, row, rows, networks, room)
             if votes > 0:
                 write_ballots(residual, room[2], votes, ballots, row, rows)
             if len(chosen) > 0:
