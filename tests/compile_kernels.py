@@ -128,9 +128,9 @@ def record() -> dict[str, Launch]:
         ops.select(torch.zeros(3, 1000), 1)
         ops.select(torch.zeros(3, 256), 32)
         for length, votes in ((200, 2), (256, 32), (1000, 1)):
-            ballots = torch.zeros(4, 3, votes * (2 if length <= 256 else 3) + 1, dtype=torch.uint8)
+            proposals = torch.zeros(4, 3, votes * (2 if length <= 256 else 3) + 1, dtype=torch.uint8)
             for dtype in (torch.float32, torch.float64):
-                ops.merge(torch.zeros(3, length, dtype=dtype), ballots, 2, votes, votes)
+                ops.merge(torch.zeros(3, length, dtype=dtype), proposals, 2, votes, votes)
         for dtype in (torch.float32, torch.bfloat16):
             for masked in (True, False):
                 sweep(dtype, masked=masked)

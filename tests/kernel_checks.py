@@ -99,7 +99,7 @@ class Shard(NamedTuple):
     theta: Tensor
     first: Tensor
     second: Tensor
-    clock: Tensor
+    last_step: Tensor
     mask: Tensor | None
     total: Tensor
     step: Tensor
@@ -129,9 +129,9 @@ class Shard(NamedTuple):
             group = torch.randint(0, 7, (rows,), generator=generator).int()
             scale = torch.rand(rows, generator=generator) + 0.1
             scale[2::3], total[2::3] = 0.0, float("nan")
-        clock = ((step.unsqueeze(1) if by_row else step) - tau).int()
+        last_step = ((step.unsqueeze(1) if by_row else step) - tau).int()
         mask = naive.select(statistic, sent) if masked else None
-        return cls(theta, first, second, clock, mask, total, step.int(), scale, lr, group)
+        return cls(theta, first, second, last_step, mask, total, step.int(), scale, lr, group)
 
 
 class SweepJob(NamedTuple):
@@ -284,31 +284,36 @@ class KernelChecks:
     @pytest.mark.parametrize("either", BOTH, indirect=True)
     def test_example_of_update(self, either: Any) -> None:
         theta, total = (torch.tensor([[v]], device=self.device) for v in (3.0, -2.0))
-        momentum, clock = torch.zeros(1, 2, device=self.device), torch.zeros(1, 2, device=self.device).int()
+        momentum, last_step = torch.zeros(1, 2, device=self.device), torch.zeros(1, 2, device=self.device).int()
         numbers = (torch.tensor(v, dtype=torch.float64, device=self.device) for v in (1.0, 0.0, 0.0, 1e-30, 0.0))
         single = ops.Hyper.of(torch.float32, *numbers)
         mask = torch.tensor([[1]], dtype=torch.uint8, device=self.device)
         step = self.scalar(1, torch.int32)
         shard, numbers = (
-            ops.ShardState(theta, momentum, None, clock),
+            ops.ShardState(theta, momentum, None, last_step),
             ops.RowNumbers(step, self.scalar(1.0), single, 1.0),
         )
         again = either.update_adams(shard, mask, total, numbers)
-        assert (theta.tolist(), momentum.tolist(), clock.tolist(), int(again)) == ([[4.0]], [[0.0, -2.0]], [[0, 1]], 1)
+        assert (theta.tolist(), momentum.tolist(), last_step.tolist(), int(again)) == (
+            [[4.0]],
+            [[0.0, -2.0]],
+            [[0, 1]],
+            1,
+        )
 
     @pytest.mark.parametrize("either", BOTH, indirect=True)
     def test_example_of_update_adamw(self, either: Any) -> None:
         theta, total = (torch.tensor([[v]], device=self.device) for v in (3.0, -2.0))
         exp_avg, exp_avg_sq = torch.zeros(1, 2, device=self.device), torch.zeros(1, 2, device=self.device)
-        clock = torch.zeros(1, 2, dtype=torch.int32, device=self.device)
+        last_step = torch.zeros(1, 2, dtype=torch.int32, device=self.device)
         numbers = (torch.tensor(v, dtype=torch.float64, device=self.device) for v in (1.0, 0.0, 0.0, 1e-30, 0.0))
         single, one = ops.Hyper.of(torch.float32, *numbers), self.scalar(1.0)
         mask = torch.tensor([[1]], dtype=torch.uint8, device=self.device)
-        shard = ops.ShardState(theta, exp_avg, exp_avg_sq, clock)
+        shard = ops.ShardState(theta, exp_avg, exp_avg_sq, last_step)
         row_numbers = ops.RowNumbers(self.scalar(1, torch.int32), one, single, one, one)
         again = either.update_adamw(shard, mask, total, row_numbers, 1)
         assert (theta.tolist(), exp_avg.tolist(), exp_avg_sq.tolist()) == ([[4.0]], [[0.0, -2.0]], [[0.0, 4.0]])
-        assert (clock.tolist(), int(again)) == ([[0, 1]], 1)
+        assert (last_step.tolist(), int(again)) == ([[0, 1]], 1)
 
     @pytest.mark.parametrize("either", BOTH, indirect=True)
     def test_example_of_gather(self, either: Any) -> None:
@@ -388,35 +393,35 @@ class KernelChecks:
         zero, bad = self.scalar(0.0), torch.full((300,), float("nan"), device=self.device)
         state = [torch.randn(300, device=self.device) for _ in range(5)]
         before = [tensor.clone() for tensor in state]
-        residual, momentum, evidence, theta, second = state
+        residual, momentum, exp_avg_sum, theta, second = state
         mask = torch.zeros(3, 1, dtype=torch.uint8, device=self.device)
         either.fold([residual], [bad], zero, None)
-        either.accumulate_exp_avg(momentum, evidence, bad, 0.9, zero, None)
+        either.accumulate_exp_avg(momentum, exp_avg_sum, bad, 0.9, zero, None)
         sent = either.compact(residual.view(3, 100), mask, torch.bfloat16, zero)
-        clock = torch.zeros(3, 100, dtype=torch.int32, device=self.device)
+        last_step = torch.zeros(3, 100, dtype=torch.int32, device=self.device)
         moments = momentum.view(3, 100), second.view(3, 100)
         one = hyper(self.device, torch.float32)
         numbers = ops.RowNumbers(self.scalar(1, torch.int32), zero, one, 1.0)
-        shard = ops.ShardState(theta[:3].view(3, 1), *moments, clock)
+        shard = ops.ShardState(theta[:3].view(3, 1), *moments, last_step)
         either.update_adams(shard._replace(exp_avg_sq=None), mask, bad[:3].view(3, 1), numbers)
         corrected = numbers._replace(first=bad[0], second=bad[0])
         either.update_adamw(shard, mask, bad[:3].view(3, 1), corrected, 2)
         either.accumulate_exp_avg_sq([second], [bad], [0.1], 2, zero, None)
         either.accumulate_exp_avg_sq([second], [bad], [0.1], 2, zero.view(1), 1.0)
         assert (sent == 0).all()
-        assert (clock == 0).all()
+        assert (last_step == 0).all()
         for tensor, old in zip(state, before, strict=True):
             assert_same_bits(tensor, old)
 
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("clip_value", [None, 0.3])
     def test_first_moment_equals_its_twin(self, dtype: torch.dtype, clip_value: float | None) -> None:
-        momentum, evidence, grad = torch.randn(5000), torch.randn(5000), torch.randn(5000).to(dtype)
-        own = [tensor.to(self.device, copy=True) for tensor in (momentum, evidence, grad)]
-        naive.accumulate_exp_avg(momentum, evidence, grad, 0.9, torch.tensor(0.7), clip_value)
+        momentum, exp_avg_sum, grad = torch.randn(5000), torch.randn(5000), torch.randn(5000).to(dtype)
+        own = [tensor.to(self.device, copy=True) for tensor in (momentum, exp_avg_sum, grad)]
+        naive.accumulate_exp_avg(momentum, exp_avg_sum, grad, 0.9, torch.tensor(0.7), clip_value)
         self.module.accumulate_exp_avg(*own, 0.9, self.scalar(0.7), clip_value)
         assert_same_bits(own[0].cpu(), momentum)
-        assert_same_bits(own[1].cpu(), evidence)
+        assert_same_bits(own[1].cpu(), exp_avg_sum)
 
     @pytest.mark.parametrize("dtype", FLOATS)
     @pytest.mark.parametrize("clip_value", [None, 0.3])
@@ -578,9 +583,9 @@ class KernelChecks:
         sizes = torch.tensor([0.0, 1.0, 1e15, 1e19, 3e19, 3e38])
         total = sizes.view(6, 1).expand(6, 12).contiguous()
         second = sizes.square().clamp(max=3.4e38).view(1, 6).expand(6, 6).repeat(1, 2).contiguous()
-        clock = torch.tensor([[8] * 6 + [0] * 6] * 6, dtype=torch.int32)
+        last_step = torch.tensor([[8] * 6 + [0] * 6] * 6, dtype=torch.int32)
         mask = torch.arange(12, dtype=torch.uint8).expand(6, 12).contiguous() if masked else None
-        state = torch.zeros(6, 12), torch.zeros(6, 12), second, clock
+        state = torch.zeros(6, 12), torch.zeros(6, 12), second, last_step
         one = hyper("cpu", torch.float32)
         half = torch.tensor(0.5)
         row_numbers = ops.RowNumbers(torch.tensor(9, dtype=torch.int32), torch.ones(()), one, half, half)
@@ -632,7 +637,7 @@ class KernelChecks:
     ) -> None:
         single = hyper("cpu", shard.theta.dtype, shard.lr, **options)
         numbers = ops.RowNumbers(shard.step, shard.scale, single, *corrections, shard.group)
-        state = ops.ShardState(shard.theta, shard.first, second, shard.clock)
+        state = ops.ShardState(shard.theta, shard.first, second, shard.last_step)
         (ours, again), ((after, twins), *_) = self.both(name, state, shard.mask, shard.total, numbers, *rest)
         assert int(ours) == int(again)
         still = shard.scale.expand(Shard.ROWS) == 0
@@ -743,18 +748,18 @@ class KernelChecks:
         self, length: int, votes: int, sent: int, dtype: torch.dtype
     ) -> None:
         residuals = [torch.randn(40, length, dtype=dtype) for _ in range(3)]
-        residuals[2][7:9] = torch.tensor([[0.0], [1e-40]])  # a ballot of zeros, and one of denormals
-        ballots = torch.stack([naive.propose(residual, votes) for residual in residuals])
-        for residual, ballot in zip(residuals, ballots, strict=True):
-            assert torch.equal(self.module.propose(residual.to(self.device), votes).cpu(), ballot)
+        residuals[2][7:9] = torch.tensor([[0.0], [1e-40]])  # a proposal of zeros, and one of denormals
+        proposals = torch.stack([naive.propose(residual, votes) for residual in residuals])
+        for residual, proposal in zip(residuals, proposals, strict=True):
+            assert torch.equal(self.module.propose(residual.to(self.device), votes).cpu(), proposal)
         for own, residual in enumerate(residuals):
-            chosen = self.module.merge(residual.to(self.device), ballots.to(self.device), own, votes, sent)
-            assert torch.equal(chosen.cpu(), naive.merge(residual, ballots, own, votes, sent))
+            chosen = self.module.merge(residual.to(self.device), proposals.to(self.device), own, votes, sent)
+            assert torch.equal(chosen.cpu(), naive.merge(residual, proposals, own, votes, sent))
 
     def test_the_elected_of_an_empty_shard_are_none(self) -> None:
         empty = torch.zeros(0, 200, device=self.device)
-        ballots = torch.zeros(2, 0, 7, dtype=torch.uint8, device=self.device)
-        assert self.module.merge(empty, ballots, 0, 2, 2).shape == (0, 2)
+        proposals = torch.zeros(2, 0, 7, dtype=torch.uint8, device=self.device)
+        assert self.module.merge(empty, proposals, 0, 2, 2).shape == (0, 2)
 
     def test_tables_do_not_come_to_lie_on_the_default_device(self) -> None:
         """Under ``torch.set_default_device("cuda")`` they were made there, and could not be pinned."""

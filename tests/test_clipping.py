@@ -205,7 +205,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(
 @pytest.mark.parametrize(
     ("statistic", "update"), [("first_moment", "adams"), ("residual", "adamw"), ("first_moment", "adamw")]
 )
-def test_a_skipped_step_keeps_evidence_and_second_moment(run_ranks: RunRanks, statistic: str, update: str) -> None:
+def test_a_skipped_step_keeps_sums_and_second_moment(run_ranks: RunRanks, statistic: str, update: str) -> None:
     assert run_ranks(train_through_nan, 2, float("nan"), True, statistic, update) == [3, 3]
 
 

@@ -86,16 +86,16 @@ def assert_same(ours: Tensor, theirs: Tensor) -> None:
 
 
 @given(st.data(), FLOATS, st.integers(0, 70), st.integers(1, 300), st.integers(0, 2**20))
-def test_select_vote_and_elect_equal_their_twins_for_all_quotas(
+def test_select_propose_and_merge_equal_their_twins_for_all_quotas(
     data: st.DataObject, dtype: torch.dtype, rows: int, length: int, seed: int
 ) -> None:
     sent, votes = data.draw(st.integers(1, length)), data.draw(st.integers(1, length))
     statistic = numbers(rows, length, seed).to(dtype)
     assert torch.equal(cpu.select(statistic, sent), naive.select(statistic, sent))
     finite = statistic.nan_to_num(1.0, 2.0, -3.0)
-    ballots = torch.stack([naive.propose(finite * factor, votes) for factor in (1, 0.5, -0.25)])
-    assert torch.equal(cpu.propose(finite, votes), ballots[0])
-    assert torch.equal(cpu.merge(finite, ballots, 1, votes, sent), naive.merge(finite, ballots, 1, votes, sent))
+    proposals = torch.stack([naive.propose(finite * factor, votes) for factor in (1, 0.5, -0.25)])
+    assert torch.equal(cpu.propose(finite, votes), proposals[0])
+    assert torch.equal(cpu.merge(finite, proposals, 1, votes, sent), naive.merge(finite, proposals, 1, votes, sent))
 
 
 @pytest.mark.parametrize(("length", "sent"), [(4096, 40), (4097, 40), (40_000, 3)])
@@ -233,8 +233,8 @@ def test_operations_in_chunks_equal_the_definition(monkeypatch: pytest.MonkeyPat
         module.fold(parts, grads, torch.tensor(0.5), 0.7)
         module.accumulate_exp_avg_sq(moments, [grads[0], None], [0.1, 0.2], 2, torch.tensor([1.0, 0.5]), None)
         module.accumulate_exp_avg(residual.view(-1)[:2000], second.view(-1)[:2000], grads[0], 0.9, ONE, None)
-        ballots = torch.stack([module.propose(residual * factor, 3) for factor in (1.0, -2.0)])
-        mask = module.merge(residual, ballots, 0, 3, 4)
+        proposals = torch.stack([module.propose(residual * factor, 3) for factor in (1.0, -2.0)])
+        mask = module.merge(residual, proposals, 0, 3, 4)
         sent = module.compact(residual, mask, torch.bfloat16, (torch.arange(61) % 3).float())
         steps = torch.randint(0, 9, (61, 50), generator=generator).int()
         shard = ops.ShardState(torch.rand(61, 4, generator=generator), residual, second, steps)
@@ -247,7 +247,7 @@ def test_operations_in_chunks_equal_the_definition(monkeypatch: pytest.MonkeyPat
             mask[piece.row + piece.blocks - 1] = torch.arange(4)
         module.gather_params(grads, pieces, mask, values, 50)
         module.scatter_params(grads, pieces, mask, values.bfloat16(), 50, True)
-        results.append([*shard, *grads, ballots, mask, sent, values, *again, module.select(residual, 7)])
+        results.append([*shard, *grads, proposals, mask, sent, values, *again, module.select(residual, 7)])
         results[-1] += [module.checksum(residual.view(-1)), module.checksum(steps.view(-1))]
         torch.testing.assert_close(module.squared_norm(grads), naive.squared_norm(grads))
     for ours, theirs in zip(*results, strict=True):
@@ -320,8 +320,8 @@ def test_updates_equal_their_twins(
     total[0], total[1] = 0.0, 1e-30
     moment = torch.randn(rows, length, generator=generator, dtype=dtype)
     second = torch.rand(rows, length, generator=generator, dtype=dtype) + 0.1
-    clock = step - torch.randint(1, waits + 1, (rows, length), generator=generator).int()
-    clock[2] = step  # no wait at all, as after a resumed run
+    last_step = step - torch.randint(1, waits + 1, (rows, length), generator=generator).int()
+    last_step[2] = step  # no wait at all, as after a resumed run
     steps, scale, group = torch.tensor(step, dtype=torch.int32), ONE, None
     corrections = (torch.tensor(0.3, dtype=dtype), torch.tensor(0.2, dtype=dtype))
     lr: Any = 1e-3
@@ -334,11 +334,11 @@ def test_updates_equal_their_twins(
     results = []
     for module in (cpu, naive):
         row_numbers = ops.RowNumbers(steps, scale, numbers_of, *corrections, group)
-        state = ops.ShardState(*(tensor.clone() for tensor in (theta, moment, second, clock)))
+        state = ops.ShardState(*(tensor.clone() for tensor in (theta, moment, second, last_step)))
         again = module.update_adamw(state, mask, total, row_numbers, 4, implicit)
         results.append([*state, again])
         for noise in (second, None):
-            state = ops.ShardState(theta.clone(), moment.clone(), noise, clock.clone())
+            state = ops.ShardState(theta.clone(), moment.clone(), noise, last_step.clone())
             again = module.update_adams(state, mask, total, row_numbers, 0.3, implicit)
             results[-1] += [state.theta, state.exp_avg, state.last_step, again]
     rtol = 4e-6 if dtype == torch.float32 else 1e-13
@@ -416,18 +416,18 @@ def run_all() -> list[Tensor]:
     cpu.fold(views, grads, torch.tensor(0.5), 2.0)
     cpu.accumulate_exp_avg_sq(list(second.view(-1).split(sizes)), grads, [0.1] * 3, 2, ONE, None)
     cpu.accumulate_exp_avg(second.view(-1), residual.view(-1), torch.cat(grads), 0.9, ONE, None)
-    ballots = torch.stack([cpu.propose(residual * factor, 8) for factor in (1.0, -2.0)])
-    mask = cpu.merge(residual, ballots, 0, 8, 9)
+    proposals = torch.stack([cpu.propose(residual * factor, 8) for factor in (1.0, -2.0)])
+    mask = cpu.merge(residual, proposals, 0, 8, 9)
     sent = cpu.compact(residual, mask, torch.bfloat16, ONE)
-    theta, clock = sent.float(), torch.zeros(rows, length, dtype=torch.int32)
+    theta, last_step = sent.float(), torch.zeros(rows, length, dtype=torch.int32)
     step = torch.tensor(4, dtype=torch.int32)
     numbers_of = hyper("cpu", torch.float32)
     row_numbers = ops.RowNumbers(step, ONE, numbers_of, ONE, ONE)
-    again = cpu.update_adamw(ops.ShardState(theta, residual, second, clock), mask, theta * 2, row_numbers, 2)
+    again = cpu.update_adamw(ops.ShardState(theta, residual, second, last_step), mask, theta * 2, row_numbers, 2)
     pieces = list(Layout(sizes, [0] * 3, length, 1).everything().pieces)
     cpu.scatter_params(grads, pieces, mask, theta, length)
     norms = [cpu.squared_norm(grads), cpu.sketch(grads, random_signs(1 << 14), SKETCH_WIDTHS)]
-    return [residual, second, ballots, mask, sent, theta, clock, again, *grads, *norms, cpu.select(residual, 2)]
+    return [residual, second, proposals, mask, sent, theta, last_step, again, *grads, *norms, cpu.select(residual, 2)]
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:

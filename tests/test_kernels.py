@@ -171,15 +171,15 @@ class TestFarAway:
     def test_update(self, update: str) -> None:
         mask, total = torch.tensor([[1], [2]], dtype=torch.uint8), torch.tensor([[3.0], [-2.0]])
         theta, one = torch.tensor([[1.0], [3.0]]), torch.ones(())
-        # First and second moment (the noise, for AdamS) and clock.
+        # First and second moment (the noise, for AdamS) and last_step.
         near = [torch.zeros(2, 4), torch.tensor([[0.0] * 4, [5.0] * 4]), torch.zeros(2, 4, dtype=torch.int32)]
         far = [FarAway(FAR + 4).rows(4, dtype) for dtype in ("float32", "float32", "int32")]
         for matrix, values in zip(far, near, strict=True):
             matrix.copy_(values)
         thetas = []
-        for module, (first, second, clock) in ((naive, near), (cuda, far)):
+        for module, (first, second, last_step) in ((naive, near), (cuda, far)):
             thetas.append(theta.clone())
-            shard = ops.ShardState(thetas[-1], first, second, clock)
+            shard = ops.ShardState(thetas[-1], first, second, last_step)
             rest = torch.tensor(9, dtype=torch.int32), one, hyper("cpu", torch.float32)
             if update == "adams":
                 module.update_adams(shard, mask, total, ops.RowNumbers(*rest, 1.0), 1.0, True)

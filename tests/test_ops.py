@@ -232,17 +232,17 @@ def test_a_decay_beyond_one_changes_the_sign_at_every_step() -> None:
 
 
 def test_update_leaves_unmasked_entries_bitwise_alone() -> None:
-    momentum, clock = torch.randn(3000, 10), torch.randint(0, 4, (3000, 10), dtype=torch.int32)
+    momentum, last_step = torch.randn(3000, 10), torch.randint(0, 4, (3000, 10), dtype=torch.int32)
     mask = ops.select(torch.randn(3000, 10), 2)
-    old_momentum, old_clock = momentum.clone(), clock.clone()
+    old_momentum, old_clock = momentum.clone(), last_step.clone()
     theta, total = torch.randn(3000, 2), torch.randn(3000, 2)
     single = ops.Hyper(*(v.float() for v in hyper(1e-3, 0.9, 0.95, 1e-8, 0.1)))
     numbers = ops.RowNumbers(torch.tensor(5, dtype=torch.int32), ONE, single, 1.0)
-    again = ops.update_adams(ops.ShardState(theta, momentum, None, clock), mask, total, numbers)
+    again = ops.update_adams(ops.ShardState(theta, momentum, None, last_step), mask, total, numbers)
     outside = torch.ones(3000, 10, dtype=torch.bool).scatter_(1, mask.long(), False)
     assert torch.equal(momentum[outside], old_momentum[outside])
-    assert torch.equal(clock[outside], old_clock[outside])
-    assert (clock[~outside] == 5).all()
+    assert torch.equal(last_step[outside], old_clock[outside])
+    assert (last_step[~outside] == 5).all()
     assert int(again) == int((old_clock[~outside] == 4).sum())
 
 
@@ -250,13 +250,13 @@ def test_hyperparameters_by_row_equal_one_run_per_group() -> None:
     two, group = torch.tensor([0.1, 0.2]), torch.tensor([0, 1], dtype=torch.int32).repeat(500)
     table = ops.Hyper.of(torch.float32, *(v.double() for v in (two, two * 2, two * 3, two * 1e-6, two)))
     states = [[torch.randn(1000, 4), torch.randn(1000, 4), torch.zeros(1000, 4, dtype=torch.int32)] for _ in range(1)]
-    theta, momentum, clock = states[0]
+    theta, momentum, last_step = states[0]
     total, step = torch.randn(1000, 4), torch.tensor(3, dtype=torch.int32)
     together = [t.clone() for t in states[0]]
     by_group = ops.RowNumbers(step, ONE, table, 1.0, group=group)
     ops.update_adams(ops.ShardState(together[0], together[1], None, together[2]), None, total, by_group)
     for parity in (0, 1):
-        alone = [t[parity::2].clone() for t in (theta, momentum, clock)]
+        alone = [t[parity::2].clone() for t in (theta, momentum, last_step)]
         one = ops.Hyper(*(column[parity] for column in table))
         shard = ops.ShardState(alone[0], alone[1], None, alone[2])
         ops.update_adams(shard, None, total[parity::2], ops.RowNumbers(step, ONE, one, 1.0))
@@ -335,14 +335,14 @@ def test_rows_by_themselves_equal_a_run_each(update: str, masked: bool) -> None:
     mask = ops.select(torch.randn(rows, length), 2) if masked else None
     theta, total = torch.randn(2, rows, 2 if masked else length)
     step = torch.tensor([7, 9, 30], dtype=torch.int32).repeat(200)
-    clock = step.unsqueeze(1) - torch.randint(1, 6, (rows, length), dtype=torch.int32)
+    last_step = step.unsqueeze(1) - torch.randint(1, 6, (rows, length), dtype=torch.int32)
     scale, corrections = torch.tensor([1.0, 0.0, 0.3]).repeat(200), torch.tensor([0.2, 0.5, 0.9]).repeat(200)
     total[1::3] = float("nan")
     group = torch.tensor([1, 0, 0], dtype=torch.int32).repeat(200)
     table = ops.Hyper.of(torch.float32, *torch.tensor([[0.1, 0.2], [0.8, 0.9], [0.9, 0.95], [1e-8, 1e-6], [0.1, 0.0]]))
 
     def run(which: slice | None) -> tuple[list[Tensor], int]:
-        own = [t.clone() if which is None else t[which].clone() for t in (theta, first, second, clock)]
+        own = [t.clone() if which is None else t[which].clone() for t in (theta, first, second, last_step)]
         part = slice(None) if which is None else which
         kind = 0 if which is None else int(which.start)
         single = table if which is None else ops.Hyper(*(column[group[kind]] for column in table))
@@ -366,7 +366,7 @@ def test_rows_by_themselves_equal_a_run_each(update: str, masked: bool) -> None:
         for a, b in zip(together, alone, strict=True):
             torch.testing.assert_close(a[kind::3], b, rtol=1e-6, atol=1e-6)
     assert again == counts > 0
-    for now, before in zip(together, (theta, first, second, clock), strict=True):
+    for now, before in zip(together, (theta, first, second, last_step), strict=True):
         assert torch.equal(now[1::3], before[1::3])
     assert not torch.equal(together[0], theta)
 

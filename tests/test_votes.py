@@ -22,28 +22,28 @@ from lightning_scape.engine.region import SAMPLE_INTERVAL, SAMPLE_WEIGHT
 RunRanks = Callable[..., list[Any]]
 
 
-def read(ballot: Tensor, votes: int, length: int) -> Tensor:
-    """The ballot as a statistic of its own, ``[R, length]``."""
-    rows = torch.zeros(ballot.shape[0], length)
-    width = ballot.shape[1] - votes - 1
-    positions = ballot[:, :width].contiguous().view(ops.position_dtype(length)).long()
-    unit = torch.pow(2.0, ballot[:, -1:].float() - 127) / 127
-    return rows.scatter(1, positions, ballot[:, width:-1].contiguous().view(torch.int8).float() * unit)
+def read(proposal: Tensor, votes: int, length: int) -> Tensor:
+    """The proposal as a statistic of its own, ``[R, length]``."""
+    rows = torch.zeros(proposal.shape[0], length)
+    width = proposal.shape[1] - votes - 1
+    positions = proposal[:, :width].contiguous().view(ops.position_dtype(length)).long()
+    unit = torch.pow(2.0, proposal[:, -1:].float() - 127) / 127
+    return rows.scatter(1, positions, proposal[:, width:-1].contiguous().view(torch.int8).float() * unit)
 
 
 def test_vote_example_of_the_docstring() -> None:
-    ballot = ops.propose(torch.tensor([[3.0, -5.0, 0.0, 0.0]]), 2)
-    assert ballot.dtype == torch.uint8
-    assert ballot.view(torch.int8).tolist() == [[1, 0, -79, 48, -126]]
-    assert int(ballot[0, -1]) == 130
+    proposal = ops.propose(torch.tensor([[3.0, -5.0, 0.0, 0.0]]), 2)
+    assert proposal.dtype == torch.uint8
+    assert proposal.view(torch.int8).tolist() == [[1, 0, -79, 48, -126]]
+    assert int(proposal[0, -1]) == 130
 
 
 @pytest.mark.parametrize(("length", "votes"), [(200, 2), (250, 25), (1000, 3), (7, 7)])
-def test_a_ballot_holds_the_largest_entries_to_one_part_in_127(length: int, votes: int) -> None:
+def test_proposals_hold_the_largest_entries_to_one_part_in_127(length: int, votes: int) -> None:
     residual = torch.randn(9, length, generator=torch.Generator().manual_seed(0)) * torch.logspace(-20, 20, 9)[:, None]
-    ballot = ops.propose(residual, votes)
-    assert ballot.shape == (9, votes * (1 if length <= 256 else 2) + votes + 1)
-    cast = read(ballot, votes, length)
+    proposal = ops.propose(residual, votes)
+    assert proposal.shape == (9, votes * (1 if length <= 256 else 2) + votes + 1)
+    cast = read(proposal, votes, length)
     chosen = ops.select(residual, votes).long()
     largest = residual.abs().amax(1, keepdim=True)
     assert ((cast.gather(1, chosen) - residual.gather(1, chosen)).abs() <= largest / 127).all()
@@ -51,7 +51,7 @@ def test_a_ballot_holds_the_largest_entries_to_one_part_in_127(length: int, vote
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, torch.finfo(torch.float32).max])
-def test_a_ballot_of_zeros_denormals_or_the_largest_numbers_is_finite(value: float) -> None:
+def test_proposals_of_zeros_denormals_or_the_largest_numbers_are_finite(value: float) -> None:
     cast = read(ops.propose(torch.full((1, 4), value), 2), 2, 4)
     assert cast.isfinite().all()
     assert (cast <= value * 1.01).all()
@@ -61,13 +61,13 @@ def test_a_ballot_of_zeros_denormals_or_the_largest_numbers_is_finite(value: flo
 def test_the_elected_are_the_largest_of_the_sum(seed: int, shape: tuple[int, int, int], ranks: int) -> None:
     length, votes, sent = shape
     residuals = torch.randn(ranks, 5, length, generator=torch.Generator().manual_seed(seed))
-    ballots = torch.stack([ops.propose(residual, votes) for residual in residuals])
+    proposals = torch.stack([ops.propose(residual, votes) for residual in residuals])
     for own in range(ranks):
         total = residuals[own].clone()
         for rank in range(ranks):
             if rank != own:
-                total += read(ballots[rank], votes, length)
-        elected = ops.merge(residuals[own], ballots, own, votes, sent)
+                total += read(proposals[rank], votes, length)
+        elected = ops.merge(residuals[own], proposals, own, votes, sent)
         least = total.abs().gather(1, elected.long()).amin(1)
         others = total.abs().scatter(1, elected.long(), 0.0).amax(1)
         assert (least >= others * (1 - 2**-12)).all()  # select compares 31 bits less those of a position
@@ -76,9 +76,9 @@ def test_the_elected_are_the_largest_of_the_sum(seed: int, shape: tuple[int, int
 def test_an_entry_that_only_the_others_see_is_elected() -> None:
     mine, theirs = torch.zeros(1, 10), torch.zeros(1, 10)
     mine[0, 2], theirs[0, 7] = 1.0, 3.0
-    ballots = torch.stack([ops.propose(mine, 1), ops.propose(theirs, 1)])
-    assert ops.merge(mine, ballots, 0, 1, 1).tolist() == [[7]]
-    assert ops.merge(mine, ballots[:1], 0, 1, 1).tolist() == [[2]]
+    proposals = torch.stack([ops.propose(mine, 1), ops.propose(theirs, 1)])
+    assert ops.merge(mine, proposals, 0, 1, 1).tolist() == [[7]]
+    assert ops.merge(mine, proposals[:1], 0, 1, 1).tolist() == [[2]]
 
 
 def train_watching_votes(rank: int, world_size: int, votes: int) -> None:
@@ -90,9 +90,9 @@ def train_watching_votes(rank: int, world_size: int, votes: int) -> None:
         optimizer.drain()
         state, masks, layout = optimizer.engine.state, optimizer.engine.masks, optimizer.engine.layout
         assert state is not None
-        ballots = torch.stack(gathered(ops.propose(state.residual, votes)))
+        proposals = torch.stack(gathered(ops.propose(state.residual, votes)))
         rows = layout.rows_of(rank)
-        elected = ops.merge(state.residual[rows], ballots[:, rows], rank, votes, optimizer.config.quota.sent)
+        elected = ops.merge(state.residual[rows], proposals[:, rows], rank, votes, optimizer.config.quota.sent)
         assert masks.active is not None
         assert torch.equal(masks.active, torch.cat(gathered(elected)))
 

@@ -92,10 +92,10 @@ def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Ten
 
 
 def accumulate_exp_avg(
-    momentum: Tensor, evidence: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
+    exp_avg: Tensor, exp_avg_sum: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
 ) -> None:
     """See :func:`naive.accumulate_exp_avg`."""
-    parts = (tensor.split(_chunk(momentum)) for tensor in (momentum, evidence, grad))
+    parts = (tensor.split(_chunk(exp_avg)) for tensor in (exp_avg, exp_avg_sum, grad))
     for first, total, part in zip(*parts, strict=True):
         naive.accumulate_exp_avg(first, total, part, beta1, scale, clip_value)
 
@@ -131,18 +131,18 @@ def select(statistic: Tensor, sent: int) -> Tensor:
 def propose(residual: Tensor, votes: int) -> Tensor:
     """See :func:`naive.propose`."""
     blocks, length = residual.shape
-    ballots = torch.empty(blocks, naive.proposal_bytes(votes, length), dtype=torch.uint8, device=residual.device)
+    proposals = torch.empty(blocks, naive.proposal_bytes(votes, length), dtype=torch.uint8, device=residual.device)
     for rows in _row_slices(residual):
-        ballots[rows] = naive.propose(residual[rows], votes)
-    return ballots
+        proposals[rows] = naive.propose(residual[rows], votes)
+    return proposals
 
 
-def merge(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) -> Tensor:
+def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) -> Tensor:
     """See :func:`naive.merge`."""
     blocks, length = residual.shape
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=residual.device)
     for rows in _row_slices(residual):
-        chosen[rows] = naive.merge(residual[rows], ballots[:, rows], own, votes, sent)
+        chosen[rows] = naive.merge(residual[rows], proposals[:, rows], own, votes, sent)
     return chosen
 
 

@@ -190,17 +190,17 @@ def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Ten
 
 @_where_it_fits
 def accumulate_exp_avg(
-    momentum: Tensor, evidence: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
+    exp_avg: Tensor, exp_avg_sum: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
 ) -> None:
     """See :func:`naive.accumulate_exp_avg`."""
     factor = float(scale)
     if factor == 0.0:
         return
     bound, clip = bound_of(clip_value, grad.dtype)
-    numbers = (scalar(momentum.dtype, beta1), scalar(momentum.dtype, 1 - beta1) * scalar(momentum.dtype, factor))
-    arrays = (array(tensor) for tensor in (momentum, evidence, grad))
+    numbers = (scalar(exp_avg.dtype, beta1), scalar(exp_avg.dtype, 1 - beta1) * scalar(exp_avg.dtype, factor))
+    arrays = (array(tensor) for tensor in (exp_avg, exp_avg_sum, grad))
     loop = functools.partial(cpu_kernels.accumulate_exp_avg, *arrays, *numbers, bound, clip)
-    in_parallel(loop, momentum.numel(), GRAIN)
+    in_parallel(loop, exp_avg.numel(), GRAIN)
 
 
 @_where_it_fits
@@ -253,23 +253,23 @@ def propose(residual: Tensor, votes: int) -> Tensor:
     if length > _LONGEST_SORTED and votes > cpu_ranking.MAX_PASSES:
         return chunked.propose(residual, votes)
     width = votes * position_dtype(length).itemsize + votes + 1
-    ballots = torch.empty(blocks, width, dtype=torch.uint8, device="cpu")
+    proposals = torch.empty(blocks, width, dtype=torch.uint8, device="cpu")
     loop = functools.partial(
-        cpu_masks.propose, array(residual), cpu_ranking.networks(length, votes), votes, array(ballots)
+        cpu_masks.propose, array(residual), cpu_ranking.networks(length, votes), votes, array(proposals)
     )
     in_parallel(loop, blocks, rows_of_a_thread(length))
-    return ballots
+    return proposals
 
 
 @_where_it_fits
-def merge(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) -> Tensor:
+def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) -> Tensor:
     """See :func:`naive.merge`."""
     blocks, length = residual.shape
     if length > _LONGEST_SORTED and sent > cpu_ranking.MAX_PASSES:
-        return chunked.merge(residual, ballots, own, votes, sent)
+        return chunked.merge(residual, proposals, own, votes, sent)
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device="cpu")
     networks = cpu_ranking.networks(length, sent)
-    loop = functools.partial(cpu_masks.merge, array(residual), array(ballots), own, networks, votes, array(chosen))
+    loop = functools.partial(cpu_masks.merge, array(residual), array(proposals), own, networks, votes, array(chosen))
     in_parallel(loop, blocks, rows_of_a_thread(length))
     return chosen
 
@@ -358,16 +358,16 @@ def update_adams(
     implicit: bool = False,
 ) -> Tensor:
     """See :func:`naive.update_adams`."""
-    theta, momentum, noise, clock = shard
+    theta, exp_avg, local_exp_avg_sq, last_step = shard
     step, scale, hyper, correction, _, group = numbers
     divisor = torch.as_tensor(correction, dtype=theta.dtype, device="cpu")
     loop = functools.partial(
         cpu_kernels.update_adams,
         array(theta),
-        array(momentum),
-        array(clock),
-        _or_empty(noise, theta.dtype),
-        _or_empty(mask, position_dtype(momentum.shape[1])),
+        array(exp_avg),
+        array(last_step),
+        _or_empty(local_exp_avg_sq, theta.dtype),
+        _or_empty(mask, position_dtype(exp_avg.shape[1])),
         array(mean),
         _numbers(hyper),
         _by_row(hyper, group, step, scale, divisor, divisor),
@@ -383,7 +383,7 @@ def update_adamw(
     shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int, implicit: bool = True
 ) -> Tensor:
     """See :func:`naive.update_adamw`."""
-    theta, exp_avg, exp_avg_sq, clock = shard
+    theta, exp_avg, exp_avg_sq, last_step = shard
     step, scale, hyper, c1, c2, group = numbers
     assert exp_avg_sq is not None
     assert isinstance(c1, Tensor)
@@ -393,7 +393,7 @@ def update_adamw(
         cpu_kernels.update_adamw,
         array(theta),
         (array(exp_avg), array(exp_avg_sq)),
-        array(clock),
+        array(last_step),
         _or_empty(mask, position_dtype(exp_avg.shape[1])),
         array(mean),
         _numbers(hyper),

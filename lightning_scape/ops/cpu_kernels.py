@@ -80,15 +80,15 @@ def fade_part(moment, keep, largest):
 
 
 @jit
-def accumulate_exp_avg(momentum, evidence, grad, beta1, weight, bound, clip, first, last):
+def accumulate_exp_avg(exp_avg, exp_avg_sum, grad, beta1, weight, bound, clip, first, last):
     """See :func:`naive.accumulate_exp_avg`; ``weight`` is ``(1 - beta1) * scale``."""
-    momentum, evidence, grad = momentum[first:last], evidence[first:last], grad[first:last]
-    for e in range(len(momentum)):
+    exp_avg, exp_avg_sum, grad = exp_avg[first:last], exp_avg_sum[first:last], grad[first:last]
+    for e in range(len(exp_avg)):
         value = widen(grad[e])
         if clip:
             value = clamp(value, bound)
-        momentum[e] = momentum[e] * beta1 + weight * momentum.dtype.type(value)
-        evidence[e] += momentum[e]
+        exp_avg[e] = exp_avg[e] * beta1 + weight * exp_avg.dtype.type(value)
+        exp_avg_sum[e] += exp_avg[e]
 
 
 @jit(fastmath={"reassoc", "nsz"})
@@ -257,9 +257,9 @@ def _tile_rows(sent):
 
 
 @jit
-def _read_waits(clock, places, now, steps, tau):
+def _read_waits(last_step, places, now, steps, tau):
     """The steps since each entry's last visit, raised to 1. Returns how many were exactly 1 before."""
-    _read(clock, places, steps)
+    _read(last_step, places, steps)
     again = 0
     for j in range(len(tau)):
         wait = np.int32(now - steps[j])
@@ -285,9 +285,9 @@ def _write(matrix, places, values):
 
 
 @jit
-def _write_steps(clock, places, now):
+def _write_steps(last_step, places, now):
     """The step of the last visit."""
-    flat = clock.reshape(-1)
+    flat = last_step.reshape(-1)
     for j in range(len(places)):
         flat[places[j]] = now
 
@@ -349,12 +349,14 @@ def _first_moment(m, tau, a, blend, one, beta1, one_minus_beta1, implicit):
 
 
 @jit
-def update_adams(theta, momentum, clock, noise, mask, total, numbers, by_row, floor, implicit, first, last):
-    """:func:`naive.update_adams`; ``noise`` may be ``[0, 0]``, all else as in :func:`update_adamw`."""
+def update_adams(
+    theta, exp_avg, last_step, local_exp_avg_sq, mask, total, numbers, by_row, floor, implicit, first, last
+):
+    """:func:`naive.update_adams`; ``local_exp_avg_sq`` may be ``[0, 0]``, all else as in :func:`update_adamw`."""
     sent, again, one, zero = theta.shape[1], 0, theta.dtype.type(1), theta.dtype.type(0)
     room, steps = np.empty((5, max(_TILE, sent)), theta.dtype), np.empty(max(_TILE, sent), np.int32)
-    all_places, length = np.empty(max(_TILE, sent), np.uint64), clock.shape[1]
-    table, known = np.empty((2, _TABLE), theta.dtype), -1
+    all_places, length = np.empty(max(_TILE, sent), np.uint64), last_step.shape[1]
+    table, in_table = np.empty((2, _TABLE), theta.dtype), -1
     row = first
     while row < last:
         stop = _alike(by_row, row, min(last, row + _tile_rows(sent)))
@@ -370,13 +372,13 @@ def update_adams(theta, momentum, clock, noise, mask, total, numbers, by_row, fl
             )
             places = all_places[:count]
             _find_rows(mask, sent, length, row, places)
-            again += _read_waits(clock, places, now, steps[:count], tau)
-            _read(momentum, places, m)
-            if len(noise) > 0:
-                _read(noise, places, n)
-            if g != known:
+            again += _read_waits(last_step, places, now, steps[:count], tau)
+            _read(exp_avg, places, m)
+            if len(local_exp_avg_sq) > 0:
+                _read(local_exp_avg_sq, places, n)
+            if g != in_table:
                 _fill_table(numbers, g, table)
-                known = g
+                in_table = g
             _decays_and_blends(tau, numbers, g, implicit, table, decay, blend)
             lr, eps, beta1, beta2 = numbers[g, _LR], numbers[g, _EPS], numbers[g, _BETA1], numbers[g, _BETA2]
             one_minus_beta1, one_minus_beta2 = numbers[g, _ONE_MINUS_BETA1], numbers[g, _ONE_MINUS_BETA2]
@@ -386,20 +388,20 @@ def update_adams(theta, momentum, clock, noise, mask, total, numbers, by_row, fl
                 new, moved = _first_moment(m[j], tau[j], gradients[j], blend[j], one, beta1, one_minus_beta1, implicit)
                 corrected = m[j] / c1
                 m2, g2 = corrected * corrected, gradients[j] * gradients[j] / tau[j]
-                if len(noise) > 0:
+                if len(local_exp_avg_sq) > 0:
                     known = (n[j] * (zero if tau[j] == one else one)) * floor
                     g2, m2 = larger(g2, known), larger(m2, known * steady)
                 v = m2 * beta2 + g2 * one_minus_beta2
                 old[j] = decay[j] * old[j] - moved / c1 * lr / (math.sqrt(v) + eps)
                 m[j] = new
-            _write(momentum, places, m)
-            _write_steps(clock, places, now)
+            _write(exp_avg, places, m)
+            _write_steps(last_step, places, now)
         row = stop
     return again
 
 
 @jit
-def update_adamw(theta, moments, clock, mask, total, numbers, by_row, rule, implicit, first, last):
+def update_adamw(theta, moments, last_step, mask, total, numbers, by_row, rule, implicit, first, last):
     """:func:`naive.update_adamw`; ``mask`` is ``[0, 0]`` where everything is sent.
 
     ``by_row``: group, step, scale and both corrections, ``[R]`` or ``[1]`` each. ``rule``: N, ``1 / LONGEST_MOVE``, and
@@ -408,8 +410,8 @@ def update_adamw(theta, moments, clock, mask, total, numbers, by_row, rule, impl
     (exp_avg, exp_avg_sq), (ranks, longest, largest) = moments, rule
     sent, again, one, zero = theta.shape[1], 0, theta.dtype.type(1), theta.dtype.type(0)
     room, steps = np.empty((5, max(_TILE, sent)), theta.dtype), np.empty(max(_TILE, sent), np.int32)
-    all_places, length = np.empty(max(_TILE, sent), np.uint64), clock.shape[1]
-    table, known = np.empty((2, _TABLE), theta.dtype), -1
+    all_places, length = np.empty(max(_TILE, sent), np.uint64), last_step.shape[1]
+    table, in_table = np.empty((2, _TABLE), theta.dtype), -1
     row = first
     while row < last:
         stop = _alike(by_row, row, min(last, row + _tile_rows(sent)))
@@ -425,12 +427,12 @@ def update_adamw(theta, moments, clock, mask, total, numbers, by_row, rule, impl
             )
             places = all_places[:count]
             _find_rows(mask, sent, length, row, places)
-            again += _read_waits(clock, places, now, steps[:count], tau)
+            again += _read_waits(last_step, places, now, steps[:count], tau)
             _read(exp_avg, places, m)
             _read(exp_avg_sq, places, v)
-            if g != known:
+            if g != in_table:
                 _fill_table(numbers, g, table)
-                known = g
+                in_table = g
             _decays_and_blends(tau, numbers, g, implicit, table, decay, blend)
             lr, eps, beta1, beta2 = numbers[g, _LR], numbers[g, _EPS], numbers[g, _BETA1], numbers[g, _BETA2]
             one_minus_beta1, one_minus_beta2 = numbers[g, _ONE_MINUS_BETA1], numbers[g, _ONE_MINUS_BETA2]
@@ -453,6 +455,6 @@ def update_adamw(theta, moments, clock, mask, total, numbers, by_row, rule, impl
                 m[j], v[j] = new, v2
             _write(exp_avg, places, m)
             _write(exp_avg_sq, places, v)
-            _write_steps(clock, places, now)
+            _write_steps(last_step, places, now)
         row = stop
     return again

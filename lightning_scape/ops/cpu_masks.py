@@ -27,7 +27,7 @@ def write_positions(found, chosen, start, rows):
 
 
 @jit
-def propose(residual, networks, votes, ballots, first, last):
+def propose(residual, networks, votes, proposals, first, last):
     """See :func:`naive.propose`; ``networks`` as in :func:`select`."""
     room = make_room(residual.shape[1], votes)
     for start in range(first, last, LANES):
@@ -35,16 +35,16 @@ def propose(residual, networks, votes, ballots, first, last):
         for above in range(0, rows, TILE):
             take_rows(residual, start, (above, min(above + TILE, rows)), networks, room)
         rank_rows(residual, start, rows, networks, room)
-        write_ballots(residual, room[2], votes, ballots, start, rows)
+        write_proposals(residual, room[2], votes, proposals, start, rows)
 
 
 @jit
-def write_ballots(residual, found, votes, ballots, start, rows):
-    """A ballot of the first ``votes`` positions found in each row: see :func:`naive.propose`."""
+def write_proposals(residual, found, votes, proposals, start, rows):
+    """Proposals of the first ``votes`` positions found in each row: see :func:`naive.propose`."""
     wide = residual.shape[1] > 256
     codes = 2 * votes if wide else votes
     for row in range(rows):
-        values, chosen, ballot = residual[start + row], found[row], ballots[start + row]
+        values, chosen, proposal = residual[start + row], found[row], proposals[start + row]
         largest = np.float32(widen(values[chosen[0]])).view(np.int32) & MAGNITUDE
         above = np.int32((largest >> 23) + 1)
         exponent = above if above < 254 else np.int32(254)
@@ -52,33 +52,33 @@ def write_ballots(residual, found, votes, ballots, start, rows):
         for turn in range(votes):
             position = chosen[turn]
             if wide:
-                ballot[2 * turn], ballot[2 * turn + 1] = position & 255, position >> 8
+                proposal[2 * turn], proposal[2 * turn + 1] = position & 255, position >> 8
             else:
-                ballot[turn] = position
-            ballot[codes + turn] = np.uint8(np.int8(np.rint(np.float32(widen(values[position])) * unit)))
-        ballot[codes + votes] = exponent
+                proposal[turn] = position
+            proposal[codes + turn] = np.uint8(np.int8(np.rint(np.float32(widen(values[position])) * unit)))
+        proposal[codes + votes] = exponent
 
 
 @jit
-def _add_ballots(totals, ballots, start, rows, own, votes):
+def _add_proposals(totals, proposals, start, rows, own, votes):
     """See :func:`naive.merge`; in the order of ranks."""
     wide = totals.shape[1] > 256
     codes = 2 * votes if wide else votes
-    for rank in range(len(ballots)):
+    for rank in range(len(proposals)):
         if rank == own:
             continue
         for row in range(rows[0], rows[1]):
-            total, ballot = totals[row], ballots[rank, start + row]
-            unit = np.int32(np.int32(ballot[codes + votes]) << 23).view(np.float32) / np.float32(127)
+            total, proposal = totals[row], proposals[rank, start + row]
+            unit = np.int32(np.int32(proposal[codes + votes]) << 23).view(np.float32) / np.float32(127)
             for turn in range(votes):
-                position = np.int64(ballot[turn])
+                position = np.int64(proposal[turn])
                 if wide:
-                    position = np.int64(ballot[2 * turn]) + 256 * np.int64(ballot[2 * turn + 1])
-                total[position] += np.float32(np.int8(ballot[codes + turn])) * unit
+                    position = np.int64(proposal[2 * turn]) + 256 * np.int64(proposal[2 * turn + 1])
+                total[position] += np.float32(np.int8(proposal[codes + turn])) * unit
 
 
 @jit
-def merge(residual, ballots, own, networks, votes, chosen, first, last):
+def merge(residual, proposals, own, networks, votes, chosen, first, last):
     """See :func:`naive.merge`; ``networks`` as in :func:`select`."""
     length = residual.shape[1]
     totals, room = np.empty((LANES, length), np.float32), make_room(length, chosen.shape[1])
@@ -90,7 +90,7 @@ def merge(residual, ballots, own, networks, votes, chosen, first, last):
                 values, total = residual[start + row], totals[row]
                 for i in range(len(total)):
                     total[i] = np.float32(widen(values[i]))
-            _add_ballots(totals, ballots, start, (above, below), own, votes)
+            _add_proposals(totals, proposals, start, (above, below), own, votes)
             take_rows(totals, 0, (above, below), networks, room)
         rank_rows(totals, 0, rows, networks, room)
         write_positions(room[2], chosen, start, rows)

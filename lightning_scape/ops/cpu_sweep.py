@@ -15,14 +15,14 @@ from torch import Tensor
 from lightning_scape.layout import Region
 from lightning_scape.ops.cpu_arrays import like, running_sums
 from lightning_scape.ops.cpu_kernels import compact, fade_part, fold_part, square_part
-from lightning_scape.ops.cpu_masks import write_ballots, write_positions
+from lightning_scape.ops.cpu_masks import write_positions, write_proposals
 from lightning_scape.ops.cpu_numbers import array_at, jit, overlap
 from lightning_scape.ops.cpu_ranking import LANES, TILE, make_room, rank_rows, take_rows
 from lightning_scape.ops.rules import SecondMoment
 
 
 @jit
-def sweep(table, numbers, state, scale, rule, mask, values, ranking, ballots, chosen, like_grad, first, last):
+def sweep(table, numbers, state, scale, rule, mask, values, ranking, proposals, chosen, like_grad, first, last):
     """See :func:`naive.sweep`; ``first .. last`` counts the rows of the table.
 
     Args:
@@ -33,8 +33,8 @@ def sweep(table, numbers, state, scale, rule, mask, values, ranking, ballots, ch
         rule: the gradient's bound and whether there is one, the largest number of the wire and of the second moment.
         mask: ``[rows, q]``, or ``[0, 0]`` where everything is sent.
         values: ``[rows, q]``.
-        ranking: :func:`cpu_ranking.networks`, the entries in a ballot, the entries to rank.
-        ballots: ``[rows, W]``, or ``[0, 0]`` for none.
+        ranking: :func:`cpu_ranking.networks`, the entries in a proposal, the entries to rank.
+        proposals: ``[rows, W]``, or ``[0, 0]`` for none.
         chosen: ``[rows, q']``, or ``[0, 0]`` for none.
         like_grad: an empty array.
         first: first row.
@@ -58,7 +58,7 @@ def sweep(table, numbers, state, scale, rule, mask, values, ranking, ballots, ch
             if ranked > 0:
                 rank_rows(residual, row, rows, networks, room)
             if votes > 0:
-                write_ballots(residual, room[2], votes, ballots, row, rows)
+                write_proposals(residual, room[2], votes, proposals, row, rows)
             if len(chosen) > 0:
                 write_positions(room[2], chosen, row, rows)
             start += rows

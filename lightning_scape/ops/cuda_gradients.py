@@ -224,8 +224,8 @@ def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Ten
 
 @triton.jit
 def _first_moment_kernel(
-    momentum,
-    evidence,
+    exp_avg,
+    exp_avg_sum,
     grad,
     scale,
     beta1,
@@ -243,30 +243,30 @@ def _first_moment_kernel(
         value = widen(tl.load(grad + entry, mask=inside, other=0), GRAD)
         if CLIP:
             value = clamp(value, tl.load(clip_value))
-        first = tl.load(momentum + entry, mask=inside, other=0)
+        first = tl.load(exp_avg + entry, mask=inside, other=0)
         first = tl.load(beta1) * first + tl.load(one_minus_beta1) * factor * value.to(tl.float32)
-        tl.store(momentum + entry, first, mask=inside)
-        tl.store(evidence + entry, tl.load(evidence + entry, mask=inside, other=0) + first, mask=inside)
+        tl.store(exp_avg + entry, first, mask=inside)
+        tl.store(exp_avg_sum + entry, tl.load(exp_avg_sum + entry, mask=inside, other=0) + first, mask=inside)
 
 
 def accumulate_exp_avg(
-    momentum: Tensor, evidence: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
+    exp_avg: Tensor, exp_avg_sum: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
 ) -> None:
     """See :func:`naive.accumulate_exp_avg`."""
-    if grad.device != momentum.device or momentum.dtype != torch.float32:
-        chunked.accumulate_exp_avg(momentum, evidence, grad, beta1, scale, clip_value)
+    if grad.device != exp_avg.device or exp_avg.dtype != torch.float32:
+        chunked.accumulate_exp_avg(exp_avg, exp_avg_sum, grad, beta1, scale, clip_value)
         return
     launching.launch(
         _first_moment_kernel,
-        triton.cdiv(momentum.numel(), launching.STREAM_CHUNK),
-        momentum,
-        evidence,
+        triton.cdiv(exp_avg.numel(), launching.STREAM_CHUNK),
+        exp_avg,
+        exp_avg_sum,
         launching.raw(launching.dense(grad)),
-        scale.to(momentum.device),
-        momentum.new_full((), beta1),
-        momentum.new_full((), 1 - beta1),
-        scale if clip_value is None else launching.bound(clip_value, grad.dtype, momentum.device),
-        momentum.numel(),
+        scale.to(exp_avg.device),
+        exp_avg.new_full((), beta1),
+        exp_avg.new_full((), 1 - beta1),
+        scale if clip_value is None else launching.bound(clip_value, grad.dtype, exp_avg.device),
+        exp_avg.numel(),
         GRAD=launching.DTYPES[grad.dtype],
         CLIP=clip_value is not None,
         CHUNK=launching.STREAM_CHUNK,

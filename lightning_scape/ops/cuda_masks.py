@@ -116,13 +116,13 @@ def selection(matrix: Tensor) -> dict[str, Any]:
 
 def propose(residual: Tensor, votes: int) -> Tensor:
     """See :func:`naive.propose`; bitwise."""
-    return naive_masks.ballots_of(residual, select(residual, votes))
+    return naive_masks.proposals_of(residual, select(residual, votes))
 
 
 @triton.jit
 def _merge_kernel(
     residual,
-    ballots,
+    proposals,
     chosen,
     rows,
     sent,
@@ -146,24 +146,24 @@ def _merge_kernel(
     WIDTH: tl.constexpr = VOTES * (BYTES + 1) + 1
     for rank in range(ranks):
         if rank != own:
-            ballot = ballots + (row + tl.cast(rank, tl.int64) * rows) * WIDTH
-            exponent = tl.load(ballot + (WIDTH - 1), mask=there, other=0).to(tl.int32)
+            proposal = proposals + (row + tl.cast(rank, tl.int64) * rows) * WIDTH
+            exponent = tl.load(proposal + (WIDTH - 1), mask=there, other=0).to(tl.int32)
             unit = divide((exponent << 23).to(tl.float32, bitcast=True), 127.0)
             for turn in range(VOTES):
-                place = tl.load(ballot + turn * BYTES, mask=there, other=0).to(tl.int32)
+                place = tl.load(proposal + turn * BYTES, mask=there, other=0).to(tl.int32)
                 if BYTES == 2:
-                    place += tl.load(ballot + (turn * 2 + 1), mask=there, other=0).to(tl.int32) << 8
-                code = tl.load(ballot + (VOTES * BYTES + turn), mask=there, other=0).to(tl.int8, bitcast=True)
+                    place += tl.load(proposal + (turn * 2 + 1), mask=there, other=0).to(tl.int32) << 8
+                code = tl.load(proposal + (VOTES * BYTES + turn), mask=there, other=0).to(tl.int8, bitcast=True)
                 named = position[None, :] == place[:, None]
                 total = tl.where(named, total + (code.to(tl.float32) * unit)[:, None], total)
     bits = total.to(tl.int32, bitcast=True)
     store_largest(bits, chosen, row, rows, sent, position, LENGTH, LOW, KEPT_BITS, OUT)
 
 
-def merge(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) -> Tensor:
-    """See :func:`naive.merge`; bitwise. One launch, one read of the residual and of each ballot."""
+def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) -> Tensor:
+    """See :func:`naive.merge`; bitwise. One launch, one read of the residual and of each proposal."""
     if not is_small(residual, max(votes, sent)):
-        return chunked.merge(residual, ballots, own, votes, sent)
+        return chunked.merge(residual, proposals, own, votes, sent)
     blocks, length = residual.shape
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=residual.device)
     shape = selection(residual)
@@ -171,11 +171,11 @@ def merge(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) ->
         _merge_kernel,
         triton.cdiv(blocks, shape["ROWS"]),
         residual,
-        ballots.contiguous(),
+        proposals.contiguous(),
         chosen,
         blocks,
         sent,
-        ballots.shape[0],
+        proposals.shape[0],
         own,
         VOTES=votes,
         **shape,

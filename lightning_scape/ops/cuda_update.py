@@ -63,8 +63,8 @@ def _decay(whole, log_keep, tau, steps):
 @triton.jit
 def _update_kernel(
     theta,
-    momentum,
-    clock,
+    exp_avg,
+    last_step,
     mask,
     total,
     step,
@@ -87,7 +87,7 @@ def _update_kernel(
     limit,
     count,
     momentum_stride,
-    clock_stride,
+    last_step_stride,
     second_stride,
     step_stride,
     scale_stride,
@@ -109,12 +109,12 @@ def _update_kernel(
     inside = (entry < count) & (tl.load(scale + row * scale_stride, mask=entry < count, other=0) != 0)
     if tl.sum(inside.to(tl.int32), axis=0) > 0:
         h = tl.load(group + row, mask=inside, other=0) if BY_GROUP else row.to(tl.int32) * 0
-        of_momentum = momentum + row * momentum_stride + column
-        of_clock = clock + row * clock_stride + column
+        of_momentum = exp_avg + row * momentum_stride + column
+        of_last_step = last_step + row * last_step_stride + column
         of_second = second + row * second_stride + column
 
         now = tl.load(step + row * step_stride, mask=inside, other=1)
-        tau = now - tl.load(of_clock, mask=inside, other=0)
+        tau = now - tl.load(of_last_step, mask=inside, other=0)
         tl.atomic_add(again, tl.sum((inside & (tau == 1)).to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
         tau = tl.maximum(tau, 1)  # after a load, a pad's last step may be later than this one
         m = tl.load(of_momentum, mask=inside, other=0)
@@ -158,7 +158,7 @@ def _update_kernel(
         change = divide(tl.load(lr + h, mask=inside, other=0) * moved, denominator)
         tl.store(theta + entry, old * shrunk - change, mask=inside)
         tl.store(of_momentum, new, mask=inside)
-        tl.store(of_clock, now, mask=inside)
+        tl.store(of_last_step, now, mask=inside)
 
 
 def update_adams(
@@ -170,13 +170,13 @@ def update_adams(
     implicit: bool = False,
 ) -> Tensor:
     """See :func:`naive.update_adams`. One launch; what it reads of the moment and the last steps it writes back."""
-    theta, momentum, noise, clock = shard
+    theta, exp_avg, local_exp_avg_sq, last_step = shard
     step, scale, hyper, correction, _, group = numbers
     corrected = isinstance(correction, Tensor) or correction != 1.0
     divisor = correction if isinstance(correction, Tensor) else theta.new_full((), correction if corrected else 1.0)
     return _update(
-        (theta, momentum, clock),
-        noise,
+        (theta, exp_avg, last_step),
+        local_exp_avg_sq,
         mask,
         mean,
         (step, scale, divisor, divisor),
@@ -194,13 +194,13 @@ def update_adamw(
     shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int, implicit: bool = True
 ) -> Tensor:
     """See :func:`naive.update_adamw`. One launch; what it reads of the moments and the last steps it writes back."""
-    theta, exp_avg, exp_avg_sq, clock = shard
+    theta, exp_avg, exp_avg_sq, last_step = shard
     step, scale, hyper, c1, c2, group = numbers
     assert exp_avg_sq is not None
     assert isinstance(c1, Tensor)
     assert c2 is not None
     return _update(
-        (theta, exp_avg, clock),
+        (theta, exp_avg, last_step),
         exp_avg_sq,
         mask,
         mean,
@@ -228,7 +228,7 @@ def _update(
     **rule: bool,
 ) -> Tensor:
     """Launches the update; ``by_row`` are step, scale and the two corrections, 0-dim or ``[R]`` each."""
-    theta, momentum, clock = state
+    theta, exp_avg, last_step = state
     step, scale, correction, correction2 = by_row
     assert theta.is_contiguous()
     assert total.is_contiguous()
@@ -239,8 +239,8 @@ def _update(
         _update_kernel,
         triton.cdiv(theta.numel(), _UPDATE_CHUNK),
         theta,
-        momentum,
-        clock,
+        exp_avg,
+        last_step,
         again if mask is None else mask.contiguous(),
         total,
         step,
@@ -250,13 +250,13 @@ def _update(
         *numbers,
         correction,
         correction2,
-        momentum if second is None else second,
+        exp_avg if second is None else second,
         floor,
         theta.new_full((), torch.finfo(theta.dtype).max),
         theta.numel(),
-        momentum.stride(0),
-        clock.stride(0),
-        momentum.stride(0) if second is None else second.stride(0),
+        exp_avg.stride(0),
+        last_step.stride(0),
+        exp_avg.stride(0) if second is None else second.stride(0),
         step.dim(),
         scale.dim(),
         correction.dim(),

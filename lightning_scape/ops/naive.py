@@ -148,17 +148,17 @@ def within(bound: float, dtype: torch.dtype) -> float:
 
 
 def accumulate_exp_avg(
-    momentum: Tensor, evidence: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
+    exp_avg: Tensor, exp_avg_sum: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
 ) -> None:
     """One step of a rank's own first moment, and its sum since each entry's last visit (``"first_moment"``).
 
-    ``momentum = beta1 * momentum + ((1 - beta1) * scale) * grad``, then ``evidence += momentum``; all flat, in place.
+    ``exp_avg = beta1 * exp_avg + ((1 - beta1) * scale) * grad``, then ``exp_avg_sum += exp_avg``; all flat, in place.
     A scale of 0 changes nothing.
     """
-    weight = (1 - beta1) * scale.to(momentum)
-    moved = beta1 * momentum + _scaled(grad, weight, clip_value, momentum)
-    momentum.copy_(torch.where(weight != 0, moved, momentum))
-    evidence.copy_(torch.where(weight != 0, evidence + momentum, evidence))
+    weight = (1 - beta1) * scale.to(exp_avg)
+    moved = beta1 * exp_avg + _scaled(grad, weight, clip_value, exp_avg)
+    exp_avg.copy_(torch.where(weight != 0, moved, exp_avg))
+    exp_avg_sum.copy_(torch.where(weight != 0, exp_avg_sum + exp_avg, exp_avg_sum))
 
 
 def accumulate_exp_avg_sq(
@@ -323,14 +323,14 @@ def update_adams(
     Returns:
         0-dim int64: how many of the entries were visited in the step before too.
     """
-    noise, first = shard.exp_avg_sq, numbers.first
+    local, first = shard.exp_avg_sq, numbers.first
     own = numbers.hyper.rows(numbers.group)
     tau = _waits(shard, mask, numbers.step)
-    known = None if noise is None else gather_blocks(noise, mask).to(mean)
+    known = None if local is None else gather_blocks(local, mask).to(mean)
     correction = column(first) if isinstance(first, Tensor) else first
     exp_avg = gather_blocks(shard.exp_avg, mask)
     new = adams_step(shard.theta, exp_avg, tau, mean, own, correction, known, floor, implicit)
-    return _write(shard._replace(exp_avg_sq=None), mask, numbers, new.theta, new.momentum, None)
+    return _write(shard._replace(exp_avg_sq=None), mask, numbers, new.theta, new.exp_avg, None)
 
 
 def update_adamw(

@@ -50,7 +50,7 @@ def select(statistic: Tensor, sent: int) -> Tensor:
 
 
 def propose(residual: Tensor, votes: int) -> Tensor:
-    """A rank's ballot: the ``votes`` largest magnitudes of each block, as one row of bytes (docs/design.md, 3).
+    """A rank's proposals: the ``votes`` largest magnitudes of each block, as one row of bytes (docs/design.md, 3).
 
     A row holds the positions (:func:`position_dtype`), then the values as int8 in units of ``s / 127``, then the byte
     ``log2(s) + 127``; ``s`` is the smallest power of two above the row's largest magnitude.
@@ -65,10 +65,10 @@ def propose(residual: Tensor, votes: int) -> Tensor:
     Returns:
         uint8 ``[R, V * (1 or 2) + V + 1]``.
     """
-    return ballots_of(residual, select(residual, votes))
+    return proposals_of(residual, select(residual, votes))
 
 
-def ballots_of(residual: Tensor, chosen: Tensor) -> Tensor:
+def proposals_of(residual: Tensor, chosen: Tensor) -> Tensor:
     """:func:`propose`, for the positions ``chosen [R, V]``, largest magnitude first."""
     values = residual.gather(1, chosen.long()).float()
     exponent = ((values[:, :1].abs().view(torch.int32) >> 23) + 1).clamp(max=254)
@@ -76,12 +76,12 @@ def ballots_of(residual: Tensor, chosen: Tensor) -> Tensor:
     return torch.cat([chosen.view(torch.uint8), codes.view(torch.uint8), exponent.to(torch.uint8)], dim=1)
 
 
-def merge(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) -> Tensor:
-    """The next mask of a shard, from its owner's residual and what the other ranks' ballots add to it.
+def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) -> Tensor:
+    """The next mask of a shard, from its owner's residual and what the other ranks' proposals add to it.
 
     Args:
         residual: ``[R, B]``, the owner's.
-        ballots: ``[N, R, W]``, from :func:`propose`; that of the owner is not read.
+        proposals: ``[N, R, W]``, from :func:`propose`; that of the owner is not read.
         own: the owner's rank.
         votes: V.
         sent: q.
@@ -90,16 +90,16 @@ def merge(residual: Tensor, ballots: Tensor, own: int, votes: int, sent: int) ->
         ``[R, q]``, as :func:`select` gives it for the sum.
     """
     total = residual.to(torch.float32, copy=True)
-    for rank, ballot in enumerate(ballots):
+    for rank, proposal in enumerate(proposals):
         if rank != own:
-            total.scatter_add_(1, *_read_ballot(ballot, votes, residual.shape[1]))
+            total.scatter_add_(1, *_read_proposal(proposal, votes, residual.shape[1]))
     return select(total, sent)
 
 
-def _read_ballot(ballot: Tensor, votes: int, length: int) -> tuple[Tensor, Tensor]:
+def _read_proposal(proposal: Tensor, votes: int, length: int) -> tuple[Tensor, Tensor]:
     """Positions (int64) and values (fp32) of a :func:`propose`, ``[R, V]`` each."""
-    width = ballot.shape[1] - votes - 1
-    positions = ballot[:, :width].contiguous().view(position_dtype(length)).long()
-    codes = ballot[:, width:-1].contiguous().view(torch.int8).float()
-    unit = (ballot[:, -1:].to(torch.int32) << 23).view(torch.float32) / 127
+    width = proposal.shape[1] - votes - 1
+    positions = proposal[:, :width].flatten().view(position_dtype(length)).view(len(proposal), votes).long()
+    codes = proposal[:, width:-1].contiguous().view(torch.int8).float()
+    unit = (proposal[:, -1:].to(torch.int32) << 23).view(torch.float32) / 127
     return positions, codes * unit

@@ -98,7 +98,7 @@ class TauStep(NamedTuple):
     """Result of :func:`adams_step`."""
 
     theta: Tensor
-    momentum: Tensor
+    exp_avg: Tensor
 
 
 class AdamWStep(NamedTuple):
@@ -111,12 +111,12 @@ class AdamWStep(NamedTuple):
 
 def adams_step(
     theta: Tensor,
-    momentum: Tensor,
+    exp_avg: Tensor,
     tau: Tensor,
     total: Tensor,
     hyper: Hyper,
     correction: Tensor | float,
-    noise: Tensor | None = None,
+    local_exp_avg_sq: Tensor | None = None,
     floor: float = 1.0,
     implicit: bool = False,
 ) -> TauStep:
@@ -152,20 +152,20 @@ def adams_step(
 
     Args:
         theta: parameter values.
-        momentum: m, first moment after the last visit.
+        exp_avg: m, first moment after the last visit.
         tau: steps since the last visit, >= 1.
         total: A, mean over ranks of the gradients summed since the last visit.
         hyper: lr, betas, eps, weight decay.
         correction: divides both first moments; ``1 - b1**t``, or 1 for none.
-        noise: n, mean square of the averaged gradient per step; None is not known.
+        local_exp_avg_sq: n, mean square of the averaged gradient per step; None is not known.
         floor: c.
         implicit: see above.
     """
-    m, h = momentum, hyper
+    m, h = exp_avg, hyper
     new, moved = _first_moments(m, tau, total, h, implicit)
     m2, g2 = (m / correction).square(), total.square() / tau
-    if noise is not None:
-        known = torch.where(tau == 1, 0.0, noise) * floor
+    if local_exp_avg_sq is not None:
+        known = torch.where(tau == 1, 0.0, local_exp_avg_sq) * floor
         g2 = torch.maximum(g2, known)
         m2 = torch.maximum(m2, known * (h.one_minus_beta1 / (1 + h.beta1)))
     v = m2 * h.beta2 + g2 * h.one_minus_beta2
