@@ -42,26 +42,26 @@ def _consolidate(arguments: list[str]) -> int:
 
 
 def _verify(arguments: list[str]) -> int:
-    from lightning_scape.checkpoint import atomic_files as files
+    from lightning_scape.checkpoint.inspection import verify
 
     parser = _parser("verify")
     parser.add_argument("path", type=Path, nargs="+", help="checkpoints, files or directories")
     damaged = 0
     for path in parser.parse_args(arguments).path:
         try:
-            files.verify(path)
+            verify(path)
         except (ValueError, OSError) as error:
             print(f"lightning-scape: {error}", file=sys.stderr)
             damaged += 1
         else:
-            print(f"{path}: complete and undamaged")
+            print(f"{path}: complete and undamaged, and it loads")
     return 1 if damaged else 0
 
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "plan": (_plan, "predict step time, bytes and memory, and say whether SCAPE pays"),
     "consolidate": (_consolidate, "make one file of a sharded checkpoint"),
-    "verify": (_verify, "compare checkpoints with their checksums"),
+    "verify": (_verify, "read checkpoints as loading does, and say whether they load"),
 }
 """By name: what runs it, and one line of help."""
 

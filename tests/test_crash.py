@@ -27,7 +27,8 @@ from test_sharded import load, numbered
 from trainer_helpers import GivenRanks, Regression, make_trainer
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy, newest_checkpoint
-from lightning_scape.checkpoint.atomic_files import load_file, save_file, verify
+from lightning_scape.checkpoint.atomic_files import load_file, save_file
+from lightning_scape.checkpoint.inspection import verify
 from lightning_scape.checkpoint.saver import Content, Saver
 from lightning_scape.comm.collectives import Communicator, timeout_of
 

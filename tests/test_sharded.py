@@ -18,8 +18,9 @@ from test_checkpoint import build, everything, train
 from torch import Tensor, nn
 
 from lightning_scape import AdamS, CheckpointError, ScapeConfig, ScapeOptimizer
-from lightning_scape.checkpoint.atomic_files import save_file, verify
+from lightning_scape.checkpoint.atomic_files import save_file
 from lightning_scape.checkpoint.dcp import Directory
+from lightning_scape.checkpoint.inspection import verify
 from lightning_scape.checkpoint.saver import Content, SavedContent, Saver, consolidate
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.engine.state import piece_views

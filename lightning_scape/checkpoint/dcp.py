@@ -267,7 +267,8 @@ class Directory:
         """Fills the chunks' tensors, in place; converts dtypes.
 
         Raises:
-            CheckpointError: a key is not there, or its tensor is of another size. Nothing has been read then.
+            CheckpointError: a key is not there, or its tensor is of another size (nothing has been read then), or what
+                is there is no tensor.
         """
         items: list[ReadItem] = []
         for key, chunk in targets.items():
@@ -279,7 +280,15 @@ class Directory:
                     " Load it into the same model."
                 )
             items += create_read_items_for_chunk_list(key, entry, [chunk.place])
-        self._reader.read_data(LoadPlan(items), _ChunkLoadPlanner(targets)).wait()
+        try:
+            self._reader.read_data(LoadPlan(items), _ChunkLoadPlanner(targets)).wait()
+        except OSError:
+            raise
+        except Exception as error:  # torch raises whatever it trips over
+            raise files.CheckpointError(
+                f"The checkpoint {str(self.path)!r} must hold tensors, got what cannot be read as one:"
+                f" {type(error).__name__}: {error}. Load another checkpoint."
+            ) from error
 
     def tensor(self, key: str) -> Tensor:
         """One whole tensor, in host memory."""
