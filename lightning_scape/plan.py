@@ -24,6 +24,7 @@ from torch import nn
 
 from lightning_scape import planning as planner
 from lightning_scape.comm.collectives import is_distributed
+from lightning_scape.console import ends_quietly
 from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, Weight
 from lightning_scape.planning.measure import CPU, measure_compute, measure_link, measure_machine
 
@@ -32,6 +33,7 @@ PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 _NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?"
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     args = _parse(arguments)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_scape.__about__ import __version__
+from lightning_scape.console import ends_quietly
 
 
 def _plan(arguments: list[str]) -> int:
@@ -66,6 +67,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
 """By name: what runs it, and one line of help."""
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0, 1 with the reason on stderr, or 2 for a wrong command line."""
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
