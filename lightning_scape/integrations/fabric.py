@@ -31,7 +31,7 @@ from lightning_scape.checkpoint.saver import RNG, Content, SavedContent, Saver, 
 from lightning_scape.comm.collectives import Communicator, broadcast_tensors, is_distributed
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
-from lightning_scape.integrations import advice, rendezvous, swap
+from lightning_scape.integrations import advice, launching, rendezvous, swap
 from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.optimizer import ScapeOptimizer
 
@@ -74,7 +74,7 @@ class FabricScapeStrategy(DDPStrategy):
         precision: the precision.
         process_group_backend: ``"gloo"``, ``"nccl"``; None goes by the device.
         timeout: how long a collective waits for the other ranks.
-        start_method: how processes are started.
+        start_method: how processes are started; a notebook needs `"fork"`.
         state_dict_type: ``"full"``, a checkpoint is one file; ``"sharded"``, a directory into which each rank writes
             its own part, in parallel. Either is loaded, whatever is set here.
         async_save: write sharded checkpoints while training goes on. Call :meth:`wait_for_checkpoint` at the end: what
@@ -164,7 +164,15 @@ class FabricScapeStrategy(DDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        strategy_registry.register("scape", cls, description="SCAPE: sparse data-parallel training", override=True)
+        what = "SCAPE: sparse data-parallel training"
+        strategy_registry.register("scape", cls, description=what, override=True)
+        notebooks = f"{what}; processes are forked, for notebooks"
+        strategy_registry.register(launching.NOTEBOOK, cls, notebooks, override=True, start_method="fork")
+
+    @override
+    def _configure_launcher(self) -> None:
+        launching.check_start_method(type(self).__name__, self._start_method)
+        super()._configure_launcher()
 
     @override
     def _setup_distributed(self) -> None:
