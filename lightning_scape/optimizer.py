@@ -56,6 +56,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         mask_group: group for the mask exchange; None makes one.
         communicator: sends the messages, in place of one over the two groups (simulated ranks, another transport).
         total_steps: steps of the run, where known: the default warm-up of the sparsity is no longer than that.
+        named_parameters: of the module, for error messages and checkpoints.
 
     Raises:
         TypeError, ValueError: a parameter or an option cannot be kept, or ranks differ; the same on every rank.
@@ -75,6 +76,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         mask_group: ProcessGroup | None = None,
         communicator: Communicator | None = None,
         total_steps: float | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
         self._closed = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -85,6 +87,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             )
         self.config = config if config.update is not None else replace(config, update="adams")
         parameters = Parameters.of(self.param_groups)
+        parameters.rename(named_parameters)
         if communicator is None:
             check_joined()
         comm = communicator or Communicator(process_group, mask_group or new_mask_group(process_group))
@@ -103,6 +106,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         *,
         mask_group: ProcessGroup | None = None,
         total_steps: float | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> ScapeOptimizer:
         """Takes over the parameters and settings of a torch ``AdamW`` or ``Adam``, or an :class:`AdamS`.
 
@@ -124,6 +128,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             process_group=process_group,
             mask_group=mask_group,
             total_steps=total_steps,
+            named_parameters=named_parameters,
         )
         for shared, own in zip(optimizer.param_groups, new.param_groups, strict=True):
             for name, value in own.items():

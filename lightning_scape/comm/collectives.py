@@ -105,11 +105,11 @@ def broadcast_tensors(tensors: Iterable[Tensor], process_group: ProcessGroup | N
     with torch.no_grad():
         for same_kind in kinds.values():
             for bucket in _buckets(same_kind, limit=1 << 26):
-                flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-                as_bytes = flat.view(torch.uint8) if flat.element_size() > 1 or flat.dtype == torch.bool else flat
-                dist.broadcast(as_bytes, source, group=process_group)
-                for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-                    tensor.copy_(part.view(tensor.shape))
+                as_bytes = [tensor.reshape(-1).view(torch.uint8) for tensor in bucket]
+                flat = torch.cat(as_bytes)
+                dist.broadcast(flat, source, group=process_group)
+                for tensor, part in zip(bucket, flat.split([len(each) for each in as_bytes]), strict=True):
+                    tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
 def _buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:

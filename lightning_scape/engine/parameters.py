@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lightning_scape.engine.state import flatten, flatten_like, is_dense
 
@@ -52,7 +53,7 @@ class Parameters:
                     found.indices.append(index)
                     found.names.append(given[place] if place < len(given) else f"parameter {index}")
                 index += 1
-        found._strides = [parameter.stride() for parameter in found.tensors]
+        found._strides = [() if is_lazy(parameter) else parameter.stride() for parameter in found.tensors]
         found._known = {id(parameter) for parameter in found.tensors}
         return found
 
@@ -129,7 +130,7 @@ class Parameters:
     def describe(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...], str]]:
         """Group, shape, strides and dtype of each: what must be the same on all ranks."""
         return [
-            (group, tuple(p.shape), p.stride(), str(p.dtype))
+            (group, (), (), "lazy") if is_lazy(p) else (group, tuple(p.shape), p.stride(), str(p.dtype))
             for p, group in zip(self.tensors, self.groups, strict=True)
         ]
 
@@ -149,7 +150,17 @@ class Parameters:
         return None
 
 
+def problem_of_lazy(name: str) -> str:
+    """The rule that a lazy module's parameter breaks."""
+    return (
+        f"Parameters must have their shape, got {name}, which a lazy module has not initialized yet. Run one batch"
+        " through the model before the training, as with DDP."
+    )
+
+
 def _problem_of_parameter(name: str, parameter: Tensor, device: torch.device) -> str | None:
+    if is_lazy(parameter):
+        return problem_of_lazy(name)
     shape = tuple(parameter.shape)
     if parameter.layout != torch.strided:
         return f"Parameters must be dense, got {name} of shape {shape} with layout {parameter.layout}. Make it dense."

@@ -73,7 +73,7 @@ class FabricScapeStrategy(DDPStrategy):
         checkpoint_io: how checkpoints are written.
         precision: the precision.
         process_group_backend: ``"gloo"``, ``"nccl"``; None goes by the device.
-        timeout: how long a collective waits for the other ranks.
+        timeout: how long a collective waits for the other ranks; a number counts seconds.
         start_method: how processes are started; a notebook needs `"fork"`.
         state_dict_type: ``"full"``, a checkpoint is one file; ``"sharded"``, a directory into which each rank writes
             its own part, in parallel. Either is loaded, whatever is set here.
@@ -82,8 +82,10 @@ class FabricScapeStrategy(DDPStrategy):
 
     Raises:
         ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
+        TypeError: an option of DDP's that is not needed here.
     """
 
+    @launching.refuses_options_of_ddp
     def __init__(
         self,
         sparsity: float = 0.99,
@@ -113,7 +115,7 @@ class FabricScapeStrategy(DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | float | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         state_dict_type: saver.StateDictType = "full",
         async_save: bool = False,
@@ -133,7 +135,7 @@ class FabricScapeStrategy(DDPStrategy):
             checkpoint_io=checkpoint_io,
             precision=precision,
             process_group_backend=process_group_backend,
-            timeout=timeout,
+            timeout=launching.as_timeout(timeout),
             start_method=start_method,
         )
         # The model is not wrapped and sends nothing in backward: there is nothing to hold back.

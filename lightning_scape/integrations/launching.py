@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
+from datetime import timedelta
+from typing import ParamSpec
+
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 
 NOTEBOOK = "scape_notebook"
@@ -24,3 +30,56 @@ def check_start_method(strategy: str, start_method: str, interactive: bool = _IS
             f" {start_method!r}: other ways start processes by running the script again, and there is none. Use"
             f" `strategy=\"{NOTEBOOK}\"` or `{strategy}(start_method='fork')`, or run a script."
         )
+
+
+def as_timeout(timeout: timedelta | float | None) -> timedelta | None:
+    """A strategy's ``timeout``; a number counts seconds.
+
+    Raises:
+        ValueError: it is not above 0, or no time at all.
+    """
+    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and 0 < timeout < math.inf:
+        timeout = timedelta(seconds=timeout)
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
+        raise ValueError(
+            f"`timeout` must be a timedelta or a number of seconds, above 0, got {timeout!r}. Write `timeout=20` or"
+            " `timeout=timedelta(minutes=5)`."
+        )
+    return timeout
+
+
+_OF_DDP = {
+    "find_unused_parameters": "parameters without a gradient are found by the step's own messages",
+    "static_graph": "the backward pass sends nothing",
+    "gradient_as_bucket_view": "there are no buckets",
+    "bucket_cap_mb": "there are no buckets",
+    "ddp_comm_hook": "`wire_dtype` and `sparsity` say what is sent",
+    "ddp_comm_state": "`wire_dtype` and `sparsity` say what is sent",
+    "ddp_comm_wrapper": "`wire_dtype` and `sparsity` say what is sent",
+    "model_averaging_period": "all ranks' parameters are equal after every step",
+    "broadcast_buffers": "buffers are equal at the start and not sent again; for BatchNorm set `sync_batchnorm=True`",
+    "init_sync": "parameters and buffers are always made equal at the start",
+    "check_reduction": "the step checks its own messages",
+    "mixed_precision": "the Trainer's `precision` says it",
+    "skip_all_reduce_unused_params": "parameters without a gradient cost nothing",
+    "delay_all_reduce_named_params": "the backward pass sends nothing",
+    "param_to_hook_all_reduce": "the backward pass sends nothing",
+}
+"""DDP's options, and why they are not needed."""
+
+P = ParamSpec("P")
+
+
+def refuses_options_of_ddp(constructor: Callable[P, None]) -> Callable[P, None]:
+    """Gives a strategy's constructor an error for options of DDP that have no meaning here."""
+
+    @functools.wraps(constructor)
+    def construct(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs.keys() & _OF_DDP.keys():
+            raise TypeError(
+                f"`{name}` is an option of DDP's and must be left out, got {kwargs[name]!r}. SCAPE does not need it:"
+                f" {_OF_DDP[name]}."
+            )
+        constructor(*args, **kwargs)
+
+    return construct

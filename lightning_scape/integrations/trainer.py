@@ -87,7 +87,7 @@ class ScapeStrategy(DDPStrategy):
         checkpoint_io: how checkpoints are written.
         precision_plugin: the precision.
         process_group_backend: ``"gloo"``, ``"nccl"``; None goes by the device.
-        timeout: how long a collective waits for the other ranks.
+        timeout: how long a collective waits for the other ranks; a number counts seconds.
         start_method: how processes are started; a notebook needs `"fork"`.
         state_dict_type: ``"full"``, a checkpoint is one file; ``"sharded"``, a directory into which each rank writes
             its own part, in parallel. Either is loaded, whatever is set here.
@@ -95,8 +95,10 @@ class ScapeStrategy(DDPStrategy):
 
     Raises:
         ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
+        TypeError: an option of DDP's that is not needed here.
     """
 
+    @launching.refuses_options_of_ddp
     def __init__(
         self,
         sparsity: float = 0.99,
@@ -125,7 +127,7 @@ class ScapeStrategy(DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | float | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         state_dict_type: saver.StateDictType = "full",
         async_save: bool = False,
@@ -140,7 +142,7 @@ class ScapeStrategy(DDPStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=timeout,
+            timeout=launching.as_timeout(timeout),
             start_method=start_method,
         )
         self._mask_group = SideGroup()
