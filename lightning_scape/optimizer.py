@@ -271,7 +271,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collects the state of all ranks on rank ``to``, where :meth:`state_dict` then returns it. Collective.
 
-        The whole state takes about ``(4 N + 16) P`` bytes of host memory there, residuals of all ranks included. To
+        The whole state takes about ``(4 N + 16) P`` bytes of host memory there, residuals of all ranks included (with
+        the update of AdamS ``4 P`` more: what AdamW would need to go on from it). To
         collect it takes little more: all ranks' residuals of one parameter at a time.
         """
         snapshot = self._snapshot(self.engine.settled_state())
