@@ -177,6 +177,11 @@ class FabricScapeStrategy(DDPStrategy):
         super()._configure_launcher()
 
     @override
+    def setup_environment(self) -> None:
+        launching.check_ranks(self.num_processes * self.num_nodes)
+        super().setup_environment()
+
+    @override
     def _setup_distributed(self) -> None:
         starting = not is_distributed()
         with rendezvous.explained_rendezvous(self.cluster_environment):

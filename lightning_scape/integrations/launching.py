@@ -10,6 +10,8 @@ from typing import ParamSpec
 
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 
+from lightning_scape.comm.collectives import is_distributed, world_size
+
 NOTEBOOK = "scape_notebook"
 """The name under which both hosts know the strategy that forks its processes."""
 
@@ -29,6 +31,22 @@ def check_start_method(strategy: str, start_method: str, interactive: bool = _IS
             f"{strategy}'s `start_method` must be 'fork' in an interactive session (a notebook, python -i), got"
             f" {start_method!r}: other ways start processes by running the script again, and there is none. Use"
             f" `strategy=\"{NOTEBOOK}\"` or `{strategy}(start_method='fork')`, or run a script."
+        )
+
+
+def check_ranks(asked: int) -> None:
+    """Raises ``ValueError`` where the process group of an earlier Trainer or Fabric has another number of ranks.
+
+    Its processes run the rest of the script as well, whatever number the next one asks for.
+
+    Args:
+        asked: ``devices`` times ``num_nodes``.
+    """
+    if is_distributed() and world_size() != asked:
+        raise ValueError(
+            "All Trainers (Fabrics) of one script must have the same number of ranks, `devices` times `num_nodes`, got"
+            f" {asked} after {world_size()}: the processes that the first one started run the whole script. Use the"
+            ' same numbers, two scripts, or `start_method="fork"`, with which processes end when the fit does.'
         )
 
 

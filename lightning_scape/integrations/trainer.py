@@ -181,6 +181,11 @@ class ScapeStrategy(DDPStrategy):
         super()._configure_launcher()
 
     @override
+    def setup_environment(self) -> None:
+        launching.check_ranks(self.num_processes * self.num_nodes)
+        super().setup_environment()
+
+    @override
     def setup_distributed(self) -> None:
         starting = not is_distributed()
         with rendezvous.explained_rendezvous(self.cluster_environment):
