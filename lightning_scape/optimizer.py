@@ -154,6 +154,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             FloatingPointError: ``max_skipped`` consecutive steps had a gradient that is not finite.
             RuntimeError: replicas differ (first step, and every ``check_replicas_every``), or gradients have changed
                 since they were clipped.
+            ValueError: ranks run out of batches at different steps (see :meth:`announce_batch`).
         """
         loss = None
         if closure is not None:
@@ -236,6 +237,14 @@ class ScapeOptimizer(torch.optim.Optimizer):
         """
         if not self.steps_taken:
             self.engine.masks.schedule = SparsitySchedule.of(self.config, total_steps)
+
+    def announce_batch(self, batches: int, last: bool) -> None:
+        """Says, before a step, how many batches of the epoch this rank has had, and whether that is all of them.
+
+        For hosts. The step raises ``ValueError`` on every rank where only some ranks are at their last batch: they
+        would leave the others waiting. It costs no message of its own.
+        """
+        self.engine.clipping.epoch_end.announce(batches, last)
 
     def bytes_per_step(self, sent: int | None = None) -> int:
         """Bytes that this rank sends in a step, the norm's message (clipping) not counted.

@@ -41,6 +41,7 @@ from lightning_scape.checkpoint.saver import RNG, SavedContent, Saver, host_chec
 from lightning_scape.comm.collectives import Communicator, broadcast_tensors, is_distributed
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
+from lightning_scape.engine.epoch_end import check_lengths, compare_ends
 from lightning_scape.integrations import advice, launching, rendezvous, swap
 from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.optimizer import ScapeOptimizer
@@ -239,6 +240,8 @@ class ScapeStrategy(DDPStrategy):
             return
         # Not in `setup_optimizers`: to know the steps there, Lightning would load the data too early. Their random
         # numbers would be others, and a checkpoint in the middle of an epoch could not set them back.
+        if trainer.lightning_module.automatic_optimization:
+            check_lengths(Communicator(None, None), *lengths_of_epoch(trainer))
         steps = steps_of_run(trainer)
         swap.expect_steps(optimizers, steps)
         rank_zero_info(advice.what_holds(optimizers, steps, advice.as_call(type(self).__name__)))
@@ -258,7 +261,21 @@ class ScapeStrategy(DDPStrategy):
         bar.get_metrics = get_metrics  # type: ignore[method-assign]
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        # A batch that ends no step on the ranks that go on. Lightning itself sends a message with every batch.
+        if trainer.num_training_batches == math.inf and (batch_idx + 1) % trainer.accumulate_grad_batches:
+            compare_ends(self._checkpoint_ranks(), batch_idx + 1, trainer.is_last_batch)
+
+    @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer.fit_loop.epoch_loop
+        ends = loop.batch_progress.is_last_batch and not 0 <= loop.max_steps <= loop.global_step + 1
+        for scape_optimizer in swap.scape_optimizers([optimizer]):
+            scape_optimizer.announce_batch(loop.batch_progress.current.ready, ends)
         result = super().optimizer_step(optimizer, *args, **kwargs)
         for scape_optimizer in swap.scape_optimizers([optimizer]):
             if verdict := self._payoff.look(scape_optimizer, self.root_device):
@@ -396,3 +413,9 @@ def steps_of_run(trainer: Trainer) -> float | None:
     manual = not trainer.lightning_module.automatic_optimization
     steps = trainer.max_steps if manual else trainer.estimated_stepping_batches
     return steps if 0 <= steps < math.inf else None
+
+
+def lengths_of_epoch(trainer: Trainer) -> tuple[float, float]:
+    """Batches of this rank in an epoch, and how many of them it meets before the run ends."""
+    batches, left = trainer.num_training_batches, trainer.max_steps - trainer.global_step
+    return batches, min(batches, left * trainer.accumulate_grad_batches) if trainer.max_steps >= 0 else batches
