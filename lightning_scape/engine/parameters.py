@@ -36,6 +36,7 @@ class Parameters:
     def __post_init__(self) -> None:
         self._strides: list[tuple[int, ...]] = []
         self._known: set[int] = set()
+        self._places: list[tuple[int, torch.dtype]] = []
 
     @classmethod
     def of(cls, param_groups: Sequence[dict[str, Any]]) -> Parameters:
@@ -58,18 +59,25 @@ class Parameters:
         return found
 
     def flatten(self) -> None:
-        """Makes the flat views; anew at each step, for ``module.to()`` puts a parameter into other memory.
+        """Makes the flat views; anew where ``module.to()`` has put a parameter into other memory.
+
+        The views keep the memory alive, so that the same address is the same memory.
 
         Raises:
             ValueError: a parameter's memory order has changed.
         """
-        for parameter, name, stride in zip(self.tensors, self.names, self._strides, strict=True):
-            if parameter.stride() != stride:
-                raise ValueError(
-                    f"Parameters must keep their memory order, got {name!r} with strides {parameter.stride()} instead"
-                    f" of {stride}. Change the memory format before building the optimizer."
-                )
-        self.flat = [flatten(parameter) for parameter in self.tensors]
+        strides = [parameter.stride() for parameter in self.tensors]
+        if strides != self._strides:
+            name, stride, found = next(
+                given for given in zip(self.names, self._strides, strides, strict=True) if given[1] != given[2]
+            )
+            raise ValueError(
+                f"Parameters must keep their memory order, got {name!r} with strides {found} instead of {stride}."
+                " Change the memory format before building the optimizer."
+            )
+        places = [(parameter.data_ptr(), parameter.dtype) for parameter in self.tensors]
+        if places != self._places:
+            self.flat, self._places = [flatten(parameter) for parameter in self.tensors], places
 
     def gradients(self, param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor | None]:
         """Flat gradients, in order; None where there is none on this rank.
