@@ -5,7 +5,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_scape.__about__ import __version__
 from lightning_scape.adams import AdamS
-from lightning_scape.checkpoint.atomic_files import CheckpointError, newest_checkpoint
+from lightning_scape.checkpoint.atomic_files import CheckpointError
+from lightning_scape.checkpoint.inspection import newest_checkpoint
 from lightning_scape.config import ScapeConfig
 from lightning_scape.data import PythonSource
 from lightning_scape.engine.stats import StepStats

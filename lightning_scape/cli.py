@@ -30,6 +30,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from lightning_scape.config import ScapeConfig
+from lightning_scape.console import ends_quietly
 from lightning_scape.integrations.advice import Spelling
 from lightning_scape.integrations.fabric import FabricScapeStrategy
 
@@ -43,6 +44,7 @@ _PREFIX = "--scape"
 _HINTS = typing.get_type_hints(ScapeConfig)
 
 
+@ends_quietly
 def main() -> None:
     """The console script; reads ``sys.argv``. Ends the process with status 2 where an option of SCAPE is wrong."""
     try:

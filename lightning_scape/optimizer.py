@@ -56,6 +56,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         mask_group: group for the mask exchange; None makes one.
         communicator: sends the messages, in place of one over the two groups (simulated ranks, another transport).
         total_steps: steps of the run, where known: the default warm-up of the sparsity is no longer than that.
+        named_parameters: of the module, for error messages and checkpoints.
 
     Raises:
         TypeError, ValueError: a parameter or an option cannot be kept, or ranks differ; the same on every rank.
@@ -75,6 +76,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         mask_group: ProcessGroup | None = None,
         communicator: Communicator | None = None,
         total_steps: float | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
         self._closed = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -85,6 +87,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             )
         self.config = config if config.update is not None else replace(config, update="adams")
         parameters = Parameters.of(self.param_groups)
+        parameters.rename(named_parameters)
         if communicator is None:
             check_joined()
         comm = communicator or Communicator(process_group, mask_group or new_mask_group(process_group))
@@ -103,6 +106,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         *,
         mask_group: ProcessGroup | None = None,
         total_steps: float | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> ScapeOptimizer:
         """Takes over the parameters and settings of a torch ``AdamW`` or ``Adam``, or an :class:`AdamS`.
 
@@ -124,6 +128,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             process_group=process_group,
             mask_group=mask_group,
             total_steps=total_steps,
+            named_parameters=named_parameters,
         )
         for shared, own in zip(optimizer.param_groups, new.param_groups, strict=True):
             for name, value in own.items():
@@ -149,6 +154,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             FloatingPointError: ``max_skipped`` consecutive steps had a gradient that is not finite.
             RuntimeError: replicas differ (first step, and every ``check_replicas_every``), or gradients have changed
                 since they were clipped.
+            ValueError: ranks run out of batches at different steps (see :meth:`announce_batch`).
         """
         loss = None
         if closure is not None:
@@ -232,6 +238,14 @@ class ScapeOptimizer(torch.optim.Optimizer):
         if not self.steps_taken:
             self.engine.masks.schedule = SparsitySchedule.of(self.config, total_steps)
 
+    def announce_batch(self, batches: int, last: bool) -> None:
+        """Says, before a step, how many batches of the epoch this rank has had, and whether that is all of them.
+
+        For hosts. The step raises ``ValueError`` on every rank where only some ranks are at their last batch: they
+        would leave the others waiting. It costs no message of its own.
+        """
+        self.engine.clipping.epoch_end.announce(batches, last)
+
     def bytes_per_step(self, sent: int | None = None) -> int:
         """Bytes that this rank sends in a step, the norm's message (clipping) not counted.
 
@@ -266,7 +280,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collects the state of all ranks on rank ``to``, where :meth:`state_dict` then returns it. Collective.
 
-        The whole state takes about ``(4 N + 16) P`` bytes of host memory there, residuals of all ranks included. To
+        The whole state takes about ``(4 N + 16) P`` bytes of host memory there, residuals of all ranks included (with
+        the update of AdamS ``4 P`` more: what AdamW would need to go on from it). To
         collect it takes little more: all ranks' residuals of one parameter at a time.
         """
         snapshot = self._snapshot(self.engine.settled_state())

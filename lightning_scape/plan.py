@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import math
 import os
 import re
@@ -24,6 +25,7 @@ from torch import nn
 
 from lightning_scape import planning as planner
 from lightning_scape.comm.collectives import is_distributed
+from lightning_scape.console import ends_quietly
 from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, Weight
 from lightning_scape.planning.measure import CPU, measure_compute, measure_link, measure_machine
 
@@ -32,6 +34,7 @@ PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 _NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?"
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     args = _parse(arguments)
@@ -231,11 +234,29 @@ def build_model(name: str) -> nn.Module:
     except ImportError as error:
         raise ValueError("`--model` needs LitGPT. Install it: pip install 'lightning-scape[litgpt]'.") from error
     try:
-        config = Config.from_name(name)
+        config = Config.from_name(_known_name(name))
     except ValueError as error:
-        raise ValueError(f"`--model` must name a LitGPT configuration, got {name!r}. Such as pythia-160m.") from error
+        raise ValueError(f"`--model` must name a LitGPT configuration, got {name!r}. {_near_names(name)}") from error
     model: nn.Module = GPT(config)
     return model
+
+
+def _litgpt_names() -> dict[str, str]:
+    """LitGPT's configurations, by their names in small letters."""
+    from litgpt.config import configs
+
+    return {config["name"].lower(): config["name"] for config in configs}
+
+
+def _known_name(name: str) -> str:
+    """The name as LitGPT spells it; an organization before it and the case of its letters do not matter."""
+    return _litgpt_names().get(name.rpartition("/")[2].lower(), name)
+
+
+def _near_names(name: str) -> str:
+    known = _litgpt_names()
+    near = difflib.get_close_matches(name.rpartition("/")[2].lower(), known, n=3, cutoff=0.5)
+    return f"Did you mean {' or '.join(known[each] for each in near)}?" if near else "Such as pythia-160m."
 
 
 def model_weights(name: str) -> tuple[Weight, ...]:

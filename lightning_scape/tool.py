@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_scape.__about__ import __version__
+from lightning_scape.console import ends_quietly
 
 
 def _plan(arguments: list[str]) -> int:
@@ -21,8 +22,9 @@ def _consolidate(arguments: list[str]) -> int:
     from lightning_scape.checkpoint import saver as saving
 
     parser = _parser("consolidate")
-    parser.add_argument("directory", type=Path, help="the sharded checkpoint, or a file to convert")
-    parser.add_argument("file", type=Path, help="where the one file goes; an existing one is replaced when it is whole")
+    parser.add_argument("checkpoint", type=Path, help="a sharded checkpoint's directory, or a file to convert")
+    parser.add_argument("file", type=Path, help="where the one file goes")
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists, when the new one is whole")
     parser.add_argument(
         "--optimizer",
         choices=("scape", "adamw"),
@@ -30,42 +32,52 @@ def _consolidate(arguments: list[str]) -> int:
         help="whose state the file holds: SCAPE's (default; AdamS takes it too), or AdamW's, with what carries over",
     )
     given = parser.parse_args(arguments)
-    files.check_there(given.directory)
-    if given.file.is_dir() or (given.file.exists() and given.file.samefile(given.directory)):
-        taken = "a directory" if given.file.is_dir() else "the checkpoint itself, whose state would be lost"
-        raise ValueError(
-            f"FILE must be a free name or another file, got {str(given.file)!r}: {taken}. Name a new file."
-        )
-    files.save_file(saving.consolidate(given.directory, given.optimizer), given.file)
+    files.check_there(given.checkpoint)
+    _check_free(given.checkpoint, given.file, given.force)
+    files.save_file(saving.consolidate(given.checkpoint, given.optimizer), given.file)
     print(f"{given.file}: {given.file.stat().st_size:,} bytes")
     return 0
 
 
+def _check_free(source: Path, target: Path, force: bool) -> None:
+    """Raises ``ValueError`` if something would be lost that is at ``target``."""
+    problem = None
+    if target.is_dir():
+        problem = "a directory. Name a new file."
+    elif target.exists() and target.samefile(source):
+        problem = "the checkpoint itself, whose state would be lost. Name a new file."
+    elif target.exists() and not force:
+        problem = "which exists. Name a new file, or add --force to replace it."
+    if problem is not None:
+        raise ValueError(f"FILE must be a free name or another file, got {str(target)!r}, {problem}")
+
+
 def _verify(arguments: list[str]) -> int:
-    from lightning_scape.checkpoint import atomic_files as files
+    from lightning_scape.checkpoint.inspection import verify
 
     parser = _parser("verify")
     parser.add_argument("path", type=Path, nargs="+", help="checkpoints, files or directories")
     damaged = 0
     for path in parser.parse_args(arguments).path:
         try:
-            files.verify(path)
+            verify(path)
         except (ValueError, OSError) as error:
             print(f"lightning-scape: {error}", file=sys.stderr)
             damaged += 1
         else:
-            print(f"{path}: complete and undamaged")
+            print(f"{path}: complete and undamaged, and it loads")
     return 1 if damaged else 0
 
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "plan": (_plan, "predict step time, bytes and memory, and say whether SCAPE pays"),
-    "consolidate": (_consolidate, "make one file of a sharded checkpoint"),
-    "verify": (_verify, "compare checkpoints with their checksums"),
+    "consolidate": (_consolidate, "make one file of a checkpoint, for SCAPE or for plain AdamW"),
+    "verify": (_verify, "read checkpoints as loading does, and say whether they load"),
 }
 """By name: what runs it, and one line of help."""
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0, 1 with the reason on stderr, or 2 for a wrong command line."""
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]

@@ -22,7 +22,8 @@ from test_checkpoint import build, build_state, everything, train
 from test_sharded import assert_equal, mutate, save
 
 from lightning_scape import CheckpointError, ScapeConfig, newest_checkpoint, tool
-from lightning_scape.checkpoint.atomic_files import load_file, load_stream, save_file, verify
+from lightning_scape.checkpoint.atomic_files import load_file, load_stream, save_file
+from lightning_scape.checkpoint.inspection import verify
 from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
 
 CONFIG = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 # From the bottom up: a module may import from the layers below its own, and a folder's modules from one another. A new
 # module at the top, or a new folder, has to be given its place here.
 LAYERS = (
-    ("__about__", "adams", "config", "data", "layout"),
+    ("__about__", "adams", "config", "console", "data", "layout"),
     ("comm", "ops"),
     ("engine",),
     ("checkpoint",),

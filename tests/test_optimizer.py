@@ -170,7 +170,7 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
     entries = layout.blocks * quota.sent
     share = (world_size - 1) / world_size
     itemsize = {torch.bfloat16: 2, torch.float32: 4}
-    flags = pack_flags([True] * len(params), world_size).numel()
+    flags = pack_flags([True] * (len(params) + 1), world_size).numel()
     norm = ((4093 if clip else 1) + flags) * 4
     values_bytes = entries * itemsize[config.values_dtype]
     parameter_bytes = entries * min(itemsize[dtype], itemsize[config.values_dtype])

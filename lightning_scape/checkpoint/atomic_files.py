@@ -1,8 +1,9 @@
 """Checkpoints on disk: each is whole or not there. Damage is found and named before anything is loaded.
 
-A file is written beside its place, synced, and renamed into it. So is a directory (:mod:`.dcp`). Its ``manifest.json``
-is written last, and lists its files with their digests. Both are loaded by ``weights_only``: a checkpoint never
-executes code.
+A file is written beside its place, synced, and renamed into it. It ends with a seal, the CRC-32 of all its other bytes,
+in the zip archive's comment, which other readers pass over. A directory (:mod:`.dcp`) is written likewise. Its
+``manifest.json`` is written last, and lists its files with their digests. Both are loaded by ``weights_only``: a
+checkpoint never executes code.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ import json
 import os
 import pickle
 import shutil
-import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -50,13 +50,14 @@ def save_file(content: Any, path: str | os.PathLike[str]) -> None:
         partial = partial_of(path)
         try:
             with open(partial, "wb") as file:
-                stream = Recorder(file)
+                stream = _SealedFile(file)
                 try:
                     torch.save(content, stream)
                 except Exception:
                     if stream.error is not None:  # torch hides the reason
                         raise stream.error from None
                     raise
+                stream.seal()
                 file.flush()
                 os.fsync(file.fileno())
             if path.is_dir() and not path.is_symlink():  # a sharded checkpoint: removed only now that the new is whole
@@ -86,6 +87,33 @@ class Recorder:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
+
+
+class _SealedFile(Recorder):
+    """A file that torch.save writes from its begin to its end, and that is then given its seal."""
+
+    crc = 0
+
+    def write(self, data: Any) -> int:
+        """As the file's."""
+        self.crc = zlib.crc32(data, self.crc)
+        return super().write(data)
+
+    def seal(self) -> None:
+        """Appends the seal, and sets the length of the archive's comment, which stood there as 0."""
+        self._file.seek(-2, os.SEEK_END)
+        self._file.write(_SEAL_BYTES.to_bytes(2, "little") + _seal_of(self.crc))
+
+
+_SEAL = b"lightning_scape crc32 "
+_SEAL_BYTES = len(_SEAL) + 8
+_END_OF_ARCHIVE = b"PK\x05\x06"
+_END_BYTES = 22
+"""Of the last record of a zip archive, the comment not counted; the comment's length is its last two bytes."""
+
+
+def _seal_of(crc: int) -> bytes:
+    return _SEAL + f"{crc:08x}".encode()
 
 
 def check_replaceable(path: Path) -> None:
@@ -198,7 +226,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         CheckpointError: the directory is torn, damaged, foreign or newer.
     """
     try:
-        body, _, seal = (folder / MANIFEST).read_text().strip().rpartition("\n")
+        with open(folder / MANIFEST, newline="") as file:
+            body, _, seal = file.read().removesuffix("\n").rpartition("\n")
     except FileNotFoundError:
         raise CheckpointError(_why_no_manifest(folder)) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -229,13 +258,13 @@ def check_there(path: Path) -> None:
         raise FileNotFoundError(f"A checkpoint must be at {str(path)!r}, got nothing there. Check the path.")
 
 
-def _has_parts(folder: Path) -> bool:
+def has_parts(folder: Path) -> bool:
     """Whether the directory holds what ``torch.distributed.checkpoint`` writes."""
     return (folder / ".metadata").exists() or any(folder.glob("*.distcp"))
 
 
 def _why_no_manifest(folder: Path) -> str:
-    if _has_parts(folder):
+    if has_parts(folder):
         return (
             f"The checkpoint {str(folder)!r} is torn, or another strategy's: it has no {MANIFEST}, which is written"
             f" when all else is there. {_OLDER}"
@@ -261,7 +290,7 @@ def check_digests(folder: Path, manifest: dict[str, Any], part: int = 0, of: int
 
 
 def load_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
-    """``torch.load`` by ``weights_only``, after every record's checksum was compared.
+    """``torch.load`` by ``weights_only``, after every byte was compared with the file's checksums.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -274,7 +303,7 @@ def load_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
 
 def load_stream(file: BinaryIO, name: str, map_location: Any = "cpu") -> Any:
     """:func:`load_file` for an open file; ``name`` is for errors."""
-    _check_records(file, name)
+    _check_whole(file, name)
     file.seek(0)
     try:
         return torch.load(file, map_location=map_location, weights_only=True)
@@ -290,11 +319,8 @@ def load_stream(file: BinaryIO, name: str, map_location: Any = "cpu") -> Any:
         ) from error
 
 
-def _check_records(file: BinaryIO, name: str) -> None:
-    """The zip archive's directory and the CRC-32 of each record, which torch writes and does not compare.
-
-    Records are read by torch's own reader: where a directory is damaged, it may find other bytes than Python's does.
-    """
+def _check_whole(file: BinaryIO, name: str) -> None:
+    """Compares a file with its seal. One without, of plain torch.save: each record with its CRC-32."""
     file.seek(0)
     magic = file.read(4)
     size = file.seek(0, os.SEEK_END)
@@ -305,6 +331,32 @@ def _check_records(file: BinaryIO, name: str) -> None:
             f"The file {name!r} must be a zip archive of torch.save, got one that starts with {magic!r}: another"
             f" program's, or damaged. {_OLDER}"
         )
+    file.seek(max(0, size - _SEAL_BYTES))
+    seal = file.read()
+    if not seal.startswith(_SEAL):
+        _check_records(file, name, size)
+    elif seal != _seal_of(_crc_before(file, size - _SEAL_BYTES)):
+        raise CheckpointError(
+            f"The checkpoint {name!r} ({size} bytes) is damaged: it is not as it was written (CRC-32). {_OLDER}"
+        )
+
+
+def _crc_before(file: BinaryIO, end: int) -> int:
+    """CRC-32 of what torch wrote: it ended with 0 for the length of a comment. -1 if that is not the seal's now."""
+    file.seek(0)
+    crc, left = 0, end - 2
+    while left > 0 and (chunk := file.read(min(left, _CHUNK))):
+        crc, left = zlib.crc32(chunk, crc), left - len(chunk)
+    return zlib.crc32(b"\0\0", crc) if int.from_bytes(file.read(2), "little") == _SEAL_BYTES else -1
+
+
+def _check_records(file: BinaryIO, name: str, size: int) -> None:
+    """The zip archive's directory and the CRC-32 of each record, which torch writes and does not compare.
+
+    Records are read by torch's own reader: where a directory is damaged, it may find other bytes than Python's does.
+    """
+    file.seek(max(0, size - _END_BYTES))
+    end = file.read()
     try:
         with zipfile.ZipFile(file) as archive:
             records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
@@ -327,6 +379,11 @@ def _check_records(file: BinaryIO, name: str) -> None:
             f"The file {name!r} must be a checkpoint of torch.save, got a zip archive without `data.pkl`. Check the"
             " path."
         )
+    if not (end.startswith(_END_OF_ARCHIVE) and end.endswith(b"\0\0")):
+        raise CheckpointError(
+            f"The checkpoint {name!r} ({size} bytes) is torn or damaged: it must end with its seal, or as torch.save"
+            f" ends a file, got {end[-8:]!r} at its end. {_OLDER}"
+        )
 
 
 def _damaged_record(file: BinaryIO, written: dict[str, int]) -> str | None:
@@ -343,73 +400,3 @@ def _damaged_record(file: BinaryIO, written: dict[str, int]) -> str | None:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0].rstrip('.') if text else 'no reason given'}."
-
-
-def verify(path: str | os.PathLike[str]) -> None:
-    """Reads a whole checkpoint, file or directory, and compares it with its checksums; loads nothing.
-
-    Of a folder that LitGPT saved, its ``lit_model.pth``.
-
-    Raises:
-        FileNotFoundError: there is nothing at ``path``.
-        CheckpointError: what is wrong with it.
-    """
-    path = _checkpoint_in(Path(path))
-    check_there(path)
-    if path.is_dir():
-        check_digests(path, read_manifest(path))
-        return
-    with open(path, "rb") as file:
-        _check_records(file, str(path))
-
-
-def newest_checkpoint(
-    folder: str | os.PathLike[str], pattern: str = "*", *, check: Callable[[Path], None] = verify
-) -> Path | None:
-    """The newest checkpoint in a folder that is complete and undamaged, to resume from after a crash.
-
-    Looks at files and directories right in the folder that match ``pattern`` (of LitGPT's ``step-...`` folders, at the
-    ``lit_model.pth`` in them; other folders are left out), newest modification first, and reads each fully until one
-    passes; those that do not are named in a warning. Writes that a crash cut short count only if they are complete (a
-    directory may be, just before it takes its place). Call it on one rank, or before the launch.
-
-    Args:
-        folder: where checkpoints are.
-        pattern: of their names, as in ``Path.glob``; ``"*.ckpt"`` is Lightning's.
-        check: raises :class:`CheckpointError` or ``OSError`` for those to be passed over.
-
-    Returns:
-        Its path, or None.
-    """
-    for path in sorted(_candidates(Path(folder), pattern), key=_modified, reverse=True):
-        try:
-            check(path)
-        except (CheckpointError, OSError) as error:
-            warnings.warn(f"Passed over: {error}", stacklevel=2)
-            continue
-        return path
-    return None
-
-
-def _candidates(folder: Path, pattern: str) -> Iterator[Path]:
-    if not folder.is_dir():
-        return
-    for path in map(_checkpoint_in, folder.glob(pattern)):
-        is_one = not path.is_dir() or (path / MANIFEST).exists() or _has_parts(path)
-        if is_one and not path.name.startswith("."):
-            yield path
-    for unfinished in (*folder.glob(f".{pattern}.partial"), *folder.glob(f".{pattern}.previous")):
-        if unfinished.is_dir() and (unfinished / MANIFEST).exists():
-            yield unfinished
-
-
-def _checkpoint_in(path: Path) -> Path:
-    """The checkpoint in a folder that LitGPT saved, file or directory; any other path as it is."""
-    inside = path / "lit_model.pth"
-    return inside if inside.exists() else path
-
-
-def _modified(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        return (path / MANIFEST if path.is_dir() else path).stat().st_mtime_ns
-    return 0

@@ -6,6 +6,7 @@
       __0_0.distcp ... __{N-1}_0.distcp    each rank's tensors
       .metadata                            which file holds which chunk of which tensor
       meta.pt                              all that is not a tensor of the model or an optimizer (rank 0's)
+      README.txt                           for who meets it with another strategy: what to run
       manifest.json                        size and digest of every file; written last
 
 Ranks send each other plans, and no tensors. A tensor is cut into chunks along its first dimension. A rank that loads it
@@ -158,12 +159,24 @@ def _oserror_in(error: BaseException | None) -> OSError | None:
     return error
 
 
+README = "README.txt"
+_README = """\
+This directory is one checkpoint, written by lightning_scape with state_dict_type="sharded".
+
+With ScapeStrategy or FabricScapeStrategy, load it by its path: ckpt_path=..., fabric.load(...).
+With any other strategy (ddp, ...), make it one file with AdamW's state first:
+
+    lightning-scape consolidate --optimizer adamw THIS_DIRECTORY NEW_FILE
+"""
+
+
 def _complete(partial: Path, path: Path, rest: bytes, listed: Iterable[dict[str, list[Any]]]) -> None:
-    with open(partial / REST, "wb") as file:
-        file.write(rest)
-        file.flush()
-        os.fsync(file.fileno())
-    everything = files.describe_files(partial, [".metadata", REST])
+    for name, content in ((REST, rest), (README, _README.encode())):
+        with open(partial / name, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    everything = files.describe_files(partial, [".metadata", REST, README])
     world_size = 0
     for own in listed:
         everything |= own
@@ -267,7 +280,8 @@ class Directory:
         """Fills the chunks' tensors, in place; converts dtypes.
 
         Raises:
-            CheckpointError: a key is not there, or its tensor is of another size. Nothing has been read then.
+            CheckpointError: a key is not there, or its tensor is of another size (nothing has been read then), or what
+                is there is no tensor.
         """
         items: list[ReadItem] = []
         for key, chunk in targets.items():
@@ -279,7 +293,15 @@ class Directory:
                     " Load it into the same model."
                 )
             items += create_read_items_for_chunk_list(key, entry, [chunk.place])
-        self._reader.read_data(LoadPlan(items), _ChunkLoadPlanner(targets)).wait()
+        try:
+            self._reader.read_data(LoadPlan(items), _ChunkLoadPlanner(targets)).wait()
+        except OSError:
+            raise
+        except Exception as error:  # torch raises whatever it trips over
+            raise files.CheckpointError(
+                f"The checkpoint {str(self.path)!r} must hold tensors, got what cannot be read as one:"
+                f" {type(error).__name__}: {error}. Load another checkpoint."
+            ) from error
 
     def tensor(self, key: str) -> Tensor:
         """One whole tensor, in host memory."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape.checkpoint.snapshot import Snapshot
-from lightning_scape.checkpoint.source import Source, state_key
+from lightning_scape.checkpoint.source import Source, has_second, state_key
 
 _GUESS_COUNTS = 10
 """Steps for which a guessed second moment counts: about as many gradients as a first moment remembers."""
@@ -73,13 +73,23 @@ def guess_second_moment(snapshot: Snapshot, groups: Sequence[Mapping[str, Any]],
         state.exp_avg_sq.view(-1)[entries] = guess
 
 
+def add_second_moment(whole: Mapping[str, Any]) -> None:
+    """Gives a whole state of the update of AdamS what AdamW misses in it: a second moment, the square of the first.
+
+    So AdamS's denominator has it. SCAPE itself passes over it (:func:`~lightning_scape.checkpoint.source.has_second`).
+    """
+    if not has_second(whole["scape"]):
+        for entry in whole["state"].values():
+            entry["exp_avg_sq"] = torch.square(entry["exp_avg"])
+
+
 def as_adamw(saved: Mapping[str, Any]) -> dict[str, Any]:
     """A whole state of :class:`ScapeOptimizer` as one that ``torch.optim.AdamW`` and ``Adam`` take.
 
     Moments, step and options carry over. The update of AdamS has no second moment: it is set to the first one's square,
     as AdamS's denominator has it. Residuals (computed, not yet sent) are lost; a warning says so.
     """
-    kept = all("exp_avg_sq" in entry for entry in saved["state"].values())
+    kept = has_second(saved["scape"])
     betas = {index: group["betas"][1] for group in saved["param_groups"] for index in group["params"]}
     since = saved["scape"].get("second_moment_since", 0)
 

@@ -3,7 +3,7 @@
 A whole state, format 1, is tensors, numbers and strings only (``torch.load(weights_only=True)`` reads it)::
 
     {
-      "state": {i: {"exp_avg": m, "last_step": clock, "step": t, ["master": ...], [...]}},
+      "state": {i: {"exp_avg": m, "exp_avg_sq": v, "last_step": clock, "step": t, ["master": ...], [...]}},
       "param_groups": [...],                            # as torch writes them
       "scape": {"format": 1, "config": {...}, "world_size": N, "step": t, "calls": n, "names": {i: name},
                 "residuals": [{i: e}, ...],             # one dict per rank
@@ -11,6 +11,8 @@ A whole state, format 1, is tensors, numbers and strings only (``torch.load(weig
     }
 
 ``i`` counts all parameters of the groups, as in torch's own state dicts; every tensor by parameter has its shape.
+AdamW and Adam take it as it is: ``exp_avg``, ``exp_avg_sq`` and ``step`` are theirs. With the update of AdamS,
+``exp_avg_sq`` is for them alone (:func:`~lightning_scape.checkpoint.foreign.add_second_moment`).
 
 A directory (:mod:`lightning_scape.checkpoint.dcp`) holds the same tensors by the keys of
 :mod:`lightning_scape.checkpoint.source`. They are flat, in the parameter's memory order, one chunk for each shard that
@@ -31,7 +33,7 @@ from torch import Tensor
 
 from lightning_scape.checkpoint.checks import FORMAT, check, check_foreign, check_mask, check_whole
 from lightning_scape.checkpoint.dcp import Chunk
-from lightning_scape.checkpoint.foreign import guess_second_moment, load_foreign
+from lightning_scape.checkpoint.foreign import add_second_moment, guess_second_moment, load_foreign
 from lightning_scape.checkpoint.snapshot import Snapshot
 from lightning_scape.checkpoint.source import (
     OwnShards,
@@ -133,6 +135,7 @@ def _merged(common: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) ->
         shaped = flat if index is None else flat.as_strided(shapes[index], strides[index])
         # A copy, so that the memory behind the flat tensor can be freed.
         place[name] = torch.empty(shaped.shape, dtype=shaped.dtype, device="cpu").copy_(shaped)
+    add_second_moment(whole)
     return whole
 
 

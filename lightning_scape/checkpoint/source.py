@@ -60,6 +60,11 @@ def held(source: Source) -> set[str]:
     return set().union(*source.entries.values()) & set(SAVED_AS.values())
 
 
+def has_second(facts: Mapping[str, Any]) -> bool:
+    """Whether the run that wrote the state kept second moments, by its facts: the update of AdamS does not."""
+    return bool(facts["config"].get("update", "adams") == "adamw")
+
+
 def state_key(index: int, name: str) -> str:
     """The key of a parameter's tensor."""
     return f"state.{index}.{name}"
@@ -100,6 +105,8 @@ class WholeState:
         facts = {name: value for name, value in saved.get("scape", {}).items() if name not in ("residuals", "mask")}
         self.common: dict[str, Any] = {**facts, "param_groups": saved["param_groups"]}
         self.entries: Mapping[int, Collection[str]] = saved["state"]
+        if "scape" in saved and not has_second(facts):  # what is there is for AdamW
+            self.entries = {index: set(entry) - {"exp_avg_sq"} for index, entry in saved["state"].items()}
 
     def find(self, key: str) -> Any:
         """See :class:`Source`."""

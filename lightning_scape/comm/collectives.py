@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_scape.comm.lost_ranks import explained_loss
 from lightning_scape.comm.worker import Worker, end_groups_at_exit
 
 T = TypeVar("T")
@@ -53,7 +54,7 @@ def new_mask_group(
         return None
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
     # Without local synchronization every rank of the job, not only of this group, would have to call.
-    with _lost_contact():
+    with explained_loss():
         group: ProcessGroup = dist.new_group(
             ranks,
             backend=backend,
@@ -105,11 +106,11 @@ def broadcast_tensors(tensors: Iterable[Tensor], process_group: ProcessGroup | N
     with torch.no_grad():
         for same_kind in kinds.values():
             for bucket in _buckets(same_kind, limit=1 << 26):
-                flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-                as_bytes = flat.view(torch.uint8) if flat.element_size() > 1 or flat.dtype == torch.bool else flat
-                dist.broadcast(as_bytes, source, group=process_group)
-                for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-                    tensor.copy_(part.view(tensor.shape))
+                as_bytes = [tensor.reshape(-1).view(torch.uint8) for tensor in bucket]
+                flat = torch.cat(as_bytes)
+                dist.broadcast(flat, source, group=process_group)
+                for tensor, part in zip(bucket, flat.split([len(each) for each in as_bytes]), strict=True):
+                    tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
 def _buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
@@ -144,7 +145,7 @@ class Work:
         """Returns the result; on CUDA the current stream waits, the host does not."""
         if self.handle is not None:
             handle, self.handle = self.handle, None
-            with (self.waiting or _lost_contact)():
+            with (self.waiting or explained_loss)():
                 handle.wait()
             self.sent = None
         if self.stream is not None:
@@ -292,7 +293,7 @@ class Communicator:
     def _gather_mask(self, full: Tensor, shard: Tensor) -> Work:
         self.count_bytes("mask", full.numel() * full.element_size())
         worker = Worker.existing(self.mask_group)
-        with _lost_contact():
+        with explained_loss():
             if worker is None:
                 handle = all_gather_into(full, shard, self.mask_group, async_op=True)
             else:
@@ -304,10 +305,10 @@ class Communicator:
     ) -> Work:
         def messages() -> None:
             received = torch.empty_like(proposals)
-            with _lost_contact():
+            with explained_loss():
                 all_to_all_into(received, proposals, self.mask_group)
             shard = own_part(received.view(self.world_size, -1, proposals.shape[1]))
-            with _lost_contact():
+            with explained_loss():
                 all_gather_into(full, shard, self.mask_group)
 
         self.count_bytes("mask", full.numel() * full.element_size())
@@ -333,7 +334,7 @@ class Communicator:
         for part in flat.detach().split(1 << 22):
             part = part.to(device).contiguous()
             received = [torch.empty_like(part) for _ in range(count)]
-            with _lost_contact():
+            with explained_loss():
                 dist.gather(part, received if mine else None, dst=target, group=self.process_group)
             for whole_rank, part_rank in zip(whole, received, strict=True):
                 whole_rank[begin : begin + part.numel()] = part_rank
@@ -346,7 +347,7 @@ class Communicator:
             return tensor.unsqueeze(0)
         flat = tensor.reshape(-1)
         full = flat.new_empty(self.world_size * flat.numel())
-        with _lost_contact():
+        with explained_loss():
             all_gather_into(full, flat, self.process_group)
         return full.view(self.world_size, *tensor.shape)
 
@@ -355,7 +356,7 @@ class Communicator:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        with _lost_contact():
+        with explained_loss():
             dist.all_gather_object(values, value, group=self.process_group)
         return values
 
@@ -385,7 +386,7 @@ class Communicator:
     def _timed(self) -> Iterator[None]:
         """Counts the seconds inside as spent in messages, and says what a failed one means."""
         began = time.perf_counter()
-        with _lost_contact():
+        with explained_loss():
             yield
         self.seconds += time.perf_counter() - began
 
@@ -403,34 +404,19 @@ def _portable(error: Exception | None) -> Exception | None:
     return error
 
 
-_OF_THIS_RANK = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-"""What fails in a message without a peer: memory, and (from torch 2.8) whatever the device did before."""
-
-
-@contextlib.contextmanager
-def _lost_contact() -> Iterator[None]:
-    """Says what a failed message means: gloo and NCCL speak of sockets and timeouts."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, _OF_THIS_RANK):
-            raise
-        raise RuntimeError(
-            "All ranks must answer, got no answer: another rank has died, hangs, or raised an error of its own (look at"
-            " its output first), or the network broke. Training cannot go on without it: restart all ranks from the"
-            f" newest checkpoint. The message failed with: {error}"
-        ) from error
-
-
 @dataclass
 class _Handles:
     """Messages under way that end together."""
 
-    works: list[Any]
+    works: list[tuple[int, Any]]
+    """Each with the rank that it is exchanged with."""
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        for peer, work in self.works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(f"{error} (in a message with rank {peer})") from error
 
 
 def _exchange_by_pairs(received: list[Tensor], sent: list[Tensor], group: ProcessGroup | None) -> _Handles:
@@ -443,7 +429,8 @@ def _exchange_by_pairs(received: list[Tensor], sent: list[Tensor], group: Proces
     others = [(rank + hop) % len(sent) for hop in range(1, len(sent))]
     works = [dist.irecv(received[peer], group=group, group_src=peer) for peer in others]
     works += [dist.isend(sent[peer], group=group, group_dst=peer) for peer in others]
-    return _Handles(works)
+    names = others if group is None else [dist.get_global_rank(group, peer) for peer in others]
+    return _Handles(list(zip([*names, *names], works, strict=True)))
 
 
 def _by_pairs(tensor: Tensor, group: ProcessGroup | None) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.config import ScapeConfig
+from lightning_scape.engine.epoch_end import EpochEnd
 from lightning_scape.engine.participation import count_flags, pack_flags
 
 SKETCH_WIDTHS = (4093, 4091, 4079, 4073, 4057, 4051, 4049, 4027)
@@ -36,6 +37,7 @@ class GradientClipping:
         self.rule = config.clip_norm
         self.max_skipped = config.max_skipped
         self.communicator = communicator
+        self.epoch_end = EpochEnd(communicator)
         self.skipped_in_row = 0
         self.skipped_total = 0
         self.last_skipped = False
@@ -113,7 +115,10 @@ class GradientClipping:
         return torch.where(torch.isfinite(self.norm), factor, torch.zeros_like(factor))
 
     def measure(self, grads: Sequence[Tensor | None], device: torch.device, *, sketch: bool) -> Tensor:
-        """The norm; notes in :attr:`present` which parameters have a gradient. One message carries both."""
+        """The norm; notes in :attr:`present` which parameters have a gradient. One message carries both.
+
+        It also carries whether the epoch ends on this rank.
+        """
         world_size = self.communicator.world_size
         flags = [grad is not None for grad in grads]
         if sketch and world_size > 1:
@@ -126,10 +131,12 @@ class GradientClipping:
         if world_size == 1:
             self.present = None if all(flags) else ops.to_device(torch.tensor(flags, device="cpu").float(), device)
             return measured.sum().sqrt()
-        packed = ops.to_device(pack_flags(flags, world_size), device)
+        packed = ops.to_device(pack_flags([*flags, self.epoch_end.reached], world_size), device)
         sums = self.communicator.all_reduce_sum(torch.cat([measured, packed]))
         measured, packed = sums[: measured.numel()], sums[measured.numel() :]
-        self.present = (count_flags(packed, len(flags), world_size) != 0).float()
+        counts = count_flags(packed, len(flags) + 1, world_size)
+        self.epoch_end.compare(counts[-1])
+        self.present = (counts[:-1] != 0).float()
         if device.type == "cpu" and bool(self.present.all()):
             self.present = None
         if sketch:
@@ -165,6 +172,7 @@ class GradientClipping:
             FloatingPointError: as :meth:`record_found_inf`.
             RuntimeError: the step was skipped, and its norm was recorded as one that must be finite.
         """
+        self.epoch_end.wait()
         if self.found_inf is not None:
             on_host, event, strict = self.found_inf
             self.found_inf = None

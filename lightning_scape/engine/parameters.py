@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lightning_scape.engine.state import flatten, flatten_like, is_dense
 
@@ -35,6 +36,7 @@ class Parameters:
     def __post_init__(self) -> None:
         self._strides: list[tuple[int, ...]] = []
         self._known: set[int] = set()
+        self._places: list[tuple[int, torch.dtype]] = []
 
     @classmethod
     def of(cls, param_groups: Sequence[dict[str, Any]]) -> Parameters:
@@ -52,23 +54,30 @@ class Parameters:
                     found.indices.append(index)
                     found.names.append(given[place] if place < len(given) else f"parameter {index}")
                 index += 1
-        found._strides = [parameter.stride() for parameter in found.tensors]
+        found._strides = [() if is_lazy(parameter) else parameter.stride() for parameter in found.tensors]
         found._known = {id(parameter) for parameter in found.tensors}
         return found
 
     def flatten(self) -> None:
-        """Makes the flat views; anew at each step, for ``module.to()`` puts a parameter into other memory.
+        """Makes the flat views; anew where ``module.to()`` has put a parameter into other memory.
+
+        The views keep the memory alive, so that the same address is the same memory.
 
         Raises:
             ValueError: a parameter's memory order has changed.
         """
-        for parameter, name, stride in zip(self.tensors, self.names, self._strides, strict=True):
-            if parameter.stride() != stride:
-                raise ValueError(
-                    f"Parameters must keep their memory order, got {name!r} with strides {parameter.stride()} instead"
-                    f" of {stride}. Change the memory format before building the optimizer."
-                )
-        self.flat = [flatten(parameter) for parameter in self.tensors]
+        strides = [parameter.stride() for parameter in self.tensors]
+        if strides != self._strides:
+            name, stride, found = next(
+                given for given in zip(self.names, self._strides, strides, strict=True) if given[1] != given[2]
+            )
+            raise ValueError(
+                f"Parameters must keep their memory order, got {name!r} with strides {found} instead of {stride}."
+                " Change the memory format before building the optimizer."
+            )
+        places = [(parameter.data_ptr(), parameter.dtype) for parameter in self.tensors]
+        if places != self._places:
+            self.flat, self._places = [flatten(parameter) for parameter in self.tensors], places
 
     def gradients(self, param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor | None]:
         """Flat gradients, in order; None where there is none on this rank.
@@ -129,7 +138,7 @@ class Parameters:
     def describe(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...], str]]:
         """Group, shape, strides and dtype of each: what must be the same on all ranks."""
         return [
-            (group, tuple(p.shape), p.stride(), str(p.dtype))
+            (group, (), (), "lazy") if is_lazy(p) else (group, tuple(p.shape), p.stride(), str(p.dtype))
             for p, group in zip(self.tensors, self.groups, strict=True)
         ]
 
@@ -149,7 +158,17 @@ class Parameters:
         return None
 
 
+def problem_of_lazy(name: str) -> str:
+    """The rule that a lazy module's parameter breaks."""
+    return (
+        f"Parameters must have their shape, got {name}, which a lazy module has not initialized yet. Run one batch"
+        " through the model before the training, as with DDP."
+    )
+
+
 def _problem_of_parameter(name: str, parameter: Tensor, device: torch.device) -> str | None:
+    if is_lazy(parameter):
+        return problem_of_lazy(name)
     shape = tuple(parameter.shape)
     if parameter.layout != torch.strided:
         return f"Parameters must be dense, got {name} of shape {shape} with layout {parameter.layout}. Make it dense."

@@ -181,6 +181,11 @@ class LocalRegion:
 
 
 def _parts(grads: Grads, pieces: Sequence[Piece]) -> list[Tensor | None]:
-    """The gradient of each piece."""
-    found = [(grads[piece.segment.index], piece) for piece in pieces]
-    return [None if grad is None else grad[piece.of_parameter] for grad, piece in found]
+    """The gradient of each piece; of a whole parameter, as it is: a slice would take longer than small ones' work."""
+    parts: list[Tensor | None] = []
+    for piece in pieces:
+        grad = grads[piece.segment.index]
+        if grad is not None and piece.numel < piece.segment.numel:
+            grad = grad[piece.of_parameter]
+        parts.append(grad)
+    return parts

@@ -31,7 +31,7 @@ from lightning_scape.checkpoint.saver import RNG, Content, SavedContent, Saver, 
 from lightning_scape.comm.collectives import Communicator, broadcast_tensors, is_distributed
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
-from lightning_scape.integrations import advice, rendezvous, swap
+from lightning_scape.integrations import advice, launching, rendezvous, swap
 from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.optimizer import ScapeOptimizer
 
@@ -73,8 +73,8 @@ class FabricScapeStrategy(DDPStrategy):
         checkpoint_io: how checkpoints are written.
         precision: the precision.
         process_group_backend: ``"gloo"``, ``"nccl"``; None goes by the device.
-        timeout: how long a collective waits for the other ranks.
-        start_method: how processes are started.
+        timeout: how long a collective waits for the other ranks; a number counts seconds.
+        start_method: how processes are started; a notebook needs `"fork"`.
         state_dict_type: ``"full"``, a checkpoint is one file; ``"sharded"``, a directory into which each rank writes
             its own part, in parallel. Either is loaded, whatever is set here.
         async_save: write sharded checkpoints while training goes on. Call :meth:`wait_for_checkpoint` at the end: what
@@ -82,8 +82,10 @@ class FabricScapeStrategy(DDPStrategy):
 
     Raises:
         ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
+        TypeError: an option of DDP's that is not needed here.
     """
 
+    @launching.refuses_options_of_ddp
     def __init__(
         self,
         sparsity: float = 0.99,
@@ -113,7 +115,7 @@ class FabricScapeStrategy(DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | float | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         state_dict_type: saver.StateDictType = "full",
         async_save: bool = False,
@@ -133,7 +135,7 @@ class FabricScapeStrategy(DDPStrategy):
             checkpoint_io=checkpoint_io,
             precision=precision,
             process_group_backend=process_group_backend,
-            timeout=timeout,
+            timeout=launching.as_timeout(timeout),
             start_method=start_method,
         )
         # The model is not wrapped and sends nothing in backward: there is nothing to hold back.
@@ -164,7 +166,20 @@ class FabricScapeStrategy(DDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        strategy_registry.register("scape", cls, description="SCAPE: sparse data-parallel training", override=True)
+        what = "SCAPE: sparse data-parallel training"
+        strategy_registry.register("scape", cls, description=what, override=True)
+        notebooks = f"{what}; processes are forked, for notebooks"
+        strategy_registry.register(launching.NOTEBOOK, cls, notebooks, override=True, start_method="fork")
+
+    @override
+    def _configure_launcher(self) -> None:
+        launching.check_start_method(type(self).__name__, self._start_method)
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        launching.check_ranks(self.num_processes * self.num_nodes)
+        super().setup_environment()
 
     @override
     def _setup_distributed(self) -> None:

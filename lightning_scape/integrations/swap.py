@@ -7,6 +7,7 @@ drain, scale. All of that is here, so that a strategy only holds its host's hook
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -15,10 +16,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_scape.comm.collectives import ProcessGroup, world_size
 from lightning_scape.config import ScapeConfig
+from lightning_scape.engine.parameters import problem_of_lazy
 from lightning_scape.optimizer import ScapeOptimizer
 
 CONFIG_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(ScapeConfig)}
@@ -99,16 +102,10 @@ def swap_optimizers(
     Raises:
         TypeError, ValueError: an optimizer that SCAPE cannot stand in for (see :meth:`ScapeOptimizer.from_optimizer`).
     """
-    swaps = [
-        (
-            dense,
-            ScapeOptimizer.from_optimizer(dense, config, process_group, mask_group=mask_group, total_steps=total_steps),
-        )
-        for dense in optimizers
-    ]
-    named_parameters = list(named_parameters)
+    named = list(named_parameters)
+    options: dict[str, Any] = {"mask_group": mask_group, "total_steps": total_steps, "named_parameters": named}
+    swaps = [(dense, ScapeOptimizer.from_optimizer(dense, config, process_group, **options)) for dense in optimizers]
     for dense, scape in swaps:
-        scape.name_parameters(named_parameters)
         _carry_over(dense, scape)
     retarget_schedulers(schedulers, swaps)
     return [scape for _, scape in swaps]
@@ -250,7 +247,14 @@ def mark_masters_stale(optimizers: Iterable[object]) -> None:
 
 
 def module_state(module: nn.Module) -> list[Tensor]:
-    """All parameters and buffers: what must be equal on all ranks before the first step."""
+    """All parameters and buffers: what must be equal on all ranks before the first step.
+
+    Raises:
+        ValueError: one has no shape yet.
+    """
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(problem_of_lazy(name))
     return [*module.parameters(), *module.buffers()]
 
 

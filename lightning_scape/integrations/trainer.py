@@ -41,7 +41,8 @@ from lightning_scape.checkpoint.saver import RNG, SavedContent, Saver, host_chec
 from lightning_scape.comm.collectives import Communicator, broadcast_tensors, is_distributed
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
-from lightning_scape.integrations import advice, rendezvous, swap
+from lightning_scape.engine.epoch_end import check_lengths, compare_ends
+from lightning_scape.integrations import advice, launching, rendezvous, swap
 from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.optimizer import ScapeOptimizer
 
@@ -87,16 +88,18 @@ class ScapeStrategy(DDPStrategy):
         checkpoint_io: how checkpoints are written.
         precision_plugin: the precision.
         process_group_backend: ``"gloo"``, ``"nccl"``; None goes by the device.
-        timeout: how long a collective waits for the other ranks.
-        start_method: how processes are started.
+        timeout: how long a collective waits for the other ranks; a number counts seconds.
+        start_method: how processes are started; a notebook needs `"fork"`.
         state_dict_type: ``"full"``, a checkpoint is one file; ``"sharded"``, a directory into which each rank writes
             its own part, in parallel. Either is loaded, whatever is set here.
         async_save: write sharded checkpoints while training goes on.
 
     Raises:
         ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
+        TypeError: an option of DDP's that is not needed here.
     """
 
+    @launching.refuses_options_of_ddp
     def __init__(
         self,
         sparsity: float = 0.99,
@@ -125,7 +128,7 @@ class ScapeStrategy(DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | float | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         state_dict_type: saver.StateDictType = "full",
         async_save: bool = False,
@@ -140,7 +143,7 @@ class ScapeStrategy(DDPStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=timeout,
+            timeout=launching.as_timeout(timeout),
             start_method=start_method,
         )
         self._mask_group = SideGroup()
@@ -168,7 +171,20 @@ class ScapeStrategy(DDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        strategy_registry.register("scape", cls, description="SCAPE: sparse data-parallel training", override=True)
+        what = "SCAPE: sparse data-parallel training"
+        strategy_registry.register("scape", cls, description=what, override=True)
+        notebooks = f"{what}; processes are forked, for notebooks"
+        strategy_registry.register(launching.NOTEBOOK, cls, notebooks, override=True, start_method="fork")
+
+    @override
+    def _configure_launcher(self) -> None:
+        launching.check_start_method(type(self).__name__, self._start_method)
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        launching.check_ranks(self.num_processes * self.num_nodes)
+        super().setup_environment()
 
     @override
     def setup_distributed(self) -> None:
@@ -224,6 +240,8 @@ class ScapeStrategy(DDPStrategy):
             return
         # Not in `setup_optimizers`: to know the steps there, Lightning would load the data too early. Their random
         # numbers would be others, and a checkpoint in the middle of an epoch could not set them back.
+        if trainer.lightning_module.automatic_optimization:
+            check_lengths(Communicator(None, None), *lengths_of_epoch(trainer))
         steps = steps_of_run(trainer)
         swap.expect_steps(optimizers, steps)
         rank_zero_info(advice.what_holds(optimizers, steps, advice.as_call(type(self).__name__)))
@@ -243,7 +261,21 @@ class ScapeStrategy(DDPStrategy):
         bar.get_metrics = get_metrics  # type: ignore[method-assign]
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        # A batch that ends no step on the ranks that go on. Lightning itself sends a message with every batch.
+        if trainer.num_training_batches == math.inf and (batch_idx + 1) % trainer.accumulate_grad_batches:
+            compare_ends(self._checkpoint_ranks(), batch_idx + 1, trainer.is_last_batch)
+
+    @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer.fit_loop.epoch_loop
+        ends = loop.batch_progress.is_last_batch and not 0 <= loop.max_steps <= loop.global_step + 1
+        for scape_optimizer in swap.scape_optimizers([optimizer]):
+            scape_optimizer.announce_batch(loop.batch_progress.current.ready, ends)
         result = super().optimizer_step(optimizer, *args, **kwargs)
         for scape_optimizer in swap.scape_optimizers([optimizer]):
             if verdict := self._payoff.look(scape_optimizer, self.root_device):
@@ -381,3 +413,9 @@ def steps_of_run(trainer: Trainer) -> float | None:
     manual = not trainer.lightning_module.automatic_optimization
     steps = trainer.max_steps if manual else trainer.estimated_stepping_batches
     return steps if 0 <= steps < math.inf else None
+
+
+def lengths_of_epoch(trainer: Trainer) -> tuple[float, float]:
+    """Batches of this rank in an epoch, and how many of them it meets before the run ends."""
+    batches, left = trainer.num_training_batches, trainer.max_steps - trainer.global_step
+    return batches, min(batches, left * trainer.accumulate_grad_batches) if trainer.max_steps >= 0 else batches

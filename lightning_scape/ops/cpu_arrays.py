@@ -24,8 +24,8 @@ GRAIN = 1 << 16
 
 def fits(tensor: Tensor) -> bool:
     """Whether the loops can read it."""
-    known = tensor.dtype in _DTYPES and tensor.device.type == "cpu"
-    return known and tensor.is_contiguous() and not tensor.is_neg()
+    # Asked of every parameter: `is_cpu` takes a seventh of the time of `device.type`.
+    return tensor.is_cpu and tensor.dtype in _DTYPES and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def tensors(values: Iterable[object]) -> Iterator[Tensor]:

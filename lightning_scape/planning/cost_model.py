@@ -254,7 +254,7 @@ def scape_bytes(numels: Sequence[int], ranks: int, config: ScapeConfig, *, param
         "parameters": blocks * sent * min(parameter_bytes, config.values_dtype.itemsize),
         "mask": 0 if config.dense else blocks * sent * position,
         "votes": blocks * (config.votes * (position + 1) + 1) if config.votes else 0,
-        "norm": 2 * 4 * (norm_entries + packed_size(len(numels), ranks)),
+        "norm": 2 * 4 * (norm_entries + packed_size(len(numels) + 1, ranks)),
     }
     counted = {kind: size * (ranks - 1) // ranks for kind, size in buffers.items()}
     counted["mask"] //= mask_interval

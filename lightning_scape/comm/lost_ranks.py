@@ -1,0 +1,58 @@
+"""What a failed message means, and which rank is the reason."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+GRACE_SECONDS = 1.5
+"""How long after a failure the other ranks may report it, too. Who does not is named."""
+_KEY = "lightning_scape/lost_contact"
+_OF_THIS_RANK = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+"""What fails in a message without a peer: memory, and (from torch 2.8) whatever the device did before."""
+
+
+@contextlib.contextmanager
+def explained_loss() -> Iterator[None]:
+    """Says what a failed message means, and who is missing: gloo and NCCL speak of sockets and timeouts."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, _OF_THIS_RANK):
+            raise
+        raise RuntimeError(
+            "All ranks must answer, got no answer: another rank has died, hangs, or raised an error of its own (look at"
+            f" its output first), or the network broke. {_who_is_missing()} Training cannot go on without it: restart"
+            f" all ranks from the newest checkpoint. The message failed with: {error}"
+        ) from error
+
+
+def _who_is_missing() -> str:
+    """A sentence. Every rank whose message failed says so in the store; who has not is named."""
+    found: list[list[int]] = []
+    # A store whose host is gone may not answer.
+    asking = threading.Thread(target=lambda: found.append(_roll_call()), daemon=True)
+    asking.start()
+    asking.join(2 * GRACE_SECONDS)
+    if not found:
+        return "The store where ranks report does not answer: rank 0, which keeps it unless torchrun does, may be lost."
+    missing = ", ".join(map(str, found[0]))
+    if not missing:
+        return "All ranks have reported this: none of them is lost, and the network is the likely reason."
+    plural = len(found[0]) > 1
+    return f"Rank{'s' if plural else ''} {missing} {'have' if plural else 'has'} not reported within {GRACE_SECONDS} s."
+
+
+def _roll_call() -> list[int]:
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{_KEY}/{dist.get_rank()}", "")
+    missing, deadline = list(range(dist.get_world_size())), time.monotonic() + GRACE_SECONDS
+    while missing and time.monotonic() < deadline:
+        missing = [rank for rank in missing if not store.check([f"{_KEY}/{rank}"])]
+        time.sleep(0.02)
+    return missing

@@ -1,0 +1,102 @@
+"""Ranks that run out of batches before the others: found by a flag in the norm's message, before anyone waits.
+
+A host that knows says with each step whether its rank has no more batches in this epoch. Where some ranks have and
+others have not, all ranks raise in that step: the next message would not be answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_scape.comm.collectives import Communicator
+
+
+class EpochEnd:
+    """Compares the ends of the ranks' epochs.
+
+    Args:
+        communicator: the ranks.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._batches = 0
+        self.reached = False
+        """Whether this rank has no more batches after this step: its flag."""
+        self._unread: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def announce(self, batches: int, reached: bool) -> None:
+        """Says how many batches of the epoch this rank has had at this step, and whether that is all."""
+        self._batches, self.reached = batches, reached
+
+    def compare(self, count: Tensor) -> None:
+        """Takes how many ranks have set the flag, 0-dim; raises if some have and others have not.
+
+        On CUDA a rank that has not reads it before its next step: now the host would wait for the device.
+        """
+        if count.device.type != "cuda" or self.reached:
+            self._check(int(count))
+            return
+        on_host = torch.empty((), dtype=count.dtype, device="cpu", pin_memory=True)
+        on_host.copy_(count, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(count.device))
+        self._unread = on_host, event
+
+    def wait(self) -> None:
+        """Reads what was left unread, and raises as :meth:`compare` does."""
+        if self._unread is not None:
+            (count, event), self._unread = self._unread, None
+            event.synchronize()
+            self._check(int(count))
+
+    def _check(self, count: int) -> None:
+        reached, self.reached = self.reached, False
+        if 0 < count < self._communicator.world_size:
+            lengths = self._communicator.all_gather_object(f"{'' if reached else 'more than '}{self._batches}")
+            raise ValueError(uneven(lengths))
+
+
+def compare_ends(communicator: Communicator, batches: int, reached: bool) -> None:
+    """Raises on every rank if some ranks are at their last batch and others are not. Collective; one message.
+
+    For batches without a step, whose norm's message would carry it.
+
+    Args:
+        communicator: the ranks, over a group that works in host memory.
+        batches: of this epoch so far.
+        reached: whether this is this rank's last batch.
+    """
+    end = EpochEnd(communicator)
+    end.announce(batches, reached)
+    end.compare(communicator.all_reduce_sum(torch.tensor(int(reached))))
+
+
+def check_lengths(communicator: Communicator, length: float, needed: float) -> None:
+    """Raises on every rank if ranks meet different numbers of batches in an epoch. Collective.
+
+    Args:
+        communicator: the ranks.
+        length: batches of this rank in an epoch; infinity is not known.
+        needed: how many of them it meets before the run ends.
+    """
+    everyone = communicator.all_gather_object((length, needed))
+    if len({needed for _, needed in everyone}) > 1:
+        raise ValueError(uneven([str(length) for length, _ in everyone]))
+
+
+def uneven(lengths: Sequence[str]) -> str:
+    """The error's text, from every rank's number of batches."""
+    listed = [f"{length} on rank {rank}" for rank, length in enumerate(lengths[:_LISTED])]
+    more = [f"... ({len(lengths)} ranks)"] if len(lengths) > _LISTED else []
+    return (
+        f"All ranks must have as many training batches in an epoch, got {', '.join([*listed, *more])}: the ranks with"
+        " more would wait for those with fewer. Leave it to Lightning to divide the data (`use_distributed_sampler`),"
+        " drop the surplus (`drop_last=True`, or `limit_train_batches` at the smallest number), or repeat batches."
+    )
+
+
+_LISTED = 16

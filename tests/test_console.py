@@ -1,0 +1,44 @@
+"""Commands whose output nobody reads to its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lightning_scape.console import ends_quietly
+
+COMMANDS = [
+    ["lightning_scape.tool", "--help"],
+    ["lightning_scape.plan", "--help"],
+    ["lightning_scape.cli", "pretrain", "--help"],
+]
+
+
+def test_a_command_whose_reader_has_gone_ends_quietly() -> None:
+    """``lightning-scape --help | head -1`` ended in a BrokenPipeError or in "Exception ignored in ... stdout"."""
+    runner, environment = [sys.executable, "-W", "ignore", "-m"], {**os.environ, "PYTHONUNBUFFERED": ""}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    processes = [subprocess.Popen([*runner, *command], **pipes) for command in COMMANDS]
+    for process in processes:
+        process.stdout.close()
+    for process, command in zip(processes, COMMANDS, strict=True):
+        said = process.stderr.read()
+        process.stderr.close()
+        assert "BrokenPipe" not in said, command
+        assert "Traceback" not in said, command
+        assert "Exception ignored" not in said, command
+        assert process.wait() == 141, command
+
+
+def test_a_connection_that_breaks_is_still_an_error() -> None:
+    """To a rank, say: only the standard streams are meant."""
+
+    @ends_quietly
+    def talk() -> None:
+        raise BrokenPipeError("of a socket")
+
+    with pytest.raises(BrokenPipeError, match="of a socket"):
+        talk()

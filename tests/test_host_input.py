@@ -1,0 +1,143 @@
+"""What users of DDP bring along: their options and models are taken, or refused with the reason and the remedy."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trainer_helpers import MARKS, GivenRanks, Regression, make_trainer
+
+from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
+from lightning_scape.comm.collectives import broadcast_tensors, timeout_of
+from lightning_scape.plan import main
+
+RunRanks = Callable[..., list[Any]]
+STRATEGIES = (ScapeStrategy, FabricScapeStrategy)
+pytestmark = MARKS
+
+
+# -------------------------------------------------------------------------------------------------------- options
+
+
+def timeout_in_use(rank: int, world_size: int) -> float:
+    strategy = ScapeStrategy(timeout=20)
+    trainer = make_trainer(strategy, max_steps=1)
+    trainer.fit(Regression())
+    group = strategy.lightning_module.trainer.optimizers[0].communicator.mask_group
+    timeout = timeout_of(group)
+    assert timeout is not None
+    return timeout.total_seconds()
+
+
+def test_a_timeout_that_is_a_number_counts_seconds(run_ranks: RunRanks) -> None:
+    """``timeout=20`` passed the constructor and failed inside torch, at the start of the processes."""
+    assert run_ranks(timeout_in_use, 2) == [20.0, 20.0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("value", [0, -3, "20", True, float("inf"), float("nan"), datetime.timedelta(0)])
+def test_a_timeout_that_is_no_time_is_refused(strategy: Any, value: Any) -> None:
+    with pytest.raises(ValueError, match="`timeout` must be a timedelta or a number of seconds, above 0, got"):
+        strategy(timeout=value)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("find_unused_parameters", "found by the step's own messages"),
+        ("static_graph", "the backward pass sends nothing"),
+        ("gradient_as_bucket_view", "there are no buckets"),
+        ("ddp_comm_hook", "`wire_dtype` and `sparsity` say what is sent"),
+        ("broadcast_buffers", "sync_batchnorm=True"),
+    ],
+)
+def test_an_option_of_ddps_is_refused_as_not_needed(strategy: Any, option: str, why: str) -> None:
+    """It was an unexpected keyword argument, which says nothing of what to do."""
+    with pytest.raises(TypeError, match=f"`{option}` is an option of DDP's and must be left out, got True.*{why}"):
+        strategy(**{option: True})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sparseness'"):
+        strategy(sparseness=0.9)
+
+
+# --------------------------------------------------------------------------------------------------------- models
+
+
+class Odd(Regression):
+    """With a layer that cannot be trained as it is."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.odd: nn.Module = nn.LazyLinear(3)
+        if kind == "fp8":
+            self.odd = nn.Module()
+            self.odd.weight = nn.Parameter(torch.zeros(4).to(torch.float8_e4m3fn))
+
+
+def fit_odd(rank: int, world_size: int, kind: str) -> None:
+    make_trainer(max_steps=1).fit(Odd(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("fp8", r"got odd.weight of shape \(4,\) in torch.float8_e4m3fn"),
+        ("lazy", "must have their shape, got odd.weight, which a lazy module has not initialized yet. Run one batch"),
+    ],
+)
+def test_a_parameter_that_cannot_be_trained_is_named(run_ranks: RunRanks, kind: str, words: str) -> None:
+    """fp8 failed in a message about ``parameter 4``, or in torch's concatenation; lazy ones in ``stride``."""
+    for error in run_ranks(fit_odd, 2, kind, expect_errors=True):
+        assert isinstance(error, ValueError)
+        with pytest.raises(ValueError, match=words):
+            raise error
+
+
+def test_fabric_names_a_lazy_parameter() -> None:
+    strategy = FabricScapeStrategy(cluster_environment=GivenRanks())
+    with pytest.raises(ValueError, match="got 0.weight, which a lazy module has not initialized yet"):
+        strategy.setup_module(nn.Sequential(nn.LazyLinear(2)))
+
+
+def test_an_optimizer_without_a_host_names_a_lazy_parameter() -> None:
+    lazy = nn.LazyLinear(2)
+    with pytest.raises(ValueError, match="got parameter 0, which a lazy module has not initialized yet"):
+        ScapeOptimizer(lazy.parameters(), config=ScapeConfig())
+    with pytest.raises(ValueError, match="got weight, which"):
+        ScapeOptimizer(lazy.parameters(), config=ScapeConfig(), named_parameters=lazy.named_parameters())
+
+
+def start_with_any_dtype(rank: int, world_size: int) -> bool:
+    kinds = (torch.float8_e4m3fn, torch.bool, torch.bfloat16, torch.int64, torch.float32)
+    tensors = [torch.full((3,), 1.0 if rank == 0 else 0.0).to(kind) for kind in (*kinds, *kinds)]
+    broadcast_tensors(tensors)
+    return all(bool((tensor.float() == 1).all()) for tensor in tensors)
+
+
+def test_frozen_weights_of_any_dtype_are_made_equal_at_the_start(run_ranks: RunRanks) -> None:
+    assert run_ranks(start_with_any_dtype, 2) == [True, True]
+
+
+# ------------------------------------------------------------------------------------------------ names of models
+
+COMMAND = "--nodes 2 --bandwidth 1gbit --step-compute 1s --model"
+
+
+@pytest.mark.parametrize("name", ["Pythia-14M", "EleutherAI/pythia-14m"])
+def test_plan_takes_a_models_name_as_users_write_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another case than LitGPT's was an unknown model."""
+    assert main([*COMMAND.split(), name]) == 0
+    assert "14.1M parameters" in capsys.readouterr().out
+
+
+def test_plan_suggests_names_that_are_near(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND.split(), "pythia-15m"]) == 2
+    said = capsys.readouterr().err
+    assert "got 'pythia-15m'. Did you mean" in said
+    assert "pythia-14m" in said
+    assert main([*COMMAND.split(), "qqqqqqqq"]) == 2
+    assert "Such as pythia-160m." in capsys.readouterr().err
