@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_scape.engine.local_shards import first_entry, local
 from lightning_scape.engine.state import flatten, flatten_like, is_dense
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -26,6 +27,7 @@ class Parameters:
     """
 
     tensors: list[Tensor]
+    """As the user gave them, in their whole shape: plain ones, or DTensors of which a rank holds rows."""
     groups: list[int]
     indices: list[int]
     names: list[str]
@@ -52,9 +54,22 @@ class Parameters:
                     found.indices.append(index)
                     found.names.append(given[place] if place < len(given) else f"parameter {index}")
                 index += 1
-        found._strides = [parameter.stride() for parameter in found.tensors]
+        found._strides = [parameter.stride() for parameter in found.local]
         found._known = {id(parameter) for parameter in found.tensors}
         return found
+
+    @property
+    def local(self) -> list[Tensor]:
+        """What this rank holds of each, and trains: rows of a DTensor, all of a plain parameter."""
+        return [local(parameter) for parameter in self.tensors]
+
+    def first_entry(self, place: int) -> int:
+        """Where in the flat whole parameter, the one at ``place``, this rank's entries begin."""
+        return first_entry(self.tensors[place])
+
+    def raw_gradients(self) -> list[Tensor | None]:
+        """This rank's gradients as the backward pass left them; None where there is none."""
+        return [None if parameter.grad is None else local(parameter.grad) for parameter in self.tensors]
 
     def flatten(self) -> None:
         """Makes the flat views; anew at each step, for ``module.to()`` puts a parameter into other memory.
@@ -62,13 +77,13 @@ class Parameters:
         Raises:
             ValueError: a parameter's memory order has changed.
         """
-        for parameter, name, stride in zip(self.tensors, self.names, self._strides, strict=True):
+        for parameter, name, stride in zip(self.local, self.names, self._strides, strict=True):
             if parameter.stride() != stride:
                 raise ValueError(
                     f"Parameters must keep their memory order, got {name!r} with strides {parameter.stride()} instead"
                     f" of {stride}. Change the memory format before building the optimizer."
                 )
-        self.flat = [flatten(parameter) for parameter in self.tensors]
+        self.flat = [flatten(parameter) for parameter in self.local]
 
     def gradients(self, param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor | None]:
         """Flat gradients, in order; None where there is none on this rank.
@@ -85,7 +100,8 @@ class Parameters:
                         f" {tuple(parameter.shape)} that was {change}. Build a new optimizer after the change: the"
                         " residual of a parameter would be lost, or never come to be."
                     )
-        return [None if p.grad is None else flatten_like(p.grad, p) for p in self.tensors]
+        given = zip(self.raw_gradients(), self.local, strict=True)
+        return [None if grad is None else flatten_like(grad, parameter) for grad, parameter in given]
 
     def rename(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Takes the names given; a tied parameter keeps its first, one not mentioned the name it has."""
@@ -129,8 +145,7 @@ class Parameters:
     def describe(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...], str]]:
         """Group, shape, strides and dtype of each: what must be the same on all ranks."""
         return [
-            (group, tuple(p.shape), p.stride(), str(p.dtype))
-            for p, group in zip(self.tensors, self.groups, strict=True)
+            (group, tuple(p.shape), p.stride(), str(p.dtype)) for p, group in zip(self.local, self.groups, strict=True)
         ]
 
     def problem(self, param_groups: Sequence[dict[str, Any]]) -> str | None:
@@ -143,7 +158,7 @@ class Parameters:
                 "At least one parameter must require grad, got none that does. Unfreeze what is to be trained before"
                 " building the optimizer."
             )
-        for name, parameter in zip(self.names, self.tensors, strict=True):
+        for name, parameter in zip(self.names, self.local, strict=True):
             if (found := _problem_of_parameter(name, parameter, self.device)) is not None:
                 return found
         return None
