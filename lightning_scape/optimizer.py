@@ -296,7 +296,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: with several ranks, :meth:`consolidate_state_dict` was not called since the last step.
         """
-        if self.engine.comm.world_size == 1:
+        if self.engine.comm.world_size == self.engine.shards.world_size == 1:
             self.consolidate_state_dict()
         if self._shared.consolidated is None:
             raise RuntimeError(
@@ -310,9 +310,9 @@ class ScapeOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any] | SavedShards) -> None:
         """Takes this rank's part of a whole state, or of a sharded one. Call on every rank, with the same state.
 
-        A state of another number of ranks is resharded: moments, last steps and masters exactly, residuals so that
-        their mean over ranks is kept. One of another block length or sparsity drops the masks. One of AdamW, Adam or
-        AdamS gives its first moments. Each with a warning that says so.
+        A state of another number of ranks, or of ranks that hold a replica together, is resharded: moments, last steps
+        and masters exactly, residuals so that their mean over replicas is kept. One of another block length or sparsity
+        drops the masks. One of AdamW, Adam or AdamS gives its moments. Each with a warning that says so.
 
         Raises:
             ValueError: parameters or groups differ in number, order or shape, or the format is newer than this
@@ -324,7 +324,9 @@ class ScapeOptimizer(torch.optim.Optimizer):
         snapshot, rank = self._snapshot(state), self.engine.comm.rank
         # All ranks load the same whole state, and raise the same errors. Each reads its own part of a directory.
         ranks = self.engine.comm if isinstance(state_dict, SavedShards) else Communicator.alone()
-        loaded = ranks.raise_on_all_ranks(lambda: checkpoint.load(snapshot, state_dict, rank, self.param_groups))
+        loaded = self.engine.shards.raise_on_all_ranks(
+            lambda: ranks.raise_on_all_ranks(lambda: checkpoint.load(snapshot, state_dict, rank, self.param_groups))
+        )
         loaded.take_up(snapshot)
         for group, saved in zip(self.param_groups, loaded.param_groups, strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
@@ -333,7 +335,9 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
     def _snapshot(self, state: ScapeState) -> checkpoint.Snapshot:
         engine = self.engine
-        return checkpoint.Snapshot(state, engine.layout, self.config, engine.parameters, engine.masks, engine.clipping)
+        return checkpoint.Snapshot(
+            state, engine.layout, self.config, engine.parameters, engine.masks, engine.clipping, engine.shards
+        )
 
 
 def _describe(config: ScapeConfig, parameters: Parameters, groups: list[dict[str, Any]]) -> dict[str, Any]:

@@ -23,6 +23,11 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, world_size
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a rank holds a part of the tensor only."""
+    return isinstance(tensor, DTensor)
+
+
 def local(tensor: Tensor) -> Tensor:
     """The rows that this rank holds, in their own memory; a plain tensor itself."""
     if not isinstance(tensor, DTensor):
@@ -52,10 +57,15 @@ def numels_of(parameters: Sequence[Tensor], shards: int, shard: int) -> list[int
 
 def first_entry(parameter: Tensor) -> int:
     """The place in the flat whole parameter of the first entry that this rank holds."""
-    if not isinstance(parameter, DTensor):
+    return first_row(parameter) * _row(parameter) if isinstance(parameter, DTensor) else 0
+
+
+def first_row(tensor: Tensor) -> int:
+    """The first row that this rank holds."""
+    if not isinstance(tensor, DTensor):
         return 0
-    mesh = parameter.device_mesh
-    return rows_of(parameter.shape[0], mesh.size(), mesh.get_local_rank()).start * _row(parameter)
+    mesh = tensor.device_mesh
+    return rows_of(tensor.shape[0], mesh.size(), mesh.get_local_rank()).start
 
 
 def _row(parameter: Tensor) -> int:
