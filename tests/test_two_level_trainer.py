@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -192,6 +193,24 @@ def _compiled(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
 def test_compiled_blocks_train_as_plain_ones(run_ranks: Any) -> None:
     for plain, compiled in run_ranks(_compiled, 2):
         torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
+
+
+class Dying(Blocks):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 2 and self.global_rank == 3:
+            os._exit(1)
+        return super().training_step(batch, batch_idx)
+
+
+def _fit_dying(rank: int, world_size: int) -> None:
+    make_trainer(strategy(2, 0.9)).fit(Dying())
+
+
+def test_a_rank_that_dies_ends_all_ranks_with_an_error_that_says_so(run_ranks: Any) -> None:
+    *others, dead = run_ranks(_fit_dying, 4, expect_errors=True)
+    assert "died without a result" in str(dead)
+    for error in others:
+        assert "All ranks must answer, got no answer" in str(error), repr(error)
 
 
 def _size(rank: int, world_size: int, size: Any, wrap: tuple[str, ...]) -> str:

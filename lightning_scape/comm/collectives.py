@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_scape.comm.errors import NO_ANSWER, OF_THIS_RANK
 from lightning_scape.comm.worker import Worker, end_groups_at_exit
 
 T = TypeVar("T")
@@ -419,23 +420,15 @@ def _portable(error: Exception | None) -> Exception | None:
     return error
 
 
-_OF_THIS_RANK = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-"""What fails in a message without a peer: memory, and (from torch 2.8) whatever the device did before."""
-
-
 @contextlib.contextmanager
 def _lost_contact() -> Iterator[None]:
     """Says what a failed message means: gloo and NCCL speak of sockets and timeouts."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, _OF_THIS_RANK):
+        if isinstance(error, OF_THIS_RANK):
             raise
-        raise RuntimeError(
-            "All ranks must answer, got no answer: another rank has died, hangs, or raised an error of its own (look at"
-            " its output first), or the network broke. Training cannot go on without it: restart all ranks from the"
-            f" newest checkpoint. The message failed with: {error}"
-        ) from error
+        raise RuntimeError(f"{NO_ANSWER}{error}") from error
 
 
 @dataclass

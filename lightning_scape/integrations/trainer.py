@@ -42,6 +42,7 @@ from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
 from lightning_scape.checkpoint.saver import RNG, SavedContent, Saver, host_checkpoint, host_content
 from lightning_scape.comm.collectives import Communicator, broadcast_tensors, is_distributed
+from lightning_scape.comm.errors import explained_messages
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
 from lightning_scape.integrations import advice, rendezvous, swap, two_level
@@ -304,6 +305,11 @@ class ScapeStrategy(DDPStrategy):
         return result
 
     @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with explained_messages():  # those of a sharded module
+            return super().backward(*args, **kwargs)
+
+    @override
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         plugin = self.precision_plugin
@@ -434,7 +440,15 @@ class ScapeStrategy(DDPStrategy):
         if self._progress_bar is not None:
             vars(self._progress_bar).pop("get_metrics", None)
             self._progress_bar = None
-        super().teardown()
+        if not self._nodes.several:
+            super().teardown()
+            return
+        # Not super(): it moves the module to the CPU, and a sharded one stays where its mesh is.
+        self.model = self.lightning_module
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            part.teardown()
 
 
 @contextmanager

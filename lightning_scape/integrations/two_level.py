@@ -30,6 +30,7 @@ from lightning_scape.comm.collectives import (
     new_node_groups,
     world_size,
 )
+from lightning_scape.comm.errors import explained_messages
 from lightning_scape.config import ScapeConfig
 from lightning_scape.engine.local_shards import local
 
@@ -268,7 +269,8 @@ class ThroughForward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
-        return self.module(*args, **kwargs)
+        with explained_messages():
+            return self.module(*args, **kwargs)
 
 
 # --------------------------------------------------------------------------------------------- state dicts
