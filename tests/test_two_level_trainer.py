@@ -94,10 +94,10 @@ def _fit(rank: int, world_size: int, size: Any, model: dict[str, Any], how: dict
     how = dict(how)
     chosen = strategy(size, how.pop("sparsity", 0.0), **how.pop("options", {}))
     module = Blocks(**model)
-    module.automatic_optimization = True
     trainer = make_trainer(chosen, max_epochs=2, **how)
     trainer.fit(module)
     assert (type(module).__name__ != "Blocks") == (size != 1)
+    assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": rank}
     return wholes(module), ours(trainer).engine.clipping.skipped_total
 
 
