@@ -161,7 +161,7 @@ def mean_residuals(state: dict[str, Any]) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore:The checkpoint")
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, 0), (4, 2)), ((4, 2), (3, 0)), ((4, 2), (2, 1)), ((6, 2), (4, 2)), ((6, 3), (6, 2))],
+    [((2, 0), (4, 2)), ((4, 2), (3, 0)), ((4, 2), (2, 1)), ((6, 2), (4, 2))],
     ids=lambda mesh: f"{mesh[0]} ranks on {mesh[1]} nodes" if mesh[1] else f"{mesh[0]} flat",
 )
 def test_any_mesh_goes_on_from_any_other(
@@ -228,7 +228,12 @@ def test_it_goes_on_from_plain_adamw(run_ranks: Any, kind: str) -> None:
 # ------------------------------------------------------------------------------------------------ under the Trainer
 
 
-def _resume(rank: int, world_size: int, folder: str, kind: str) -> None:
+def _resume(rank: int, world_size: int, folder: str) -> None:
+    for kind in ("full", "sharded"):
+        _resume_from(kind, folder)
+
+
+def _resume_from(kind: str, folder: str) -> None:
     from test_two_level_trainer import Blocks, strategy, wholes
 
     def fit(size: Any, epochs: int, path: str | None = None, **options: Any) -> tuple[Any, Any]:
@@ -251,8 +256,5 @@ def _resume(rank: int, world_size: int, folder: str, kind: str) -> None:
     assert torch.equal(wholes(flat), before)
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_the_trainer_resumes_exactly_and_flat_ranks_load_the_checkpoint(
-    run_ranks: Any, tmp_path: Path, kind: str
-) -> None:
-    run_ranks(_resume, 4, str(tmp_path), kind)
+def test_the_trainer_resumes_exactly_and_flat_ranks_load_the_checkpoint(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(_resume, 4, str(tmp_path))

@@ -34,6 +34,9 @@ from lightning_scape.comm.errors import explained_messages
 from lightning_scape.config import ScapeConfig
 from lightning_scape.engine.local_shards import local
 
+_prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Roots that have this module's hooks."""
+
 
 class Nodes:
     """The ranks as a mesh of nodes, and what a host does with it. With one rank a node there is nothing to do.
@@ -137,7 +140,10 @@ class Nodes:
         if hasattr(root, "set_reduce_scatter_unused_params"):  # from torch 2.13
             # Else ranks that use other experts of a mixture would reduce other gradients with one another.
             root.set_reduce_scatter_unused_params(True)
-        _take_whole_states(module)
+        if module not in _prepared:  # else an earlier fit has done it
+            _prepared.add(module)
+            _take_whole_states(module)
+            _AfterEvaluation(module)
         self._note_replaced(before, module)
 
     def _note_replaced(self, before: Mapping[str, nn.Parameter], module: nn.Module) -> None:
@@ -255,6 +261,31 @@ def without_gradient_sync(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         root.set_requires_gradient_sync(True)
+
+
+class _AfterEvaluation:
+    """Lets go of gathered parameters after a forward pass without gradients, which no backward pass follows.
+
+    FSDP2 would keep the root's: ``module.parameters()`` would then give the gathered copies, also to whoever builds the
+    next optimizer.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._depth = 0  # a module may call itself: only the outermost call ends the pass
+        root.register_forward_pre_hook(self._enter)
+        root.register_forward_hook(self._leave, always_call=True)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        self._depth += 1
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._depth -= 1
+        if not self._depth and not torch.is_grad_enabled():
+            for each in module.modules():
+                if isinstance(each, FSDPModule):
+                    each.reshard()
 
 
 class ThroughForward(nn.Module):
