@@ -254,6 +254,12 @@ def _resume_from(kind: str, folder: str) -> None:
         warnings.simplefilter("ignore")
         flat, _ = fit(1, 1, path)  # nothing is left to train: the weights are those saved
     assert torch.equal(wholes(flat), before)
+    losses = []
+    for size in (1, 2):  # evaluation alone shards too
+        evaluated = make_trainer(strategy(size), limit_val_batches=1.0)
+        evaluated.validate(Blocks(), ckpt_path=path, verbose=False)
+        losses.append(float(evaluated.callback_metrics["val_loss"]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_the_trainer_resumes_exactly_and_flat_ranks_load_the_checkpoint(run_ranks: Any, tmp_path: Path) -> None:

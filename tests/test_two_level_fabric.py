@@ -14,7 +14,7 @@ from trainer_helpers import MARKS, GivenRanks
 from two_level_helpers import make_mesh, whole
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer
-from lightning_scape.integrations import swap
+from lightning_scape.integrations import advice, swap
 
 pytestmark = MARKS
 
@@ -78,6 +78,8 @@ def _as_flat(rank: int, world_size: int) -> list[Any]:
     for size in (1, 2):
         fabric = make_fabric(size, sparsity=0.0)
         model, optimizer = build(fabric)
+        said = advice.what_holds(swap.scape_optimizers([optimizer]), 4, advice.as_call("FabricScapeStrategy"))
+        assert ("per rank and step between nodes of 2 ranks" in said) == (size == 2)
         found += [train(fabric, model, optimizer, range(4)), wholes(model)]
     return found
 

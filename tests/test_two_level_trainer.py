@@ -125,7 +125,7 @@ def _fit_all(rank: int, world_size: int) -> dict[str, tuple[Tensor, Tensor]]:
 def test_at_density_1_it_trains_as_flat_ranks_do(run_ranks: Any) -> None:
     everyone = run_ranks(_fit_all, 4)
     for case, (_, how) in CASES.items():
-        # Sums over ranks in another order; clipped by the root mean square of the nodes' norms, of the ranks' when flat.
+        # Sums over ranks in another order. Clipping: by the root mean square of the nodes' norms, or of the ranks'.
         close = {"rtol": 0.05, "atol": 0.02} if "gradient_clip_val" in how else {"rtol": 1e-4, "atol": 2e-5}
         for found in everyone:
             flat, nodes = found[case]

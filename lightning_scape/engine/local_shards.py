@@ -139,6 +139,12 @@ def _problem_of_parameter(name: str, parameter: Tensor, mesh: DeviceMesh) -> str
             f"Parameters must be sharded by rows, Shard(0), got {name} with {placements[0]}. Leave out"
             " `shard_placement_fn`."
         )
+    if parameter.device.type != mesh.device_type:
+        return (
+            f"Sharded parameters must stay on their mesh's device, {mesh.device_type}, got {name} on"
+            f" {parameter.device.type}. Leave out CPUOffloadPolicy; `residual_device='cpu'` keeps the residual in host"
+            " memory."
+        )
     if parameter.device_mesh != mesh:
         return f"Parameters must be sharded over one mesh, got {name} on {parameter.device_mesh} and others on {mesh}."
     return None
