@@ -37,14 +37,14 @@ class Blocks(Regression):
         self.kind = kind
         if "user" in kind:  # who shards a module before the strategy sees it must see to it that ranks start equal
             torch.manual_seed(0)
-        if kind != "meta":
+        if "meta" not in kind:
             self.net = self.make()
 
     def make(self) -> nn.Module:
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.tail = nn.Linear(WIDTH, 3)
         self.extra = nn.Linear(WIDTH, 3)
-        if self.kind == "tied and frozen":
+        if "tied" in self.kind:
             self.extra.weight = self.tail.weight
             self.blocks[1].up.weight = self.blocks[0].up.weight
             self.tail.bias.requires_grad_(False)
@@ -53,9 +53,11 @@ class Blocks(Regression):
         return nn.Identity()
 
     def configure_model(self) -> None:
-        if self.kind == "meta" and not hasattr(self, "blocks"):
+        if "meta" in self.kind and not hasattr(self, "blocks"):
             with self.trainer.init_module(empty_init=True):
                 self.net = self.make()
+            if self.kind == "meta, sharded":
+                fully_shard(self.blocks[0], mesh=self.trainer.strategy.device_mesh["shard"])
         if self.kind == "by the user":
             for block in self.blocks:
                 fully_shard(block, mesh=self.trainer.strategy.device_mesh["shard"])
@@ -167,10 +169,13 @@ def test_precisions_and_a_skip_on_one_rank(run_ranks: Any) -> None:
 
 
 def _from_meta(rank: int, world_size: int) -> tuple[Tensor, list[str]]:
-    module = Blocks("meta")
+    module = Blocks("meta, tied")
     for _ in range(2):
         trainer = make_trainer(strategy("node", 0.9), max_epochs=1, limit_val_batches=1)
         trainer.fit(module)
+    assert module.extra.weight is module.tail.weight
+    with pytest.raises(ValueError, match="on the meta device must be sharded by the strategy"):
+        make_trainer(strategy("node", 0.9)).fit(Blocks("meta, sharded"))
     return wholes(module), [type(each).__name__ for each in module.modules() if type(each).__name__.startswith("FSDP")]
 
 
@@ -178,7 +183,7 @@ def test_a_model_of_one_node_is_made_from_the_meta_device_unit_by_unit(run_ranks
     first, second = run_ranks(_from_meta, 2)  # two fits of one module
     assert torch.equal(first[0], second[0])
     assert bool(torch.isfinite(first[0]).all())
-    assert first[1] == ["FSDPBlocks", "FSDPBlock", "FSDPBlock"]
+    assert first[1] == ["FSDPBlocks"]  # both blocks use one matrix, so the root holds both
 
 
 class Compiled(Blocks):

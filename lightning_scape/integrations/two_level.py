@@ -220,10 +220,23 @@ def _own(module: nn.Module) -> list[Tensor]:
 
 
 def _materialize(unit: nn.Module, device: torch.device) -> None:
-    """Gives memory and first values to what is on the meta device."""
+    """Gives memory and first values to what is on the meta device; tied parameters stay tied."""
     empty = [each for each in unit.modules() if any(tensor.is_meta for tensor in _own(each))]
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for each in empty:
+        for name, parameter in each.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                raise ValueError(
+                    f"A module on the meta device must be sharded by the strategy, got {name!r} of a"
+                    f" {type(each).__name__} that you have sharded. Leave out your fully_shard, or make the module on"
+                    " a real device."
+                )
+            places.setdefault(id(parameter), []).append((each, name))
     for each in empty:
         each.to_empty(device=device, recurse=False)
+    for (first, name), *others in places.values():
+        for other, other_name in others:
+            setattr(other, other_name, getattr(first, name))
     without = set()
     for each in empty:
         reset = getattr(each, "reset_parameters", None)
