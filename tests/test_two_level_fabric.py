@@ -8,8 +8,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from trainer_helpers import MARKS, GivenRanks
 from two_level_helpers import make_mesh, whole
 
@@ -91,6 +92,44 @@ def test_accumulation_trains_as_on_flat_ranks_and_the_norm_is_the_same(run_ranks
     torch.testing.assert_close(nodes, flat, rtol=1e-4, atol=1e-5)
     for found in everyone:
         assert torch.equal(found[3], nodes)
+
+
+class Experts(Model):
+    """Every rank uses one of two experts, and leaves the other out of its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Chooser()])
+
+
+class Chooser(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.experts[dist.get_rank() % 2](inputs)
+
+
+def _choose(rank: int, world_size: int) -> list[Tensor]:
+    found = []
+    for size in (1, 2):
+        fabric = make_fabric(size, sparsity=0.0)
+        torch.manual_seed(0)
+        model = Experts()
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 1e-2))
+        train(fabric, model, optimizer, range(3))
+        found.append(wholes(model))
+    return found
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+    reason="FSDP2 counts zeros for parameters that a rank does not use from torch 2.13 on",
+)
+def test_ranks_of_a_node_may_use_other_experts(run_ranks: Any) -> None:
+    for flat, nodes in run_ranks(_choose, 4):
+        torch.testing.assert_close(nodes, flat, rtol=1e-4, atol=1e-5)
 
 
 def _save_and_load(rank: int, world_size: int, kind: str, folder: str) -> None:
