@@ -324,3 +324,24 @@ def _plain_mesh(rank: int, world_size: int) -> None:
     holder.set_gradients(gradient(holder, 0, 0))
     optimizer.step()
     assert optimizer.communicator.world_size == 1
+
+
+def _nothing_here(rank: int, world_size: int) -> None:
+    mesh = make_mesh(2)
+    holder, plain = sharded(Holder([(1, 400)]), mesh), Holder([(1, 400)])
+    optimizer = build(holder, mesh, sparsity=0.99)
+    for step in range(4):
+        holder.set_gradients(mean_gradient(plain, node_of(rank, 2), step))
+        optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+        assert_nodes_equal(holder, mesh)
+    optimizer.consolidate_state_dict(to=0)
+    assert local(holder.held[0]).numel() == (0 if rank % 2 else 400)
+    box = [optimizer.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(box, 0)
+    assert box[0]["state"][0]["exp_avg"].shape == (1, 400)
+    build(sharded(Holder([(1, 400)]), mesh), mesh, sparsity=0.99).load_state_dict(box[0])
+
+
+def test_a_rank_may_hold_nothing_at_all(run_ranks: Any) -> None:
+    run_ranks(_nothing_here, 4)

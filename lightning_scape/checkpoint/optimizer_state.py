@@ -152,7 +152,7 @@ def _joined(snapshot: Snapshot, tensors: Iterable[tuple[str, Tensor]], to: int) 
         if index is not None:
             yield key, torch.cat(cut)
             continue
-        yield from ((mask_key(rank, len(cut)), mask.view(blocks[rank], -1)) for rank, mask in enumerate(cut))
+        yield from ((mask_key(rank, len(cut)), mask.view(blocks[rank], part.shape[1])) for rank, mask in enumerate(cut))
 
 
 def merge_shards(saved: SavedShards) -> dict[str, Any]:
