@@ -3,8 +3,11 @@
     sudo python examples/bench_two_hosts.py                     # everything, about 20 minutes on two quiet cores
     sudo python examples/bench_two_hosts.py --short             # a few steps of one model, one link: does it work here?
     sudo python examples/bench_two_hosts.py --hosts 4 --models pythia-14m --links 1gbit
+    sudo python examples/bench_two_hosts.py --ranks-per-host 2 --models pythia-14m --links 1gbit
 
 Hosts are network namespaces (see two_hosts.py), one rank each, pinned to a core with one thread, launched by torchrun.
+With --ranks-per-host 2 the ranks of a host share its core and its link; they talk to each other by its loopback, which
+is not limited. Then HSDP (dense between hosts), flat SCAPE and SCAPE with local_group_size are compared.
 In each round every method trains for some steps, one after the other in the same processes, on the same model; rounds
 repeat the order, so that whatever else the machine does hits all alike. A round that is done is not measured again.
 
@@ -45,7 +48,11 @@ METHODS = {
     "scape-0": "ScapeStrategy 0 (dense AdamS)",
     "scape-0.9": "SCAPE 0.9",
     "scape-0.99": "SCAPE 0.99",
+    "hsdp": "HSDP (fully_shard on a mesh of hosts and ranks)",
+    "nodes-0.99": "SCAPE 0.99, local_group_size 2",
 }
+OF_NODES = ("compute", "hsdp", "scape-0.99", "nodes-0.99")
+"""Methods for hosts of several ranks, by default; the two that need them are left out elsewhere."""
 PAPER = 3.26
 """Speed-up per step of the paper: Llama-1.8B, 32 GPUs, SCAPE over dense AdamS."""
 TOLERANCE = 0.05
@@ -57,6 +64,9 @@ TARGETS = (
     ("scape-0.99 step over compute only", 1.3, "pythia-14m", "100mbit"),
     ("ddp step over scape-0.99's", 10.0, "pythia-14m", "100mbit"),
     ("scape-0.9 step over compute only", 1.35, "pythia-14m", "1gbit"),
+    ("hsdp step over nodes-0.99's", 2.0, None, "1gbit"),
+    ("scape-0.99 step over nodes-0.99's", 1.0, None, "1gbit"),
+    ("nodes-0.99 sends fewer bytes than scape-0.99", 2 / 1.05, None, None),
 )
 
 
@@ -65,8 +75,9 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--models", nargs="+", default=["pythia-14m", "pythia-31m"], help="LitGPT configurations, real vocabulary")
     add("--links", nargs="+", default=["10gbit", "1gbit", "100mbit"], help="rates of the links")
-    add("--methods", nargs="+", choices=METHODS, default=[*METHODS])
+    add("--methods", nargs="+", choices=METHODS, help="default: all that the number of ranks allows")
     add("--hosts", type=int, default=2, help="more than two are joined by a switch")
+    add("--ranks-per-host", type=int, default=1, help="they share the host's core and link")
     add("--rounds", type=int, default=2)
     add("--batch-size", type=int, default=2, help="sequences of a rank's step")
     add("--context", type=int, default=128, help="tokens of a sequence")
@@ -77,13 +88,19 @@ def parse_arguments() -> argparse.Namespace:
     add("--out", type=Path, default=Path("out/bench_two_hosts"))
     add("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.methods is None:
+        flat = [method for method in METHODS if method not in ("hsdp", "nodes-0.99")]
+        args.methods = flat if args.ranks_per_host == 1 else [*OF_NODES]
+    if args.ranks_per_host == 1 and {"hsdp", "nodes-0.99"} & set(args.methods):
+        parser.error("hsdp and nodes-0.99 need --ranks-per-host 2 or more, got 1")
     if args.short:
         args.models, args.links, args.rounds, args.max_steps = ["tiny"], ["1gbit"], 1, 3
     return args
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("methods", "hosts", "batch_size", "context", "max_steps", "seconds")
+    names = ["methods", "hosts", "batch_size", "context", "max_steps", "seconds"]
+    names += ["ranks_per_host"] if args.ranks_per_host > 1 else []
     return {name: getattr(args, name) for name in names}
 
 
@@ -140,6 +157,7 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
     import torch.distributed as dist
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.functional import cross_entropy
     from torch.utils.data import DataLoader, TensorDataset
@@ -153,10 +171,15 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
             self.gpt = build(model_name)
 
         def configure_model(self) -> None:
-            if method == "fsdp":
+            if method in ("fsdp", "hsdp"):
+                mesh = self.device_mesh["data_parallel"]
+                if method == "hsdp":
+                    grid = (dist.get_world_size() // args.ranks_per_host, args.ranks_per_host)
+                    mesh = init_device_mesh("cpu", grid, mesh_dim_names=("replicate", "shard"))
                 for block in self.gpt.transformer.h:
-                    fully_shard(block, mesh=self.device_mesh["data_parallel"])
-                fully_shard(self.gpt, mesh=self.device_mesh["data_parallel"])
+                    # Models this small need no memory back between forward and backward; nodes-0.99 does the same.
+                    fully_shard(block, mesh=mesh, reshard_after_forward=False if method == "hsdp" else None)
+                fully_shard(self.gpt, mesh=mesh)
 
         def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
             (tokens,) = batch
@@ -183,6 +206,11 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
 
     def bf16_hook(state, bucket):  # DDP wants its annotations as classes or not at all
         return default_hooks.bf16_compress_hook(state, bucket)
+
+    def scape_strategy(method: str) -> ScapeStrategy:
+        kind, sparsity = method.split("-")
+        nodes = {"local_group_size": "node", "reshard_after_forward": False} if kind == "nodes" else {}
+        return ScapeStrategy(sparsity=float(sparsity), sparsity_warmup_steps=0, **nodes)
 
     class Watch(pl.Callback):
         """Times steps and counts bytes, from the end of the warm-up to as many steps as there is time for."""
@@ -214,9 +242,9 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
                     "seconds": self.seconds,
                     "sent": sent,
                     "headers": headers,
-                    "expected": expected_bytes(method, trainer, self.parameters)
+                    "expected": expected_bytes(method, trainer, self.parameters, args.ranks_per_host)
                     if stats is None
-                    else stats.bytes_total,
+                    else crossing(method, stats.bytes_total, args.ranks_per_host),
                     "counted": stats is not None,
                     "phases": dict(stats.seconds) if stats is not None else None,
                 }
@@ -247,11 +275,12 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
         # One bucket: with several, gloo calls the hook's callbacks in another order on each rank, and aborts.
         "powersgd": lambda: Hooked(bucket_cap_mb=4096),
         "fsdp": lambda: ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1),
-    }.get(method, lambda: ScapeStrategy(sparsity=float(method.removeprefix("scape-")), sparsity_warmup_steps=0))()
+        "hsdp": lambda: ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1),
+    }.get(method, lambda: scape_strategy(method))()
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=1,
-        num_nodes=dist.get_world_size(),
+        devices=args.ranks_per_host,
+        num_nodes=dist.get_world_size() // args.ranks_per_host,
         strategy=strategy,
         max_epochs=1,
         callbacks=[watch],
@@ -266,10 +295,26 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
     return watch.figures
 
 
-def expected_bytes(method: str, trainer: Any, numels: list[int]) -> float | None:
-    """What a rank of a dense method sends in a step; None where it is not known (PowerSGD's depends on buckets)."""
+def crossing(method: str, counted: int, ranks_per_host: int) -> float:
+    """What a host sends to others in a step, of the bytes that each of its ranks counted: gloo sends by pairs."""
+    import torch.distributed as dist
+
+    if ranks_per_host == 1:
+        return counted
+    peers = dist.get_world_size() - 1
+    abroad = 1.0 if method.startswith("nodes") else (peers + 1 - ranks_per_host) / peers
+    return counted * ranks_per_host * abroad
+
+
+def expected_bytes(method: str, trainer: Any, numels: list[int], ranks_per_host: int) -> float | None:
+    """What a host sends in a step of a dense method; None where it is not known (PowerSGD's depends on buckets)."""
     size, ranks = sum(numels), trainer.world_size
     share = (ranks - 1) / ranks
+    if method == "hsdp":  # each of the host's ranks reduces its shard of the gradient with the other hosts
+        hosts = ranks // ranks_per_host
+        return 2 * (hosts - 1) / hosts * 4 * size
+    if ranks_per_host > 1 and method != "compute":
+        return None
     if method in ("ddp", "ddp-bf16"):
         # Rank 0 also sends its buffers (the rotary angles) ahead of each forward pass.
         buffers = sum(buffer.numel() * buffer.element_size() for buffer in trainer.lightning_module.buffers())
@@ -289,7 +334,8 @@ def launch(hosts: Hosts, args: argparse.Namespace, model: str, link: str, path: 
     """One torchrun per host; ends when all have."""
     cores = sorted(os.sched_getaffinity(0))
     flags = [f"--models={model}", f"--links={link}", f"--worker={path}", "--methods", *args.methods]
-    flags += [f"--{n}={getattr(args, n.replace('-', '_'))}" for n in ("batch-size", "context", "max-steps", "seconds")]
+    given = ("batch-size", "context", "max-steps", "seconds", "ranks-per-host")
+    flags += [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in given]
     logs, running = [], []
     environ = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     try:
@@ -298,7 +344,8 @@ def launch(hosts: Hosts, args: argparse.Namespace, model: str, link: str, path: 
             logs.append(log)
             torchrun = [
                 *("taskset", "--cpu-list", str(cores[index % len(cores)])),
-                *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", "--nproc-per-node=1"),
+                *(sys.executable, "-m", "torch.distributed.run"),
+                *(f"--nnodes={len(hosts)}", f"--nproc-per-node={args.ranks_per_host}"),
                 *(f"--node-rank={index}", f"--master-addr={hosts[0].address}", "--master-port=29500"),
             ]
             with log.open("w") as out:
@@ -337,7 +384,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         hosts = None
         for number, (index, model, link) in enumerate(todo, 1):
-            path = cells / f"{model}-{link}-{args.hosts}hosts-round{index}.json"
+            each = f"-{args.ranks_per_host}each" if args.ranks_per_host > 1 else ""
+            path = cells / f"{model}-{link}-{args.hosts}hosts{each}-round{index}.json"
             if not path.exists() or (cell := json.loads(path.read_text())).get("settings") != settings(args):
                 hosts = hosts or stack.enter_context(Hosts(args.hosts, link))
                 hosts.set_rate(link)
@@ -454,7 +502,7 @@ def table(results: dict[str, Any]) -> str:
         [
             *lines,
             "",
-            "\\* sent per rank and step by the interface, less the headers of its packets, is within 5% (and 4 KB) of"
+            "\\* sent per host and step by the interface, less the headers of its packets, is within 5% (and 4 KB) of"
             " what the package counted (SCAPE) or of what is computed (dense methods).",
         ]
     )
@@ -468,12 +516,13 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
             if (model or cell["model"], link or cell["link"]) != (cell["model"], cell["link"]):
                 continue
             m = cell["methods"]
+            first, last = what.split()[0], what.split()[-1].removesuffix("'s")
             if "sends fewer" in what:
-                names, key, least = ("ddp", "scape-0.99"), "sent", True
-            elif what.startswith("ddp step"):
-                names, key, least = ("ddp", "scape-0.99"), "seconds", True
+                names, key, least = (last, first), "sent", True
+            elif last == "only":
+                names, key, least = (first, "compute"), "seconds", False
             else:
-                names, key, least = (what.split()[0], "compute"), "seconds", False
+                names, key, least = (first, last), "seconds", True
             if all(name in m for name in names):
                 value = m[names[0]][key] / m[names[1]][key]
                 met = value >= aim if least else value <= aim
@@ -544,8 +593,9 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     from lightning_scape import planning as planner
 
-    compared = planner.compare_with_measured(results)
-    results["planner"] = {"median_error": planner.median_error(compared), "steps": len(compared)}
+    compared = planner.compare_with_measured(results) if args.ranks_per_host == 1 else []
+    if compared:
+        results["planner"] = {"median_error": planner.median_error(compared), "steps": len(compared)}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "two_hosts.json").write_text(json.dumps(results, indent=1) + "\n")
     lines = [table(results), "", "| target | model | link | aim | measured | met |", "|---|---|---|---|---|---|"]
@@ -559,20 +609,29 @@ def main() -> int:
             f" {case['bits_per_second'] * 1e-6:.0f} Mbit/s and below (interpolated), where DDP's step takes"
             f" {case['ddp_over_compute']:.2f}x compute only.",
         ]
-    lines += ["", "| model | link | method | measured, ms | predicted by `lightning-scape plan`, ms | error |"]
-    lines += ["|---|---|---|---|---|---|"]
-    for c in compared:
-        lines.append(
-            f"| {c.model} | {c.link} | {METHODS[c.method]} | {1e3 * c.measured:.0f} | {1e3 * c.predicted:.0f}"
-            f" | {c.error:.0%} |"
-        )
-    lines += ["", f"Median error of the prediction: {results['planner']['median_error']:.1%} of {len(compared)} steps."]
+    if compared:
+        lines += shown_predictions(results, compared)
     (args.out / "two_hosts.md").write_text("\n".join(lines) + "\n")
     if {"ddp"} <= set(args.methods):
         plot(results, args.out / "two_hosts.png")
     print("\n".join(["", *lines, "", f"written to {args.out}/two_hosts.json, .md and .png"]))
     disagree = [m for cell in results["cells"] for m, row in cell["methods"].items() if row["agree"] is False]
     return 1 if disagree else 0
+
+
+def shown_predictions(results: dict[str, Any], compared: list[Any]) -> list[str]:
+    lines = ["", "| model | link | method | measured, ms | predicted by `lightning-scape plan`, ms | error |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for c in compared:
+        lines.append(
+            f"| {c.model} | {c.link} | {METHODS[c.method]} | {1e3 * c.measured:.0f} | {1e3 * c.predicted:.0f}"
+            f" | {c.error:.0%} |"
+        )
+    return [
+        *lines,
+        "",
+        f"Median error of the prediction: {results['planner']['median_error']:.1%} of {len(compared)} steps.",
+    ]
 
 
 if __name__ == "__main__":

@@ -393,7 +393,8 @@ def options_help() -> str:
         named = [
             choice for kind in kinds if typing.get_origin(kind) is typing.Literal for choice in typing.get_args(kind)
         ]
-        kind = " or ".join([*named, "null"] if NoneType in kinds else named) if named else field.type
+        plain = [kind.__name__ for kind in kinds if isinstance(kind, type) and kind is not NoneType]
+        kind = " or ".join([*plain, *named, *(["null"] if NoneType in kinds else [])]) if named else field.type
         default = "null" if field.default is None else field.default
         lines.append(f"  {_PREFIX}.{field.name} {field.name.upper()}")
         note = f"{' '.join(meanings[field.name].split())} (type: {kind}, default: {default})"

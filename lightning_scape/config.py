@@ -106,8 +106,14 @@ class ScapeConfig:
     """How ``gradient_clip_val`` measures the averaged gradient: ``"sketch"`` (estimate of its true norm, one standard
     deviation 1.1%, one 16 KB message) or ``"local"`` (root mean square of the ranks' own norms, never too small)."""
 
-    local_group_size: int = 1
-    """Ranks per node that reduce densely among themselves. Only 1, the flat case, exists so far."""
+    local_group_size: int | Literal["node"] = 1
+    """Ranks of a node that hold one replica of the model together, sharded by FSDP2 (``fully_shard``), which averages
+    their gradients densely; SCAPE runs between the nodes. ``"node"`` takes all ranks of a node. 1: every rank holds
+    the whole model. A strategy shards the model; under plain torchrun call ``fully_shard`` yourself."""
+
+    reshard_after_forward: bool = True
+    """With ``local_group_size`` above 1: True frees a block's gathered parameters after its forward pass and gathers
+    them again for the backward pass (ZeRO-3's memory). False keeps them in between (ZeRO-2's)."""
 
     # A name: jsonargparse (LightningCLI) takes no dtype as the default inside a nested `config:` block.
     residual_dtype: torch.dtype | str = "float32"
@@ -149,15 +155,14 @@ class ScapeConfig:
                     f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}. Use {choices[0]!r} if"
                     " unsure."
                 )
-        if not isinstance(self.bias_correction, bool):
+        for name, usual in (("bias_correction", False), ("reshard_after_forward", True)):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"`{name}` must be True or False, got {value!r}. Pass a bool; {usual} if unsure.")
+        size = self.local_group_size
+        if size != "node" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(
-                f"`bias_correction` must be True or False, got {self.bias_correction!r}. Pass a bool; False is the"
-                " paper's text."
-            )
-        if self.local_group_size != 1:
-            raise ValueError(
-                f"`local_group_size` must be 1, got {self.local_group_size!r}: two-level groups (dense inside a node,"
-                " sparse between nodes) are not built yet. Leave it at 1, the flat case."
+                f'`local_group_size` must be a whole number >= 1 or "node", got {size!r}. Use "node" for all ranks of a'
+                " node, 1 to train without sharding."
             )
         object.__setattr__(self, "residual_dtype", _as_dtype(self.residual_dtype))
         if self.residual_device is not None:

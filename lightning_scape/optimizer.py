@@ -14,10 +14,11 @@ from lightning_scape.checkpoint import optimizer_state as checkpoint
 from lightning_scape.checkpoint.source import OwnShards, SavedShards
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_mask_group
 from lightning_scape.config import ScapeConfig
+from lightning_scape.engine import local_shards
 from lightning_scape.engine.convert import check_convertible, with_fitting_update
 from lightning_scape.engine.mask import SparsitySchedule
 from lightning_scape.engine.parameters import Parameters
-from lightning_scape.engine.replicas import check_same_setup
+from lightning_scape.engine.replicas import check_same_setup_everywhere
 from lightning_scape.engine.state import ScapeState
 from lightning_scape.engine.stats import StepStats
 from lightning_scape.engine.step import Engine
@@ -49,10 +50,12 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
     Args:
         params: parameters or parameter groups: dense, float, on one device. Frozen ones (``requires_grad=False``) are
-            left out for good.
+            left out for good. After ``fully_shard`` over the ranks of a node (a 1-D mesh) they are DTensors: SCAPE then
+            runs between the nodes, on the rows that this rank holds (docs/design.md, 6).
         lr, betas, eps, weight_decay: of AdamW or AdamS, per group; weight decay is decoupled.
         config: all options of SCAPE.
-        process_group: data-parallel ranks; None is the default group (no group: one rank).
+        process_group: data-parallel ranks; None is the default group (no group: one rank). For DTensors the ranks
+            that hold the same rows, one of each node: ``mesh["replicate"].get_group()``; None where there is one node.
         mask_group: group for the mask exchange; None makes one.
         communicator: sends the messages, in place of one over the two groups (simulated ranks, another transport).
         total_steps: steps of the run, where known: the default warm-up of the sparsity is no longer than that.
@@ -90,10 +93,17 @@ class ScapeOptimizer(torch.optim.Optimizer):
         parameters.rename(named_parameters)
         if communicator is None:
             check_joined()
+        given = [parameter for group in self.param_groups for parameter in group["params"]]  # frozen ones included
+        if process_group is None and local_shards.holds_everything(given):
+            communicator = communicator or Communicator.alone()
         comm = communicator or Communicator(process_group, mask_group or new_mask_group(process_group))
-        problem = parameters.problem(self.param_groups)
-        check_same_setup(comm, _describe(self.config, parameters, self.param_groups), problem, parameters.device)
-        self.engine = Engine(self.param_groups, parameters, self.config, comm, total_steps)
+        shards = local_shards.shard_communicator(given)
+        problem = parameters.problem(self.param_groups) or local_shards.problem(
+            parameters.names, parameters.tensors, config.local_group_size, process_group
+        )
+        setup = _describe(self.config, parameters, self.param_groups)
+        check_same_setup_everywhere(comm, shards, setup, problem, parameters.device)
+        self.engine = Engine(self.param_groups, parameters, self.config, comm, total_steps, shards)
         """The step and its state. Not for users; tests, benchmarks and simulated ranks look at training through it."""
         self._shared = _Shared()
 
@@ -301,7 +311,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: with several ranks, :meth:`consolidate_state_dict` was not called since the last step.
         """
-        if self.engine.comm.world_size == 1:
+        if self.engine.comm.world_size == self.engine.shards.world_size == 1:
             self.consolidate_state_dict()
         if self._shared.consolidated is None:
             raise RuntimeError(
@@ -315,9 +325,9 @@ class ScapeOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any] | SavedShards) -> None:
         """Takes this rank's part of a whole state, or of a sharded one. Call on every rank, with the same state.
 
-        A state of another number of ranks is resharded: moments, last steps and masters exactly, residuals so that
-        their mean over ranks is kept. One of another block length or sparsity drops the masks. One of AdamW, Adam or
-        AdamS gives its first moments. Each with a warning that says so.
+        A state of another number of ranks, or of ranks that hold a replica together, is resharded: moments, last steps
+        and masters exactly, residuals so that their mean over replicas is kept. One of another block length or sparsity
+        drops the masks. One of AdamW, Adam or AdamS gives its moments. Each with a warning that says so.
 
         Raises:
             ValueError: parameters or groups differ in number, order or shape, or the format is newer than this
@@ -329,7 +339,9 @@ class ScapeOptimizer(torch.optim.Optimizer):
         snapshot, rank = self._snapshot(state), self.engine.comm.rank
         # All ranks load the same whole state, and raise the same errors. Each reads its own part of a directory.
         ranks = self.engine.comm if isinstance(state_dict, SavedShards) else Communicator.alone()
-        loaded = ranks.raise_on_all_ranks(lambda: checkpoint.load(snapshot, state_dict, rank, self.param_groups))
+        loaded = self.engine.shards.raise_on_all_ranks(
+            lambda: ranks.raise_on_all_ranks(lambda: checkpoint.load(snapshot, state_dict, rank, self.param_groups))
+        )
         loaded.take_up(snapshot)
         for group, saved in zip(self.param_groups, loaded.param_groups, strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
@@ -338,7 +350,9 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
     def _snapshot(self, state: ScapeState) -> checkpoint.Snapshot:
         engine = self.engine
-        return checkpoint.Snapshot(state, engine.layout, self.config, engine.parameters, engine.masks, engine.clipping)
+        return checkpoint.Snapshot(
+            state, engine.layout, self.config, engine.parameters, engine.masks, engine.clipping, engine.shards
+        )
 
 
 def _describe(config: ScapeConfig, parameters: Parameters, groups: list[dict[str, Any]]) -> dict[str, Any]:

@@ -51,15 +51,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parameter_bytes=2 if args.precision == "bf16-true" else 4,
             clip=not args.no_clipping,
         )
-        predictions = planner.predict(job, link, machine, args.sparsity)
+        inside = Link(bandwidth=args.node_bandwidth * 1e9, latency=5e-6) if job.ranks_per_node > 1 else None
+        predictions = _predict(job, link, machine, args.sparsity, inside)
+        if inside is not None:
+            assumed.append(f"a rank reaches the others of its node at {args.node_bandwidth:g} GB/s")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(report(args.model, job, link, machine, predictions, assumed, memory=args.memory * 1e9))
+    print(report(args.model, job, link, machine, predictions, assumed, memory=args.memory * 1e9, inside=inside))
     if args.plot is not None:
         plot(args.plot, args.model, job, link, machine, args.sparsity)
         print(f"\nplotted to {args.plot}")
     return 0
+
+
+def _predict(
+    job: Job, link: Link, machine: Machine, sparsities: Sequence[float], inside: Link | None
+) -> list[Prediction]:
+    """Of all methods; those that shard inside a node too, where nodes have several ranks."""
+    flat = planner.predict(job, link, machine, sparsities)
+    return flat if inside is None else flat + planner.predict_nodes(job, link, machine, inside, sparsities)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -78,6 +89,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--context", type=count, default=128, help="with --measure: tokens of a sequence")
     add("--memory-bandwidth", type=positive, default=1500.0, help="without --measure: of the device, GB/s (1500)")
     add("--memory", type=positive, default=80.0, help="of a rank's device, GB; advice is what fits (default: 80)")
+    add("--node-bandwidth", type=positive, default=200.0, help="between the ranks of a node, GB/s (default: 200)")
     add("--precision", choices=PRECISIONS, default="32-true", help="of the training, and of what is measured")
     add("--no-clipping", action="store_true", help="the gradient norm is not clipped")
     add("--sparsity", type=sparsity, nargs="+", default=[0.0, 0.9, 0.99, 0.999], help="which to predict")
@@ -352,36 +364,39 @@ def report(
     assumed: Sequence[str],
     *,
     memory: float = math.inf,
+    inside: Link | None = None,
 ) -> str:
-    """Tables in Markdown, the advice first."""
-    alone = predictions[0].seconds
+    """Tables in Markdown, the advice first. ``inside`` is the link between a node's ranks, where it has several."""
+    alone, shared = predictions[0].seconds, inside is not None
     lines = [
         f"{model}: {job.parameters / 1e6:.1f}M parameters on {job.ranks} ranks ({job.ranks_per_node} per node),"
         f" {link.bandwidth * 8e-9:.3g} Gbit/s, forward and backward {planner.show_seconds(job.step_compute)}",
         "",
         planner.advice(predictions, memory),
         "",
-        "| method | step | over compute only | sent per rank and step | memory per rank*"
-        " | as fast as dense below | pays below |",
-        "|---|---|---|---|---|---|---|",
+        "| method | step | over compute only | sent per rank and step"
+        f"{' | sent per network card' if shared else ''} | memory per rank* | as fast as dense below | pays below |",
+        "|---" * (7 + shared) + "|",
     ]
     for p in predictions:
         even, pays = "-", "-"
-        if p.sparsity is not None:
+        if p.sparsity is not None and p.group_size == 1:
             even, pays = (
                 show_turning_point(job, link, machine, p.sparsity, speedup, memory) for speedup in (1.0, planner.WORTH)
             )
         needed = planner.show_bytes(p.memory) + (", too much" if p.memory > memory else "")
         lines.append(
             f"| {p.method} | {planner.show_seconds(p.seconds)} | {p.seconds / alone:.2f}x"
-            f" | {planner.show_bytes(p.bytes_sent)} | {needed} | {even} | {pays} |"
+            f" | {planner.show_bytes(p.bytes_sent)}{f' | {planner.show_bytes(p.on_card)}' if shared else ''} | {needed}"
+            f" | {even} | {pays} |"
         )
-    sparsities = [p.sparsity for p in predictions if p.sparsity is not None]
+    sparsities = [p.sparsity for p in predictions if p.sparsity is not None and p.group_size == 1]
     lines += ["", "The same work per rank on more ranks:", ""]
     scaling = planner.scaling(job, link, machine, sparsities)
     methods = [p.method for p in predictions]
     lines += [f"| ranks | {' | '.join(methods)} |", "|---" * (len(methods) + 1) + "|"]
     for ranks, row in scaling.items():
+        row += planner.predict_nodes(replace(job, ranks=ranks), link, machine, inside, sparsities) if inside else []
         lines.append(f"| {ranks} | {' | '.join(planner.show_seconds(p.seconds) for p in row)} |")
     fits = "" if memory == math.inf else f" that fit into {planner.show_bytes(memory)} (all, if none does)"
     lines += [
@@ -402,7 +417,7 @@ ASSUMPTIONS = (
     "backward is two thirds of the compute",
     "rings for all-reduce, all-gather and reduce-scatter, each node's link used once a pass",
     "an all-to-all crosses a node's link with the bytes of all its ranks",
-    "SCAPE's ranks form one flat group",
+    "SCAPE's ranks form one flat group, unless the line names a local_group_size",
 )
 
 

@@ -359,3 +359,17 @@ def test_the_benchmark_runs_every_method_counts_its_bytes_and_resumes(tmp_path: 
     assert "| SCAPE 0.99 |" in (tmp_path / "two_hosts.md").read_text()
     again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert ", 0 s] tiny 1gbit" in again.stdout  # read, not measured
+
+
+@two_host
+def test_the_benchmark_compares_nodes_of_two_ranks(tmp_path: Path) -> None:
+    options = ["--short", "--ranks-per-host=2", f"--out={tmp_path}"]
+    command = [sys.executable, str(EXAMPLES / "bench_two_hosts.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (cell,) = json.loads((tmp_path / "two_hosts.json").read_text())["cells"]
+    methods = cell["methods"]
+    assert set(methods) == {"compute", "hsdp", "scape-0.99", "nodes-0.99"}
+    assert all(row["agree"] for row in methods.values())
+    # The norm's sketch of 16 KB is most of what so small a model sends.
+    assert methods["hsdp"]["sent"] > 8 * methods["nodes-0.99"]["sent"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape.checkpoint.source import Source, held, residual_key, state_key
+from lightning_scape.engine.local_shards import is_sharded
 from lightning_scape.engine.parameters import Parameters, problem_of_group
 
 FORMAT = 1
@@ -155,6 +156,8 @@ def _check_tensor(tensor: Any, name: str, parameter: Tensor, *, integer: bool = 
         got = type(tensor).__name__
     elif tensor.layout != torch.strided:
         got = tensor.layout
+    elif is_sharded(tensor):
+        got = "a DTensor (collect whole ones by torch's get_optimizer_state_dict, `full_state_dict=True`)"
     elif tensor.numel() and (tensor.is_floating_point() == integer or tensor.is_complex()):
         got = tensor.dtype
     if got is not None:

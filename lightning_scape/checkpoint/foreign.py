@@ -56,6 +56,26 @@ def load_foreign(snapshot: Snapshot, source: Source, rank: int, groups: Sequence
     )
 
 
+def by_number(saved: Mapping[str, Any], names: Mapping[int, str]) -> Mapping[str, Any]:
+    """A dense optimizer's state by parameters' numbers, also where it was saved by their names.
+
+    By names are the whole states that torch's ``get_optimizer_state_dict`` gives, and Lightning's strategies for FSDP2.
+
+    Args:
+        saved: the state.
+        names: of the parameters, by number.
+    """
+    keys = [*saved["state"], *(key for group in saved["param_groups"] for key in group.get("params", ()))]
+    if not any(isinstance(key, str) for key in keys):
+        return saved
+    number_of = {name: number for number, name in names.items()}
+    groups = [
+        {**group, "params": [number_of.get(key, key) for key in group.get("params", ())]}
+        for group in saved["param_groups"]
+    ]
+    return {**saved, "state": {number_of.get(k, k): v for k, v in saved["state"].items()}, "param_groups": groups}
+
+
 def guess_second_moment(snapshot: Snapshot, groups: Sequence[Mapping[str, Any]], rank: int) -> None:
     """Guesses second moments from first moments: for noise, ``E[g**2] = E[m**2] * (1 + b1) / (1 - b1)``.
 

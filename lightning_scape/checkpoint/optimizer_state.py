@@ -12,7 +12,9 @@ A whole state, format 1, is tensors, numbers and strings only (``torch.load(weig
 
 ``i`` counts all parameters of the groups, as in torch's own state dicts; every tensor by parameter has its shape.
 AdamW and Adam take it as it is: ``exp_avg``, ``exp_avg_sq`` and ``step`` are theirs. With the update of AdamS,
-``exp_avg_sq`` is for them alone (:func:`~lightning_scape.checkpoint.foreign.add_second_moment`).
+``exp_avg_sq`` is for them alone (:func:`~lightning_scape.checkpoint.foreign.add_second_moment`). Where several ranks
+hold a replica together, tensors are those of the whole parameters all the same, and N is the number of replicas. Only
+the masks are by rank of a replica then: ``"shards": L, "masks": {rank: mask}``, and ``"mask": None``.
 
 A directory (:mod:`lightning_scape.checkpoint.dcp`) holds the same tensors by the keys of
 :mod:`lightning_scape.checkpoint.source`. They are flat, in the parameter's memory order, one chunk for each shard that
@@ -33,7 +35,7 @@ from torch import Tensor
 
 from lightning_scape.checkpoint.checks import FORMAT, check, check_foreign, check_mask, check_whole
 from lightning_scape.checkpoint.dcp import Chunk
-from lightning_scape.checkpoint.foreign import add_second_moment, guess_second_moment, load_foreign
+from lightning_scape.checkpoint.foreign import add_second_moment, by_number, guess_second_moment, load_foreign
 from lightning_scape.checkpoint.snapshot import Snapshot
 from lightning_scape.checkpoint.source import (
     OwnShards,
@@ -41,13 +43,16 @@ from lightning_scape.checkpoint.source import (
     Source,
     WholeState,
     held,
+    mask_key,
     parameter_of,
     residual_key,
     slot,
     state_key,
 )
 from lightning_scape.comm.collectives import Communicator
+from lightning_scape.engine.local_shards import numels_of
 from lightning_scape.engine.mask import SparsitySchedule
+from lightning_scape.layout import Layout
 
 __all__ = ["Loaded", "Snapshot", "consolidate", "load", "merge_shards", "own_shards"]
 
@@ -63,19 +68,30 @@ def own_shards(snapshot: Snapshot, communicator: Communicator, param_groups: lis
         tensors |= snapshot.chunks(functools.partial(state_key, name=name), shard, layout.local(rank).pieces)
     residual = snapshot.state.residual.view(-1)
     tensors |= snapshot.chunks(functools.partial(residual_key, rank), residual, layout.everything().pieces)
-    mask, first = snapshot.masks.active, rank * layout.shard_blocks
+    mask, first, shards = snapshot.masks.active, rank * layout.shard_blocks, snapshot.shards
     if mask is not None and first < layout.used_blocks:
         rows = mask[first : min(first + layout.shard_blocks, layout.used_blocks)]
-        tensors["mask"] = Chunk(rows, first, layout.used_blocks)
+        tensors[mask_key(shards.rank, shards.world_size)] = Chunk(rows, first, layout.used_blocks)
+    shapes = [None if mask is None else [blocks, mask.shape[1]] for blocks in _blocks_of_shards(snapshot)]
     common = {
         **_facts(snapshot, communicator.world_size),
         "shapes": {index: list(p.shape) for index, p in zip(parameters.indices, parameters.tensors, strict=True)},
         "strides": {index: list(p.stride()) for index, p in zip(parameters.indices, parameters.tensors, strict=True)},
         "tensors": [name for name, _ in snapshot.shard()],
-        "mask_shape": None if mask is None else [layout.used_blocks, mask.shape[1]],
+        "mask_shape": shapes[0] if shards.world_size == 1 else None,
+        **({} if shards.world_size == 1 else {"mask_shapes": shapes, "shards": shards.world_size}),
         "param_groups": param_groups,
     }
     return OwnShards(tensors, common)
+
+
+def _blocks_of_shards(snapshot: Snapshot) -> list[int]:
+    """Blocks that hold parameters, on each rank of a replica."""
+    parameters, layout, shards = snapshot.parameters, snapshot.layout, snapshot.shards.world_size
+    if shards == 1:
+        return [layout.used_blocks]
+    numels = [numels_of(parameters.tensors, shards, shard) for shard in range(shards)]
+    return [Layout(each, parameters.groups, layout.block_size, layout.world_size).used_blocks for each in numels]
 
 
 def _facts(snapshot: Snapshot, world_size: int) -> dict[str, Any]:
@@ -102,14 +118,43 @@ def consolidate(snapshot: Snapshot, communicator: Communicator, to: int) -> dict
     """The whole state but for ``param_groups`` on rank ``to``, in host memory; None on the others. Collective.
 
     While it collects, it needs memory for two more of the shards' tensors, whole (``8 P`` bytes), and then for all
-    ranks' residuals of one parameter.
+    ranks' residuals of one parameter. Where L ranks hold a replica, rank ``to`` is the rank ``to % L`` of replica
+    ``to // L``.
     """
-    tensors = _collected(snapshot, communicator, to)
-    if communicator.rank == to:
+    replica, place = divmod(to, snapshot.shards.world_size)
+    tensors = _collected(snapshot, communicator, replica)
+    if communicator.rank == replica and snapshot.shards.world_size > 1:
+        tensors = _joined(snapshot, tensors, place)
+    if (communicator.rank, snapshot.shards.rank) == (replica, place):
         return _merged(own_shards(snapshot, communicator, []).common, tensors)
     for _ in tensors:
         raise AssertionError("tensors arrive on one rank only")
     return None
+
+
+def _joined(snapshot: Snapshot, tensors: Iterable[tuple[str, Tensor]], to: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of all ranks of a replica, rows after rows, on its rank ``to``. Collective over the replica."""
+    shards, parameters = snapshot.shards, snapshot.parameters
+    device, ranks = snapshot.state.exp_avg.device, range(shards.world_size)
+    place_of = {index: place for place, index in enumerate(parameters.indices)}
+    numels = [numels_of(parameters.tensors, shards.world_size, rank) for rank in ranks]
+    blocks = _blocks_of_shards(snapshot)
+    for key, part in tensors:
+        index = parameter_of(key)
+        sizes = [blocks[rank] * part.shape[1] if index is None else numels[rank][place_of[index]] for rank in ranks]
+        if not any(sizes):  # no message for nothing
+            parts: list[Tensor] | None = [part.reshape(-1)] * len(sizes) if shards.rank == to else None
+        else:  # as bytes, of the same number: gloo knows no uint16
+            padded = torch.zeros(max(sizes), dtype=part.dtype, device=part.device)
+            padded[: part.numel()] = part.reshape(-1)
+            parts = shards.gather(padded.view(torch.uint8), to, device)
+        if parts is None:
+            continue
+        cut = [each.view(part.dtype)[:size] for each, size in zip(parts, sizes, strict=True)]
+        if index is not None:
+            yield key, torch.cat(cut)
+            continue
+        yield from ((mask_key(rank, len(cut)), mask.view(blocks[rank], part.shape[1])) for rank, mask in enumerate(cut))
 
 
 def merge_shards(saved: SavedShards) -> dict[str, Any]:
@@ -123,11 +168,12 @@ def _merged(common: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) ->
     shapes, strides = facts.pop("shapes"), facts.pop("strides")
     for name in ("tensors", "mask_shape", "param_groups"):
         del facts[name]
+    masks: dict[str, Any] = {"masks": {}} if facts.pop("mask_shapes", None) is not None else {}
     missed = facts.get("missed", {})
     residuals: list[dict[int, Tensor]] = [{} for _ in range(facts["world_size"])]
     whole = {
         "state": {index: {"step": facts["step"] - missed.get(index, 0)} for index in shapes},
-        "scape": {**facts, "residuals": residuals, "mask": None},
+        "scape": {**facts, "residuals": residuals, "mask": None, **masks},
     }
     for key, flat in tensors:
         place, name = slot(whole, key)
@@ -218,6 +264,8 @@ def load(
     if isinstance(saved, SavedShards):
         return _load(snapshot, saved, rank, groups)
     check_whole(saved)
+    if "scape" not in saved:
+        saved = by_number(saved, dict(zip(snapshot.parameters.indices, snapshot.parameters.names, strict=True)))
     source = WholeState(saved, snapshot.parameters)
     return (_load if "scape" in saved else _load_foreign)(snapshot, source, rank, groups)
 
@@ -307,18 +355,28 @@ def _read_residual(snapshot: Snapshot, source: Source, rank: int) -> list[str]:
         source.read(snapshot.chunks(functools.partial(residual_key, other), part, pieces))
         residual += part
     residual /= before
+    flat = snapshot.shards.world_size == source.common.get("shards", 1) == 1
+    who, what = ("ranks", "masters and masks") if flat else ("replicas", "masters")
     return [
-        f"The checkpoint was written by {before} ranks, this run has {layout.world_size}: moments, last steps, masters"
-        " and masks carry over exactly; each rank starts from the mean of the saved residuals."
+        f"The checkpoint was written by {before} {who}, this run has {layout.world_size}: moments, last steps, {what}"
+        " carry over exactly; each rank starts from the mean of the saved residuals."
     ]
 
 
 def _read_mask(snapshot: Snapshot, source: Source) -> tuple[Tensor | None, list[str]]:
     """The saved mask, completed for all blocks. If it does not fit this run's blocks: None, and a warning."""
-    layout, block_size = snapshot.layout, source.common["block_size"]
-    if source.find("mask") is None:
+    layout, block_size, shards = snapshot.layout, source.common["block_size"], snapshot.shards
+    if (saved := source.common.get("shards", 1)) != shards.world_size:
+        if source.find(mask_key(0, saved)) is None:
+            return None, []
+        return None, [
+            f"The checkpoint's masks are for {saved} ranks that hold a replica, this run has {shards.world_size}: the"
+            " first step makes its mask anew. All else carries over."
+        ]
+    key = mask_key(shards.rank, saved)
+    if source.find(key) is None:
         return None, []
-    mask = source.tensor("mask")
+    mask = source.tensor(key)
     check_mask(mask, block_size)
     if block_size != layout.block_size or mask.shape[0] != layout.used_blocks:
         return None, [
@@ -340,7 +398,7 @@ def _schedule(snapshot: Snapshot, common: Mapping[str, Any]) -> SparsitySchedule
 
 def _differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """A warning that names changed options, where they change the training."""
-    silent = ["residual_device", "max_skipped", "check_replicas_every"]
+    silent = ["residual_device", "max_skipped", "check_replicas_every", "local_group_size", "reshard_after_forward"]
     if mine["sparsity_warmup_steps"] is None:  # then the checkpoint's holds
         silent.append("sparsity_warmup_steps")
     saved = {**saved, "update": saved.get("update", "adams")}  # the only one before there was a choice

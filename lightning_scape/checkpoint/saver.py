@@ -19,6 +19,7 @@ from lightning_scape.checkpoint.optimizer_state import merge_shards
 from lightning_scape.checkpoint.rng import rng_state
 from lightning_scape.checkpoint.source import OwnShards, SavedShards
 from lightning_scape.comm.collectives import Communicator
+from lightning_scape.engine.local_shards import first_row, is_sharded, local
 
 RNG = "scape_rng"
 """Key of the ranks' random number generators in a checkpoint that is one file."""
@@ -38,7 +39,7 @@ class Content:
         """All chunks of this rank, by key."""
         chunks: dict[str, Chunk] = {}
         for name, model in self.models.items():
-            chunks |= {f"{name}.{key}": Chunk.whole(t.detach()) for key, t in model.items() if isinstance(t, Tensor)}
+            chunks |= {f"{name}.{key}": _chunk(t.detach()) for key, t in model.items() if isinstance(t, Tensor)}
         for name, shards in self.optimizers.items():
             chunks |= {f"{name}.{key}": chunk for key, chunk in shards.tensors.items()}
         if self.optimizers:
@@ -58,6 +59,13 @@ class Content:
             "optimizers": {name: shards.common for name, shards in self.optimizers.items()},
             "rest": self.rest,
         }
+
+
+def _chunk(tensor: Tensor) -> Chunk:
+    """What this rank holds of a model's tensor: some rows of a sharded one, else all."""
+    if not is_sharded(tensor):
+        return Chunk.whole(tensor)
+    return Chunk(local(tensor), first_row(tensor), tensor.shape[0])
 
 
 class SavedContent:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from lightning_scape.checkpoint.dcp import Chunk
 from lightning_scape.checkpoint.source import SAVED_AS
+from lightning_scape.comm.collectives import Communicator
 from lightning_scape.config import ScapeConfig
 from lightning_scape.engine.clipping import GradientClipping
 from lightning_scape.engine.mask import Masks
@@ -28,6 +29,8 @@ class Snapshot:
     parameters: Parameters
     masks: Masks
     clipping: GradientClipping
+    shards: Communicator = field(default_factory=Communicator.alone)
+    """The ranks that hold the other rows of the same replica."""
 
     def shard(self) -> Iterator[tuple[str, Tensor]]:
         """The shard's tensors, flat, each with the name that it is saved by."""
@@ -44,12 +47,13 @@ class Snapshot:
             blocks: all blocks, or the shard's; the pieces count the same ones.
             pieces: one chunk each.
         """
-        return {
-            key_of(self.parameters.indices[piece.segment.index]): Chunk(
-                blocks[piece.of_blocks(self.layout.block_size)], piece.start, piece.segment.numel
-            )
-            for piece in pieces
-        }
+        found = {}
+        for piece in pieces:
+            place = piece.segment.index
+            first, whole = self.parameters.first_entry(place), self.parameters.tensors[place].numel()
+            entries = blocks[piece.of_blocks(self.layout.block_size)]
+            found[key_of(self.parameters.indices[place])] = Chunk(entries, first + piece.start, whole)
+        return found
 
     def missed(self) -> dict[int, int]:
         """By parameter, the number of steps in which no rank had a gradient for it; zeros are left out."""

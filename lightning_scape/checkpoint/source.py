@@ -6,6 +6,7 @@ key                        tensor
 ``state.{i}.{name}``       of parameter ``i``; its names are the values of :data:`SAVED_AS`
 ``residual.{rank}.{i}``    the part of parameter ``i`` that a rank has not yet sent
 ``mask``                   ``[blocks, q]``
+``mask.{shard}``           likewise, where several ranks hold a replica: for the rows of each of them
 ========================== ==========================================================================================
 
 ``i`` counts all parameters of the groups. A parameter's tensor is read flat, in the parameter's memory order. Each rank
@@ -75,10 +76,15 @@ def residual_key(rank: int, index: int) -> str:
     return f"residual.{rank}.{index}"
 
 
+def mask_key(shard: int, shards: int) -> str:
+    """The key of the mask of one of ``shards`` ranks that hold a replica together."""
+    return "mask" if shards == 1 else f"mask.{shard}"
+
+
 def parameter_of(key: str) -> int | None:
-    """The number of the parameter that a key's tensor belongs to; None for the mask."""
+    """The number of the parameter that a key's tensor belongs to; None for a mask."""
     kind, *path = key.split(".")
-    return int(path[0] if kind == "state" else path[1]) if path else None
+    return None if kind == "mask" else int(path[0] if kind == "state" else path[1])
 
 
 def slot(whole: Mapping[str, Any], key: str) -> tuple[Any, Any]:
@@ -88,7 +94,7 @@ def slot(whole: Mapping[str, Any], key: str) -> tuple[Any, Any]:
         return whole["state"][int(path[0])], path[1]
     if kind == "residual":
         return whole["scape"]["residuals"][int(path[0])], int(path[1])
-    return whole["scape"], kind
+    return (whole["scape"].get("masks", {}), int(path[0])) if path else (whole["scape"], kind)
 
 
 class WholeState:
@@ -102,7 +108,8 @@ class WholeState:
     def __init__(self, saved: Mapping[str, Any], parameters: Parameters) -> None:
         self._saved = saved
         self._parameters = dict(zip(parameters.indices, parameters.tensors, strict=True))
-        facts = {name: value for name, value in saved.get("scape", {}).items() if name not in ("residuals", "mask")}
+        tensors = ("residuals", "mask", "masks")
+        facts = {name: value for name, value in saved.get("scape", {}).items() if name not in tensors}
         self.common: dict[str, Any] = {**facts, "param_groups": saved["param_groups"]}
         self.entries: Mapping[int, Collection[str]] = saved["state"]
         if "scape" in saved and not has_second(facts):  # what is there is for AdamW
@@ -129,7 +136,8 @@ class WholeState:
 class SavedShards:
     """A :class:`Source` over a directory, which may hold several optimizers' states. Nothing is read until asked for.
 
-    Its facts also have ``shapes``, ``strides`` and ``tensors`` (the names) of the parameters, and ``mask_shape``.
+    Its facts also have ``shapes``, ``strides`` and ``tensors`` (the names) of the parameters, and ``mask_shape``; where
+    several ranks hold a replica, ``mask_shapes``.
     """
 
     directory: Directory
@@ -145,7 +153,7 @@ class SavedShards:
     def find(self, key: str) -> Tensor | None:
         """See :class:`Source`."""
         index = parameter_of(key)
-        shape = self.common["mask_shape"] if index is None else self.common["shapes"][index]
+        shape = self._mask_shapes().get(key) if index is None else self.common["shapes"][index]
         if shape is None:
             return None
         if 0 in shape:  # not stored
@@ -161,7 +169,7 @@ class SavedShards:
         """See :class:`Source`."""
         found = self.find(key)
         if found is not None and not found.numel():
-            return torch.empty(found.shape if key == "mask" else 0, dtype=found.dtype)
+            return torch.empty(found.shape if parameter_of(key) is None else 0, dtype=found.dtype)
         return self.directory.tensor(f"{self.key}.{key}")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -171,12 +179,15 @@ class SavedShards:
             yield from ((key, self.tensor(key)) for key in (state_key(index, name) for index in indices))
         for rank in range(self.common["world_size"]):
             yield from ((key, self.tensor(key)) for key in (residual_key(rank, index) for index in indices))
-        if self.common["mask_shape"] is not None:
-            yield "mask", self.tensor("mask")
+        yield from ((key, self.tensor(key)) for key in self._mask_shapes())
+
+    def _mask_shapes(self) -> dict[str, list[int]]:
+        shapes: list[list[int]] = self.common.get("mask_shapes") or [self.common["mask_shape"]]
+        return {mask_key(shard, len(shapes)): shape for shard, shape in enumerate(shapes) if shape is not None}
 
     def _dtype_beside(self, key: str) -> torch.dtype:
         """The dtype of a tensor without entries: that of another parameter's tensor of the same name."""
-        if key == "mask":
+        if parameter_of(key) is None:
             return torch.uint8
         kind, first, last = key.split(".")
         for index in self.common["shapes"]:

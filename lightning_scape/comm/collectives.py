@@ -64,6 +64,22 @@ def new_mask_group(
     return group
 
 
+def new_node_groups(size: int, timeout: timedelta | None = None) -> tuple[ProcessGroup, ProcessGroup]:
+    """The ranks of this rank's node, and the ranks at its place in all nodes: two new groups. All ranks must call.
+
+    Example: 6 ranks in nodes of ``size`` 3 give rank 4 the groups of ranks 3, 4, 5 and of ranks 1, 4.
+    """
+    grid = torch.arange(world_size(), device="cpu").view(-1, size)
+    found: list[ProcessGroup] = []
+    for ranks in [*grid.tolist(), *grid.T.tolist()]:
+        with explained_loss():
+            group: ProcessGroup = dist.new_group(ranks, timeout=timeout or timeout_of(None))
+        if dist.get_rank() in ranks:
+            found.append(group)
+    inside, across = found
+    return inside, across
+
+
 def timeout_of(process_group: ProcessGroup | None) -> timedelta | None:
     """A group's timeout; a new group would have its backend's (30 minutes for gloo), whatever the job's is."""
     group: Any = process_group or dist.group.WORLD

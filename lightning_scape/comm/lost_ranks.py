@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 GRACE_SECONDS = 1.5
 """How long after a failure the other ranks may report it, too. Who does not is named."""
+_NO_ANSWER = "All ranks must answer, got no answer"
 _KEY = "lightning_scape/lost_contact"
 _OF_THIS_RANK = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 """What fails in a message without a peer: memory, and (from torch 2.8) whatever the device did before."""
@@ -25,11 +26,27 @@ def explained_loss() -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, _OF_THIS_RANK):
             raise
-        raise RuntimeError(
-            "All ranks must answer, got no answer: another rank has died, hangs, or raised an error of its own (look at"
-            f" its output first), or the network broke. {_who_is_missing()} Training cannot go on without it: restart"
-            f" all ranks from the newest checkpoint. The message failed with: {error}"
-        ) from error
+        raise _explained(error) from error
+
+
+@contextlib.contextmanager
+def explained_messages() -> Iterator[None]:
+    """The same around code of a user or of torch that sends messages; its other errors stay as they are."""
+    try:
+        yield
+    except RuntimeError as error:
+        failed = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if isinstance(error, _OF_THIS_RANK) or not failed or _NO_ANSWER in str(error):
+            raise
+        raise _explained(error) from error
+
+
+def _explained(error: RuntimeError) -> RuntimeError:
+    return RuntimeError(
+        f"{_NO_ANSWER}: another rank has died, hangs, or raised an error of its own (look at its output first), or the"
+        f" network broke. {_who_is_missing()} Training cannot go on without it: restart all ranks from the newest"
+        f" checkpoint. The message failed with: {error}"
+    )
 
 
 def _who_is_missing() -> str:

@@ -31,13 +31,15 @@ class GradientClipping:
     Args:
         config: ``clip_norm`` and ``max_skipped`` are used.
         communicator: whose ranks' gradients are averaged.
+        shards: the ranks that hold the other rows of the same gradient; None: there are none.
     """
 
-    def __init__(self, config: ScapeConfig, communicator: Communicator) -> None:
+    def __init__(self, config: ScapeConfig, communicator: Communicator, shards: Communicator | None = None) -> None:
         self.rule = config.clip_norm
         self.max_skipped = config.max_skipped
         self.communicator = communicator
         self.epoch_end = EpochEnd(communicator)
+        self.shards = shards or Communicator.alone()
         self.skipped_in_row = 0
         self.skipped_total = 0
         self.last_skipped = False
@@ -130,7 +132,7 @@ class GradientClipping:
             measured = (ops.squared_norm(given) if given else torch.zeros((), device=device)).view(1)
         if world_size == 1:
             self.present = None if all(flags) else ops.to_device(torch.tensor(flags, device="cpu").float(), device)
-            return measured.sum().sqrt()
+            return self._over_shards(measured.sum().sqrt())
         packed = ops.to_device(pack_flags([*flags, self.epoch_end.reached], world_size), device)
         sums = self.communicator.all_reduce_sum(torch.cat([measured, packed]))
         measured, packed = sums[: measured.numel()], sums[measured.numel() :]
@@ -140,9 +142,15 @@ class GradientClipping:
         if device.type == "cpu" and bool(self.present.all()):
             self.present = None
         if sketch:
-            norm: Tensor = torch.linalg.vector_norm(measured / world_size)
+            return self._over_shards(torch.linalg.vector_norm(measured / world_size))
+        return self._over_shards((measured[0] / world_size).sqrt())
+
+    def _over_shards(self, norm: Tensor) -> Tensor:
+        """The norm of the whole gradient, from those of its rows: added up in rank order, the same on all ranks."""
+        if self.shards.world_size == 1:
             return norm
-        return (measured[0] / world_size).sqrt()
+        whole: Tensor = torch.linalg.vector_norm(self.shards.all_gather_stacked(norm.view(1)))
+        return whole
 
     # ------------------------------------------------------------------------------------- skipped steps
 
@@ -199,7 +207,7 @@ class GradientClipping:
                 f" (max_skipped={self.max_skipped}); parameters and residuals are as before the first of them. Lower"
                 " the learning rate, clip gradients, or look for a bad batch; raise `max_skipped` to wait longer."
             )
-        if self.communicator.rank == 0:
+        if self.communicator.rank == 0 and self.shards.rank == 0:
             warnings.warn(
                 f"The gradient norm was not finite on at least one rank: step skipped on all ranks, nothing lost"
                 f" ({self.skipped_in_row} in a row, {self.skipped_total} in total; an error at"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from lightning_scape.engine.local_shards import first_entry, local
 from lightning_scape.engine.state import flatten, flatten_like, is_dense
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -27,6 +28,7 @@ class Parameters:
     """
 
     tensors: list[Tensor]
+    """As the user gave them, in their whole shape: plain ones, or DTensors of which a rank holds rows."""
     groups: list[int]
     indices: list[int]
     names: list[str]
@@ -54,9 +56,22 @@ class Parameters:
                     found.indices.append(index)
                     found.names.append(given[place] if place < len(given) else f"parameter {index}")
                 index += 1
-        found._strides = [() if is_lazy(parameter) else parameter.stride() for parameter in found.tensors]
+        found._strides = [() if is_lazy(parameter) else parameter.stride() for parameter in found.local]
         found._known = {id(parameter) for parameter in found.tensors}
         return found
+
+    @property
+    def local(self) -> list[Tensor]:
+        """What this rank holds of each, and trains: rows of a DTensor, all of a plain parameter."""
+        return [local(parameter) for parameter in self.tensors]
+
+    def first_entry(self, place: int) -> int:
+        """Where in the flat whole parameter, the one at ``place``, this rank's entries begin."""
+        return first_entry(self.tensors[place])
+
+    def raw_gradients(self) -> list[Tensor | None]:
+        """This rank's gradients as the backward pass left them; None where there is none."""
+        return [None if parameter.grad is None else local(parameter.grad) for parameter in self.tensors]
 
     def flatten(self) -> None:
         """Makes the flat views; anew where ``module.to()`` has put a parameter into other memory.
@@ -66,7 +81,8 @@ class Parameters:
         Raises:
             ValueError: a parameter's memory order has changed.
         """
-        strides = [parameter.stride() for parameter in self.tensors]
+        here = self.local
+        strides = [parameter.stride() for parameter in here]
         if strides != self._strides:
             name, stride, found = next(
                 given for given in zip(self.names, self._strides, strides, strict=True) if given[1] != given[2]
@@ -75,9 +91,9 @@ class Parameters:
                 f"Parameters must keep their memory order, got {name!r} with strides {found} instead of {stride}."
                 " Change the memory format before building the optimizer."
             )
-        places = [(parameter.data_ptr(), parameter.dtype) for parameter in self.tensors]
+        places = [(parameter.data_ptr(), parameter.dtype) for parameter in here]
         if places != self._places:
-            self.flat, self._places = [flatten(parameter) for parameter in self.tensors], places
+            self.flat, self._places = [flatten(parameter) for parameter in here], places
 
     def gradients(self, param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor | None]:
         """Flat gradients, in order; None where there is none on this rank.
@@ -94,7 +110,8 @@ class Parameters:
                         f" {tuple(parameter.shape)} that was {change}. Build a new optimizer after the change: the"
                         " residual of a parameter would be lost, or never come to be."
                     )
-        return [None if p.grad is None else flatten_like(p.grad, p) for p in self.tensors]
+        given = zip(self.raw_gradients(), self.local, strict=True)
+        return [None if grad is None else flatten_like(grad, parameter) for grad, parameter in given]
 
     def rename(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Takes the names given; a tied parameter keeps its first, one not mentioned the name it has."""
@@ -139,7 +156,7 @@ class Parameters:
         """Group, shape, strides and dtype of each: what must be the same on all ranks."""
         return [
             (group, (), (), "lazy") if is_lazy(p) else (group, tuple(p.shape), p.stride(), str(p.dtype))
-            for p, group in zip(self.tensors, self.groups, strict=True)
+            for p, group in zip(self.local, self.groups, strict=True)
         ]
 
     def problem(self, param_groups: Sequence[dict[str, Any]]) -> str | None:
@@ -152,7 +169,7 @@ class Parameters:
                 "At least one parameter must require grad, got none that does. Unfreeze what is to be trained before"
                 " building the optimizer."
             )
-        for name, parameter in zip(self.names, self.tensors, strict=True):
+        for name, parameter in zip(self.names, self.local, strict=True):
             if (found := _problem_of_parameter(name, parameter, self.device)) is not None:
                 return found
         return None

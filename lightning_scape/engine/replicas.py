@@ -48,6 +48,27 @@ def check_same_setup(
             )
 
 
+def check_same_setup_everywhere(
+    communicator: Communicator,
+    shards: Communicator,
+    setup: Mapping[str, Any],
+    problem: str | None,
+    device: torch.device,
+) -> None:
+    """:func:`check_same_setup` where each replica is held by several ranks: an error on one rank is one on all.
+
+    Args:
+        communicator: the ranks with the same rows, one of each replica.
+        shards: the ranks of one replica.
+        setup: as there; it may differ between the ranks of a replica in what their rows make different.
+        problem: as there.
+        device: where the message is made.
+    """
+    found = [each for each in shards.all_gather_object(problem) if each is not None]
+    problem = found[0] if found else None
+    shards.raise_on_all_ranks(lambda: check_same_setup(communicator, setup, problem, device))
+
+
 def _first_difference(reference: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str, str] | None:
     for name in reference:
         mine, theirs = reference[name], other.get(name)

@@ -116,7 +116,8 @@ def flatten_like(gradient: Tensor, parameter: Tensor) -> Tensor:
             " the embedding with `sparse=False`: SCAPE picks the entries to send itself."
         )
     if gradient.stride() != parameter.stride():
-        gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+        ordered = torch.empty_strided(parameter.shape, parameter.stride(), dtype=gradient.dtype, device=gradient.device)
+        gradient = ordered.copy_(gradient)
     elif gradient.is_contiguous() and not gradient.requires_grad:  # as nearly always, and in fewer calls
         return gradient if gradient.dim() == 1 else gradient.view(-1)
     return gradient.detach().as_strided((gradient.numel(),), (1,))

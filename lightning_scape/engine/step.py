@@ -41,6 +41,7 @@ class Engine:
         config: all options; ``update`` is given.
         comm: sends the messages.
         total_steps: steps of the run, where known.
+        shards: messages between the ranks that hold the other rows of the same replica; None: there are none.
     """
 
     def __init__(
@@ -50,13 +51,15 @@ class Engine:
         config: ScapeConfig,
         comm: Communicator,
         total_steps: float | None = None,
+        shards: Communicator | None = None,
     ) -> None:
         self.config, self.parameters, self.comm = config, parameters, comm
-        numels = [parameter.numel() for parameter in parameters.tensors]
+        self.shards = shards or Communicator.alone()
+        numels = [parameter.numel() for parameter in parameters.local]
         self.layout = Layout(numels, parameters.groups, config.quota.block_size, comm.world_size)
         self.state: ScapeState | None = None
         """Made at the first step, or by a load."""
-        self.clipping = GradientClipping(config, comm)
+        self.clipping = GradientClipping(config, comm, self.shards)
         self.participants = Participants(self.layout, len(numels))
         schedule = SparsitySchedule.of(config, total_steps)
         self.masks = Masks(config, self.layout, comm, schedule)
@@ -139,12 +142,12 @@ class Engine:
 
     def _begin(self) -> tuple[ScapeState, list[Tensor | None], StepRecord]:
         """Checks the gradients, allocates buffers at the first step, and brings masters up to date."""
-        self.clipping.check_unchanged([parameter.grad for parameter in self.parameters.tensors])
+        self.clipping.check_unchanged(self.parameters.raw_gradients())
         self._finish_last_step()
         self.parameters.flatten()
         state = self.state = self.state or self.allocate()
         if not self._compared:  # the first step, or the first after a load
-            check_replicas(self.comm, self.parameters.flat, self.parameters.names)
+            self._check_replicas()
             self._compared = True
         self._refresh_masters(state)
         self.record, self._stats = StepRecord(clip_seconds=self._clip_seconds), None
@@ -187,8 +190,13 @@ class Engine:
         record.norm, record.scale = self.clipping.norm, scale
         record.bytes_sent, record.message_seconds = self.comm.take_count()
         if every and state.calls % every == 0:
-            check_replicas(self.comm, self.parameters.flat, self.parameters.names)
+            self._check_replicas()
         self.clipping.record_found_inf(scale)
+
+    def _check_replicas(self) -> None:
+        """Raises on every rank where any rows differ between replicas."""
+        flat, names = self.parameters.flat, self.parameters.names
+        self.shards.raise_on_all_ranks(lambda: check_replicas(self.comm, flat, names))
 
     # ------------------------------------------------------------------------------------------- around the step
 
@@ -198,7 +206,7 @@ class Engine:
         with torch.no_grad(), record_function("scape::norm"):
             grads = self.parameters.gradients(self.shard.param_groups)
             norm = self.clipping.record_norm(grads, max_norm, self.device, strict=error_if_nonfinite)
-            self.clipping.remember([parameter.grad for parameter in self.parameters.tensors])
+            self.clipping.remember(self.parameters.raw_gradients())
         self._clip_seconds = time.perf_counter() - began
         return norm
 
@@ -207,7 +215,7 @@ class Engine:
         if self._stats is None and self.record is not None and self.state is not None:
             self.record.skipped_total = self.clipping.skipped_total
             self._stats = self.record.summary(
-                self.state.calls, self.state.residual, self.parameters.tensors, self.layout, self.local.pieces
+                self.state.calls, self.state.residual, self.parameters.local, self.layout, self.local.pieces
             )
         return self._stats
 

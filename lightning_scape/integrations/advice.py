@@ -127,7 +127,9 @@ def what_holds(optimizers: Sequence[ScapeOptimizer], steps: float | None, spell:
     """
     config, schedule = optimizers[0].config, optimizers[0].schedule
     size = sum(optimizer.bytes_per_step() for optimizer in optimizers)
-    sent = f"{show_bytes(size)} per rank and step" if size else "0 bytes with one rank"
+    of_node = optimizers[0].engine.shards.world_size
+    where, alone = (f" between nodes of {of_node} ranks", "node") if of_node > 1 else ("", "rank")
+    sent = f"{show_bytes(size)} per rank and step{where}" if size else f"0 bytes with one {alone}"
     updates = sorted({str(optimizer.config.update) for optimizer in optimizers}, reverse=True)
     change = {
         "sparsity": "...",

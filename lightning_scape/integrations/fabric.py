@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.fabric.utilities.types import _PATH, Optimizable, _Stateful
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -31,7 +32,7 @@ from lightning_scape.checkpoint.saver import RNG, Content, SavedContent, Saver, 
 from lightning_scape.comm.collectives import Communicator, broadcast_tensors, is_distributed
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
-from lightning_scape.integrations import advice, launching, rendezvous, swap
+from lightning_scape.integrations import advice, launching, rendezvous, swap, two_level
 from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.optimizer import ScapeOptimizer
 
@@ -60,7 +61,9 @@ class FabricScapeStrategy(DDPStrategy):
         wire_dtype: how values travel to their owner, and the changes of wider parameters back.
         bias_correction: divide the first moments by ``1 - beta1**t``.
         clip_norm: how ``clip_gradients(max_norm=...)`` measures the averaged gradient.
-        local_group_size: ranks per node that reduce densely among themselves; only 1 so far.
+        local_group_size: ranks of a node that hold one replica together, sharded by FSDP2; ``"node"`` takes all ranks
+            of a node. SCAPE then runs between the nodes.
+        reshard_after_forward: with ``local_group_size`` above 1: free gathered parameters between forward and backward.
         residual_dtype: dtype of the error-feedback residual.
         residual_device: where the residual lives.
         max_skipped: consecutive skipped steps (a gradient is not finite) that raise an error.
@@ -79,6 +82,9 @@ class FabricScapeStrategy(DDPStrategy):
             its own part, in parallel. Either is loaded, whatever is set here.
         async_save: write sharded checkpoints while training goes on. Call :meth:`wait_for_checkpoint` at the end: what
             went wrong with the last one is raised there; the end of the process waits for it, and only warns.
+        wrap: with ``local_group_size`` above 1: class names of the modules that are gathered one at a time. Empty takes
+            the members of the model's outermost ModuleLists. Modules to which you have applied ``fully_shard`` over
+            ``strategy.device_mesh["shard"]`` stay as they are.
 
     Raises:
         ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
@@ -102,7 +108,8 @@ class FabricScapeStrategy(DDPStrategy):
         wire_dtype: WireDtype = "bf16",
         bias_correction: bool = False,
         clip_norm: ClipNorm = "sketch",
-        local_group_size: int = 1,
+        local_group_size: int | Literal["node"] = 1,
+        reshard_after_forward: bool = True,
         residual_dtype: torch.dtype | str = "float32",
         residual_device: torch.device | str | None = None,
         max_skipped: int = 10,
@@ -119,6 +126,7 @@ class FabricScapeStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         state_dict_type: saver.StateDictType = "full",
         async_save: bool = False,
+        wrap: Sequence[str] = (),
     ) -> None:
         given = locals()
         if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
@@ -138,10 +146,10 @@ class FabricScapeStrategy(DDPStrategy):
             timeout=launching.as_timeout(timeout),
             start_method=start_method,
         )
-        # The model is not wrapped and sends nothing in backward: there is nothing to hold back.
-        self._backward_sync_control = _NothingToBlock()
+        self._backward_sync_control = _GradientSync()
         self.total_steps = total_steps
         self._mask_group = SideGroup()
+        self._nodes = two_level.Nodes(self.config, wrap)
         self._state_dict_type = state_dict_type
         self._saver = Saver(async_save)
         self._checkpoint_group = SideGroup("gloo")  # background writes must not meet the step's messages
@@ -189,26 +197,52 @@ class FabricScapeStrategy(DDPStrategy):
         if starting:
             atexit.register(_destroy_dist_connection)  # see ScapeStrategy
         atexit.register(_finish, weakref.ref(self._saver))  # Fabric never tears a strategy down
-        self._mask_group.get(self._timeout)  # collective: every rank comes here
+        self._nodes.set_up(self.num_processes, self.root_device, self._timeout)  # collective, as the next
+        if not self._nodes.several:
+            self._mask_group.get(self._timeout)
         if isinstance(self.precision, MixedPrecision):
             self.precision.scaler = swap.sharded_scaler(self.precision.scaler)
 
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """With ``local_group_size`` above 1: nodes (``"replicate"``) times ranks of a node (``"shard"``)."""
+        return self._nodes.mesh
+
+    @override
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        if not (empty_init and self._nodes.several):
+            return super().module_init_context(empty_init)
+        stack = ExitStack()
+        stack.enter_context(torch.device("meta"))
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    @override
+    def module_to_device(self, module: Module) -> None:
+        if not self._nodes.several:  # else a unit at a time is moved, in setup_module
+            super().module_to_device(module)
+
     @override
     def setup_module(self, module: Module) -> Module:  # type: ignore[override]
-        """Makes all ranks equal to rank 0, as DDP's constructor does."""
-        broadcast_tensors(swap.module_state(module))
+        """Makes all ranks equal to rank 0, as DDP's constructor does; shards the module over a node's ranks."""
+        if self._nodes.several:
+            self._nodes.shard(module, self.root_device, two_level.compute_dtype(self.precision.precision))
+        else:
+            broadcast_tensors(swap.module_state(module))
         self.known_modules.add(module)
         return module
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         named = [pair for module in self.known_modules for pair in module.named_parameters()]
+        self._nodes.follow_replaced(optimizer)
         (scape,) = swap.swap_optimizers(
             [optimizer],
             [],
-            self.config,
+            self._nodes.config,
             named_parameters=named,
-            mask_group=self._mask_group.get(self._timeout),
+            process_group=self._nodes.process_group,
+            mask_group=self._nodes.mask_group if self._nodes.several else self._mask_group.get(self._timeout),
             total_steps=self.total_steps,
         )
         self._scape_optimizers.add(scape)
@@ -259,6 +293,13 @@ class FabricScapeStrategy(DDPStrategy):
         swap.mark_masters_stale(self._scape_optimizers)
 
     # --------------------------------------------------------------------------------------------- checkpoints
+
+    @override
+    def get_module_state_dict(self, module: Module) -> dict[str, Any]:
+        state_dict = super().get_module_state_dict(module)
+        if self._state_dict_type == "sharded" or not self._nodes.several:
+            return state_dict
+        return two_level.whole_state_dict(state_dict, keep=self.is_global_zero)
 
     @property
     @override
@@ -369,7 +410,11 @@ def _finish(saver: weakref.ref[Saver]) -> None:
         there.finish(raising=False)
 
 
-class _NothingToBlock(_BackwardSyncControl):
+class _GradientSync(_BackwardSyncControl):
+    """A module that is not sharded sends nothing in its backward pass: there is nothing to hold back."""
+
     @override
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
+        if enabled and two_level.is_sharded(module):
+            return two_level.without_gradient_sync(module)
         return nullcontext()

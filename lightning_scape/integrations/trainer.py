@@ -10,7 +10,8 @@ from __future__ import annotations
 import atexit
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -29,8 +30,10 @@ from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -39,10 +42,11 @@ from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
 from lightning_scape.checkpoint.saver import RNG, SavedContent, Saver, host_checkpoint, host_content
 from lightning_scape.comm.collectives import Communicator, broadcast_tensors, is_distributed
+from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
 from lightning_scape.engine.epoch_end import check_lengths, compare_ends
-from lightning_scape.integrations import advice, launching, rendezvous, swap
+from lightning_scape.integrations import advice, launching, rendezvous, swap, two_level
 from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.optimizer import ScapeOptimizer
 
@@ -76,7 +80,9 @@ class ScapeStrategy(DDPStrategy):
         wire_dtype: how values travel to their owner, and the changes of wider parameters back.
         bias_correction: divide the first moments by ``1 - beta1**t``.
         clip_norm: how ``gradient_clip_val`` measures the averaged gradient.
-        local_group_size: ranks per node that reduce densely among themselves; only 1 so far.
+        local_group_size: ranks of a node that hold one replica together, sharded by FSDP2; ``"node"`` takes all ranks
+            of a node. SCAPE then runs between the nodes.
+        reshard_after_forward: with ``local_group_size`` above 1: free gathered parameters between forward and backward.
         residual_dtype: dtype of the error-feedback residual.
         residual_device: where the residual lives.
         max_skipped: consecutive skipped steps (a gradient is not finite) that raise an error.
@@ -93,6 +99,9 @@ class ScapeStrategy(DDPStrategy):
         state_dict_type: ``"full"``, a checkpoint is one file; ``"sharded"``, a directory into which each rank writes
             its own part, in parallel. Either is loaded, whatever is set here.
         async_save: write sharded checkpoints while training goes on.
+        wrap: with ``local_group_size`` above 1: class names of the modules that are gathered one at a time. Empty takes
+            the members of the model's outermost ModuleLists. Modules to which you have applied ``fully_shard`` over
+            ``strategy.device_mesh["shard"]`` stay as they are.
 
     Raises:
         ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
@@ -116,7 +125,8 @@ class ScapeStrategy(DDPStrategy):
         wire_dtype: WireDtype = "bf16",
         bias_correction: bool = False,
         clip_norm: ClipNorm = "sketch",
-        local_group_size: int = 1,
+        local_group_size: int | Literal["node"] = 1,
+        reshard_after_forward: bool = True,
         residual_dtype: torch.dtype | str = "float32",
         residual_device: torch.device | str | None = None,
         max_skipped: int = 10,
@@ -132,6 +142,7 @@ class ScapeStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         state_dict_type: saver.StateDictType = "full",
         async_save: bool = False,
+        wrap: Sequence[str] = (),
     ) -> None:
         given = locals()
         saver.check_saving(state_dict_type, async_save, checkpoint_io)
@@ -147,6 +158,7 @@ class ScapeStrategy(DDPStrategy):
             start_method=start_method,
         )
         self._mask_group = SideGroup()
+        self._nodes = two_level.Nodes(self.config, wrap)
         self._interrupted = False
         self._payoff = advice.PayoffCheck()
         self._progress_bar: ProgressBar | None = None
@@ -195,7 +207,48 @@ class ScapeStrategy(DDPStrategy):
             # Lightning does so for NCCL alone. A thread of gloo that still holds the last message's tensors when the
             # interpreter ends aborts the process (seen with plain DDP, too: torch 2.13, 4 of 40 runs).
             atexit.register(_destroy_dist_connection)
-        self._mask_group.get(self._timeout)  # collective: every rank comes here
+        self._nodes.set_up(self.num_processes, self.root_device, self._timeout)  # collective, as the next
+        if not self._nodes.several:
+            self._mask_group.get(self._timeout)
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """With ``local_group_size`` above 1: nodes (``"replicate"``) times ranks of a node (``"shard"``)."""
+        return self._nodes.mesh
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        if not self._nodes.several:
+            super().setup(trainer)
+            return
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        # For evaluation too: the model may not fit on one rank.
+        self._nodes.shard(self.model, self.root_device, two_level.compute_dtype(self.precision_plugin.precision))
+        self.model = two_level.ThroughForward(self.model)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    @override
+    def tensor_init_context(  # type: ignore[override]
+        self, empty_init: bool | None = None
+    ) -> AbstractContextManager[None]:
+        if empty_init and self._nodes.several:
+            return _on_meta(self.precision_plugin)
+        return super().tensor_init_context(empty_init)
+
+    @override
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        if self._nodes.several:
+            assert self.lightning_module is not None
+            return two_level.without_gradient_sync(self.lightning_module)
+        return nullcontext()
 
     @override
     def configure_ddp(self) -> None:
@@ -224,9 +277,10 @@ class ScapeStrategy(DDPStrategy):
         scape_optimizers = swap.swap_optimizers(
             self.optimizers,
             [config.scheduler for config in self.lr_scheduler_configs],
-            self.config,
+            self._nodes.config,
             named_parameters=self.lightning_module.named_parameters(),
-            mask_group=self._mask_group.get(self._timeout),
+            process_group=self._nodes.process_group,
+            mask_group=self._nodes.mask_group if self._nodes.several else self._mask_group.get(self._timeout),
         )
         self.optimizers = [*scape_optimizers]
 
@@ -283,6 +337,11 @@ class ScapeStrategy(DDPStrategy):
         return result
 
     @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with explained_messages():  # those of a sharded module
+            return super().backward(*args, **kwargs)
+
+    @override
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         plugin = self.precision_plugin
@@ -298,6 +357,18 @@ class ScapeStrategy(DDPStrategy):
         swap.mark_masters_stale(self.optimizers)
 
     # --------------------------------------------------------------------------------------------- checkpoints
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self._nodes.several  # a module on the meta device has no memory before
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state_dict = super().lightning_module_state_dict()
+        if self._state_dict_type == "sharded" or not self._nodes.several:
+            return state_dict
+        return two_level.whole_state_dict(state_dict, keep=self.is_global_zero)
 
     @property
     @override
@@ -401,7 +472,21 @@ class ScapeStrategy(DDPStrategy):
         if self._progress_bar is not None:
             vars(self._progress_bar).pop("get_metrics", None)
             self._progress_bar = None
-        super().teardown()
+        if not self._nodes.several:
+            super().teardown()
+            return
+        # Not super(): it moves the module to the CPU, and a sharded one stays where its mesh is.
+        self.model = self.lightning_module
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            part.teardown()
+
+
+@contextmanager
+def _on_meta(precision: Precision) -> Iterator[None]:
+    with torch.device("meta"), precision.tensor_init_context():
+        yield
 
 
 def steps_of_run(trainer: Trainer) -> float | None:

@@ -32,6 +32,7 @@ from lightning_scape.planning.cost_model import (
     scape_traffic,
     zero1,
 )
+from lightning_scape.planning.two_level import hsdp, predict_nodes, scape_nodes
 
 __all__ = [
     "BACKWARD_SHARE",
@@ -54,13 +55,16 @@ __all__ = [
     "ddp",
     "dense_would_be_faster",
     "fsdp",
+    "hsdp",
     "least_bandwidth",
     "median_error",
     "nodes_share",
     "predict",
+    "predict_nodes",
     "scaling",
     "scape",
     "scape_bytes",
+    "scape_nodes",
     "scape_traffic",
     "show_bytes",
     "show_seconds",

@@ -149,17 +149,19 @@ def _sparse_choice(methods: Sequence[Prediction]) -> Prediction:
     """The lowest sparsity within 5% of the fastest that pays, for it costs less in quality; else the fastest."""
     sparse = [p for p in methods if p.sparsity]
     limit = min(1.05 * _fastest(sparse).seconds, best_dense(methods).seconds / WORTH)
-    return min((p for p in sparse if p.seconds <= limit), key=lambda p: p.sparsity or 0, default=_fastest(sparse))
+    paying = [p for p in sparse if p.seconds <= limit]
+    return min(paying, key=lambda p: (p.sparsity or 0, p.seconds), default=_fastest(sparse))
 
 
 def _compared(choice: Prediction, dense: Prediction, sparse: Prediction, alone: Prediction) -> str:
     """The advice where both kinds are there: ``choice`` is one of the two."""
     gain = dense.seconds / sparse.seconds
     if choice is sparse:
-        fewer = dense.bytes_sent / sparse.bytes_sent
+        fewer = dense.on_card / sparse.on_card
+        where = " per network card" if sparse.group_size > 1 else ""
         return (
             f"Use {sparse.method}: a step takes {show_seconds(sparse.seconds)} instead of {show_seconds(dense.seconds)}"
-            f" with {dense.method}, {gain:.1f}x as fast, and sends {fewer:.0f}x fewer bytes."
+            f" with {dense.method}, {gain:.1f}x as fast, and sends {fewer:.0f}x fewer bytes{where}."
         )
     if gain >= 1.0:
         return (

@@ -224,6 +224,15 @@ class Prediction:
     """Of SCAPE: seconds of the step in which it waits for messages."""
     latency: float = 0.0
     """Of these, what the hops take, whatever the bandwidth."""
+    card_bytes: int | None = None
+    """Bytes that a node's network card sends in a step; None: as many as a rank sends (a ring leaves a node once)."""
+    group_size: int = 1
+    """Of SCAPE: ``local_group_size``."""
+
+    @property
+    def on_card(self) -> int:
+        """Bytes that a node's network card sends in a step."""
+        return self.bytes_sent if self.card_bytes is None else self.card_bytes
 
     @property
     def is_scape(self) -> bool:
@@ -363,7 +372,8 @@ def scape(job: Job, link: Link, machine: Machine, config: ScapeConfig) -> Predic
     numels = [weight.numel for weight in job.weights]
     sent = scape_bytes(numels, job.ranks, config, parameter_bytes=job.parameter_bytes, clip=job.clip)
     exposed = _message(link, sent["norm"], 2 * (job.ranks - 1), adding=True)
-    crossing = sent["values"] * nodes_share(job.ranks, job.ranks_per_node)
+    shared = nodes_share(job.ranks, job.ranks_per_node) if job.ranks > 1 else 1.0
+    crossing = sent["values"] * shared
     exposed += max(crossing / (link.bandwidth * link.exchange_share), sent["values"] * link.copy_seconds)
     hop = (link.latency + (job.ranks - 1) * PEER_SECONDS) if job.ranks > 1 else 0.0
     exposed += hop
@@ -381,6 +391,7 @@ def scape(job: Job, link: Link, machine: Machine, config: ScapeConfig) -> Predic
         memory=_memory(job, state),
         sparsity=config.sparsity,
         exposed=exposed,
+        card_bytes=sum(sent.values()) + round((sent["values"] + sent["votes"]) * (shared - 1)),
         latency=3 * (job.ranks - 1) * link.latency + hop,
     )
 

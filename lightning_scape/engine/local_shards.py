@@ -1,0 +1,169 @@
+"""Parameters that FSDP2 has sharded (``torch.distributed.fsdp.fully_shard``): all that the optimizer knows of DTensors.
+
+In a mesh of ``G`` nodes times ``L`` ranks, ``fully_shard`` over the L ranks of a node gives each of them rows of every
+parameter, as a DTensor. The step of SCAPE works on these rows and exchanges them with the ranks of the other nodes that
+hold the same rows (docs/design.md, 6). A parameter's rows are consecutive entries in its memory order, which is what a
+checkpoint needs to know.
+
+Example: a parameter of 5 rows on L = 2 ranks. Rank 0 holds rows 0 to 2, rank 1 rows 3 and 4. Of one row, rank 0 holds
+all and rank 1 none: its local shard is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import get_process_group_ranks, get_rank
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, world_size
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a rank holds a part of the tensor only."""
+    return isinstance(tensor, DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The rows that this rank holds, in their own memory; a plain tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # else it would be another object at each call
+        shard: Tensor = tensor.to_local()
+    return shard
+
+
+def rows_of(rows: int, shards: int, shard: int) -> range:
+    """The rows that one of ``shards`` ranks holds of ``rows``: what ``torch.chunk`` gives it, and FSDP2 too.
+
+    >>> [rows_of(5, 3, shard) for shard in range(3)]
+    [range(0, 2), range(2, 4), range(4, 5)]
+    """
+    each = -(-rows // shards)
+    return range(min(rows, shard * each), min(rows, (shard + 1) * each))
+
+
+def numels_of(parameters: Sequence[Tensor], shards: int, shard: int) -> list[int]:
+    """Entries of every parameter that one of ``shards`` ranks holds."""
+    return [
+        p.numel() if not isinstance(p, DTensor) else len(rows_of(p.shape[0], shards, shard)) * _row(p)
+        for p in parameters
+    ]
+
+
+def first_entry(parameter: Tensor) -> int:
+    """The place in the flat whole parameter of the first entry that this rank holds."""
+    return first_row(parameter) * _row(parameter) if isinstance(parameter, DTensor) else 0
+
+
+def first_row(tensor: Tensor) -> int:
+    """The first row that this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    mesh = tensor.device_mesh
+    return rows_of(tensor.shape[0], mesh.size(), mesh.get_local_rank()).start
+
+
+def _row(parameter: Tensor) -> int:
+    return parameter.numel() // max(1, parameter.shape[0])
+
+
+# ------------------------------------------------------------------------------------------- the two groups
+
+
+def mesh_of(parameters: Sequence[Tensor]) -> DeviceMesh | None:
+    """The mesh of the ranks of a node, which hold each other's rows; None for plain parameters."""
+    return next((p.device_mesh for p in parameters if isinstance(p, DTensor)), None)
+
+
+def shard_communicator(parameters: Sequence[Tensor]) -> Communicator:
+    """Messages between the ranks that together hold one replica; nobody else for plain parameters."""
+    mesh = mesh_of(parameters)
+    if mesh is None or mesh.ndim != 1 or mesh.size() == 1:
+        return Communicator.alone()
+    return Communicator(mesh.get_group(), None)
+
+
+def holds_everything(parameters: Sequence[Tensor]) -> bool:
+    """Whether all ranks of the job together hold one replica: then nobody else holds the same rows."""
+    mesh = mesh_of(parameters)
+    return mesh is not None and mesh.ndim == 1 and mesh.size() == world_size()
+
+
+def problem(
+    names: Sequence[str], parameters: Sequence[Tensor], group_size: int | str, process_group: ProcessGroup | None
+) -> str | None:
+    """The first rule of two levels that is broken, as rule, value and remedy; None if all hold.
+
+    Args:
+        names: of the parameters.
+        parameters: plain ones, or DTensors.
+        group_size: ``ScapeConfig.local_group_size``.
+        process_group: the ranks with the same rows, as the user gave them.
+    """
+    mesh = mesh_of(parameters)
+    if mesh is None:
+        if group_size != 1:
+            return (
+                f"`local_group_size` must be 1 for plain parameters, got {group_size!r}: an optimizer does not shard a"
+                " model. Apply fully_shard over the ranks of a node first, or use ScapeStrategy, which does."
+            )
+        return None
+    for name, parameter in zip(names, parameters, strict=True):
+        if (found := _problem_of_parameter(name, parameter, mesh)) is not None:
+            return found
+    if group_size not in (1, "node", mesh.size()):
+        return f"`local_group_size` must be the size of the shard mesh, {mesh.size()}, got {group_size}. Leave it out."
+    return _problem_of_group(mesh, process_group)
+
+
+def _problem_of_parameter(name: str, parameter: Tensor, mesh: DeviceMesh) -> str | None:
+    if not isinstance(parameter, DTensor):
+        return (
+            f"All parameters must be sharded, or none, got {name} of shape {tuple(parameter.shape)} that is not: its"
+            " gradient would not be averaged over the node. Call fully_shard on the whole model too, or freeze it."
+        )
+    placements: Any = parameter.placements
+    if parameter.device_mesh.ndim != 1 or len(placements) != 1:
+        return (
+            f"Parameters must be sharded over one dimension of ranks, those of a node, got {name} on the mesh"
+            f" {parameter.device_mesh} with {placements}. Call fully_shard(module, mesh=mesh['shard']); a dimension of"
+            " tensor parallelism is not supported, and the nodes' dimension is SCAPE's."
+        )
+    if placements[0] != Shard(0):
+        return (
+            f"Parameters must be sharded by rows, Shard(0), got {name} with {placements[0]}. Leave out"
+            " `shard_placement_fn`."
+        )
+    if parameter.device.type != mesh.device_type:
+        return (
+            f"Sharded parameters must stay on their mesh's device, {mesh.device_type}, got {name} on"
+            f" {parameter.device.type}. Leave out CPUOffloadPolicy; `residual_device='cpu'` keeps the residual in host"
+            " memory."
+        )
+    if parameter.device_mesh != mesh:
+        return f"Parameters must be sharded over one mesh, got {name} on {parameter.device_mesh} and others on {mesh}."
+    return None
+
+
+def _problem_of_group(mesh: DeviceMesh, process_group: ProcessGroup | None) -> str | None:
+    ranks = world_size()
+    if process_group is None:
+        if mesh.size() == ranks:
+            return None
+        return (
+            "`process_group` must be the ranks with the same rows, one of each node, for sharded parameters, got None:"
+            f" the mesh has {mesh.size()} of {ranks} ranks. Pass process_group=mesh['replicate'].get_group()."
+        )
+    across, inside = set(get_process_group_ranks(process_group)), set(mesh.mesh.tolist())
+    if across & inside != {get_rank()} or len(across) * len(inside) != ranks:
+        return (
+            "`process_group` must be the ranks with the same rows, one of each node, got ranks"
+            f" {sorted(across)} beside a node of {sorted(inside)} in {ranks} ranks. Pass"
+            " process_group=mesh['replicate'].get_group()."
+        )
+    return None
