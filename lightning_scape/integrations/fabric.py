@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -212,10 +212,7 @@ class FabricScapeStrategy(DDPStrategy):
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         if not (empty_init and self._nodes.several):
             return super().module_init_context(empty_init)
-        stack = ExitStack()
-        stack.enter_context(torch.device("meta"))
-        stack.enter_context(self.precision.module_init_context())
-        return stack
+        return two_level.on_meta(self.precision.module_init_context())
 
     @override
     def module_to_device(self, module: Module) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import atexit
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -48,6 +48,7 @@ from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig
 from lightning_scape.engine.epoch_end import check_lengths, compare_ends
 from lightning_scape.integrations import advice, launching, rendezvous, swap, two_level
 from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.integrations.run_length import lengths_of_epoch, steps_of_run
 from lightning_scape.optimizer import ScapeOptimizer
 
 
@@ -240,7 +241,7 @@ class ScapeStrategy(DDPStrategy):
         self, empty_init: bool | None = None
     ) -> AbstractContextManager[None]:
         if empty_init and self._nodes.several:
-            return _on_meta(self.precision_plugin)
+            return two_level.on_meta(self.precision_plugin.tensor_init_context())
         return super().tensor_init_context(empty_init)
 
     @override
@@ -481,26 +482,3 @@ class ScapeStrategy(DDPStrategy):
         assert self.accelerator is not None
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             part.teardown()
-
-
-@contextmanager
-def _on_meta(precision: Precision) -> Iterator[None]:
-    with torch.device("meta"), precision.tensor_init_context():
-        yield
-
-
-def steps_of_run(trainer: Trainer) -> float | None:
-    """Steps that an optimizer takes in the whole run, at most; None where nobody knows. Its data must be loaded.
-
-    With manual optimization the module steps its optimizers when it likes; only ``max_steps`` bounds them then, which
-    counts the steps of all.
-    """
-    manual = not trainer.lightning_module.automatic_optimization
-    steps = trainer.max_steps if manual else trainer.estimated_stepping_batches
-    return steps if 0 <= steps < math.inf else None
-
-
-def lengths_of_epoch(trainer: Trainer) -> tuple[float, float]:
-    """Batches of this rank in an epoch, and how many of them it meets before the run ends."""
-    batches, left = trainer.num_training_batches, trainer.max_steps - trainer.global_step
-    return batches, min(batches, left * trainer.accumulate_grad_batches) if trainer.max_steps >= 0 else batches

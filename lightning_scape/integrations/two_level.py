@@ -266,6 +266,13 @@ def _move(unit: nn.Module, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
+def on_meta(precision: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    """Inside, modules are made without memory, in the dtype of a host's precision."""
+    with torch.device("meta"), precision:
+        yield
+
+
+@contextlib.contextmanager
 def without_gradient_sync(module: nn.Module) -> Iterator[None]:
     """Inside, backward passes add gradients up and send none."""
     root = cast(FSDPModule, module)
