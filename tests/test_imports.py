@@ -20,7 +20,7 @@ LAYERS = (
     ("comm", "ops"),
     ("engine",),
     ("checkpoint",),
-    ("optimizer",),
+    ("optimizer", "sparseloco"),
     ("planning",),
     ("integrations",),
     ("litgpt_data",),
