@@ -35,7 +35,10 @@ SIDEWAYS = ({"config", "layout"},)
 # The package itself is on the list for one purpose: it registers the strategies by name.
 MAY_IMPORT_LIGHTNING = {"integrations", "data", "litgpt_data", "cli", "plan", "__init__"}
 # What the hosts share knows neither.
-MAY_NOT_IMPORT_LIGHTNING = {"integrations.swap", "integrations.advice", "integrations.rendezvous"}
+MAY_NOT_IMPORT_LIGHTNING = {
+    *("integrations.swap", "integrations.advice", "integrations.rendezvous"),
+    "integrations.sparseloco",
+}
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "litgpt", "pytorch_lightning"}
 MAY_IMPORT_TRITON = {
     "ops.cuda_gradients",
