@@ -32,6 +32,7 @@ from lightning_scape.planning.cost_model import (
     scape_traffic,
     zero1,
 )
+from lightning_scape.planning.local_steps import exchange_bytes, predict_local, sparseloco, which_method
 
 __all__ = [
     "BACKWARD_SHARE",
@@ -53,16 +54,20 @@ __all__ = [
     "compute_only",
     "ddp",
     "dense_would_be_faster",
+    "exchange_bytes",
     "fsdp",
     "least_bandwidth",
     "median_error",
     "nodes_share",
     "predict",
+    "predict_local",
     "scaling",
     "scape",
     "scape_bytes",
     "scape_traffic",
     "show_bytes",
     "show_seconds",
+    "sparseloco",
+    "which_method",
     "zero1",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_scape.layout import Layout, Piece
 
-DEVICE_CHUNK, HOST_CHUNK = 1 << 24, 1 << 18
+DEVICE_CHUNK, HOST_CHUNK = 1 << 24, 1 << 20
 """Entries worked on at a time: no temporary has the size of the parameters."""
 
 
