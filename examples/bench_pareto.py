@@ -49,6 +49,7 @@ ABLATIONS = [
         *({"density": density} for density in (1.0, 1 / 16, 1 / 32, 1 / 128, 1 / 256)),
         *({"error_decay": decay} for decay in (0.9, 0.99, 0.999, 1.0)),
         *({"outer_lr": rate} for rate in (0.4, 0.7, 1.5)),
+        *({"return_density": density} for density in (1 / 32, 1 / 16)),
         {"average": "senders"},
         {"block_size": 4096},
         *({"overlap_steps": steps} for steps in (1, 5, 14)),

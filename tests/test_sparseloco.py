@@ -105,23 +105,21 @@ def _conservation(rank: int, world_size: int, bits: int | None, average: str) ->
     for step in range(6):
         gradient(net, rank, step)
         if step == 5:
-            state = loco.state
-            assert state is not None
-            take, read = exchange.wire.take, []
-            seen["before"] = [state.error.clone(), state.owner_error.clone()]
+            read: list[Any] = []
+            for wire in (exchange.wire, exchange.back):
 
-            def watched(blocks: Tensor, take: Any = take, read: list[Any] = read) -> Tensor:
-                there = blocks.clone()
-                message = take(blocks)
-                read.append((there, message, blocks.clone()))
-                return message
+                def watched(blocks: Tensor, take: Any = wire.take, read: list[Any] = read) -> Tensor:
+                    there = blocks.clone()
+                    message = take(blocks)
+                    read.append((there, message, blocks.clone()))
+                    return message
 
-            object.__setattr__(exchange.wire, "take", watched)
+                object.__setattr__(wire, "take", watched)
         optimizer.step()
     seen["taken"] = read
     total = 0.0
-    for there, message, left in read:
-        entries = exchange.wire.read(message)
+    for (there, message, left), wire in zip(read, (exchange.wire, exchange.back), strict=True):
+        entries = wire.read(message)
         sent = torch.zeros_like(there, dtype=torch.float64)
         entries._replace(values=entries.values.double()).add_to(sent)
         total += float((sent + left.double() - there.double()).abs().max())
@@ -172,6 +170,21 @@ def test_the_way_gone_and_what_is_owed_are_the_mean_of_all_pseudo_gradients(run_
     owed = torch.stack([owed for _, _, owed, _ in results]).sum(dim=0)
     moved = torch.stack([moved for *_, moved in results]).mean(dim=0)
     torch.testing.assert_close(gone + mean_error + owed, moved, rtol=1e-4, atol=1e-6)
+
+
+def _room_for_all(rank: int, world_size: int) -> tuple[float, int, int]:
+    options = {**SPARSE, "return_density": world_size * SPARSE["density"], "bits": None}
+    _, loco = train(rank, 6, lambda optimizer: SparseLoCo(optimizer, **options))
+    assert loco is not None
+    assert loco.state is not None
+    assert loco.stats is not None
+    return float(loco.state.owner_error.abs().max()), loco.stats.bytes_values, loco.stats.bytes_parameters
+
+
+def test_with_room_for_every_ranks_choice_nothing_waits_at_the_owners(run_ranks: Any) -> None:
+    for owed, there, back in run_ranks(_room_for_all, 2):
+        assert owed == 0.0
+        assert back == 2 * there
 
 
 # ------------------------------------------------------------------------------------------------ what it sends

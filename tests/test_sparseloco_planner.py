@@ -31,7 +31,9 @@ def _counted(rank: int, world_size: int, options: dict[str, Any]) -> int:
     return loco.stats.bytes_values + loco.stats.bytes_parameters
 
 
-@pytest.mark.parametrize("options", [{}, {"bits": None, "density": 1.0}, {"bits": 8, "density": 1 / 256}])
+@pytest.mark.parametrize(
+    "options", [{}, {"bits": None, "density": 1.0}, {"bits": 8, "density": 1 / 256, "return_density": 1 / 32}]
+)
 def test_bytes_are_those_that_a_real_exchange_counts(run_ranks: Any, options: dict[str, Any]) -> None:
     counted = run_ranks(_counted, 3, options)
     assert counted == [planner.exchange_bytes(NUMELS, 3, SparseLoCoConfig(**options))] * 3

@@ -43,6 +43,7 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         error_decay: what is left of the error feedback after each window.
         outer_lr: length of the outer step.
         average: what the sum over ranks is divided by: ``"all"``, or the ``"senders"`` of the entry.
+        return_density: share of the entries that come back to all ranks; None is ``density``.
         block_size: block length, None for the best.
         device: where the starting point and the error feedback live; ``"cpu"`` is host memory.
         overlap_steps: inner steps beside which the exchange runs.
@@ -74,6 +75,7 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         outer_lr: float = 1.0,
         *,
         average: Average = "all",
+        return_density: float | None = None,
         block_size: int | None = None,
         device: torch.device | str | None = None,
         overlap_steps: int = 0,

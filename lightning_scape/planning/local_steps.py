@@ -39,21 +39,21 @@ def exchange_bytes(numels: Sequence[int], ranks: int, config: SparseLoCoConfig) 
     Args:
         numels: entries of each parameter tensor.
         ranks: N.
-        config: density, bits and block length are used.
+        config: densities, bits and block length are used.
     """
-    block_size, sent = config.quota
-    blocks = Layout(numels, [0] * len(numels), block_size, ranks).blocks
-    return 2 * (blocks * Wire(block_size, sent, config.bits).row_bytes * (ranks - 1) // ranks)
+    blocks = Layout(numels, [0] * len(numels), config.quota.block_size, ranks).blocks
+    each_way = (Wire(*quota, config.bits).row_bytes for quota in (config.quota, config.return_quota))
+    return sum(blocks * row_bytes * (ranks - 1) // ranks for row_bytes in each_way)
 
 
 def sparseloco(job: Job, link: Link, machine: Machine, config: SparseLoCoConfig) -> Prediction:
     """SparseLoCo with ``config``; time and bytes are per step, on average over a window."""
     sent = exchange_bytes([weight.numel for weight in job.weights], job.ranks, config)
     hops = job.ranks - 1
-    one_way = sent / 2
-    crossing = one_way * nodes_share(job.ranks, job.ranks_per_node)
-    messages = max(crossing / (link.bandwidth * link.exchange_share), one_way * link.copy_seconds)
-    messages += max(one_way / (link.bandwidth * link.exchange_share), one_way * link.copy_seconds)
+    there = sent * config.quota.sent / (config.quota.sent + config.return_quota.sent)
+    crossing = there * nodes_share(job.ranks, job.ranks_per_node)
+    messages = max(crossing / (link.bandwidth * link.exchange_share), there * link.copy_seconds)
+    messages += max((sent - there) / (link.bandwidth * link.exchange_share), (sent - there) * link.copy_seconds)
     latency = 3 * hops * link.latency + (link.latency + hops * PEER_SECONDS if hops else 0.0)
     own = EXCHANGE_WORK * machine.adamw * job.parameters
     alone = compute_only(job, machine)

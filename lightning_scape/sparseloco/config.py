@@ -46,6 +46,11 @@ class SparseLoCoConfig:
     the number of ranks that sent the entry (the authors' code). ``"senders"`` makes an entry that one rank sent N times
     as large."""
 
+    return_density: float | None = None
+    """Share of the entries that come back to all ranks, in (0, 1]; None is ``density``. Ranks choose different entries:
+    what they send in a window is up to N times ``density``. The owners keep what does not fit, for later windows. At N
+    times ``density`` nothing has to wait, and the outer step is the paper's, for more bytes."""
+
     block_size: int | None = None
     """Block length B, up to 65,536. None takes the largest B <= 256 for which ``density * B`` is a whole number, and
     ``4 / density`` below a density of 1/64."""
@@ -77,6 +82,8 @@ class SparseLoCoConfig:
                 " has to end before the next one begins. Lower it, or raise `sync_every`."
             )
         _check_range("density", self.density, 0 < _number(self.density) <= 1, "in (0, 1]", "1/64 is the authors'")
+        back = self.density if self.return_density is None else self.return_density
+        _check_range("return_density", back, 0 < _number(back) <= 1, "in (0, 1], or None", "None is `density`")
         _check_range("error_decay", self.error_decay, 0 <= _number(self.error_decay) <= 1, "in [0, 1]", "0.95 is usual")
         _check_range("outer_lr", self.outer_lr, 0 < _number(self.outer_lr) < math.inf, "> 0", "1 is usual")
         if self.bits is not None and (isinstance(self.bits, bool) or self.bits not in BITS):
@@ -121,6 +128,14 @@ class SparseLoCoConfig:
         if self.density * DENSE_BLOCK < SMALLEST_QUOTA:
             return Quota(min(MAX_BLOCK, round(SMALLEST_QUOTA / self.density)), SMALLEST_QUOTA)
         return quota_for(1 - self.density)
+
+    @property
+    def return_quota(self) -> Quota:
+        """Block length B, and entries of a block that come back."""
+        block_size, sent = self.quota
+        if self.return_density is None:
+            return Quota(block_size, sent)
+        return Quota(block_size, min(block_size, max(1, round(self.return_density * block_size))))
 
     def as_dict(self) -> dict[str, Any]:
         """All options as plain numbers, strings and None (what a checkpoint may hold)."""

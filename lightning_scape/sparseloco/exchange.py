@@ -31,6 +31,9 @@ class Exchange:
     def __init__(self, config: SparseLoCoConfig, layout: Layout, comm: Communicator, device: torch.device) -> None:
         self.config, self.layout, self.comm = config, layout, comm
         self.wire = Wire(*config.quota, config.bits)
+        """To the owners."""
+        self.back = Wire(*config.return_quota, config.bits)
+        """Back to all ranks."""
         self.spans = Spans(layout, device)
 
     def run(self, state: LocoState, flats: Sequence[Tensor], record: ExchangeRecord) -> None:
@@ -41,7 +44,7 @@ class Exchange:
         fold      ``e = beta * e + delta``
         send      the q largest entries of each block of ``e`` leave it, quantized, for their owners: all-to-all
         average   the owner adds what arrives to ``u``, in rank order, over N
-        return    the q largest entries of each block of ``u`` leave it, quantized, for all ranks: all-gather
+        return    likewise the largest entries of each block of ``u`` leave it, for all ranks: all-gather
         outer     ``start -= alpha * what arrives``, the same on all ranks, bit for bit
         ========= =============================================================================================
 
@@ -55,13 +58,13 @@ class Exchange:
         with record.phase("fold"):
             self._fold(state, flats, torch.isfinite(norm))
         with record.phase("send"):
-            message = self._take(state.error)
+            message = self._take(self.wire, state.error)
             arriving = self.comm.all_to_all(message)
         with arriving, record.phase("average"):
             own = message[self.layout.rows_of(self.comm.rank)]
             self._average(state.owner_error, arriving.wait(), own)
         with record.phase("return"):
-            message = self._take(state.owner_error)
+            message = self._take(self.back, state.owner_error)
             returned = self.comm.all_gather(message).wait()
         with record.phase("outer"):
             self._outer_step(state.start, returned)
@@ -88,12 +91,12 @@ class Exchange:
             with self.spans.changing(state.error.view(-1)[place]) as error:
                 error.mul_(decay).add_(delta)
 
-    def _take(self, blocks: Tensor) -> Tensor:
+    def _take(self, wire: Wire, blocks: Tensor) -> Tensor:
         """The message ``[rows, W]`` of a whole buffer ``[rows, B]``, a part at a time."""
-        message = torch.empty(len(blocks), self.wire.row_bytes, dtype=torch.uint8, device=self.spans.device)
+        message = torch.empty(len(blocks), wire.row_bytes, dtype=torch.uint8, device=self.spans.device)
         for rows in self.spans.rows(len(blocks)):
             with self.spans.changing(blocks[rows]) as part:
-                message[rows] = self.wire.take(part)
+                message[rows] = wire.take(part)
         return message
 
     def _average(self, owner_error: Tensor, received: Tensor, own: Tensor) -> None:
@@ -119,7 +122,7 @@ class Exchange:
         """Moves the starting point ``[blocks, B]`` by the messages of all owners ``[blocks, W]``."""
         for rows in self.spans.rows(len(start)):
             with self.spans.changing(start[rows]) as part:
-                self.wire.read(returned[rows]).add_to(part, -self.config.outer_lr)
+                self.back.read(returned[rows]).add_to(part, -self.config.outer_lr)
 
     def set_out(self, state: LocoState, flats: Sequence[Tensor]) -> None:
         """Puts the parameters at the starting point; after an overlapped exchange, as far from it as they have come."""

@@ -72,6 +72,7 @@ class SparseLoCo:
         error_decay: what is left of the error feedback after each window.
         outer_lr: length of the outer step.
         average: what the sum over ranks is divided by.
+        return_density: share of the entries that come back to all ranks.
         block_size: block length, None for the best.
         device: where the starting point and the error feedback live.
         overlap_steps: inner steps beside which the exchange runs.
@@ -100,6 +101,7 @@ class SparseLoCo:
         outer_lr: float = 1.0,
         *,
         average: Average = "all",
+        return_density: float | None = None,
         block_size: int | None = None,
         device: torch.device | str | None = None,
         overlap_steps: int = 0,
@@ -116,6 +118,7 @@ class SparseLoCo:
             error_decay=error_decay,
             outer_lr=outer_lr,
             average=average,
+            return_density=return_density,
             block_size=block_size,
             device=device,
             overlap_steps=overlap_steps,
@@ -328,7 +331,8 @@ class SparseLoCo:
     def bytes_per_exchange(self) -> int:
         """Bytes that this rank sends in an exchange, the 4 bytes of the norm not counted."""
         ranks = self.communicator.world_size
-        return 2 * (self.layout.blocks * self.exchange.wire.row_bytes * (ranks - 1) // ranks)
+        each_way = (wire.row_bytes for wire in (self.exchange.wire, self.exchange.back))
+        return sum(self.layout.blocks * row_bytes * (ranks - 1) // ranks for row_bytes in each_way)
 
     @property
     def stats(self) -> ExchangeStats | None:
