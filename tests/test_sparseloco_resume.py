@@ -10,7 +10,8 @@ import torch
 from test_sparseloco import SPARSE, flat, gradient, model
 from torch import Tensor
 
-from lightning_scape.checkpoint.saver import Content, SavedContent, Saver
+from lightning_scape.checkpoint.atomic_files import CheckpointError
+from lightning_scape.checkpoint.saver import Content, SavedContent, Saver, consolidate
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.sparseloco import SparseLoCo
 
@@ -152,6 +153,15 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
 
 def test_state_dict_of_several_ranks_must_be_collected_first(run_ranks: Any) -> None:
     assert run_ranks(_uncollected, 2) == ["must be collected"] * 2
+
+
+def test_a_directory_of_sparseloco_is_not_made_one_file(tmp_path: Path) -> None:
+    net, optimizer, loco = build()
+    go_on(net, optimizer, 0, 0, 2)
+    content = Content(optimizers={"loco": loco.sharded_state_dict()})
+    Saver(asynchronous=False).save(tmp_path / "saved", content, Communicator.alone())
+    with pytest.raises(CheckpointError, match="got one of SparseLoCo"):
+        consolidate(tmp_path / "saved")
 
 
 def _uncollected(rank: int, world_size: int) -> str:

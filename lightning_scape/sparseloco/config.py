@@ -20,7 +20,7 @@ DENSE_BLOCK = 256
 
 @dataclass(frozen=True)
 class SparseLoCoConfig:
-    """Options of SparseLoCo (arXiv 2508.15706); docs/design.md, 7.
+    """Options of SparseLoCo (arXiv 2508.15706); docs/design.md, 6.
 
     Raises:
         ValueError: an option is outside its rule.
