@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_scape.sparseloco import SparseLoCo
 
 EXACT: dict[str, Any] = {"density": 1.0, "bits": None, "error_decay": 1.0, "outer_lr": 1.0}
-SPARSE: dict[str, Any] = {"density": 1 / 8, "bits": 2, "sync_every": 3}
+SPARSE: dict[str, Any] = {"density": 1 / 8, "bits": 2, "sync_every": 3, "reduction": "sharded"}
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -187,6 +187,44 @@ def test_with_room_for_every_ranks_choice_nothing_waits_at_the_owners(run_ranks:
         assert back == 2 * there
 
 
+def _gathered(rank: int, world_size: int, average: str) -> tuple[Tensor, Tensor, list[Tensor], float, int, int]:
+    """One window: where it began, ended, every rank's message as blocks, what an owner owes, and the bytes."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    loco = SparseLoCo(optimizer, sync_every=1, density=1 / 8, reduction="gathered", average=average)  # type: ignore[arg-type]
+    message = []
+    take = loco.exchange.wire.take
+
+    def watched(blocks: Tensor) -> Tensor:
+        message.append(take(blocks))
+        return message[0]
+
+    object.__setattr__(loco.exchange.wire, "take", watched)
+    gradient(net, rank, 0)
+    before = flat(net)
+    optimizer.step()
+    assert loco.state is not None
+    assert loco.stats is not None
+    sent = torch.zeros_like(loco.state.error)
+    loco.exchange.wire.read(message[0]).add_to(sent)
+    pieces = loco.layout.everything().pieces
+    said = torch.cat([sent.view(-1)[piece.of_blocks(loco.layout.block_size)] for piece in pieces])
+    owed = float(loco.state.owner_error.abs().max())
+    return before, flat(net), [said], owed, loco.stats.bytes_total - loco.stats.bytes_norm, loco.bytes_per_exchange()
+
+
+@pytest.mark.parametrize("average", ["all", "senders"])
+def test_gathered_messages_are_averaged_on_every_rank(run_ranks: Any, average: str) -> None:
+    ranks = run_ranks(_gathered, 3, average)
+    said = torch.stack([messages[0] for _, _, messages, *_ in ranks])
+    count = 3 if average == "all" else (said != 0).sum(dim=0).clamp(min=1)
+    for before, after, _, owed, sent, planned in ranks:
+        torch.testing.assert_close(before - after, said.sum(dim=0) / count, rtol=1e-5, atol=1e-7)
+        assert torch.equal(after, ranks[0][1])
+        assert owed == 0.0
+        assert sent == planned
+
+
 # ------------------------------------------------------------------------------------------------ what it sends
 
 
@@ -194,7 +232,7 @@ def _sends(rank: int, world_size: int, overlap: int) -> dict[str, Any]:
     torch.manual_seed(0)
     net = nn.Linear(256, 256, bias=False)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    loco = SparseLoCo(optimizer, sync_every=2, overlap_steps=overlap)
+    loco = SparseLoCo(optimizer, sync_every=2, overlap_steps=overlap, reduction="sharded")
     sums = []
     for step in range(5):
         net.zero_grad()

@@ -24,7 +24,7 @@ from lightning_scape.checkpoint import saver
 from lightning_scape.integrations import sparseloco
 from lightning_scape.integrations.fabric import FabricScapeStrategy
 from lightning_scape.sparseloco import SparseLoCo
-from lightning_scape.sparseloco.config import Average
+from lightning_scape.sparseloco.config import Average, Reduction
 
 
 class FabricSparseLoCoStrategy(FabricScapeStrategy):
@@ -43,7 +43,8 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         error_decay: what is left of the error feedback after each window.
         outer_lr: length of the outer step.
         average: what the sum over ranks is divided by: ``"all"``, or the ``"senders"`` of the entry.
-        return_density: share of the entries that come back to all ranks; None is ``density``.
+        reduction: ``"sharded"`` over the owners of the entries, ``"gathered"`` on every rank; None chooses.
+        return_density: share of the entries that come back from the owners; None is ``density``.
         block_size: block length, None for the best.
         device: where the starting point and the error feedback live; ``"cpu"`` is host memory.
         overlap_steps: inner steps beside which the exchange runs.
@@ -75,6 +76,7 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         outer_lr: float = 1.0,
         *,
         average: Average = "all",
+        reduction: Reduction | None = None,
         return_density: float | None = None,
         block_size: int | None = None,
         device: torch.device | str | None = None,

@@ -27,7 +27,7 @@ from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.rng import set_rng_state
 from lightning_scape.integrations import sparseloco, swap
 from lightning_scape.integrations.trainer import ScapeStrategy, steps_of_run
-from lightning_scape.sparseloco.config import Average
+from lightning_scape.sparseloco.config import Average, Reduction
 
 
 class SparseLoCoStrategy(ScapeStrategy):
@@ -50,7 +50,8 @@ class SparseLoCoStrategy(ScapeStrategy):
         error_decay: what is left of the error feedback after each window.
         outer_lr: length of the outer step.
         average: what the sum over ranks is divided by: ``"all"``, or the ``"senders"`` of the entry.
-        return_density: share of the entries that come back to all ranks; None is ``density``.
+        reduction: ``"sharded"`` over the owners of the entries, ``"gathered"`` on every rank; None chooses.
+        return_density: share of the entries that come back from the owners; None is ``density``.
         block_size: block length, None for the best.
         device: where the starting point and the error feedback live; ``"cpu"`` is host memory.
         overlap_steps: inner steps beside which the exchange runs.
@@ -81,6 +82,7 @@ class SparseLoCoStrategy(ScapeStrategy):
         outer_lr: float = 1.0,
         *,
         average: Average = "all",
+        reduction: Reduction | None = None,
         return_density: float | None = None,
         block_size: int | None = None,
         device: torch.device | str | None = None,

@@ -21,7 +21,6 @@ from lightning_scape.planning.cost_model import (
     nodes_share,
 )
 from lightning_scape.sparseloco.config import SparseLoCoConfig
-from lightning_scape.sparseloco.wire import Wire
 
 EXCHANGE_WORK = 14.0
 """Own work of an exchange in steps of fused AdamW: measured on one CPU core, 13M parameters."""
@@ -42,15 +41,15 @@ def exchange_bytes(numels: Sequence[int], ranks: int, config: SparseLoCoConfig) 
         config: densities, bits and block length are used.
     """
     blocks = Layout(numels, [0] * len(numels), config.quota.block_size, ranks).blocks
-    each_way = (Wire(*quota, config.bits).row_bytes for quota in (config.quota, config.return_quota))
-    return sum(blocks * row_bytes * (ranks - 1) // ranks for row_bytes in each_way)
+    return sum(config.message_bytes(blocks, ranks))
 
 
 def sparseloco(job: Job, link: Link, machine: Machine, config: SparseLoCoConfig) -> Prediction:
     """SparseLoCo with ``config``; time and bytes are per step, on average over a window."""
     sent = exchange_bytes([weight.numel for weight in job.weights], job.ranks, config)
     hops = job.ranks - 1
-    there = sent * config.quota.sent / (config.quota.sent + config.return_quota.sent)
+    share = config.quota.sent / (config.quota.sent + config.return_quota.sent)
+    there = 0.0 if config.gathers(job.ranks) else sent * share
     crossing = there * nodes_share(job.ranks, job.ranks_per_node)
     messages = max(crossing / (link.bandwidth * link.exchange_share), there * link.copy_seconds)
     messages += max((sent - there) / (link.bandwidth * link.exchange_share), (sent - there) * link.copy_seconds)

@@ -9,8 +9,10 @@ from typing import Any, Literal, get_args
 import torch
 
 from lightning_scape.config import Quota, quota_for
+from lightning_scape.sparseloco.wire import Wire
 
 Average = Literal["all", "senders"]
+Reduction = Literal["sharded", "gathered"]
 BITS = (2, 4, 8)
 MAX_BLOCK = 65_536
 SMALLEST_QUOTA = 4
@@ -46,10 +48,16 @@ class SparseLoCoConfig:
     the number of ranks that sent the entry (the authors' code). ``"senders"`` makes an entry that one rank sent N times
     as large."""
 
+    reduction: Reduction | None = None
+    """How what the ranks send is averaged. ``"sharded"``: by the owners of the entries, who send their selection back;
+    a rank sends ``2 k (N-1)/N`` entries. ``"gathered"``: by every rank, which gets all messages (the authors' way);
+    a rank sends ``k (N-1)``, and nothing waits at an owner. None is gathered on two ranks, which takes no more bytes,
+    and sharded on more."""
+
     return_density: float | None = None
-    """Share of the entries that come back to all ranks, in (0, 1]; None is ``density``. Ranks choose different entries:
-    what they send in a window is up to N times ``density``. The owners keep what does not fit, for later windows. At N
-    times ``density`` nothing has to wait, and the outer step is the paper's, for more bytes."""
+    """Where the reduction is sharded, the share of the entries that come back, in (0, 1]; None is ``density``. Ranks
+    choose different entries: what they send in a window is up to N times ``density``. The owners keep what does not
+    fit, for later windows."""
 
     block_size: int | None = None
     """Block length B, up to 65,536. None takes the largest B <= 256 for which ``density * B`` is a whole number, and
@@ -90,6 +98,11 @@ class SparseLoCoConfig:
             raise ValueError(f"`bits` must be None, 2, 4 or 8, got {self.bits!r}. None sends fp32 values.")
         if self.average not in get_args(Average):
             raise ValueError(f'`average` must be "all" or "senders", got {self.average!r}. Use "all" if unsure.')
+        if self.reduction is not None and self.reduction not in get_args(Reduction):
+            raise ValueError(
+                f'`reduction` must be None, "sharded" or "gathered", got {self.reduction!r}. None chooses by the number'
+                " of ranks."
+            )
         self._check_block_size()
         if self.device is not None:
             try:
@@ -129,6 +142,10 @@ class SparseLoCoConfig:
             return Quota(min(MAX_BLOCK, round(SMALLEST_QUOTA / self.density)), SMALLEST_QUOTA)
         return quota_for(1 - self.density)
 
+    def gathers(self, ranks: int) -> bool:
+        """Whether every rank gets all messages."""
+        return self.reduction == "gathered" or (self.reduction is None and ranks == 2)
+
     @property
     def return_quota(self) -> Quota:
         """Block length B, and entries of a block that come back."""
@@ -136,6 +153,18 @@ class SparseLoCoConfig:
         if self.return_density is None:
             return Quota(block_size, sent)
         return Quota(block_size, min(block_size, max(1, round(self.return_density * block_size))))
+
+    def message_bytes(self, blocks: int, ranks: int) -> tuple[int, int]:
+        """Bytes that a rank sends in an exchange: to the owners, and to all ranks.
+
+        Args:
+            blocks: of all parameters.
+            ranks: N.
+        """
+        there, back = (Wire(*quota, self.bits).row_bytes * blocks for quota in (self.quota, self.return_quota))
+        if self.gathers(ranks):
+            return 0, there * (ranks - 1)
+        return there * (ranks - 1) // ranks, back * (ranks - 1) // ranks
 
     def as_dict(self) -> dict[str, Any]:
         """All options as plain numbers, strings and None (what a checkpoint may hold)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class Exchange:
         self.back = Wire(*config.return_quota, config.bits)
         """Back to all ranks."""
         self.spans = Spans(layout, device)
+        self._reduce = self._gathered if config.gathers(comm.world_size) else self._sharded
 
     def run(self, state: LocoState, flats: Sequence[Tensor], record: ExchangeRecord) -> None:
         """Sends what this rank has learned, and moves the starting point. Parameters are only read. Collective.
@@ -48,6 +49,9 @@ class Exchange:
         outer     ``start -= alpha * what arrives``, the same on all ranks, bit for bit
         ========= =============================================================================================
 
+        With ``reduction="gathered"`` the messages of ``send`` go to all ranks, by an all-gather. Every rank averages
+        them itself; there is no owner, and nothing comes back.
+
         Args:
             state: changed.
             flats: every parameter at the end of the window, flat.
@@ -57,6 +61,11 @@ class Exchange:
             record.norm = norm = self._norm(state, flats)
         with record.phase("fold"):
             self._fold(state, flats, torch.isfinite(norm))
+        self._reduce(state, record)
+        record.bytes_sent, record.message_seconds = self.comm.take_count()
+
+    def _sharded(self, state: LocoState, record: ExchangeRecord) -> None:
+        """From ``send`` to ``outer``, by way of the owners."""
         with record.phase("send"):
             message = self._take(self.wire, state.error)
             arriving = self.comm.all_to_all(message)
@@ -68,7 +77,16 @@ class Exchange:
             returned = self.comm.all_gather(message).wait()
         with record.phase("outer"):
             self._outer_step(state.start, returned)
-        record.bytes_sent, record.message_seconds = self.comm.take_count()
+
+    def _gathered(self, state: LocoState, record: ExchangeRecord) -> None:
+        """The same where every rank gets all messages, and averages them itself."""
+        with record.phase("send"):
+            message = self._take(self.wire, state.error)
+            everyone = self.comm.all_gather(message).wait().view(self.comm.world_size, *message.shape)
+        with record.phase("outer"):
+            for rows in self.spans.rows(len(state.start)):
+                with self.spans.changing(state.start[rows]) as part:
+                    part -= self.config.outer_lr * self._mean(everyone[:, rows], part)
 
     def _norm(self, state: LocoState, flats: Sequence[Tensor]) -> Tensor:
         """0-dim fp32: root mean square over ranks of the norm of ``delta``; not finite if any rank's is not."""
@@ -109,14 +127,19 @@ class Exchange:
         """
         for rows in self.spans.rows(len(owner_error)):
             with self.spans.changing(owner_error[rows]) as part:
-                total = torch.zeros_like(part)
-                senders = torch.zeros_like(part) if self.config.average == "senders" else None
-                for rank, message in enumerate(received):
-                    entries = self.wire.read((own if rank == self.comm.rank else message)[rows])
-                    entries.add_to(total)
-                    if senders is not None:
-                        entries._replace(values=(entries.values != 0).float()).add_to(senders)
-                part += total / (self.comm.world_size if senders is None else senders.clamp_(min=1))
+                messages = [own if rank == self.comm.rank else message for rank, message in enumerate(received)]
+                part += self._mean([message[rows] for message in messages], part)
+
+    def _mean(self, messages: Iterable[Tensor], like: Tensor) -> Tensor:
+        """The mean of the ranks' messages, in rank order, as blocks like ``like``."""
+        total = torch.zeros_like(like)
+        senders = torch.zeros_like(like) if self.config.average == "senders" else None
+        for message in messages:
+            entries = self.wire.read(message)
+            entries.add_to(total)
+            if senders is not None:
+                entries._replace(values=(entries.values != 0).float()).add_to(senders)
+        return total / (self.comm.world_size if senders is None else senders.clamp_(min=1))
 
     def _outer_step(self, start: Tensor, returned: Tensor) -> None:
         """Moves the starting point ``[blocks, B]`` by the messages of all owners ``[blocks, W]``."""

@@ -19,7 +19,7 @@ from lightning_scape.engine.replicas import check_replicas, check_same_setup
 from lightning_scape.engine.state import piece_views
 from lightning_scape.layout import Layout
 from lightning_scape.sparseloco import checkpoint
-from lightning_scape.sparseloco.config import Average, SparseLoCoConfig
+from lightning_scape.sparseloco.config import Average, Reduction, SparseLoCoConfig
 from lightning_scape.sparseloco.exchange import Exchange
 from lightning_scape.sparseloco.found_inf import DroppedWindows, clear_nonfinite
 from lightning_scape.sparseloco.state import LocoState
@@ -72,7 +72,8 @@ class SparseLoCo:
         error_decay: what is left of the error feedback after each window.
         outer_lr: length of the outer step.
         average: what the sum over ranks is divided by.
-        return_density: share of the entries that come back to all ranks.
+        reduction: ``"sharded"`` over the owners of the entries, or ``"gathered"`` on every rank.
+        return_density: share of the entries that come back from the owners.
         block_size: block length, None for the best.
         device: where the starting point and the error feedback live.
         overlap_steps: inner steps beside which the exchange runs.
@@ -101,6 +102,7 @@ class SparseLoCo:
         outer_lr: float = 1.0,
         *,
         average: Average = "all",
+        reduction: Reduction | None = None,
         return_density: float | None = None,
         block_size: int | None = None,
         device: torch.device | str | None = None,
@@ -118,6 +120,7 @@ class SparseLoCo:
             error_decay=error_decay,
             outer_lr=outer_lr,
             average=average,
+            reduction=reduction,
             return_density=return_density,
             block_size=block_size,
             device=device,
@@ -330,9 +333,7 @@ class SparseLoCo:
 
     def bytes_per_exchange(self) -> int:
         """Bytes that this rank sends in an exchange, the 4 bytes of the norm not counted."""
-        ranks = self.communicator.world_size
-        each_way = (wire.row_bytes for wire in (self.exchange.wire, self.exchange.back))
-        return sum(self.layout.blocks * row_bytes * (ranks - 1) // ranks for row_bytes in each_way)
+        return sum(self.config.message_bytes(self.layout.blocks, self.communicator.world_size))
 
     @property
     def stats(self) -> ExchangeStats | None:
