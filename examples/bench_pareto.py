@@ -37,6 +37,7 @@ def peer(method: str, **options: Any) -> dict[str, Any]:
 ADAMW: dict[str, Any] = {"method": "adamw"}
 SCAPE = [scape(sparsity) for sparsity in (0.9, 0.99, 0.999)]
 SPARSELOCO = [peer("sparseloco", sync_every=every) for every in (1, 5, 15, 30, 100)]
+GATHERED = [peer("sparseloco", sync_every=every, reduction="gathered") for every in (15, 30)]
 LOCAL = [peer(method, sync_every=every) for method in ("diloco", "averaging") for every in (15, 30, 100)]
 COMPRESSED = [peer("topk", density=density) for density in (0.01, 0.001)]
 COMPRESSED += [peer("powersgd", rank=rank) for rank in (1, 4)]
@@ -49,7 +50,8 @@ ABLATIONS = [
         *({"density": density} for density in (1.0, 1 / 16, 1 / 32, 1 / 128, 1 / 256)),
         *({"error_decay": decay} for decay in (0.9, 0.99, 0.999, 1.0)),
         *({"outer_lr": rate} for rate in (0.4, 0.7, 1.5)),
-        *({"return_density": density} for density in (1 / 32, 1 / 16)),
+        {"return_density": 1 / 32},
+        *({"reduction": "gathered", "error_decay": decay} for decay in (0.95, 0.99, 1.0)),
         {"average": "senders"},
         {"block_size": 4096},
         *({"overlap_steps": steps} for steps in (1, 5, 14)),
@@ -62,11 +64,13 @@ TINY: dict[str, Any] = {"size": "0.03M", "ranks": 2, "batch": 2, "context": 32, 
 SHORT = sweep([ADAMW, *SCAPE, *SPARSELOCO[:2], *LOCAL[::3], *COMPRESSED[::2], *BY_SIGN[1:]], [2e-3], **TINY)
 SUITES: dict[str, list[Run]] = {
     "rates": [
-        *sweep([ADAMW, *SCAPE, *SPARSELOCO, *LOCAL, *COMPRESSED], RATES, **SMALL),
+        *sweep([ADAMW, *SCAPE, *SPARSELOCO, *GATHERED, *LOCAL, *COMPRESSED], RATES, **SMALL),
         *sweep(BY_SIGN, SIGN_RATES, **SMALL),
     ],
     "ablations": sweep([SPARSELOCO[2], *ABLATIONS], [8e-3], **SMALL),
-    "aim": sweep([ADAMW, peer("diloco", **AT_15), SPARSELOCO[2]], [2e-3, 4e-3, 8e-3], size="0.2M", steps=10_000),
+    "aim": sweep(
+        [ADAMW, peer("diloco", **AT_15), SPARSELOCO[2], GATHERED[0]], [2e-3, 4e-3, 8e-3], size="0.2M", steps=10_000
+    ),
 }
 
 
