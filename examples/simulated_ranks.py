@@ -178,7 +178,7 @@ class Ranks:
         """The reverse of :meth:`state_dict`."""
         raise NotImplementedError
 
-    def _gradient(self, value: Tensor) -> list[Tensor | None]:
+    def gradient_of(self, value: Tensor) -> list[Tensor | None]:
         """Of ``value``, one tensor a parameter; None where it does not depend on the parameter."""
         value.backward()
         gradient = [parameter.grad for parameter in self.parameters]
@@ -299,7 +299,7 @@ class SimulatedRanks(Ranks):
     ) -> None:
         """Rank after rank."""
         for batch, handles in zip(batches, self.handles, strict=True):
-            for handle, grad in zip(handles, self._gradient(loss(batch)), strict=True):
+            for handle, grad in zip(handles, self.gradient_of(loss(batch)), strict=True):
                 handle.grad = grad
 
     def step(self, lr: float, max_norm: float) -> None:

@@ -34,7 +34,7 @@ class EqualRanks(Ranks):
         """Rank after rank."""
         self.gradients = [
             [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, found, strict=True)]
-            for found in (self._gradient(loss(batch)) for batch in batches)
+            for found in (self.gradient_of(loss(batch)) for batch in batches)
         ]
 
     def step(self, lr: float, max_norm: float) -> None:
@@ -104,7 +104,7 @@ class PartingRanks(Ranks):
         """Rank after rank, each with its own parameters."""
         for rank, batch in enumerate(batches):
             self._show(rank)
-            for replica, gradient in zip(self.replicas[rank], self._gradient(loss(batch)), strict=True):
+            for replica, gradient in zip(self.replicas[rank], self.gradient_of(loss(batch)), strict=True):
                 replica.grad = gradient
         self._show(0)
 
