@@ -49,8 +49,8 @@ def train(
 # ------------------------------------------------------------------------------------------------ what it equals
 
 
-def _averaging(rank: int, world_size: int, every: int, sgd: bool) -> Tensor:
-    options = {**EXACT, "sync_every": every}
+def _averaging(rank: int, world_size: int, every: int, sgd: bool, reduction: str) -> Tensor:
+    options = {**EXACT, "sync_every": every, "reduction": reduction}
     net, _ = train(rank, 6, lambda optimizer: SparseLoCo(optimizer, **options), sgd)
     return flat(net)
 
@@ -70,14 +70,16 @@ def _reference(ranks: int, every: int) -> Tensor:
     return flat(nets[0])
 
 
-def test_everything_sent_is_plain_averaging_of_the_parameters(run_ranks: Any) -> None:
-    ends = run_ranks(_averaging, 2, 3, False)
+@pytest.mark.parametrize("reduction", ["sharded", "gathered"])
+def test_everything_sent_is_plain_averaging_of_the_parameters(run_ranks: Any, reduction: str) -> None:
+    ends = run_ranks(_averaging, 2, 3, False, reduction)
     torch.testing.assert_close(ends[0], _reference(2, 3), rtol=1e-5, atol=1e-6)
     assert torch.equal(ends[0], ends[1])
 
 
-def test_with_sgd_and_one_step_it_is_data_parallel_sgd(run_ranks: Any) -> None:
-    ends = run_ranks(_averaging, 2, 1, True)
+@pytest.mark.parametrize("reduction", ["sharded", "gathered"])
+def test_with_sgd_and_one_step_it_is_data_parallel_sgd(run_ranks: Any, reduction: str) -> None:
+    ends = run_ranks(_averaging, 2, 1, True, reduction)
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     for step in range(6):

@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from trainer_helpers import BATCHES, MARKS, GivenRanks, Regression, TwoOptimizers, loader, make_trainer, weights
 
+import lightning_scape
 from lightning_scape import (
     FabricSparseLoCoStrategy,
     ScapeConfig,
@@ -150,6 +151,21 @@ def test_an_optimizer_that_exchanges_itself_is_refused() -> None:
 
     with pytest.raises(TypeError, match="works on one rank, got a ScapeOptimizer"):
         make_trainer(strategy()).fit(Model())
+
+
+@pytest.mark.parametrize("name", ["SparseLoCoStrategy", "FabricSparseLoCoStrategy"])
+def test_a_yaml_file_gives_every_option_with_its_type(name: str) -> None:
+    jsonargparse = pytest.importorskip("jsonargparse", reason="reading YAML into classes needs jsonargparse")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(getattr(lightning_scape, name), "strategy")
+    given = {"sync_every": 5, "density": 0.25, "bits": None, "device": "cpu", "reduction": "gathered"}
+    parsed = parser.parse_object({"strategy": {"class_path": f"lightning_scape.{name}", "init_args": given}})
+    built = parser.instantiate_classes(parsed).strategy
+    expected = {**given, "device": torch.device("cpu")}
+    assert {key: getattr(built.config, key) for key in given} == expected
+    wrong = {"class_path": f"lightning_scape.{name}", "init_args": {"sync_every": "often"}}
+    with pytest.raises(jsonargparse.ArgumentError, match="sync_every"):
+        parser.parse_object({"strategy": wrong})
 
 
 # ------------------------------------------------------------------------------------------------ Fabric

@@ -21,21 +21,20 @@ class DroppedWindows:
         self.most, self.speaks = most, speaks
         self.in_row = 0
         self.total = 0
-        self._on_its_way: tuple[Tensor, torch.cuda.Event] | None = None
+        self._norm: Tensor | None = None
+        """Of an exchange whose outcome nobody has looked at."""
+        self._on_its_way: torch.cuda.Event | None = None
 
     def note(self, norm: Tensor) -> None:
         """Takes the norm of an exchange, 0-dim, on its way to the host."""
         if norm.device.type != "cuda":
-            self._on_its_way = None
-            self._norm: Tensor | None = norm
+            self._norm, self._on_its_way = norm, None
             return
         on_host = torch.empty((), dtype=norm.dtype, device="cpu", pin_memory=True)
         on_host.copy_(norm, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(norm.device))
-        self._norm, self._on_its_way = on_host, (on_host, event)
-
-    _norm: Tensor | None = None
+        self._norm, self._on_its_way = on_host, event
 
     def arrives_at_once(self) -> bool:
         """Whether the norm that was noted is in host memory."""
@@ -51,7 +50,7 @@ class DroppedWindows:
         if norm is None:
             return False
         if self._on_its_way is not None:
-            self._on_its_way[1].synchronize()  # of the step before
+            self._on_its_way.synchronize()  # of the step before
             self._on_its_way = None
         if math.isfinite(float(norm)):
             self.in_row = 0
