@@ -23,11 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import peers
 import torch
 from quality_report import report
 from quality_runs import SHORT, SUITES, Run
 from quality_tasks import task_of
-from simulated_ranks import DenseRanks, SimulatedRanks
+from simulated_ranks import DenseRanks, Ranks, SimulatedRanks
 from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
@@ -43,8 +44,10 @@ WEIGHT_DECAY = 0.1
 # ------------------------------------------------------------------------------------------------ training
 
 
-def build_ranks(run: Run, model: nn.Module) -> SimulatedRanks | DenseRanks:
+def build_ranks(run: Run, model: nn.Module) -> Ranks:
     settings = {"lr": run.lr, "betas": run.betas, "weight_decay": WEIGHT_DECAY}
+    if run.method in peers.METHODS:
+        return peers.METHODS[run.method](model, run.ranks, settings, **dict(run.options))
     if run.method == "scape":
         options = dict(run.options)
         ablations = {key: options.pop(key) for key in list(options) if key in ABLATIONS}
@@ -63,7 +66,7 @@ class Training:
     run: Run
     step: int = 0
     seconds: float = 0.0
-    bytes_sent: int = 0
+    bytes_sent: float = 0
     """By one rank, so far."""
     history: list[dict[str, float]] = field(default_factory=list)
 
@@ -84,6 +87,8 @@ class Training:
         """One step of all ranks."""
         self.ranks.backward(next(self._batches), lambda batch: self.task.loss(self.model, batch), self.task.joined)
         self.ranks.step(self.run.at(self.step), MAX_NORM)
+        if self.step + 1 == self.run.steps:
+            self.ranks.end()
         self.bytes_sent += self.ranks.bytes_sent()
         self.step += 1
 

@@ -50,7 +50,9 @@ METHODS = {
     "scape-0.99": "SCAPE 0.99",
     "hsdp": "HSDP (fully_shard on a mesh of hosts and ranks)",
     "nodes-0.99": "SCAPE 0.99, local_group_size 2",
+    "sparseloco-30": "SparseLoCo, H = 30",
 }
+"""A window of SparseLoCo is timed as a whole: its step is the mean over the window."""
 OF_NODES = ("compute", "hsdp", "scape-0.99", "nodes-0.99")
 """Methods for hosts of several ranks, by default; the two that need them are left out elsewhere."""
 PAPER = 3.26
@@ -67,6 +69,8 @@ TARGETS = (
     ("hsdp step over nodes-0.99's", 2.0, None, "1gbit"),
     ("scape-0.99 step over nodes-0.99's", 1.0, None, "1gbit"),
     ("nodes-0.99 sends fewer bytes than scape-0.99", 2 / 1.05, None, None),
+    ("sparseloco-30 step over compute only", 1.15, "pythia-14m", "10mbit"),
+    ("ddp step over sparseloco-30's", 50.0, "pythia-14m", "10mbit"),
 )
 
 
@@ -162,7 +166,9 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
     from torch.nn.functional import cross_entropy
     from torch.utils.data import DataLoader, TensorDataset
 
-    from lightning_scape import ScapeStrategy
+    from lightning_scape import ScapeStrategy, SparseLoCo, SparseLoCoStrategy
+
+    window = int(method.partition("-")[2]) if method.startswith("sparseloco") else 0
 
     class Pretraining(pl.LightningModule):
         def __init__(self) -> None:
@@ -227,7 +233,7 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
                 # All take rank 0's word for how many steps there is time for.
                 steps = torch.tensor([args.seconds / self.seconds[-1]])
                 dist.broadcast(steps, 0)
-                self.timed = int(max(2, min(args.max_steps, float(steps))))
+                self.timed = window or int(max(2, min(args.max_steps, float(steps))))
                 self.seconds.clear()
                 self.before = self.quiet(trainer)
             self.began = time.perf_counter()
@@ -237,14 +243,15 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
             if self.timed and len(self.seconds) == self.timed:
                 after = self.quiet(trainer)
                 sent, headers = ((b - a) / self.timed for a, b in zip(self.before, after, strict=True))
-                stats = getattr(trainer.optimizers[0], "stats", None)
+                loco = SparseLoCo.of(trainer.optimizers[0])
+                stats = getattr(loco or trainer.optimizers[0], "stats", None)
                 self.figures = {
-                    "seconds": self.seconds,
+                    "seconds": [statistics.mean(self.seconds)] if window else self.seconds,
                     "sent": sent,
                     "headers": headers,
                     "expected": expected_bytes(method, trainer, self.parameters, args.ranks_per_host)
                     if stats is None
-                    else crossing(method, stats.bytes_total, args.ranks_per_host),
+                    else crossing(method, stats.bytes_total, args.ranks_per_host) / (window or 1),
                     "counted": stats is not None,
                     "phases": dict(stats.seconds) if stats is not None else None,
                 }
@@ -266,7 +273,7 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
     watch.parameters = [parameter.numel() for parameter in module.parameters()]
     generator = torch.Generator().manual_seed(dist.get_rank())
     vocabulary = module.gpt.config.padded_vocab_size
-    samples = args.batch_size * dist.get_world_size() * (args.max_steps + watch.warmup)
+    samples = args.batch_size * dist.get_world_size() * (max(args.max_steps, window) + watch.warmup)
     tokens = torch.randint(0, vocabulary, (samples, args.context + 1), generator=generator)
     strategy: Any = {
         "compute": Unsynchronized,
@@ -276,6 +283,7 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
         "powersgd": lambda: Hooked(bucket_cap_mb=4096),
         "fsdp": lambda: ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1),
         "hsdp": lambda: ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1),
+        f"sparseloco-{window}": lambda: SparseLoCoStrategy(sync_every=window),
     }.get(method, lambda: scape_strategy(method))()
     trainer = pl.Trainer(
         accelerator="cpu",

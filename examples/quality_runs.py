@@ -47,7 +47,7 @@ class Run:
     """Everything that decides the result of a run."""
 
     method: str
-    """adamw, adams or scape."""
+    """adamw, adams, scape, or one of peers.METHODS."""
     task: str = "python"
     """python (a GPT of ``size`` predicts the next of ``context`` bytes), digits-conv or digits-gru (images)."""
     size: str = "0.2M"
@@ -62,7 +62,7 @@ class Run:
     warmup: float = 0.1
     """Share of the steps in which the learning rate rises linearly; a cosine to a tenth follows."""
     options: tuple[tuple[str, Any], ...] = ()
-    """Of ScapeConfig, and of ABLATIONS."""
+    """Of ScapeConfig, and of ABLATIONS; of other methods, their own arguments."""
 
     @property
     def name(self) -> str:
@@ -79,9 +79,18 @@ class Run:
     @property
     def label(self) -> str:
         """What tells methods apart in a table: today's defaults go without saying."""
-        if self.method != "scape":
-            return {"adamw": "dense AdamW", "adams": "dense AdamS"}[self.method]
         options = dict(self.options)
+        if self.method != "scape":
+            name = {"adamw": "dense AdamW", "adams": "dense AdamS"}.get(self.method, self.method)
+            return ", ".join(
+                [
+                    name,
+                    *(
+                        f"{key}={value:.3g}" if isinstance(value, float) else f"{key}={value}"
+                        for key, value in options.items()
+                    ),
+                ]
+            )
         parts = [f"SCAPE {options.pop('sparsity', 0.99):.1%}".replace(".0%", "%")]
         if options.pop("update", "adamw") == "adams":
             parts.append("AdamS's update")

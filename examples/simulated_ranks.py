@@ -159,7 +159,26 @@ class Ranks:
         """
         raise NotImplementedError
 
-    def _gradient(self, value: Tensor) -> list[Tensor | None]:
+    def step(self, lr: float, max_norm: float) -> None:
+        """One step of all ranks, clipped."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Ends the training: methods whose ranks differ between exchanges make them equal."""
+
+    def bytes_sent(self) -> float:
+        """By a rank in the last step."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a run needs to go on, beside the model."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The reverse of :meth:`state_dict`."""
+        raise NotImplementedError
+
+    def gradient_of(self, value: Tensor) -> list[Tensor | None]:
         """Of ``value``, one tensor a parameter; None where it does not depend on the parameter."""
         value.backward()
         gradient = [parameter.grad for parameter in self.parameters]
@@ -208,6 +227,34 @@ class DenseRanks(Ranks):
         self.optimizer.load_state_dict(state_dict)
 
 
+class Turns:
+    """N ranks that take turns, each in a thread of its own.
+
+    Args:
+        world_size: N.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.meeting = Meeting(world_size)
+        self._threads = ThreadPoolExecutor(world_size)
+
+    def each(self, act: Callable[[int], Any]) -> list[Any]:
+        """``act(rank)`` on every rank, in turns; their results."""
+
+        def run(rank: int) -> Any:
+            self.meeting.start(rank)
+            try:
+                return act(rank)
+            except BaseException as error:
+                self.meeting.fail(error)
+                raise
+            finally:
+                self.meeting.end(rank)
+
+        return [future.result() for future in [self._threads.submit(run, rank) for rank in range(self.world_size)]]
+
+
 class SimulatedRanks(Ranks):
     """N ScapeOptimizers.
 
@@ -220,11 +267,10 @@ class SimulatedRanks(Ranks):
 
     def __init__(self, model: nn.Module, world_size: int, config: ScapeConfig, settings: dict[str, Any]) -> None:
         super().__init__(model, world_size)
-        self.meeting = Meeting(world_size)
+        self.turns = Turns(world_size)
+        self.meeting, self.each = self.turns.meeting, self.turns.each
         self.handles = [[nn.Parameter(p.detach()) for p in self.parameters] for _ in range(world_size)]
         """Per rank a handle on every parameter: the same memory, a gradient of its own."""
-        self._threads = ThreadPoolExecutor(world_size)
-
         self.settings, self.config = settings, config
         self.optimizers = self._make([True] * len(self.parameters), config)
         self.others: list[ScapeOptimizer] = []
@@ -248,27 +294,12 @@ class SimulatedRanks(Ranks):
         self.optimizers = self._make([not each for each in chosen], self.config)
         self.others = self._make(chosen, config)
 
-    def each(self, act: Callable[[int], Any]) -> list[Any]:
-        """``act(rank)`` on every rank, in turns; their results."""
-
-        def run(rank: int) -> Any:
-            self.meeting.start(rank)
-            try:
-                return act(rank)
-            except BaseException as error:
-                self.meeting.fail(error)
-                raise
-            finally:
-                self.meeting.end(rank)
-
-        return [future.result() for future in [self._threads.submit(run, rank) for rank in range(self.world_size)]]
-
     def backward(
         self, batches: Sequence[Any], loss: Callable[[Any], Tensor], join: Callable[[Sequence[Any]], Any]
     ) -> None:
         """Rank after rank."""
         for batch, handles in zip(batches, self.handles, strict=True):
-            for handle, grad in zip(handles, self._gradient(loss(batch)), strict=True):
+            for handle, grad in zip(handles, self.gradient_of(loss(batch)), strict=True):
                 handle.grad = grad
 
     def step(self, lr: float, max_norm: float) -> None:

@@ -12,22 +12,34 @@ from lightning_scape.data import PythonSource
 from lightning_scape.engine.stats import StepStats
 from lightning_scape.integrations.fabric import FabricScapeStrategy
 from lightning_scape.integrations.monitor import ScapeMonitor
+from lightning_scape.integrations.sparseloco_fabric import FabricSparseLoCoStrategy
+from lightning_scape.integrations.sparseloco_monitor import SparseLoCoMonitor
+from lightning_scape.integrations.sparseloco_trainer import SparseLoCoStrategy
 from lightning_scape.integrations.trainer import ScapeStrategy
 from lightning_scape.optimizer import ScapeOptimizer
+from lightning_scape.sparseloco import ExchangeStats, SparseLoCo, SparseLoCoConfig
 
 # No entry point registers strategies: `strategy="scape"` works once this package is imported.
 ScapeStrategy.register_strategies(StrategyRegistry)
 FabricScapeStrategy.register_strategies(STRATEGY_REGISTRY)
+SparseLoCoStrategy.register_strategies(StrategyRegistry)
+FabricSparseLoCoStrategy.register_strategies(STRATEGY_REGISTRY)
 
 __all__ = [
     "AdamS",
     "CheckpointError",
+    "ExchangeStats",
     "FabricScapeStrategy",
+    "FabricSparseLoCoStrategy",
     "PythonSource",
     "ScapeConfig",
     "ScapeMonitor",
     "ScapeOptimizer",
     "ScapeStrategy",
+    "SparseLoCo",
+    "SparseLoCoConfig",
+    "SparseLoCoMonitor",
+    "SparseLoCoStrategy",
     "StepStats",
     "__version__",
     "newest_checkpoint",

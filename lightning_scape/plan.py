@@ -390,6 +390,7 @@ def report(
             f" | {planner.show_bytes(p.bytes_sent)}{f' | {planner.show_bytes(p.on_card)}' if shared else ''} | {needed}"
             f" | {even} | {pays} |"
         )
+    lines += ["", *local_lines(job, link, machine, predictions)]
     sparsities = [p.sparsity for p in predictions if p.sparsity is not None and p.group_size == 1]
     lines += ["", "The same work per rank on more ranks:", ""]
     scaling = planner.scaling(job, link, machine, sparsities)
@@ -409,6 +410,21 @@ def report(
         "Assumed: " + "; ".join([*assumed, *ASSUMPTIONS]) + ".",
     ]
     return "\n".join(lines)
+
+
+def local_lines(job: Job, link: Link, machine: Machine, predictions: Sequence[Prediction]) -> list[str]:
+    """SparseLoCo's advice, and its table in Markdown: a step on average over a window of H."""
+    local = planner.predict_local(job, link, machine)
+    lines = [planner.which_method(predictions, local), ""]
+    lines += ["| SparseLoCo | step, on average | over compute only | sent per rank and step | memory per rank* |"]
+    lines += ["|---|---|---|---|---|"]
+    for p in local:
+        lines.append(
+            f"| H = {p.method.partition('=')[2]} | {planner.show_seconds(p.seconds)}"
+            f" | {p.seconds / predictions[0].seconds:.2f}x | {planner.show_bytes(p.bytes_sent)}"
+            f" | {planner.show_bytes(p.memory)} |"
+        )
+    return lines
 
 
 TCP_SHARE = 0.95

@@ -20,7 +20,7 @@ LAYERS = (
     ("comm", "ops"),
     ("engine",),
     ("checkpoint",),
-    ("optimizer",),
+    ("optimizer", "sparseloco"),
     ("planning",),
     ("integrations",),
     ("litgpt_data",),
@@ -36,10 +36,8 @@ SIDEWAYS = ({"config", "layout"},)
 MAY_IMPORT_LIGHTNING = {"integrations", "data", "litgpt_data", "cli", "plan", "__init__"}
 # What the hosts share knows neither.
 MAY_NOT_IMPORT_LIGHTNING = {
-    "integrations.swap",
-    "integrations.advice",
-    "integrations.rendezvous",
-    "integrations.two_level",
+    *("integrations.swap", "integrations.advice", "integrations.rendezvous"),
+    *("integrations.two_level", "integrations.sparseloco"),
 }
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "litgpt", "pytorch_lightning"}
 MAY_IMPORT_TRITON = {

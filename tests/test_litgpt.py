@@ -35,7 +35,10 @@ from lightning_scape.litgpt_data import LitGPTPythonSource
 
 RunRanks = Callable[..., list[Any]]
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-LITGPT_CONFIGS = sorted(path.name for path in CONFIGS.glob("*.yaml") if path.name != "lightning_cli.yaml")
+LITGPT_CONFIGS = sorted(
+    path.name for path in CONFIGS.glob("*.yaml") if not path.name.startswith(("lightning_cli", "sparseloco"))
+)
+"""Those of SCAPE; test_sparseloco_litgpt.py has the others."""
 
 
 def assert_replicas_equal(model: torch.nn.Module) -> None:

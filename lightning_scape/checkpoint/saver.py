@@ -202,6 +202,11 @@ def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
         whole = files.load_file(path)
         return _with_adamw(whole, path) if optimizer == "adamw" else whole
     saved = SavedContent(path)
+    if any("sparseloco" in shards.common for shards in saved.optimizers.values()):
+        raise files.CheckpointError(
+            f"{path} must be a checkpoint of SCAPE to be made one file, got one of SparseLoCo. Load it as it is, and"
+            ' save with state_dict_type="full".'
+        )
     whole = dict(saved.rest)
     whole |= {name: saved.model(name) for name in saved.models}
     states = {name: merge_shards(shards) for name, shards in saved.optimizers.items()}

@@ -331,7 +331,7 @@ class FabricScapeStrategy(DDPStrategy):
             return
         ranks = Communicator(None, None)
         converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
-        if swap.scape_optimizers(state.values()):
+        if any(self._ours(value) for value in state.values()):
             converted[RNG] = ranks.all_gather_object(rng_state())
 
         def write() -> None:
@@ -346,8 +346,8 @@ class FabricScapeStrategy(DDPStrategy):
             if isinstance(value, Module):
                 names = [parameter for parameter, _ in value.named_parameters()]
                 content.models[name] = replicated(self.get_module_state_dict(value), names, self.global_rank)
-            elif swap.scape_optimizers([value]):
-                content.optimizers[name] = swap.scape_optimizer(value).sharded_state_dict()
+            elif (ours := self._ours(value)) is not None:
+                content.optimizers[name] = ours.sharded_state_dict()
             else:
                 content.rest[name] = value.state_dict() if isinstance(value, _Stateful) else value
         return content
@@ -364,7 +364,7 @@ class FabricScapeStrategy(DDPStrategy):
         if saver.is_directory(path):
             return self._load_directory(Path(path), state, strict)
         rest = super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
-        if isinstance(state, dict) and swap.scape_optimizers(state.values()):
+        if isinstance(state, dict) and any(self._ours(value) for value in state.values()):
             states = rest.pop(RNG, [])
             if len(states) == self.world_size:
                 set_rng_state(states[self.global_rank])
@@ -383,16 +383,20 @@ class FabricScapeStrategy(DDPStrategy):
             if isinstance(value, Module) and name in saved.models:
                 self.load_module_state_dict(value, saved.model(name), strict=strict)
             elif name in saved.optimizers:
-                value.load_state_dict(saved.optimizers[name])
+                (self._ours(value) or value).load_state_dict(saved.optimizers[name])
             elif name in rest and isinstance(value, _Stateful):
                 value.load_state_dict(rest.pop(name))
             elif name in rest:
                 state[name] = rest.pop(name)
-        if swap.scape_optimizers(state.values()):
+        if any(self._ours(value) for value in state.values()):
             generators = saved.rng(self.global_rank, self.world_size)
             if generators is not None:
                 set_rng_state(generators)
         return rest
+
+    def _ours(self, value: Any) -> Any:
+        """What holds the state of all ranks, where ``value`` is an optimizer that was set up here; else None."""
+        return next(iter(swap.scape_optimizers([value])), None)
 
     def wait_for_checkpoint(self) -> None:
         """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""

@@ -262,8 +262,8 @@ class ScapeStrategy(DDPStrategy):
         broadcast_tensors(swap.module_state(model))
         if self.world_size > 1 and swap.has_local_batch_norm(model):
             rank_zero_warn(
-                "ScapeStrategy sends no buffers after the start: the running statistics of BatchNorm will differ"
-                " between ranks and checkpoints hold rank 0's. Set `Trainer(sync_batchnorm=True)` to share them."
+                f"{type(self).__name__} sends no buffers after the start: the running statistics of BatchNorm will"
+                " differ between ranks and checkpoints hold rank 0's. Set `Trainer(sync_batchnorm=True)` to share them."
             )
         return model
 

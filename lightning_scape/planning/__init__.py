@@ -32,6 +32,7 @@ from lightning_scape.planning.cost_model import (
     scape_traffic,
     zero1,
 )
+from lightning_scape.planning.local_steps import exchange_bytes, predict_local, sparseloco, which_method
 from lightning_scape.planning.two_level import hsdp, predict_nodes, scape_nodes
 
 __all__ = [
@@ -54,12 +55,14 @@ __all__ = [
     "compute_only",
     "ddp",
     "dense_would_be_faster",
+    "exchange_bytes",
     "fsdp",
     "hsdp",
     "least_bandwidth",
     "median_error",
     "nodes_share",
     "predict",
+    "predict_local",
     "predict_nodes",
     "scaling",
     "scape",
@@ -68,5 +71,7 @@ __all__ = [
     "scape_traffic",
     "show_bytes",
     "show_seconds",
+    "sparseloco",
+    "which_method",
     "zero1",
 ]

@@ -1,0 +1,219 @@
+"""Which method at how many bytes? Loss against bytes per token, of SCAPE, SparseLoCo and six others, on one plot.
+
+    python examples/bench_pareto.py --short               # about a minute: every method, a few steps each
+    python examples/bench_pareto.py --suite rates         # 0.03M parameters, 3,000 steps, each method at three rates
+    python examples/bench_pareto.py --suite front         # those near the front at 0.2M, at the rate found, two seeds
+    python examples/bench_pareto.py --suite ablations     # of SparseLoCo at H = 15
+    python examples/bench_pareto.py --suite aim           # 0.2M, 10,000 steps: AdamW, DiLoCo, SparseLoCo at H = 15
+    python examples/bench_pareto.py --report              # the table and the plot of what is there
+
+Ranks are simulated in one process. A run that was stopped goes on from its last snapshot, bit for bit; a finished one
+is not run again. Each leaves <out>/runs/<name>.json; the report writes <out>/pareto.md, pareto.json and pareto.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from bench_quality import execute_all
+from quality_runs import Run, Setting, results, run_of, scape, sweep
+
+OUT = Path(__file__).parent / "results" / "pareto"
+NEAR = 1.03
+"""A method is near the front if its loss is at most so many times the front's at its bytes."""
+
+
+def peer(method: str, **options: Any) -> dict[str, Any]:
+    """Arguments of a run of one of peers.METHODS."""
+    return {"method": method, "options": tuple(sorted(options.items()))}
+
+
+ADAMW: dict[str, Any] = {"method": "adamw"}
+SCAPE = [scape(sparsity) for sparsity in (0.9, 0.99, 0.999)]
+SPARSELOCO = [peer("sparseloco", sync_every=every) for every in (1, 5, 15, 30, 100)]
+GATHERED = [peer("sparseloco", sync_every=every, reduction="gathered") for every in (15, 30)]
+LOCAL = [peer(method, sync_every=every) for method in ("diloco", "averaging") for every in (15, 30, 100)]
+COMPRESSED = [peer("topk", density=density) for density in (0.01, 0.001)]
+COMPRESSED += [peer("powersgd", rank=rank) for rank in (1, 4)]
+BY_SIGN = [*(peer("demo", top=top) for top in (8, 32)), peer("signsgd")]
+AT_15 = {"sync_every": 15}
+ABLATIONS = [
+    peer("sparseloco", **AT_15, **change)
+    for change in (
+        *({"bits": bits} for bits in (4, 8, None)),
+        *({"density": density} for density in (1.0, 1 / 16, 1 / 32, 1 / 128, 1 / 256)),
+        *({"error_decay": decay} for decay in (0.9, 0.99, 0.999, 1.0)),
+        *({"outer_lr": rate} for rate in (0.4, 0.7, 1.5)),
+        {"return_density": 1 / 32},
+        *({"reduction": "gathered", "error_decay": decay} for decay in (0.95, 0.99, 1.0)),
+        {"average": "senders"},
+        {"block_size": 4096},
+        *({"overlap_steps": steps} for steps in (1, 5, 14)),
+        {"density": 1.0, "bits": None, "error_decay": 1.0},
+    )
+]
+RATES, SIGN_RATES = [4e-3, 8e-3, 1.6e-2], [5e-4, 1e-3, 2e-3]
+SMALL: dict[str, Any] = {"size": "0.03M", "steps": 3000}
+TINY: dict[str, Any] = {"size": "0.03M", "ranks": 2, "batch": 2, "context": 32, "steps": 4}
+SHORT = sweep([ADAMW, *SCAPE, *SPARSELOCO[:2], *LOCAL[::3], *COMPRESSED[::2], *BY_SIGN[1:]], [2e-3], **TINY)
+SUITES: dict[str, list[Run]] = {
+    "rates": [
+        *sweep([ADAMW, *SCAPE, *SPARSELOCO, *GATHERED, *LOCAL, *COMPRESSED], RATES, **SMALL),
+        *sweep(BY_SIGN, SIGN_RATES, **SMALL),
+    ],
+    "ablations": sweep([SPARSELOCO[2], *ABLATIONS], [8e-3], **SMALL),
+    "aim": sweep(
+        [ADAMW, peer("diloco", **AT_15), SPARSELOCO[2], GATHERED[0]], [2e-3, 4e-3, 8e-3], size="0.2M", steps=10_000
+    ),
+}
+
+
+class Point(NamedTuple):
+    """A method at its best learning rate."""
+
+    label: str
+    setting: Setting
+    bytes_per_token: float
+    """That a rank sends for each token that it trains on."""
+    loss: float
+    """Mean over seeds."""
+    lr: float
+    rates: int
+    """Learning rates that were tried."""
+    seeds: int
+    run: Run
+
+
+def points_of(found: list[dict[str, Any]]) -> list[Point]:
+    """Each method of each setting at the rate of the lowest loss, of those that ran on the most seeds."""
+    tried: dict[Any, dict[float, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for result in found:
+        run = run_of(result)
+        tried[run.setting, run.label][run.lr].append(result)
+    points = []
+    for (setting, label), by_lr in tried.items():
+        most = max(map(len, by_lr.values()))
+        loss = {lr: statistics.mean(r["loss"] for r in here) for lr, here in by_lr.items() if len(here) == most}
+        lr = min(loss, key=loss.__getitem__)
+        result = by_lr[lr][0]
+        per_token = result["bytes"] / (result["tokens"] / setting.ranks)
+        points.append(Point(label, setting, per_token, loss[lr], lr, len(by_lr), most, run_of(result)))
+    return sorted(points, key=lambda point: -point.bytes_per_token)
+
+
+def front_of(points: list[Point]) -> list[Point]:
+    """Those that no other beats: as few bytes with a loss as low."""
+    front: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.bytes_per_token, point.loss)):
+        if not front or point.loss < front[-1].loss:
+            front.append(point)
+    return front
+
+
+def above_front(point: Point, front: list[Point]) -> float:
+    """Loss over the lowest that is had for at most the bytes of the point."""
+    return point.loss / min(other.loss for other in front if other.bytes_per_token <= point.bytes_per_token)
+
+
+def near_front(out: Path) -> list[Run]:
+    """What is worth 0.2M parameters, from the results at 0.03M: two seeds at half the rate found."""
+    points = [
+        point for point in points_of(results(out)) if point.setting.size == "0.03M" and point.setting.steps == 3000
+    ]
+    front = front_of(points)
+    runs = []
+    for point in points:
+        if above_front(point, front) <= NEAR or point.run.method == "adamw":
+            settings = {"method": point.run.method, "options": point.run.options}
+            runs += sweep([settings], [point.lr / 2], (0, 1), size="0.2M", steps=3000)  # AdamW's best halves, too
+    return runs
+
+
+# ------------------------------------------------------------------------------------------------ the report
+
+
+def report(out: Path) -> str:
+    """Writes the page, the figures and the plot; returns the page."""
+    by_setting: dict[Setting, list[Point]] = defaultdict(list)
+    for point in points_of(results(out)):
+        by_setting[point.setting].append(point)
+    lines = ["# Loss against bytes", "", "Bytes are those that a rank sends for each token that it trains on."]
+    for setting, points in by_setting.items():
+        lines += ["", f"## {setting.title}", "", *table(points)]
+    page = "\n".join(lines) + "\n"
+    (out / "pareto.md").write_text(page)
+    figures = [{**point._asdict(), "setting": point.setting.title, "run": point.run.name} for points in
+               by_setting.values() for point in points]  # fmt: skip
+    (out / "pareto.json").write_text(json.dumps(figures, indent=1) + "\n")
+    plot(by_setting, out / "pareto.png")
+    return page
+
+
+def table(points: list[Point]) -> list[str]:
+    """Markdown; the front is in bold."""
+    front = front_of(points)
+    dense = next((point for point in points if point.run.method == "adamw"), None)
+    lines = ["| method | bytes per token | loss | against AdamW | above the front | rate (tried) | seeds |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for point in points:
+        name = f"**{point.label}**" if point in front else point.label
+        gap = "-" if dense is None else f"{point.loss / dense.loss - 1:+.1%}"
+        lines.append(
+            f"| {name} | {point.bytes_per_token:,.3g} | {point.loss:.4f} | {gap} | {above_front(point, front) - 1:.1%}"
+            f" | {point.lr:g} ({point.rates}) | {point.seeds} |"
+        )
+    return lines
+
+
+def plot(by_setting: dict[Setting, list[Point]], path: Path) -> None:
+    """One panel for each setting: the methods, and the front."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(len(by_setting), 1, figsize=(10, 6 * len(by_setting)), squeeze=False)
+    for panel, (setting, points) in zip(panels[:, 0], by_setting.items(), strict=True):
+        for method in dict.fromkeys(point.run.method for point in points):
+            own = [point for point in points if point.run.method == method]
+            panel.plot([p.bytes_per_token for p in own], [p.loss for p in own], "o", label=method)
+        front = front_of(points)
+        panel.step([p.bytes_per_token for p in front], [p.loss for p in front], "k:", where="post", label="front")
+        for point in front:
+            panel.annotate(point.label, (point.bytes_per_token, point.loss), fontsize=7, rotation=20)
+        panel.set(xscale="log", title=setting.title, xlabel="bytes sent per token", ylabel="validation loss, nats")
+        panel.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", nargs="*", choices=[*SUITES, "front"], default=["rates", "front"], help="which runs")
+    parser.add_argument("--short", action="store_true", help="every method, a few steps each")
+    parser.add_argument("--report", action="store_true", help="only write the table and the plot of what is there")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, one run and one core each; 0: all in this one")
+    parser.add_argument("--list", action="store_true", help="only name the runs")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder for results (default: {OUT.name})")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    for suite in ["short"] if args.short else args.suite:
+        # The front is known only after the suites before it have run.
+        runs = SHORT if suite == "short" else near_front(args.out) if suite == "front" else SUITES[suite]
+        if args.list:
+            print("\n".join(run.name for run in runs))
+        elif not args.report:
+            execute_all(runs, args.out, 0 if args.short else args.jobs)
+    if not args.list:
+        print(report(args.out))
+
+
+if __name__ == "__main__":
+    main()

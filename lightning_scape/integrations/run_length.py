@@ -1,0 +1,24 @@
+"""How long a Trainer's run is."""
+
+from __future__ import annotations
+
+import math
+
+from lightning.pytorch import Trainer
+
+
+def steps_of_run(trainer: Trainer) -> float | None:
+    """Steps that an optimizer takes in the whole run, at most; None where nobody knows. Its data must be loaded.
+
+    With manual optimization the module steps its optimizers when it likes; only ``max_steps`` bounds them then, which
+    counts the steps of all.
+    """
+    manual = not trainer.lightning_module.automatic_optimization
+    steps = trainer.max_steps if manual else trainer.estimated_stepping_batches
+    return steps if 0 <= steps < math.inf else None
+
+
+def lengths_of_epoch(trainer: Trainer) -> tuple[float, float]:
+    """Batches of this rank in an epoch, and how many of them it meets before the run ends."""
+    batches, left = trainer.num_training_batches, trainer.max_steps - trainer.global_step
+    return batches, min(batches, left * trainer.accumulate_grad_batches) if trainer.max_steps >= 0 else batches

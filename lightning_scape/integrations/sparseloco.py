@@ -1,0 +1,89 @@
+"""What the SparseLoCo strategies of Lightning Trainer and Lightning Fabric share; knows neither."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_scape.comm.collectives import ProcessGroup
+from lightning_scape.integrations import swap
+from lightning_scape.optimizer import ScapeOptimizer
+from lightning_scape.planning import show_bytes
+from lightning_scape.sparseloco import SparseLoCo, SparseLoCoConfig
+
+OPTIONS = tuple(field.name for field in dataclasses.fields(SparseLoCoConfig))
+"""Names of all options, in order."""
+
+
+def config_of(given: Mapping[str, Any]) -> SparseLoCoConfig:
+    """The configuration among a strategy's arguments.
+
+    Raises:
+        ValueError: an option is outside its rule.
+    """
+    return SparseLoCoConfig(**{name: given[name] for name in OPTIONS})
+
+
+def wrap(
+    optimizer: Optimizer,
+    config: SparseLoCoConfig,
+    named_parameters: Iterable[tuple[str, Tensor]],
+    exchange_group: ProcessGroup | None,
+) -> SparseLoCo:
+    """Wraps the user's optimizer, which stays what the host steps. Collective.
+
+    Raises:
+        TypeError: the optimizer exchanges gradients itself.
+        ValueError: a parameter cannot be kept, or ranks differ.
+    """
+    if isinstance(optimizer, ScapeOptimizer):
+        raise TypeError(
+            "SparseLoCo must wrap an optimizer that works on one rank, got a ScapeOptimizer, which exchanges gradients"
+            " itself. Use AdamW, or any other optimizer of torch's."
+        )
+    options = {name: getattr(config, name) for name in OPTIONS}
+    loco = SparseLoCo(optimizer, **options, exchange_group=exchange_group)
+    loco.name_parameters(named_parameters)
+    return loco
+
+
+def wrappers(optimizers: Iterable[object]) -> list[SparseLoCo]:
+    """Those around the optimizers, which may themselves be inside a host's wrappers; in order."""
+    found = (SparseLoCo.of(swap.unwrap_optimizer(optimizer)) for optimizer in optimizers)
+    return [loco for loco in found if loco is not None]
+
+
+def state_of(loco: SparseLoCo) -> dict[str, Any]:
+    """The whole state on rank 0, nothing on the others. Collective."""
+    loco.consolidate_state_dict()
+    return loco.state_dict() if loco.communicator.rank == 0 else {}
+
+
+def what_holds(loco: SparseLoCo) -> str:
+    """One line for the user: how often ranks exchange, and how much."""
+    config, ranks = loco.config, loco.communicator.world_size
+    dense = 8 * loco.layout.numel * (ranks - 1) // ranks
+    sent = loco.bytes_per_exchange()
+    how = f"{config.density:.3g} of the entries" + ("" if config.bits is None else f" in {config.bits} bits")
+    if not sent:
+        return f"SparseLoCo: one rank, nothing is sent; a window ends every {config.sync_every} steps."
+    return (
+        f"SparseLoCo: {config.sync_every} local steps, then an exchange of {how}, {show_bytes(sent)} per rank"
+        f" ({dense / sent:.0f}x fewer bytes than an all-reduce in fp32, {dense / sent * config.sync_every:.0f}x fewer"
+        " over a window)."
+    )
+
+
+def repr_of(name: str, config: SparseLoCoConfig) -> str:
+    """A strategy's text: the options that differ from the defaults."""
+    defaults = SparseLoCoConfig()
+    shown = [
+        f"{option}={getattr(config, option)!r}"
+        for option in OPTIONS
+        if option == "sync_every" or getattr(config, option) != getattr(defaults, option)
+    ]
+    return f"<{name}({', '.join(shown)})>"

@@ -1,0 +1,211 @@
+"""FabricSparseLoCoStrategy: SparseLoCo as a strategy of ``lightning.fabric.Fabric``, over the Trainer's core."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.types import _PATH, Optimizable
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_scape.checkpoint import saver
+from lightning_scape.integrations import launching, sparseloco
+from lightning_scape.integrations.fabric import FabricScapeStrategy
+from lightning_scape.sparseloco import SparseLoCo
+from lightning_scape.sparseloco.config import Average, Reduction
+
+
+class FabricSparseLoCoStrategy(FabricScapeStrategy):
+    """``L.Fabric(strategy=FabricSparseLoCoStrategy(sync_every=30))``, or ``L.Fabric(strategy="sparseloco")``.
+
+    ``fabric.setup(model, optimizer)`` (or ``setup_module``, ``setup_optimizers``) makes all ranks' models equal and
+    wraps the optimizer, any of torch's, in a :class:`~lightning_scape.SparseLoCo`; optimizer and model stay what they
+    are. ``fabric.backward``, ``no_backward_sync``, ``clip_gradients`` (of the rank's own gradient), ``save`` and
+    ``load`` work as with DDP. Inside a window every rank has parameters of its own, and rank 0's are what ``save``
+    writes for the model. Call ``fabric.strategy.sync()`` at the end of training, or give ``total_steps``.
+
+    Args:
+        sync_every: H, steps from one exchange to the next.
+        density: share of the entries that a rank sends in an exchange; 1 sends all.
+        bits: of a value on the wire: 2, 4, 8, or None for fp32.
+        error_decay: what is left of the error feedback after each window.
+        outer_lr: length of the outer step.
+        average: what the sum over ranks is divided by: ``"all"``, or the ``"senders"`` of the entry.
+        reduction: ``"sharded"`` over the owners of the entries, ``"gathered"`` on every rank; None chooses.
+        return_density: share of the entries that come back from the owners; None is ``density``.
+        block_size: block length, None for the best.
+        device: where the starting point and the error feedback live; ``"cpu"`` is host memory.
+        overlap_steps: inner steps beside which the exchange runs.
+        max_skipped: dropped windows in a row (parameters are not finite) that raise an error.
+        check_replicas_every: exchanges between two comparisons of all ranks.
+        total_steps: of the whole run, where you know them: the last step then ends its window.
+        accelerator: as in DDPStrategy, as for all that follow.
+        parallel_devices: this node's devices.
+        cluster_environment: how ranks find each other.
+        checkpoint_io: how checkpoints are written.
+        precision: the precision.
+        process_group_backend: ``"gloo"``, ``"nccl"``; None goes by the device.
+        timeout: how long a collective waits for the other ranks; a number counts seconds.
+        start_method: how processes are started.
+        state_dict_type: ``"full"``, a checkpoint is one file, with every rank's state; ``"sharded"``, a directory into
+            which each rank writes its own part, in parallel. Either is loaded, whatever is set here.
+        async_save: write sharded checkpoints while training goes on; see :class:`FabricScapeStrategy`.
+
+    Raises:
+        ValueError: an option is outside its rule.
+    """
+
+    @launching.refuses_options_of_ddp
+    def __init__(
+        self,
+        sync_every: int = 30,
+        density: float = 1 / 64,
+        bits: int | None = 2,
+        error_decay: float = 0.95,
+        outer_lr: float = 1.0,
+        *,
+        average: Average = "all",
+        reduction: Reduction | None = None,
+        return_density: float | None = None,
+        block_size: int | None = None,
+        device: torch.device | str | None = None,
+        overlap_steps: int = 0,
+        max_skipped: int = 10,
+        check_replicas_every: int = 1,
+        total_steps: int | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        state_dict_type: saver.StateDictType = "full",
+        async_save: bool = False,
+    ) -> None:
+        config = sparseloco.config_of(locals())
+        super().__init__(
+            total_steps=total_steps,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            state_dict_type=state_dict_type,
+            async_save=async_save,
+        )
+        self.config = config  # type: ignore[assignment] # in place of SCAPE's, which nothing here reads
+
+    def __repr__(self) -> str:
+        """The options that differ from the defaults."""
+        return sparseloco.repr_of(type(self).__name__, self.config)  # type: ignore[arg-type]
+
+    @override
+    def _forget(self) -> None:
+        super()._forget()
+        self._wrappers: weakref.WeakSet[SparseLoCo] = weakref.WeakSet()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For launchers that pickle the strategy (spawn, forkserver), before anything is set up."""
+        return {name: value for name, value in super().__getstate__().items() if name != "_wrappers"}
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        strategy_registry.register(
+            "sparseloco", cls, description="SparseLoCo: local steps, sparse exchanges", override=True
+        )
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        named: Iterable[tuple[str, Tensor]] = [
+            pair for module in self.known_modules for pair in module.named_parameters()
+        ]
+        loco = sparseloco.wrap(optimizer, self.config, named, self._mask_group.get(self._timeout))  # type: ignore[arg-type]
+        self._wrappers.add(loco)
+        rank_zero_info(sparseloco.what_holds(loco))
+        return optimizer
+
+    @override
+    def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
+        result = DDPStrategy.optimizer_step(self, optimizer, **kwargs)
+        for loco in sparseloco.wrappers([optimizer]):
+            if loco.progress.steps == self.total_steps:
+                loco.sync()
+        return result
+
+    def sync(self) -> None:
+        """Ends the windows that have begun: all ranks hold the same parameters afterwards. Collective."""
+        for loco in sorted(self._wrappers, key=lambda loco: loco.parameters.names):
+            loco.sync()
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clips this rank's own gradient, and returns its norm."""
+        return DDPStrategy.clip_gradients_norm(self, module, optimizer, max_norm, norm_type, error_if_nonfinite)
+
+    @override
+    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        DDPStrategy.clip_gradients_value(self, module, optimizer, clip_val)
+
+    # --------------------------------------------------------------------------------------------- checkpoints
+
+    @override
+    def _ours(self, value: Any) -> Any:
+        if isinstance(value, SparseLoCo):
+            return value
+        return next(iter(sparseloco.wrappers([value])), None)
+
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        for loco in sparseloco.wrappers([optimizer]):
+            return sparseloco.state_of(loco)
+        return DDPStrategy.get_optimizer_state(self, optimizer)
+
+    @override
+    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        super().load_module_state_dict(module, state_dict, strict=strict)
+        for loco in self._wrappers:  # loaded before the module: inside a window its parameters are rank 0's
+            loco.restore_parameters()
+
+    @override
+    def load_checkpoint(
+        self,
+        path: _PATH,
+        state: Module | Optimizer | dict[str, Module | Optimizer | Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        if isinstance(state, Optimizer) and (loco := self._ours(state)) is not None:
+            loco.load_state_dict(super().load_checkpoint(path, weights_only=weights_only))
+            return {}
+        if not isinstance(state, dict):
+            return super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
+        # Lightning gives an optimizer its state: what is around it takes its place, which loads the ranks' states too.
+        stand_ins = {name: self._ours(value) or value for name, value in state.items()}
+        rest = super().load_checkpoint(path, stand_ins, strict=strict, weights_only=weights_only)
+        state.update({name: value for name, value in stand_ins.items() if not isinstance(value, SparseLoCo)})
+        return rest

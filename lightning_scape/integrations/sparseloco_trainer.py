@@ -1,0 +1,198 @@
+"""SparseLoCoStrategy: SparseLoCo as a strategy of ``lightning.pytorch.Trainer``.
+
+Launching, equal starts, random numbers and checkpoint files are :class:`ScapeStrategy`'s. What differs: the user's
+optimizer stays, and a :class:`~lightning_scape.SparseLoCo` around it exchanges in a hook of its ``step``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_scape.checkpoint import saver
+from lightning_scape.checkpoint.rng import set_rng_state
+from lightning_scape.integrations import launching, sparseloco, swap
+from lightning_scape.integrations.run_length import steps_of_run
+from lightning_scape.integrations.trainer import ScapeStrategy
+from lightning_scape.sparseloco.config import Average, Reduction
+
+
+class SparseLoCoStrategy(ScapeStrategy):
+    """Data-parallel training whose ranks exchange every ``sync_every`` steps, sparsely (SparseLoCo, arXiv 2508.15706).
+
+    ``Trainer(strategy=SparseLoCoStrategy(sync_every=30))``, or ``Trainer(strategy="sparseloco")`` for the defaults. Any
+    torch optimizer serves; it is not replaced. Schedulers, gradient accumulation, every precision, callbacks and
+    checkpoints work as they do with DDP.
+
+    What differs from DDP: inside a window every rank has parameters of its own. ``gradient_clip_val`` bounds the norm
+    of each rank's own gradient. Validation and a checkpoint's ``state_dict`` inside a window are of rank 0's parameters
+    (each rank validates with its own); a resumed run takes up every rank's, bit for bit. At the end of a fit the window
+    that has begun is ended early, so that all ranks hold the same model; callbacks that put averaged weights in place
+    then (EMA, SWA) come before that, so let such a fit end with a window. With ``precision="16-mixed"`` all ranks skip
+    a step together, for which they exchange a number in every step. Buffers are not sent: see :class:`ScapeStrategy`.
+
+    Args:
+        sync_every: H, steps from one exchange to the next.
+        density: share of the entries that a rank sends in an exchange; 1 sends all.
+        bits: of a value on the wire: 2, 4, 8, or None for fp32.
+        error_decay: what is left of the error feedback after each window.
+        outer_lr: length of the outer step.
+        average: what the sum over ranks is divided by: ``"all"``, or the ``"senders"`` of the entry.
+        reduction: ``"sharded"`` over the owners of the entries, ``"gathered"`` on every rank; None chooses.
+        return_density: share of the entries that come back from the owners; None is ``density``.
+        block_size: block length, None for the best.
+        device: where the starting point and the error feedback live; ``"cpu"`` is host memory.
+        overlap_steps: inner steps beside which the exchange runs.
+        max_skipped: dropped windows in a row (parameters are not finite) that raise an error.
+        check_replicas_every: exchanges between two comparisons of all ranks.
+        accelerator: as in DDPStrategy, as for all that follow.
+        parallel_devices: this node's devices.
+        cluster_environment: how ranks find each other.
+        checkpoint_io: how checkpoints are written.
+        precision_plugin: the precision.
+        process_group_backend: ``"gloo"``, ``"nccl"``; None goes by the device.
+        timeout: how long a collective waits for the other ranks; a number counts seconds.
+        start_method: how processes are started.
+        state_dict_type: ``"full"``, a checkpoint is one file, with every rank's state; ``"sharded"``, a directory into
+            which each rank writes its own part, in parallel. Either is loaded, whatever is set here.
+        async_save: write sharded checkpoints while training goes on.
+
+    Raises:
+        ValueError: an option is outside its rule.
+    """
+
+    @launching.refuses_options_of_ddp
+    def __init__(
+        self,
+        sync_every: int = 30,
+        density: float = 1 / 64,
+        bits: int | None = 2,
+        error_decay: float = 0.95,
+        outer_lr: float = 1.0,
+        *,
+        average: Average = "all",
+        reduction: Reduction | None = None,
+        return_density: float | None = None,
+        block_size: int | None = None,
+        device: torch.device | str | None = None,
+        overlap_steps: int = 0,
+        max_skipped: int = 10,
+        check_replicas_every: int = 1,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        state_dict_type: saver.StateDictType = "full",
+        async_save: bool = False,
+    ) -> None:
+        config = sparseloco.config_of(locals())
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            state_dict_type=state_dict_type,
+            async_save=async_save,
+        )
+        self.config = config  # type: ignore[assignment] # in place of SCAPE's, which nothing here reads
+
+    def __repr__(self) -> str:
+        """The options that differ from the defaults."""
+        return sparseloco.repr_of(type(self).__name__, self.config)  # type: ignore[arg-type]
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        strategy_registry.register(
+            "sparseloco", cls, description="SparseLoCo: local steps, sparse exchanges", override=True
+        )
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        DDPStrategy.setup_optimizers(self, trainer)
+        self._interrupted = False
+        assert self.lightning_module is not None
+        named = list(self.lightning_module.named_parameters())
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer, _MockOptimizer):  # `configure_optimizers` may return None
+                group = self._mask_group.get(self._timeout)
+                sparseloco.wrap(optimizer, self.config, named, group)  # type: ignore[arg-type]
+
+    @override
+    def on_train_start(self) -> None:
+        DDPStrategy.on_train_start(self)
+        assert self.lightning_module is not None
+        wrappers = sparseloco.wrappers(self.optimizers)
+        for loco in wrappers:
+            rank_zero_info(sparseloco.what_holds(loco))
+        steps = steps_of_run(self.lightning_module.trainer)
+        if wrappers and steps is not None and steps < wrappers[0].config.sync_every:
+            rank_zero_warn(
+                f"This run has {steps:.0f} steps, fewer than sync_every={wrappers[0].config.sync_every}: ranks exchange"
+                " once, at its end. Lower `sync_every`, or train longer."
+            )
+
+    @override
+    def on_train_end(self) -> None:
+        """Ends the window that has begun: every rank leaves the fit with the same parameters."""
+        for loco in sparseloco.wrappers(self.optimizers):
+            loco.sync()
+        DDPStrategy.on_train_end(self)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return DDPStrategy.optimizer_step(self, optimizer, *args, **kwargs)
+
+    @override
+    def setup_precision_plugin(self) -> None:
+        DDPStrategy.setup_precision_plugin(self)  # each rank clips its own gradient, as the plugin does it
+        if isinstance(self.precision_plugin, MixedPrecision):
+            self.precision_plugin.scaler = swap.sharded_scaler(self.precision_plugin.scaler)
+
+    # --------------------------------------------------------------------------------------------- checkpoints
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        for loco in sparseloco.wrappers([optimizer]):
+            if self._state_dict_type == "sharded":
+                return loco.sharded_state_dict()  # type: ignore[return-value] # taken by save_checkpoint
+            return sparseloco.state_of(loco)
+        return DDPStrategy.optimizer_state(self, optimizer)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            for loco in sparseloco.wrappers([optimizer]):
+                loco.load_state_dict(saved)
+        if self._saved_rng is not None:
+            set_rng_state(self._saved_rng)
+
+    @override
+    def teardown(self) -> None:
+        # After an exception the other ranks may never send what this one would wait for.
+        if not self._interrupted:
+            for loco in sparseloco.wrappers(self.optimizers):
+                loco.drain()
+        super().teardown()

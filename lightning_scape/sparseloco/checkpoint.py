@@ -1,0 +1,289 @@
+"""The state of SparseLoCo: N ranks save it, any number of ranks loads it; as one file or as a directory.
+
+Inside a window ranks differ, so a checkpoint holds every rank's part. A whole state is tensors, numbers and strings
+only (``torch.load(weights_only=True)`` reads it)::
+
+    {
+      "state": ..., "param_groups": ...,        # the inner optimizer's, of rank 0
+      "sparseloco": {"format": 1, "config": {...}, "world_size": N, "block_size": B, "names": [...], "numels": [...],
+                     "progress": {...}, "dropped": [in a row, in all], "start": [blocks, B], "owner_error": [blocks, B],
+                     "ranks": [{"parameters": [...], "error": [...], "launched": [...] or None,
+                                "state": ..., "param_groups": ...}, ...]},
+    }
+
+Lists by parameter hold flat tensors. A directory (:mod:`lightning_scape.checkpoint.dcp`) holds the rows of ``start``
+and ``owner_error`` that each rank owns, and each rank's part as the bytes that ``torch.save`` makes of it.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_scape.checkpoint.dcp import Chunk
+from lightning_scape.checkpoint.source import OwnShards, SavedShards
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.engine.parameters import Parameters
+from lightning_scape.engine.state import piece_views
+from lightning_scape.layout import Layout
+from lightning_scape.sparseloco.config import SparseLoCoConfig
+from lightning_scape.sparseloco.state import LocoState
+
+__all__ = ["Live", "Loaded", "SavedShards", "consolidate", "load", "own_shards"]
+
+FORMAT = 1
+KEY = "sparseloco"
+
+
+@dataclass(frozen=True)
+class Live:
+    """The objects that make up the state."""
+
+    config: SparseLoCoConfig
+    layout: Layout
+    parameters: Parameters
+    communicator: Communicator
+    optimizer: torch.optim.Optimizer
+    state: LocoState
+    progress: Mapping[str, Any]
+    dropped: tuple[int, int]
+
+    def facts(self) -> dict[str, Any]:
+        """All but the tensors; the same on all ranks."""
+        return {
+            "format": FORMAT,
+            "config": self.config.as_dict(),
+            "world_size": self.communicator.world_size,
+            "block_size": self.layout.block_size,
+            "names": list(self.parameters.names),
+            "numels": [parameter.numel() for parameter in self.parameters.tensors],
+            "progress": dict(self.progress),
+            "dropped": list(self.dropped),
+        }
+
+    def part(self) -> dict[str, Any]:
+        """What only this rank knows; views."""
+        inner = self.optimizer.state_dict()
+        return {
+            "parameters": self.parameters.flat,
+            "error": _by_parameter(self.state.error, self.layout, len(self.parameters.tensors)),
+            "launched": self.state.launched,
+            "state": inner["state"],
+            "param_groups": inner["param_groups"],
+        }
+
+
+def _by_parameter(blocks: Tensor, layout: Layout, count: int) -> list[Tensor]:
+    """Each parameter's entries, flat; one without entries has no block."""
+    parts = [blocks.new_empty(0)] * count
+    pieces = layout.everything().pieces
+    for piece, part in zip(pieces, piece_views(blocks, pieces), strict=True):
+        parts[piece.segment.index] = part
+    return parts
+
+
+# ------------------------------------------------------------------------------------------------ saving
+
+
+def consolidate(live: Live, to: int) -> dict[str, Any] | None:
+    """The whole state on rank ``to``, in host memory; None on the others. Collective."""
+    comm, used = live.communicator, live.layout.used_blocks
+    device = live.parameters.device
+    shards = comm.gather(live.state.owner_error.view(-1), to, device)
+    own = _as_bytes(live.part())
+    sizes = comm.all_gather_object(own.numel())
+    parts = comm.gather(torch.nn.functional.pad(own, (0, max(sizes) - own.numel())), to, device)
+    if shards is None or parts is None:
+        return None
+    ranks = [_from_bytes(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+    whole = {
+        **live.facts(),
+        "start": live.state.start[:used].to("cpu", copy=True),
+        "owner_error": torch.cat(shards).view(-1, live.layout.block_size)[:used].cpu(),
+        "ranks": ranks,
+    }
+    return {"state": ranks[0]["state"], "param_groups": ranks[0]["param_groups"], KEY: whole}
+
+
+def own_shards(live: Live) -> OwnShards:
+    """This rank's part of the state, for a directory. Nothing is sent."""
+    layout, rank = live.layout, live.communicator.rank
+    rows = layout.rows_of(rank)
+    stop = min(rows.stop, layout.used_blocks)
+    tensors = {f"rank.{rank}": Chunk.whole(_as_bytes(live.part()))}
+    if rows.start < stop:
+        tensors["start"] = Chunk(live.state.start[rows.start : stop], rows.start, layout.used_blocks)
+        own = live.state.owner_error[: stop - rows.start]
+        tensors["owner_error"] = Chunk(own, rows.start, layout.used_blocks)
+    return OwnShards(tensors, {KEY: live.facts()})
+
+
+def _as_bytes(part: dict[str, Any]) -> Tensor:
+    """uint8, flat, in host memory."""
+    file = io.BytesIO()
+    torch.save(part, file)
+    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+
+
+def _from_bytes(packed: Tensor) -> dict[str, Any]:
+    read: dict[str, Any] = torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
+    return read
+
+
+# ------------------------------------------------------------------------------------------------ loading
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A saved state that has been read. Nothing has been changed yet."""
+
+    inner: dict[str, Any]
+    """State dict of the inner optimizer."""
+    state: LocoState | None = None
+    """None: a window begins at the next step."""
+    parameters: list[Tensor] | None = None
+    """This rank's, flat; None: they stay."""
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    dropped: tuple[int, int] = (0, 0)
+    notes: list[str] = field(default_factory=list)
+    """Warnings for the user."""
+
+    def warn(self) -> None:
+        """Gives the warnings."""
+        for note in self.notes:
+            warnings.warn(note, stacklevel=4)  # whoever calls load_state_dict
+
+
+class _Saved:
+    """A saved state, whole or in a directory."""
+
+    def __init__(self, saved: Mapping[str, Any] | SavedShards) -> None:
+        self._saved = saved
+        self.facts: Mapping[str, Any] = saved.common[KEY] if isinstance(saved, SavedShards) else saved[KEY]
+
+    def blocks(self, name: str) -> Tensor:
+        """``start`` or ``owner_error``, ``[blocks, B]``."""
+        if isinstance(self._saved, SavedShards):
+            return self._saved.directory.tensor(f"{self._saved.key}.{name}")
+        found: Tensor = self.facts[name]
+        return found
+
+    def rank(self, rank: int) -> dict[str, Any]:
+        """A rank's part."""
+        if isinstance(self._saved, SavedShards):
+            return _from_bytes(self._saved.directory.tensor(f"{self._saved.key}.rank.{rank}"))
+        found: dict[str, Any] = self.facts["ranks"][rank]
+        return found
+
+
+def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
+    """Fills the buffers of ``live`` with this rank's part of a saved state; see :meth:`SparseLoCo.load_state_dict`.
+
+    Args:
+        live: its buffers are freshly allocated; only they are changed.
+        saved: a state of SparseLoCo, or one of the inner optimizer.
+
+    Raises:
+        ValueError: the state is not of this model, or is of a newer format, or of SCAPE.
+    """
+    content = saved.common if isinstance(saved, SavedShards) else saved
+    if KEY not in content:
+        return _load_inner(content)
+    source = _Saved(saved)
+    _check(source.facts, live)
+    facts, count = source.facts, len(live.parameters.tensors)
+    before, now, rank = facts["world_size"], live.communicator.world_size, live.communicator.rank
+    layout = Layout(facts["numels"], live.parameters.groups, facts["block_size"], before)
+    _fill(live.state.start, live.layout, _by_parameter(source.blocks("start"), layout, count))
+    whole_error = live.state.start.new_zeros(live.state.start.shape)
+    _fill(whole_error, live.layout, _by_parameter(source.blocks("owner_error"), layout, count))
+    live.state.owner_error.copy_(whole_error[live.layout.rows_of(rank)])
+    notes = _differences(live.config.as_dict(), facts["config"])
+    part = source.rank(rank % before)
+    if before != now:
+        part = {**part, **_means(source, before)}
+        notes.append(
+            f"The checkpoint was written by {before} ranks, this run has {now}: starting point and owners' errors carry"
+            " over exactly; each rank takes the mean of the saved error feedbacks and parameters, and the inner"
+            f" optimizer's state of rank {rank % before}."
+        )
+    _fill(live.state.error, live.layout, part["error"])
+    if part["launched"] is not None:
+        device = live.parameters.device
+        live.state.launched = [
+            flat.to(device, parameter.dtype, copy=True)
+            for flat, parameter in zip(part["launched"], live.parameters.tensors, strict=True)
+        ]
+    return Loaded(
+        inner={"state": part["state"], "param_groups": part["param_groups"]},
+        state=live.state,
+        parameters=part["parameters"],
+        progress=facts["progress"],
+        dropped=tuple(facts["dropped"]),
+        notes=notes,
+    )
+
+
+def _load_inner(content: Mapping[str, Any]) -> Loaded:
+    if "scape" in content or not {"state", "param_groups"} <= set(content):
+        kind = "one of SCAPE" if "scape" in content else "something else"
+        raise ValueError(
+            f"The state must be one of SparseLoCo, or of its inner optimizer, got {kind}. Make it AdamW's by"
+            " `lightning-scape consolidate --optimizer adamw`, or load the model alone."
+        )
+    note = "The checkpoint was trained without SparseLoCo: error feedback begins at zero, and a window begins now."
+    return Loaded(dict(content), notes=[note])
+
+
+def _check(facts: Mapping[str, Any], live: Live) -> None:
+    if facts["format"] > FORMAT:
+        raise ValueError(
+            f"The state's format must be at most {FORMAT}, got {facts['format']}: a newer lightning_scape wrote it."
+            " Update the package."
+        )
+    mine = live.facts()
+    if facts["numels"] != mine["numels"]:
+        raise ValueError(
+            f"The state must be of this model, got parameters of {facts['numels']} entries, and the optimizer has"
+            f" {mine['numels']}. Build the model, and freeze its parameters, as they were when it was saved."
+        )
+
+
+def _differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    changed = [
+        f"{name}={value!r} (checkpoint: {saved.get(name)!r})"
+        for name, value in mine.items()
+        if value != saved.get(name)
+    ]
+    if not changed:
+        return []
+    return [f"Options differ from the checkpoint's, and those given now hold: {', '.join(changed)}."]
+
+
+def _fill(blocks: Tensor, layout: Layout, flats: Sequence[Tensor]) -> None:
+    """Copies each parameter's entries into the blocks; pads stay."""
+    pieces = layout.everything().pieces
+    for piece, place in zip(pieces, piece_views(blocks, pieces), strict=True):
+        place.copy_(flats[piece.segment.index])
+
+
+def _means(source: _Saved, count: int) -> dict[str, Any]:
+    """Means over the saved ranks, in fp32: training goes on from the same mean error and the same mean parameters."""
+    means: dict[str, Any] = {}
+    for rank in range(count):
+        part = source.rank(rank)
+        for name in ("parameters", "error", "launched"):
+            flats = part[name]
+            if flats is None:
+                means[name] = None
+                continue
+            total = means.setdefault(name, [torch.zeros_like(flat, dtype=torch.float32) for flat in flats])
+            for sum_, flat in zip(total, flats, strict=True):
+                sum_ += flat.float() / count
+    return means

@@ -1,0 +1,182 @@
+"""SparseLoCoConfig: every option of SparseLoCo, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+
+from lightning_scape.config import Quota, quota_for
+from lightning_scape.sparseloco.wire import Wire
+
+Average = Literal["all", "senders"]
+Reduction = Literal["sharded", "gathered"]
+BITS = (2, 4, 8)
+MAX_BLOCK = 65_536
+SMALLEST_QUOTA = 4
+"""Entries that share a scale, at least, where the block length is chosen."""
+DENSE_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class SparseLoCoConfig:
+    """Options of SparseLoCo (arXiv 2508.15706); docs/design.md, 7.
+
+    Raises:
+        ValueError: an option is outside its rule.
+    """
+
+    sync_every: int = 30
+    """H: steps of the inner optimizer from one exchange to the next. The authors use 15 to 30, and tried up to 250."""
+
+    density: float = 1 / 64
+    """Share of the entries that a rank sends in an exchange, in (0, 1]. 1 sends everything, without positions."""
+
+    bits: int | None = 2
+    """Bits of a value on the wire: 2, 4 or 8, with a scale of 16 bits per block. None sends fp32 values."""
+
+    error_decay: float = 0.95
+    """beta, in [0, 1]: what is left of the error feedback after each window. 1 forgets nothing."""
+
+    outer_lr: float = 1.0
+    """alpha, > 0: length of the outer step along the averaged pseudo-gradient."""
+
+    average: Average = "all"
+    """What the sum over ranks is divided by: ``"all"``, the number of ranks (the paper's formula), or ``"senders"``,
+    the number of ranks that sent the entry (the authors' code). ``"senders"`` makes an entry that one rank sent N times
+    as large."""
+
+    reduction: Reduction | None = None
+    """How what the ranks send is averaged. ``"sharded"``: by the owners of the entries, who send their selection back;
+    a rank sends ``2 k (N-1)/N`` entries. ``"gathered"``: by every rank, which gets all messages (the authors' way);
+    a rank sends ``k (N-1)``, and nothing waits at an owner. None is gathered on two ranks, which takes no more bytes,
+    and sharded on more."""
+
+    return_density: float | None = None
+    """Where the reduction is sharded, the share of the entries that come back, in (0, 1]; None is ``density``. Ranks
+    choose different entries: what they send in a window is up to N times ``density``. The owners keep what does not
+    fit, for later windows."""
+
+    block_size: int | None = None
+    """Block length B, up to 65,536. None takes the largest B <= 256 for which ``density * B`` is a whole number, and
+    ``4 / density`` below a density of 1/64."""
+
+    device: torch.device | str | None = None
+    """Where the starting point and the error feedback live (8 bytes a parameter); None is the parameters' own device.
+    ``"cpu"`` keeps them in page-locked host memory, and copies them in parts, asynchronously."""
+
+    overlap_steps: int = 0
+    """Inner steps beside which the exchange runs, less than ``sync_every``. 0: the exchange is waited for. More than 0
+    takes another copy of the parameters (4 bytes each)."""
+
+    max_skipped: int = 10
+    """A window in which some rank's parameters become inf or NaN is dropped on all ranks. So many in a row raise an
+    error."""
+
+    check_replicas_every: int = 1
+    """Exchanges between two comparisons of all ranks' starting points, bit for bit; 0 compares only at the first step.
+    A comparison reads the parameters once and sends 16 bytes for each tensor; the host waits for it."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("sync_every", 1), ("overlap_steps", 0), ("max_skipped", 1), ("check_replicas_every", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"`{name}` must be a whole number >= {least}, got {value!r}. Pass an int.")
+        if self.overlap_steps >= self.sync_every:
+            raise ValueError(
+                f"`overlap_steps` must be less than sync_every={self.sync_every}, got {self.overlap_steps}: an exchange"
+                " has to end before the next one begins. Lower it, or raise `sync_every`."
+            )
+        _check_range("density", self.density, 0 < _number(self.density) <= 1, "in (0, 1]", "1/64 is the authors'")
+        back = self.density if self.return_density is None else self.return_density
+        _check_range("return_density", back, 0 < _number(back) <= 1, "in (0, 1], or None", "None is `density`")
+        _check_range("error_decay", self.error_decay, 0 <= _number(self.error_decay) <= 1, "in [0, 1]", "0.95 is usual")
+        _check_range("outer_lr", self.outer_lr, 0 < _number(self.outer_lr) < math.inf, "> 0", "1 is usual")
+        if self.bits is not None and (isinstance(self.bits, bool) or self.bits not in BITS):
+            raise ValueError(f"`bits` must be None, 2, 4 or 8, got {self.bits!r}. None sends fp32 values.")
+        if self.average not in get_args(Average):
+            raise ValueError(f'`average` must be "all" or "senders", got {self.average!r}. Use "all" if unsure.')
+        if self.reduction is not None and self.reduction not in get_args(Reduction):
+            raise ValueError(
+                f'`reduction` must be None, "sharded" or "gathered", got {self.reduction!r}. None chooses by the number'
+                " of ranks."
+            )
+        self._check_block_size()
+        if self.device is not None:
+            try:
+                object.__setattr__(self, "device", torch.device(self.device))
+            except (RuntimeError, TypeError) as error:
+                raise ValueError(
+                    f"`device` must be None or name a device, got {self.device!r}. Use None, or 'cpu'."
+                ) from error
+
+    def _check_block_size(self) -> None:
+        size = self.block_size
+        if size is None:
+            if SMALLEST_QUOTA / self.density > MAX_BLOCK:
+                raise ValueError(
+                    f"`density` must be at least {SMALLEST_QUOTA / MAX_BLOCK:g}, got {self.density!r}. Raise it, or"
+                    " exchange less often."
+                )
+            return
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_BLOCK:
+            raise ValueError(
+                f"`block_size` must be None or a whole number from 1 to {MAX_BLOCK}, got {size!r}. None chooses it."
+            )
+        if self.density * size < 0.5:
+            raise ValueError(
+                f"`block_size` must hold at least one entry to send, got {self.density} * {size}. Use at least"
+                f" {math.ceil(1 / self.density)}, or None."
+            )
+
+    @property
+    def quota(self) -> Quota:
+        """Block length B, and entries of a block that a rank sends, q."""
+        if self.block_size is not None:
+            return Quota(self.block_size, max(1, round(self.density * self.block_size)))
+        if self.density == 1:
+            return Quota(DENSE_BLOCK, DENSE_BLOCK)
+        if self.density * DENSE_BLOCK < SMALLEST_QUOTA:
+            return Quota(min(MAX_BLOCK, round(SMALLEST_QUOTA / self.density)), SMALLEST_QUOTA)
+        return quota_for(1 - self.density)
+
+    def gathers(self, ranks: int) -> bool:
+        """Whether every rank gets all messages."""
+        return self.reduction == "gathered" or (self.reduction is None and ranks == 2)
+
+    @property
+    def return_quota(self) -> Quota:
+        """Block length B, and entries of a block that come back."""
+        block_size, sent = self.quota
+        if self.return_density is None:
+            return Quota(block_size, sent)
+        return Quota(block_size, min(block_size, max(1, round(self.return_density * block_size))))
+
+    def message_bytes(self, blocks: int, ranks: int) -> tuple[int, int]:
+        """Bytes that a rank sends in an exchange: to the owners, and to all ranks.
+
+        Args:
+            blocks: of all parameters.
+            ranks: N.
+        """
+        there, back = (Wire(*quota, self.bits).row_bytes * blocks for quota in (self.quota, self.return_quota))
+        if self.gathers(ranks):
+            return 0, there * (ranks - 1)
+        return there * (ranks - 1) // ranks, back * (ranks - 1) // ranks
+
+    def as_dict(self) -> dict[str, Any]:
+        """All options as plain numbers, strings and None (what a checkpoint may hold)."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: str(value) if isinstance(value, torch.device) else value for name, value in values.items()}
+
+
+def _number(value: object) -> float:
+    """NaN for what is no number: every comparison with it fails."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+
+
+def _check_range(name: str, value: object, holds: bool, rule: str, remedy: str) -> None:
+    if not holds:
+        raise ValueError(f"`{name}` must be a number {rule}, got {value!r}; {remedy}.")

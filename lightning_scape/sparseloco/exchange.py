@@ -1,0 +1,163 @@
+"""The exchange of SparseLoCo (arXiv 2508.15706, algorithm 1), with its reduction sharded over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.layout import Layout
+from lightning_scape.sparseloco.config import SparseLoCoConfig
+from lightning_scape.sparseloco.state import LocoState, Spans
+from lightning_scape.sparseloco.stats import ExchangeRecord
+from lightning_scape.sparseloco.wire import Wire
+
+
+class Exchange:
+    """One exchange, of one rank.
+
+    Symbols: ``theta`` this rank's parameters, ``start`` those at the last exchange, ``e`` the error feedback, ``u`` the
+    owner's, ``beta`` = ``error_decay``, ``alpha`` = ``outer_lr``, ``N`` ranks.
+
+    Args:
+        config: all options.
+        layout: blocks and shards.
+        comm: sends the messages.
+        device: the parameters', where the arithmetic runs.
+    """
+
+    def __init__(self, config: SparseLoCoConfig, layout: Layout, comm: Communicator, device: torch.device) -> None:
+        self.config, self.layout, self.comm = config, layout, comm
+        self.wire = Wire(*config.quota, config.bits)
+        """To the owners."""
+        self.back = Wire(*config.return_quota, config.bits)
+        """Back to all ranks."""
+        self.spans = Spans(layout, device)
+        self._reduce = self._gathered if config.gathers(comm.world_size) else self._sharded
+
+    def run(self, state: LocoState, flats: Sequence[Tensor], record: ExchangeRecord) -> None:
+        """Sends what this rank has learned, and moves the starting point. Parameters are only read. Collective.
+
+        ========= =============================================================================================
+        norm      all-reduce of the squared norm of ``delta = start - theta``; not finite: the window is dropped
+        fold      ``e = beta * e + delta``
+        send      the q largest entries of each block of ``e`` leave it, quantized, for their owners: all-to-all
+        average   the owner adds what arrives to ``u``, in rank order, over N
+        return    likewise the largest entries of each block of ``u`` leave it, for all ranks: all-gather
+        outer     ``start -= alpha * what arrives``, the same on all ranks, bit for bit
+        ========= =============================================================================================
+
+        With ``reduction="gathered"`` the messages of ``send`` go to all ranks, by an all-gather. Every rank averages
+        them itself; there is no owner, and nothing comes back.
+
+        Args:
+            state: changed.
+            flats: every parameter at the end of the window, flat.
+            record: takes the figures.
+        """
+        with record.phase("norm"):
+            record.norm = norm = self._norm(state, flats)
+        with record.phase("fold"):
+            self._fold(state, flats, torch.isfinite(norm))
+        self._reduce(state, record)
+        record.bytes_sent, record.message_seconds = self.comm.take_count()
+
+    def _sharded(self, state: LocoState, record: ExchangeRecord) -> None:
+        """From ``send`` to ``outer``, by way of the owners."""
+        with record.phase("send"):
+            message = self._take(self.wire, state.error)
+            arriving = self.comm.all_to_all(message)
+        with arriving, record.phase("average"):
+            own = message[self.layout.rows_of(self.comm.rank)]
+            self._average(state.owner_error, arriving.wait(), own)
+        with record.phase("return"):
+            message = self._take(self.back, state.owner_error)
+            returned = self.comm.all_gather(message).wait()
+        with record.phase("outer"):
+            self._outer_step(state.start, returned)
+
+    def _gathered(self, state: LocoState, record: ExchangeRecord) -> None:
+        """The same where every rank gets all messages, and averages them itself."""
+        with record.phase("send"):
+            message = self._take(self.wire, state.error)
+            everyone = self.comm.all_gather(message).wait().view(self.comm.world_size, *message.shape)
+        with record.phase("outer"):
+            for rows in self.spans.rows(len(state.start)):
+                with self.spans.changing(state.start[rows]) as part:
+                    part -= self.config.outer_lr * self._mean(everyone[:, rows], part)
+
+    def _norm(self, state: LocoState, flats: Sequence[Tensor]) -> Tensor:
+        """0-dim fp32: root mean square over ranks of the norm of ``delta``; not finite if any rank's is not."""
+        total = torch.zeros(1, device=self.spans.device)
+        for place, theta in self.spans.entries(flats):
+            total += self._delta(state, place, theta).square_().sum()
+        return (self.comm.all_reduce_sum(total) / self.comm.world_size).sqrt_().view(())
+
+    def _delta(self, state: LocoState, place: slice, theta: Tensor) -> Tensor:
+        """fp32: how far the parameters have come, the sign reversed."""
+        start = self.spans.reading(state.start.view(-1)[place])
+        # The ranks set out from the rounded starting point, where parameters are narrower than fp32.
+        return start.to(theta.dtype).float() - theta.float()
+
+    def _fold(self, state: LocoState, flats: Sequence[Tensor], finite: Tensor) -> None:
+        """Folds the window into the error feedback, or leaves it as it is where ``finite`` (0-dim bool) is false."""
+        decay = torch.where(finite, self.config.error_decay, 1.0)
+        for place, theta in self.spans.entries(flats):
+            delta = torch.where(finite, self._delta(state, place, theta), 0.0)
+            with self.spans.changing(state.error.view(-1)[place]) as error:
+                error.mul_(decay).add_(delta)
+
+    def _take(self, wire: Wire, blocks: Tensor) -> Tensor:
+        """The message ``[rows, W]`` of a whole buffer ``[rows, B]``, a part at a time."""
+        message = torch.empty(len(blocks), wire.row_bytes, dtype=torch.uint8, device=self.spans.device)
+        for rows in self.spans.rows(len(blocks)):
+            with self.spans.changing(blocks[rows]) as part:
+                message[rows] = wire.take(part)
+        return message
+
+    def _average(self, owner_error: Tensor, received: Tensor, own: Tensor) -> None:
+        """Adds the mean of the N messages for this shard.
+
+        Args:
+            owner_error: ``[R, B]``, changed.
+            received: ``[N, R, W]``; the place of this rank holds nothing.
+            own: ``[R, W]``, this rank's.
+        """
+        for rows in self.spans.rows(len(owner_error)):
+            with self.spans.changing(owner_error[rows]) as part:
+                messages = [own if rank == self.comm.rank else message for rank, message in enumerate(received)]
+                part += self._mean([message[rows] for message in messages], part)
+
+    def _mean(self, messages: Iterable[Tensor], like: Tensor) -> Tensor:
+        """The mean of the ranks' messages, in rank order, as blocks like ``like``."""
+        total = torch.zeros_like(like)
+        senders = torch.zeros_like(like) if self.config.average == "senders" else None
+        for message in messages:
+            entries = self.wire.read(message)
+            entries.add_to(total)
+            if senders is not None:
+                entries._replace(values=(entries.values != 0).float()).add_to(senders)
+        return total / (self.comm.world_size if senders is None else senders.clamp_(min=1))
+
+    def _outer_step(self, start: Tensor, returned: Tensor) -> None:
+        """Moves the starting point ``[blocks, B]`` by the messages of all owners ``[blocks, W]``."""
+        for rows in self.spans.rows(len(start)):
+            with self.spans.changing(start[rows]) as part:
+                self.back.read(returned[rows]).add_to(part, -self.config.outer_lr)
+
+    def set_out(self, state: LocoState, flats: Sequence[Tensor]) -> None:
+        """Puts the parameters at the starting point; after an overlapped exchange, as far from it as they have come."""
+        since = flats if state.launched is None else state.launched
+        for (place, theta), (_, before) in zip(self.spans.entries(flats), self.spans.entries(since), strict=True):
+            start = self.spans.reading(state.start.view(-1)[place])
+            if state.launched is not None:
+                gone_on = start + (theta.float() - before.float())
+                start = torch.where(torch.isfinite(gone_on), gone_on, start)
+            theta.copy_(start)
+
+    def begin_at(self, state: LocoState, flats: Sequence[Tensor]) -> None:
+        """Makes the parameters the starting point."""
+        for place, theta in self.spans.entries(flats):
+            state.start.view(-1)[place].copy_(theta)

@@ -1,0 +1,89 @@
+"""What a rank keeps from one exchange to the next, and how parts of it come to the device and go back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_scape.layout import Layout, Piece
+
+DEVICE_CHUNK, HOST_CHUNK = 1 << 24, 1 << 20
+"""Entries worked on at a time: no temporary has the size of the parameters."""
+
+
+@dataclass
+class LocoState:
+    """Buffers of one rank, fp32. ``blocks`` counts all blocks, ``R`` those of a shard, ``B`` is the block length."""
+
+    start: Tensor
+    """``[blocks, B]``: the parameters at the last exchange, equal on all ranks; wider than narrow parameters."""
+    error: Tensor
+    """``[blocks, B]``: e, what this rank has computed and not yet sent."""
+    owner_error: Tensor
+    """``[R, B]``: what the owner of this shard has averaged and not yet sent back."""
+    launched: list[Tensor] | None = None
+    """Every parameter, flat, when the exchange under way began; only where it overlaps with inner steps."""
+
+    @classmethod
+    def allocate(cls, layout: Layout, home: torch.device, pinned: bool) -> LocoState:
+        """All zeros.
+
+        Args:
+            layout: blocks and shards.
+            home: where the buffers live.
+            pinned: whether host memory is page-locked, so that copies need not wait.
+        """
+
+        def zeros(rows: int) -> Tensor:
+            return torch.zeros(rows, layout.block_size, device=home, pin_memory=pinned)
+
+        return cls(zeros(layout.blocks), zeros(layout.blocks), zeros(layout.shard_blocks))
+
+
+class Spans:
+    """Walks over the parameters in parts, each as flat entries of the blocks and of its parameter.
+
+    Args:
+        layout: blocks and shards.
+        device: the parameters', where the arithmetic runs.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout, self.device = layout, device
+        self._chunk = HOST_CHUNK if device.type == "cpu" else DEVICE_CHUNK
+        self._pieces: Sequence[Piece] = layout.everything().pieces
+
+    def entries(self, flats: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+        """Places in the blocks (flat), and the entries of the parameter ``flats[i]`` that belong there; pads left out.
+
+        Args:
+            flats: every parameter, flat.
+        """
+        for piece in self._pieces:
+            first = piece.of_blocks(self.layout.block_size).start
+            flat = flats[piece.segment.index]
+            for begin in range(0, len(flat), self._chunk):
+                part = flat[begin : begin + self._chunk]
+                yield slice(first + begin, first + begin + len(part)), part
+
+    def rows(self, count: int) -> Iterator[slice]:
+        """Slices that cover ``count`` blocks."""
+        step = max(1, self._chunk // self.layout.block_size)
+        for begin in range(0, count, step):
+            yield slice(begin, min(begin + step, count))
+
+    @contextmanager
+    def changing(self, part: Tensor) -> Iterator[Tensor]:
+        """A part of a buffer on the device, to be changed in place; goes back to where it lives afterwards."""
+        there = part.to(self.device, non_blocking=True)
+        yield there
+        if there is not part:
+            part.copy_(there, non_blocking=True)
+
+    def reading(self, part: Tensor) -> Tensor:
+        """A part of a buffer on the device."""
+        return part.to(self.device, non_blocking=True)

@@ -1,0 +1,85 @@
+"""Figures of the last exchange."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+from torch.cuda import nvtx
+from torch.profiler import record_function
+
+PHASES = ("norm", "fold", "send", "average", "return", "outer", "wait", "set_out")
+"""Phases of an exchange, in order; also the names of the profiler ranges (``sparseloco::fold``, ...). ``wait`` is for
+an exchange that ran beside inner steps, ``set_out`` moves the parameters."""
+
+
+@dataclass(frozen=True)
+class ExchangeStats:
+    """Figures of one exchange on one rank. Bytes are those this rank sent, counted from the tensors themselves."""
+
+    step: int
+    """Inner steps so far."""
+    exchange: int
+    """Exchanges so far, this one included."""
+    bytes_values: int
+    """To the owners."""
+    bytes_parameters: int
+    """Back to all ranks."""
+    bytes_norm: int
+    bytes_dense: int
+    """Bytes that a ring all-reduce of the whole pseudo-gradient in fp32 would have sent."""
+    density: float
+    """Entries sent / P, each way."""
+    delta_norm: float
+    """Root mean square over ranks of the norm of the pseudo-gradient, start minus parameters."""
+    error_norm: float
+    """L2 norm of this rank's error feedback after the exchange."""
+    skipped: bool
+    """Whether the window was dropped because some rank's parameters were not finite."""
+    skipped_total: int
+    """Windows dropped so far; on CUDA up to the one before, for the host learns of it a step late."""
+    message_seconds: float
+    """Seconds of the host inside messages, waiting for other ranks included; on CUDA the time to queue them."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the host by phase (:data:`PHASES`). On CUDA that is the time to queue the work, not to do it."""
+
+    @property
+    def bytes_total(self) -> int:
+        """All bytes this rank sent in the exchange."""
+        return self.bytes_values + self.bytes_parameters + self.bytes_norm
+
+    @property
+    def compression(self) -> float:
+        """``bytes_dense / bytes_total``, of one exchange; NaN where nothing is sent because there is one rank."""
+        return self.bytes_dense / self.bytes_total if self.bytes_total else float("nan")
+
+    def as_dict(self, prefix: str = "sparseloco") -> dict[str, float]:
+        """Flat metric names for a logger: ``sparseloco/density``, ``sparseloco/seconds/fold``, ..."""
+        flat = {f.name: float(getattr(self, f.name)) for f in fields(self) if f.name != "seconds"}
+        flat |= {"bytes_total": float(self.bytes_total), "compression": self.compression}
+        flat |= {f"seconds/{phase}": value for phase, value in self.seconds.items()}
+        return {f"{prefix}/{name}": value for name, value in flat.items()}
+
+
+@dataclass
+class ExchangeRecord:
+    """Raw figures of an exchange, for :class:`ExchangeStats`. Tensors stay on the device until someone asks."""
+
+    norm: Tensor | None = None
+    """0-dim: see :attr:`ExchangeStats.delta_norm`; not finite where the window was dropped."""
+    message_seconds: float = 0.0
+    bytes_sent: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A profiler range (torch's and, where CUDA is in use, NVTX for Nsight), and the host's seconds."""
+        began = time.perf_counter()
+        label = f"sparseloco::{name}"
+        with record_function(label), nvtx.range(label) if torch.cuda.is_initialized() else nullcontext():
+            yield
+        self.seconds[name] += time.perf_counter() - began

@@ -1,0 +1,466 @@
+"""SparseLoCo: many local steps of any optimizer between sparse, quantized exchanges (arXiv 2508.15706)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_scape.__about__ import __version__
+from lightning_scape.checkpoint.source import OwnShards
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_mask_group, world_size
+from lightning_scape.comm.worker import Job, Worker
+from lightning_scape.engine.parameters import Parameters
+from lightning_scape.engine.replicas import check_replicas, check_same_setup
+from lightning_scape.engine.state import piece_views
+from lightning_scape.layout import Layout
+from lightning_scape.sparseloco import checkpoint
+from lightning_scape.sparseloco.config import Average, Reduction, SparseLoCoConfig
+from lightning_scape.sparseloco.exchange import Exchange
+from lightning_scape.sparseloco.found_inf import DroppedWindows, clear_nonfinite
+from lightning_scape.sparseloco.state import LocoState
+from lightning_scape.sparseloco.stats import ExchangeRecord, ExchangeStats
+
+
+@dataclass
+class Progress:
+    """Where training stands."""
+
+    steps: int = 0
+    """Inner steps so far."""
+    in_window: int = 0
+    """Inner steps since the last exchange began."""
+    exchanges: int = 0
+    """Exchanges that have begun."""
+    under_way: bool = False
+    """Whether an exchange runs beside inner steps."""
+    norm: float = 0.0
+    """Of the exchange under way; set when a checkpoint is made."""
+
+
+class SparseLoCo:
+    """Lets every rank train on its own for ``sync_every`` steps, then averages what they have learned, sparsely.
+
+    The loop stays as it is::
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        loco = SparseLoCo(optimizer, sync_every=30)
+        for batch in loader:
+            loss(model(batch)).backward()
+            optimizer.step()                # every 30th one exchanges
+            optimizer.zero_grad()
+        loco.sync()                         # ends a window that has begun; or use `with SparseLoCo(...):`
+
+    The exchange runs in a hook of the optimizer's ``step``. It is :meth:`~.exchange.Exchange.run`. After it all ranks
+    hold the same parameters, bit for bit; between exchanges they differ. Every rank needs data of its own, clips the
+    norm of its own gradient, and must take the same number of steps. Schedulers, and the optimizer's state, stay each
+    rank's own; nothing of them is sent.
+
+    Constructing is collective, and parameters must be equal on all ranks at the first step.
+
+    Args:
+        optimizer: any torch optimizer: dense float parameters (fp32, bf16, fp16) on one device. Those that do not
+            require grad are left out for good.
+        sync_every: H. See :class:`~lightning_scape.sparseloco.SparseLoCoConfig`, as for all down to
+            ``check_replicas_every``.
+        density: share of the entries that a rank sends in an exchange.
+        bits: of a value on the wire: 2, 4, 8 or None.
+        error_decay: what is left of the error feedback after each window.
+        outer_lr: length of the outer step.
+        average: what the sum over ranks is divided by.
+        reduction: ``"sharded"`` over the owners of the entries, or ``"gathered"`` on every rank.
+        return_density: share of the entries that come back from the owners.
+        block_size: block length, None for the best.
+        device: where the starting point and the error feedback live.
+        overlap_steps: inner steps beside which the exchange runs.
+        max_skipped: dropped windows in a row that raise an error.
+        check_replicas_every: exchanges between two comparisons of all ranks.
+        process_group: the ranks; None is the default group (no group: one rank).
+        exchange_group: a group of its own for overlapped exchanges; None makes one where it is needed.
+        communicator: sends the messages, in place of one over the groups (simulated ranks, another transport).
+
+    Raises:
+        TypeError, ValueError: a parameter or an option cannot be kept, or ranks differ; the same on every rank.
+        RuntimeError: several ranks were launched, and no process group is up.
+    """
+
+    _of: ClassVar[weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[SparseLoCo]]] = (
+        weakref.WeakKeyDictionary()
+    )
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        sync_every: int = 30,
+        density: float = 1 / 64,
+        bits: int | None = 2,
+        error_decay: float = 0.95,
+        outer_lr: float = 1.0,
+        *,
+        average: Average = "all",
+        reduction: Reduction | None = None,
+        return_density: float | None = None,
+        block_size: int | None = None,
+        device: torch.device | str | None = None,
+        overlap_steps: int = 0,
+        max_skipped: int = 10,
+        check_replicas_every: int = 1,
+        process_group: ProcessGroup | None = None,
+        exchange_group: ProcessGroup | None = None,
+        communicator: Communicator | None = None,
+    ) -> None:
+        self.config = config = SparseLoCoConfig(
+            sync_every=sync_every,
+            density=density,
+            bits=bits,
+            error_decay=error_decay,
+            outer_lr=outer_lr,
+            average=average,
+            reduction=reduction,
+            return_density=return_density,
+            block_size=block_size,
+            device=device,
+            overlap_steps=overlap_steps,
+            max_skipped=max_skipped,
+            check_replicas_every=check_replicas_every,
+        )
+        self.optimizer = optimizer
+        self.parameters = Parameters.of(optimizer.param_groups)
+        if communicator is None:
+            check_joined()
+            if overlap_steps and world_size(process_group) > 1:
+                # In a thread of its own: nothing else may be sent on the same group.
+                process_group = exchange_group or new_mask_group(process_group)
+            communicator = Communicator(process_group, None)
+        self.communicator = comm = communicator
+        numels = [parameter.numel() for parameter in self.parameters.tensors]
+        self.layout = Layout(numels, self.parameters.groups, config.quota.block_size, comm.world_size)
+        check_same_setup(comm, self._describe(), self._problem(), self.parameters.device)
+        self.exchange = Exchange(config, self.layout, comm, self.parameters.device)
+        self.progress = Progress()
+        self.dropped = DroppedWindows(config.max_skipped, speaks=comm.rank == 0)
+        self.state: LocoState | None = None
+        """Made at the first step, or by a load."""
+        self._job: Job | None = None
+        self._record: ExchangeRecord | None = None
+        self._stats: ExchangeStats | None = None
+        self._consolidated: dict[str, Any] | None = None
+        self._restored: list[Tensor] | None = None
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+        ]
+        SparseLoCo._of[optimizer] = weakref.ref(self)
+
+    @classmethod
+    def of(cls, optimizer: object) -> SparseLoCo | None:
+        """The one that wraps an optimizer, None if there is none."""
+        found = cls._of.get(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
+        return None if found is None else found()
+
+    def _problem(self) -> str | None:
+        """The first rule that is broken, as rule, value and remedy; None if all hold."""
+        if SparseLoCo.of(self.optimizer) is not None:
+            return (
+                "An optimizer must be wrapped once, got one that a SparseLoCo wraps already. Use that one, or call its"
+                " close() first."
+            )
+        if any(parameter.dtype == torch.float64 for parameter in self.parameters.tensors):
+            return (
+                "Parameters must be fp32, bf16 or fp16, got one in float64: the starting point is kept in fp32. Convert"
+                " it before building the optimizer."
+            )
+        return self.parameters.problem([])  # the groups' options are the optimizer's own business
+
+    def _describe(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        plain = self.config.as_dict()
+        if self.config.device is not None:  # each rank has its own index
+            plain["device"] = torch.device(self.config.device).type
+        return {
+            "lightning_scape's version": __version__,
+            "optimizer": type(self.optimizer).__name__,
+            "options": [f"{name}={value!r}" for name, value in plain.items()],
+            "parameters (group, shape, strides, dtype)": self.parameters.describe(),
+        }
+
+    # ------------------------------------------------------------------------------------------- the loop
+
+    @torch.no_grad()
+    def _before_step(self) -> None:
+        """The first step sets out from where the parameters are; on CUDA, looks how the last exchange went."""
+        self._restored = self._consolidated = None
+        if self.dropped.judge():
+            clear_nonfinite(self.optimizer)
+        if self.state is not None:
+            return
+        self.parameters.flatten()
+        check_replicas(self.communicator, self.parameters.flat, self.parameters.names)
+        self.state = self.allocate()
+        self.exchange.begin_at(self.state, self.parameters.flat)
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        """Counts the inner step; ends and begins exchanges when their time has come."""
+        progress, config = self.progress, self.config
+        progress.steps += 1
+        progress.in_window += 1
+        if progress.under_way and progress.in_window >= config.overlap_steps:
+            self._finish()
+        if progress.in_window >= config.sync_every:
+            self._launch()
+            if not config.overlap_steps:
+                self._finish()
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Ends the window that has begun, if any: all ranks hold the same parameters afterwards. Collective.
+
+        For the end of training, and wherever ranks have to be equal. The window counts as a whole one.
+        """
+        self._restored = self._consolidated = None
+        if self.progress.under_way:
+            self._finish()
+        if self.progress.in_window:
+            self._launch()
+            self._finish()
+        if self.dropped.judge():
+            clear_nonfinite(self.optimizer)
+
+    def _launch(self) -> None:
+        """Begins an exchange: beside the next steps, or at once."""
+        state, device = self.state, self.parameters.device
+        assert state is not None
+        self._check_parameters()
+        self.parameters.flatten()
+        flats, record = self.parameters.flat, ExchangeRecord()
+        self._record, self._stats = record, None
+        self.progress.in_window = 0
+        self.progress.exchanges += 1
+        self.progress.under_way = True
+        if not self.config.overlap_steps:
+            self.exchange.run(state, flats, record)
+            return
+        state.launched = copies = [flat.clone() for flat in flats]
+        group = self.communicator.process_group
+        if device.type == "cpu" and group is not None:
+            self._job = Worker.of(group).do(lambda: self.exchange.run(state, copies, record))
+            return
+        with self.communicator.on_side_stream(device):  # the device orders the messages, the host waits for none
+            self.exchange.run(state, copies, record)
+
+    def _finish(self) -> None:
+        """Ends the exchange under way: parameters move to the new starting point, which all ranks share."""
+        state, record = self.state, self._record
+        assert state is not None
+        assert record is not None
+        with record.phase("wait"):
+            self._wait()
+        with record.phase("set_out"):
+            self.parameters.flatten()
+            self.exchange.set_out(state, self.parameters.flat)
+        state.launched = None
+        self.progress.under_way = False
+        every = self.config.check_replicas_every
+        if every and self.progress.exchanges % every == 0:
+            self._check_replicas(state)
+        assert record.norm is not None
+        self.dropped.note(record.norm)
+        if self.dropped.arrives_at_once() and self.dropped.judge():
+            clear_nonfinite(self.optimizer)
+
+    def _wait(self) -> None:
+        job, self._job = self._job, None
+        device = self.parameters.device
+        if job is not None:
+            job.wait()
+        elif self.config.overlap_steps and device.type == "cuda":
+            torch.cuda.current_stream(device).wait_stream(self.communicator.side_stream(device))
+
+    def _check_replicas(self, state: LocoState) -> None:
+        pieces, device = self.layout.everything().pieces, self.parameters.device
+        starts = [self.exchange.spans.reading(part) for part in piece_views(state.start, pieces)]
+        names = [self.parameters.names[piece.segment.index] for piece in pieces]
+        assert all(start.device == device for start in starts)
+        check_replicas(self.communicator, starts, names)
+
+    def _check_parameters(self) -> None:
+        """Raises ValueError if the parameters are no longer those that the exchange knows."""
+        now = Parameters.of(self.optimizer.param_groups).tensors
+        if [id(parameter) for parameter in now] != [id(parameter) for parameter in self.parameters.tensors]:
+            raise ValueError(
+                "Parameters must be frozen, unfrozen and added before SparseLoCo wraps the optimizer, got others now:"
+                f" {len(now)} that require grad, {len(self.parameters.tensors)} then. Call sync() and close(), and wrap"
+                " the optimizer anew."
+            )
+
+    # ------------------------------------------------------------------------------------- life of the state
+
+    def allocate(self) -> LocoState:
+        """Buffers, all zeros."""
+        device = self.parameters.device
+        home = torch.device(self.config.device) if self.config.device is not None else device
+        return LocoState.allocate(self.layout, home, pinned=home.type == "cpu" and device.type == "cuda")
+
+    def drain(self) -> None:
+        """Waits for an exchange that runs beside the steps, so that process groups may be torn down."""
+        if self._job is not None:
+            self._job.wait()
+
+    def close(self) -> None:
+        """Takes the hooks off the optimizer: it steps on its own from now on."""
+        self.drain()
+        for hook in self._hooks:
+            hook.remove()
+        SparseLoCo._of.pop(self.optimizer, None)
+
+    def __enter__(self) -> SparseLoCo:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Ends the last window and takes the hooks off. After an error other ranks may never answer: not then."""
+        if kind is None:
+            self.sync()
+            self.close()
+
+    def name_parameters(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Gives parameters names, for error messages; tied ones keep their first."""
+        self.parameters.rename(named_parameters)
+
+    def bytes_per_exchange(self) -> int:
+        """Bytes that this rank sends in an exchange, the 4 bytes of the norm not counted."""
+        return sum(self.config.message_bytes(self.layout.blocks, self.communicator.world_size))
+
+    @property
+    def stats(self) -> ExchangeStats | None:
+        """Figures of the last exchange that has ended, None before the first.
+
+        Made when asked for (then kept until the next exchange): reads the error feedback once, and on CUDA waits for
+        the device.
+        """
+        record, state = self._record, self.state
+        if self._stats is None and record is not None and record.norm is not None and not self.progress.under_way:
+            assert state is not None
+            norm, ranks = float(record.norm), self.communicator.world_size
+            sent = sum(
+                piece.kept(self.exchange.wire.sent, self.layout.block_size) for piece in self.layout.everything().pieces
+            )
+            self._stats = ExchangeStats(
+                step=self.progress.steps,
+                exchange=self.progress.exchanges,
+                bytes_values=record.bytes_sent.get("values", 0),
+                bytes_parameters=record.bytes_sent.get("parameters", 0),
+                bytes_norm=record.bytes_sent.get("norm", 0),
+                bytes_dense=2 * (ranks - 1) * 4 * self.layout.numel // ranks,
+                density=sent / max(1, self.layout.numel),
+                delta_norm=norm,
+                error_norm=float(state.error.norm()),
+                skipped=norm != norm or norm == float("inf"),
+                skipped_total=self.dropped.total,
+                message_seconds=record.message_seconds,
+                seconds=dict(record.seconds),
+            )
+        return self._stats
+
+    # ------------------------------------------------------------------------------------------- checkpoints
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collects the state of all ranks on rank ``to``, where :meth:`state_dict` then returns it. Collective.
+
+        Ranks differ inside a window. So the whole state holds every rank's parameters, error feedback and optimizer
+        state: about ``16 N P`` bytes with AdamW. A sharded checkpoint spares one rank from holding all of it.
+        """
+        self._consolidated = checkpoint.consolidate(self._live(), to)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, the inner optimizers' included: tensors, numbers and strings only.
+
+        ``"state"`` and ``"param_groups"`` are the inner optimizer's on rank 0, so that it loads such a state, too.
+
+        Raises:
+            RuntimeError: with several ranks, :meth:`consolidate_state_dict` was not called since the last step.
+        """
+        if self.communicator.world_size == 1:
+            self.consolidate_state_dict()
+        if self._consolidated is None:
+            raise RuntimeError(
+                "The state must be collected from all ranks before it is read, got a call of state_dict() on rank"
+                f" {self.communicator.rank} without it. Call consolidate_state_dict(to=0) on every rank, then"
+                " state_dict() on rank 0."
+            )
+        return self._consolidated
+
+    def sharded_state_dict(self) -> OwnShards:
+        """This rank's part of the state, for a checkpoint that is a directory. Nothing is sent."""
+        return checkpoint.own_shards(self._live())
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any] | checkpoint.SavedShards) -> None:
+        """Takes up a state, parameters and inner optimizer included. Call on every rank, with the same state.
+
+        On the same number of ranks training goes on bit for bit, also in the middle of a window. On another number,
+        every rank takes the mean of the saved error feedbacks and of the saved parameters (so that their mean over
+        ranks is kept), and the inner state of one of the saved ranks. A state of the inner optimizer alone (trained
+        without SparseLoCo) is loaded into it, and a window begins. Each with a warning that says so.
+
+        Load the model first: inside a window its parameters are another rank's. Where that is not possible, call
+        :meth:`restore_parameters` afterwards.
+
+        Raises:
+            ValueError: parameters differ in number, order or shape, or the format is newer than this package. Nothing
+                has been changed then.
+        """
+        self.drain()
+        live = self._live(allocate=True)
+        ranks = Communicator.alone() if isinstance(state_dict, Mapping) else self.communicator
+        loaded = ranks.raise_on_all_ranks(lambda: checkpoint.load(live, state_dict))
+        self.optimizer.load_state_dict(loaded.inner)
+        self._job = self._consolidated = self._record = self._stats = None
+        self.state, self.progress = loaded.state, Progress(**loaded.progress)
+        if self.progress.under_way:
+            self._record = ExchangeRecord(norm=torch.tensor(self.progress.norm, device=self.parameters.device))
+        self.dropped.forget()
+        self.dropped.in_row, self.dropped.total = loaded.dropped
+        self._restored = loaded.parameters
+        self.restore_parameters()
+        loaded.warn()
+
+    @torch.no_grad()
+    def restore_parameters(self) -> None:
+        """Puts this rank's own parameters back, where a model was loaded after :meth:`load_state_dict`.
+
+        Does nothing once a step was taken.
+        """
+        if self._restored is not None:
+            self.parameters.flatten()
+            for flat, saved in zip(self.parameters.flat, self._restored, strict=True):
+                flat.copy_(saved)
+
+    def _live(self, allocate: bool = False) -> checkpoint.Live:
+        """The objects that make up the state, with nothing on its way.
+
+        Args:
+            allocate: fresh buffers, for a load.
+        """
+        if self._job is not None:
+            self._job.wait()
+        if self.state is None and not allocate:  # before the first step
+            self._before_step()
+        elif not allocate and self.dropped.judge():
+            clear_nonfinite(self.optimizer)
+        if self.progress.under_way and not allocate:
+            assert self._record is not None
+            assert self._record.norm is not None
+            self.progress.norm = float(self._record.norm)
+        if self.parameters.device.type == "cuda":
+            torch.cuda.synchronize(self.parameters.device)  # copies to the host, and the side stream
+        self.parameters.flatten()
+        state = self.allocate() if allocate or self.state is None else self.state
+        return checkpoint.Live(
+            self.config, self.layout, self.parameters, self.communicator, self.optimizer, state, vars(self.progress),
+            (self.dropped.in_row, self.dropped.total),
+        )  # fmt: skip

@@ -1,0 +1,198 @@
+"""Other methods over simulated ranks: against real implementations where there are any, and against one another."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from example_modules import EXAMPLES, load_example
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+RANKS, STEPS = 2, 7
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+@pytest.fixture(scope="module")
+def peers() -> ModuleType:
+    return load_example("peers")
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train(ranks: Any, net: nn.Module, first: int = 0, stop: int = STEPS) -> Tensor:
+    for step in range(first, stop):
+        batches = [batch(rank, step) for rank in range(RANKS)]
+        ranks.backward(batches, lambda x: (net(x) - x[:, :3].sin()).square().mean(), torch.cat)
+        ranks.step(1e-2, 1.0)
+    return torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()])
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "averaging": {"sync_every": 3},
+    "diloco": {"sync_every": 3},
+    "demo": {"top": 4, "chunk": 8},
+    "powersgd": {},
+    "signsgd": {},
+    "topk": {"density": 0.1},
+    "sparseloco": {"sync_every": 3, "density": 1 / 8},
+}
+
+
+@pytest.mark.parametrize("method", OPTIONS)
+def test_a_run_that_was_saved_goes_on_bit_for_bit(peers: ModuleType, method: str, tmp_path: Path) -> None:
+    def build() -> tuple[Any, nn.Module]:
+        net = model()
+        return peers.METHODS[method](net, RANKS, SETTINGS, **OPTIONS[method]), net
+
+    ranks, net = build()
+    train(ranks, net, 0, 4)
+    torch.save({"model": net.state_dict(), "ranks": ranks.state_dict()}, tmp_path / "saved")
+    straight = train(ranks, net, 4)
+    saved = torch.load(tmp_path / "saved")
+    ranks, net = build()
+    net.load_state_dict(saved["model"])
+    ranks.load_state_dict(saved["ranks"])
+    assert torch.equal(train(ranks, net, 4), straight)
+    before = straight.clone()
+    ranks.end()
+    ends = torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()])
+    assert torch.equal(ends, before) == (method not in ("averaging", "diloco", "sparseloco"))
+
+
+def test_sparseloco_that_sends_everything_is_averaging(peers: ModuleType) -> None:
+    first, second = model(), model()
+    exact = {"density": 1.0, "bits": None, "error_decay": 1.0}
+    ours = train(peers.METHODS["sparseloco"](first, RANKS, SETTINGS, sync_every=3, **exact), first)
+    theirs = train(peers.METHODS["averaging"](second, RANKS, SETTINGS, sync_every=3), second)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_diloco_with_a_plain_outer_step_is_averaging(peers: ModuleType) -> None:
+    first, second = model(), model()
+    diloco = peers.METHODS["diloco"]  # SGD's Nesterov refuses a momentum of 0
+    ranks = diloco(first, RANKS, SETTINGS, sync_every=3, outer_lr=1.0, outer_momentum=1e-12)
+    averaged = peers.METHODS["averaging"](second, RANKS, SETTINGS, sync_every=3)
+    torch.testing.assert_close(train(ranks, first), train(averaged, second), rtol=1e-5, atol=1e-6)
+
+
+def test_topk_that_sends_everything_is_dense_adamw(peers: ModuleType) -> None:
+    first, second = model(), model()
+    sparse = train(peers.METHODS["topk"](first, RANKS, SETTINGS, density=1.0), first)
+    optimizer = torch.optim.AdamW(second.parameters(), **SETTINGS)
+    for step in range(STEPS):
+        gradients = []
+        for rank in range(RANKS):
+            second.zero_grad()
+            x = batch(rank, step)
+            (second(x) - x[:, :3].sin()).square().mean().backward()
+            nn.utils.clip_grad_norm_(second.parameters(), 1.0)
+            gradients.append([parameter.grad.clone() for parameter in second.parameters()])
+        for parameter, *parts in zip(second.parameters(), *gradients, strict=True):
+            parameter.grad = torch.stack(parts).mean(dim=0)
+        optimizer.step()
+    dense = torch.cat([parameter.detach().reshape(-1) for parameter in second.parameters()])
+    torch.testing.assert_close(sparse, dense, rtol=1e-5, atol=1e-6)
+
+
+def test_demos_transform_is_orthonormal_and_comes_back() -> None:
+    load_example("peers")
+    demo = sys.modules["peers.demo"]
+    for shape in ((16, 24), (10, 7), (5,), (3, 4, 5)):
+        tensor = torch.randn(shape)
+        chunks = demo.transform(tensor, 8)
+        torch.testing.assert_close(chunks.norm(), tensor.norm())
+        torch.testing.assert_close(demo.inverse(chunks, tensor, 8), tensor)
+
+
+def test_majority_of_signs_moves_by_one_rate(peers: ModuleType) -> None:
+    net = model()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    ranks = peers.METHODS["signsgd"](net, RANKS, {**SETTINGS, "weight_decay": 0.0})
+    train(ranks, net, 0, 1)
+    for old, new in zip(before, net.parameters(), strict=True):
+        moved = ((old - new) / 1e-2).detach()
+        assert bool(((moved - moved.round()).abs() < 1e-3).all())
+        assert moved.abs().max() <= 1.001
+        assert moved.abs().max() > 0.99
+
+
+def _torchs_powersgd(rank: int, world_size: int) -> dict[str, list[Tensor]]:
+    """torch's DDP hook: each step's own gradient, the q it starts from, and what comes out."""
+    torch.manual_seed(0)
+    net = nn.Linear(24, 16, bias=False)
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=2, orthogonalization_epsilon=0
+    )
+    ddp = DistributedDataParallel(net)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    seen: dict[str, list[Tensor]] = {"own": [], "q": [], "out": []}
+    for step in range(6):
+        x = torch.randn(5, 24, generator=torch.Generator().manual_seed(10 * step + rank))
+        own = nn.Linear(24, 16, bias=False)
+        own.load_state_dict(net.state_dict())
+        own(x).square().mean().backward()
+        memory = state.q_memory_dict.get(0)
+        ddp.zero_grad()
+        q = None if memory is None else memory.clone()
+        ddp(x).square().mean().backward()
+        if q is not None:
+            assert own.weight.grad is not None
+            assert net.weight.grad is not None
+            seen["own"].append(own.weight.grad)
+            seen["q"].append(q.view(24, 2))
+            seen["out"].append(net.weight.grad.clone())
+        elif 0 in state.error_dict:  # the step that made the first q
+            seen["errors"] = [state.error_dict[0].clone()]
+    return seen
+
+
+def test_powersgd_is_torchs_hook(run_ranks: Callable[..., list[Any]], peers: ModuleType) -> None:
+    ranks = run_ranks(_torchs_powersgd, 2)
+    steps = len(ranks[0]["own"])
+    assert steps >= 3
+    net = nn.Linear(24, 16, bias=False)
+    ours = peers.METHODS["powersgd"](net, 2, SETTINGS, rank=2)
+    for errors, seen in zip(ours.errors, ranks, strict=True):
+        errors[0].copy_(seen["errors"][0].view(16, 24))
+    for step in range(steps):
+        # torch makes an orthonormal basis of the q it kept before it uses it; the space is what counts.
+        ours.qs[0].copy_(ranks[0]["q"][step])
+        (approximation,), _ = ours.combine([[seen["own"][step].clone()] for seen in ranks])
+        torch.testing.assert_close(approximation, ranks[0]["out"][step], rtol=1e-4, atol=1e-6)
+
+
+def test_the_benchmarks_short_form_trains_every_method(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "bench_pareto.py"), "--short", f"--out={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in ("pareto.md", "pareto.json", "pareto.png"):
+        assert (tmp_path / name).stat().st_size > 100
+    for method in OPTIONS:
+        assert f"| {method}" in done.stdout or f"| **{method}" in done.stdout
+
+
+def test_the_front_is_what_no_other_beats() -> None:
+    pareto = load_example("bench_pareto")
+
+    def point(label: str, size: float, loss: float) -> Any:
+        return pareto.Point(label, None, size, loss, 1e-3, 1, 1, None)
+
+    points = [point("a", 10, 1.0), point("b", 5, 1.1), point("c", 5, 1.2), point("d", 1, 1.15), point("e", 20, 1.0)]
+    front = pareto.front_of(points)
+    assert [each.label for each in front] == ["d", "b", "a"]
+    assert pareto.above_front(points[2], front) == pytest.approx(1.2 / 1.1)

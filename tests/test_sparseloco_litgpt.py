@@ -1,0 +1,110 @@
+"""`litgpt-scape pretrain --sparseloco.sync_every 30`: LitGPT's command line trains, saves and resumes by SparseLoCo."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import io
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("litgpt", reason="tests of LitGPT need litgpt")
+pytest.importorskip("jsonargparse")
+
+from litgpt.pretrain import setup as pretrain_setup
+
+from lightning_scape import SparseLoCoConfig, cli
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "configs" / "sparseloco_tiny_cpu.yaml"
+
+
+def _train(rank: int, world_size: int, out: str, steps: int, *more: str) -> str:
+    """Through the entry point; what was said."""
+    options = {
+        **{f"model_config.{key}": 32 for key in ("n_embd", "block_size")},
+        **{"model_config.n_layer": 1, "model_config.intermediate_size": 64, "out_dir": out},
+        **{"data.max_bytes": 300_000, "tokenizer_dir": ROOT / "configs" / "byte_tokenizer"},
+        **{"train.global_batch_size": 8, "train.micro_batch_size": 2, "train.max_tokens": steps * 8 * 32},
+        **{"train.lr_warmup_steps": 1, "train.save_interval": 5, "eval.max_iters": 1, "devices": world_size},
+    }
+    sys.argv = ["litgpt-scape", "pretrain", f"--config={FILE}", *more]
+    sys.argv += [f"--{key}={value}" for key, value in options.items()]
+    said = io.StringIO()
+    with torch.compiler.set_stance("force_eager"), contextlib.redirect_stderr(said):
+        cli.main()
+    return said.getvalue()
+
+
+def _train_and_resume(rank: int, world_size: int, folder: str) -> str:
+    _train(rank, world_size, f"{folder}/stopped", 5, "--sparseloco.sync_every", "3")
+    # The file says 15, the checkpoint 3. Its fifth step is inside a window.
+    return _train(rank, world_size, f"{folder}/stopped", 7, "--resume=auto")
+
+
+def test_litgpt_trains_and_resumes_with_the_options_of_the_checkpoint(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    said = run_ranks(_train_and_resume, 2, str(tmp_path))[0]
+    assert "SparseLoCo: options are those of the checkpoint" in said
+    assert "sync_every is 3 by the checkpoint, not 15" in said
+    for folder, steps in (("stopped/step-00000005", 5), ("stopped/final", 7)):
+        saved = yaml.safe_load((tmp_path / folder / "hyperparameters.yaml").read_text())
+        assert SparseLoCoConfig(**saved["sparseloco"]) == SparseLoCoConfig(sync_every=3)
+        state = torch.load(tmp_path / folder / "lit_model.pth", weights_only=True)
+        assert state["step_count"] == steps
+        assert state["optimizer"]["sparseloco"]["progress"]["steps"] == steps
+        assert len(state["optimizer"]["sparseloco"]["ranks"]) == 2
+
+
+def test_the_file_gives_every_argument_and_explains_every_key() -> None:
+    content = yaml.safe_load(FILE.read_text())
+    assert set(content) == set(inspect.signature(pretrain_setup).parameters) - {"log"} | {"sparseloco"}
+    assert set(content["sparseloco"]) == {field.name for field in dataclasses.fields(SparseLoCoConfig)}
+    assert SparseLoCoConfig(**content["sparseloco"]) == SparseLoCoConfig(sync_every=15)
+    for line in FILE.read_text().splitlines():
+        if re.match(r"\s+\w+:", line) and not re.match(r"\s+(class_path|init_args):", line):
+            assert re.search(r"# .*\(.*default: .*\)$", line), line
+
+
+def test_options_of_both_methods_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Options of one method may be given"):
+        cli.method_asked_for(["pretrain", f"--config={FILE}", "--scape.sparsity=0.9"])
+    assert cli.method_asked_for(["pretrain", "--config", str(FILE)]) is cli.SPARSELOCO
+    assert cli.method_asked_for(["pretrain", "pythia-14m", "--sparseloco.bits", "null"]) is cli.SPARSELOCO
+    assert cli.method_asked_for(["pretrain", "pythia-14m"]) is cli.SCAPE
+
+
+def test_a_resumed_run_without_options_takes_the_checkpoints_method(tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000007"
+    folder.mkdir()
+    (folder / "lit_model.pth").touch()
+    (folder / "hyperparameters.yaml").write_text("sparseloco: {sync_every: 5}\n")
+    given = ["pretrain", "pythia-14m", f"--out_dir={tmp_path}", "--resume=auto"]
+    assert cli.method_asked_for(given) is cli.SPARSELOCO
+
+
+def test_help_names_every_option() -> None:
+    said = cli.options_help(cli.SPARSELOCO)
+    for field in dataclasses.fields(SparseLoCoConfig):
+        assert f"--sparseloco.{field.name} " in said
+
+
+def test_wrong_options_end_with_a_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for given, complaint in (
+        (["--sparseloco.every=3"], "An option of SparseLoCo must be one of sync_every, density"),
+        (["--sparseloco.bits=3"], "`bits` must be None, 2, 4 or 8"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["litgpt-scape", "pretrain", "pythia-14m", *given])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 2
+        assert complaint in capsys.readouterr().err

@@ -1,0 +1,79 @@
+"""The planner knows both methods: SparseLoCo's bytes are the package's own, and the advice follows the bandwidth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_scape import SparseLoCo, SparseLoCoConfig, plan
+from lightning_scape import planning as planner
+from lightning_scape.planning.cost_model import Job, Link, Machine, Weight
+
+WEIGHTS = (Weight(5_000_000, None, False), *(Weight(3_000_000, i) for i in range(4)), Weight(5_000_000))
+JOB = Job(weights=WEIGHTS, ranks=4, step_compute=0.3)
+MACHINE = Machine.of_memory(1e11)
+NUMELS = (1003, 777, 4)
+
+
+def _counted(rank: int, world_size: int, options: dict[str, Any]) -> int:
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(size)) for size in NUMELS]
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    loco = SparseLoCo(optimizer, sync_every=1, **options)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    assert loco.stats is not None
+    return loco.stats.bytes_values + loco.stats.bytes_parameters
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bits": None, "density": 1.0}, {"bits": 8, "density": 1 / 256, "return_density": 1 / 32}]
+)
+def test_bytes_are_those_that_a_real_exchange_counts(run_ranks: Any, options: dict[str, Any]) -> None:
+    counted = run_ranks(_counted, 3, options)
+    assert counted == [planner.exchange_bytes(NUMELS, 3, SparseLoCoConfig(**options))] * 3
+
+
+def test_the_advice_follows_the_bandwidth() -> None:
+    said = {}
+    for bandwidth in (1.25e6, 1.25e7, 1.25e9):
+        link = Link(bandwidth=bandwidth)
+        predictions, local = planner.predict(JOB, link, MACHINE, [0.9, 0.99]), planner.predict_local(JOB, link, MACHINE)
+        said[bandwidth] = planner.which_method(predictions, local)
+    assert "Take SparseLoCo with sync_every=15" in said[1.25e6] or "sync_every=30" in said[1.25e6]
+    assert "Take SparseLoCo with sync_every=15" in said[1.25e7]
+    assert "SparseLoCo is not needed" in said[1.25e9]
+
+
+def test_longer_windows_send_less_and_wait_less() -> None:
+    local = planner.predict_local(JOB, Link(bandwidth=1.25e6), MACHINE)
+    assert [p.bytes_sent for p in local] == sorted((p.bytes_sent for p in local), reverse=True)
+    assert [p.seconds for p in local] == sorted((p.seconds for p in local), reverse=True)
+    assert local[0].bytes_sent == pytest.approx(30 * local[2].bytes_sent, rel=1e-3)
+
+
+def test_a_latency_of_50_ms_is_paid_once_in_a_window() -> None:
+    link = Link(bandwidth=1.25e7)
+    near, far = (planner.predict_local(JOB, each, MACHINE)[2] for each in (link, replace(link, latency=0.05)))
+    assert far.seconds - near.seconds == pytest.approx((3 * 3 + 1) * (0.05 - 50e-6) / 30, rel=1e-3)
+
+
+def test_state_on_the_host_takes_8_bytes_a_parameter_off_the_device() -> None:
+    beside, away = (
+        planner.sparseloco(JOB, Link(bandwidth=1.25e7), MACHINE, SparseLoCoConfig(device=device))
+        for device in (None, "cpu")
+    )
+    assert beside.memory - away.memory == 8 * JOB.parameters
+
+
+def test_the_plan_shows_both_methods(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--model=pythia-14m", "--nodes=2", "--bandwidth=10mbit", "--step-compute=350ms"]
+    assert plan.main(given) == 0
+    said = capsys.readouterr().out
+    assert "Take SparseLoCo with sync_every=" in said
+    assert "| H = 30 |" in said

@@ -1,0 +1,171 @@
+"""Checkpoints of SparseLoCo: bit for bit, also inside a window and during an exchange; other numbers of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_sparseloco import SPARSE, flat, gradient, model
+from torch import Tensor
+
+from lightning_scape.checkpoint.atomic_files import CheckpointError
+from lightning_scape.checkpoint.saver import Content, SavedContent, Saver, consolidate
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.sparseloco import SparseLoCo
+
+STEPS, AFTER = 14, 5
+"""Steps in all, and those before the checkpoint: in the middle of the second window of three."""
+
+
+def build(**options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, SparseLoCo]:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    return net, optimizer, SparseLoCo(optimizer, **{**SPARSE, **options})
+
+
+def go_on(net: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, first: int, stop: int) -> None:
+    for step in range(first, stop):
+        gradient(net, rank, step)
+        optimizer.step()
+
+
+def _resume(rank: int, world_size: int, folder: str, kind: str, overlap: int, after: int) -> tuple[Tensor, Tensor]:
+    options = {"overlap_steps": overlap}
+    net, optimizer, loco = build(**options)
+    go_on(net, optimizer, rank, 0, after)
+    path = Path(folder) / "saved"
+    if kind == "whole":
+        loco.consolidate_state_dict()
+        if rank == 0:
+            torch.save({"model": net.state_dict(), "loco": loco.state_dict()}, path)
+    else:
+        content = Content(optimizers={"loco": loco.sharded_state_dict()})
+        Saver(asynchronous=False).save(path, content, Communicator(None, None))
+    go_on(net, optimizer, rank, after, STEPS)
+    torch.distributed.barrier()
+    other, second, again = build(**options)
+    if kind == "whole":
+        saved = torch.load(path, weights_only=True)
+        other.load_state_dict(saved["model"])  # rank 0's: inside a window the others differ
+        again.load_state_dict(saved["loco"])
+    else:
+        again.load_state_dict(SavedContent(path, Communicator(None, None)).optimizers["loco"])
+    go_on(other, second, rank, after, STEPS)
+    assert again.progress == loco.progress
+    return flat(net), flat(other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "overlap", "after"), [("whole", 0, AFTER), ("whole", 2, 4), ("sharded", 0, AFTER), ("sharded", 2, 4)]
+)
+def test_training_goes_on_bit_for_bit(run_ranks: Any, tmp_path: Path, kind: str, overlap: int, after: int) -> None:
+    ends = run_ranks(_resume, 2, str(tmp_path), kind, overlap, after)
+    for straight, resumed in ends:
+        assert torch.equal(straight, resumed)
+    assert not torch.equal(ends[0][0], ends[1][0])  # the run ends inside a window
+
+
+def _save(rank: int, world_size: int, path: str) -> tuple[Tensor, Tensor]:
+    net, optimizer, loco = build()
+    go_on(net, optimizer, rank, 0, AFTER)
+    loco.consolidate_state_dict()
+    if rank == 0:
+        torch.save(loco.state_dict(), path)
+    assert loco.state is not None
+    return flat(net), loco.state.error.view(-1)[: 8 * 40].clone()
+
+
+def _load(rank: int, world_size: int, path: str, options: dict[str, Any]) -> dict[str, Any]:
+    net, optimizer, loco = build(**options)
+    with pytest.warns(UserWarning, match="checkpoint") as caught:
+        loco.load_state_dict(torch.load(path, weights_only=True))
+    assert loco.state is not None
+    error, owned = loco.state.error.view(-1)[: 8 * 40].clone(), loco.state.owner_error.double().sum()
+    start, here = loco.state.start.view(-1)[: 8 * 40].clone(), flat(net)
+    go_on(net, optimizer, rank, AFTER, 6)  # the window that was begun ends
+    loco.sync()
+    notes = [str(warning.message) for warning in caught]
+    return {"error": error, "owned": float(owned), "start": start, "here": here, "end": flat(net), "notes": notes}
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 1)])
+def test_on_another_number_of_ranks_the_mean_error_and_the_owners_are_kept(
+    run_ranks: Any, tmp_path: Path, before: int, now: int
+) -> None:
+    path = str(tmp_path / "saved")
+    saved = run_ranks(_save, before, path)
+    loaded = run_ranks(_load, now, path, {})
+    mean_error = torch.stack([error for _, error in saved]).mean(dim=0)
+    mean_place = torch.stack([place for place, _ in saved]).mean(dim=0)
+    owned = float(torch.load(path, weights_only=True)["sparseloco"]["owner_error"].double().sum())
+    for seen in loaded:
+        torch.testing.assert_close(seen["error"], mean_error, rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(seen["here"], mean_place, rtol=1e-5, atol=1e-7)
+        assert any(f"written by {before} ranks, this run has {now}" in note for note in seen["notes"])
+        assert torch.equal(seen["end"], loaded[0]["end"])
+        assert torch.equal(seen["start"], loaded[0]["start"])
+    assert sum(seen["owned"] for seen in loaded) == pytest.approx(owned, rel=1e-6)
+
+
+def test_other_options_may_go_on_from_a_checkpoint(run_ranks: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    saved = run_ranks(_save, 2, path)
+    loaded = run_ranks(_load, 2, path, {"density": 1 / 64, "bits": 4, "sync_every": 2})
+    for seen, (place, error) in zip(loaded, saved, strict=True):
+        assert any("Options differ" in note and "bits=4 (checkpoint: 2)" in note for note in seen["notes"])
+        assert torch.equal(seen["here"], place)
+        assert torch.equal(seen["error"], error)  # in blocks of another length
+
+
+def test_a_state_of_the_inner_optimizer_alone_begins_a_window() -> None:
+    net = model()
+    plain = torch.optim.AdamW(net.parameters(), 1e-2)
+    go_on(net, plain, 0, 0, 2)
+    _, optimizer, loco = build()
+    with pytest.warns(UserWarning, match="trained without SparseLoCo"):
+        loco.load_state_dict(plain.state_dict())
+    kept = [state["exp_avg"] for state in optimizer.state.values()]
+    assert all(torch.equal(a, state["exp_avg"]) for a, state in zip(kept, plain.state.values(), strict=True))
+    # And back: the inner optimizer loads what SparseLoCo saved.
+    plain.load_state_dict(loco.state_dict())
+
+
+def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
+    net, optimizer, loco = build()
+    go_on(net, optimizer, 0, 0, 4)
+    state, place = loco.state, flat(net)
+    good = loco.state_dict()
+    newer = {**good, "sparseloco": {**good["sparseloco"], "format": 2}}
+    smaller = {**good, "sparseloco": {**good["sparseloco"], "numels": [3]}}
+    for saved, complaint in (
+        ({"scape": {}, "state": {}, "param_groups": []}, "one of SCAPE"),
+        ({"what": 1}, "something else"),
+        (newer, "a newer lightning_scape"),
+        (smaller, "must be of this model"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            loco.load_state_dict(saved)
+    assert loco.state is state
+    assert torch.equal(flat(net), place)
+
+
+def test_state_dict_of_several_ranks_must_be_collected_first(run_ranks: Any) -> None:
+    assert run_ranks(_uncollected, 2) == ["must be collected"] * 2
+
+
+def test_a_directory_of_sparseloco_is_not_made_one_file(tmp_path: Path) -> None:
+    net, optimizer, loco = build()
+    go_on(net, optimizer, 0, 0, 2)
+    content = Content(optimizers={"loco": loco.sharded_state_dict()})
+    Saver(asynchronous=False).save(tmp_path / "saved", content, Communicator.alone())
+    with pytest.raises(CheckpointError, match="got one of SparseLoCo"):
+        consolidate(tmp_path / "saved")
+
+
+def _uncollected(rank: int, world_size: int) -> str:
+    _, _, loco = build()
+    with pytest.raises(RuntimeError, match="must be collected"):
+        loco.state_dict()
+    return "must be collected"
