@@ -169,7 +169,7 @@ def test_tau_steps_at_once_equal_tau_single_steps_of_the_momentum(
     total = tau * g
     v = beta2 * m**2 + (1 - beta2) * total**2 / tau
     expected = theta * (1 - lr * decay) ** tau - lr * moved / (math.sqrt(v) + eps)
-    assert float(got.momentum) == pytest.approx(momentum, rel=1e-9, abs=1e-9)
+    assert float(got.exp_avg) == pytest.approx(momentum, rel=1e-9, abs=1e-9)
     assert float(got.theta) == pytest.approx(expected, rel=1e-7, abs=1e-7)
 
 
@@ -178,7 +178,7 @@ def test_one_tau_step_is_adams_term_for_term() -> None:
     got = ops.adams_step(theta, m, torch.ones_like(theta), g, hyper(1e-3, 0.9, 0.95, 1e-8, 0.1), 1.0)
     momentum = 0.9 * m + (1 - 0.9) * g
     v = 0.95 * m**2 + (1 - 0.95) * g**2
-    torch.testing.assert_close(got.momentum, momentum, rtol=1e-15, atol=1e-15)
+    torch.testing.assert_close(got.exp_avg, momentum, rtol=1e-15, atol=1e-15)
     torch.testing.assert_close(got.theta, (1 - 1e-4) * theta - 1e-3 * momentum / (v.sqrt() + 1e-8), rtol=1e-14, atol=0)
 
 
@@ -189,7 +189,7 @@ def test_one_implicit_step_is_adams_term_for_term(beta1: float, dtype: torch.dty
     single = ops.Hyper(*(v.to(dtype) for v in hyper(1e-3, beta1, 0.95, 1e-8, 0.1)))
     got = ops.adams_step(theta, m, torch.ones_like(theta), g, single, 1.0, noise.abs(), 0.5, implicit=True)
     momentum = (1 - single.one_minus_beta1) * m + single.one_minus_beta1 * g
-    assert torch.equal(got.momentum, momentum)
+    assert torch.equal(got.exp_avg, momentum)
     v = 0.95 * m**2 + (1 - 0.95) * g**2
     few = 10 * torch.finfo(dtype).eps
     torch.testing.assert_close(got.theta, (1 - 1e-4) * theta - 1e-3 * momentum / (v.sqrt() + 1e-8), rtol=few, atol=few)
