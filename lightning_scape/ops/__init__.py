@@ -142,7 +142,7 @@ def _cpu() -> ModuleType | None:
     if find_spec("numba") is None:
         warnings.warn(
             "SCAPE's operations on a CPU need numba, got a Python without it: steps run in plain PyTorch, and take"
-            " about four times as long. Install lightning-scape[cpu].",
+            " four to seven times as long. Install lightning-scape[cpu].",
             stacklevel=4,
         )
         return None
