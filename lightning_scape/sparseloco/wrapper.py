@@ -14,6 +14,7 @@ from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.source import OwnShards
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_mask_group, world_size
 from lightning_scape.comm.worker import Job, Worker
+from lightning_scape.engine.local_shards import is_sharded
 from lightning_scape.engine.parameters import Parameters
 from lightning_scape.engine.replicas import check_replicas, check_same_setup
 from lightning_scape.engine.state import piece_views
@@ -168,6 +169,12 @@ class SparseLoCo:
             return (
                 "An optimizer must be wrapped once, got one that a SparseLoCo wraps already. Use that one, or call its"
                 " close() first."
+            )
+        if any(map(is_sharded, self.parameters.tensors)):
+            return (
+                "Parameters must be whole on every rank, got sharded ones (DTensors, of fully_shard): windows would be"
+                " judged, and checkpoints collected, without the node's other ranks. Leave out fully_shard, or use"
+                " ScapeOptimizer, which takes them."
             )
         if any(parameter.dtype == torch.float64 for parameter in self.parameters.tensors):
             return (
