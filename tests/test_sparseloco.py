@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from lightning_scape.comm.collectives import new_mask_group
 from lightning_scape.sparseloco import SparseLoCo
 
 EXACT: dict[str, Any] = {"density": 1.0, "bits": None, "error_decay": 1.0, "outer_lr": 1.0}
@@ -288,6 +290,34 @@ def test_an_overlapped_run_trains_and_sync_makes_ranks_equal(run_ranks: Any) -> 
 
 
 # ------------------------------------------------------------------------------------------------ alone, narrow, odd
+
+
+def _two_overlapped(rank: int, world_size: int) -> tuple[bool, Tensor]:
+    nets, group = [model(), model()], new_mask_group()
+    optimizers = [torch.optim.AdamW(net.parameters(), 1e-2) for net in nets]
+    locos = [SparseLoCo(each, **SPARSE, overlap_steps=1, exchange_group=group) for each in optimizers]
+    norm = locos[1].exchange._norm
+
+    def late(*given: Any) -> Tensor:
+        found = norm(*given)
+        time.sleep(0.3 * rank)
+        return found
+
+    locos[1].exchange._norm = late  # type: ignore[method-assign]
+    for step in range(9):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            gradient(net, rank, step)
+            optimizer.step()
+    for loco in locos:
+        loco.sync()
+    return torch.equal(flat(nets[0]), flat(nets[1])), flat(nets[0])
+
+
+def test_two_optimizers_may_overlap_on_one_group(run_ranks: Any) -> None:
+    """One compared its replicas while the other's exchange was under way in its thread: messages got mixed up."""
+    ends = run_ranks(_two_overlapped, 2, timeout=60)
+    assert all(alike for alike, _ in ends)
+    assert torch.equal(ends[0][1], ends[1][1])
 
 
 def test_one_rank_needs_no_process_group_and_sends_nothing() -> None:

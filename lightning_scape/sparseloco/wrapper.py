@@ -206,6 +206,7 @@ class SparseLoCo:
         if self.state is not None:
             return
         self.parameters.flatten()
+        self._wait_for_others()
         check_replicas(self.communicator, self.parameters.flat, self.parameters.names)
         self.state = self.allocate()
         self.exchange.begin_at(self.state, self.parameters.flat)
@@ -288,7 +289,14 @@ class SparseLoCo:
         elif self.config.overlap_steps and device.type == "cuda":
             torch.cuda.current_stream(device).wait_stream(self.communicator.side_stream(device))
 
+    def _wait_for_others(self) -> None:
+        """Waits for exchanges of all wrappers that share the group: messages of two threads would meet there."""
+        worker = Worker.existing(self.communicator.process_group)
+        if worker is not None:
+            worker.do(lambda: None).wait()
+
     def _check_replicas(self, state: LocoState) -> None:
+        self._wait_for_others()
         pieces, device = self.layout.everything().pieces, self.parameters.device
         starts = [self.exchange.spans.reading(part) for part in piece_views(state.start, pieces)]
         names = [self.parameters.names[piece.segment.index] for piece in pieces]
@@ -455,6 +463,7 @@ class SparseLoCo:
         """
         if self._job is not None:
             self._job.wait()
+        self._wait_for_others()
         if self.state is None and not allocate:  # before the first step
             self._before_step()
         elif not allocate and self.dropped.judge():
