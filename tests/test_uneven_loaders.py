@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from trainer_helpers import MARKS, WIDTH, Regression, make_trainer
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ScapeStrategy, SparseLoCoStrategy
+from lightning_scape.checkpoint import saver
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.engine.epoch_end import EpochEnd
 
@@ -126,6 +130,29 @@ def test_these_too_train_where_all_stop_before_any_runs_out(run_ranks: RunRanks,
     batches = [6, 9] if method == "sparseloco" else [6, 9, 7, 8]
     ends = run_ranks(fit_by, len(batches), method, batches, False, {"max_steps": 6}, timeout=60.0)
     assert ends == [6] * len(batches)
+
+
+def fit_and_save(rank: int, world_size: int, folder: str) -> int:
+    seen: list[bool] = []
+
+    def write(path: Path, tensors: Any, rest: bytes, communicator: Communicator) -> None:
+        time.sleep(0.02 * rank)
+        seen.append(communicator.all_gather_object(rank) == [0, 1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "write_directory", write)
+        strategy = ScapeStrategy(sparsity=0.9, sparsity_warmup_steps=0, state_dict_type="sharded", async_save=True)
+        often = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
+        options = {"accumulate_grad_batches": 3, "callbacks": [often], "enable_checkpointing": True, "max_epochs": 1}
+        steps = fit(rank, world_size, [24, 24], False, {**options, "strategy": strategy})
+    assert len(seen) >= 8
+    assert all(seen)
+    return steps
+
+
+def test_batches_are_compared_beside_a_write_in_the_background(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """Both sent on one group, each from its own thread."""
+    assert run_ranks(fit_and_save, 2, str(tmp_path), timeout=60.0) == [8, 8]
 
 
 class OnDevice:

@@ -166,6 +166,7 @@ class ScapeStrategy(DDPStrategy):
         self._state_dict_type = state_dict_type
         self._saver = Saver(async_save)
         self._checkpoint_group = SideGroup("gloo")  # background writes must not meet the step's messages
+        self._ends_group = SideGroup("gloo")  # nor those of each batch
         self._saved_rng: Tensor | None = None
 
     def __repr__(self) -> str:
@@ -324,7 +325,8 @@ class ScapeStrategy(DDPStrategy):
             return
         ends_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0  # on the ranks that go on
         if not (ends_step and self._steps_compare_ends):  # Lightning itself sends a message with every batch
-            compare_ends(self._checkpoint_ranks(), batch_idx + 1, ends_epoch(trainer, ends_step))
+            ranks = Communicator(self._ends_group.get(self._timeout), None)
+            compare_ends(ranks, batch_idx + 1, ends_epoch(trainer, ends_step))
 
     @property
     def _steps_compare_ends(self) -> bool:
