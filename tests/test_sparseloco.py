@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_scape.comm.collectives import new_mask_group
+from lightning_scape.comm.collectives import Work, new_mask_group
 from lightning_scape.sparseloco import SparseLoCo
 
 EXACT: dict[str, Any] = {"density": 1.0, "bits": None, "error_decay": 1.0, "outer_lr": 1.0}
@@ -296,15 +296,16 @@ def _two_overlapped(rank: int, world_size: int) -> tuple[bool, Tensor]:
     nets, group = [model(), model()], new_mask_group()
     optimizers = [torch.optim.AdamW(net.parameters(), 1e-2) for net in nets]
     locos = [SparseLoCo(each, **SPARSE, overlap_steps=1, exchange_group=group) for each in optimizers]
-    norm = locos[1].exchange._norm
+    second = locos[1].communicator
+    in_time = second.all_to_all
 
-    def late(*given: Any) -> Tensor:
-        found = norm(*given)
-        time.sleep(0.3 * rank)
-        return found
+    def late(values: Tensor) -> Work:
+        time.sleep(0.5 * rank)
+        return in_time(values)
 
-    locos[1].exchange._norm = late  # type: ignore[method-assign]
+    second.all_to_all = late  # type: ignore[method-assign]
     for step in range(9):
+        time.sleep(0.15 * (1 - rank))
         for net, optimizer in zip(nets, optimizers, strict=True):
             gradient(net, rank, step)
             optimizer.step()
