@@ -252,7 +252,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
         """Says, before a step, how many batches of the epoch this rank has had, and whether that is all of them.
 
         For hosts. The step raises ``ValueError`` on every rank where only some ranks are at their last batch: they
-        would leave the others waiting. It costs no message of its own.
+        would leave the others waiting. It costs no message of its own; on CUDA the host waits for the norm. All ranks
+        announce a step, or none does.
         """
         self.engine.clipping.epoch_end.announce(batches, last)
 

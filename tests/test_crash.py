@@ -30,7 +30,8 @@ from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, Sc
 from lightning_scape.checkpoint.atomic_files import load_file, save_file
 from lightning_scape.checkpoint.inspection import verify
 from lightning_scape.checkpoint.saver import Content, Saver
-from lightning_scape.comm.collectives import Communicator, timeout_of
+from lightning_scape.comm.collectives import Communicator, new_mask_group, timeout_of
+from lightning_scape.comm.lost_ranks import explained_loss
 
 RunRanks = Callable[..., list[Any]]
 CONFIG = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
@@ -58,6 +59,27 @@ def test_a_killed_rank_makes_the_others_stop_and_say_why(run_ranks: RunRanks, at
         assert "another rank has died, hangs, or raised an error" in str(error)
         assert "restart all ranks from the newest checkpoint" in str(error)
         assert "Rank 1 has not reported within" in str(error)
+
+
+def fail_again(rank: int, world_size: int) -> list[str]:
+    said: list[str] = []
+    for turn in range(2):
+        new_mask_group()
+        dist.barrier()
+        if turn and rank:
+            break
+        with pytest.raises(RuntimeError) as caught, explained_loss():
+            raise RuntimeError("Connection reset by peer")
+        said.append(str(caught.value))
+    dist.barrier()
+    return said
+
+
+def test_what_was_reported_before_is_not_taken_for_a_later_report(run_ranks: RunRanks) -> None:
+    """The store may outlive a process group, and with torchrun a process: all ranks then seemed to be there."""
+    first, second = run_ranks(fail_again, 3, timeout=60.0)[0]
+    assert "All ranks have reported this" in first
+    assert "Ranks 1, 2 have not reported within 1.5 s: one of them or more is lost" in second
 
 
 def wait_for_masks(rank: int, world_size: int) -> float:

@@ -11,12 +11,20 @@ import torch
 from torch import nn
 from trainer_helpers import MARKS, GivenRanks, Regression, make_trainer
 
-from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
+from lightning_scape import (
+    FabricScapeStrategy,
+    FabricSparseLoCoStrategy,
+    ScapeConfig,
+    ScapeOptimizer,
+    ScapeStrategy,
+    SparseLoCoStrategy,
+)
 from lightning_scape.comm.collectives import broadcast_tensors, timeout_of
+from lightning_scape.integrations.launching import check_start_method
 from lightning_scape.plan import main
 
 RunRanks = Callable[..., list[Any]]
-STRATEGIES = (ScapeStrategy, FabricScapeStrategy)
+STRATEGIES = (ScapeStrategy, FabricScapeStrategy, SparseLoCoStrategy, FabricSparseLoCoStrategy)
 pytestmark = MARKS
 
 
@@ -46,13 +54,22 @@ def test_a_timeout_that_is_no_time_is_refused(strategy: Any, value: Any) -> None
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_remedy_in_a_notebook_keeps_the_method(strategy: Any) -> None:
+    """SparseLoCo's users were sent to `strategy="scape_notebook"`, which is the other method."""
+    with pytest.raises(ValueError, match="must be 'fork' in an interactive session") as caught:
+        check_start_method(strategy.__name__, "popen", interactive=True)
+    assert f"`{strategy.__name__}(start_method='fork')`" in str(caught.value)
+    assert ("scape_notebook" in str(caught.value)) is ("SparseLoCo" not in strategy.__name__)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     ("option", "why"),
     [
-        ("find_unused_parameters", "found by the step's own messages"),
+        ("find_unused_parameters", "waits for no parameter's gradient"),
         ("static_graph", "the backward pass sends nothing"),
         ("gradient_as_bucket_view", "there are no buckets"),
-        ("ddp_comm_hook", "`wire_dtype` and `sparsity` say what is sent"),
+        ("ddp_comm_hook", "the strategy's own options say what is sent"),
         ("broadcast_buffers", "sync_batchnorm=True"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from lightning_scape.comm.collectives import Work, new_mask_group
 from lightning_scape.sparseloco import SparseLoCo
 
 EXACT: dict[str, Any] = {"density": 1.0, "bits": None, "error_decay": 1.0, "outer_lr": 1.0}
@@ -288,6 +292,35 @@ def test_an_overlapped_run_trains_and_sync_makes_ranks_equal(run_ranks: Any) -> 
 # ------------------------------------------------------------------------------------------------ alone, narrow, odd
 
 
+def _two_overlapped(rank: int, world_size: int) -> tuple[bool, Tensor]:
+    nets, group = [model(), model()], new_mask_group()
+    optimizers = [torch.optim.AdamW(net.parameters(), 1e-2) for net in nets]
+    locos = [SparseLoCo(each, **SPARSE, overlap_steps=1, exchange_group=group) for each in optimizers]
+    second = locos[1].communicator
+    in_time = second.all_to_all
+
+    def late(values: Tensor) -> Work:
+        time.sleep(0.5 * rank)
+        return in_time(values)
+
+    second.all_to_all = late  # type: ignore[method-assign]
+    for step in range(9):
+        time.sleep(0.15 * (1 - rank))
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            gradient(net, rank, step)
+            optimizer.step()
+    for loco in locos:
+        loco.sync()
+    return torch.equal(flat(nets[0]), flat(nets[1])), flat(nets[0])
+
+
+def test_two_optimizers_may_overlap_on_one_group(run_ranks: Any) -> None:
+    """One compared its replicas while the other's exchange was under way in its thread: messages got mixed up."""
+    ends = run_ranks(_two_overlapped, 2, timeout=60)
+    assert all(alike for alike, _ in ends)
+    assert torch.equal(ends[0][1], ends[1][1])
+
+
 def test_one_rank_needs_no_process_group_and_sends_nothing() -> None:
     net, loco = train(0, 6, lambda optimizer: SparseLoCo(optimizer, **SPARSE))
     assert loco is not None
@@ -425,6 +458,18 @@ def test_what_cannot_be_wrapped_is_refused() -> None:
     with pytest.raises(ValueError, match="frozen, unfrozen and added before"):
         optimizer.step()
     kept.close()
+
+
+def _sharded(rank: int, world_size: int) -> None:
+    net = fully_shard(model(), mesh=init_device_mesh("cpu", (world_size,)))
+    SparseLoCo(torch.optim.AdamW(net.parameters()))
+
+
+def test_sharded_parameters_are_refused(run_ranks: Any) -> None:
+    """They trained, and a checkpoint held the rows of one rank of each node only."""
+    for error in run_ranks(_sharded, 2, expect_errors=True):
+        assert isinstance(error, ValueError)
+        assert "must be whole on every rank, got sharded ones" in str(error)
 
 
 def _dies(rank: int, world_size: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from test_sparseloco import SPARSE, flat, gradient, model
 from torch import Tensor
 
+from lightning_scape import ScapeConfig, ScapeOptimizer
 from lightning_scape.checkpoint.atomic_files import CheckpointError
 from lightning_scape.checkpoint.saver import Content, SavedContent, Saver, consolidate
 from lightning_scape.comm.collectives import Communicator
@@ -109,6 +110,18 @@ def test_on_another_number_of_ranks_the_mean_error_and_the_owners_are_kept(
     assert sum(seen["owned"] for seen in loaded) == pytest.approx(owned, rel=1e-6)
 
 
+def test_without_owners_what_they_had_not_sent_back_joins_every_ranks_error(run_ranks: Any, tmp_path: Path) -> None:
+    """Three ranks have owners, two by default have none: the owners' errors were kept, and never sent again."""
+    path = str(tmp_path / "saved")
+    saved = run_ranks(_save, 3, path)
+    owned = torch.load(path, weights_only=True)["sparseloco"]["owner_error"].view(-1)[: 8 * 40]
+    assert bool(owned.any())
+    mean_error = torch.stack([error for _, error in saved]).mean(dim=0)
+    for seen in run_ranks(_load, 2, path, {"reduction": None}):
+        torch.testing.assert_close(seen["error"], mean_error + owned, rtol=1e-5, atol=1e-7)
+        assert seen["owned"] == 0
+
+
 def test_other_options_may_go_on_from_a_checkpoint(run_ranks: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
     saved = run_ranks(_save, 2, path)
@@ -162,6 +175,12 @@ def test_a_directory_of_sparseloco_is_not_made_one_file(tmp_path: Path) -> None:
     Saver(asynchronous=False).save(tmp_path / "saved", content, Communicator.alone())
     with pytest.raises(CheckpointError, match="got one of SparseLoCo"):
         consolidate(tmp_path / "saved")
+    assert "SparseLoCo" in (tmp_path / "saved" / "README.txt").read_text()
+    scape = ScapeOptimizer(model().parameters(), config=ScapeConfig())
+    with pytest.raises(ValueError, match=r"must be one of SCAPE, got one of SparseLoCo.*state_dict_type=\"full\""):
+        scape.load_state_dict(SavedContent(tmp_path / "saved").optimizers["loco"])
+    with pytest.warns(UserWarning, match="was not written by SCAPE"):
+        scape.load_state_dict(loco.state_dict())
 
 
 def _uncollected(rank: int, world_size: int) -> str:

@@ -163,10 +163,13 @@ README = "README.txt"
 _README = """\
 This directory is one checkpoint, written by lightning_scape with state_dict_type="sharded".
 
-With ScapeStrategy or FabricScapeStrategy, load it by its path: ckpt_path=..., fabric.load(...).
-With any other strategy (ddp, ...), make it one file with AdamW's state first:
+With the strategy that wrote it (ScapeStrategy, SparseLoCoStrategy, or Fabric's), load it by its path: ckpt_path=...,
+fabric.load(...). With any other strategy (ddp, ...), make it one file with AdamW's state first:
 
     lightning-scape consolidate --optimizer adamw THIS_DIRECTORY NEW_FILE
+
+That takes what ScapeStrategy wrote. From SparseLoCo, load it and save it again with state_dict_type="full": other
+strategies take that file as it is.
 """
 
 

@@ -262,6 +262,11 @@ def load(
         OSError: a file cannot be read.
     """
     if isinstance(saved, SavedShards):
+        if "sparseloco" in saved.common:
+            raise ValueError(
+                "A sharded state must be one of SCAPE, got one of SparseLoCo. Load it with SparseLoCo, and save it"
+                ' again with state_dict_type="full": ScapeOptimizer takes the inner optimizer\'s state from that file.'
+            )
         return _load(snapshot, saved, rank, groups)
     check_whole(saved)
     if "scape" not in saved:

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_scape.comm.lost_ranks import explained_loss
+from lightning_scape.comm.lost_ranks import explained_loss, forget_losses
 from lightning_scape.comm.worker import Worker, end_groups_at_exit
 
 T = TypeVar("T")
@@ -50,6 +50,8 @@ def new_mask_group(
     It waits for other ranks as long as ``process_group`` does, if no ``timeout`` is given. None where there is nobody
     to talk to: no process group, or one rank.
     """
+    if is_distributed():
+        forget_losses()
     if world_size(process_group) == 1:
         return None
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)

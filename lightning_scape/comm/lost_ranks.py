@@ -41,6 +41,12 @@ def explained_messages() -> Iterator[None]:
         raise _explained(error) from error
 
 
+def forget_losses() -> None:
+    """Takes back what this rank has reported: a store may outlive its process group, and even a process (torchrun)."""
+    with contextlib.suppress(RuntimeError):  # not every store can
+        dist.distributed_c10d._get_default_store().delete_key(f"{_KEY}/{dist.get_rank()}")
+
+
 def _explained(error: RuntimeError) -> RuntimeError:
     return RuntimeError(
         f"{_NO_ANSWER}: another rank has died, hangs, or raised an error of its own (look at its output first), or the"
@@ -61,8 +67,12 @@ def _who_is_missing() -> str:
     missing = ", ".join(map(str, found[0]))
     if not missing:
         return "All ranks have reported this: none of them is lost, and the network is the likely reason."
-    plural = len(found[0]) > 1
-    return f"Rank{'s' if plural else ''} {missing} {'have' if plural else 'has'} not reported within {GRACE_SECONDS} s."
+    if len(found[0]) == 1:
+        return f"Rank {missing} has not reported within {GRACE_SECONDS} s."
+    return (
+        f"Ranks {missing} have not reported within {GRACE_SECONDS} s: one of them or more is lost, and the others may"
+        " still be waiting for it."
+    )
 
 
 def _roll_call() -> list[int]:

@@ -180,7 +180,6 @@ class GradientClipping:
             FloatingPointError: as :meth:`record_found_inf`.
             RuntimeError: the step was skipped, and its norm was recorded as one that must be finite.
         """
-        self.epoch_end.wait()
         if self.found_inf is not None:
             on_host, event, strict = self.found_inf
             self.found_inf = None

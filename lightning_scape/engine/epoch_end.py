@@ -23,10 +23,9 @@ class EpochEnd:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._batches = 0
+        self._batches: int | None = None
         self.reached = False
         """Whether this rank has no more batches after this step: its flag."""
-        self._unread: tuple[Tensor, torch.cuda.Event] | None = None
 
     def announce(self, batches: int, reached: bool) -> None:
         """Says how many batches of the epoch this rank has had at this step, and whether that is all."""
@@ -35,28 +34,15 @@ class EpochEnd:
     def compare(self, count: Tensor) -> None:
         """Takes how many ranks have set the flag, 0-dim; raises if some have and others have not.
 
-        On CUDA a rank that has not reads it before its next step: now the host would wait for the device.
+        All ranks raise here, before the step's next message. So on CUDA the host waits for the device in steps that
+        were announced; in others it does not look.
         """
-        if count.device.type != "cuda" or self.reached:
-            self._check(int(count))
-            return
-        on_host = torch.empty((), dtype=count.dtype, device="cpu", pin_memory=True)
-        on_host.copy_(count, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(count.device))
-        self._unread = on_host, event
-
-    def wait(self) -> None:
-        """Reads what was left unread, and raises as :meth:`compare` does."""
-        if self._unread is not None:
-            (count, event), self._unread = self._unread, None
-            event.synchronize()
-            self._check(int(count))
-
-    def _check(self, count: int) -> None:
+        batches, self._batches = self._batches, None
         reached, self.reached = self.reached, False
-        if 0 < count < self._communicator.world_size:
-            lengths = self._communicator.all_gather_object(f"{'' if reached else 'more than '}{self._batches}")
+        if batches is None and count.device.type == "cuda":
+            return
+        if 0 < int(count) < self._communicator.world_size:
+            lengths = self._communicator.all_gather_object(f"{'' if reached else 'more than '}{batches or 0}")
             raise ValueError(uneven(lengths))
 
 

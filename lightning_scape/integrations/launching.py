@@ -27,10 +27,11 @@ def check_start_method(strategy: str, start_method: str, interactive: bool = _IS
         interactive: whether there is no script that a new process could run.
     """
     if interactive and start_method != "fork":
+        by_name = "" if "SparseLoCo" in strategy else f'`strategy="{NOTEBOOK}"` or '
         raise ValueError(
             f"{strategy}'s `start_method` must be 'fork' in an interactive session (a notebook, python -i), got"
             f" {start_method!r}: other ways start processes by running the script again, and there is none. Use"
-            f" `strategy=\"{NOTEBOOK}\"` or `{strategy}(start_method='fork')`, or run a script."
+            f" {by_name}`{strategy}(start_method='fork')`, or run a script."
         )
 
 
@@ -67,17 +68,17 @@ def as_timeout(timeout: timedelta | float | None) -> timedelta | None:
 
 
 _OF_DDP = {
-    "find_unused_parameters": "parameters without a gradient are found by the step's own messages",
+    "find_unused_parameters": "the backward pass waits for no parameter's gradient",
     "static_graph": "the backward pass sends nothing",
     "gradient_as_bucket_view": "there are no buckets",
     "bucket_cap_mb": "there are no buckets",
-    "ddp_comm_hook": "`wire_dtype` and `sparsity` say what is sent",
-    "ddp_comm_state": "`wire_dtype` and `sparsity` say what is sent",
-    "ddp_comm_wrapper": "`wire_dtype` and `sparsity` say what is sent",
-    "model_averaging_period": "all ranks' parameters are equal after every step",
+    "ddp_comm_hook": "the strategy's own options say what is sent",
+    "ddp_comm_state": "the strategy's own options say what is sent",
+    "ddp_comm_wrapper": "the strategy's own options say what is sent",
+    "model_averaging_period": "the strategy sees to it that ranks' parameters are equal",
     "broadcast_buffers": "buffers are equal at the start and not sent again; for BatchNorm set `sync_batchnorm=True`",
     "init_sync": "parameters and buffers are always made equal at the start",
-    "check_reduction": "the step checks its own messages",
+    "check_reduction": "the strategy checks its own messages",
     "mixed_precision": "the Trainer's `precision` says it",
     "skip_all_reduce_unused_params": "parameters without a gradient cost nothing",
     "delay_all_reduce_named_params": "the backward pass sends nothing",
@@ -95,7 +96,7 @@ def refuses_options_of_ddp(constructor: Callable[P, None]) -> Callable[P, None]:
     def construct(*args: P.args, **kwargs: P.kwargs) -> None:
         for name in kwargs.keys() & _OF_DDP.keys():
             raise TypeError(
-                f"`{name}` is an option of DDP's and must be left out, got {kwargs[name]!r}. SCAPE does not need it:"
+                f"`{name}` is an option of DDP's and must be left out, got {kwargs[name]!r}. It is not needed here:"
                 f" {_OF_DDP[name]}."
             )
         constructor(*args, **kwargs)

@@ -22,3 +22,10 @@ def lengths_of_epoch(trainer: Trainer) -> tuple[float, float]:
     """Batches of this rank in an epoch, and how many of them it meets before the run ends."""
     batches, left = trainer.num_training_batches, trainer.max_steps - trainer.global_step
     return batches, min(batches, left * trainer.accumulate_grad_batches) if trainer.max_steps >= 0 else batches
+
+
+def ends_epoch(trainer: Trainer, ends_step: bool = True) -> bool:
+    """Whether this rank's epoch ends with this batch, and the run does not end with its step."""
+    loop = trainer.fit_loop.epoch_loop
+    ends_run = ends_step and 0 <= loop.max_steps <= loop.global_step + 1
+    return loop.batch_progress.is_last_batch and not ends_run

@@ -25,8 +25,10 @@ from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.rng import set_rng_state
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.engine.epoch_end import check_lengths
 from lightning_scape.integrations import launching, sparseloco, swap
-from lightning_scape.integrations.run_length import steps_of_run
+from lightning_scape.integrations.run_length import lengths_of_epoch, steps_of_run
 from lightning_scape.integrations.trainer import ScapeStrategy
 from lightning_scape.sparseloco.config import Average, Reduction
 
@@ -144,15 +146,22 @@ class SparseLoCoStrategy(ScapeStrategy):
     def on_train_start(self) -> None:
         DDPStrategy.on_train_start(self)
         assert self.lightning_module is not None
-        wrappers = sparseloco.wrappers(self.optimizers)
+        wrappers, trainer = sparseloco.wrappers(self.optimizers), self.lightning_module.trainer
+        if wrappers and self.lightning_module.automatic_optimization:
+            check_lengths(Communicator(None, None), *lengths_of_epoch(trainer))
         for loco in wrappers:
             rank_zero_info(sparseloco.what_holds(loco))
-        steps = steps_of_run(self.lightning_module.trainer)
+        steps = steps_of_run(trainer)
         if wrappers and steps is not None and steps < wrappers[0].config.sync_every:
             rank_zero_warn(
                 f"This run has {steps:.0f} steps, fewer than sync_every={wrappers[0].config.sync_every}: ranks exchange"
                 " once, at its end. Lower `sync_every`, or train longer."
             )
+
+    @property
+    @override
+    def _steps_compare_ends(self) -> bool:
+        return False  # a step sends nothing
 
     @override
     def on_train_end(self) -> None:

@@ -48,7 +48,7 @@ from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig
 from lightning_scape.engine.epoch_end import check_lengths, compare_ends
 from lightning_scape.integrations import advice, launching, rendezvous, swap, two_level
 from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
-from lightning_scape.integrations.run_length import lengths_of_epoch, steps_of_run
+from lightning_scape.integrations.run_length import ends_epoch, lengths_of_epoch, steps_of_run
 from lightning_scape.optimizer import ScapeOptimizer
 
 
@@ -166,6 +166,7 @@ class ScapeStrategy(DDPStrategy):
         self._state_dict_type = state_dict_type
         self._saver = Saver(async_save)
         self._checkpoint_group = SideGroup("gloo")  # background writes must not meet the step's messages
+        self._ends_group = SideGroup("gloo")  # nor those of each batch
         self._saved_rng: Tensor | None = None
 
     def __repr__(self) -> str:
@@ -320,17 +321,25 @@ class ScapeStrategy(DDPStrategy):
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        # A batch that ends no step on the ranks that go on. Lightning itself sends a message with every batch.
-        if trainer.num_training_batches == math.inf and (batch_idx + 1) % trainer.accumulate_grad_batches:
-            compare_ends(self._checkpoint_ranks(), batch_idx + 1, trainer.is_last_batch)
+        if trainer.num_training_batches < math.inf or not trainer.lightning_module.automatic_optimization:
+            return
+        ends_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0  # on the ranks that go on
+        if not (ends_step and self._steps_compare_ends):  # Lightning itself sends a message with every batch
+            ranks = Communicator(self._ends_group.get(self._timeout), None)
+            compare_ends(ranks, batch_idx + 1, ends_epoch(trainer, ends_step))
+
+    @property
+    def _steps_compare_ends(self) -> bool:
+        """Whether a step's own message says that an epoch ends: in time, and at no cost to the host."""
+        return not self._nodes.several and self.root_device.type != "cuda"
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        loop = self.lightning_module.trainer.fit_loop.epoch_loop
-        ends = loop.batch_progress.is_last_batch and not 0 <= loop.max_steps <= loop.global_step + 1
-        for scape_optimizer in swap.scape_optimizers([optimizer]):
-            scape_optimizer.announce_batch(loop.batch_progress.current.ready, ends)
+        trainer = self.lightning_module.trainer
+        for scape_optimizer in swap.scape_optimizers([optimizer] if self._steps_compare_ends else []):
+            ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            scape_optimizer.announce_batch(ready, ends_epoch(trainer))
         result = super().optimizer_step(optimizer, *args, **kwargs)
         for scape_optimizer in swap.scape_optimizers([optimizer]):
             if verdict := self._payoff.look(scape_optimizer, self.root_device):

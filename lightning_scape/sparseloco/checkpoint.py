@@ -203,7 +203,8 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
     _fill(live.state.start, live.layout, _by_parameter(source.blocks("start"), layout, count))
     whole_error = live.state.start.new_zeros(live.state.start.shape)
     _fill(whole_error, live.layout, _by_parameter(source.blocks("owner_error"), layout, count))
-    live.state.owner_error.copy_(whole_error[live.layout.rows_of(rank)])
+    if not live.config.gathers(now):
+        live.state.owner_error.copy_(whole_error[live.layout.rows_of(rank)])
     notes = _differences(live.config.as_dict(), facts["config"])
     part = source.rank(rank % before)
     if before != now:
@@ -214,6 +215,8 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
             f" optimizer's state of rank {rank % before}."
         )
     _fill(live.state.error, live.layout, part["error"])
+    if live.config.gathers(now):  # nobody owns: what the owners have not sent back joins every rank's, so their mean
+        live.state.error += whole_error
     if part["launched"] is not None:
         device = live.parameters.device
         live.state.launched = [

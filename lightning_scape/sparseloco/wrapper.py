@@ -14,6 +14,7 @@ from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.source import OwnShards
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_mask_group, world_size
 from lightning_scape.comm.worker import Job, Worker
+from lightning_scape.engine.local_shards import is_sharded
 from lightning_scape.engine.parameters import Parameters
 from lightning_scape.engine.replicas import check_replicas, check_same_setup
 from lightning_scape.engine.state import piece_views
@@ -169,6 +170,12 @@ class SparseLoCo:
                 "An optimizer must be wrapped once, got one that a SparseLoCo wraps already. Use that one, or call its"
                 " close() first."
             )
+        if any(map(is_sharded, self.parameters.tensors)):
+            return (
+                "Parameters must be whole on every rank, got sharded ones (DTensors, of fully_shard): windows would be"
+                " judged, and checkpoints collected, without the node's other ranks. Leave out fully_shard, or use"
+                " ScapeOptimizer, which takes them."
+            )
         if any(parameter.dtype == torch.float64 for parameter in self.parameters.tensors):
             return (
                 "Parameters must be fp32, bf16 or fp16, got one in float64: the starting point is kept in fp32. Convert"
@@ -199,6 +206,7 @@ class SparseLoCo:
         if self.state is not None:
             return
         self.parameters.flatten()
+        self._wait_for_others()
         check_replicas(self.communicator, self.parameters.flat, self.parameters.names)
         self.state = self.allocate()
         self.exchange.begin_at(self.state, self.parameters.flat)
@@ -281,7 +289,14 @@ class SparseLoCo:
         elif self.config.overlap_steps and device.type == "cuda":
             torch.cuda.current_stream(device).wait_stream(self.communicator.side_stream(device))
 
+    def _wait_for_others(self) -> None:
+        """Waits for exchanges of all wrappers that share the group: messages of two threads would meet there."""
+        worker = Worker.existing(self.communicator.process_group)
+        if worker is not None:
+            worker.do(lambda: None).wait()
+
     def _check_replicas(self, state: LocoState) -> None:
+        self._wait_for_others()
         pieces, device = self.layout.everything().pieces, self.parameters.device
         starts = [self.exchange.spans.reading(part) for part in piece_views(state.start, pieces)]
         names = [self.parameters.names[piece.segment.index] for piece in pieces]
@@ -448,6 +463,7 @@ class SparseLoCo:
         """
         if self._job is not None:
             self._job.wait()
+        self._wait_for_others()
         if self.state is None and not allocate:  # before the first step
             self._before_step()
         elif not allocate and self.dropped.judge():
