@@ -222,5 +222,27 @@ def test_fabric_trains_saves_inside_a_window_and_goes_on_bit_for_bit(
         assert torch.equal(straight, resumed)
 
 
+def _not_finite(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    plan = FabricSparseLoCoStrategy(**OPTIONS)  # type: ignore[arg-type]
+    fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=plan, plugins=[GivenRanks()])
+    fabric.launch()
+    net = nn.Linear(3, 2)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    before = copy.deepcopy(weights(net))
+    for step in range(OPTIONS["sync_every"]):
+        value = float("nan") if (rank, step) == (1, 0) else 1.0
+        fabric.backward(model(torch.full((2, 3), value)).square().mean())
+        fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return before, weights(net)
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_drops_the_window_and_raises_on_none(run_ranks: Any) -> None:
+    """Fabric's clipping would raise on that rank alone, and the other would wait for it."""
+    for before, after in run_ranks(_not_finite, 2):
+        assert torch.equal(before, after)
+
+
 def test_batches_are_as_the_tests_count_them() -> None:
     assert len(loader()) == 2 * BATCHES

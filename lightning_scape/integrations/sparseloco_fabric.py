@@ -164,8 +164,12 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clips this rank's own gradient, and returns its norm."""
-        return DDPStrategy.clip_gradients_norm(self, module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        """Clips this rank's own gradient, and returns its norm.
+
+        A norm that is not finite raises nothing, whatever ``error_if_nonfinite`` (True in Fabric's defaults) says: the
+        error would be one rank's alone. The window is dropped on all ranks.
+        """
+        return DDPStrategy.clip_gradients_norm(self, module, optimizer, max_norm, norm_type, False)
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
