@@ -140,6 +140,11 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         loco = sparseloco.wrap(optimizer, self.config, named, self._mask_group.get(self._timeout))  # type: ignore[arg-type]
         self._wrappers.add(loco)
         rank_zero_info(sparseloco.what_holds(loco))
+        if self.total_steps is None and loco.communicator.world_size > 1:
+            rank_zero_info(
+                "The number of steps is not known: call the strategy's sync() after the last one, or the model that you"
+                " save may be rank 0's alone (total_steps=N does it at step N)."
+            )
         return optimizer
 
     @override
