@@ -14,6 +14,7 @@ Example, ``B = 4``, ``N = 2``, parameters of 6 and 9 entries (``.`` is a pad)::
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -78,8 +79,12 @@ class Region:
     pieces: tuple[Piece, ...]
     """What fills the rows, in order."""
 
-    def spans(self) -> Iterator[Span]:
+    @functools.cached_property
+    def spans(self) -> tuple[Span, ...]:
         """All rows, each once: the pieces in order, and the rows between and behind them."""
+        return tuple(self._spans())
+
+    def _spans(self) -> Iterator[Span]:
         places = list(enumerate(self.pieces))[::-1]  # the next one last
         for rows in self.rows:
             row = rows.start

@@ -36,17 +36,16 @@ from lightning_scape.ops import chunked, cpu_kernels, cpu_masks, cpu_numbers, cp
 from lightning_scape.ops.chunked import checksum
 from lightning_scape.ops.cpu_arrays import (
     GRAIN,
+    all_fit,
     array,
     bound_of,
     by_dtypes,
-    fits,
     in_parallel,
     like,
     pairs_table,
     rows_of_a_thread,
     running_sums,
     scalar,
-    tensors,
 )
 from lightning_scape.ops.naive import (
     AdamWStep,
@@ -115,7 +114,7 @@ def _where_it_fits(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(function)
     def operation(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        known = all(map(fits, tensors((*args, *kwargs.values()))))
+        known = all_fit(args) and all_fit(kwargs.values())
         return function(*args, **kwargs) if known else twin(*args, **kwargs)
 
     return operation

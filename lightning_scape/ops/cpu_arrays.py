@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -28,13 +28,15 @@ def fits(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.dtype in _DTYPES and tensor.is_contiguous() and not tensor.is_neg()
 
 
-def tensors(values: Iterable[object]) -> Iterator[Tensor]:
-    """Those among the values, and in lists and tuples of them."""
+def all_fit(values: Iterable[object]) -> bool:
+    """Whether the loops can read all tensors among the values, and in lists and tuples of them."""
     for value in values:
         if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors(value)
+            if not fits(value):
+                return False
+        elif isinstance(value, (list, tuple)) and not all_fit(value):
+            return False
+    return True
 
 
 def array(tensor: Tensor) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape.layout import Region
-from lightning_scape.ops.cpu_arrays import like, running_sums
+from lightning_scape.ops.cpu_arrays import like
 from lightning_scape.ops.cpu_kernels import compact, fade_part, fold_part, square_part
 from lightning_scape.ops.cpu_masks import write_positions, write_proposals
 from lightning_scape.ops.cpu_numbers import array_at, jit, overlap
@@ -93,20 +93,23 @@ def runs(
     (0 is none), entries; ``[n, 2]``: the share of the second moment that is kept, and the gradient's weight; and the
     number of rows in all.
     """
-    given = list(grads or [None] * len(region.pieces))
-    weights = [0.0] * len(given) if second is None else second.weights
+    spans, pieces = region.spans, len(region.pieces)
+    given = [*(grads or [None] * pieces), None]  # the last: of no piece
+    weights = np.array([*([0.0] * pieces if second is None else second.weights), 0.0])
+    places = [pieces if span.place is None else span.place for span in spans]
+    found = [given[place] for place in places]
+    assert all(grad is None or grad.numel() == span.numel for grad, span in zip(found, spans, strict=True))
     ranks = 1 if second is None else second.ranks
-    usual = next((grad.dtype for grad in given if grad is not None), residual.dtype)
-    groups: dict[torch.dtype, list[tuple[Any, ...]]] = {}
-    for span in region.spans():
-        grad, weight = (None, 0.0) if span.place is None else (given[span.place], weights[span.place])
-        assert grad is None or grad.numel() == span.numel
-        address = 0 if grad is None else grad.data_ptr()
-        run = (span.row, span.blocks, address, span.numel, 1 - weight, weight / ranks)
-        groups.setdefault(usual if grad is None else grad.dtype, []).append(run)
     of_moment = like((residual if second is None else second.exp_avg_sq).dtype).dtype
-    for dtype, rows in groups.items():
-        firsts, counts, addresses, entries_of, *numbers = zip(*rows, strict=True)
-        before, total = running_sums(counts)
-        table = np.array([firsts, before, counts, addresses, entries_of], np.int64).T.copy()
-        yield dtype, table, np.array(numbers, of_moment).T.copy(), total
+    addresses = [0 if grad is None else grad.data_ptr() for grad in found]
+    columns = [[getattr(span, name) for span in spans] for name in ("row", "blocks", "numel")]
+    rows = np.array([*columns, addresses], np.int64)
+    numbers = np.array([1 - weights, weights / ranks], of_moment).T[np.array(places, np.int64)]
+    dtypes = [None if grad is None else grad.dtype for grad in found]
+    kinds = [dtype for dtype in dict.fromkeys(dtypes) if dtype is not None] or [residual.dtype]
+    for dtype in kinds:
+        # Rows without a gradient go with the first.
+        here = np.array([each == dtype or (each is None and dtype == kinds[0]) for each in dtypes], bool)
+        firsts, counts, numels, starts = rows[:, here]
+        table = np.column_stack([firsts, np.cumsum(counts) - counts, counts, starts, numels])
+        yield dtype, table, np.ascontiguousarray(numbers[here]), int(counts.sum())

@@ -282,7 +282,7 @@ def _by_dtype(region: Region, grads: Sequence[Tensor | None] | None) -> list[lis
     """The rows of each launch. Those without a gradient go with the first."""
     groups: dict[torch.dtype, list[Span]] = {}
     without = []
-    for span in region.spans():
+    for span in region.spans:
         grad = None if grads is None or span.place is None else grads[span.place]
         if grad is None:
             without.append(span)
