@@ -15,7 +15,6 @@ Options hold in this order: command line, then (on ``--resume``) the checkpoint'
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
@@ -416,11 +415,8 @@ def scape_strategy(config: Config, total_steps: int | None = None) -> Iterator[N
     before = {name: os.environ.get(name) for name in ("LT_STRATEGY", OPTIONS_VARIABLE)}
     passed_on = json.dumps({"method": method.name, "options": config.as_dict(), "total_steps": total_steps})
     os.environ.update({"LT_STRATEGY": method.name, OPTIONS_VARIABLE: f"{os.getpid()} {passed_on}"})
-    register = functools.partial(STRATEGY_REGISTRY.register, method.name, override=True, total_steps=total_steps)
-    if isinstance(config, ScapeConfig):
-        register(LitGPTScapeStrategy, config=config)
-    else:
-        register(FabricSparseLoCoStrategy, **{field.name: getattr(config, field.name) for field in fields(config)})
+    strategy = LitGPTScapeStrategy if method is SCAPE else FabricSparseLoCoStrategy
+    STRATEGY_REGISTRY.register(method.name, strategy, override=True, total_steps=total_steps, **vars(config))
     _record_in_saved_configurations(method.name, config.as_dict())
     try:
         yield

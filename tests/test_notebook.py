@@ -8,21 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trainer_helpers import SCRIPT_MODULE
 
-MODEL = """
-import os, torch, lightning as L, lightning_scape
-os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-
-class Module(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-    def training_step(self, batch, index):
-        return self.layer(batch[0]).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 4)), batch_size=2)
+MODEL = f"""{SCRIPT_MODULE}
+import lightning_scape
 
 def train(strategy):
     module, quiet = Module(), dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)

@@ -7,22 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from trainer_helpers import SCRIPT_MODULE
 
-SCRIPT = """
-import os, sys, torch, lightning as L
+SCRIPT = f"""{SCRIPT_MODULE}
 from lightning_scape import ScapeStrategy
-os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-
-class Module(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-    def training_step(self, batch, index):
-        return self.layer(batch[0]).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 4)), batch_size=2)
 
 for devices in map(int, sys.argv[2:]):
     strategy = ScapeStrategy(sparsity=0.5, timeout=30, start_method=sys.argv[1])

@@ -25,6 +25,24 @@ MARKS = [
 WIDTH, BATCH, BATCHES = 7, 4, 6
 """Features; samples per rank and batch; batches per rank and epoch, if there are two ranks."""
 
+SCRIPT_MODULE = """
+import os, sys, torch, lightning as L
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        torch.nn.init.ones_(self.layer.weight)  # from weights near the aim, eight steps need not improve
+    def training_step(self, batch, index):
+        return self.layer(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 4)), batch_size=2)
+"""
+"""The beginning of a user's script."""
+
 
 class GivenRanks(ClusterEnvironment):
     """The processes and their process group are there already: `run_ranks` made them, without any port."""

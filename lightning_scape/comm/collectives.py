@@ -71,9 +71,9 @@ def new_node_groups(size: int, timeout: timedelta | None = None) -> tuple[Proces
 
     Example: 6 ranks in nodes of ``size`` 3 give rank 4 the groups of ranks 3, 4, 5 and of ranks 1, 4.
     """
-    grid = torch.arange(world_size(), device="cpu").view(-1, size)
+    nodes = [[*range(first, first + size)] for first in range(0, world_size(), size)]
     found: list[ProcessGroup] = []
-    for ranks in [*grid.tolist(), *grid.T.tolist()]:
+    for ranks in [*nodes, *map(list, zip(*nodes, strict=True))]:
         with explained_loss():
             group: ProcessGroup = dist.new_group(ranks, timeout=timeout or timeout_of(None))
         if dist.get_rank() in ranks:

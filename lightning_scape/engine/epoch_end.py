@@ -13,6 +13,9 @@ from torch import Tensor
 
 from lightning_scape.comm.collectives import Communicator
 
+_LISTED = 16
+"""Ranks whose lengths an error lists."""
+
 
 class EpochEnd:
     """Compares the ends of the ranks' epochs.
@@ -83,6 +86,3 @@ def uneven(lengths: Sequence[str]) -> str:
         " more would wait for those with fewer. Leave it to Lightning to divide the data (`use_distributed_sampler`),"
         " drop the surplus (`drop_last=True`, or `limit_train_batches` at the smallest number), or repeat batches."
     )
-
-
-_LISTED = 16

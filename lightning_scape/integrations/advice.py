@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
@@ -50,6 +51,14 @@ class PayoffCheck:
         # A message that travels while other work is done does not show the speed of the link.
         optimizer.communicator.at_once = after >= 0 and not judged
         return dense_would_be_faster(self._seen) if judged else None
+
+
+def chosen(config: Any) -> str:
+    """The first option of a configuration, and those that differ from their defaults, as in a call."""
+    first, defaults = fields(config)[0].name, vars(type(config)())
+    return ", ".join(
+        f"{name}={value!r}" for name, value in vars(config).items() if name == first or value != defaults[name]
+    )
 
 
 FEW_UPDATES = 50

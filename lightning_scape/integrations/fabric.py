@@ -174,10 +174,7 @@ class FabricScapeStrategy(DDPStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        what = "SCAPE: sparse data-parallel training"
-        strategy_registry.register("scape", cls, description=what, override=True)
-        notebooks = f"{what}; processes are forked, for notebooks"
-        strategy_registry.register(launching.NOTEBOOK, cls, notebooks, override=True, start_method="fork")
+        launching.register(strategy_registry, cls)
 
     @override
     def _configure_launcher(self) -> None:

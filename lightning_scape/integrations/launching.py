@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from datetime import timedelta
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 
@@ -14,6 +14,14 @@ from lightning_scape.comm.collectives import is_distributed, world_size
 
 NOTEBOOK = "scape_notebook"
 """The name under which both hosts know the strategy that forks its processes."""
+
+
+def register(registry: Any, strategy: type) -> None:
+    """Registers a host's SCAPE strategy under its names; again is no error."""
+    what = "SCAPE: sparse data-parallel training"
+    registry.register("scape", strategy, description=what, override=True)
+    notebooks = f"{what}; processes are forked, for notebooks"
+    registry.register(NOTEBOOK, strategy, notebooks, override=True, start_method="fork")
 
 
 def check_start_method(strategy: str, start_method: str, interactive: bool = _IS_INTERACTIVE) -> None:

@@ -6,6 +6,9 @@ import math
 
 from lightning.pytorch import Trainer
 
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.engine.epoch_end import check_lengths
+
 
 def steps_of_run(trainer: Trainer) -> float | None:
     """Steps that an optimizer takes in the whole run, at most; None where nobody knows. Its data must be loaded.
@@ -18,10 +21,15 @@ def steps_of_run(trainer: Trainer) -> float | None:
     return steps if 0 <= steps < math.inf else None
 
 
-def lengths_of_epoch(trainer: Trainer) -> tuple[float, float]:
-    """Batches of this rank in an epoch, and how many of them it meets before the run ends."""
-    batches, left = trainer.num_training_batches, trainer.max_steps - trainer.global_step
-    return batches, min(batches, left * trainer.accumulate_grad_batches) if trainer.max_steps >= 0 else batches
+def compare_lengths(trainer: Trainer) -> None:
+    """Raises on every rank if ranks meet different numbers of batches before the run ends. Collective.
+
+    With manual optimization nobody knows where steps end: nothing is compared.
+    """
+    if trainer.lightning_module.automatic_optimization:
+        batches, left = trainer.num_training_batches, trainer.max_steps - trainer.global_step
+        met = min(batches, left * trainer.accumulate_grad_batches) if trainer.max_steps >= 0 else batches
+        check_lengths(Communicator(None, None), batches, met)
 
 
 def ends_epoch(trainer: Trainer, ends_step: bool = True) -> bool:

@@ -19,6 +19,11 @@ OPTIONS = tuple(field.name for field in dataclasses.fields(SparseLoCoConfig))
 """Names of all options, in order."""
 
 
+def register(registry: Any, strategy: type) -> None:
+    """Registers a host's strategy under its name; again is no error."""
+    registry.register("sparseloco", strategy, description="SparseLoCo: local steps, sparse exchanges", override=True)
+
+
 def config_of(given: Mapping[str, Any]) -> SparseLoCoConfig:
     """The configuration among a strategy's arguments.
 
@@ -45,8 +50,7 @@ def wrap(
             "SparseLoCo must wrap an optimizer that works on one rank, got a ScapeOptimizer, which exchanges gradients"
             " itself. Use AdamW, or any other optimizer of torch's."
         )
-    options = {name: getattr(config, name) for name in OPTIONS}
-    loco = SparseLoCo(optimizer, **options, exchange_group=exchange_group)
+    loco = SparseLoCo(optimizer, **vars(config), exchange_group=exchange_group)
     loco.name_parameters(named_parameters)
     return loco
 
@@ -76,14 +80,3 @@ def what_holds(loco: SparseLoCo) -> str:
         f" ({dense / sent:.0f}x fewer bytes than an all-reduce in fp32, {dense / sent * config.sync_every:.0f}x fewer"
         " over a window)."
     )
-
-
-def repr_of(name: str, config: SparseLoCoConfig) -> str:
-    """A strategy's text: the options that differ from the defaults."""
-    defaults = SparseLoCoConfig()
-    shown = [
-        f"{option}={getattr(config, option)!r}"
-        for option in OPTIONS
-        if option == "sync_every" or getattr(config, option) != getattr(defaults, option)
-    ]
-    return f"<{name}({', '.join(shown)})>"

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
-from lightning_scape.integrations import launching, sparseloco
+from lightning_scape.integrations import advice, launching, sparseloco
 from lightning_scape.integrations.fabric import FabricScapeStrategy
 from lightning_scape.sparseloco import SparseLoCo
 from lightning_scape.sparseloco.config import Average, Reduction
@@ -114,7 +114,7 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
 
     def __repr__(self) -> str:
         """The options that differ from the defaults."""
-        return sparseloco.repr_of(type(self).__name__, self.config)  # type: ignore[arg-type]
+        return f"<{type(self).__name__}({advice.chosen(self.config)})>"
 
     @override
     def _forget(self) -> None:
@@ -128,9 +128,7 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        strategy_registry.register(
-            "sparseloco", cls, description="SparseLoCo: local steps, sparse exchanges", override=True
-        )
+        sparseloco.register(strategy_registry, cls)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

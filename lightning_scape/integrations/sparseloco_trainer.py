@@ -25,10 +25,8 @@ from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.rng import set_rng_state
-from lightning_scape.comm.collectives import Communicator
-from lightning_scape.engine.epoch_end import check_lengths
-from lightning_scape.integrations import launching, sparseloco, swap
-from lightning_scape.integrations.run_length import lengths_of_epoch, steps_of_run
+from lightning_scape.integrations import advice, launching, sparseloco, swap
+from lightning_scape.integrations.run_length import compare_lengths, steps_of_run
 from lightning_scape.integrations.trainer import ScapeStrategy
 from lightning_scape.sparseloco.config import Average, Reduction
 
@@ -122,14 +120,12 @@ class SparseLoCoStrategy(ScapeStrategy):
 
     def __repr__(self) -> str:
         """The options that differ from the defaults."""
-        return sparseloco.repr_of(type(self).__name__, self.config)  # type: ignore[arg-type]
+        return f"<{type(self).__name__}({advice.chosen(self.config)})>"
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        strategy_registry.register(
-            "sparseloco", cls, description="SparseLoCo: local steps, sparse exchanges", override=True
-        )
+        sparseloco.register(strategy_registry, cls)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -147,8 +143,8 @@ class SparseLoCoStrategy(ScapeStrategy):
         DDPStrategy.on_train_start(self)
         assert self.lightning_module is not None
         wrappers, trainer = sparseloco.wrappers(self.optimizers), self.lightning_module.trainer
-        if wrappers and self.lightning_module.automatic_optimization:
-            check_lengths(Communicator(None, None), *lengths_of_epoch(trainer))
+        if wrappers:
+            compare_lengths(trainer)
         for loco in wrappers:
             rank_zero_info(sparseloco.what_holds(loco))
         steps = steps_of_run(trainer)

@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -45,10 +44,10 @@ from lightning_scape.comm.collectives import Communicator, broadcast_tensors, is
 from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
-from lightning_scape.engine.epoch_end import check_lengths, compare_ends
+from lightning_scape.engine.epoch_end import compare_ends
 from lightning_scape.integrations import advice, launching, rendezvous, swap, two_level
 from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
-from lightning_scape.integrations.run_length import ends_epoch, lengths_of_epoch, steps_of_run
+from lightning_scape.integrations.run_length import compare_lengths, ends_epoch, steps_of_run
 from lightning_scape.optimizer import ScapeOptimizer
 
 
@@ -171,24 +170,15 @@ class ScapeStrategy(DDPStrategy):
 
     def __repr__(self) -> str:
         """The options that differ from the defaults, and a remedy where the package is not the one we extend."""
-        defaults = ScapeConfig()
-        options = ", ".join(
-            f"{field.name}={getattr(self.config, field.name)!r}"
-            for field in fields(ScapeConfig)
-            if field.name == "sparsity" or getattr(self.config, field.name) != getattr(defaults, field.name)
-        )
         # pytorch_lightning's Trainer rejects us by printing us; this is the only word we get in.
         foreign = "pytorch_lightning" in sys.modules
         remedy = " for lightning.pytorch.Trainer; use `from lightning.pytorch import Trainer`" if foreign else ""
-        return f"<{type(self).__name__}({options}){remedy}>"
+        return f"<{type(self).__name__}({advice.chosen(self.config)}){remedy}>"
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        what = "SCAPE: sparse data-parallel training"
-        strategy_registry.register("scape", cls, description=what, override=True)
-        notebooks = f"{what}; processes are forked, for notebooks"
-        strategy_registry.register(launching.NOTEBOOK, cls, notebooks, override=True, start_method="fork")
+        launching.register(strategy_registry, cls)
 
     @override
     def _configure_launcher(self) -> None:
@@ -296,8 +286,7 @@ class ScapeStrategy(DDPStrategy):
             return
         # Not in `setup_optimizers`: to know the steps there, Lightning would load the data too early. Their random
         # numbers would be others, and a checkpoint in the middle of an epoch could not set them back.
-        if trainer.lightning_module.automatic_optimization:
-            check_lengths(Communicator(None, None), *lengths_of_epoch(trainer))
+        compare_lengths(trainer)
         steps = steps_of_run(trainer)
         swap.expect_steps(optimizers, steps)
         rank_zero_info(advice.what_holds(optimizers, steps, advice.as_call(type(self).__name__)))

@@ -181,14 +181,14 @@ def compact(residual, mask, values, scale, limit, first, last):
 @jit
 def gather_params(table, mask, out, length, like_flat, first, last):
     """``table [n, 4]``: address of the piece's first entry, chosen entries of all before, chosen entries, first row."""
-    sent, chosen, places = mask.shape[1], mask.reshape(-1), np.empty(_TILE, np.uint64)
+    sent, chosen, taken, places = mask.shape[1], mask.reshape(-1), out.reshape(-1), np.empty(_TILE, np.uint64)
     for i in range(len(table)):
         start, stop = overlap(first, last, table[i, 1], table[i, 2])
         flat, before = array_at(table[i, 0], 0, 0, like_flat), table[i, 3] * sent
         for begin in range(start, stop, _TILE):
             count = min(_TILE, stop - begin)
             _find(chosen, before, sent, length, begin, places[:count])
-            values = out.reshape(-1)[before + begin : before + begin + count]
+            values = taken[before + begin : before + begin + count]
             for j in range(count):
                 values[j] = narrow(widen(flat[places[j]]), out)
 
@@ -196,14 +196,14 @@ def gather_params(table, mask, out, length, like_flat, first, last):
 @jit
 def scatter_params(table, mask, values, add, length, like_flat, first, last):
     """The reverse. What is added is first rounded to the parameter's dtype."""
-    sent, chosen, places = mask.shape[1], mask.reshape(-1), np.empty(_TILE, np.uint64)
+    sent, chosen, arrived, places = mask.shape[1], mask.reshape(-1), values.reshape(-1), np.empty(_TILE, np.uint64)
     for i in range(len(table)):
         start, stop = overlap(first, last, table[i, 1], table[i, 2])
         flat, before = array_at(table[i, 0], 0, 0, like_flat), table[i, 3] * sent
         for begin in range(start, stop, _TILE):
             count = min(_TILE, stop - begin)
             _find(chosen, before, sent, length, begin, places[:count])
-            given = values.reshape(-1)[before + begin : before + begin + count]
+            given = arrived[before + begin : before + begin + count]
             for j in range(count):
                 value = narrow(widen(given[j]), like_flat)
                 if add:

@@ -12,8 +12,7 @@ def select(statistic, networks, chosen, first, last):
     room = make_room(statistic.shape[1], chosen.shape[1])
     for start in range(first, last, LANES):
         rows = min(LANES, last - start)
-        for above in range(0, rows, TILE):
-            take_rows(statistic, start, (above, min(above + TILE, rows)), networks, room)
+        take_rows(statistic, start, (0, rows), networks, room)
         rank_rows(statistic, start, rows, networks, room)
         write_positions(room[2], chosen, start, rows)
 
@@ -32,8 +31,7 @@ def propose(residual, networks, votes, proposals, first, last):
     room = make_room(residual.shape[1], votes)
     for start in range(first, last, LANES):
         rows = min(LANES, last - start)
-        for above in range(0, rows, TILE):
-            take_rows(residual, start, (above, min(above + TILE, rows)), networks, room)
+        take_rows(residual, start, (0, rows), networks, room)
         rank_rows(residual, start, rows, networks, room)
         write_proposals(residual, room[2], votes, proposals, start, rows)
 

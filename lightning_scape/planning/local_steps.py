@@ -79,8 +79,8 @@ def which_method(predictions: Sequence[Prediction], local: Sequence[Prediction])
     """Which of the two methods to take, or neither, and why.
 
     SCAPE, up to a sparsity of 99%, is preferred where its exchange in every step is nearly free, or where SparseLoCo
-    gains little: its ranks never differ. Else
-    SparseLoCo's shortest window whose messages are nearly free is the choice: longer ones cost more in quality.
+    gains little: its ranks never differ. Else SparseLoCo's shortest window whose messages are nearly free is the
+    choice: longer ones cost more in quality.
 
     Args:
         predictions: from :func:`~lightning_scape.planning.predict`, compute alone included.
