@@ -58,8 +58,12 @@ def _explained(error: RuntimeError) -> RuntimeError:
 def _who_is_missing() -> str:
     """A sentence. Every rank whose message failed says so in the store; who has not is named."""
     found: list[list[int]] = []
-    # A store whose host is gone may not answer.
-    asking = threading.Thread(target=lambda: found.append(_roll_call()), daemon=True)
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError, ValueError):  # the host is gone, or the process group was destroyed
+            found.append(_roll_call())
+
+    asking = threading.Thread(target=ask, daemon=True)  # the store may not answer at all
     asking.start()
     asking.join(2 * GRACE_SECONDS)
     if not found:
