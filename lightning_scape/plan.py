@@ -380,10 +380,10 @@ def report(
     ]
     for p in predictions:
         even, pays = "-", "-"
-        if p.sparsity is not None and p.group_size == 1:
-            even, pays = (
-                show_turning_point(job, link, machine, p.sparsity, speedup, memory) for speedup in (1.0, planner.WORTH)
-            )
+        if p.sparsity is not None:
+            where: dict[str, Any] = {"memory": memory, "inside": inside, "whole_nodes": p.group_size > 1}
+            even = show_turning_point(job, link, machine, p.sparsity, **where)
+            pays = show_turning_point(job, link, machine, p.sparsity, speedup=planner.WORTH, **where)
         needed = planner.show_bytes(p.memory) + (", too much" if p.memory > memory else "")
         lines.append(
             f"| {p.method} | {planner.show_seconds(p.seconds)} | {p.seconds / alone:.2f}x"
@@ -437,10 +437,10 @@ ASSUMPTIONS = (
 )
 
 
-def show_turning_point(job: Job, link: Link, machine: Machine, sparsity: float, speedup: float, memory: float) -> str:
+def show_turning_point(job: Job, link: Link, machine: Machine, sparsity: float, **which: Any) -> str:
     """The bandwidth below which SCAPE is so fast, or ``"above"`` that from which on it is."""
-    below = planner.break_even_bandwidth(job, link, machine, sparsity, speedup=speedup, memory=memory)
-    above = planner.least_bandwidth(job, link, machine, sparsity, speedup=speedup, memory=memory)
+    below = planner.break_even_bandwidth(job, link, machine, sparsity, **which)
+    above = planner.least_bandwidth(job, link, machine, sparsity, **which)
     return show_bandwidth(below) if above is None else f"above {show_bandwidth(above)}"
 
 

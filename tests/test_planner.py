@@ -200,7 +200,7 @@ def test_sparse_training_that_pays_on_fast_links_only_says_above() -> None:
     assert least is not None
     found = planner.predict(job, replace(link, bandwidth=least), MACHINE, [0.9])
     assert found[-1].seconds == pytest.approx(planner.best_dense(found).seconds, rel=1e-2)
-    assert plan.show_turning_point(job, link, MACHINE, 0.9, 1.0, math.inf) == f"above {plan.show_bandwidth(least)}"
+    assert plan.show_turning_point(job, link, MACHINE, 0.9) == f"above {plan.show_bandwidth(least)}"
     assert planner.least_bandwidth(JOB, GIGABIT, MACHINE, 0.99) is None  # it is fast on slow links already
 
 

@@ -76,3 +76,21 @@ def test_the_command_compares_both_and_advises(capsys: Any) -> None:
     rows = [line for line in out.splitlines() if line.startswith("| 64 |")]
     assert rows
     assert rows[0].count("|") == header.count("|")
+
+
+def test_whole_nodes_have_a_bandwidth_below_which_they_pay() -> None:
+    which: dict[str, Any] = {"inside": INSIDE, "whole_nodes": True}
+    even = planner.break_even_bandwidth(JOB, BETWEEN, MACHINE, 0.99, **which)
+    assert even is not None
+    for factor, faster in ((0.9, True), (1.1, False)):
+        link = Link(bandwidth=factor * even)
+        dense = planner.best_dense([*planner.predict(JOB, link, MACHINE, []), nodes(link=link)[0]])
+        assert (nodes(link=link)[1].seconds < dense.seconds) == faster
+
+
+def test_every_sparse_line_of_the_plan_says_from_where_it_pays() -> None:
+    everything = planner.predict(JOB, BETWEEN, MACHINE, [0.99]) + [*nodes()]
+    text = plan.report("m", JOB, BETWEEN, MACHINE, everything, [], inside=INSIDE)
+    rows = [line for line in text.splitlines() if line.startswith("| SCAPE")]
+    assert len(rows) == 2
+    assert not any(row.endswith("| - | - |") for row in rows)

@@ -15,6 +15,7 @@ from lightning_scape.planning.cost_model import (
     Prediction,
     predict,
 )
+from lightning_scape.planning.two_level import predict_nodes
 
 WORTH = 1.1
 """Speed-up from which sparse training is advised."""
@@ -41,13 +42,32 @@ def best_dense(predictions: Iterable[Prediction], memory: float = math.inf) -> P
 
 
 def break_even_bandwidth(
-    job: Job, link: Link, machine: Machine, sparsity: float, *, speedup: float = 1.0, memory: float = math.inf
+    job: Job,
+    link: Link,
+    machine: Machine,
+    sparsity: float,
+    *,
+    speedup: float = 1.0,
+    memory: float = math.inf,
+    inside: Link | None = None,
+    whole_nodes: bool = False,
 ) -> float | None:
     """Bytes per second below which SCAPE is ``speedup`` times as fast as the best dense method (that fits).
 
-    None where it is not at 1 Mbit/s already; infinite where it is at 100 Tbit/s still.
+    Args:
+        job: what is trained, on how many ranks.
+        link: between nodes; its bandwidth is varied.
+        machine: what the optimizers cost.
+        sparsity: of SCAPE.
+        speedup: see above.
+        memory: bytes of a rank's device.
+        inside: from a rank of a node to its other ranks; HSDP is then one of the dense methods.
+        whole_nodes: of SCAPE with ``local_group_size``; needs ``inside``.
+
+    Returns:
+        None where it is not so fast at 1 Mbit/s already; infinite where it is at 100 Tbit/s still.
     """
-    gain = _gain(job, link, machine, sparsity, speedup, memory)
+    gain = _gain(job, link, machine, sparsity, speedup, memory, inside, whole_nodes)
     low, high = SLOWEST, FASTEST
     if gain(low) <= 0:
         return None
@@ -59,25 +79,44 @@ def break_even_bandwidth(
 
 
 def least_bandwidth(
-    job: Job, link: Link, machine: Machine, sparsity: float, *, speedup: float = 1.0, memory: float = math.inf
+    job: Job,
+    link: Link,
+    machine: Machine,
+    sparsity: float,
+    *,
+    speedup: float = 1.0,
+    memory: float = math.inf,
+    inside: Link | None = None,
+    whole_nodes: bool = False,
 ) -> float | None:
     """The opposite: bytes per second from which on SCAPE is so fast, though it is not on the slowest links.
 
     On many ranks it sends fewer messages than dense methods do, but its all-to-all may load a node's link with more
-    bytes. None where it is not so fast on ``link``, or is at 1 Mbit/s already.
+    bytes. None where it is not so fast on ``link``, or is at 1 Mbit/s already. Arguments are those of
+    :func:`break_even_bandwidth`.
     """
-    gain = _gain(job, link, machine, sparsity, speedup, memory)
+    gain = _gain(job, link, machine, sparsity, speedup, memory, inside, whole_nodes)
     if gain(link.bandwidth) <= 0 or gain(SLOWEST) > 0:
         return None
     return _where_it_turns(gain, SLOWEST, link.bandwidth)
 
 
 def _gain(
-    job: Job, link: Link, machine: Machine, sparsity: float, speedup: float, memory: float
+    job: Job,
+    link: Link,
+    machine: Machine,
+    sparsity: float,
+    speedup: float,
+    memory: float,
+    inside: Link | None,
+    whole_nodes: bool,
 ) -> Callable[[float], float]:
     def gain(bandwidth: float) -> float:
-        found = predict(job, replace(link, bandwidth=bandwidth), machine, [sparsity])
-        return best_dense(found, memory).seconds - speedup * found[-1].seconds
+        there = replace(link, bandwidth=bandwidth)
+        found = predict(job, there, machine, [sparsity])
+        found += [] if inside is None else predict_nodes(job, there, machine, inside, [sparsity])
+        scape = next(p for p in found if p.is_scape and (p.group_size > 1) == whole_nodes)
+        return best_dense(found, memory).seconds - speedup * scape.seconds
 
     return gain
 
