@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,28 @@ def test_a_scaler_skips_a_step_on_all_ranks_if_one_meets_an_inf(run_ranks: Any) 
     everyone = run_ranks(_scaled, 4)
     assert all(found == everyone[0] for found in everyone)
     assert everyone[0][1] == 3
+
+
+def _dies(rank: int, world_size: int, between: str) -> None:
+    fabric = make_fabric(2)
+    model, optimizer = build(fabric)
+    train(fabric, model, optimizer, range(2))
+    inputs = torch.ones(4, 6)
+    if between == "forward":
+        if rank == 3:
+            os._exit(1)
+        model(inputs)
+        return
+    loss = model(inputs).square().mean()
+    if rank == 3:
+        os._exit(1)
+    fabric.backward(loss)
+
+
+@pytest.mark.parametrize("between", ["forward", "backward"])
+def test_a_rank_that_dies_is_said_to_be_lost_in_forward_and_backward(run_ranks: Any, between: str) -> None:
+    """FSDP2's own messages ended in gloo's words. The dead rank's node waits for it; others may wait for that node."""
+    *_, other, dead = run_ranks(_dies, 4, between, expect_errors=True)
+    assert "died without a result" in str(dead)
+    assert "All ranks must answer, got no answer" in str(other), repr(other)
+    assert "Rank 3 has not reported" in str(other) or "Ranks" in str(other)

@@ -30,6 +30,7 @@ from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
 from lightning_scape.checkpoint.saver import RNG, Content, SavedContent, Saver, replicated
 from lightning_scape.comm.collectives import Communicator, broadcast_tensors, is_distributed
+from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
 from lightning_scape.integrations import advice, launching, rendezvous, swap, two_level
@@ -199,6 +200,8 @@ class FabricScapeStrategy(DDPStrategy):
             self._mask_group.get(self._timeout)
         if isinstance(self.precision, MixedPrecision):
             self.precision.scaler = swap.sharded_scaler(self.precision.scaler)
+        if self._nodes.several:  # a sharded module sends messages in forward and backward
+            two_level.explain_forward(self.precision)
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -249,6 +252,11 @@ class FabricScapeStrategy(DDPStrategy):
             self._told |= untold
             rank_zero_info(advice.what_holds(list(untold), self.total_steps, self._spelling()))
         return super().optimizer_step(optimizer, **kwargs)
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        with explained_messages():
+            super().backward(*args, **kwargs)
 
     def _spelling(self) -> advice.Spelling:
         """How the user writes the options."""

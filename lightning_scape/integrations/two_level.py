@@ -324,6 +324,18 @@ class ThroughForward(nn.Module):
             return self.module(*args, **kwargs)
 
 
+def explain_forward(precision: Any) -> None:
+    """A message that fails in a forward pass under this plugin of Fabric says what that means."""
+    plain = precision.forward_context
+
+    @contextlib.contextmanager
+    def forward_context() -> Iterator[None]:
+        with explained_messages(), plain():
+            yield
+
+    precision.forward_context = forward_context
+
+
 # --------------------------------------------------------------------------------------------- state dicts
 
 
