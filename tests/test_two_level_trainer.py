@@ -208,6 +208,44 @@ def test_compiled_blocks_train_as_plain_ones(run_ranks: Any) -> None:
         torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
 
 
+class Manual(Blocks):
+    """Two optimizers that the module steps itself: the second in every other batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        ends = [*self.tail.parameters(), *self.extra.parameters()]
+        return torch.optim.AdamW(self.blocks.parameters(), 1e-2), torch.optim.Adam(ends, 2e-2)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        blocks, ends = self.optimizers()
+        self.clip_gradients(blocks, 1e3, "norm")  # flat ranks and nodes have other local norms
+        for optimizer in (blocks, ends) if batch_idx % 2 else (blocks,):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _manual(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    found = []
+    for size in (1, 2):
+        module = Manual()
+        make_trainer(strategy(size), max_epochs=2).fit(module)
+        found.append(wholes(module))
+    return found[0], found[1]
+
+
+def test_manual_optimization_with_two_optimizers_trains_as_on_flat_ranks(run_ranks: Any) -> None:
+    everyone = run_ranks(_manual, 4)
+    start = wholes(Manual())
+    for flat, nodes in everyone:
+        assert float((flat - start).abs().max()) > 0.01
+        torch.testing.assert_close(nodes, flat, rtol=1e-4, atol=2e-5)
+        assert torch.equal(nodes, everyone[0][1])
+
+
 class Dying(Blocks):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if batch_idx == 2 and self.global_rank == 3:
