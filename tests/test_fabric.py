@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import MixedPrecision
 from rank_checks import arrived_event
 from torch import Tensor, nn
+from warm_python import warm_python
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
 from lightning_scape.comm.collectives import Communicator
@@ -362,7 +363,7 @@ def test_one_line_of_rank_0_says_at_the_first_step_what_holds_for_all_optimizers
     path = os.pathsep.join([str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     (tmp_path / "script.py").write_text(FIRST_LINE)
-    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "checkpoint")]
+    command = [warm_python(), str(tmp_path / "script.py"), str(tmp_path / "checkpoint")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=True)
     said = [line for line in done.stderr.splitlines() if line == "set up" or "SCAPE: " in line]
     assert len(said) == 2, done.stderr
