@@ -456,7 +456,7 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
     )
     environ = {**os.environ, "OMP_NUM_THREADS": "3", "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 0, done.stderr
 

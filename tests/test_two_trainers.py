@@ -13,7 +13,7 @@ SCRIPT = f"""{SCRIPT_MODULE}
 from lightning_scape import ScapeStrategy
 
 for devices in map(int, sys.argv[2:]):
-    strategy = ScapeStrategy(sparsity=0.5, timeout=30, start_method=sys.argv[1])
+    strategy = ScapeStrategy(sparsity=0.5, timeout=90, start_method=sys.argv[1])
     quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     trainer = L.Trainer(accelerator="cpu", devices=devices, max_epochs=1, strategy=strategy, **quiet)
     trainer.fit(Module())
