@@ -43,6 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--fresh-processes"):
         warm_python.wanted = False
+    elif warm_python.wanted and config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        warm_python.start()  # one for all workers, and in time for their first tests
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

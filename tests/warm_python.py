@@ -19,7 +19,10 @@ import time
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-START_SECONDS = 120
+START_SECONDS = 170
+"""The server's imports, and the compiler in a new clone: 30 s of a free core."""
+VARIABLE = "SCAPE_TESTS_WARM_PYTHON"
+"""Environment variable: where a server is that serves all of pytest-xdist's workers."""
 
 wanted = sys.platform == "linux"
 """Elsewhere, and with ``--fresh-processes``, every process is a new interpreter."""
@@ -28,31 +31,38 @@ _kept: list[object] = []
 
 @functools.cache
 def warm_python() -> str:
-    """The path of a ``python``. The first call in a process of pytest's starts the server, which ends with it.
+    """The path of a ``python``. The first call waits for the server, and starts one where none is on its way.
 
     Raises:
         RuntimeError: the server ended or did not answer; what it said stands on standard error.
     """
     if not wanted:
         return sys.executable
+    if VARIABLE not in os.environ:
+        start()
+    program = Path(os.environ[VARIABLE])
+    deadline = time.monotonic() + START_SECONDS
+    while not program.with_name("socket").exists():
+        if program.with_name("failed").exists() or time.monotonic() > deadline:
+            raise RuntimeError(
+                f"The server of tests/warm_python.py must answer within {START_SECONDS} s, got no answer. Its error is"
+                " above; pytest --fresh-processes does without it."
+            )
+        time.sleep(0.02)
+    return str(program)
+
+
+def start() -> None:
+    """Start a server for this process and those that inherit its environment. It ends when this process does."""
     folder = tempfile.TemporaryDirectory(prefix="warm-python-")
     program, server_socket = Path(folder.name, "python"), Path(folder.name, "socket")
     words = [sys.executable, "-IS", str(TESTS / "warm_client.py"), str(server_socket), sys.executable]
     program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     program.chmod(0o755)
     theirs, ours = os.pipe()
-    # A few seconds on a free core.
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, str(TESTS / "warm_server.py"), str(program), str(server_socket), str(theirs)]
     server = subprocess.Popen(command, env=environ, pass_fds=[theirs], start_new_session=True, stdin=subprocess.DEVNULL)
     os.close(theirs)
-    deadline = time.monotonic() + START_SECONDS
-    while not server_socket.exists():
-        if server.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(
-                f"The server of tests/warm_python.py must answer within {START_SECONDS} s, got status {server.poll()}."
-                " Its error is above; pytest --fresh-processes does without it."
-            )
-        time.sleep(0.02)
     _kept.extend([folder, ours, server])  # until this process ends
-    return str(program)
+    os.environ[VARIABLE] = str(program)

@@ -255,7 +255,11 @@ def _path_without_pythonpath() -> list[str]:
 if __name__ == "__main__":
     sys.executable, _socket, _lifeline = sys.argv[1:]
     _started_with = dict(os.environ)  # libraries add to it
-    for module in PRELOADED:
-        importlib.import_module(module)
-    load_loops()
+    try:
+        for module in PRELOADED:
+            importlib.import_module(module)
+        load_loops()
+    except BaseException:
+        Path(_socket).with_name("failed").touch()
+        raise
     serve(_socket, int(_lifeline), _started_with)
