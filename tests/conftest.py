@@ -19,6 +19,7 @@ from typing import Any
 import launcher
 import pytest
 import torch
+import warm_python
 
 if not torch.cuda.is_available():
     # Before Triton is imported: kernels then run on CPU tensors, in its interpreter.
@@ -36,6 +37,14 @@ settings.load_profile("scape")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow (minutes each)")
+    parser.addoption("--fresh-processes", action="store_true", help="every process of a test imports all it needs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--fresh-processes"):
+        warm_python.wanted = False
+    elif warm_python.wanted and config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        warm_python.start()  # one for all workers, and in time for their first tests
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

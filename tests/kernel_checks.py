@@ -237,6 +237,11 @@ class SweepJob(NamedTuple):
         return own
 
 
+SWEEPING_RANKS = (None, 0, 1, 2)
+SWEEPS = ((2, 2, None), (25, None, 25), (None, 3, 40), (1, None, None))
+"""Entries sent per block, votes, and entries of the next mask."""
+
+
 class KernelChecks:
     """Inherit, and say what is checked, and on which device."""
 
@@ -655,10 +660,8 @@ class KernelChecks:
 
     # ------------------------------------------------------------------------------------------------- sweep
 
-    @pytest.mark.parametrize("rank", [None, 0, 1, 2])
-    @pytest.mark.parametrize(
-        ("sent", "votes", "elected"), [(2, 2, None), (25, None, 25), (None, 3, 40), (1, None, None)]
-    )
+    @pytest.mark.parametrize("rank", SWEEPING_RANKS)
+    @pytest.mark.parametrize(("sent", "votes", "elected"), SWEEPS)
     def test_sweep_equals_its_parts(
         self, rank: int | None, sent: int | None, votes: int | None, elected: int | None
     ) -> None:

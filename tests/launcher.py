@@ -1,8 +1,8 @@
 """Runs a function in several processes that share a gloo process group: what every multi-process test goes through.
 
-Processes are forked from one server that has imported torch and the package already. Measured on two cores: the first
-launch in a session takes 4 s (the server's imports), each further one of two or three ranks 0.1 s. A fresh interpreter
-("spawn") would need 3.4 s of imports for every rank of every launch.
+Processes are forked from one server that has imported torch and the package already, and is a warm Python itself (see
+``warm_python.py``). Measured on two cores: the first launch in a session takes 4 s (the server's imports), each further
+one of two or three ranks 0.1 s. A fresh interpreter ("spawn") would need 3.4 s of imports for every rank of a launch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import io
 import itertools
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.spawn
 import os
 import pickle
 import shutil
@@ -32,6 +33,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._device import _device_constructors
+from warm_python import warm_python
 
 TESTS = Path(__file__).resolve().parent
 PRELOADED = ["torch", "torch.distributed", "pytest", "hypothesis", "lightning_scape"]
@@ -147,8 +149,10 @@ def start_server() -> Any:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS), saved.get("PYTHONPATH", "")])
         # A thread pool would not survive the fork.
         os.environ["OMP_NUM_THREADS"] = "1"
+        multiprocessing.spawn.set_executable(warm_python())
         multiprocessing.forkserver.ensure_running()
     finally:
+        multiprocessing.spawn.set_executable(sys.executable)
         os.environ.clear()
         os.environ.update(saved)
     return context

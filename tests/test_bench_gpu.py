@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from warm_python import warm_python
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "bench_gpu.py"
@@ -18,7 +18,7 @@ TINY = ("--device", "cpu", "--tiny", "--sparsity", "0.99", "--ranks", "1", "8", 
 
 def test_dry_run_writes_its_report(tmp_path: Path) -> None:
     environ = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    command = [sys.executable, str(SCRIPT), *TINY, "--out", str(tmp_path)]
+    command = [warm_python(), str(SCRIPT), *TINY, "--out", str(tmp_path)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "kernels and reference agree" in done.stdout

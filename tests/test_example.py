@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from example_modules import load_example
+from warm_python import warm_python
 
 import lightning_scape
 
@@ -39,17 +40,17 @@ FALL = 3.0  # SCAPE 99%, measured 3.34, 3.35, 3.34, from 5.5 at the start
 DISTANCE = 0.15  # SCAPE 99% above dense AdamW, measured 0.009, 0.073, 0.034
 
 
-def run_example(out: Path, *options: str, timeout: float = 170) -> str:
+def run_example(out: Path, *options: str, timeout: float = 170, python: str | None = None) -> str:
     """The output of the example, which starts its second rank itself, as it does for a user."""
-    return run_script(EXAMPLE, f"--out={out}", *options, timeout=timeout)
+    return run_script(EXAMPLE, f"--out={out}", *options, timeout=timeout, python=python)
 
 
-def run_script(script: Path, *options: str, timeout: float = 170) -> str:
+def run_script(script: Path, *options: str, timeout: float = 170, python: str | None = None) -> str:
     """The output of a script that starts its other ranks itself."""
     launched = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK")
     environ = {name: value for name, value in os.environ.items() if name not in launched}
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environ.get("PYTHONPATH")])])
-    command = [sys.executable, str(script), *options]
+    command = [python or warm_python(), str(script), *options]
     done = subprocess.run(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False
     )
@@ -76,7 +77,7 @@ def read_result(folder: Path) -> dict[str, Any]:
 def scape_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Folder and output of the CI-sized run at 99%."""
     out = tmp_path_factory.mktemp("scape")
-    output = run_example(out, *CI_RUN, "--strategy=scape", "--sparsity=0.99")
+    output = run_example(out, *CI_RUN, "--strategy=scape", "--sparsity=0.99", python=sys.executable)
     return out / "scape-99", output
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from warm_python import warm_python
 
 from lightning_scape import ScapeConfig
 
@@ -171,7 +172,7 @@ def test_lm_eval_and_litgpt_agree_on_the_bits_per_byte_of_a_checkpoint(tmp_path:
     environ = os.environ | {"TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(ROOT)}
 
     def run(*command: object) -> str:
-        arguments = [sys.executable, *map(str, command)]
+        arguments = [warm_python(), *map(str, command)]
         done = subprocess.run(
             arguments, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=190, check=False
         )

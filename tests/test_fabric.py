@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import MixedPrecision
 from rank_checks import arrived_event
 from torch import Tensor, nn
+from warm_python import warm_python
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
 from lightning_scape.comm.collectives import Communicator
@@ -362,8 +363,8 @@ def test_one_line_of_rank_0_says_at_the_first_step_what_holds_for_all_optimizers
     path = os.pathsep.join([str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     (tmp_path / "script.py").write_text(FIRST_LINE)
-    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "checkpoint")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=True)
+    command = [warm_python(), str(tmp_path / "script.py"), str(tmp_path / "checkpoint")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=True)
     said = [line for line in done.stderr.splitlines() if line == "set up" or "SCAPE: " in line]
     assert len(said) == 2, done.stderr
     assert re.fullmatch(
@@ -408,7 +409,7 @@ def test_the_strategy_can_be_sent_to_spawned_processes() -> None:
 
 def overflow_on_one_rank(rank: int, world_size: int) -> list[bool]:
     plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0))
-    strategy = FabricScapeStrategy(config=CONFIG, timeout=timedelta(seconds=20))
+    strategy = FabricScapeStrategy(config=CONFIG, timeout=timedelta(seconds=60))
     fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=[plugin])
     fabric.launch()
     model = build_model()
@@ -449,6 +450,6 @@ fabric.save(sys.argv[1], {"model": model, "optimizer": optimizer})
 def test_a_last_background_save_that_fails_is_told_at_the_end(tmp_path: Path) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", LAST_SAVE, str(tmp_path / "last")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=True)
     assert "The last checkpoint was not written" in done.stderr
     assert not (tmp_path / "last").exists()

@@ -7,6 +7,7 @@ import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,7 @@ import compile_kernels
 import pytest
 import torch
 import triton
-from kernel_checks import FAR, FarAway, KernelChecks, assert_same_bits, hyper
+from kernel_checks import FAR, SWEEPING_RANKS, SWEEPS, FarAway, KernelChecks, assert_same_bits, hyper
 from rank_checks import CHANGE_ROUNDING, train_on, train_scaled
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
@@ -27,9 +28,21 @@ interpreted = pytest.mark.skipif(
 )
 
 
+def some_at_once(ranks: Sequence[int | None], sweeps: Sequence[tuple[int | None, ...]]) -> list[Any]:
+    """All pairs. Each rank and each sweep occurs in one that is not slow: the interpreter takes 3 s for a pair."""
+    pairs = [(i, j) for i in range(len(sweeps)) for j in range(len(ranks))]
+    return [pytest.param(ranks[j], *sweeps[i], marks=[] if i == j else [pytest.mark.slow]) for i, j in pairs]
+
+
 @interpreted
 class TestInterpreted(KernelChecks):
     device = "cpu"
+
+    @pytest.mark.parametrize(("rank", "sent", "votes", "elected"), some_at_once(SWEEPING_RANKS, SWEEPS))
+    def test_sweep_equals_its_parts(
+        self, rank: int | None, sent: int | None, votes: int | None, elected: int | None
+    ) -> None:
+        super().test_sweep_equals_its_parts(rank, sent, votes, elected)
 
 
 # ----------------------------------------------------------------------------- same names, same signatures

@@ -184,7 +184,7 @@ def test_a_script_may_end_right_after_a_step(tmp_path: Path, end: str) -> None:
         for rank in (0, 1)
     ]
     try:
-        said = [rank.communicate(timeout=80) for rank in ranks]
+        said = [rank.communicate(timeout=150) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -216,5 +216,5 @@ job.wait()
 
 
 def test_a_script_may_end_while_the_workers_thread_frees_what_a_message_held() -> None:
-    ended = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, timeout=90)
+    ended = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, timeout=150)
     assert (ended.returncode, ended.stdout) == (0, "freed\n"), ended.stderr

@@ -15,6 +15,7 @@ from example_modules import EXAMPLES, load_example
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from warm_python import warm_python
 
 RANKS, STEPS = 2, 7
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -177,7 +178,7 @@ def test_powersgd_is_torchs_hook(run_ranks: Callable[..., list[Any]], peers: Mod
 
 
 def test_the_benchmarks_short_form_trains_every_method(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "bench_pareto.py"), "--short", f"--out={tmp_path}"]
+    command = [warm_python(), str(EXAMPLES / "bench_pareto.py"), "--short", f"--out={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     for name in ("pareto.md", "pareto.json", "pareto.png"):

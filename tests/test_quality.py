@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 from example_modules import EXAMPLES, load_example
 from torch import Tensor
+from warm_python import warm_python
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 
@@ -303,7 +303,7 @@ def test_learning_rates_without_a_common_seed_are_compared_on_what_each_has(benc
 
 
 def test_short_form_runs_every_method_and_ablation_and_reports(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "bench_quality.py"), "--short", f"--out={tmp_path}", "--jobs=2"]
+    command = [warm_python(), str(EXAMPLES / "bench_quality.py"), "--short", f"--out={tmp_path}", "--jobs=2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert {path.name for path in tmp_path.glob("*.*")} == {
@@ -316,5 +316,5 @@ def test_short_form_runs_every_method_and_ablation_and_reports(tmp_path: Path) -
     }
     rows = json.loads((tmp_path / "quality.json").read_text())
     assert {"dense AdamW", "dense AdamS", "SCAPE 90%", "SCAPE 99%", "SCAPE 99.9%"} <= {row["label"] for row in rows}
-    again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
     assert "started" not in again.stdout  # finished runs are not run again

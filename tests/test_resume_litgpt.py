@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ pytest.importorskip("jsonargparse")
 
 from test_cli import ROOT, STEP, TINY, load, run_module
 from test_sharded import assert_equal
+from warm_python import warm_python
 
 from lightning_scape import cli
 
@@ -35,7 +35,7 @@ def run_until_killed(out: Path) -> None:
     launched = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK", "LT_STRATEGY", cli.OPTIONS_VARIABLE)
     environ = {name: value for name, value in os.environ.items() if name not in launched}
     environ |= {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "lightning_scape.cli", *OPTIONS, f"--out_dir={out}"]
+    command = [warm_python(), "-m", "lightning_scape.cli", *OPTIONS, f"--out_dir={out}"]
     with subprocess.Popen(
         command, cwd=ROOT, env=environ, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as run:

@@ -6,7 +6,6 @@ import inspect
 import os
 import re
 import subprocess
-import sys
 import typing
 from dataclasses import fields
 from pathlib import Path
@@ -20,6 +19,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor
 from trainer_helpers import BATCHES, MARKS, Regression, weights
+from warm_python import warm_python
 
 import lightning_scape
 from lightning_scape import ScapeConfig, ScapeStrategy
@@ -199,7 +199,7 @@ if __name__ == "__main__":
 def test_a_script_trains_on_two_ranks_started_by(tmp_path: Path, launcher: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable]
+    command = [warm_python()]
     if launcher == "torchrun":
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += [str(script), "popen" if launcher == "torchrun" else launcher]

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import pytest
 import yaml
+from warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -110,12 +111,12 @@ def trained_alike(ended: list[Ended]) -> None:
 
 @two_host
 def test_plain_python_with_lightnings_variables_trains_over_the_link(hosts: Hosts) -> None:
-    trained_alike(run_on(hosts, [sys.executable, JOB, "2", "60"], of_lightning(hosts, 29501)))
+    trained_alike(run_on(hosts, [warm_python(), JOB, "2", "60"], of_lightning(hosts, 29501)))
 
 
 @two_host
 def test_torchrun_trains_over_the_link(hosts: Hosts) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    torchrun = [warm_python(), "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     torchrun += [f"--master-addr={hosts[0].address}", "--master-port=29502"]
     arguments = [(f"--node-rank={rank}", JOB, "2", "60") for rank in range(2)]
     trained_alike(run_on(hosts, torchrun, [{}, {}], arguments=arguments))
@@ -127,8 +128,8 @@ def slurm_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tools = {
         "srun": 'while [[ $1 == -* ]]; do shift; done; exec "$@"',
         "scontrol": '[[ "$1 $2" == "show hostnames" ]] && tr , "\\n" <<<"$3"',
-        "python": f'exec "{sys.executable}" "$@"',
-        "litgpt-scape": f'exec "{sys.executable}" -m lightning_scape.cli "$@"',
+        "python": f'exec "{warm_python()}" "$@"',
+        "litgpt-scape": f'exec "{warm_python()}" -m lightning_scape.cli "$@"',
     }
     for name, body in tools.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
@@ -177,7 +178,7 @@ def test_shellcheck_has_nothing_to_say(script: Path) -> None:
 @pytest.mark.slow
 def test_plan_measures_the_link_between_the_hosts(hosts: Hosts) -> None:
     pytest.importorskip("litgpt")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    torchrun = [warm_python(), "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     torchrun += [f"--master-addr={hosts[0].address}", "--master-port=29508"]
     plan = ("-m", "lightning_scape.plan", "--model=pythia-14m", "--measure", "--context=32", "--sparsity=0.99")
     ended = run_on(hosts, torchrun, [{}, {}], arguments=[(f"--node-rank={rank}", *plan) for rank in range(2)])
@@ -208,7 +209,7 @@ def last_line(end: Ended) -> str:
 def test_a_wrong_interface_is_an_error_that_names_it_and_those_there_are(hosts: Hosts) -> None:
     first, second = of_lightning(hosts, 29505)
     environs = [first, {**second, "GLOO_SOCKET_IFNAME": "eth7"}]
-    ended = run_on(hosts, [sys.executable, JOB, "2", str(PATIENCE)], environs, timeout=ALLOWED)
+    ended = run_on(hosts, [warm_python(), JOB, "2", str(PATIENCE)], environs, timeout=ALLOWED)
     assert all(end.status == 1 for end in ended)
     for part in ("got on rank 1", "Unable to find address for: eth7", "Set GLOO_SOCKET_IFNAME", "lo, eth0"):
         assert part in last_line(ended[1])
@@ -218,7 +219,7 @@ def test_a_wrong_interface_is_an_error_that_names_it_and_those_there_are(hosts: 
 
 @two_host
 def test_too_few_ranks_are_an_error_that_says_how_many_were_expected(hosts: Hosts) -> None:
-    job = [sys.executable, JOB, "3", str(PATIENCE)]
+    job = [warm_python(), JOB, "3", str(PATIENCE)]
     ended = run_on(hosts, job, of_lightning(hosts, 29506), timeout=ALLOWED)
     assert all(end.status == 1 for end in ended)
     assert "2/3 clients joined" in last_line(ended[0])
@@ -231,7 +232,7 @@ def test_too_few_ranks_are_an_error_that_says_how_many_were_expected(hosts: Host
 def test_an_unreachable_master_is_an_error_that_says_what_to_check(hosts: Hosts) -> None:
     nobody = hosts[0].address.rpartition(".")[0] + ".99"
     _, environ = of_lightning(hosts, 29507, MASTER_ADDR=nobody)
-    job = [sys.executable, JOB, "2", str(PATIENCE)]
+    job = [warm_python(), JOB, "2", str(PATIENCE)]
     (end,) = run_on([hosts[1]], job, [environ], timeout=ALLOWED)
     assert end.status == 1
     for part in (f"({nobody}:29507)", "got on rank 1", "Check that MASTER_ADDR is the first node's", "firewall"):
@@ -345,7 +346,7 @@ def test_a_rate_that_is_none_is_an_error(rate: str) -> None:
 
 @two_host
 def test_the_benchmark_runs_every_method_counts_its_bytes_and_resumes(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "bench_two_hosts.py"), "--short", f"--out={tmp_path}"]
+    command = [warm_python(), str(EXAMPLES / "bench_two_hosts.py"), "--short", f"--out={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "two_hosts.json").read_text())
@@ -358,14 +359,14 @@ def test_the_benchmark_runs_every_method_counts_its_bytes_and_resumes(tmp_path: 
     assert results["machine"]["torch"]
     assert (tmp_path / "two_hosts.png").read_bytes().startswith(b"\x89PNG")
     assert "| SCAPE 0.99 |" in (tmp_path / "two_hosts.md").read_text()
-    again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
     assert ", 0 s] tiny 1gbit" in again.stdout  # read, not measured
 
 
 @two_host
 def test_the_benchmark_compares_nodes_of_two_ranks(tmp_path: Path) -> None:
     options = ["--short", "--ranks-per-host=2", f"--out={tmp_path}"]
-    command = [sys.executable, str(EXAMPLES / "bench_two_hosts.py"), *options]
+    command = [warm_python(), str(EXAMPLES / "bench_two_hosts.py"), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (cell,) = json.loads((tmp_path / "two_hosts.json").read_text())["cells"]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from trainer_helpers import SCRIPT_MODULE
+from warm_python import warm_python
 
 SCRIPT = f"""{SCRIPT_MODULE}
 from lightning_scape import ScapeStrategy
 
 for devices in map(int, sys.argv[2:]):
-    strategy = ScapeStrategy(sparsity=0.5, timeout=30, start_method=sys.argv[1])
+    strategy = ScapeStrategy(sparsity=0.5, timeout=90, start_method=sys.argv[1])
     quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     trainer = L.Trainer(accelerator="cpu", devices=devices, max_epochs=1, strategy=strategy, **quiet)
     trainer.fit(Module())
@@ -23,7 +23,7 @@ for devices in map(int, sys.argv[2:]):
 
 def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
     (folder / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-W", "ignore", str(folder / "script.py"), *arguments]
+    command = [warm_python(), "-W", "ignore", str(folder / "script.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     return done.returncode, done.stdout, done.stderr
 

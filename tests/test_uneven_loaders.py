@@ -94,7 +94,7 @@ def test_ranks_that_run_out_of_batches_apart_raise_together(
 def test_ranks_that_end_together_train(
     run_ranks: RunRanks, batches: list[int], known: bool, options: dict[str, Any], steps: int
 ) -> None:
-    assert run_ranks(fit, 2, batches, known, options, timeout=20.0) == [steps, steps]
+    assert run_ranks(fit, 2, batches, known, options, timeout=60.0) == [steps, steps]
 
 
 def fit_by(rank: int, world_size: int, method: str, batches: list[int], known: bool, options: dict[str, Any]) -> int:
