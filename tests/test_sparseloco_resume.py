@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from test_sparseloco import SPARSE, flat, gradient, model
 from torch import Tensor
 
-from lightning_scape import ScapeConfig, ScapeOptimizer
+from lightning_scape import ScapeConfig, ScapeOptimizer, tool
 from lightning_scape.checkpoint.atomic_files import CheckpointError
+from lightning_scape.checkpoint.dcp import Chunk, as_bytes
 from lightning_scape.checkpoint.saver import Content, SavedContent, Saver, consolidate
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.sparseloco import SparseLoCo
@@ -188,3 +190,37 @@ def _uncollected(rank: int, world_size: int) -> str:
     with pytest.raises(RuntimeError, match="must be collected"):
         loco.state_dict()
     return "must be collected"
+
+
+class Bait:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, bait: Path) -> None:
+        self.bait = bait
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self.bait),))
+
+
+@pytest.mark.parametrize("content", ["bomb", "cut", "another"])
+def test_verify_reads_what_loading_reads_of_every_ranks_part(tmp_path: Path, capsys: Any, content: str) -> None:
+    """Verify called a directory complete whose part of a rank executed code when it was loaded."""
+    net, optimizer, loco = build()
+    go_on(net, optimizer, 0, 0, 2)
+    shards, path, bait = loco.sharded_state_dict(), tmp_path / "saved", tmp_path / "executed"
+    packed = shards.tensors["rank.0"].tensor
+    bad = {
+        "bomb": torch.frombuffer(bytearray(as_bytes({"parameters": Bait(bait)})), dtype=torch.uint8),
+        "cut": packed[:-100],
+        "another": torch.frombuffer(bytearray(as_bytes({"parameters": []})), dtype=torch.uint8),
+    }[content]
+    said = {"bomb": "only executing its code", "cut": "torn or damaged", "another": "must hold a rank's"}[content]
+    for tensor, complaint in ((packed, None), (bad, said)):
+        shards.tensors["rank.0"] = Chunk.whole(tensor)
+        Saver(asynchronous=False).save(path, Content(optimizers={"loco": shards}), Communicator.alone())
+        assert tool.main(["verify", str(path)]) == (0 if complaint is None else 1)
+        assert complaint is None or complaint in capsys.readouterr().err
+        if complaint is not None:
+            with pytest.raises(CheckpointError, match=complaint):
+                loco.load_state_dict(SavedContent(path).optimizers["loco"])
+    assert not bait.exists()

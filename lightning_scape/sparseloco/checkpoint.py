@@ -17,7 +17,6 @@ and ``owner_error`` that each rank owns, and each rank's part as the bytes that 
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape.checkpoint.dcp import Chunk
+from lightning_scape.checkpoint.packed import KEY, pack, part_key, read_part, unpack
 from lightning_scape.checkpoint.source import OwnShards, SavedShards
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.engine.parameters import Parameters
@@ -38,7 +38,6 @@ from lightning_scape.sparseloco.state import LocoState
 __all__ = ["Live", "Loaded", "SavedShards", "consolidate", "load", "own_shards"]
 
 FORMAT = 1
-KEY = "sparseloco"
 
 
 @dataclass(frozen=True)
@@ -96,12 +95,12 @@ def consolidate(live: Live, to: int) -> dict[str, Any] | None:
     comm, used = live.communicator, live.layout.used_blocks
     device = live.parameters.device
     shards = comm.gather(live.state.owner_error.view(-1), to, device)
-    own = _as_bytes(live.part())
+    own = pack(live.part())
     sizes = comm.all_gather_object(own.numel())
     parts = comm.gather(torch.nn.functional.pad(own, (0, max(sizes) - own.numel())), to, device)
     if shards is None or parts is None:
         return None
-    ranks = [_from_bytes(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+    ranks = [unpack(part[:size], part_key(rank)) for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))]
     whole = {
         **live.facts(),
         "start": live.state.start[:used].to("cpu", copy=True),
@@ -116,24 +115,12 @@ def own_shards(live: Live) -> OwnShards:
     layout, rank = live.layout, live.communicator.rank
     rows = layout.rows_of(rank)
     stop = min(rows.stop, layout.used_blocks)
-    tensors = {f"rank.{rank}": Chunk.whole(_as_bytes(live.part()))}
+    tensors = {part_key(rank): Chunk.whole(pack(live.part()))}
     if rows.start < stop:
         tensors["start"] = Chunk(live.state.start[rows.start : stop], rows.start, layout.used_blocks)
         own = live.state.owner_error[: stop - rows.start]
         tensors["owner_error"] = Chunk(own, rows.start, layout.used_blocks)
     return OwnShards(tensors, {KEY: live.facts()})
-
-
-def _as_bytes(part: dict[str, Any]) -> Tensor:
-    """uint8, flat, in host memory."""
-    file = io.BytesIO()
-    torch.save(part, file)
-    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
-
-
-def _from_bytes(packed: Tensor) -> dict[str, Any]:
-    read: dict[str, Any] = torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
-    return read
 
 
 # ------------------------------------------------------------------------------------------------ loading
@@ -177,7 +164,7 @@ class _Saved:
     def rank(self, rank: int) -> dict[str, Any]:
         """A rank's part."""
         if isinstance(self._saved, SavedShards):
-            return _from_bytes(self._saved.directory.tensor(f"{self._saved.key}.rank.{rank}"))
+            return read_part(self._saved, rank)
         found: dict[str, Any] = self.facts["ranks"][rank]
         return found
 
