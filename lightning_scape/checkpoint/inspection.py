@@ -19,8 +19,8 @@ def verify(path: str | os.PathLike[str]) -> None:
     """Reads a whole checkpoint, file or directory, as loading does, and fails where loading would.
 
     Every byte is compared with its checksum, and all that is in the checkpoint is loaded; no more than its largest
-    tensor (of SparseLoCo, than one rank's part) is kept in memory. Whether it fits a model only the model can tell. Of a folder that LitGPT saved, its
-    ``lit_model.pth``.
+    tensor (of SparseLoCo, than one rank's part) is kept in memory. Whether it fits a model only the model can tell. Of
+    a folder that LitGPT saved, its ``lit_model.pth``.
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.

@@ -50,8 +50,7 @@ def new_mask_group(
     It waits for other ranks as long as ``process_group`` does, if no ``timeout`` is given. None where there is nobody
     to talk to: no process group, or one rank.
     """
-    if is_distributed():
-        forget_losses()
+    forget_losses()
     if world_size(process_group) == 1:
         return None
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)

@@ -193,12 +193,6 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         return DDPStrategy.get_optimizer_state(self, optimizer)
 
     @override
-    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        super().load_module_state_dict(module, state_dict, strict=strict)
-        for loco in self._wrappers:  # loaded before the module: inside a window its parameters are rank 0's
-            loco.restore_parameters()
-
-    @override
     def load_checkpoint(
         self,
         path: _PATH,
@@ -214,5 +208,8 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         # Lightning gives an optimizer its state: what is around it takes its place, which loads the ranks' states too.
         stand_ins = {name: self._ours(value) or value for name, value in state.items()}
         rest = super().load_checkpoint(path, stand_ins, strict=strict, weights_only=weights_only)
+        for value in stand_ins.values():  # a model that was loaded after it: inside a window rank 0's parameters
+            if isinstance(value, SparseLoCo):
+                value.restore_parameters()
         state.update({name: value for name, value in stand_ins.items() if not isinstance(value, SparseLoCo)})
         return rest

@@ -25,7 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_scape.checkpoint.checks import check_whole
 from lightning_scape.checkpoint.dcp import Chunk
+from lightning_scape.checkpoint.foreign import dense_state, residual_norm
+from lightning_scape.checkpoint.optimizer_state import merge_shards
 from lightning_scape.checkpoint.packed import KEY, pack, part_key, read_part, unpack
 from lightning_scape.checkpoint.source import OwnShards, SavedShards
 from lightning_scape.comm.collectives import Communicator
@@ -174,14 +177,14 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
 
     Args:
         live: its buffers are freshly allocated; only they are changed.
-        saved: a state of SparseLoCo, or one of the inner optimizer.
+        saved: a state of SparseLoCo, of its inner optimizer, or of SCAPE.
 
     Raises:
-        ValueError: the state is not of this model, or is of a newer format, or of SCAPE.
+        ValueError: the state is not of this model, is of a newer format, or does not fit the inner optimizer.
     """
     content = saved.common if isinstance(saved, SavedShards) else saved
     if KEY not in content:
-        return _load_inner(content)
+        return _load_inner(saved, live)
     source = _Saved(saved)
     _check(source.facts, live)
     facts, count = source.facts, len(live.parameters.tensors)
@@ -220,15 +223,42 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
     )
 
 
-def _load_inner(content: Mapping[str, Any]) -> Loaded:
-    if "scape" in content or not {"state", "param_groups"} <= set(content):
-        kind = "one of SCAPE" if "scape" in content else "something else"
+def _load_inner(saved: Mapping[str, Any] | SavedShards, live: Live) -> Loaded:
+    """A state without SparseLoCo's part: of the inner optimizer, or of SCAPE, whose AdamW is taken."""
+    content = saved.common if isinstance(saved, SavedShards) else saved
+    if "scape" in content or (isinstance(saved, SavedShards) and "shapes" in content):
+        return _load_scape(merge_shards(saved) if isinstance(saved, SavedShards) else saved, live)
+    if not {"state", "param_groups"} <= set(content):
         raise ValueError(
-            f"The state must be one of SparseLoCo, or of its inner optimizer, got {kind}. Make it AdamW's by"
-            " `lightning-scape consolidate --optimizer adamw`, or load the model alone."
+            "The state must be one of SparseLoCo, of SCAPE, or of the inner optimizer, got"
+            f" {sorted(map(str, content))}. Load the model alone, or another checkpoint."
         )
     note = "The checkpoint was trained without SparseLoCo: error feedback begins at zero, and a window begins now."
     return Loaded(dict(content), notes=[note])
+
+
+def _load_scape(saved: Mapping[str, Any], live: Live) -> Loaded:
+    check_whole(saved)
+    if not isinstance(live.optimizer, (torch.optim.AdamW, torch.optim.Adam)):
+        raise ValueError(
+            "SparseLoCo must wrap AdamW or Adam to go on from a state of SCAPE, got"
+            f" {type(live.optimizer).__name__}. Wrap AdamW, or load the model alone."
+        )
+    for index, parameter in zip(live.parameters.indices, live.parameters.tensors, strict=True):
+        found = saved["state"].get(index, {}).get("exp_avg")
+        got = tuple(found.shape) if isinstance(found, Tensor) else None
+        if got != tuple(parameter.shape):
+            raise ValueError(
+                f"The state must be of this model, got first moments of shape {got} for parameter {index}, which has"
+                f" {tuple(parameter.shape)}. Build the model, and freeze its parameters, as when it was saved."
+            )
+    inner, moments = dense_state(saved)
+    note = (
+        f"The checkpoint was trained with SCAPE: {moments} as AdamW's. Its residuals, gradients that were not yet sent,"
+        f" are dropped: an L2 norm of {residual_norm(saved):.3g} (root mean square over {saved['scape']['world_size']}"
+        " ranks). Error feedback begins at zero, and a window begins now."
+    )
+    return Loaded(inner, notes=[note])
 
 
 def _check(facts: Mapping[str, Any], live: Live) -> None:

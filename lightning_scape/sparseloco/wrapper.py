@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.source import OwnShards
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_mask_group, world_size
+from lightning_scape.comm.lost_ranks import forget_losses
 from lightning_scape.comm.worker import Job, Worker
 from lightning_scape.engine.local_shards import is_sharded
 from lightning_scape.engine.parameters import Parameters
@@ -23,6 +24,7 @@ from lightning_scape.sparseloco import checkpoint
 from lightning_scape.sparseloco.config import Average, Reduction, SparseLoCoConfig
 from lightning_scape.sparseloco.exchange import Exchange
 from lightning_scape.sparseloco.found_inf import DroppedWindows, clear_nonfinite
+from lightning_scape.sparseloco.restored import changed_since, set_out_from_changed
 from lightning_scape.sparseloco.state import LocoState
 from lightning_scape.sparseloco.stats import ExchangeRecord, ExchangeStats
 
@@ -133,6 +135,7 @@ class SparseLoCo:
         self.parameters = Parameters.of(optimizer.param_groups)
         if communicator is None:
             check_joined()
+            forget_losses()  # of the processes before a restart, whose store this may be
             if overlap_steps and world_size(process_group) > 1:
                 # In a thread of its own: nothing else may be sent on the same group.
                 process_group = exchange_group or new_mask_group(process_group)
@@ -200,7 +203,8 @@ class SparseLoCo:
     @torch.no_grad()
     def _before_step(self) -> None:
         """The first step sets out from where the parameters are; on CUDA, looks how the last exchange went."""
-        self._restored = self._consolidated = None
+        self._consolidated = None
+        self._take_up_changes()
         if self.dropped.judge():
             clear_nonfinite(self.optimizer)
         if self.state is not None:
@@ -230,7 +234,8 @@ class SparseLoCo:
 
         For the end of training, and wherever ranks have to be equal. The window counts as a whole one.
         """
-        self._restored = self._consolidated = None
+        self._consolidated = None
+        self._take_up_changes()
         if self.progress.under_way:
             self._finish()
         if self.progress.in_window:
@@ -238,6 +243,17 @@ class SparseLoCo:
             self._finish()
         if self.dropped.judge():
             clear_nonfinite(self.optimizer)
+
+    def _take_up_changes(self) -> None:
+        """Takes up weights that the user has loaded since :meth:`load_state_dict`. Collective, once after a load."""
+        restored, self._restored = self._restored, None
+        if restored is None or self.state is None:
+            return
+        self._wait_for_others()
+        self.parameters.flatten()
+        changed = changed_since(self.parameters.flat, restored, self.communicator)
+        if changed:
+            set_out_from_changed(changed, self.state, self.parameters, self.layout, self.communicator)
 
     def _launch(self) -> None:
         """Begins an exchange: beside the next steps, or at once."""
@@ -423,7 +439,8 @@ class SparseLoCo:
         without SparseLoCo) is loaded into it, and a window begins. Each with a warning that says so.
 
         Load the model first: inside a window its parameters are another rank's. Where that is not possible, call
-        :meth:`restore_parameters` afterwards.
+        :meth:`restore_parameters` afterwards. Other weights that you load before the first step, the same on all ranks,
+        become the starting point; a warning says so.
 
         Raises:
             ValueError: parameters differ in number, order or shape, or the format is newer than this package. Nothing
@@ -464,6 +481,8 @@ class SparseLoCo:
         if self._job is not None:
             self._job.wait()
         self._wait_for_others()
+        if not allocate:
+            self._take_up_changes()
         if self.state is None and not allocate:  # before the first step
             self._before_step()
         elif not allocate and self.dropped.judge():
