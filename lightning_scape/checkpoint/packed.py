@@ -51,7 +51,7 @@ def part_key(rank: int) -> str:
 def parts(shards: SavedShards) -> Iterator[dict[str, Any]]:
     """Every rank's part of a state in a directory, one after another; none where the state has no such parts."""
     facts = shards.common.get(KEY)
-    for rank in range(facts["world_size"] if facts is not None else 0):
+    for rank in range(facts["world_size"] * facts.get("shards", 1) if facts is not None else 0):
         yield read_part(shards, rank)
 
 

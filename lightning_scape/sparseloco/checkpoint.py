@@ -6,13 +6,17 @@ only (``torch.load(weights_only=True)`` reads it)::
     {
       "state": ..., "param_groups": ...,        # the inner optimizer's, of rank 0
       "sparseloco": {"format": 1, "config": {...}, "world_size": N, "block_size": B, "names": [...], "numels": [...],
-                     "progress": {...}, "dropped": [in a row, in all], "start": [blocks, B], "owner_error": [blocks, B],
+                     "shards": L, "progress": {...}, "dropped": [in a row, in all],
+                     "start": [blocks, B], "owner_error": [blocks, B],
                      "ranks": [{"parameters": [...], "error": [...], "launched": [...] or None,
                                 "state": ..., "param_groups": ...}, ...]},
     }
 
 Lists by parameter hold flat tensors. A directory (:mod:`lightning_scape.checkpoint.dcp`) holds the rows of ``start``
 and ``owner_error`` that each rank owns, and each rank's part as the bytes that ``torch.save`` makes of it.
+
+Where the L ranks of a node hold a replica together (:mod:`.rows`), N counts the nodes. ``start`` and ``owner_error``
+are lists then, by the place in the node, and ``ranks`` has N*L parts, a node's side by side.
 """
 
 from __future__ import annotations
@@ -35,12 +39,14 @@ from lightning_scape.comm.collectives import Communicator
 from lightning_scape.engine.parameters import Parameters
 from lightning_scape.engine.state import piece_views
 from lightning_scape.layout import Layout
+from lightning_scape.sparseloco import rows
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 from lightning_scape.sparseloco.state import LocoState
 
 __all__ = ["Live", "Loaded", "SavedShards", "consolidate", "load", "own_shards"]
 
 FORMAT = 1
+_OF_THE_MESH = ("local_group_size", "reshard_after_forward")
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,9 @@ class Live:
     layout: Layout
     parameters: Parameters
     communicator: Communicator
+    shards: Communicator
+    everyone: Communicator
+    """All ranks: those of ``communicator`` times those of ``shards``."""
     optimizer: torch.optim.Optimizer
     state: LocoState
     progress: Mapping[str, Any]
@@ -62,6 +71,7 @@ class Live:
             "format": FORMAT,
             "config": self.config.as_dict(),
             "world_size": self.communicator.world_size,
+            "shards": self.shards.world_size,
             "block_size": self.layout.block_size,
             "names": list(self.parameters.names),
             "numels": [parameter.numel() for parameter in self.parameters.tensors],
@@ -71,7 +81,7 @@ class Live:
 
     def part(self) -> dict[str, Any]:
         """What only this rank knows; views."""
-        inner = self.optimizer.state_dict()
+        inner = rows.plain_state(self.optimizer.state_dict())
         return {
             "parameters": self.parameters.flat,
             "error": _by_parameter(self.state.error, self.layout, len(self.parameters.tensors)),
@@ -94,36 +104,55 @@ def _by_parameter(blocks: Tensor, layout: Layout, count: int) -> list[Tensor]:
 
 
 def consolidate(live: Live, to: int) -> dict[str, Any] | None:
-    """The whole state on rank ``to``, in host memory; None on the others. Collective."""
-    comm, used = live.communicator, live.layout.used_blocks
-    device = live.parameters.device
-    shards = comm.gather(live.state.owner_error.view(-1), to, device)
-    own = pack(live.part())
-    sizes = comm.all_gather_object(own.numel())
-    parts = comm.gather(torch.nn.functional.pad(own, (0, max(sizes) - own.numel())), to, device)
-    if shards is None or parts is None:
-        return None
-    ranks = [unpack(part[:size], part_key(rank)) for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))]
-    whole = {
-        **live.facts(),
-        "start": live.state.start[:used].to("cpu", copy=True),
-        "owner_error": torch.cat(shards).view(-1, live.layout.block_size)[:used].cpu(),
-        "ranks": ranks,
+    """The whole state on rank ``to``, in host memory; None on the others. Collective.
+
+    Args:
+        live: the state.
+        to: among all ranks.
+    """
+    used, replicas, shards = live.layout.used_blocks, live.communicator, live.shards
+    place = replicas.rank * shards.world_size + shards.rank
+    held = live.layout.rows_of(replicas.rank)
+    own = {
+        **live.part(),
+        "start": live.state.start[held][: max(0, used - held.start)].clone(),  # else all of its memory is saved
+        "owner_error": live.state.owner_error[: max(0, used - held.start)].clone(),
     }
-    return {"state": ranks[0]["state"], "param_groups": ranks[0]["param_groups"], KEY: whole}
+    packed = pack(own)
+    sizes = live.everyone.all_gather_object((packed.numel(), place))
+    longest = max(size for size, _ in sizes)
+    padded = torch.nn.functional.pad(packed, (0, longest - packed.numel()))
+    gathered = live.everyone.gather(padded, to, live.parameters.device)
+    if gathered is None:
+        return None
+    ranks: list[dict[str, Any]] = [{}] * len(sizes)
+    for part, (size, at) in zip(gathered, sizes, strict=True):
+        ranks[at] = unpack(part[:size], part_key(at))
+    whole = {**live.facts(), "ranks": ranks}
+    for name in ("start", "owner_error"):
+        blocks = [part.pop(name) for part in ranks]
+        each = [torch.cat(blocks[shard :: shards.world_size]) for shard in range(shards.world_size)]
+        whole[name] = each[0] if len(each) == 1 else each
+    first = rows.joined(ranks[: shards.world_size], live.parameters)
+    return {"state": first["state"], "param_groups": first["param_groups"], KEY: whole}
 
 
 def own_shards(live: Live) -> OwnShards:
     """This rank's part of the state, for a directory. Nothing is sent."""
-    layout, rank = live.layout, live.communicator.rank
-    rows = layout.rows_of(rank)
-    stop = min(rows.stop, layout.used_blocks)
-    tensors = {part_key(rank): Chunk.whole(pack(live.part()))}
-    if rows.start < stop:
-        tensors["start"] = Chunk(live.state.start[rows.start : stop], rows.start, layout.used_blocks)
-        own = live.state.owner_error[: stop - rows.start]
-        tensors["owner_error"] = Chunk(own, rows.start, layout.used_blocks)
+    layout, replicas, shards = live.layout, live.communicator, live.shards
+    held = layout.rows_of(replicas.rank)
+    stop = min(held.stop, layout.used_blocks)
+    place = replicas.rank * shards.world_size + shards.rank
+    tensors = {part_key(place): Chunk.whole(pack(live.part()))}
+    if held.start < stop:
+        own = {"start": live.state.start[held.start : stop], "owner_error": live.state.owner_error[: stop - held.start]}
+        for name, blocks in own.items():
+            tensors[_blocks_key(name, shards.rank, shards.world_size)] = Chunk(blocks, held.start, layout.used_blocks)
     return OwnShards(tensors, {KEY: live.facts()})
+
+
+def _blocks_key(name: str, shard: int, shards: int) -> str:
+    return name if shards == 1 else f"{name}.{shard}"
 
 
 # ------------------------------------------------------------------------------------------------ loading
@@ -151,24 +180,45 @@ class Loaded:
 
 
 class _Saved:
-    """A saved state, whole or in a directory."""
+    """A saved state, whole or in a directory, as what this rank holds of its parameters."""
 
-    def __init__(self, saved: Mapping[str, Any] | SavedShards) -> None:
-        self._saved = saved
+    def __init__(self, saved: Mapping[str, Any] | SavedShards, live: Live) -> None:
+        self._saved, self._live = saved, live
         self.facts: Mapping[str, Any] = saved.common[KEY] if isinstance(saved, SavedShards) else saved[KEY]
+        self.shards: int = self.facts.get("shards", 1)
 
-    def blocks(self, name: str) -> Tensor:
-        """``start`` or ``owner_error``, ``[blocks, B]``."""
+    def flats(self, name: str) -> list[Tensor]:
+        """``start`` or ``owner_error``, by parameter, flat."""
+        if self.shards == self._live.shards.world_size:
+            return self._flats_of(name, self._live.shards.rank)
+        each = [self._flats_of(name, shard) for shard in range(self.shards)]
+        whole = [torch.cat(parts) for parts in zip(*each, strict=True)]
+        return rows.own_rows(whole, self._live.parameters)
+
+    def part(self, replica: int) -> dict[str, Any]:
+        """Of a saved replica."""
+        if self.shards == self._live.shards.world_size:
+            return self._part(replica * self.shards + self._live.shards.rank)
+        parts = [self._part(replica * self.shards + shard) for shard in range(self.shards)]
+        return rows.cut(rows.joined(parts, self._live.parameters), self._live.parameters)
+
+    def _flats_of(self, name: str, shard: int) -> list[Tensor]:
+        live, facts = self._live, self.facts
+        layout = rows.layout_of(live.parameters, facts["block_size"], facts["world_size"], self.shards, shard)
+        return _by_parameter(self._blocks(name, shard, layout), layout, len(live.parameters.tensors))
+
+    def _blocks(self, name: str, shard: int, layout: Layout) -> Tensor:
+        if not layout.used_blocks:  # nothing is saved
+            return torch.empty(0, layout.block_size)
         if isinstance(self._saved, SavedShards):
-            return self._saved.directory.tensor(f"{self._saved.key}.{name}")
-        found: Tensor = self.facts[name]
+            return self._saved.directory.tensor(f"{self._saved.key}.{_blocks_key(name, shard, self.shards)}")
+        found: Tensor = self.facts[name] if self.shards == 1 else self.facts[name][shard]
         return found
 
-    def rank(self, rank: int) -> dict[str, Any]:
-        """A rank's part."""
+    def _part(self, place: int) -> dict[str, Any]:
         if isinstance(self._saved, SavedShards):
-            return read_part(self._saved, rank)
-        found: dict[str, Any] = self.facts["ranks"][rank]
+            return read_part(self._saved, place)
+        found: dict[str, Any] = self.facts["ranks"][place]
         return found
 
 
@@ -185,18 +235,17 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
     content = saved.common if isinstance(saved, SavedShards) else saved
     if KEY not in content:
         return _load_inner(saved, live)
-    source = _Saved(saved)
+    source = _Saved(saved, live)
     _check(source.facts, live)
-    facts, count = source.facts, len(live.parameters.tensors)
+    facts = source.facts
     before, now, rank = facts["world_size"], live.communicator.world_size, live.communicator.rank
-    layout = Layout(facts["numels"], live.parameters.groups, facts["block_size"], before)
-    _fill(live.state.start, live.layout, _by_parameter(source.blocks("start"), layout, count))
+    _fill(live.state.start, live.layout, source.flats("start"))
     whole_error = live.state.start.new_zeros(live.state.start.shape)
-    _fill(whole_error, live.layout, _by_parameter(source.blocks("owner_error"), layout, count))
+    _fill(whole_error, live.layout, source.flats("owner_error"))
     if not live.config.gathers(now):
         live.state.owner_error.copy_(whole_error[live.layout.rows_of(rank)])
     notes = _differences(live.config.as_dict(), facts["config"])
-    part = source.rank(rank % before)
+    part = source.part(rank % before)
     if before != now:
         part = {**part, **_means(source, before)}
         notes.append(
@@ -279,7 +328,7 @@ def _differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]
     changed = [
         f"{name}={value!r} (checkpoint: {saved.get(name)!r})"
         for name, value in mine.items()
-        if value != saved.get(name)
+        if name not in _OF_THE_MESH and value != saved.get(name)
     ]
     if not changed:
         return []
@@ -297,7 +346,7 @@ def _means(source: _Saved, count: int) -> dict[str, Any]:
     """Means over the saved ranks, in fp32: training goes on from the same mean error and the same mean parameters."""
     means: dict[str, Any] = {}
     for rank in range(count):
-        part = source.rank(rank)
+        part = source.part(rank)
         for name in ("parameters", "error", "launched"):
             flats = part[name]
             if flats is None:
