@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from lightning_scape.config import Quota, quota_for
-from lightning_scape.sparseloco.wire import Wire
+from lightning_scape.engine.block_wire import Wire
 
 Average = Literal["all", "senders"]
 Reduction = Literal["sharded", "gathered"]

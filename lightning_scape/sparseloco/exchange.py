@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from lightning_scape.comm.collectives import Communicator
+from lightning_scape.engine.block_wire import Wire
 from lightning_scape.layout import Layout
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 from lightning_scape.sparseloco.state import LocoState, Spans
 from lightning_scape.sparseloco.stats import ExchangeRecord
-from lightning_scape.sparseloco.wire import Wire
 
 
 class Exchange:
