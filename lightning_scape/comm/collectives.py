@@ -12,10 +12,10 @@ mask       all-gather, uint8 or uint16      (N-1)/N * k * 1 or 2                
 votes      all-to-all, uint8                (N-1)/N * (P/B) * (V * (2 or 3) + 1)         during the next step
 ========== ================================ ============================================ ==================
 
-``wire_dtype="int8"`` takes 1.03 bytes for a value, ``"int4"`` 0.53. Parameters wider than the wire dtype come back as changes in it. Others, and those with masters, come back as values.
-``V`` is ``ScapeConfig.votes``; where it is 0 there is no fifth message. Mask and votes travel on a process group (on
-CUDA: communicator and stream) of their own, so that they never queue behind, nor hold up, the messages of the step or
-of the model. With one rank nothing is sent at all.
+``wire_dtype="int8"`` takes 1.03 bytes for a value, ``"int4"`` 0.53. Parameters wider than the wire dtype come back as
+changes in it. Others, and those with masters, come back as values. ``V`` is ``ScapeConfig.votes``; where it is 0 there
+is no fifth message. Mask and votes travel on a process group (on CUDA: communicator and stream) of their own, so that
+they never queue behind, nor hold up, the messages of the step or of the model. With one rank nothing is sent at all.
 """
 
 from __future__ import annotations

@@ -43,15 +43,18 @@ class ValueWire:
         Returns:
             uint8 ``[shards * G, W]``.
         """
+        if not values.numel():
+            return values.new_empty(0, self._wire.row_bytes, dtype=torch.uint8)
         flat = values.view(shards, -1)
-        # Shared groups end with zeros, which cost nothing.
+        # A part's last group is filled up with zeros.
         groups = torch.nn.functional.pad(flat, (0, -flat.shape[1] % GROUP)).view(-1, GROUP)
-        parts = [self._wire.take(part) for part in groups.split(_CHUNK)]
+        message = torch.cat([self._wire.take(part) for part in groups.split(_CHUNK)])
         flat.copy_(groups.view(shards, -1)[:, : flat.shape[1]])
-        return torch.cat(parts) if parts else values.new_empty(0, self._wire.row_bytes, dtype=torch.uint8)
+        return message
 
     def read(self, message: Tensor, rows: int, sent: int, shards: int = 1) -> Tensor:
         """The values of a message, fp32 ``[shards * rows, sent]``."""
-        parts = [self._wire.read(part).values for part in message.split(_CHUNK)]
-        values = torch.cat(parts) if parts else message.new_empty(0, GROUP, dtype=torch.float32)
+        if not len(message):
+            return message.new_empty(shards * rows, sent, dtype=torch.float32)
+        values = torch.cat([self._wire.read(part).values for part in message.split(_CHUNK)])
         return values.view(shards, -1)[:, : rows * sent].reshape(shards * rows, sent)
