@@ -161,6 +161,7 @@ VARIED: list[dict[str, Any]] = [
     {"block_size": 100},
     {"block_size": 1000},
     {"wire_dtype": "fp32"},
+    {"wire_dtype": "int4"},
     {"dense_steps": 300},
     {"sparsity_warmup_steps": 600},
     {"clip_norm": "local"},
@@ -272,6 +273,12 @@ SUITES: dict[str, list[Run]] = {
             steps=1000,
         ),
     ],
+    "wires": sweep(
+        [scape(sparsity, wire_dtype=wire) for sparsity in (0.99, 0.9) for wire in ("int8", "int4", "fp32")],
+        [16e-3],
+        size="0.03M",
+        steps=1000,
+    ),
     "ranks": [
         *sweep([DENSE[1], paper()], [4e-3], size="0.03M", ranks=2),
         *sweep([DENSE[1], paper()], [4e-3], size="0.03M", ranks=8),

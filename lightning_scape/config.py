@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 MaskStatistic = Literal["residual", "first_moment"]
-WireDtype = Literal["bf16", "fp32"]
+WireDtype = Literal["bf16", "fp32", "int8", "int4"]
 ClipNorm = Literal["sketch", "local"]
 SecondMoment = Literal["measured", "reconstructed"]
 CatchUp = Literal["implicit", "summed"]
@@ -30,6 +30,7 @@ _FEW = 5
 """Above this many sent entries per block, proposals no longer pay for their bytes and their ranking."""
 
 _WIRE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_WIRE_BITS = {"int8": 8, "int4": 4}
 _RESIDUAL_DTYPES = (torch.float32, torch.float64)
 
 
@@ -93,7 +94,8 @@ class ScapeConfig:
     stable up to a higher curvature: 5 times at tau = 2, twice at tau = 10, the same at tau = 100."""
 
     wire_dtype: WireDtype = "bf16"
-    """How values travel to their owner: ``"bf16"`` (2 bytes, rounding error stays in the residual) or ``"fp32"``. Where
+    """How values travel to their owner: ``"bf16"`` (2 bytes), ``"int8"`` or ``"int4"`` (1.03 or 0.53 bytes: 64 values
+    share a scale), or ``"fp32"``; the rounding error stays in the residual. Where
     all parameters are wider than that, they come back as changes in it (bf16: rounded by a part in 512), else, and
     where fp32 masters are kept, as values in their own dtype."""
 
@@ -261,8 +263,13 @@ class ScapeConfig:
 
     @property
     def values_dtype(self) -> torch.dtype:
-        """The torch dtype that ``wire_dtype`` names."""
-        return _WIRE_DTYPES[self.wire_dtype]
+        """The torch dtype that ``wire_dtype`` names; fp32 for those that are packed into fewer bits."""
+        return _WIRE_DTYPES.get(self.wire_dtype, torch.float32)
+
+    @property
+    def wire_bits(self) -> int | None:
+        """Bits of a value on the wire where values are packed, else None."""
+        return _WIRE_BITS.get(self.wire_dtype)
 
 
 _LEAST_WHOLE = {

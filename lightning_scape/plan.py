@@ -368,11 +368,12 @@ def report(
 ) -> str:
     """Tables in Markdown, the advice first. ``inside`` is the link between a node's ranks, where it has several."""
     alone, shared = predictions[0].seconds, inside is not None
+    local = planner.predict_local(job, link, machine)
     lines = [
         f"{model}: {job.parameters / 1e6:.1f}M parameters on {job.ranks} ranks ({job.ranks_per_node} per node),"
         f" {link.bandwidth * 8e-9:.3g} Gbit/s, forward and backward {planner.show_seconds(job.step_compute)}",
         "",
-        planner.advice(predictions, memory),
+        planner.which_method(predictions, local, memory),
         "",
         "| method | step | over compute only | sent per rank and step"
         f"{' | sent per network card' if shared else ''} | memory per rank* | as fast as dense below | pays below |",
@@ -390,7 +391,7 @@ def report(
             f" | {planner.show_bytes(p.bytes_sent)}{f' | {planner.show_bytes(p.on_card)}' if shared else ''} | {needed}"
             f" | {even} | {pays} |"
         )
-    lines += ["", *local_lines(job, link, machine, predictions)]
+    lines += ["", *local_lines(local, alone, memory)]
     sparsities = [p.sparsity for p in predictions if p.sparsity is not None and p.group_size == 1]
     lines += ["", "The same work per rank on more ranks:", ""]
     scaling = planner.scaling(job, link, machine, sparsities)
@@ -412,17 +413,15 @@ def report(
     return "\n".join(lines)
 
 
-def local_lines(job: Job, link: Link, machine: Machine, predictions: Sequence[Prediction]) -> list[str]:
-    """SparseLoCo's advice, and its table in Markdown: a step on average over a window of H."""
-    local = planner.predict_local(job, link, machine)
-    lines = [planner.which_method(predictions, local), ""]
-    lines += ["| SparseLoCo | step, on average | over compute only | sent per rank and step | memory per rank* |"]
+def local_lines(local: Sequence[Prediction], alone: float, memory: float) -> list[str]:
+    """SparseLoCo's table in Markdown: a step on average over a window of H. ``alone`` is compute only, in seconds."""
+    lines = ["| SparseLoCo | step, on average | over compute only | sent per rank and step | memory per rank* |"]
     lines += ["|---|---|---|---|---|"]
     for p in local:
         lines.append(
-            f"| H = {p.method.partition('=')[2]} | {planner.show_seconds(p.seconds)}"
-            f" | {p.seconds / predictions[0].seconds:.2f}x | {planner.show_bytes(p.bytes_sent)}"
-            f" | {planner.show_bytes(p.memory)} |"
+            f"| H = {p.method.partition('=')[2]} | {planner.show_seconds(p.seconds)} | {p.seconds / alone:.2f}x"
+            f" | {planner.show_bytes(p.bytes_sent)}"
+            f" | {planner.show_bytes(p.memory)}{', too much' if p.memory > memory else ''} |"
         )
     return lines
 

@@ -32,6 +32,7 @@ from lightning_scape.checkpoint.inspection import verify
 from lightning_scape.checkpoint.saver import Content, Saver
 from lightning_scape.comm.collectives import Communicator, new_mask_group, timeout_of
 from lightning_scape.comm.lost_ranks import explained_loss
+from lightning_scape.sparseloco import SparseLoCo
 
 RunRanks = Callable[..., list[Any]]
 CONFIG = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
@@ -80,6 +81,29 @@ def test_what_was_reported_before_is_not_taken_for_a_later_report(run_ranks: Run
     first, second = run_ranks(fail_again, 3, timeout=60.0)[0]
     assert "All ranks have reported this" in first
     assert "Ranks 1, 2 have not reported within 1.5 s: one of them or more is lost" in second
+
+
+def lose_a_rank_between_exchanges(rank: int, world_size: int, overlap: int) -> None:
+    with pytest.raises(RuntimeError, match="All ranks have reported this"), explained_loss():
+        raise RuntimeError("Connection reset by peer")  # as before a restart, in the same store
+    params = parameters()
+    loco = SparseLoCo(torch.optim.SGD(params, 0.1), sync_every=2, overlap_steps=overlap)
+    for step in range(6):
+        if rank == 1 and step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        set_gradients(params, rank, step)
+        loco.optimizer.step()
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_sparseloco_names_the_rank_that_is_lost_after_a_restart_in_the_same_store(
+    run_ranks: RunRanks, overlap: int
+) -> None:
+    """Without overlap it makes no group of its own, and took reports of before the restart for new ones."""
+    errors = run_ranks(lose_a_rank_between_exchanges, 3, overlap, expect_errors=True, timeout=60.0)
+    assert isinstance(errors[1], RankError)
+    for error in (errors[0], errors[2]):
+        assert "Rank 1 has not reported within" in str(error)
 
 
 def wait_for_masks(rank: int, world_size: int) -> float:

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from lightning_scape.comm.collectives import Work, new_mask_group
 from lightning_scape.sparseloco import SparseLoCo
@@ -458,18 +456,6 @@ def test_what_cannot_be_wrapped_is_refused() -> None:
     with pytest.raises(ValueError, match="frozen, unfrozen and added before"):
         optimizer.step()
     kept.close()
-
-
-def _sharded(rank: int, world_size: int) -> None:
-    net = fully_shard(model(), mesh=init_device_mesh("cpu", (world_size,)))
-    SparseLoCo(torch.optim.AdamW(net.parameters()))
-
-
-def test_sharded_parameters_are_refused(run_ranks: Any) -> None:
-    """They trained, and a checkpoint held the rows of one rank of each node only."""
-    for error in run_ranks(_sharded, 2, expect_errors=True):
-        assert isinstance(error, ValueError)
-        assert "must be whole on every rank, got sharded ones" in str(error)
 
 
 def _dies(rank: int, world_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -77,3 +78,23 @@ def test_the_plan_shows_both_methods(capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr().out
     assert "Take SparseLoCo with sync_every=" in said
     assert "| H = 30 |" in said
+
+
+@pytest.mark.parametrize("bandwidth", ["10mbit", "100mbit", "1gbit", "10gbit", "100gbit"])
+@pytest.mark.parametrize("ranks", ["1", "8"])
+def test_a_plan_gives_one_advice(capsys: pytest.CaptureFixture[str], bandwidth: str, ranks: str) -> None:
+    """Of nodes it said "Use SCAPE 99.9%" first, and "Take SparseLoCo" below."""
+    given = ["--model=pythia-14m", "--nodes=2", f"--bandwidth={bandwidth}", "--step-compute=350ms"]
+    assert plan.main([*given, f"--gpus-per-node={ranks}"]) == 0
+    said = capsys.readouterr().out
+    assert len(re.findall(r"^(Use|Stay with|Take|None of)", said, re.MULTILINE)) == 1
+    assert ("Take SparseLoCo" in said) != ("SparseLoCo is not needed" in said)
+
+
+def test_what_does_not_fit_is_not_advised() -> None:
+    link = Link(bandwidth=1.25e6)
+    predictions, local = planner.predict(JOB, link, MACHINE, [0.9, 0.99]), planner.predict_local(JOB, link, MACHINE)
+    assert planner.which_method(predictions, local).startswith("Take SparseLoCo")
+    said = planner.which_method(predictions, local, memory=min(p.memory for p in local) - 1)
+    assert "Take SparseLoCo" not in said
+    assert said.endswith("per rank: too much.")

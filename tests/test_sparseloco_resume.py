@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,9 @@ import torch
 from test_sparseloco import SPARSE, flat, gradient, model
 from torch import Tensor
 
-from lightning_scape import ScapeConfig, ScapeOptimizer
+from lightning_scape import ScapeConfig, ScapeOptimizer, tool
 from lightning_scape.checkpoint.atomic_files import CheckpointError
+from lightning_scape.checkpoint.dcp import Chunk, as_bytes
 from lightning_scape.checkpoint.saver import Content, SavedContent, Saver, consolidate
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.sparseloco import SparseLoCo
@@ -153,8 +157,8 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
     newer = {**good, "sparseloco": {**good["sparseloco"], "format": 2}}
     smaller = {**good, "sparseloco": {**good["sparseloco"], "numels": [3]}}
     for saved, complaint in (
-        ({"scape": {}, "state": {}, "param_groups": []}, "one of SCAPE"),
-        ({"what": 1}, "something else"),
+        ({"scape": {}, "state": {}, "param_groups": []}, "`format` of a SCAPE state must be"),
+        ({"what": 1}, r"must be one of SparseLoCo, of SCAPE, or of the inner optimizer, got \['what'\]"),
         (newer, "a newer lightning_scape"),
         (smaller, "must be of this model"),
     ):
@@ -188,3 +192,138 @@ def _uncollected(rank: int, world_size: int) -> str:
     with pytest.raises(RuntimeError, match="must be collected"):
         loco.state_dict()
     return "must be collected"
+
+
+class Bait:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, bait: Path) -> None:
+        self.bait = bait
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self.bait),))
+
+
+@pytest.mark.parametrize("content", ["bomb", "cut", "another"])
+def test_verify_reads_what_loading_reads_of_every_ranks_part(tmp_path: Path, capsys: Any, content: str) -> None:
+    """Verify called a directory complete whose part of a rank executed code when it was loaded."""
+    net, optimizer, loco = build()
+    go_on(net, optimizer, 0, 0, 2)
+    shards, path, bait = loco.sharded_state_dict(), tmp_path / "saved", tmp_path / "executed"
+    packed = shards.tensors["rank.0"].tensor
+    bad = {
+        "bomb": torch.frombuffer(bytearray(as_bytes({"parameters": Bait(bait)})), dtype=torch.uint8),
+        "cut": packed[:-100],
+        "another": torch.frombuffer(bytearray(as_bytes({"parameters": []})), dtype=torch.uint8),
+    }[content]
+    said = {"bomb": "only executing its code", "cut": "torn or damaged", "another": "must hold a rank's"}[content]
+    for tensor, complaint in ((packed, None), (bad, said)):
+        shards.tensors["rank.0"] = Chunk.whole(tensor)
+        Saver(asynchronous=False).save(path, Content(optimizers={"loco": shards}), Communicator.alone())
+        assert tool.main(["verify", str(path)]) == (0 if complaint is None else 1)
+        assert complaint is None or complaint in capsys.readouterr().err
+        if complaint is not None:
+            with pytest.raises(CheckpointError, match=complaint):
+                loco.load_state_dict(SavedContent(path).optimizers["loco"])
+    assert not bait.exists()
+
+
+def _scape_state(rank: int, world_size: int, path: str) -> list[Tensor]:
+    net = model()
+    config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update="adamw")
+    optimizer = ScapeOptimizer(net.parameters(), lr=3e-3, config=config)
+    go_on(net, optimizer, rank, 0, 4)  # type: ignore[arg-type]
+    optimizer.consolidate_state_dict()
+    if rank == 0:
+        torch.save(optimizer.state_dict(), f"{path}.file")
+    content = Content(optimizers={"it": optimizer.sharded_state_dict()})
+    Saver(asynchronous=False).save(Path(f"{path}.folder"), content, Communicator(None, None))
+    assert optimizer.engine.state is not None
+    return [optimizer.engine.state.residual.norm()]
+
+
+def test_a_state_of_scape_becomes_the_inner_optimizers_and_says_what_is_dropped(run_ranks: Any, tmp_path: Path) -> None:
+    """It was refused, where plain AdamW takes it."""
+    norms = [norm for (norm,) in run_ranks(_scape_state, 2, str(tmp_path / "saved"))]
+    mass = float(torch.stack(norms).square().mean().sqrt())
+    whole = torch.load(tmp_path / "saved.file", weights_only=True)
+    for saved in (whole, SavedContent(tmp_path / "saved.folder").optimizers["it"]):
+        net, optimizer, loco = build()
+        with pytest.warns(UserWarning, match=f"trained with SCAPE: both moments.*an L2 norm of {mass:.3g} "):
+            loco.load_state_dict(copy.deepcopy(saved) if saved is whole else saved)  # torch keeps its tensors
+        assert optimizer.param_groups[0]["lr"] == 3e-3
+        for number, parameter in enumerate(net.parameters()):
+            assert float(optimizer.state[parameter]["step"]) == 4
+            assert torch.equal(optimizer.state[parameter]["exp_avg"], whole["state"][number]["exp_avg"])
+            assert torch.equal(optimizer.state[parameter]["exp_avg_sq"], whole["state"][number]["exp_avg_sq"])
+        go_on(net, optimizer, 0, 4, 8)
+        assert loco.progress.exchanges == 1
+    sgd = SparseLoCo(torch.optim.SGD(model().parameters(), 0.1))
+    with pytest.raises(ValueError, match="must wrap AdamW or Adam to go on from a state of SCAPE, got SGD"):
+        sgd.load_state_dict(whole)
+    other = torch.nn.Sequential(torch.nn.Linear(8, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3))
+    unfit = SparseLoCo(torch.optim.AdamW(other.parameters()))
+    with pytest.raises(ValueError, match=r"first moments of shape \(40, 8\) for parameter 0, which has \(30, 8\)"):
+        unfit.load_state_dict(whole)
+
+
+def _change(rank: int, world_size: int, change: str, overlap: int) -> Any:
+    """Loads inside a window (or during an exchange), changes weights, and looks at the end of the window."""
+    after = 4 if overlap else AFTER
+    net, optimizer, loco = build(overlap_steps=overlap)
+    go_on(net, optimizer, rank, 0, after)
+    loco.consolidate_state_dict()
+    states = [loco.state_dict() if rank == 0 else None]
+    torch.distributed.broadcast_object_list(states)
+    other, second, again = build(overlap_steps=overlap)
+    again.load_state_dict(states[0])
+    with torch.no_grad():
+        if change == "all":
+            for parameter in other.parameters():
+                parameter.fill_(3.0)
+        elif change == "one":
+            other[2].bias.fill_(3.0)
+        elif change == "apart":
+            other[2].bias.fill_(float(rank))
+    loaded = flat(other)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            again.consolidate_state_dict()  # any use that is collective takes them up
+        except RuntimeError as error:
+            return str(error)
+    assert again.state is not None
+    start = torch.cat(
+        [again.state.start.view(-1)[p.of_blocks(again.layout.block_size)] for p in again.layout.everything().pieces]
+    )
+    for group in second.param_groups:
+        group["lr"] = 0.0
+    go_on(other, second, rank, after, 9)
+    again.sync()
+    return loaded, start, flat(other), [str(warning.message) for warning in told]
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+@pytest.mark.parametrize("change", ["all", "one"])
+def test_weights_loaded_before_the_first_step_are_where_training_goes_on(
+    run_ranks: Any, change: str, overlap: int
+) -> None:
+    """The next exchange took them for a pseudo-gradient, and undid all but its largest entries."""
+    results = run_ranks(_change, 2, change, overlap)
+    for loaded, start, _, _ in results:
+        changed = loaded == 3.0
+        assert changed.sum() == (len(loaded) if change == "all" else 3)
+        assert torch.equal(start[changed], loaded[changed])
+        assert bool(changed.all()) or not torch.equal(start[~changed], loaded[~changed])  # still inside the window
+    ends = [end[loaded == 3.0] for loaded, _, end, _ in results]
+    assert torch.equal(ends[0], ends[1])
+    assert float((ends[0] - 3.0).abs().max()) < 0.5  # only what was still owed has moved them
+    (told,) = results[0][3]
+    assert f"{4 if change == 'all' else 1} of 4 parameters" in told
+    assert results[1][3] == []
+
+
+def test_nothing_is_said_of_weights_that_stay_and_weights_that_differ_are_an_error(run_ranks: Any) -> None:
+    assert run_ranks(_change, 2, "none", 0)[0][3] == []
+    for said in run_ranks(_change, 2, "apart", 0):
+        assert "must hold bitwise equal parameters, got 'parameter 3' of 3 entries" in said

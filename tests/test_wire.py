@@ -80,11 +80,11 @@ def test_a_change_is_rounded_once_and_added_alike_everywhere(run_ranks: RunRanks
         assert ((first - exact).abs()[moved] <= (exact - start).abs()[moved] / 256 + 1e-6 * start).all()
 
 
-def stand_still(rank: int, world_size: int, sparsity: float, update: str) -> bool:
+def stand_still(rank: int, world_size: int, sparsity: float, update: str, wire: str) -> bool:
     """Whether steps that are skipped, or without a gradient, leave every bit: of signed zeros and infinities too."""
     parameter = nn.Parameter(torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1e-42, -3.0] * 50))
     other = nn.Parameter(torch.ones(300))
-    config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0, update=update)
+    config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0, update=update, wire_dtype=wire)  # type: ignore[arg-type]
     optimizer = ScapeOptimizer([parameter, other], config=config)
     before = parameter.detach().clone().view(torch.int32)
     for bad in (float("nan"), float("inf")):
@@ -99,9 +99,18 @@ def stand_still(rank: int, world_size: int, sparsity: float, update: str) -> boo
     return torch.equal(parameter.detach().view(torch.int32), before)
 
 
-@pytest.mark.parametrize(("sparsity", "update"), [(0.0, "adams"), (0.9, "adams"), (0.0, "adamw"), (0.9, "adamw")])
+@pytest.mark.parametrize(
+    ("sparsity", "update", "wire"),
+    [
+        (0.0, "adams", "bf16"),
+        (0.9, "adams", "bf16"),
+        (0.0, "adamw", "bf16"),
+        (0.9, "adamw", "bf16"),
+        (0.9, "adamw", "int4"),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:The gradient norm was not finite")
 def test_a_step_that_is_skipped_or_without_a_gradient_changes_no_bit(
-    run_ranks: RunRanks, sparsity: float, update: str
+    run_ranks: RunRanks, sparsity: float, update: str, wire: str
 ) -> None:
-    assert run_ranks(stand_still, 2, sparsity, update) == [True, True]
+    assert run_ranks(stand_still, 2, sparsity, update, wire) == [True, True]

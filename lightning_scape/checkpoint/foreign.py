@@ -109,6 +109,16 @@ def as_adamw(saved: Mapping[str, Any]) -> dict[str, Any]:
     Moments, step and options carry over. The update of AdamS has no second moment: it is set to the first one's square,
     as AdamS's denominator has it. Residuals (computed, not yet sent) are lost; a warning says so.
     """
+    state, moments = dense_state(saved)
+    warnings.warn(
+        f"SCAPE's state as AdamW's: parameters, {moments}; residuals, last steps and masks do not carry over.",
+        stacklevel=2,
+    )
+    return state
+
+
+def dense_state(saved: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The state of :func:`as_adamw`, and what carries over, in words. Warns of nothing."""
     kept = has_second(saved["scape"])
     betas = {index: group["betas"][1] for group in saved["param_groups"] for index in group["params"]}
     since = saved["scape"].get("second_moment_since", 0)
@@ -134,8 +144,11 @@ def as_adamw(saved: Mapping[str, Any]) -> dict[str, Any]:
         else "first moments and step carry over; the second moment, which AdamS does not have, is set to the first"
         " one's square"
     )
-    warnings.warn(
-        f"SCAPE's state as AdamW's: parameters, {moments}; residuals, last steps and masks do not carry over.",
-        stacklevel=2,
-    )
-    return {"state": state, "param_groups": saved["param_groups"]}
+    return {"state": state, "param_groups": saved["param_groups"]}, moments
+
+
+def residual_norm(saved: Mapping[str, Any]) -> float:
+    """Of a whole state of SCAPE: root mean square over ranks of the residuals' L2 norms."""
+    residuals = saved["scape"]["residuals"]
+    squares = sum(float(tensor.double().square().sum()) for residual in residuals for tensor in residual.values())
+    return float((squares / max(1, len(residuals))) ** 0.5)

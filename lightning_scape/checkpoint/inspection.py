@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from lightning_scape.checkpoint import atomic_files as files
+from lightning_scape.checkpoint import packed
 from lightning_scape.checkpoint.saver import SavedContent
 
 
@@ -18,8 +19,8 @@ def verify(path: str | os.PathLike[str]) -> None:
     """Reads a whole checkpoint, file or directory, as loading does, and fails where loading would.
 
     Every byte is compared with its checksum, and all that is in the checkpoint is loaded; no more than its largest
-    tensor is kept in memory. Whether it fits a model only the model can tell. Of a folder that LitGPT saved, its
-    ``lit_model.pth``.
+    tensor (of SparseLoCo, than one rank's part) is kept in memory. Whether it fits a model only the model can tell. Of
+    a folder that LitGPT saved, its ``lit_model.pth``.
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
@@ -28,9 +29,12 @@ def verify(path: str | os.PathLike[str]) -> None:
     path = _checkpoint_in(Path(path))
     files.check_there(path)
     if path.is_dir():
-        saved = SavedContent(path).directory
-        for key in saved.shapes():
-            saved.tensor(key)
+        saved = SavedContent(path)
+        for key in saved.directory.shapes():
+            saved.directory.tensor(key)
+        for shards in saved.optimizers.values():
+            for _ in packed.parts(shards):  # unpickled, as loading does
+                pass
     else:
         files.load_file(path, _let_go)
 

@@ -16,6 +16,7 @@ from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint.dcp import REST, Chunk, Directory, as_bytes, write_directory
 from lightning_scape.checkpoint.foreign import as_adamw
 from lightning_scape.checkpoint.optimizer_state import merge_shards
+from lightning_scape.checkpoint.packed import KEY as PARTS_OF_RANKS
 from lightning_scape.checkpoint.rng import rng_state
 from lightning_scape.checkpoint.source import OwnShards, SavedShards
 from lightning_scape.comm.collectives import Communicator
@@ -202,7 +203,7 @@ def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
         whole = files.load_file(path)
         return _with_adamw(whole, path) if optimizer == "adamw" else whole
     saved = SavedContent(path)
-    if any("sparseloco" in shards.common for shards in saved.optimizers.values()):
+    if any(PARTS_OF_RANKS in shards.common for shards in saved.optimizers.values()):
         raise files.CheckpointError(
             f"{path} must be a checkpoint of SCAPE to be made one file, got one of SparseLoCo. Load it as it is, and"
             ' save with state_dict_type="full".'

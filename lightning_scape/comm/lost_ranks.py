@@ -42,7 +42,12 @@ def explained_messages() -> Iterator[None]:
 
 
 def forget_losses() -> None:
-    """Takes back what this rank has reported: a store may outlive its process group, and even a process (torchrun)."""
+    """Takes back what this rank has reported: a store may outlive its process group, and even a process (torchrun).
+
+    Does nothing where no process group is up.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return
     with contextlib.suppress(RuntimeError):  # not every store can
         dist.distributed_c10d._get_default_store().delete_key(f"{_KEY}/{dist.get_rank()}")
 

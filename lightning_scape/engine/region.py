@@ -13,6 +13,7 @@ from lightning_scape.config import ScapeConfig
 from lightning_scape.engine.mask import Ranking
 from lightning_scape.engine.participation import Participation
 from lightning_scape.engine.state import ScapeState, piece_views
+from lightning_scape.engine.value_wire import ValueWire
 from lightning_scape.layout import Layout, Piece
 
 SAMPLE_INTERVAL = 8
@@ -30,7 +31,7 @@ class RemoteRegion:
     Args:
         layout: blocks and shards.
         rank: this rank.
-        config: ``values_dtype`` is used.
+        config: the wire dtype is used.
     """
 
     def __init__(self, layout: Layout, rank: int, config: ScapeConfig) -> None:
@@ -39,6 +40,25 @@ class RemoteRegion:
         self.rows = self._region.rows
         """Of all blocks."""
         self.pieces = self._region.pieces
+        self.wire = ValueWire(config.wire_bits) if config.wire_bits is not None and layout.world_size > 1 else None
+        """Packs the values; None where they travel as they are."""
+        self._shards = layout.world_size
+
+    def pack(self, state: ScapeState, mask: Tensor | None, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The message of the values that have left the residual, and the values as they will be read.
+
+        The rounding error goes back into the residual: what is sent plus what is left is what was there, bit for bit.
+        """
+        if self.wire is None:
+            return values, values
+        left = values.clone()
+        message = self.wire.pack(left, self._shards)
+        residual, error = state.residual[: self._blocks], left.to(state.residual.dtype)
+        if mask is None:
+            residual += error
+        else:
+            residual.scatter_add_(1, mask[: self._blocks].long(), error)
+        return message, values.sub_(left)
 
     def fold(self, state: ScapeState, grads: Grads, part: Participation, clip_value: float | None) -> None:
         """``residual += scale * gradient``."""

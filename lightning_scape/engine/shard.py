@@ -14,6 +14,7 @@ from lightning_scape.engine.hyperparameters import RowHyperparameters
 from lightning_scape.engine.parameters import Parameters
 from lightning_scape.engine.participation import Participants, Participation
 from lightning_scape.engine.state import ScapeState
+from lightning_scape.engine.value_wire import ValueWire
 from lightning_scape.layout import Layout
 
 MEAN_SQUARE_FLOOR = 1 / 20
@@ -46,8 +47,11 @@ class OwnShard:
         self.rows, self._pieces = layout.rows_of(rank), layout.local(rank).pieces
         corrects = config.bias_correction or config.update == "adamw"
         self._hyperparameters = RowHyperparameters(parameters, self._pieces, layout.shard_blocks, corrects)
-        self.as_changes = layout.world_size > 1 and parameters.travel_as_changes(config.values_dtype)
+        travels = config.values_dtype if config.wire_bits is None else torch.uint8
+        self.as_changes = layout.world_size > 1 and parameters.travel_as_changes(travels)
         """Whether changes of parameters travel, in place of their values."""
+        self.wire = ValueWire(config.wire_bits) if self.as_changes and config.wire_bits is not None else None
+        """Packs the changes; None where they travel as they are."""
 
     def update(
         self, state: ScapeState, mask: Tensor | None, mean: Tensor, part: Participation
@@ -55,8 +59,8 @@ class OwnShard:
         """The update of the masked entries, from the mean gradient ``[R, q]``.
 
         Returns:
-            The new values of the entries, or their changes, ``[R, q]`` in the dtype of their travel; and how many of
-            the entries were visited in the step before too.
+            The new values of the entries, or their changes, ``[R, q]`` in the dtype of their travel (or packed); and
+            how many of the entries were visited in the step before too.
         """
         own = None if mask is None else mask[self.rows]
         theta = self._read(state, own, mean)
@@ -69,7 +73,26 @@ class OwnShard:
             return theta.to(self._parameters.wire_dtype), again
         same = theta == before
         # Adding -0.0 leaves every number as it is, 0.0 and infinities too.
-        return theta.sub_(before).masked_fill_(same, -0.0).to(self._config.values_dtype), again
+        changes = theta.sub_(before).masked_fill_(same, -0.0)
+        if self.wire is not None:
+            return self._pack(self.wire, state, changes, own, part), again
+        return changes.to(self._config.values_dtype), again
+
+    def _pack(
+        self, wire: ValueWire, state: ScapeState, changes: Tensor, own: Tensor | None, part: Participation
+    ) -> Tensor:
+        """The message of the changes and of what earlier ones' rounding has left; what is left now stays with us."""
+        if state.change_error is None:
+            state.change_error = torch.zeros_like(state.exp_avg)
+        kept = ops.gather_blocks(state.change_error, own)
+        scale = part.of_rows(self.rows)
+        applied = scale.unsqueeze(1) != 0 if scale.dim() else scale != 0  # else the row stands still
+        due = torch.where(applied, changes + kept, 0.0)
+        sent = due.float()
+        beyond = due - sent  # of fp64
+        message = wire.pack(sent)
+        ops.scatter_blocks(state.change_error, own, torch.where(applied, beyond + sent, kept))
+        return message
 
     def _read(self, state: ScapeState, own: Tensor | None, mean: Tensor) -> Tensor:
         """The masked values of the shard, ``[R, q]``, in the state's dtype."""

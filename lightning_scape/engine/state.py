@@ -15,7 +15,7 @@ _CHUNK = 1 << 18
 """Entries handled at a time, so that no temporary has a parameter's size."""
 SHARD_TENSORS = (
     *("exp_avg", "last_step", "master"),
-    *("local_exp_avg", "local_exp_avg_sum", "local_exp_avg_sq", "exp_avg_sq"),
+    *("local_exp_avg", "local_exp_avg_sum", "local_exp_avg_sq", "exp_avg_sq", "change_error"),
 )
 """Names of the shard's tensors, each ``[R, B]`` or None."""
 
@@ -52,6 +52,9 @@ class ScapeState:
     not corrected for its start at zero. Entries that are not visited take this rank's own gradient for it."""
     exp_avg_sq_since: int = 0
     """The step at whose end ``exp_avg_sq`` was zero."""
+    change_error: Tensor | None = None
+    """``[R, B]`` fp32 (fp64), where changes of parameters travel in 8 or 4 bits: what their rounding has left, to be
+    sent with the next change. Made at the first step."""
     missed: Tensor | None = None
     """int32 ``[parameters]``: number of steps in which no rank had a gradient for the parameter. Its own step is
     ``step`` minus this. None stands for zeros."""

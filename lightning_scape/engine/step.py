@@ -26,6 +26,7 @@ from lightning_scape.engine.replicas import check_replicas
 from lightning_scape.engine.shard import OwnShard
 from lightning_scape.engine.state import ScapeState
 from lightning_scape.engine.stats import StepRecord, StepStats
+from lightning_scape.engine.value_wire import packed_bytes
 from lightning_scape.layout import Layout
 
 
@@ -122,15 +123,16 @@ class Engine:
             ranking = self.masks.ranking(state.calls, state)
             there = None if mask is None else mask.to(state.residual.device)
         with record.phase("sweep"):
-            values = self.remote.sweep(state, unfolded, there, part, ranking, clip_value).to(self.device)
+            values = self.remote.sweep(state, unfolded, there, part, ranking, clip_value)
+            message, values = (each.to(self.device) for each in self.remote.pack(state, there, values))
         with record.phase("exchange"):
-            arriving = self.comm.all_to_all(values)
+            arriving = self.comm.all_to_all(message)
         with arriving, record.phase("sweep"):
             own = self.local.sweep(state, unfolded, there, part, ranking, clip_value).to(self.device)
             record.sent_energy = ops.squared_norm([own, *(values[rows] for rows in self.remote.rows)])
         with record.phase("exchange"):
             mean = self._mean(arriving.wait(), own, state.exp_avg.dtype)
-            del values, own, arriving
+            del message, values, own, arriving
         with record.phase("update"):
             updated, record.again = self.shard.update(state, mask, mean, part)
             record.sent = mean.shape[1]
@@ -166,7 +168,8 @@ class Engine:
 
     def _mean(self, received: Tensor, own: Tensor, dtype: torch.dtype) -> Tensor:
         """A, ``[R, q]``: the mean over ranks of the values for this shard, summed in rank order."""
-        contributions: list[Tensor] = list(received)
+        wire = self.remote.wire
+        contributions = list(received) if wire is None else [wire.read(each, *own.shape) for each in received]
         contributions[self.comm.rank] = own
         total = contributions[0].to(dtype, copy=True)
         for contribution in contributions[1:]:
@@ -179,9 +182,18 @@ class Engine:
         flat, block_size, add = self.parameters.flat, self.layout.block_size, self.shard.as_changes
         try:  # the moments have gone on, and so must all parameters
             own = None if mask is None else mask[self.local.rows]
-            ops.scatter_params(flat, self.local.pieces, own, updated, block_size, add)
+            ops.scatter_params(flat, self.local.pieces, own, self._read_back(mask, updated, 1), block_size, add)
         finally:
-            ops.scatter_params(flat, self.remote.pieces, mask, arriving.wait(), block_size, add)
+            everyone = self._read_back(mask, arriving.wait(), self.comm.world_size)
+            ops.scatter_params(flat, self.remote.pieces, mask, everyone, block_size, add)
+
+    def _read_back(self, mask: Tensor | None, message: Tensor, shards: int) -> Tensor:
+        """Updated values or changes, ``[shards * R, q]``; every rank reads the same."""
+        if self.shard.wire is None:
+            return message
+        sent = self.layout.block_size if mask is None else mask.shape[1]
+        changes = self.shard.wire.read(message, self.layout.shard_blocks, sent, shards)
+        return changes.masked_fill_(changes == 0, -0.0)  # which leaves every number as it is
 
     def _end(self, state: ScapeState, scale: Tensor) -> None:
         record, every = self.record, self.config.check_replicas_every
@@ -254,9 +266,13 @@ class Engine:
         """See :meth:`ScapeOptimizer.bytes_per_step`."""
         quota, ranks = self.config.quota, self.comm.world_size
         sent = quota.sent if sent is None else sent
-        back = self.config.values_dtype if self.shard.as_changes else self.parameters.wire_dtype
-        per_block = sent * (self.config.values_dtype.itemsize + back.itemsize)
+        own = self.layout.shard_blocks * sent
+        there, back = own * self.config.values_dtype.itemsize, own * self.parameters.wire_dtype.itemsize
+        if self.config.wire_bits is not None:
+            there = packed_bytes(own, self.config.wire_bits)
+        back = there if self.shard.as_changes else back
+        per_block = 0
         if sent < quota.block_size:
             per_block += sent * ops.position_dtype(quota.block_size).itemsize
             per_block += ops.proposal_bytes(self.config.votes, quota.block_size)
-        return self.layout.blocks * per_block * (ranks - 1) // ranks
+        return (ranks * (there + back) + self.layout.blocks * per_block) * (ranks - 1) // ranks

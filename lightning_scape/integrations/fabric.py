@@ -349,13 +349,17 @@ class FabricScapeStrategy(DDPStrategy):
         content = Content()
         for name, value in state.items():
             if isinstance(value, Module):
-                names = [parameter for parameter, _ in value.named_parameters()]
-                content.models[name] = replicated(self.get_module_state_dict(value), names, self.global_rank)
+                offered = self._offered_parameters(value)
+                content.models[name] = replicated(self.get_module_state_dict(value), offered, self.global_rank)
             elif (ours := self._ours(value)) is not None:
                 content.optimizers[name] = ours.sharded_state_dict()
             else:
                 content.rest[name] = value.state_dict() if isinstance(value, _Stateful) else value
         return content
+
+    def _offered_parameters(self, module: Module) -> list[str]:
+        """Names of the parameters that this rank may write into a directory: any rank, where all hold the same."""
+        return [name for name, _ in module.named_parameters()]
 
     @override
     def load_checkpoint(

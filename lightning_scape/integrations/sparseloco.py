@@ -17,6 +17,8 @@ from lightning_scape.sparseloco import SparseLoCo, SparseLoCoConfig
 
 OPTIONS = tuple(field.name for field in dataclasses.fields(SparseLoCoConfig))
 """Names of all options, in order."""
+OF_THE_MESH = ("local_group_size", "reshard_after_forward")
+"""Options of the strategies alone: they shard the model, and the parameters tell the rest."""
 
 
 def register(registry: Any, strategy: type) -> None:
@@ -38,6 +40,7 @@ def wrap(
     config: SparseLoCoConfig,
     named_parameters: Iterable[tuple[str, Tensor]],
     exchange_group: ProcessGroup | None,
+    process_group: ProcessGroup | None = None,
 ) -> SparseLoCo:
     """Wraps the user's optimizer, which stays what the host steps. Collective.
 
@@ -50,7 +53,8 @@ def wrap(
             "SparseLoCo must wrap an optimizer that works on one rank, got a ScapeOptimizer, which exchanges gradients"
             " itself. Use AdamW, or any other optimizer of torch's."
         )
-    loco = SparseLoCo(optimizer, **vars(config), exchange_group=exchange_group)
+    options = {name: value for name, value in vars(config).items() if name not in OF_THE_MESH}
+    loco = SparseLoCo(optimizer, **options, process_group=process_group, exchange_group=exchange_group)
     loco.name_parameters(named_parameters)
     return loco
 
@@ -64,19 +68,21 @@ def wrappers(optimizers: Iterable[object]) -> list[SparseLoCo]:
 def state_of(loco: SparseLoCo) -> dict[str, Any]:
     """The whole state on rank 0, nothing on the others. Collective."""
     loco.consolidate_state_dict()
-    return loco.state_dict() if loco.communicator.rank == 0 else {}
+    return loco.state_dict() if loco.everyone.rank == 0 else {}
 
 
 def what_holds(loco: SparseLoCo) -> str:
     """One line for the user: how often ranks exchange, and how much."""
     config, ranks = loco.config, loco.communicator.world_size
     dense = 8 * loco.layout.numel * (ranks - 1) // ranks
+    nodes = f" between nodes of {loco.shards.world_size} ranks" if loco.shards.world_size > 1 else ""
     sent = loco.bytes_per_exchange()
     how = f"{config.density:.3g} of the entries" + ("" if config.bits is None else f" in {config.bits} bits")
     if not sent:
-        return f"SparseLoCo: one rank, nothing is sent; a window ends every {config.sync_every} steps."
+        alone = "one rank" if not nodes else f"one node of {loco.shards.world_size} ranks"
+        return f"SparseLoCo: {alone}, nothing is sent; a window ends every {config.sync_every} steps."
     return (
-        f"SparseLoCo: {config.sync_every} local steps, then an exchange of {how}, {show_bytes(sent)} per rank"
+        f"SparseLoCo: {config.sync_every} local steps, then an exchange of {how}, {show_bytes(sent)} per rank{nodes}"
         f" ({dense / sent:.0f}x fewer bytes than an all-reduce in fp32, {dense / sent * config.sync_every:.0f}x fewer"
         " over a window)."
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.fabric.utilities.types import _PATH, Optimizable
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -50,6 +51,9 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         overlap_steps: inner steps beside which the exchange runs.
         max_skipped: dropped windows in a row (parameters are not finite) that raise an error.
         check_replicas_every: exchanges between two comparisons of all ranks.
+        local_group_size: ranks of a node that hold one replica together, sharded by FSDP2, with one
+            gradient; ``"node"`` takes all ranks of a node. SparseLoCo then runs between the nodes.
+        reshard_after_forward: with ``local_group_size`` above 1: free gathered parameters between forward and backward.
         total_steps: of the whole run, where you know them: the last step then ends its window.
         accelerator: as in DDPStrategy, as for all that follow.
         parallel_devices: this node's devices.
@@ -62,6 +66,8 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         state_dict_type: ``"full"``, a checkpoint is one file, with every rank's state; ``"sharded"``, a directory into
             which each rank writes its own part, in parallel. Either is loaded, whatever is set here.
         async_save: write sharded checkpoints while training goes on; see :class:`FabricScapeStrategy`.
+        wrap: with ``local_group_size`` above 1: class names of the modules that are gathered one at a time; see
+            :class:`FabricScapeStrategy`.
 
     Raises:
         ValueError: an option is outside its rule.
@@ -84,6 +90,8 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         overlap_steps: int = 0,
         max_skipped: int = 10,
         check_replicas_every: int = 1,
+        local_group_size: int | Literal["node"] = 1,
+        reshard_after_forward: bool = True,
         total_steps: int | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -95,6 +103,7 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         state_dict_type: saver.StateDictType = "full",
         async_save: bool = False,
+        wrap: Sequence[str] = (),
     ) -> None:
         config = sparseloco.config_of(locals())
         super().__init__(
@@ -109,6 +118,9 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
             start_method=start_method,
             state_dict_type=state_dict_type,
             async_save=async_save,
+            local_group_size=local_group_size,
+            reshard_after_forward=reshard_after_forward,
+            wrap=wrap,
         )
         self.config = config  # type: ignore[assignment] # in place of SCAPE's, which nothing here reads
 
@@ -135,7 +147,9 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         named: Iterable[tuple[str, Tensor]] = [
             pair for module in self.known_modules for pair in module.named_parameters()
         ]
-        loco = sparseloco.wrap(optimizer, self.config, named, self._mask_group.get(self._timeout))  # type: ignore[arg-type]
+        self._nodes.follow_replaced(optimizer)
+        group = self._nodes.mask_group if self._nodes.several else self._mask_group.get(self._timeout)
+        loco = sparseloco.wrap(optimizer, self.config, named, group, self._nodes.process_group)  # type: ignore[arg-type]
         self._wrappers.add(loco)
         rank_zero_info(sparseloco.what_holds(loco))
         if self.total_steps is None and loco.communicator.world_size > 1:
@@ -172,7 +186,8 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         A norm that is not finite raises nothing, whatever ``error_if_nonfinite`` (True in Fabric's defaults) says: the
         error would be one rank's alone. The window is dropped on all ranks.
         """
-        return DDPStrategy.clip_gradients_norm(self, module, optimizer, max_norm, norm_type, False)
+        norm = DDPStrategy.clip_gradients_norm(self, module, optimizer, max_norm, norm_type, False)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm  # of the node's gradient
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
@@ -187,16 +202,15 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         return next(iter(sparseloco.wrappers([value])), None)
 
     @override
+    def _offered_parameters(self, module: Module) -> list[str]:
+        # Inside a window nodes differ: of the model only the first one's is saved.
+        return super()._offered_parameters(module) if self.global_rank < self._nodes.size else []
+
+    @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         for loco in sparseloco.wrappers([optimizer]):
             return sparseloco.state_of(loco)
         return DDPStrategy.get_optimizer_state(self, optimizer)
-
-    @override
-    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        super().load_module_state_dict(module, state_dict, strict=strict)
-        for loco in self._wrappers:  # loaded before the module: inside a window its parameters are rank 0's
-            loco.restore_parameters()
 
     @override
     def load_checkpoint(
@@ -214,5 +228,8 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         # Lightning gives an optimizer its state: what is around it takes its place, which loads the ranks' states too.
         stand_ins = {name: self._ours(value) or value for name, value in state.items()}
         rest = super().load_checkpoint(path, stand_ins, strict=strict, weights_only=weights_only)
+        for value in stand_ins.values():  # a model that was loaded after it: inside a window rank 0's parameters
+            if isinstance(value, SparseLoCo):
+                value.restore_parameters()
         state.update({name: value for name, value in stand_ins.items() if not isinstance(value, SparseLoCo)})
         return rest

@@ -6,7 +6,7 @@ optimizer stays, and a :class:`~lightning_scape.SparseLoCo` around it exchanges 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -59,6 +59,9 @@ class SparseLoCoStrategy(ScapeStrategy):
         overlap_steps: inner steps beside which the exchange runs.
         max_skipped: dropped windows in a row (parameters are not finite) that raise an error.
         check_replicas_every: exchanges between two comparisons of all ranks.
+        local_group_size: ranks of a node that hold one replica together, sharded by FSDP2, with one
+            gradient; ``"node"`` takes all ranks of a node. SparseLoCo then runs between the nodes.
+        reshard_after_forward: with ``local_group_size`` above 1: free gathered parameters between forward and backward.
         accelerator: as in DDPStrategy, as for all that follow.
         parallel_devices: this node's devices.
         cluster_environment: how ranks find each other.
@@ -70,6 +73,8 @@ class SparseLoCoStrategy(ScapeStrategy):
         state_dict_type: ``"full"``, a checkpoint is one file, with every rank's state; ``"sharded"``, a directory into
             which each rank writes its own part, in parallel. Either is loaded, whatever is set here.
         async_save: write sharded checkpoints while training goes on.
+        wrap: with ``local_group_size`` above 1: class names of the modules that are gathered one at a time; see
+            :class:`ScapeStrategy`.
 
     Raises:
         ValueError: an option is outside its rule.
@@ -92,6 +97,8 @@ class SparseLoCoStrategy(ScapeStrategy):
         overlap_steps: int = 0,
         max_skipped: int = 10,
         check_replicas_every: int = 1,
+        local_group_size: int | Literal["node"] = 1,
+        reshard_after_forward: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -102,6 +109,7 @@ class SparseLoCoStrategy(ScapeStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         state_dict_type: saver.StateDictType = "full",
         async_save: bool = False,
+        wrap: Sequence[str] = (),
     ) -> None:
         config = sparseloco.config_of(locals())
         super().__init__(
@@ -115,6 +123,9 @@ class SparseLoCoStrategy(ScapeStrategy):
             start_method=start_method,
             state_dict_type=state_dict_type,
             async_save=async_save,
+            local_group_size=local_group_size,
+            reshard_after_forward=reshard_after_forward,
+            wrap=wrap,
         )
         self.config = config  # type: ignore[assignment] # in place of SCAPE's, which nothing here reads
 
@@ -135,8 +146,8 @@ class SparseLoCoStrategy(ScapeStrategy):
         named = list(self.lightning_module.named_parameters())
         for optimizer in self.optimizers:
             if not isinstance(optimizer, _MockOptimizer):  # `configure_optimizers` may return None
-                group = self._mask_group.get(self._timeout)
-                sparseloco.wrap(optimizer, self.config, named, group)  # type: ignore[arg-type]
+                group = self._nodes.mask_group if self._nodes.several else self._mask_group.get(self._timeout)
+                sparseloco.wrap(optimizer, self.config, named, group, self._nodes.process_group)  # type: ignore[arg-type]
 
     @override
     def on_train_start(self) -> None:
@@ -177,6 +188,11 @@ class SparseLoCoStrategy(ScapeStrategy):
             self.precision_plugin.scaler = swap.sharded_scaler(self.precision_plugin.scaler)
 
     # --------------------------------------------------------------------------------------------- checkpoints
+
+    @override
+    def _offered_parameters(self) -> list[str]:
+        # Inside a window nodes differ: of the model only the first one's is saved.
+        return super()._offered_parameters() if self.global_rank < self._nodes.size else []
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

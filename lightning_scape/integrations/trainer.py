@@ -401,9 +401,7 @@ class ScapeStrategy(DDPStrategy):
                     f" {storage_options!r}: a directory is written by torch.distributed.checkpoint."
                 )
             path = Path(self.broadcast(str(filepath)))
-            assert self.lightning_module is not None
-            names = [name for name, _ in self.lightning_module.named_parameters()]
-            content = host_content(checkpoint, names, self.global_rank)
+            content = host_content(checkpoint, self._offered_parameters(), self.global_rank)
             self._saver.save(path, content, self._checkpoint_ranks())
             return
         ranks = Communicator(None, None)
@@ -412,6 +410,11 @@ class ScapeStrategy(DDPStrategy):
         ranks.raise_on_all_ranks(
             lambda: super(ScapeStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
         )
+
+    def _offered_parameters(self) -> list[str]:
+        """Names of the parameters that this rank may write into a directory: any rank, where all hold the same."""
+        assert self.lightning_module is not None
+        return [name for name, _ in self.lightning_module.named_parameters()]
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:

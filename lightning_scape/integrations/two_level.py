@@ -65,6 +65,11 @@ class Nodes:
         self._made_beside: weakref.ref[Any] | None = None
 
     @property
+    def size(self) -> int:
+        """Ranks that hold a replica together; known after :meth:`set_up`."""
+        return 1 if self.mesh is None else self.mesh["shard"].size()
+
+    @property
     def several(self) -> bool:
         """Whether a node has several ranks; known after :meth:`set_up`."""
         return self.mesh is not None

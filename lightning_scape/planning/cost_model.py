@@ -34,6 +34,7 @@ from dataclasses import dataclass, field, replace
 from lightning_scape.config import ScapeConfig
 from lightning_scape.engine.clipping import SKETCH_WIDTHS
 from lightning_scape.engine.participation import packed_size
+from lightning_scape.engine.value_wire import packed_bytes
 from lightning_scape.layout import Layout
 
 PEER_SECONDS = 2e-6
@@ -256,11 +257,14 @@ def scape_bytes(numels: Sequence[int], ranks: int, config: ScapeConfig, *, param
     """
     block_size, sent = config.quota
     blocks = Layout(numels, [0] * len(numels), block_size, ranks).blocks
+    values = blocks * sent * config.values_dtype.itemsize
+    if config.wire_bits is not None:
+        values = ranks * packed_bytes(blocks // ranks * sent, config.wire_bits)
     norm_entries = max(SKETCH_WIDTHS) if clip and config.clip_norm == "sketch" else 1
     mask_interval, position = config.mask_interval, 1 if block_size <= 256 else 2
     buffers = {
-        "values": blocks * sent * config.values_dtype.itemsize,
-        "parameters": blocks * sent * min(parameter_bytes, config.values_dtype.itemsize),
+        "values": values,
+        "parameters": blocks * sent * parameter_bytes if parameter_bytes < 4 else values,
         "mask": 0 if config.dense else blocks * sent * position,
         "votes": blocks * (config.votes * (position + 1) + 1) if config.votes else 0,
         "norm": 2 * 4 * (norm_entries + packed_size(len(numels) + 1, ranks)),

@@ -7,10 +7,11 @@ and an all-gather of the same size. Its own work reads and writes about as much 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from lightning_scape.layout import Layout
-from lightning_scape.planning.conclusions import WORTH, best_dense, show_bytes, show_seconds
+from lightning_scape.planning.conclusions import WORTH, advice, show_bytes, show_seconds
 from lightning_scape.planning.cost_model import (
     PEER_SECONDS,
     Job,
@@ -75,36 +76,46 @@ def predict_local(job: Job, link: Link, machine: Machine, windows: Sequence[int]
     return [sparseloco(job, link, machine, SparseLoCoConfig(sync_every=every)) for every in windows]
 
 
-def which_method(predictions: Sequence[Prediction], local: Sequence[Prediction]) -> str:
-    """Which of the two methods to take, or neither, and why.
+def which_method(predictions: Sequence[Prediction], local: Sequence[Prediction], memory: float = math.inf) -> str:
+    """The one advice of a plan: SparseLoCo, or which of the methods that exchange in every step; and why.
 
     SCAPE, up to a sparsity of 99%, is preferred where its exchange in every step is nearly free, or where SparseLoCo
     gains little: its ranks never differ. Else SparseLoCo's shortest window whose messages are nearly free is the
-    choice: longer ones cost more in quality.
+    choice: longer ones cost more in quality. What does not fit into memory is never advised.
 
     Args:
         predictions: from :func:`~lightning_scape.planning.predict`, compute alone included.
         local: from :func:`predict_local`.
+        memory: bytes of a rank's device.
 
     Raises:
         ValueError: the predictions are of one rank.
     """
-    dense = best_dense(predictions)
+    said = advice(predictions, memory)
     alone = min(p.seconds for p in predictions if not p.bytes_sent)
-    sparse = [p for p in predictions if p.sparsity and p.sparsity <= SPARSEST]
-    near = [p for p in (*sparse, dense) if p.seconds <= NEAR_COMPUTE * alone]
-    free = next((p for p in local if p.seconds <= NEAR_COMPUTE * alone), None)
-    choice = free or min(local, key=lambda p: p.seconds)
-    every_step = min([*sparse, dense], key=lambda p: p.seconds)
-    if near or every_step.seconds < WORTH * choice.seconds:
+    fitting = [p for p in local if p.memory <= memory]
+    every_step = [p for p in predictions if p.bytes_sent and p.memory <= memory]
+    weighed = [p for p in every_step if (p.sparsity or 0) <= SPARSEST]
+    if not weighed or not fitting:
+        least = min(local, key=lambda p: p.memory)
+        return said if fitting else f"{said} SparseLoCo needs {show_bytes(least.memory)} per rank: too much."
+    free = next((p for p in fitting if p.seconds <= NEAR_COMPUTE * alone), None)
+    choice = free or min(fitting, key=lambda p: p.seconds)
+    best = min(weighed, key=lambda p: p.seconds)
+    if best.seconds <= NEAR_COMPUTE * alone or best.seconds < WORTH * choice.seconds:
         return (
-            f"SparseLoCo is not needed: an exchange in every step ({every_step.method}) takes"
-            f" {show_seconds(every_step.seconds)}, {every_step.seconds / alone:.2f}x of compute alone."
+            f"{said} SparseLoCo is not needed: with sync_every={_window(choice)} a step would take"
+            f" {show_seconds(choice.seconds)} on average, {choice.seconds / alone:.2f}x of compute alone."
         )
-    every = choice.method.partition("=")[2]
+    sparser = min(every_step, key=lambda p: p.seconds)
+    unmeasured = f" ({sparser.method}: {show_seconds(sparser.seconds)}, but its quality has not been measured)"
     return (
-        f"Take SparseLoCo with sync_every={every}: a step takes {show_seconds(choice.seconds)} on average,"
+        f"Take SparseLoCo with sync_every={_window(choice)}: a step takes {show_seconds(choice.seconds)} on average,"
         f" {choice.seconds / alone:.2f}x of compute alone, and sends {show_bytes(choice.bytes_sent)}; exchanging in"
-        f" every step takes {show_seconds(every_step.seconds)} with {every_step.method}. Ranks differ between"
-        " exchanges, which costs some quality: take the shortest window that you can afford."
+        f" every step takes {show_seconds(best.seconds)} with {best.method}{unmeasured if sparser is not best else ''}."
+        " Ranks differ between exchanges, which costs some quality: take the shortest window that you can afford."
     )
+
+
+def _window(prediction: Prediction) -> str:
+    return prediction.method.partition("=")[2]

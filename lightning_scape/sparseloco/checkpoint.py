@@ -6,18 +6,21 @@ only (``torch.load(weights_only=True)`` reads it)::
     {
       "state": ..., "param_groups": ...,        # the inner optimizer's, of rank 0
       "sparseloco": {"format": 1, "config": {...}, "world_size": N, "block_size": B, "names": [...], "numels": [...],
-                     "progress": {...}, "dropped": [in a row, in all], "start": [blocks, B], "owner_error": [blocks, B],
+                     "shards": L, "progress": {...}, "dropped": [in a row, in all],
+                     "start": [blocks, B], "owner_error": [blocks, B],
                      "ranks": [{"parameters": [...], "error": [...], "launched": [...] or None,
                                 "state": ..., "param_groups": ...}, ...]},
     }
 
 Lists by parameter hold flat tensors. A directory (:mod:`lightning_scape.checkpoint.dcp`) holds the rows of ``start``
 and ``owner_error`` that each rank owns, and each rank's part as the bytes that ``torch.save`` makes of it.
+
+Where the L ranks of a node hold a replica together (:mod:`.rows`), N counts the nodes. ``start`` and ``owner_error``
+are lists then, by the place in the node, and ``ranks`` has N*L parts, a node's side by side.
 """
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,19 +29,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_scape.checkpoint.checks import check_whole
 from lightning_scape.checkpoint.dcp import Chunk
+from lightning_scape.checkpoint.foreign import dense_state, residual_norm
+from lightning_scape.checkpoint.optimizer_state import merge_shards
+from lightning_scape.checkpoint.packed import KEY, pack, part_key, read_part, unpack
 from lightning_scape.checkpoint.source import OwnShards, SavedShards
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.engine.parameters import Parameters
 from lightning_scape.engine.state import piece_views
 from lightning_scape.layout import Layout
+from lightning_scape.sparseloco import rows
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 from lightning_scape.sparseloco.state import LocoState
 
 __all__ = ["Live", "Loaded", "SavedShards", "consolidate", "load", "own_shards"]
 
 FORMAT = 1
-KEY = "sparseloco"
+_OF_THE_MESH = ("local_group_size", "reshard_after_forward")
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,9 @@ class Live:
     layout: Layout
     parameters: Parameters
     communicator: Communicator
+    shards: Communicator
+    everyone: Communicator
+    """All ranks: those of ``communicator`` times those of ``shards``."""
     optimizer: torch.optim.Optimizer
     state: LocoState
     progress: Mapping[str, Any]
@@ -60,6 +71,7 @@ class Live:
             "format": FORMAT,
             "config": self.config.as_dict(),
             "world_size": self.communicator.world_size,
+            "shards": self.shards.world_size,
             "block_size": self.layout.block_size,
             "names": list(self.parameters.names),
             "numels": [parameter.numel() for parameter in self.parameters.tensors],
@@ -69,7 +81,7 @@ class Live:
 
     def part(self) -> dict[str, Any]:
         """What only this rank knows; views."""
-        inner = self.optimizer.state_dict()
+        inner = rows.plain_state(self.optimizer.state_dict())
         return {
             "parameters": self.parameters.flat,
             "error": _by_parameter(self.state.error, self.layout, len(self.parameters.tensors)),
@@ -92,48 +104,55 @@ def _by_parameter(blocks: Tensor, layout: Layout, count: int) -> list[Tensor]:
 
 
 def consolidate(live: Live, to: int) -> dict[str, Any] | None:
-    """The whole state on rank ``to``, in host memory; None on the others. Collective."""
-    comm, used = live.communicator, live.layout.used_blocks
-    device = live.parameters.device
-    shards = comm.gather(live.state.owner_error.view(-1), to, device)
-    own = _as_bytes(live.part())
-    sizes = comm.all_gather_object(own.numel())
-    parts = comm.gather(torch.nn.functional.pad(own, (0, max(sizes) - own.numel())), to, device)
-    if shards is None or parts is None:
-        return None
-    ranks = [_from_bytes(part[:size]) for part, size in zip(parts, sizes, strict=True)]
-    whole = {
-        **live.facts(),
-        "start": live.state.start[:used].to("cpu", copy=True),
-        "owner_error": torch.cat(shards).view(-1, live.layout.block_size)[:used].cpu(),
-        "ranks": ranks,
+    """The whole state on rank ``to``, in host memory; None on the others. Collective.
+
+    Args:
+        live: the state.
+        to: among all ranks.
+    """
+    used, replicas, shards = live.layout.used_blocks, live.communicator, live.shards
+    place = replicas.rank * shards.world_size + shards.rank
+    held = live.layout.rows_of(replicas.rank)
+    own = {
+        **live.part(),
+        "start": live.state.start[held][: max(0, used - held.start)].clone(),  # else all of its memory is saved
+        "owner_error": live.state.owner_error[: max(0, used - held.start)].clone(),
     }
-    return {"state": ranks[0]["state"], "param_groups": ranks[0]["param_groups"], KEY: whole}
+    packed = pack(own)
+    sizes = live.everyone.all_gather_object((packed.numel(), place))
+    longest = max(size for size, _ in sizes)
+    padded = torch.nn.functional.pad(packed, (0, longest - packed.numel()))
+    gathered = live.everyone.gather(padded, to, live.parameters.device)
+    if gathered is None:
+        return None
+    ranks: list[dict[str, Any]] = [{}] * len(sizes)
+    for part, (size, at) in zip(gathered, sizes, strict=True):
+        ranks[at] = unpack(part[:size], part_key(at))
+    whole = {**live.facts(), "ranks": ranks}
+    for name in ("start", "owner_error"):
+        blocks = [part.pop(name) for part in ranks]
+        each = [torch.cat(blocks[shard :: shards.world_size]) for shard in range(shards.world_size)]
+        whole[name] = each[0] if len(each) == 1 else each
+    first = rows.joined(ranks[: shards.world_size], live.parameters)
+    return {"state": first["state"], "param_groups": first["param_groups"], KEY: whole}
 
 
 def own_shards(live: Live) -> OwnShards:
     """This rank's part of the state, for a directory. Nothing is sent."""
-    layout, rank = live.layout, live.communicator.rank
-    rows = layout.rows_of(rank)
-    stop = min(rows.stop, layout.used_blocks)
-    tensors = {f"rank.{rank}": Chunk.whole(_as_bytes(live.part()))}
-    if rows.start < stop:
-        tensors["start"] = Chunk(live.state.start[rows.start : stop], rows.start, layout.used_blocks)
-        own = live.state.owner_error[: stop - rows.start]
-        tensors["owner_error"] = Chunk(own, rows.start, layout.used_blocks)
+    layout, replicas, shards = live.layout, live.communicator, live.shards
+    held = layout.rows_of(replicas.rank)
+    stop = min(held.stop, layout.used_blocks)
+    place = replicas.rank * shards.world_size + shards.rank
+    tensors = {part_key(place): Chunk.whole(pack(live.part()))}
+    if held.start < stop:
+        own = {"start": live.state.start[held.start : stop], "owner_error": live.state.owner_error[: stop - held.start]}
+        for name, blocks in own.items():
+            tensors[_blocks_key(name, shards.rank, shards.world_size)] = Chunk(blocks, held.start, layout.used_blocks)
     return OwnShards(tensors, {KEY: live.facts()})
 
 
-def _as_bytes(part: dict[str, Any]) -> Tensor:
-    """uint8, flat, in host memory."""
-    file = io.BytesIO()
-    torch.save(part, file)
-    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
-
-
-def _from_bytes(packed: Tensor) -> dict[str, Any]:
-    read: dict[str, Any] = torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
-    return read
+def _blocks_key(name: str, shard: int, shards: int) -> str:
+    return name if shards == 1 else f"{name}.{shard}"
 
 
 # ------------------------------------------------------------------------------------------------ loading
@@ -161,24 +180,45 @@ class Loaded:
 
 
 class _Saved:
-    """A saved state, whole or in a directory."""
+    """A saved state, whole or in a directory, as what this rank holds of its parameters."""
 
-    def __init__(self, saved: Mapping[str, Any] | SavedShards) -> None:
-        self._saved = saved
+    def __init__(self, saved: Mapping[str, Any] | SavedShards, live: Live) -> None:
+        self._saved, self._live = saved, live
         self.facts: Mapping[str, Any] = saved.common[KEY] if isinstance(saved, SavedShards) else saved[KEY]
+        self.shards: int = self.facts.get("shards", 1)
 
-    def blocks(self, name: str) -> Tensor:
-        """``start`` or ``owner_error``, ``[blocks, B]``."""
+    def flats(self, name: str) -> list[Tensor]:
+        """``start`` or ``owner_error``, by parameter, flat."""
+        if self.shards == self._live.shards.world_size:
+            return self._flats_of(name, self._live.shards.rank)
+        each = [self._flats_of(name, shard) for shard in range(self.shards)]
+        whole = [torch.cat(parts) for parts in zip(*each, strict=True)]
+        return rows.own_rows(whole, self._live.parameters)
+
+    def part(self, replica: int) -> dict[str, Any]:
+        """Of a saved replica."""
+        if self.shards == self._live.shards.world_size:
+            return self._part(replica * self.shards + self._live.shards.rank)
+        parts = [self._part(replica * self.shards + shard) for shard in range(self.shards)]
+        return rows.cut(rows.joined(parts, self._live.parameters), self._live.parameters)
+
+    def _flats_of(self, name: str, shard: int) -> list[Tensor]:
+        live, facts = self._live, self.facts
+        layout = rows.layout_of(live.parameters, facts["block_size"], facts["world_size"], self.shards, shard)
+        return _by_parameter(self._blocks(name, shard, layout), layout, len(live.parameters.tensors))
+
+    def _blocks(self, name: str, shard: int, layout: Layout) -> Tensor:
+        if not layout.used_blocks:  # nothing is saved
+            return torch.empty(0, layout.block_size)
         if isinstance(self._saved, SavedShards):
-            return self._saved.directory.tensor(f"{self._saved.key}.{name}")
-        found: Tensor = self.facts[name]
+            return self._saved.directory.tensor(f"{self._saved.key}.{_blocks_key(name, shard, self.shards)}")
+        found: Tensor = self.facts[name] if self.shards == 1 else self.facts[name][shard]
         return found
 
-    def rank(self, rank: int) -> dict[str, Any]:
-        """A rank's part."""
+    def _part(self, place: int) -> dict[str, Any]:
         if isinstance(self._saved, SavedShards):
-            return _from_bytes(self._saved.directory.tensor(f"{self._saved.key}.rank.{rank}"))
-        found: dict[str, Any] = self.facts["ranks"][rank]
+            return read_part(self._saved, place)
+        found: dict[str, Any] = self.facts["ranks"][place]
         return found
 
 
@@ -187,26 +227,25 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
 
     Args:
         live: its buffers are freshly allocated; only they are changed.
-        saved: a state of SparseLoCo, or one of the inner optimizer.
+        saved: a state of SparseLoCo, of its inner optimizer, or of SCAPE.
 
     Raises:
-        ValueError: the state is not of this model, or is of a newer format, or of SCAPE.
+        ValueError: the state is not of this model, is of a newer format, or does not fit the inner optimizer.
     """
     content = saved.common if isinstance(saved, SavedShards) else saved
     if KEY not in content:
-        return _load_inner(content)
-    source = _Saved(saved)
+        return _load_inner(saved, live)
+    source = _Saved(saved, live)
     _check(source.facts, live)
-    facts, count = source.facts, len(live.parameters.tensors)
+    facts = source.facts
     before, now, rank = facts["world_size"], live.communicator.world_size, live.communicator.rank
-    layout = Layout(facts["numels"], live.parameters.groups, facts["block_size"], before)
-    _fill(live.state.start, live.layout, _by_parameter(source.blocks("start"), layout, count))
+    _fill(live.state.start, live.layout, source.flats("start"))
     whole_error = live.state.start.new_zeros(live.state.start.shape)
-    _fill(whole_error, live.layout, _by_parameter(source.blocks("owner_error"), layout, count))
+    _fill(whole_error, live.layout, source.flats("owner_error"))
     if not live.config.gathers(now):
         live.state.owner_error.copy_(whole_error[live.layout.rows_of(rank)])
     notes = _differences(live.config.as_dict(), facts["config"])
-    part = source.rank(rank % before)
+    part = source.part(rank % before)
     if before != now:
         part = {**part, **_means(source, before)}
         notes.append(
@@ -233,15 +272,42 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
     )
 
 
-def _load_inner(content: Mapping[str, Any]) -> Loaded:
-    if "scape" in content or not {"state", "param_groups"} <= set(content):
-        kind = "one of SCAPE" if "scape" in content else "something else"
+def _load_inner(saved: Mapping[str, Any] | SavedShards, live: Live) -> Loaded:
+    """A state without SparseLoCo's part: of the inner optimizer, or of SCAPE, whose AdamW is taken."""
+    content = saved.common if isinstance(saved, SavedShards) else saved
+    if "scape" in content or (isinstance(saved, SavedShards) and "shapes" in content):
+        return _load_scape(merge_shards(saved) if isinstance(saved, SavedShards) else saved, live)
+    if not {"state", "param_groups"} <= set(content):
         raise ValueError(
-            f"The state must be one of SparseLoCo, or of its inner optimizer, got {kind}. Make it AdamW's by"
-            " `lightning-scape consolidate --optimizer adamw`, or load the model alone."
+            "The state must be one of SparseLoCo, of SCAPE, or of the inner optimizer, got"
+            f" {sorted(map(str, content))}. Load the model alone, or another checkpoint."
         )
     note = "The checkpoint was trained without SparseLoCo: error feedback begins at zero, and a window begins now."
     return Loaded(dict(content), notes=[note])
+
+
+def _load_scape(saved: Mapping[str, Any], live: Live) -> Loaded:
+    check_whole(saved)
+    if not isinstance(live.optimizer, (torch.optim.AdamW, torch.optim.Adam)):
+        raise ValueError(
+            "SparseLoCo must wrap AdamW or Adam to go on from a state of SCAPE, got"
+            f" {type(live.optimizer).__name__}. Wrap AdamW, or load the model alone."
+        )
+    for index, parameter in zip(live.parameters.indices, live.parameters.tensors, strict=True):
+        found = saved["state"].get(index, {}).get("exp_avg")
+        got = tuple(found.shape) if isinstance(found, Tensor) else None
+        if got != tuple(parameter.shape):
+            raise ValueError(
+                f"The state must be of this model, got first moments of shape {got} for parameter {index}, which has"
+                f" {tuple(parameter.shape)}. Build the model, and freeze its parameters, as when it was saved."
+            )
+    inner, moments = dense_state(saved)
+    note = (
+        f"The checkpoint was trained with SCAPE: {moments} as AdamW's. Its residuals, gradients that were not yet sent,"
+        f" are dropped: an L2 norm of {residual_norm(saved):.3g} (root mean square over {saved['scape']['world_size']}"
+        " ranks). Error feedback begins at zero, and a window begins now."
+    )
+    return Loaded(inner, notes=[note])
 
 
 def _check(facts: Mapping[str, Any], live: Live) -> None:
@@ -262,7 +328,7 @@ def _differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]
     changed = [
         f"{name}={value!r} (checkpoint: {saved.get(name)!r})"
         for name, value in mine.items()
-        if value != saved.get(name)
+        if name not in _OF_THE_MESH and value != saved.get(name)
     ]
     if not changed:
         return []
@@ -280,7 +346,7 @@ def _means(source: _Saved, count: int) -> dict[str, Any]:
     """Means over the saved ranks, in fp32: training goes on from the same mean error and the same mean parameters."""
     means: dict[str, Any] = {}
     for rank in range(count):
-        part = source.rank(rank)
+        part = source.part(rank)
         for name in ("parameters", "error", "launched"):
             flats = part[name]
             if flats is None:

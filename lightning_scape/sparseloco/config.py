@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from lightning_scape.config import Quota, quota_for
-from lightning_scape.sparseloco.wire import Wire
+from lightning_scape.engine.block_wire import Wire
 
 Average = Literal["all", "senders"]
 Reduction = Literal["sharded", "gathered"]
@@ -79,6 +79,14 @@ class SparseLoCoConfig:
     """Exchanges between two comparisons of all ranks' starting points, bit for bit; 0 compares only at the first step.
     A comparison reads the parameters once and sends 16 bytes for each tensor; the host waits for it."""
 
+    local_group_size: int | Literal["node"] = 1
+    """Ranks of a node that hold one replica together, sharded by FSDP2 (docs/design.md, 7); ``"node"`` takes all ranks
+    of a node. SparseLoCo then runs between the nodes. A strategy shards the model; for ``SparseLoCo`` itself the
+    parameters say it."""
+
+    reshard_after_forward: bool = True
+    """With ``local_group_size`` above 1: free gathered parameters between forward and backward."""
+
     def __post_init__(self) -> None:
         for name, least in (("sync_every", 1), ("overlap_steps", 0), ("max_skipped", 1), ("check_replicas_every", 0)):
             value = getattr(self, name)
@@ -104,6 +112,13 @@ class SparseLoCoConfig:
                 " of ranks."
             )
         self._check_block_size()
+        size = self.local_group_size
+        if size != "node" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(
+                f'`local_group_size` must be a whole number >= 1 or "node", got {size!r}. Use 1 if unsure.'
+            )
+        if not isinstance(self.reshard_after_forward, bool):
+            raise ValueError(f"`reshard_after_forward` must be True or False, got {self.reshard_after_forward!r}.")
         if self.device is not None:
             try:
                 object.__setattr__(self, "device", torch.device(self.device))

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from lightning_scape.comm.collectives import Communicator
+from lightning_scape.engine.block_wire import Wire
 from lightning_scape.layout import Layout
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 from lightning_scape.sparseloco.state import LocoState, Spans
 from lightning_scape.sparseloco.stats import ExchangeRecord
-from lightning_scape.sparseloco.wire import Wire
 
 
 class Exchange:
@@ -26,9 +26,19 @@ class Exchange:
         layout: blocks and shards.
         comm: sends the messages.
         device: the parameters', where the arithmetic runs.
+        shards: the ranks of a node, where they hold a replica together; layout and parameters are then this rank's
+            rows, and ``comm`` reaches those of the other nodes that hold the same.
     """
 
-    def __init__(self, config: SparseLoCoConfig, layout: Layout, comm: Communicator, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: SparseLoCoConfig,
+        layout: Layout,
+        comm: Communicator,
+        device: torch.device,
+        shards: Communicator | None = None,
+    ) -> None:
+        self._shards = shards or Communicator.alone()
         self.config, self.layout, self.comm = config, layout, comm
         self.wire = Wire(*config.quota, config.bits)
         """To the owners."""
@@ -89,11 +99,12 @@ class Exchange:
                     part -= self.config.outer_lr * self._mean(everyone[:, rows], part)
 
     def _norm(self, state: LocoState, flats: Sequence[Tensor]) -> Tensor:
-        """0-dim fp32: root mean square over ranks of the norm of ``delta``; not finite if any rank's is not."""
+        """0-dim fp32: root mean square over replicas of the norm of ``delta``; not finite if any rank's is not."""
         total = torch.zeros(1, device=self.spans.device)
         for place, theta in self.spans.entries(flats):
             total += self._delta(state, place, theta).square_().sum()
-        return (self.comm.all_reduce_sum(total) / self.comm.world_size).sqrt_().view(())
+        mean = self.comm.all_reduce_sum(total) / self.comm.world_size
+        return self._shards.all_gather_stacked(mean).sum(dim=0).sqrt_().view(())  # of all rows of a replica
 
     def _delta(self, state: LocoState, place: slice, theta: Tensor) -> Tensor:
         """fp32: how far the parameters have come, the sign reversed."""

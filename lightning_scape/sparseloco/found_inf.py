@@ -8,6 +8,8 @@ import warnings
 import torch
 from torch import Tensor
 
+from lightning_scape.engine.local_shards import local
+
 
 class DroppedWindows:
     """Counts dropped windows. On CUDA the host learns of one a step late, and never waits for the device.
@@ -82,4 +84,4 @@ def clear_nonfinite(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor) and value.is_floating_point():
-                value.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+                local(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

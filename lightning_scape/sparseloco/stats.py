@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.cuda import nvtx
 from torch.profiler import record_function
+
+from lightning_scape.layout import Layout
 
 PHASES = ("norm", "fold", "send", "average", "return", "outer", "wait", "set_out")
 """Phases of an exchange, in order; also the names of the profiler ranges (``sparseloco::fold``, ...). ``wait`` is for
@@ -46,6 +49,41 @@ class ExchangeStats:
     """Seconds of the host inside messages, waiting for other ranks included; on CUDA the time to queue them."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the host by phase (:data:`PHASES`). On CUDA that is the time to queue the work, not to do it."""
+
+    @classmethod
+    def of(
+        cls, record: ExchangeRecord, layout: Layout, *, sent: int, step: int, exchange: int, error_norm: float,
+        skipped_total: int,
+    ) -> ExchangeStats:  # fmt: skip
+        """From a record, whose norm is read: on CUDA it waits for the device.
+
+        Args:
+            record: of the exchange.
+            layout: of this rank's parameters.
+            sent: entries of a block that are sent.
+            step: as above, as all that follow.
+            exchange: number of exchanges.
+            error_norm: norm of the error feedback.
+            skipped_total: dropped windows.
+        """
+        assert record.norm is not None
+        norm, ranks = float(record.norm), layout.world_size
+        entries = sum(piece.kept(sent, layout.block_size) for piece in layout.everything().pieces)
+        return cls(
+            step=step,
+            exchange=exchange,
+            bytes_values=record.bytes_sent.get("values", 0),
+            bytes_parameters=record.bytes_sent.get("parameters", 0),
+            bytes_norm=record.bytes_sent.get("norm", 0),
+            bytes_dense=2 * (ranks - 1) * 4 * layout.numel // ranks,
+            density=entries / max(1, layout.numel),
+            delta_norm=norm,
+            error_norm=error_norm,
+            skipped=not math.isfinite(norm),
+            skipped_total=skipped_total,
+            message_seconds=record.message_seconds,
+            seconds=dict(record.seconds),
+        )
 
     @property
     def bytes_total(self) -> int:

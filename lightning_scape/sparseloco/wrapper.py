@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.source import OwnShards
-from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_mask_group, world_size
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined
+from lightning_scape.comm.lost_ranks import forget_losses
 from lightning_scape.comm.worker import Job, Worker
-from lightning_scape.engine.local_shards import is_sharded
 from lightning_scape.engine.parameters import Parameters
-from lightning_scape.engine.replicas import check_replicas, check_same_setup
+from lightning_scape.engine.replicas import check_replicas, check_same_setup_everywhere
 from lightning_scape.engine.state import piece_views
 from lightning_scape.layout import Layout
-from lightning_scape.sparseloco import checkpoint
+from lightning_scape.sparseloco import checkpoint, rows, setup
 from lightning_scape.sparseloco.config import Average, Reduction, SparseLoCoConfig
 from lightning_scape.sparseloco.exchange import Exchange
 from lightning_scape.sparseloco.found_inf import DroppedWindows, clear_nonfinite
+from lightning_scape.sparseloco.restored import changed_since, set_out_from_changed
 from lightning_scape.sparseloco.state import LocoState
 from lightning_scape.sparseloco.stats import ExchangeRecord, ExchangeStats
 
@@ -80,7 +80,8 @@ class SparseLoCo:
         overlap_steps: inner steps beside which the exchange runs.
         max_skipped: dropped windows in a row that raise an error.
         check_replicas_every: exchanges between two comparisons of all ranks.
-        process_group: the ranks; None is the default group (no group: one rank).
+        process_group: the ranks; None is the default group (no group: one rank). For sharded parameters (DTensors of
+            ``fully_shard`` over the ranks of a node): those with the same rows, one of each node.
         exchange_group: a group of its own for overlapped exchanges; None makes one where it is needed.
         communicator: sends the messages, in place of one over the groups (simulated ranks, another transport).
 
@@ -114,36 +115,31 @@ class SparseLoCo:
         exchange_group: ProcessGroup | None = None,
         communicator: Communicator | None = None,
     ) -> None:
-        self.config = config = SparseLoCoConfig(
-            sync_every=sync_every,
-            density=density,
-            bits=bits,
-            error_decay=error_decay,
-            outer_lr=outer_lr,
-            average=average,
-            reduction=reduction,
-            return_density=return_density,
-            block_size=block_size,
-            device=device,
-            overlap_steps=overlap_steps,
-            max_skipped=max_skipped,
-            check_replicas_every=check_replicas_every,
-        )
+        given = locals()
+        options = {field.name: given[field.name] for field in fields(SparseLoCoConfig) if field.name in given}
+        self.config = config = SparseLoCoConfig(**options)
         self.optimizer = optimizer
         self.parameters = Parameters.of(optimizer.param_groups)
+        shards = Communicator.alone()
         if communicator is None:
             check_joined()
-            if overlap_steps and world_size(process_group) > 1:
-                # In a thread of its own: nothing else may be sent on the same group.
-                process_group = exchange_group or new_mask_group(process_group)
-            communicator = Communicator(process_group, None)
+            forget_losses()  # of the processes before a restart, whose store this may be
+            communicator, shards = rows.communicators(self.parameters, process_group, overlap_steps > 0, exchange_group)
         self.communicator = comm = communicator
-        numels = [parameter.numel() for parameter in self.parameters.tensors]
+        self.shards = shards
+        """The ranks of a node that hold a replica together; ``communicator`` reaches those with the same rows."""
+        numels = [parameter.numel() for parameter in self.parameters.local]
         self.layout = Layout(numels, self.parameters.groups, config.quota.block_size, comm.world_size)
-        check_same_setup(comm, self._describe(), self._problem(), self.parameters.device)
-        self.exchange = Exchange(config, self.layout, comm, self.parameters.device)
+        check_same_setup_everywhere(
+            comm,
+            shards,
+            setup.describe(optimizer, config, self.parameters),
+            setup.problem(SparseLoCo.of(optimizer) is not None, self.parameters, process_group),
+            self.parameters.device,
+        )
+        self.exchange = Exchange(config, self.layout, comm, self.parameters.device, shards)
         self.progress = Progress()
-        self.dropped = DroppedWindows(config.max_skipped, speaks=comm.rank == 0)
+        self.dropped = DroppedWindows(config.max_skipped, speaks=comm.rank == shards.rank == 0)
         self.state: LocoState | None = None
         """Made at the first step, or by a load."""
         self._job: Job | None = None
@@ -163,51 +159,25 @@ class SparseLoCo:
         found = cls._of.get(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
         return None if found is None else found()
 
-    def _problem(self) -> str | None:
-        """The first rule that is broken, as rule, value and remedy; None if all hold."""
-        if SparseLoCo.of(self.optimizer) is not None:
-            return (
-                "An optimizer must be wrapped once, got one that a SparseLoCo wraps already. Use that one, or call its"
-                " close() first."
-            )
-        if any(map(is_sharded, self.parameters.tensors)):
-            return (
-                "Parameters must be whole on every rank, got sharded ones (DTensors, of fully_shard): windows would be"
-                " judged, and checkpoints collected, without the node's other ranks. Leave out fully_shard, or use"
-                " ScapeOptimizer, which takes them."
-            )
-        if any(parameter.dtype == torch.float64 for parameter in self.parameters.tensors):
-            return (
-                "Parameters must be fp32, bf16 or fp16, got one in float64: the starting point is kept in fp32. Convert"
-                " it before building the optimizer."
-            )
-        return self.parameters.problem([])  # the groups' options are the optimizer's own business
-
-    def _describe(self) -> dict[str, Any]:
-        """What must be the same on all ranks."""
-        plain = self.config.as_dict()
-        if self.config.device is not None:  # each rank has its own index
-            plain["device"] = torch.device(self.config.device).type
-        return {
-            "lightning_scape's version": __version__,
-            "optimizer": type(self.optimizer).__name__,
-            "options": [f"{name}={value!r}" for name, value in plain.items()],
-            "parameters (group, shape, strides, dtype)": self.parameters.describe(),
-        }
+    @property
+    def everyone(self) -> Communicator:
+        """All ranks whose parts make up a state."""
+        return self.communicator if self.shards.world_size == 1 else Communicator(None, None)
 
     # ------------------------------------------------------------------------------------------- the loop
 
     @torch.no_grad()
     def _before_step(self) -> None:
         """The first step sets out from where the parameters are; on CUDA, looks how the last exchange went."""
-        self._restored = self._consolidated = None
+        self._consolidated = None
+        self._take_up_changes()
         if self.dropped.judge():
             clear_nonfinite(self.optimizer)
         if self.state is not None:
             return
         self.parameters.flatten()
         self._wait_for_others()
-        check_replicas(self.communicator, self.parameters.flat, self.parameters.names)
+        self._compare(self.parameters.flat, self.parameters.names)
         self.state = self.allocate()
         self.exchange.begin_at(self.state, self.parameters.flat)
 
@@ -230,7 +200,8 @@ class SparseLoCo:
 
         For the end of training, and wherever ranks have to be equal. The window counts as a whole one.
         """
-        self._restored = self._consolidated = None
+        self._consolidated = None
+        self._take_up_changes()
         if self.progress.under_way:
             self._finish()
         if self.progress.in_window:
@@ -238,6 +209,17 @@ class SparseLoCo:
             self._finish()
         if self.dropped.judge():
             clear_nonfinite(self.optimizer)
+
+    def _take_up_changes(self) -> None:
+        """Takes up weights that the user has loaded since :meth:`load_state_dict`. Collective, once after a load."""
+        restored, self._restored = self._restored, None
+        if restored is None or self.state is None:
+            return
+        self._wait_for_others()
+        self.parameters.flatten()
+        changed = changed_since(self.parameters.flat, restored, self.communicator, self.shards)
+        if changed:
+            set_out_from_changed(changed, self.state, self.parameters, self.layout, self.communicator, self.shards)
 
     def _launch(self) -> None:
         """Begins an exchange: beside the next steps, or at once."""
@@ -301,7 +283,10 @@ class SparseLoCo:
         starts = [self.exchange.spans.reading(part) for part in piece_views(state.start, pieces)]
         names = [self.parameters.names[piece.segment.index] for piece in pieces]
         assert all(start.device == device for start in starts)
-        check_replicas(self.communicator, starts, names)
+        self._compare(starts, names)
+
+    def _compare(self, flats: list[Tensor], names: list[str]) -> None:
+        self.shards.raise_on_all_ranks(lambda: check_replicas(self.communicator, flats, names))
 
     def _check_parameters(self) -> None:
         """Raises ValueError if the parameters are no longer those that the exchange knows."""
@@ -360,24 +345,14 @@ class SparseLoCo:
         record, state = self._record, self.state
         if self._stats is None and record is not None and record.norm is not None and not self.progress.under_way:
             assert state is not None
-            norm, ranks = float(record.norm), self.communicator.world_size
-            sent = sum(
-                piece.kept(self.exchange.wire.sent, self.layout.block_size) for piece in self.layout.everything().pieces
-            )
-            self._stats = ExchangeStats(
+            self._stats = ExchangeStats.of(
+                record,
+                self.layout,
+                sent=self.exchange.wire.sent,
                 step=self.progress.steps,
                 exchange=self.progress.exchanges,
-                bytes_values=record.bytes_sent.get("values", 0),
-                bytes_parameters=record.bytes_sent.get("parameters", 0),
-                bytes_norm=record.bytes_sent.get("norm", 0),
-                bytes_dense=2 * (ranks - 1) * 4 * self.layout.numel // ranks,
-                density=sent / max(1, self.layout.numel),
-                delta_norm=norm,
                 error_norm=float(state.error.norm()),
-                skipped=norm != norm or norm == float("inf"),
                 skipped_total=self.dropped.total,
-                message_seconds=record.message_seconds,
-                seconds=dict(record.seconds),
             )
         return self._stats
 
@@ -399,12 +374,12 @@ class SparseLoCo:
         Raises:
             RuntimeError: with several ranks, :meth:`consolidate_state_dict` was not called since the last step.
         """
-        if self.communicator.world_size == 1:
+        if self.everyone.world_size == 1:
             self.consolidate_state_dict()
         if self._consolidated is None:
             raise RuntimeError(
                 "The state must be collected from all ranks before it is read, got a call of state_dict() on rank"
-                f" {self.communicator.rank} without it. Call consolidate_state_dict(to=0) on every rank, then"
+                f" {self.everyone.rank} without it. Call consolidate_state_dict(to=0) on every rank, then"
                 " state_dict() on rank 0."
             )
         return self._consolidated
@@ -423,7 +398,8 @@ class SparseLoCo:
         without SparseLoCo) is loaded into it, and a window begins. Each with a warning that says so.
 
         Load the model first: inside a window its parameters are another rank's. Where that is not possible, call
-        :meth:`restore_parameters` afterwards.
+        :meth:`restore_parameters` afterwards. Other weights that you load before the first step, the same on all ranks,
+        become the starting point; a warning says so.
 
         Raises:
             ValueError: parameters differ in number, order or shape, or the format is newer than this package. Nothing
@@ -431,9 +407,9 @@ class SparseLoCo:
         """
         self.drain()
         live = self._live(allocate=True)
-        ranks = Communicator.alone() if isinstance(state_dict, Mapping) else self.communicator
+        ranks = Communicator.alone() if isinstance(state_dict, Mapping) else self.everyone
         loaded = ranks.raise_on_all_ranks(lambda: checkpoint.load(live, state_dict))
-        self.optimizer.load_state_dict(loaded.inner)
+        self.optimizer.load_state_dict(rows.placed(loaded.inner, self.optimizer))
         self._job = self._consolidated = self._record = self._stats = None
         self.state, self.progress = loaded.state, Progress(**loaded.progress)
         if self.progress.under_way:
@@ -464,6 +440,8 @@ class SparseLoCo:
         if self._job is not None:
             self._job.wait()
         self._wait_for_others()
+        if not allocate:
+            self._take_up_changes()
         if self.state is None and not allocate:  # before the first step
             self._before_step()
         elif not allocate and self.dropped.judge():
@@ -477,6 +455,6 @@ class SparseLoCo:
         self.parameters.flatten()
         state = self.allocate() if allocate or self.state is None else self.state
         return checkpoint.Live(
-            self.config, self.layout, self.parameters, self.communicator, self.optimizer, state, vars(self.progress),
-            (self.dropped.in_row, self.dropped.total),
+            self.config, self.layout, self.parameters, self.communicator, self.shards, self.everyone, self.optimizer,
+            state, vars(self.progress), (self.dropped.in_row, self.dropped.total),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The message of SparseLoCo: one row of bytes per block, of the same size for every block, rank and exchange.
+"""The quantized message of SparseLoCo, and of SCAPE's narrow wires: one row of bytes per block, all of the same size.
 
 Symbols: ``R`` blocks, ``B`` entries of a block, ``q`` of them are sent, ``b`` bits of a value. A row holds, in order:
 

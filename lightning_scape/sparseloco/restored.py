@@ -1,0 +1,80 @@
+"""What a load has put in place, until the first step after it: weights that the user loads in between must count."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.engine.parameters import Parameters
+from lightning_scape.engine.replicas import check_replicas
+from lightning_scape.engine.state import piece_views
+from lightning_scape.layout import Layout
+from lightning_scape.sparseloco.state import LocoState
+
+
+def changed_since(
+    flats: Sequence[Tensor], restored: Sequence[Tensor], ranks: Communicator, shards: Communicator
+) -> list[int]:
+    """Places of the parameters that are not what a load has restored, on any rank. Collective.
+
+    Args:
+        flats: every parameter, flat.
+        restored: likewise, as they were loaded.
+        ranks: those that hold the same parameters, or the same rows of them.
+        shards: the ranks of a node.
+    """
+    mine = [not torch.equal(_bytes(flat), _bytes(saved.to(flat))) for flat, saved in zip(flats, restored, strict=True)]
+    flags = torch.tensor(mine, dtype=torch.uint8, device=flats[0].device if flats else None)
+    for group in (ranks, shards):
+        flags = group.all_gather_stacked(flags).amax(dim=0)
+    return [place for place, changed in enumerate(flags.tolist()) if changed]  # once after a load: waiting is fine
+
+
+def set_out_from_changed(
+    changed: Sequence[int],
+    state: LocoState,
+    parameters: Parameters,
+    layout: Layout,
+    ranks: Communicator,
+    shards: Communicator,
+) -> None:
+    """Makes the changed parameters the starting point: the window goes on from what the user has loaded.
+
+    Else the next exchange would take the change for a pseudo-gradient, of which only the largest entries are sent: all
+    others would be undone. What ranks and owners still owe stays. Collective.
+
+    Args:
+        changed: places of the parameters.
+        state: its starting point is changed.
+        parameters: all of them, flattened.
+        layout: blocks and shards.
+        ranks: as in :func:`changed_since`, as the next.
+        shards: the ranks of a node.
+
+    Raises:
+        RuntimeError: on every rank, if ranks have changed them differently.
+    """
+    flats, names = parameters.flat, parameters.names
+    theirs = [flats[place] for place in changed], [names[place] for place in changed]
+    shards.raise_on_all_ranks(lambda: check_replicas(ranks, *theirs))
+    pieces = [piece for piece in layout.everything().pieces if piece.segment.index in set(changed)]
+    for piece, start in zip(pieces, piece_views(state.start, pieces), strict=True):
+        start.copy_(flats[piece.segment.index])
+    if state.launched is not None:
+        for place in changed:
+            state.launched[place].copy_(flats[place])
+    if ranks.rank == shards.rank == 0:
+        warnings.warn(
+            f"{len(changed)} of {len(flats)} parameters, the first {names[changed[0]]!r}, were changed after"
+            " SparseLoCo's state was loaded: all ranks go on from the new values, and what is not yet sent stays. If"
+            " they are of the same checkpoint, load the model before the optimizer, or both at once.",
+            stacklevel=4,
+        )
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    return flat.detach().contiguous().view(torch.uint8)

@@ -1,0 +1,48 @@
+"""What must hold of an optimizer before SparseLoCo wraps it, and what must be the same on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_scape.__about__ import __version__
+from lightning_scape.comm.collectives import ProcessGroup
+from lightning_scape.engine import local_shards
+from lightning_scape.engine.parameters import Parameters
+from lightning_scape.sparseloco.config import SparseLoCoConfig
+
+
+def problem(wrapped: bool, parameters: Parameters, process_group: ProcessGroup | None) -> str | None:
+    """The first rule that is broken, as rule, value and remedy; None if all hold.
+
+    Args:
+        wrapped: whether a SparseLoCo wraps the optimizer already.
+        parameters: all that require grad.
+        process_group: the ranks with the same parameters, or rows, as the user gave them.
+    """
+    if wrapped:
+        return (
+            "An optimizer must be wrapped once, got one that a SparseLoCo wraps already. Use that one, or call its"
+            " close() first."
+        )
+    if any(parameter.dtype == torch.float64 for parameter in parameters.tensors):
+        return (
+            "Parameters must be fp32, bf16 or fp16, got one in float64: the starting point is kept in fp32. Convert"
+            " it before building the optimizer."
+        )
+    # The groups' options are the optimizer's own business. A node's size is what the parameters say.
+    return parameters.problem([]) or local_shards.problem(parameters.names, parameters.tensors, 1, process_group)
+
+
+def describe(optimizer: torch.optim.Optimizer, config: SparseLoCoConfig, parameters: Parameters) -> dict[str, Any]:
+    """What must be the same on all ranks that hold the same parameters, or the same rows."""
+    plain = config.as_dict()
+    if config.device is not None:  # each rank has its own index
+        plain["device"] = torch.device(config.device).type
+    return {
+        "lightning_scape's version": __version__,
+        "optimizer": type(optimizer).__name__,
+        "options": [f"{name}={value!r}" for name, value in plain.items()],
+        "parameters (group, shape, strides, dtype)": parameters.describe(),
+    }

@@ -1,0 +1,170 @@
+"""What users of the Lightning Trainer expect to go on working, each on two ranks with SparseLoCoStrategy.
+
+The table of docs/sparseloco.md names these tests. Clipping, accumulation, precisions, schedulers, resuming and several
+optimizers stand in test_sparseloco_hosts.py, nodes of several ranks in test_sparseloco_nodes_hosts.py.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.tuner import Tuner
+from test_features import Backbone, History, Synced
+from torch import Tensor
+from trainer_helpers import BATCHES, MARKS, Regression, make_trainer, weights
+
+from lightning_scape import SparseLoCo, SparseLoCoMonitor, SparseLoCoStrategy
+from lightning_scape.sparseloco.stats import PHASES
+
+pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:You requested to overfit")]
+TESTS = Path(__file__).resolve().parent
+PAGE = TESTS.parent / "docs" / "sparseloco.md"
+
+
+def strategy() -> SparseLoCoStrategy:
+    return SparseLoCoStrategy(sync_every=4, density=1 / 4)
+
+
+def steps_of(trainer: Any) -> int:
+    (loco,) = (SparseLoCo.of(optimizer) for optimizer in trainer.optimizers)
+    assert loco is not None
+    return loco.progress.steps
+
+
+def _top_k(rank: int, world_size: int, folder: str) -> tuple[list[float], list[str], Tensor]:
+    history, saved = History(), ModelCheckpoint(folder, "{epoch}", monitor="val_loss", save_top_k=2, save_last=True)
+    options: dict[str, Any] = {"callbacks": [history, saved], "enable_checkpointing": True, "limit_val_batches": 1.0}
+    make_trainer(strategy(), max_epochs=3, **options).fit(Synced(lr=5e-2))
+    best = Synced.load_from_checkpoint(saved.best_model_path)
+    return history.losses, sorted(Path(path).name for path in saved.best_k_models), weights(best)
+
+
+def test_model_checkpoint_keeps_the_best_k(run_ranks: Any, tmp_path: Path) -> None:
+    (losses, kept, best), (other_losses, other_kept, other) = run_ranks(_top_k, 2, str(tmp_path))
+    assert losses == other_losses  # the mean over ranks, which differ inside a window
+    order = sorted(range(3), key=lambda epoch: losses[epoch])
+    assert kept == other_kept == sorted(f"epoch={epoch}.ckpt" for epoch in order[:2])
+    assert torch.equal(best, other)
+
+
+def _callbacks(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    stopping = make_trainer(
+        strategy(), max_epochs=9, callbacks=[EarlyStopping("val_loss", mode="max", patience=1)], limit_val_batches=1.0
+    )
+    stopping.fit(Synced())
+    found["stopped"] = steps_of(stopping)
+    accumulating = make_trainer(strategy(), max_epochs=2, callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})])
+    accumulating.fit(Regression())
+    found["accumulated"] = steps_of(accumulating)
+    history = History()
+    overfitting = make_trainer(strategy(), max_epochs=30, overfit_batches=1, limit_val_batches=1.0, callbacks=[history])
+    overfitting.fit(Synced(lr=5e-2))
+    found["overfit"] = history.losses[-1] / history.losses[0]
+    quick = make_trainer(strategy(), fast_dev_run=2, default_root_dir=folder, max_epochs=None)
+    quick.fit(Synced())
+    found["quick"] = steps_of(quick), [path.name for path in Path(folder).rglob("*.ckpt")]
+    return found
+
+
+def test_callbacks_and_debugging_aids_work(run_ranks: Any, tmp_path: Path) -> None:
+    for found in run_ranks(_callbacks, 2, str(tmp_path)):
+        assert found["stopped"] == 2 * BATCHES
+        assert found["accumulated"] == BATCHES + BATCHES // 3
+        assert found["overfit"] < 0.7
+        assert found["quick"] == (2, [])
+
+
+def _average(rank: int, world_size: int, kind: str) -> tuple[Tensor, Tensor]:
+    history, model = History(), Synced(lr=2e-2)
+    average = EMAWeightAveraging(decay=0.7) if kind == "ema" else StochasticWeightAveraging(1e-3, swa_epoch_start=1)
+    # 2 epochs of 6 steps: the fit ends with a window of 4.
+    make_trainer(strategy(), max_epochs=2, callbacks=[history, average], limit_val_batches=1).fit(model)
+    return weights(model), history.steps[-1]
+
+
+def test_averaged_weights_are_put_in_place_where_a_fit_ends_with_a_window(run_ranks: Any) -> None:
+    for kind in ("ema", "swa"):
+        for end, last in run_ranks(_average, 2, kind):
+            assert bool(end.isfinite().all())
+            assert not torch.equal(end, last)
+
+
+def _log(rank: int, world_size: int, folder: str) -> tuple[list[float], set[str]]:
+    model = Synced(scheduler="lambda")
+    callbacks = [LearningRateMonitor(logging_interval="step"), SparseLoCoMonitor()]
+    options: dict[str, Any] = {"logger": [CSVLogger(folder, "csv")], "callbacks": callbacks, "log_every_n_steps": 1}
+    make_trainer(strategy(), **options).fit(model)
+    deep = PyTorchProfiler(folder, "trace", export_to_chrome=False, schedule=None, row_limit=-1)
+    make_trainer(strategy(), profiler=deep).fit(Regression())
+    return [lr for lr, _ in model.lrs], {event.name for event in deep.function_events or []}
+
+
+def test_loggers_get_learning_rates_and_figures_and_profilers_see_the_phases(run_ranks: Any, tmp_path: Path) -> None:
+    rates, events = run_ranks(_log, 2, str(tmp_path))[0]
+    lines = list(csv.DictReader((tmp_path / "csv" / "version_0" / "metrics.csv").open()))
+    assert [float(line["lr-AdamW"]) for line in lines if line["lr-AdamW"]] == pytest.approx(rates)
+    assert any(line["sparseloco/delta_norm"] for line in lines)
+    assert {f"sparseloco::{phase}" for phase in PHASES if phase not in ("average", "return", "wait")} <= events
+
+
+def _find_rate(rank: int, world_size: int, folder: str) -> tuple[int, float, Tensor, Tensor]:
+    # One folder for all ranks: the finder keeps the model there while it looks.
+    trainer, model = make_trainer(strategy(), default_root_dir=folder, enable_checkpointing=True), Regression()
+    before = weights(model)
+    finder = Tuner(trainer).lr_find(model, num_training=8, update_attr=True)
+    assert finder is not None
+    return len(finder.results["lr"]), model.lr, before, weights(model)
+
+
+def test_the_learning_rate_finder_suggests_one_rate_and_puts_the_weights_back(run_ranks: Any, tmp_path: Path) -> None:
+    first, second = run_ranks(_find_rate, 2, str(tmp_path))
+    assert first[:2] == second[:2]
+    assert first[0] == 8
+    for _, _, _, after in (first, second):
+        assert torch.equal(after, first[2])  # rank 0's, with which all begin
+
+
+def _unfreeze(rank: int, world_size: int) -> None:
+    make_trainer(strategy(), max_epochs=3, callbacks=[BackboneFinetuning(1, verbose=False)]).fit(Backbone())
+
+
+def test_unfreezing_in_mid_training_is_an_error_that_says_so_on_every_rank(run_ranks: Any) -> None:
+    for error in run_ranks(_unfreeze, 2, expect_errors=True):
+        assert isinstance(error, ValueError)
+        assert "must be frozen, unfrozen and added before" in str(error)
+
+
+def rows_of_table() -> list[tuple[str, str, str]]:
+    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
+    return [(row[0], row[1], row[3]) for row in cells if len(row) == 4 and row[0] != "feature"]
+
+
+def test_every_row_of_the_table_names_a_test_that_exists() -> None:
+    rows = rows_of_table()
+    assert len(rows) >= 15
+    for feature, works, named in rows:
+        assert works in ("yes", "no", "in part"), feature
+        found = re.findall(r"`(test_\w+)\.py::(test_\w+)`", named)
+        assert found, feature
+        for module, test in found:
+            assert re.search(rf"^def {test}\(", (TESTS / f"{module}.py").read_text(encoding="utf-8"), re.MULTILINE), (
+                test
+            )

@@ -1,0 +1,174 @@
+"""``wire_dtype="int8"`` and ``"int4"``: SCAPE's values and changes in 8 or 4 bits."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optimizer_helpers import assert_replicas_equal
+from torch import Tensor, nn
+
+from lightning_scape import ScapeConfig, ScapeOptimizer
+from lightning_scape import planning as planner
+from lightning_scape.engine.value_wire import GROUP, ValueWire, packed_bytes
+
+SHAPES = ((33, 30), (7,), (3, 101))
+NUMELS = [990, 7, 303]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    bits=st.sampled_from([4, 8]), shards=st.integers(1, 3), rows=st.integers(0, 70), sent=st.sampled_from([1, 2, 25]),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_what_is_sent_plus_what_is_left_is_what_was_there(
+    bits: int, shards: int, rows: int, sent: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    magnitude = 10 ** (20 * torch.rand(shards * rows, 1, generator=generator) - 10)
+    values = torch.randn(shards * rows, sent, generator=generator) * magnitude
+    left, wire = values.clone(), ValueWire(bits)
+    message = wire.pack(left, shards)
+    read = wire.read(message, rows, sent, shards)
+    assert message.numel() == shards * packed_bytes(rows * sent, bits)
+    assert torch.equal(read.double() + left.double(), values.double())
+    for shard in range(shards):  # a receiver reads its part alone
+        part = slice(shard * rows, (shard + 1) * rows)
+        size = len(message) // shards
+        assert torch.equal(wire.read(message[shard * size : (shard + 1) * size], rows, sent), read[part])
+
+
+@pytest.mark.parametrize(("bits", "least"), [(8, 60.0), (4, 6.0)])
+def test_most_of_the_energy_is_sent(bits: int, least: float) -> None:
+    values = torch.randn(640, 2, generator=torch.Generator().manual_seed(0))
+    left = values.clone()
+    ValueWire(bits).pack(left)
+    assert float(values.norm() / left.norm()) > least
+    assert packed_bytes(6400, bits) == 6400 // GROUP * (GROUP * bits // 8 + 2)
+
+
+def model(dtype: torch.dtype) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def step(params: list[nn.Parameter], optimizer: ScapeOptimizer, rank: int, number: int) -> None:
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    for parameter in params:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    optimizer.step()
+
+
+def _train(rank: int, world_size: int, wire: str, dtype: torch.dtype, sparsity: float) -> dict[str, Any]:
+    params = model(dtype)
+    warmup = 0 if sparsity else None
+    options: dict[str, Any] = {"wire_dtype": wire, "sparsity_warmup_steps": warmup, "update": "adamw"}
+    config = ScapeConfig(sparsity=sparsity, **options)
+    optimizer = ScapeOptimizer(params, lr=1e-2, config=config)
+    for number in range(8):
+        step(params, optimizer, rank, number)
+        assert_replicas_equal(params)
+    state, stats = optimizer.engine.state, optimizer.stats
+    assert state is not None
+    assert stats is not None
+    counted = {"values": stats.bytes_values, "parameters": stats.bytes_parameters}
+    width = 2 if dtype == torch.bfloat16 else 4
+    planned = planner.scape_bytes(NUMELS, world_size, config, parameter_bytes=width)
+    assert counted == {kind: planned[kind] for kind in counted}
+    error = 0.0 if state.change_error is None else float(state.change_error.abs().max())
+    return {"end": torch.cat([p.detach().flatten().float() for p in params]), "error": error, **counted}
+
+
+CASES = [*itertools.product(("int8", "int4"), (torch.float32, torch.bfloat16), (0.9,))]
+DENSE = [(wire, torch.float32, 0.0) for wire in ("fp32", "int8", "int4")]
+
+
+def _train_all(rank: int, world_size: int) -> list[dict[str, Any]]:
+    return [_train(rank, world_size, *case) for case in (*CASES, *DENSE)]
+
+
+def test_ranks_are_bitwise_equal_bytes_are_as_planned_and_training_is_as_with_fp32(run_ranks: Any) -> None:
+    everyone = run_ranks(_train_all, 2)
+    for case, *found in zip((*CASES, *DENSE), *everyone, strict=True):
+        wire, dtype, _ = case
+        assert torch.equal(found[0]["end"], found[1]["end"])  # as after every step
+        assert bool(found[0]["end"].isfinite().all())
+        kept = max(each["error"] for each in found) > 0
+        assert kept == (dtype == torch.float32 and wire != "fp32")  # bf16 comes back as values
+    exact, eight, four = everyone[0][len(CASES) :]
+    way = float((exact["end"] - torch.cat([p.detach().flatten() for p in model(torch.float32)])).norm())
+    assert 0 < float((eight["end"] - exact["end"]).norm()) < 0.05 * way
+    assert float((four["end"] - exact["end"]).norm()) < 0.5 * way
+    assert exact["values"] > 3.8 * eight["values"] > 7.0 * four["values"]
+
+
+def _conserved(rank: int, world_size: int, wire: str) -> tuple[Tensor, Tensor]:
+    """Of each step, what the values and what the changes have lost on their way."""
+    params = model(torch.float32)
+    config = ScapeConfig(sparsity=0.9, wire_dtype=wire, update="adamw", sparsity_warmup_steps=0)  # type: ignore[arg-type]
+    optimizer = ScapeOptimizer(params, lr=1e-2, config=config)
+    engine = optimizer.engine
+    remote, shard, got = engine.remote, engine.shard, []
+    pack, update = remote.pack, shard.wire.pack if shard.wire is not None else None
+    lost = []
+
+    def watched(state: Any, mask: Any, values: Tensor) -> tuple[Tensor, Tensor]:
+        before = state.residual.double()
+        total = before.scatter_add(1, mask.long(), values.double())
+        message, sent = pack(state, mask, values)
+        after = state.residual.double().scatter_add(1, mask.long(), sent.double())
+        lost.append(float((after - total).abs().max()))
+        return message, sent
+
+    def watched_changes(values: Tensor, shards: int = 1) -> Tensor:
+        due = values.double()
+        assert update is not None
+        message = update(values, shards)
+        assert shard.wire is not None
+        sent = shard.wire.read(message, *values.shape, shards)
+        got.append(float((sent.double() + values.double() - due).abs().max()))
+        return message
+
+    remote.pack = watched  # type: ignore[method-assign]
+    assert shard.wire is not None
+    shard.wire.pack = watched_changes  # type: ignore[method-assign]
+    for number in range(4):
+        step(params, optimizer, rank, number)
+    return torch.tensor(lost), torch.tensor(got)
+
+
+def test_nothing_is_lost_to_rounding_on_either_way(run_ranks: Any) -> None:
+    for lost, got in run_ranks(_conserved, 2, "int4"):
+        assert len(lost) == len(got) == 4
+        assert float(got.abs().max()) == 0.0
+        assert float(lost.abs().max()) == 0.0
+
+
+def _resume(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    ends, saved = [], None
+    for first in (0, 4):
+        params = model(torch.float32)
+        config = ScapeConfig(sparsity=0.9, wire_dtype="int4", update="adamw", sparsity_warmup_steps=0)
+        optimizer = ScapeOptimizer(params, lr=1e-2, config=config)
+        if saved is not None:
+            for parameter, value in zip(params, saved[0], strict=True):
+                parameter.data.copy_(value)
+            optimizer.load_state_dict(saved[1])
+        for number in range(first, 8):
+            if number == 4 and saved is None:
+                optimizer.consolidate_state_dict()
+                states = [optimizer.state_dict() if rank == 0 else None]
+                torch.distributed.broadcast_object_list(states)
+                saved = [parameter.detach().clone() for parameter in params], states[0]
+            step(params, optimizer, rank, number)
+        ends.append(torch.cat([parameter.detach().flatten() for parameter in params]))
+    return ends[0], ends[1]
+
+
+def test_a_resumed_run_has_the_owners_rounding_errors_too(run_ranks: Any) -> None:
+    for straight, resumed in run_ranks(_resume, 2):
+        assert torch.equal(straight, resumed)
