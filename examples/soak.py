@@ -51,6 +51,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--bound", type=float, default=8.0, help="MB by which a rank's memory may grow after 1/5")
     parser.add_argument("--kill-every", type=float, default=0.0, help="steps between kills, on average; 0: none")
+    parser.add_argument(
+        "--minutes", type=float, default=0.0, help="with --kill-every: end earlier, after so many; 0: no"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of what is killed and when")
     parser.add_argument("--out", type=Path, default=Path("out/soak"), help="folder for JSON, PNG and checkpoints")
     return parser.parse_args()
@@ -62,12 +65,12 @@ def resident_megabytes() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def set_up(fabric: L.Fabric) -> dict[str, Any]:
+def set_up(fabric: L.Fabric, layers: int = 2) -> dict[str, Any]:
     source = PythonSource(batch_size=2, context_length=32, max_bytes=1_000_000)
     source.setup("fit")
     torch.manual_seed(0)
     config = Config(
-        block_size=32, vocab_size=256, padded_vocab_size=256, n_layer=2, n_head=2, n_embd=32, intermediate_size=64
+        block_size=32, vocab_size=256, padded_vocab_size=256, n_layer=layers, n_head=2, n_embd=32, intermediate_size=64
     )
     model = GPT(config)
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -174,7 +177,7 @@ class Kill(NamedTuple):
 
 def train_until_killed(fabric: L.Fabric, arguments: argparse.Namespace, start: int, kill: Kill | None) -> None:
     """One start of the job: from the newest complete checkpoint to its end, or to the kill."""
-    state = set_up(fabric)
+    state = set_up(fabric, layers=1)
     folder = arguments.out / "checkpoints"
     newest = resume_path(folder)
     if newest is not None:
@@ -191,12 +194,15 @@ def train_until_killed(fabric: L.Fabric, arguments: argparse.Namespace, start: i
             if state["step"] % arguments.save_every == 0:
                 number = state["step"] // arguments.save_every % 3  # the newest, the one before, and one being written
                 fabric.save(folder / f"{number}.ckpt", state)
+                if fabric.broadcast(arguments.deadline is not None and time.time() > arguments.deadline):
+                    break
     fabric.strategy.wait_for_checkpoint()
 
 
 def survive(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Starts the job again and again until it has come to its end; what each start has done."""
     random_numbers = random.Random(arguments.seed)
+    arguments.deadline = time.time() + 60 * arguments.minutes if arguments.minutes else None
     starts: list[dict[str, Any]] = []
     done = 0
     for number, ranks in enumerate(itertools.cycle((2, 3))):
@@ -237,17 +243,20 @@ def judge(starts: list[dict[str, Any]], arguments: argparse.Namespace) -> dict[s
     """Steps, losses and memory over all starts."""
     begun = [start for start in starts if start["lives"][0]]
     spans = [(start["lives"][0][0]["step"], start["lives"][0][-1]["step"]) for start in begun]
-    reached, missing, lost, jumps = 0, [], [], []
+    reached, missing, lost, differences = 0, [], [], []
     loss_at: dict[int, float] = {}
     for (first, last), start in zip(spans, begun, strict=True):
         if first > reached + 1:
             missing.append([reached + 1, first - 1])
         if reached:
             lost.append(reached - first + 1)
-            jumps += [jump] if (jump := jump_at(loss_at, start["lives"][0], first)) is not None else []
         reached = max(reached, last)
-        means = zip(*start["lives"], strict=False)
-        loss_at |= {int(lines[0]["step"]): statistics.fmean(line["loss"] for line in lines) for lines in means}
+        means = [
+            {"step": lines[0]["step"], "loss": statistics.fmean(line["loss"] for line in lines)}
+            for lines in zip(*start["lives"], strict=False)
+        ]
+        differences += redone(loss_at, means)
+        loss_at |= {int(line["step"]): line["loss"] for line in means}
     memory = [max(life[-1]["megabytes"] for life in start["lives"] if life) for start in begun]
     grown = [
         life[-1]["megabytes"] - life[len(life) // 5]["megabytes"]
@@ -262,6 +271,7 @@ def judge(starts: list[dict[str, Any]], arguments: argparse.Namespace) -> dict[s
             curve.append([step, round(smooth, 4)])
     return {
         "steps": reached,
+        "steps_asked_for": arguments.steps,
         "steps_taken": sum(last - first + 1 for first, last in spans),
         "kills": len(starts) - 1,
         "ranks": [start["ranks"] for start in starts],
@@ -273,7 +283,11 @@ def judge(starts: list[dict[str, Any]], arguments: argparse.Namespace) -> dict[s
         "lost_at_most": max(lost, default=0),
         "lost_on_average": statistics.fmean(lost or [0]),
         "skipped": max(line["skipped"] for start in begun for life in start["lives"] for line in life),
-        "jumps_in_standard_errors": [round(jump, 2) for jump in jumps],
+        "steps_taken_again": len(differences),
+        "loss_difference_of_steps_taken_again": {
+            "mean": statistics.fmean(differences or [0.0]),
+            "standard_error": statistics.stdev(differences) / len(differences) ** 0.5 if differences[1:] else 0.0,
+        },
         "megabytes_at_end_of_start": [round(value, 1) for value in memory],
         "growth_megabytes_within_starts": {
             "mean": statistics.fmean(grown or [0]),
@@ -287,14 +301,9 @@ def judge(starts: list[dict[str, Any]], arguments: argparse.Namespace) -> dict[s
     }
 
 
-def jump_at(before: dict[int, float], life: list[dict[str, float]], first: int, width: int = 100) -> float | None:
-    """By how many standard errors losses differ between the steps before a restart and those after it."""
-    old = [before[step] for step in range(first - width, first) if step in before]
-    new = [line["loss"] for line in life[:width]]
-    if min(len(old), len(new)) < width // 2:
-        return None
-    error = (statistics.variance(old) / len(old) + statistics.variance(new) / len(new)) ** 0.5
-    return (statistics.fmean(new) - statistics.fmean(old)) / error
+def redone(before: dict[int, float], life: list[dict[str, float]]) -> list[float]:
+    """By how much the loss differs where a step was taken again after a restart, in nats: its batches are the same."""
+    return [line["loss"] - before[int(line["step"])] for line in life if line["step"] in before]
 
 
 def plot_kills(result: dict[str, Any], path: Path) -> None:
@@ -339,8 +348,8 @@ def soak_with_kills(arguments: argparse.Namespace) -> None:
         problems.append(f"{result['lost_at_most']} steps were lost, more than lie between three checkpoints")
     if growth["mean"] > arguments.bound:
         problems.append(f"memory grows by {growth['mean']:.1f} MB in a start")
-    if abs(statistics.fmean(result["jumps_in_standard_errors"] or [0])) > 1.0:
-        problems.append(f"the loss jumps at restarts: {result['jumps_in_standard_errors']}")
+    if abs(jump := result["loss_difference_of_steps_taken_again"]["mean"]) > 0.05:
+        problems.append(f"the loss jumps by {jump:.3f} nats at restarts")
     if problems:
         raise SystemExit("; ".join(problems))
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # without a mark for mypy
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 _KEY = "lightning_scape/start"
@@ -54,8 +55,8 @@ def init_process_group(
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     waits = timeout or default_pg_timeout
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, world_size, is_master=False, timeout=waits)
-    part = dist.PrefixStore(f"{_KEY}/{agree_on_name(store, rank, world_size, waits)}", store)
+    store = TCPStore(address, port, world_size, is_master=False, timeout=waits)
+    part = PrefixStore(f"{_KEY}/{agree_on_name(store, rank, world_size, waits)}", store)
     dist.init_process_group(backend, store=part, rank=rank, world_size=world_size, **options)
 
 
@@ -64,7 +65,7 @@ def uses_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def agree_on_name(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+def agree_on_name(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """A name for this start of the job, new and the same on all ranks. Collective.
 
     Args:
@@ -95,7 +96,7 @@ def agree_on_name(store: dist.Store, rank: int, world_size: int, timeout: timede
     return name
 
 
-def _ask_for_name(store: dist.Store, rank: int, world_size: int, deadline: float) -> str:
+def _ask_for_name(store: Store, rank: int, world_size: int, deadline: float) -> str:
     nonce = uuid.uuid4().hex
     store.set(f"{_KEY}/hello/{rank}", nonce)
     while not store.check([f"{_KEY}/name/{nonce}"]):
