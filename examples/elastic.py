@@ -228,7 +228,7 @@ def read_curve(out: Path) -> list[dict[str, Any]]:
     return []
 
 
-def wait_for(what: str, there: Callable[[], bool], alive: Machine, out: Path, seconds: float = 240.0) -> None:
+def wait_for(what: str, there: Callable[[], bool], alive: Machine, out: Path, seconds: float = 600.0) -> None:
     deadline = time.monotonic() + seconds
     while not there():
         if not alive.running or time.monotonic() > deadline:

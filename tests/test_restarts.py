@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from trainer_helpers import MARKS, Regression, make_trainer
 
-from lightning_scape import ScapeStrategy, resume_path
+from lightning_scape import ScapeStrategy, resume_path, tool
 from lightning_scape.comm.restarts import agree_on_name
 from lightning_scape.integrations.resume import _rescaled
 
@@ -262,3 +262,16 @@ def test_what_does_not_go_together_is_refused(run_ranks: RunRanks, tmp_path: Pat
     assert "got one at memory://folder" in distant
     assert "got accumulate_grad_batches=2. Leave that out" in twice
     assert "got a GradientAccumulationScheduler" in scheduled
+
+
+def test_lightning_scape_torchrun_is_torchrun_with_a_new_store_at_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the store that is kept, a machine that comes later waits for an address that nobody announces again."""
+    seen: list[tuple[list[str], str]] = []
+    variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    monkeypatch.setattr("torch.distributed.run.main", lambda given: seen.append((given, os.environ[variable])))
+    for before in (None, "0"):
+        monkeypatch.delenv(variable, raising=False)
+        if before is not None:
+            monkeypatch.setenv(variable, before)
+        assert tool.main(["torchrun", "--nnodes=1:2", "train.py", "--help"]) == 0
+    assert seen == [(["--nnodes=1:2", "train.py", "--help"], "1"), (["--nnodes=1:2", "train.py", "--help"], "0")]

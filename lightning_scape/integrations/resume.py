@@ -83,7 +83,7 @@ class Resumption:
         length: the place in the epoch stays, in steps and in samples.
         """
         saved = checkpoint.pop(_WINDOW, None)
-        if saved is None or self._window is None or saved == self._window:
+        if saved in (None, self._window) or self._window is None or "loops" not in checkpoint:  # weights alone
             return checkpoint
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for name in ("total", "current"):
