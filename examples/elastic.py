@@ -81,11 +81,16 @@ class Curve(Callback):
         self.out, self.pace = out, pace
         self.began = self.due = time.time()
         self.losses: list[float] = []
+        self.step = 0
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.step = trainer.global_step
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
         self.losses.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
-        if trainer.fit_loop._should_accumulate():
+        if trainer.global_step == self.step:  # batches are accumulated
             return
+        self.step = trainer.global_step
         loss, self.losses = sum(self.losses) / len(self.losses), []
         if trainer.is_global_zero:
             line = {

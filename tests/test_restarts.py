@@ -21,7 +21,7 @@ from trainer_helpers import MARKS, Regression, make_trainer
 
 from lightning_scape import ScapeStrategy, resume_path, tool
 from lightning_scape.comm.restarts import agree_on_name
-from lightning_scape.integrations.resume import _rescaled
+from lightning_scape.integrations.resume import rescaled
 
 RunRanks = Callable[..., list[Any]]
 pytestmark = MARKS
@@ -77,7 +77,7 @@ RESTARTED = """
 import os, torch, torch.distributed as dist
 from datetime import timedelta
 from lightning_scape import init_process_group
-init_process_group("gloo", timeout=timedelta(seconds=60))
+init_process_group("gloo", timeout=timedelta(seconds=240))
 init_process_group("gloo")  # again is no error
 ones = torch.ones(1)
 dist.all_reduce(ones)
@@ -88,6 +88,7 @@ print("together again:", ones.item(), flush=True)
 """
 
 
+@pytest.mark.timeout(600)
 def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path) -> None:
     """With torch's own init_process_group they read the dead ranks' addresses and wait until the timeout."""
     script = tmp_path / "job.py"
@@ -100,7 +101,7 @@ def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path) -> None:
         env={**environ, "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=570,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -218,9 +219,9 @@ def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(run_ra
 
 def test_counts_of_batches_keep_their_place() -> None:
     at_end = {"ready": 6, "started": 6, "processed": 6, "completed": 5}
-    assert _rescaled(at_end, 6, 2) == {"ready": 18, "started": 18, "processed": 18, "completed": 17}
-    assert _rescaled(at_end, 1, 2) == {"ready": 3, "started": 3, "processed": 3, "completed": 2}
-    assert _rescaled(dict.fromkeys(at_end, 0), 1, 2) == dict.fromkeys(at_end, 0)
+    assert rescaled(at_end, 6, 2) == {"ready": 18, "started": 18, "processed": 18, "completed": 17}
+    assert rescaled(at_end, 1, 2) == {"ready": 3, "started": 3, "processed": 3, "completed": 2}
+    assert rescaled(dict.fromkeys(at_end, 0), 1, 2) == dict.fromkeys(at_end, 0)
 
 
 def saves_to(folder: str | None) -> pl.Trainer:

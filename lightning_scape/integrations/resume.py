@@ -87,14 +87,14 @@ class Resumption:
             return checkpoint
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for name in ("total", "current"):
-            progress[name] = _rescaled(progress[name], self._window, saved)
+            progress[name] = rescaled(progress[name], self._window, saved)
         return checkpoint
 
 
-def _rescaled(counts: Mapping[str, int], window: int, saved: int) -> dict[str, int]:
+def rescaled(counts: Mapping[str, int], window: int, saved: int) -> dict[str, int]:
     """Counts of batches begun and ended, in windows of another length; how far they differ says where Lightning is.
 
-    >>> _rescaled({"ready": 8, "started": 8, "processed": 8, "completed": 7}, 4, 2)
+    >>> rescaled({"ready": 8, "started": 8, "processed": 8, "completed": 7}, 4, 2)
     {'ready': 16, 'started': 16, 'processed': 16, 'completed': 15}
     """
     ready = counts["ready"] * window // saved
