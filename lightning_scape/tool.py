@@ -71,8 +71,8 @@ def _verify(arguments: list[str]) -> int:
 
 
 def _torchrun(arguments: list[str]) -> int:
-    # By default, torch from 2.5 on keeps one store for all restarts, whose address only the agents of the first start
-    # learn: none that comes later can join (torch 2.13, DynamicRendezvousHandler.next_rendezvous).
+    # By default torch 2.13 keeps one store for all restarts, whose address only the agents of the first start learn:
+    # none that comes later can join (DynamicRendezvousHandler.next_rendezvous).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     from torch.distributed.run import main as torchrun
 

@@ -1,7 +1,7 @@
 """A process group for each start of a job: what torchrun's restarts need.
 
-Under torchrun, ranks meet at a store that its agent keeps. The store outlives the ranks, and with torch from 2.5 on its
-keys carry no mark of the restart: new ranks read the addresses that dead ranks left there, and wait for them in vain
+Under torchrun, ranks meet at a store that its agent keeps. The store outlives the ranks, and with torch 2.13 its keys
+carry no mark of the restart: new ranks read the addresses that dead ranks left there, and wait for them in vain
 (https://github.com/pytorch/pytorch/issues/135712). ``TORCHELASTIC_RESTART_COUNT`` is no such mark, because each agent
 counts for itself: one that joins later starts at 0.
 
@@ -91,7 +91,8 @@ def agree_on_name(store: Store, rank: int, world_size: int, timeout: timedelta) 
                 store.set(f"{_KEY}/name/{nonce}", name)
                 waiting[other] = nonce
         if waiting:
-            _check_deadline(deadline, world_size - len(waiting), world_size)
+            if time.monotonic() > deadline:
+                raise _missing(f"{world_size - len(waiting)}/{world_size} clients joined", world_size)
             time.sleep(_POLL_SECONDS)
     return name
 
@@ -99,19 +100,18 @@ def agree_on_name(store: Store, rank: int, world_size: int, timeout: timedelta) 
 def _ask_for_name(store: Store, rank: int, world_size: int, deadline: float) -> str:
     nonce = uuid.uuid4().hex
     store.set(f"{_KEY}/hello/{rank}", nonce)
-    while not store.check([f"{_KEY}/name/{nonce}"]):
-        _check_deadline(deadline, None, world_size)
-        time.sleep(_POLL_SECONDS)
+    try:  # not by asking again and again: there may be a thousand of us
+        store.wait([f"{_KEY}/name/{nonce}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    except dist.DistStoreError as error:
+        raise _missing("no answer from rank 0", world_size) from error
     name: str = store.get(f"{_KEY}/name/{nonce}").decode()
     store.set(f"{_KEY}/here/{name}/{rank}", "")
     return name
 
 
-def _check_deadline(deadline: float, joined: int | None, world_size: int) -> None:
-    if time.monotonic() > deadline:
-        found = "no answer from rank 0" if joined is None else f"{joined}/{world_size} clients joined"
-        raise RuntimeError(
-            f"All {world_size} ranks must meet at torchrun's store before `timeout` ends, got {found} there. If the"
-            " nodes name different MASTER_ADDR, start the job by `lightning-scape torchrun` in place of torchrun: it"
-            " makes a new store at each restart."
-        )
+def _missing(found: str, world_size: int) -> RuntimeError:
+    return RuntimeError(
+        f"All {world_size} ranks must meet at torchrun's store before `timeout` ends, got {found} there. If the nodes"
+        " name different MASTER_ADDR, start the job by `lightning-scape torchrun` in place of torchrun: it makes a new"
+        " store at each restart."
+    )
