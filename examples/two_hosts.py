@@ -88,6 +88,10 @@ class Host:
         environ = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, **(env or {})}
         return subprocess.Popen(self.command(command), env=environ, start_new_session=True, **options)
 
+    def set_link(self, state: str) -> None:
+        """Takes this host's interface ``"down"``, as a cable that is pulled, or ``"up"`` again."""
+        _run("ip", "-n", self.namespace, "link", "set", INTERFACE, state)
+
     def processes(self) -> list[int]:
         """Process ids of what runs here."""
         found = subprocess.run(
@@ -153,6 +157,18 @@ class Hosts:
             # As large as the largest packet that the bucket lets pass at once: it would cut larger ones up.
             _run("ip", "-n", namespace, "link", "set", interface, "gso_max_size", str(_burst(rate) * 2 // 3))
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", *_bucket(rate))
+
+    def set_netem(self, *impairment: str) -> None:
+        """Loses, delays or reorders packets on every link, in both directions, in place of its rate.
+
+        Args:
+            impairment: as netem takes it: ``"loss", "1%"``, or ``"delay", "10ms", "reorder", "25%"``.
+
+        Raises:
+            OSError: this kernel has no netem (``sch_netem``), or does not know the impairment.
+        """
+        for host in self._members:
+            _run("tc", "-n", host.namespace, "qdisc", "replace", "dev", INTERFACE, "root", "netem", *impairment)
 
     def _build(self) -> None:
         for host in self._members:

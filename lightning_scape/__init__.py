@@ -6,7 +6,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_scape.__about__ import __version__
 from lightning_scape.adams import AdamS
 from lightning_scape.checkpoint.atomic_files import CheckpointError
-from lightning_scape.checkpoint.inspection import newest_checkpoint
+from lightning_scape.checkpoint.inspection import newest_checkpoint, resume_path
+from lightning_scape.comm.restarts import init_process_group
 from lightning_scape.config import ScapeConfig
 from lightning_scape.data import PythonSource
 from lightning_scape.engine.stats import StepStats
@@ -42,5 +43,7 @@ __all__ = [
     "SparseLoCoStrategy",
     "StepStats",
     "__version__",
+    "init_process_group",
     "newest_checkpoint",
+    "resume_path",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -69,9 +70,20 @@ def _verify(arguments: list[str]) -> int:
     return 1 if damaged else 0
 
 
+def _torchrun(arguments: list[str]) -> int:
+    # By default torch 2.13 keeps one store for all restarts, whose address only the agents of the first start learn:
+    # none that comes later can join (DynamicRendezvousHandler.next_rendezvous).
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    from torch.distributed.run import main as torchrun
+
+    torchrun(arguments)
+    return 0
+
+
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "plan": (_plan, "predict step time, bytes and memory, and say whether SCAPE pays"),
     "consolidate": (_consolidate, "make one file of a checkpoint, for SCAPE or for plain AdamW"),
+    "torchrun": (_torchrun, "torchrun, with which machines may be lost and come back; takes torchrun's options"),
     "verify": (_verify, "read checkpoints as loading does, and say whether they load"),
 }
 """By name: what runs it, and one line of help."""

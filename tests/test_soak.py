@@ -33,3 +33,18 @@ def test_hundreds_of_steps_keep_memory_flat_and_replicas_equal(tmp_path: Path) -
 def test_five_thousand_steps_keep_memory_flat_and_replicas_equal(tmp_path: Path) -> None:
     run_script(SOAK, f"--out={tmp_path}", timeout=1400)
     assert_all_is_well(tmp_path, 5000, 8.0)
+
+
+def test_killed_at_random_a_job_takes_every_step_on_two_and_three_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ("--kill-every=40", "--steps=120", "--save-every=20", "--seed=3", "--bound=16")
+    run_script(SOAK, f"--out={out}", *options)
+    result = json.loads((out / "kills.json").read_text())
+    assert result["steps"] == 120
+    assert result["kills"] >= 2
+    assert result["ranks"] == [2 + number % 2 for number in range(result["kills"] + 1)]
+    assert result["missing"] == []
+    assert result["skipped"] == 0
+    assert result["lost_at_most"] <= 40  # two intervals: the checkpoint that was being written does not count
+    assert abs(result["loss_difference_of_steps_taken_again"]["mean"]) < 0.05
+    assert (out / "kills.png").read_bytes().startswith(b"\x89PNG")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint import packed
 from lightning_scape.checkpoint.saver import SavedContent
+from lightning_scape.comm.collectives import Communicator
 
 
 def verify(path: str | os.PathLike[str]) -> None:
@@ -66,14 +67,65 @@ def newest_checkpoint(
     Returns:
         Its path, or None.
     """
-    for path in sorted(_candidates(Path(folder), pattern), key=_modified, reverse=True):
+    return _newest(_candidates(Path(folder), pattern), check)
+
+
+def resume_path(
+    *places: str | os.PathLike[str], pattern: str = "*", check: Callable[[Path], None] = verify
+) -> Path | None:
+    """The newest complete checkpoint in some places, the same on all ranks: what a restarted job goes on from.
+
+    Collective, if there is a process group. Rank 0 looks, as :func:`newest_checkpoint` does, and tells the others.
+
+    Args:
+        places: folders with checkpoints, and single checkpoints; what does not exist is left out.
+        pattern: of names in the folders, as in ``Path.glob``; ``"*.ckpt"`` is Lightning's.
+        check: raises :class:`~lightning_scape.CheckpointError` or ``OSError`` for those to be passed over.
+
+    Returns:
+        Its path; None if there is no complete one, and training begins.
+
+    Raises:
+        FileNotFoundError: a rank does not see the checkpoint that another one sees; on every rank. All ranks must see
+            the same files: the machine that rank 0 ran on may be the one that is lost.
+    """
+    ranks = Communicator(None, None)
+    found = [path for place in map(Path, places) for path in _candidates_at(place, pattern)]
+    chosen = ranks.raise_on_all_ranks(lambda: _newest(found, check) if ranks.rank == 0 else None)
+    told: tuple[Path | None, list[Path]] = ranks.all_gather_object((chosen, found))[0]
+    ranks.raise_on_all_ranks(lambda: _check_seen(ranks.rank, found, *told))
+    return told[0]
+
+
+def _check_seen(rank: int, found: list[Path], chosen: Path | None, by_rank_0: list[Path]) -> None:
+    """Raises ``FileNotFoundError`` if this rank and rank 0 see different files."""
+    unseen = chosen if chosen is not None and not chosen.exists() else None
+    only_here = found[0] if found and not by_rank_0 else None
+    if unseen is not None or only_here is not None:
+        sees, sees_not = (0, rank) if unseen is not None else (rank, 0)
+        raise FileNotFoundError(
+            f"All ranks must see the same checkpoints, got {str(unseen or only_here)!r}, which rank {sees} sees and"
+            f" rank {sees_not} does not. Save to a file system that all machines share."
+        )
+
+
+def _newest(candidates: Iterable[Path], check: Callable[[Path], None]) -> Path | None:
+    for path in sorted(candidates, key=_modified, reverse=True):
         try:
             check(path)
         except (files.CheckpointError, OSError) as error:
-            warnings.warn(f"Passed over: {error}", stacklevel=2)
+            warnings.warn(f"Passed over: {error}", stacklevel=3)
             continue
         return path
     return None
+
+
+def _candidates_at(place: Path, pattern: str) -> Iterator[Path]:
+    inside = _checkpoint_in(place)
+    if inside.is_file() or (inside / files.MANIFEST).exists():
+        yield inside
+    else:
+        yield from _candidates(place, pattern)
 
 
 def _candidates(folder: Path, pattern: str) -> Iterator[Path]:

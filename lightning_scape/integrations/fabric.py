@@ -191,6 +191,9 @@ class FabricScapeStrategy(DDPStrategy):
     def _setup_distributed(self) -> None:
         starting = not is_distributed()
         with rendezvous.explained_rendezvous(self.cluster_environment):
+            self._set_world_ranks()
+            backend = self._get_process_group_backend()
+            rendezvous.start_process_group(self.cluster_environment, backend, self._timeout, self.root_device)
             super()._setup_distributed()
         if starting:
             atexit.register(_destroy_dist_connection)  # see ScapeStrategy

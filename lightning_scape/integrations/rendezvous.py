@@ -6,7 +6,26 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
+
+import torch
+
+from lightning_scape.comm.restarts import init_process_group, uses_agent_store
+
+
+def start_process_group(environment: Any, backend: str, timeout: timedelta | None, device: torch.device) -> None:
+    """Starts the process group where torchrun's agent keeps the store; elsewhere the host does it by itself.
+
+    Args:
+        environment: a cluster environment of Lightning's.
+        backend: ``"gloo"`` or ``"nccl"``.
+        timeout: how long ranks wait for each other.
+        device: of this rank.
+    """
+    mine = (environment.global_rank(), environment.world_size())
+    if uses_agent_store() and mine == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])):
+        init_process_group(backend, timeout=timeout, device_id=device if device.type != "cpu" else None)
 
 
 @contextlib.contextmanager

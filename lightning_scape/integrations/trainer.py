@@ -47,6 +47,7 @@ from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig
 from lightning_scape.engine.epoch_end import compare_ends
 from lightning_scape.integrations import advice, launching, rendezvous, swap, two_level
 from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.integrations.resume import Resume, Resumption
 from lightning_scape.integrations.run_length import compare_lengths, ends_epoch, steps_of_run
 from lightning_scape.optimizer import ScapeOptimizer
 
@@ -102,6 +103,9 @@ class ScapeStrategy(DDPStrategy):
         wrap: with ``local_group_size`` above 1: class names of the modules that are gathered one at a time. Empty takes
             the members of the model's outermost ModuleLists. Modules to which you have applied ``fully_shard`` over
             ``strategy.device_mesh["shard"]`` stay as they are.
+        resume: ``"auto"``: fit goes on from the newest complete checkpoint in the folders of its ModelCheckpoints, on
+            any number of ranks. The Trainer's ``ckpt_path`` holds where it is newer than all of them.
+        batches_per_step: of all ranks, in one optimizer step. ``accumulate_grad_batches`` follows the number of ranks.
 
     Raises:
         ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
@@ -143,6 +147,8 @@ class ScapeStrategy(DDPStrategy):
         state_dict_type: saver.StateDictType = "full",
         async_save: bool = False,
         wrap: Sequence[str] = (),
+        resume: Resume = None,
+        batches_per_step: int | None = None,
     ) -> None:
         given = locals()
         saver.check_saving(state_dict_type, async_save, checkpoint_io)
@@ -159,6 +165,7 @@ class ScapeStrategy(DDPStrategy):
         )
         self._mask_group = SideGroup()
         self._nodes = two_level.Nodes(self.config, wrap)
+        self._resumption = Resumption(resume, batches_per_step)
         self._interrupted = False
         self._payoff = advice.PayoffCheck()
         self._progress_bar: ProgressBar | None = None
@@ -189,11 +196,16 @@ class ScapeStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         launching.check_ranks(self.num_processes * self.num_nodes)
         super().setup_environment()
+        if self.lightning_module is not None:
+            self._resumption.prepare(self.lightning_module.trainer)
 
     @override
     def setup_distributed(self) -> None:
         starting = not is_distributed()
         with rendezvous.explained_rendezvous(self.cluster_environment):
+            self.set_world_ranks()
+            backend = self._get_process_group_backend()
+            rendezvous.start_process_group(self.cluster_environment, backend, self._timeout, self.root_device)
             super().setup_distributed()
         if starting:
             # Lightning does so for NCCL alone. A thread of gloo that still holds the last message's tensors when the
@@ -394,6 +406,7 @@ class ScapeStrategy(DDPStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
+        self._resumption.record(checkpoint)
         if self._state_dict_type == "sharded":
             if storage_options is not None:
                 raise TypeError(
@@ -425,10 +438,10 @@ class ScapeStrategy(DDPStrategy):
             states = checkpoint.pop(RNG, [])
             if len(states) == self.world_size:
                 self._saved_rng = states[self.global_rank]
-            return checkpoint
+            return self._resumption.adapt(checkpoint)
         saved = SavedContent(Path(checkpoint_path), self._checkpoint_ranks())
         self._saved_rng = saved.rng(self.global_rank, self.world_size)
-        return host_checkpoint(saved)
+        return self._resumption.adapt(host_checkpoint(saved))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -474,6 +487,8 @@ class ScapeStrategy(DDPStrategy):
         if self._progress_bar is not None:
             vars(self._progress_bar).pop("get_metrics", None)
             self._progress_bar = None
+        if self.lightning_module is not None:
+            self._resumption.finish(self.lightning_module.trainer)
         if not self._nodes.several:
             super().teardown()
             return

@@ -1,0 +1,161 @@
+"""What a Trainer's job does to go on after a restart, with the ranks that are there then.
+
+Lightning's own ``ckpt_path="last"`` takes the file that changed last: it may be damaged, ranks may see different ones,
+and one that was saved before the restart is in another version's folder. ``ckpt_path`` is chosen before ranks can speak
+to each other, too. So the strategy chooses, between the callbacks' set-up and the loading of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_scape.checkpoint.inspection import resume_path
+
+Resume = Literal["auto"] | None
+_WINDOW = "scape_window"
+"""Key of a checkpoint's ``accumulate_grad_batches``, by which batches are counted in it."""
+
+
+class Resumption:
+    """A strategy's ``resume`` and ``batches_per_step``.
+
+    Args:
+        resume: ``"auto"``: fit from the newest complete checkpoint; None leaves it to ``ckpt_path``.
+        batches_per_step: of all ranks, in one optimizer step; None leaves it to ``accumulate_grad_batches``.
+
+    Raises:
+        ValueError: an option is outside its rule.
+    """
+
+    def __init__(self, resume: Resume, batches_per_step: int | None) -> None:
+        if resume not in (None, "auto"):
+            raise ValueError(
+                f'`resume` must be "auto" or None, got {resume!r}. To load a checkpoint that you know, call'
+                " `trainer.fit(..., ckpt_path=...)`."
+            )
+        if batches_per_step is not None and (type(batches_per_step) is not int or batches_per_step < 1):
+            raise ValueError(
+                f"`batches_per_step` must be None or a whole number >= 1, got {batches_per_step!r}. Give the number of"
+                " batches of all ranks in one optimizer step, or leave it out."
+            )
+        self._resume = resume
+        self._batches_per_step = batches_per_step
+        self._window: int | None = None
+
+    def prepare(self, trainer: Trainer) -> None:
+        """Before a fit: sets the accumulation, and has the newest checkpoint loaded.
+
+        Raises:
+            ValueError: the Trainer does not go with the options; on every rank.
+        """
+        self._window = None
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if self._batches_per_step is not None:
+            _check_accumulation(trainer)
+            self._window = _window(self._batches_per_step, trainer.world_size)
+            trainer.accumulate_grad_batches = self._window
+        if self._resume is not None:
+            _load_newest(trainer, _folders(trainer))
+
+    def finish(self, trainer: Trainer) -> None:
+        """After a fit: the Trainer is as it was."""
+        vars(trainer._checkpoint_connector).pop("resume_start", None)
+        if self._window is not None:
+            trainer.accumulate_grad_batches = 1
+
+    def record(self, checkpoint: dict[str, Any]) -> None:
+        """Notes in a checkpoint what its numbers of batches mean."""
+        if self._window is not None:
+            checkpoint[_WINDOW] = self._window
+
+    def adapt(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """A loaded checkpoint, its batches counted as this number of ranks counts them.
+
+        A rank that accumulates twice as many batches has half as many ranks beside it, and an epoch of twice the
+        length: the place in the epoch stays, in steps and in samples.
+        """
+        saved = checkpoint.pop(_WINDOW, None)
+        if saved in (None, self._window) or self._window is None or "loops" not in checkpoint:  # weights alone
+            return checkpoint
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for name in ("total", "current"):
+            progress[name] = rescaled(progress[name], self._window, saved)
+        return checkpoint
+
+
+def rescaled(counts: Mapping[str, int], window: int, saved: int) -> dict[str, int]:
+    """Counts of batches begun and ended, in windows of another length; how far they differ says where Lightning is.
+
+    >>> rescaled({"ready": 8, "started": 8, "processed": 8, "completed": 7}, 4, 2)
+    {'ready': 16, 'started': 16, 'processed': 16, 'completed': 15}
+    """
+    ready = counts["ready"] * window // saved
+    return {name: max(0, ready - (counts["ready"] - count)) for name, count in counts.items()}
+
+
+def _check_accumulation(trainer: Trainer) -> None:
+    problem = None
+    if trainer.accumulate_grad_batches != 1:
+        problem = f"accumulate_grad_batches={trainer.accumulate_grad_batches}. Leave that out: it follows"
+    elif any(isinstance(callback, GradientAccumulationScheduler) for callback in _callbacks(trainer)):
+        problem = "a GradientAccumulationScheduler. Leave it out, or `batches_per_step`"
+    if problem is None and not trainer.lightning_module.automatic_optimization:
+        problem = "manual optimization, where only your module knows its steps. Leave `batches_per_step` out"
+    if problem is not None:
+        raise ValueError(f"`batches_per_step` must alone say what an optimizer step is, got {problem}.")
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by its connector
+    return found
+
+
+def _window(batches_per_step: int, ranks: int) -> int:
+    """Batches of each rank in a step: as many as asked for, or as near to it as the number of ranks allows."""
+    window = max(1, round(batches_per_step / ranks))
+    if window * ranks != batches_per_step:
+        rank_zero_warn(
+            f"`batches_per_step` should be a multiple of the number of ranks, got {batches_per_step} for {ranks}: an"
+            f" optimizer step takes {window * ranks} batches now, {window} on each rank. A number that all numbers of"
+            " ranks divide, 12 for 1 to 4, keeps it the same."
+        )
+    return window
+
+
+def _folders(trainer: Trainer) -> list[str]:
+    """Where the Trainer's checkpoints are, this start's and earlier ones."""
+    callbacks = [callback for callback in _callbacks(trainer) if isinstance(callback, ModelCheckpoint)]
+    folders = [str(callback.dirpath) for callback in callbacks if callback.dirpath is not None]
+    distant = [folder for folder in folders if "://" in folder]
+    if len(folders) < len(callbacks) or not callbacks or distant:
+        got = "one at " + distant[0] if distant else "one without `dirpath`" if callbacks else "none"
+        raise ValueError(
+            '`resume="auto"` needs a ModelCheckpoint whose folder is the same at each start and a local or shared'
+            f' path, got {got}. Give the Trainer `callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=...)]`:'
+            " Lightning's own choice of a folder changes with every start."
+        )
+    return folders
+
+
+def _load_newest(trainer: Trainer, folders: list[str]) -> None:
+    """Has the Trainer load the newest complete checkpoint: of the folders', and the one its user has named."""
+    connector = trainer._checkpoint_connector
+    own = connector.resume_start
+
+    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        named = [checkpoint_path] if checkpoint_path and Path(checkpoint_path).exists() else []
+        newest = resume_path(*folders, *named, pattern="*.ckpt")
+        if newest is None:
+            rank_zero_info(f"No complete checkpoint in {', '.join(folders)}: training begins.")
+        own(checkpoint_path if newest is None else newest, weights_only)
+
+    # Lightning has settled on `ckpt_path` before the ranks have met, and asks the strategy only if there is one.
+    connector.resume_start = resume_start  # type: ignore[method-assign]

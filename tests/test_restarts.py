@@ -1,0 +1,278 @@
+"""Going on after a restart: a new process group for every start, one checkpoint for all ranks, one global batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from trainer_helpers import MARKS, Regression, make_trainer
+
+from lightning_scape import ScapeStrategy, resume_path, tool
+from lightning_scape.comm.restarts import agree_on_name
+from lightning_scape.integrations.resume import rescaled
+
+RunRanks = Callable[..., list[Any]]
+pytestmark = MARKS
+
+# ------------------------------------------------------------------------------------------------ the store
+
+
+def start(store: dist.Store, ranks: int, timeout: float = 20.0) -> list[str | Exception]:
+    """All ranks of a start, as threads with a client each."""
+    found: dict[int, str | Exception] = {}
+
+    def join(rank: int) -> None:
+        try:
+            found[rank] = agree_on_name(store, rank, ranks, timedelta(seconds=timeout))
+        except RuntimeError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in range(ranks)]
+
+
+def test_every_start_gets_a_name_of_its_own_in_a_store_that_outlives_it() -> None:
+    store = dist.HashStore()
+    names = [start(store, ranks) for ranks in (3, 3, 2, 4, 1)]
+    assert all(len(set(one)) == 1 for one in names)
+    assert len({one[0] for one in names}) == len(names)
+
+
+def test_a_start_that_failed_half_way_leaves_nothing_that_misleads_the_next() -> None:
+    """Ranks died before all had the name: greetings without an answer, answers that nobody read."""
+    store = dist.HashStore()
+    store.set("lightning_scape/start/hello/1", "of-a-dead-rank")
+    store.set("lightning_scape/start/hello/2", "of-another")
+    store.set("lightning_scape/start/name/of-another", "an-old-name")
+    first, second, third = start(store, 3)
+    assert first == second == third
+    assert first != "an-old-name"
+
+
+def test_missing_ranks_are_an_error_on_those_that_are_there() -> None:
+    store = dist.HashStore()
+    with pytest.raises(RuntimeError, match=r"All 3 ranks must meet .* got 1/3 clients joined"):
+        agree_on_name(store, 0, 3, timedelta(seconds=0.2))
+    with pytest.raises(RuntimeError, match="no answer from rank 0.*`lightning-scape torchrun`"):
+        agree_on_name(store, 1, 3, timedelta(seconds=0.2))
+
+
+RESTARTED = """
+import os, torch, torch.distributed as dist
+from datetime import timedelta
+from lightning_scape import init_process_group
+init_process_group("gloo", timeout=timedelta(seconds=240))
+init_process_group("gloo")  # again is no error
+ones = torch.ones(1)
+dist.all_reduce(ones)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os._exit(dist.get_rank())
+dist.barrier()
+print("together again:", ones.item(), flush=True)
+"""
+
+
+@pytest.mark.timeout(600)
+def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path) -> None:
+    """With torch's own init_process_group they read the dead ranks' addresses and wait until the timeout."""
+    script = tmp_path / "job.py"
+    script.write_text(RESTARTED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    environ = {name: value for name, value in os.environ.items() if "RDZV" not in name}
+    environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
+    done = subprocess.run(
+        [*command, str(script)],
+        env={**environ, "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=570,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("together again: 2.0") == 2
+
+
+# ------------------------------------------------------------------------------------------------ one checkpoint
+
+
+def look(rank: int, world_size: int, folder: str, hidden: int | None) -> str | None:
+    if rank == hidden:
+        Path(folder, "elsewhere").mkdir()
+    os.chdir(f"{folder}/elsewhere" if rank == hidden else folder)  # a machine with a disk of its own
+    found = resume_path(".", "named.ckpt", pattern="*.ckpt")
+    return None if found is None else found.name
+
+
+def save(path: Path, age: float = 0.0) -> None:
+    path.parent.mkdir(exist_ok=True)
+    torch.save({"a": torch.ones(3)}, path)
+    os.utime(path, (time.time() - age, time.time() - age))
+
+
+def test_all_ranks_get_the_newest_complete_checkpoint_and_damaged_ones_are_named(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    assert run_ranks(look, 2, str(tmp_path), None) == [None, None]
+    save(tmp_path / "older.ckpt", 60)
+    save(tmp_path / "old.ckpt", 30)
+    save(tmp_path / "new.ckpt")
+    assert run_ranks(look, 2, str(tmp_path), None) == ["new.ckpt"] * 2
+    content = (tmp_path / "new.ckpt").read_bytes()
+    (tmp_path / "new.ckpt").write_bytes(content[: len(content) // 2])
+    with pytest.warns(UserWarning, match="Passed over: .*new.ckpt.* is torn"):
+        assert resume_path(tmp_path) == tmp_path / "old.ckpt"
+    assert run_ranks(look, 2, str(tmp_path), None) == ["old.ckpt"] * 2
+
+
+def test_a_named_checkpoint_counts_as_one_of_them(tmp_path: Path) -> None:
+    save(tmp_path / "pretrained" / "base.ckpt", 60)
+    assert resume_path(tmp_path / "runs", tmp_path / "pretrained" / "base.ckpt") is not None
+    save(tmp_path / "runs" / "1.ckpt", 30)
+    assert resume_path(tmp_path / "runs", tmp_path / "pretrained" / "base.ckpt") == tmp_path / "runs" / "1.ckpt"
+
+
+@pytest.mark.parametrize("hidden", [0, 1])
+def test_ranks_that_do_not_see_the_same_files_are_an_error_on_all(
+    run_ranks: RunRanks, tmp_path: Path, hidden: int
+) -> None:
+    """Rank 0 on another machine than before would have begun anew, without a word."""
+    save(tmp_path / "1.ckpt")
+    errors = run_ranks(look, 2, str(tmp_path), hidden, expect_errors=True)
+    for error in errors:
+        assert isinstance(error, FileNotFoundError)
+        assert f"1.ckpt', which rank {1 - hidden} sees and rank {hidden} does not" in str(error)
+
+
+# ------------------------------------------------------------------------------------------------ the Trainer
+
+
+def fit(rank: int, world_size: int, folder: str, kind: str, steps: int) -> dict[str, Any]:
+    trainer = elastic_trainer(folder, kind, steps)
+    module = Regression()
+    trainer.fit(module)
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return {
+        "step": trainer.global_step,
+        "ready": progress.total.ready,
+        "current": progress.current.ready,
+        "epoch": trainer.current_epoch,
+        "after": trainer.accumulate_grad_batches,
+        "steps_seen": trainer.optimizers[0].stats.step,
+        "loaded": str(trainer.ckpt_path),
+    }
+
+
+def elastic_trainer(folder: str, kind: str, steps: int) -> pl.Trainer:
+    strategy = ScapeStrategy(
+        sparsity=0.9,
+        sparsity_warmup_steps=0,
+        state_dict_type=kind,
+        resume="auto",
+        batches_per_step=4,
+    )
+    keep = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    return make_trainer(strategy, max_steps=steps, max_epochs=-1, callbacks=[keep], enable_checkpointing=True)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_restart_on_fewer_or_more_ranks_goes_on_with_the_same_global_batch(
+    run_ranks: RunRanks, tmp_path: Path, kind: str
+) -> None:
+    folder = str(tmp_path)
+    two = run_ranks(fit, 2, folder, kind, 2)[0]
+    assert (two["step"], two["ready"], two["loaded"]) == (2, 4, "None")
+    one = run_ranks(fit, 1, folder, kind, 4)[0]
+    assert one["loaded"].endswith("step=2.ckpt")
+    assert (one["step"], one["ready"]) == (4, 16)  # 4 steps of 4 batches, as this rank counts
+    back = run_ranks(fit, 2, folder, kind, 5)
+    for rank in back:
+        assert rank["loaded"].endswith("step=4.ckpt")
+        assert (rank["step"], rank["ready"], rank["after"]) == (5, 10, 1)
+
+
+def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(fit, 2, str(tmp_path), "full", 3)
+    newest = tmp_path / "step=3.ckpt"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    for rank in run_ranks(fit, 2, str(tmp_path), "full", 3):
+        assert rank["loaded"].endswith("step=2.ckpt")
+        assert rank["step"] == 3
+
+
+def test_counts_of_batches_keep_their_place() -> None:
+    at_end = {"ready": 6, "started": 6, "processed": 6, "completed": 5}
+    assert rescaled(at_end, 6, 2) == {"ready": 18, "started": 18, "processed": 18, "completed": 17}
+    assert rescaled(at_end, 1, 2) == {"ready": 3, "started": 3, "processed": 3, "completed": 2}
+    assert rescaled(dict.fromkeys(at_end, 0), 1, 2) == dict.fromkeys(at_end, 0)
+
+
+def saves_to(folder: str | None) -> pl.Trainer:
+    callbacks = [ModelCheckpoint(folder)]
+    return make_trainer(ScapeStrategy(resume="auto"), max_steps=1, callbacks=callbacks, enable_checkpointing=True)
+
+
+def refuse(rank: int, world_size: int, folder: str) -> list[str]:
+    said: list[str] = []
+
+    def tried(trainer: pl.Trainer) -> None:
+        with pytest.raises(ValueError, match="must|needs") as caught:
+            trainer.fit(Regression())
+        said.append(str(caught.value))
+
+    tried(saves_to(None))
+    tried(saves_to("memory://folder"))
+    strategy = ScapeStrategy(batches_per_step=4)
+    tried(make_trainer(strategy, accumulate_grad_batches=2, max_steps=1))
+    strategy = ScapeStrategy(batches_per_step=4)
+    tried(make_trainer(strategy, callbacks=[GradientAccumulationScheduler({0: 2})], max_steps=1))
+    strategy = ScapeStrategy(batches_per_step=3)
+    trainer = make_trainer(strategy, max_steps=1)
+    with pytest.warns(UserWarning, match="should be a multiple of the number of ranks, got 3 for 2: .* takes 4"):
+        trainer.fit(Regression())
+    return said
+
+
+def test_what_does_not_go_together_is_refused(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """On two ranks, so that 3 does not divide; rank 0 alone warns, so only its results are looked at."""
+    with pytest.raises(ValueError, match='`resume` must be "auto" or None, got True'):
+        ScapeStrategy(resume=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`batches_per_step` must be None or a whole number >= 1, got 0"):
+        ScapeStrategy(batches_per_step=0)
+    said = run_ranks(refuse, 2, str(tmp_path), expect_errors=True, timeout=170.0)[0]
+    assert isinstance(said, list), said
+    no_folder, distant, twice, scheduled = said
+    assert "got one without `dirpath`" in no_folder
+    assert "got one at memory://folder" in distant
+    assert "got accumulate_grad_batches=2. Leave that out" in twice
+    assert "got a GradientAccumulationScheduler" in scheduled
+
+
+def test_lightning_scape_torchrun_is_torchrun_with_a_new_store_at_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the store that is kept, a machine that comes later waits for an address that nobody announces again."""
+    seen: list[tuple[list[str], str]] = []
+    variable = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    monkeypatch.setattr("torch.distributed.run.main", lambda given: seen.append((given, os.environ[variable])))
+    for before in (None, "0"):
+        monkeypatch.delenv(variable, raising=False)
+        if before is not None:
+            monkeypatch.setenv(variable, before)
+        assert tool.main(["torchrun", "--nnodes=1:2", "train.py", "--help"]) == 0
+    assert seen == [(["--nnodes=1:2", "train.py", "--help"], "1"), (["--nnodes=1:2", "train.py", "--help"], "0")]
