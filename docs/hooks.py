@@ -35,7 +35,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Turns links that leave docs/ into links inside the site, and fills in the list of errors."""
     text = OUTSIDE.sub(lambda match: f"{match[1]}{_linked(match[2])}", markdown)
-    return text.replace(ERRORS, error_list())
+    return text.replace(ERRORS, error_list()) if ERRORS in text else text
 
 
 def _name_in_site(name: str) -> str:
