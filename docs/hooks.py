@@ -73,7 +73,7 @@ def messages(package: Path = ROOT / "lightning_scape") -> Iterator[Message]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         module = path.relative_to(package).with_suffix("").as_posix().replace("/", ".")
         constants = _constants(tree)
-        known = set()
+        known = {text for node in ast.walk(tree) if (text := _docstring(node))}
         for node in ast.walk(tree):
             kind = _kind(node)
             if isinstance(node, ast.Call) and kind:
@@ -95,6 +95,11 @@ def _constants(tree: ast.Module) -> dict[str, str]:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and (text := _text(node.value, {})):
             found[node.targets[0].id] = text
     return found
+
+
+def _docstring(node: ast.AST) -> str | None:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return ast.get_docstring(node, clean=False) if isinstance(node, documented) else None
 
 
 def _kind(node: ast.AST) -> str | None:
