@@ -1,7 +1,7 @@
 """What mkdocs does besides pages: files outside of docs/ that pages link to, and the list of all errors.
 
-A page links to ``../examples/results/loss.png``, which works where the repository is read. The site holds no folder above
-its pages. So the linked files are copied into it, and the links lose their ``../``.
+A page links to ``../examples/results/loss.png``, which works where the repository is read. The site holds no folder
+above its pages. So the linked files are copied into it, and the links lose their ``../``.
 """
 
 from __future__ import annotations

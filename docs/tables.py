@@ -153,15 +153,16 @@ def first(link: Link) -> str:
     return "\n".join(
         [
             table(["", "AdamW under DDP", *SPARSE], *rows),
-            f"\nLoss: nats per byte, 0.03M parameters, 4 ranks, torch's default betas; seeds: {seeds}; all sizes and runs:",
-            f"[quality]({link('docs/quality.md')}). Bytes and times: 14M parameters, two CPU hosts with a rate-limited link;",
-            f"[how it was measured]({link('docs/performance.md')}).",
+            f"\nLoss: nats per byte, 0.03M parameters, 4 ranks, torch's default betas; seeds: {seeds};",
+            f"[all runs]({link('docs/quality.md')}). Bytes and times: 14M parameters, two CPU hosts with a",
+            f"rate-limited link; [how it was measured]({link('docs/performance.md')}).",
         ]
     )
 
 
 METHODS = {"compute": "compute only", "ddp": "DDP fp32", "ddp-bf16": "DDP bf16 hook", "powersgd": "DDP PowerSGD"}
 METHODS |= {"fsdp": "FSDP", "scape-0": "dense AdamS", "scape-0.9": "SCAPE 0.9", "scape-0.99": "SCAPE 0.99"}
+FEW = " --models pythia-14m --methods compute ddp powersgd scape-0.9 scape-0.99"
 LINKS = {"10gbit": "10 Gbit/s", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 
 
@@ -199,7 +200,7 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "rates": rates,
     "digits": digits,
     "step-cost": step_cost,
-    "two-hosts": lambda link: two_hosts("two_hosts/adamw", " --models pythia-14m --methods compute ddp powersgd scape-0.9 scape-0.99", link),
+    "two-hosts": lambda link: two_hosts("two_hosts/adamw", FEW, link),
     "two-hosts-adams": lambda link: two_hosts("two_hosts", "", link),
 }
 

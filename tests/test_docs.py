@@ -1,4 +1,4 @@
-"""The documentation holds together: links, anchors, figures, the data behind each table, and what the errors page says."""
+"""The documentation holds together: links, anchors, figures, the data behind each table, and the list of errors."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_a_broken_link_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def unsourced(text: str) -> list[str]:
     """Tables of measured numbers without their source: the first row of each.
 
-    Right after the table, or after a figure's caption of a few lines, stands "Data: [file](link); command: `...`.", or a
-    comment that says how the numbers were computed, or why they have no data.
+    Right after the table stands "Data: [file](link); command: `...`.", or a comment that says how the numbers were
+    computed, or why they have no data.
     """
     found = []
     for match in TABLE.finditer(text):
@@ -116,7 +116,9 @@ def test_tables_made_of_data_are_what_the_data_say() -> None:
 def test_a_changed_table_is_found(tmp_path: Path) -> None:
     tables = load("tables")
     changed = tmp_path / "quality.md"
-    changed.write_text((ROOT / "docs" / "quality.md").read_text().replace("<!-- /table -->", "| made up |\n<!-- /table -->", 1))
+    changed.write_text(
+        (ROOT / "docs" / "quality.md").read_text().replace("<!-- /table -->", "| made up |\n<!-- /table -->", 1)
+    )
     assert "| made up |" in changed.read_text()
     assert "| made up |" not in tables.updated(changed)
 

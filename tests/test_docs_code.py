@@ -1,4 +1,4 @@
-"""Every command and every block of code in the README and in docs/ runs, in a short form, or says why no test runs it."""
+"""Every command and every block of code in the README and in docs/ runs, in a short form, or says why it does not."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import contextlib
 import importlib.util
 import inspect
 import io
-import os
 import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning as L  # noqa: N812 - as Lightning's own documentation names it
 import pytest
 import torch
 import yaml
 from doc_pages import ROOT, Block, blocks
-from torch import Tensor, nn
+from doc_runs import SHORT, execute
 
 import lightning_scape
 from lightning_scape import cli, tool
@@ -31,53 +29,12 @@ PYTHON, BASH = blocks("python"), blocks("bash")
 
 # ------------------------------------------------------------------------------------------------------------- Python
 
-SHORT = {
-    '"nccl"': '"gloo"',
-    '"cuda", (4, 8)': '"cpu", (2, 1)',
-    "devices=8": "devices=2",
-    "devices=1, num_nodes=8": "devices=2",
-    "max_epochs=5": "max_epochs=1",
-    "torch.randn(4096, 32)": "torch.randn(128, 32)",
-}
-"""What makes a block run on two CPU processes."""
 NEEDS_RANKS = re.compile(r"launch\(\)|process_group|init_device_mesh|\.fit\(|SparseLoCo\(")
-
-
-class Model(nn.Module):
-    """What a page calls ``model``: it has blocks, and its forward pass gives the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
-        self.head = nn.Linear(16, 1)
-
-    def forward(self, batch: Tensor) -> Tensor:
-        for block in self.blocks:
-            batch = block(batch).relu()
-        return self.head(batch).square().mean()
-
-
-def execute(rank: int, world_size: int, block: Block, folder: str) -> dict[str, Any]:
-    """Runs a block where the names that pages take for granted are there; returns the parameters at its end."""
-    os.chdir(folder)
-    torch.distributed.init_process_group = lambda *args, **kwargs: None  # the ranks are there already
-    torch.manual_seed(0)
-    model = Model()
-    names = {name: getattr(lightning_scape, name) for name in lightning_scape.__all__}
-    names |= {"L": L, "torch": torch, "Trainer": L.Trainer, "model": model, "lightning_scape": lightning_scape}
-    names |= {"batches": [torch.randn(4, 16) for _ in range(3)], "__name__": "__main__"}
-    text = block.text
-    for long, short in SHORT.items():
-        text = text.replace(long, short)
-    exec(compile(text, block.name, "exec"), names)
-    if (optimizer := names.get("optimizer")) is not None and hasattr(optimizer, "drain"):
-        optimizer.drain()
-    return {"stepped": any(parameter.grad is None for parameter in model.parameters())}
 
 
 @pytest.mark.parametrize("block", [b for b in PYTHON if NEEDS_RANKS.search(b.text)], ids=lambda block: block.name)
 def test_a_block_that_trains_runs_on_two_ranks(run_ranks: RunRanks, tmp_path: Path, block: Block) -> None:
-    assert len(run_ranks(execute, 2, block, str(tmp_path))) == 2
+    assert run_ranks(execute, 2, block, str(tmp_path)) == [True, True]
 
 
 @pytest.mark.parametrize("block", [b for b in PYTHON if not NEEDS_RANKS.search(b.text)], ids=lambda block: block.name)
@@ -88,7 +45,7 @@ def test_a_block_without_training_runs(tmp_path: Path, monkeypatch: pytest.Monke
     for long in list(SHORT):
         monkeypatch.delitem(SHORT, long)
     monkeypatch.setattr(torch.distributed, "init_process_group", None)
-    execute(0, 1, block, str(tmp_path))
+    assert execute(0, 1, block, str(tmp_path))
 
 
 def test_what_shortens_a_block_is_used() -> None:
@@ -170,7 +127,9 @@ def test_every_command_is_run_by_a_test_or_says_why_not(block: Block) -> None:
             assert (ROOT / name).is_file()
         return
     for words in commands(block):
-        assert runner(words) is not None, f"{shlex.join(words)}: no test is named in RUN_BY, and no <!-- not run: ... -->"
+        assert runner(words) is not None, (
+            f"{shlex.join(words)}: no test is named in RUN_BY, and no <!-- not run: ... -->"
+        )
 
 
 def test_the_tests_that_run_commands_are_there() -> None:

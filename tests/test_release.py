@@ -65,7 +65,10 @@ def test_wheel_and_sdist_build_install_and_train(tmp_path: Path) -> None:
     script.parent.mkdir()
     script.write_text(SMOKE)
     assert run(sys.executable, script, target, cwd=script.parent, path=target).strip().endswith(version)
-    assert run(sys.executable, "-m", "lightning_scape.tool", "--version", cwd=target.parent, path=target).strip() == version
+    assert (
+        run(sys.executable, "-m", "lightning_scape.tool", "--version", cwd=target.parent, path=target).strip()
+        == version
+    )
 
 
 def test_the_changelog_has_this_version_and_says_how_to_upgrade() -> None:
