@@ -40,6 +40,7 @@ ALL = (LO, FAST, OLD, DOWN, UNKNOWN)
 
 def look(rank: int, world_size: int, port: int, options: tuple[str, ...], environ: dict[str, str]) -> tuple[int, str]:
     """Status and output of the command on a rank that a launcher has started."""
+    dist.barrier()  # all have connected, and so may part
     dist.destroy_process_group()  # the fixture's: a launcher leaves none
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **environ)
     printed = io.StringIO()
@@ -213,7 +214,7 @@ def judged(
         ({"of_host_name": None}, "broken", "stands for none of its interfaces"),
         ({"name": "eth9"}, "broken", "must name an interface of this host (lo, eth0, eth1, eth2, veth0), got 'eth9'"),
         ({"name": "eth2", "towards": "10.0.0.1"}, "broken", "eth2 is down"),
-        ({"name": "eth2", "nodes": 1}, "broken", "eth2 is down"),
+        ({"name": "eth2", "nodes": 1}, "broken", "eth2 (10.2.0.1, down) is what messages take"),
         ({"name": "eth1", "towards": "10.0.0.1"}, "slow", "but the way to MASTER_ADDR is eth0"),
         ({"name": "eth1", "towards": "10.1.0.1"}, "slow", "eth0 has 25 Gbit/s"),
         ({"name": "veth0", "towards": "10.3.0.1"}, "note", "the kernel does not say"),
@@ -270,7 +271,7 @@ def test_the_loopback_of_this_host_is_found_with_its_address() -> None:
     [
         (8, 2, 4, "ok", "8 cores, 2 ranks, 4 threads each"),
         (8, 2, 8, "slow", "fight over the cores. Set OMP_NUM_THREADS=4."),
-        (8, 2, 1, "slow", "6 of the cores do nothing"),
+        (8, 2, 1, "slow", "only 2 of them compute"),
         (2, 4, 1, "slow", "Start at most 2 here."),
         (1, 1, 1, "ok", "1 core, 1 rank, 1 thread each"),
     ],

@@ -88,7 +88,7 @@ def check_threads(
         why = "threads of all ranks fight over the cores."
         return [Finding(TOPIC, "slow", f"{text}: {why}", f"Set OMP_NUM_THREADS={best}.")]
     if device.type == "cpu" and 2 * threads <= best:
-        why = f"{available - threads * ranks_here} of the cores do nothing (torchrun sets 1 thread if nothing is set)."
+        why = f"only {threads * ranks_here} of them compute (torchrun sets 1 thread where nothing is set)."
         return [Finding(TOPIC, "slow", f"{text}: {why}", f"Set OMP_NUM_THREADS={best}.")]
     return [Finding(TOPIC, "ok", text)]
 

@@ -139,7 +139,10 @@ def _check_used(
     """About the interface that the messages will take, and the one that they should take."""
     how = f"{variable}={named}" if named else f"no {variable} is set, and it goes by the host's name"
     if nodes == 1:
-        return [Finding(TOPIC, "broken", f"{used.name} is down ({how}).", _set(variable, None))] if _down(used) else []
+        down = used is not None and not used.up
+        return (
+            [Finding(TOPIC, "broken", f"{used} is what messages take ({how}).", _set(variable, None))] if down else []
+        )
     better = right if right is not None and not right.loopback else None
     if used is None:
         # The host's name stands for no address of an interface: gloo then takes the loopback.
@@ -148,7 +151,7 @@ def _check_used(
     if used.loopback:
         text = f"Ranks of other nodes cannot reach this one on {used.name} ({used.address}): {how}."
         return [Finding(TOPIC, "broken", text, _set(variable, better))]
-    if _down(used):
+    if not used.up:
         return [Finding(TOPIC, "broken", f"{used.name} is down ({how}).", _set(variable, better))]
     if better is not None and better.name != used.name:
         text = f"Messages take {used.name} ({how}), but the way to MASTER_ADDR is {better.name}."
@@ -179,10 +182,6 @@ def _by_address(found: Sequence[Interface], address: str | None) -> Interface | 
     same = (each for each in found if each.address == address)
     # 127.0.1.1 is the loopback's, too, under another address.
     return next(same, next((each for each in found if each.loopback and is_loopback(address)), None))
-
-
-def _down(used: Interface | None) -> bool:
-    return used is not None and not used.up
 
 
 def _set(variable: str, better: Interface | None) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch names it late
 
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.round_trips import neighbours, round_trip

@@ -18,6 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_scape.__about__ import __version__
+from lightning_scape.integrations import sparseloco, swap
 from lightning_scape.reporting import History, write_page
 from lightning_scape.reporting.history import Writer
 
@@ -78,7 +79,7 @@ class ReportingCallback(Callback):
             method: ``"scape"`` or ``"sparseloco"``.
         """
         self._last, self._loss, self._losses = -1, None, 0
-        step = steps_taken(trainer)
+        step = steps_taken(trainer)  # of the checkpoint, where the fit goes on from one
         self._clock.start(step)
         about = {"method": method, "ranks": trainer.world_size, "strategy": repr(trainer.strategy)}
         self._add("run", step, {**about, "version": __version__})
@@ -109,14 +110,15 @@ class ReportingCallback(Callback):
         if not metrics:
             return
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=steps_taken(trainer))
+            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
         bar = {
             name: value for name, value in metrics.items() if name.rpartition("/")[2] in shown and math.isfinite(value)
         }
         pl_module.log_dict(bar, prog_bar=True, logger=False, on_step=True, on_epoch=False)
-        self._note_point(trainer, metrics, steps_taken(trainer) + 1)  # this batch's is counted later
+        self._note_point(trainer, metrics)
 
-    def _note_point(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
+    def _note_point(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        step = steps_taken(trainer)
         if self._writer is None or step == self._last or not metrics:
             return
         self._last = step
@@ -148,7 +150,7 @@ class ReportingCallback(Callback):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._writer is not None:
-            self._note_point(trainer, self.last_metrics(trainer), steps_taken(trainer))
+            self._note_point(trainer, self.last_metrics(trainer))
             self._end(trainer, "finished")
 
     @override
@@ -186,8 +188,16 @@ class ReportingCallback(Callback):
 
 
 def steps_taken(trainer: Trainer) -> int:
-    """Optimizer steps since the training began, of all fits that went on from checkpoints; the loggers' axis."""
-    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+    """Steps of the first optimizer since the training began, those before the checkpoint included.
+
+    Lightning's own counts are no such axis: ``global_step`` adds up all optimizers, and what the loggers get is one too
+    low after a checkpoint that was saved inside an epoch.
+    """
+    for optimizer in swap.scape_optimizers(trainer.optimizers):
+        return optimizer.steps_taken
+    for loco in sparseloco.wrappers(trainer.optimizers):
+        return loco.progress.steps
+    return 0
 
 
 class _Clock:

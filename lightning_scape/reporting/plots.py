@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from lightning_scape.reporting.history import History, Run, metrics_of, total
@@ -20,7 +21,9 @@ KINDS = {
     "norm": "norm",
 }
 """Kinds of messages, and their names in the legend."""
-STYLE = {
+CUT_ABOVE = 4.0
+"""Times by phase are cut at so many medians: a first step compiles, and would press all others flat."""
+STYLE: Any = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "lightning_scape",  # the same figures give the same file
     "font.size": 10.5,
@@ -29,7 +32,6 @@ STYLE = {
     "axes.grid": True,
     "grid.color": "#e4e4e4",
     "legend.fontsize": 9,
-    "legend.framealpha": 0.85,
     "lines.linewidth": 1.6,
 }
 SIZE = 4.4, 3.2
@@ -98,6 +100,7 @@ def thinned(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _draw(title: str, caption: str, draw: Callable[[Any], None], resumed: Sequence[int]) -> Plot:
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
@@ -106,9 +109,9 @@ def _draw(title: str, caption: str, draw: Callable[[Any], None], resumed: Sequen
         draw(axes)
         for step in resumed:
             axes.axvline(step, color="black", linestyle=":", linewidth=1)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         if axes.get_legend_handles_labels()[0]:
-            axes.legend()
+            figure.legend(loc="outside upper left", ncols=3, frameon=False, columnspacing=1.2, handlelength=1.6)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Title": title})
     return Plot(title, caption, file.getvalue())
@@ -132,20 +135,34 @@ def _density(axes: Any, points: list[dict[str, Any]]) -> None:
     several = _lines(axes, points, "density", "")
     axes.set(ylabel="density (share of entries)")
     if several and any(total(point, "density") > 0 for point in points):
-        axes.set_yscale("log")
+        _use_log_scale(axes)
+
+
+def _use_log_scale(axes: Any) -> None:
+    """With plain numbers, 0.2 in place of a power of ten; over many decades only 1, 10, 100."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_major_formatter(plain)
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axes.yaxis.set_minor_formatter(plain if high < 1e3 * low else NullFormatter())
 
 
 def _bytes(axes: Any, points: list[dict[str, Any]], unit: str) -> None:
     for kind, name in KINDS.items():
         values = [total(point, f"bytes_{kind}") / 1e6 for point in points]
         if any(values):
-            axes.plot(_steps(points), values, ".-", markersize=3, label=name)
+            # Values and parameters often cost the same: the first lies below, and is wider.
+            width = 3.6 if kind == "values" else 1.6
+            axes.plot(_steps(points), values, ".-", markersize=3, linewidth=width, label=name)
     dense = [total(point, "bytes_dense") / 1e6 for point in points]
     if not any(dense):
         axes.text(0.5, 0.5, "one rank: nothing is sent", transform=axes.transAxes, ha="center")
     else:
         axes.plot(_steps(points), dense, color="black", linestyle="--", label="dense all-reduce")
-        axes.set_yscale("log")
+        _use_log_scale(axes)
     axes.set_ylabel(f"sent per rank and {unit} (MB)")
 
 
@@ -166,6 +183,10 @@ def _phases(axes: Any, points: list[dict[str, Any]], unit: str, rest: bool) -> N
         axes.stackplot(_steps(points), *series.values(), labels=[*series], colors=colors)
     axes.set_ylabel(f"time per {unit} (ms)")
     axes.set_ylim(bottom=0)
+    totals = [sum(values) for values in zip(*series.values(), strict=True)]
+    if totals and max(totals) > (top := CUT_ABOVE * median(totals)):
+        axes.set_ylim(0, top)
+        axes.set_title(f"cut at {CUT_ABOVE:g} times the median; the longest took {max(totals):,.0f} ms", fontsize=9)
 
 
 def _churn(axes: Any, points: list[dict[str, Any]]) -> None:
