@@ -70,6 +70,10 @@ RUN_BY = {
     "python -m pytest": ".ci/run",
     "lightning-scape plan": "here",
     "lightning-scape --version": "here",
+    "lightning-scape doctor": (
+        "test_doctor.py: test_one_process_looks_at_its_host_and_says_how_to_look_at_the_network"
+    ),
+    "python examples/tour.py": "test_examples.py: test_the_tour_goes_from_the_doctor_to_a_plan",
     "python examples/fabric_loop.py": "test_examples.py: test_the_fabric_loop_learns_and_saves",
     "python examples/pretrain_python.py": "test_example.py: test_validation_loss_falls_under_scape",
     "python examples/pretrain_python.py --strategy ddp": (
@@ -188,7 +192,7 @@ def _python(words: list[str]) -> str | None:
 def _lightning_scape(words: list[str]) -> str | None:
     if words[0] == "--version":
         return None
-    if words[0] not in {*tool.COMMANDS, "doctor"}:
+    if words[0] not in tool.COMMANDS:
         return f"no command {words[0]}"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
