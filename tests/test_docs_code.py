@@ -21,9 +21,6 @@ from doc_runs import SHORT, execute
 import lightning_scape
 from lightning_scape import cli, tool
 
-if (tomllib := importlib.util.find_spec("tomllib")) is not None:
-    import tomllib
-
 RunRanks = Callable[..., list[Any]]
 PYTHON, BASH = blocks("python"), blocks("bash")
 
@@ -226,8 +223,8 @@ def _litgpt(words: list[str]) -> str | None:
 
 
 def _pip(words: list[str]) -> str | None:
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        extras = set(tomllib.load(file)["project"]["optional-dependencies"])
+    section = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]\n")[2]
+    extras = set(re.findall(r"^(\w+) = \[", section.partition("\n[")[0], re.MULTILINE))
     asked = {extra for word in words for found in re.findall(r"\[(.+)\]", word) for extra in found.split(",")}
     missing = [*(asked - extras), *(w for w in words if w.startswith("configs/") and not (ROOT / w).is_file())]
     return f"no {missing}" if missing else None
