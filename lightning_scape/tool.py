@@ -80,8 +80,25 @@ def _torchrun(arguments: list[str]) -> int:
     return 0
 
 
+def _doctor(arguments: list[str]) -> int:
+    from lightning_scape.doctor import main
+
+    return main(arguments)
+
+
+def _report(arguments: list[str]) -> int:
+    from lightning_scape.reporting import write_page
+
+    parser = _parser("report")
+    parser.add_argument("folder", type=Path, help="what was given as `ScapeMonitor(report=...)`")
+    print(write_page(parser.parse_args(arguments).folder))
+    return 0
+
+
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "plan": (_plan, "predict step time, bytes and memory, and say whether SCAPE pays"),
+    "doctor": (_doctor, "say what does not work here, what is slow, and what to do about it"),
+    "report": (_report, "write a run's page again from its figures, after a crash for example"),
     "consolidate": (_consolidate, "make one file of a checkpoint, for SCAPE or for plain AdamW"),
     "torchrun": (_torchrun, "torchrun, with which machines may be lost and come back; takes torchrun's options"),
     "verify": (_verify, "read checkpoints as loading does, and say whether they load"),

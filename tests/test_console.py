@@ -13,6 +13,7 @@ from lightning_scape.console import ends_quietly
 COMMANDS = [
     ["lightning_scape.tool", "--help"],
     ["lightning_scape.plan", "--help"],
+    ["lightning_scape.doctor", "--help"],
     ["lightning_scape.cli", "pretrain", "--help"],
 ]
 

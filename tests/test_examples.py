@@ -141,6 +141,34 @@ def test_the_lightning_cli_file_gives_every_option_and_explains_every_key() -> N
             assert re.search(r"# .*\(.*default: .*\)$", line), line
 
 
+def test_the_tour_goes_from_the_doctor_to_a_plan(tmp_path: Path) -> None:
+    for name in ("litgpt", "matplotlib"):
+        pytest.importorskip(name, reason=f"examples/tour.py needs {name}")
+    launched = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK")
+    environ = {name: value for name, value in os.environ.items() if name not in launched} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "tour.py"), "--short"],
+        cwd=tmp_path,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    _, run, whole, plan = re.split(r"The run so far:|The whole run:|A plan for", done.stdout)
+    told = re.findall(r"(\d) ranks, step (\d+): loss ([\d.]+), density ([\d.]+)", whole)
+    assert [(ranks, step) for ranks, step, _, _ in told] == [("2", "1"), ("2", "20"), ("3", "21"), ("3", "40")]
+    assert re.findall(r"(\d) ranks, step (\d+)", run) == [("2", "1"), ("2", "20")]
+    assert float(told[-1][2]) < float(told[0][2]) - 1.0
+    assert [float(density) for *_, density in told][0] > 0.5 > float(told[1][3])
+    assert "Use SCAPE 0.99: a step takes" in plan
+    report = tmp_path / "out" / "tour" / "report" / "report.html"
+    assert "where a run went on from a checkpoint" in report.read_text()
+    assert (tmp_path / "out" / "tour" / "loss_over_bytes.png").stat().st_size > 1000
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_litgpt_script_goes_from_pretraining_to_an_answer(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def chosen(config: Any) -> str:
 
 
 FEW_UPDATES = 50
-"""Of an entry: with so few in the whole run SCAPE ends well behind dense training (``examples/QUALITY.md``)."""
+"""Of an entry: with so few in the whole run SCAPE ends well behind dense training (``docs/quality.md``)."""
 SHORTEST_RUN = 100
 """Steps: a shorter one tries out whether things work."""
 

@@ -30,7 +30,7 @@ WINDOWS = (1, 15, 30, 100)
 NEAR_COMPUTE = 1.15
 """A step of so many times compute alone is as good as free of messages."""
 SPARSEST = 0.99
-"""Sparsity up to which SCAPE's quality has been measured to hold (examples/QUALITY.md): sparser is not weighed here."""
+"""Sparsity up to which SCAPE's quality has been measured to hold (docs/quality.md): sparser is not weighed here."""
 
 
 def exchange_bytes(numels: Sequence[int], ranks: int, config: SparseLoCoConfig) -> int:

@@ -1,0 +1,237 @@
+"""Writes the tables of README.md and docs/ that are made of measured data, from the data in examples/results.
+
+    python docs/tables.py            # after new results: rewrites every block between the two markers
+    python docs/tables.py --check    # changes nothing; ends with 1 if a block is not what the data say
+
+A block stands between ``<!-- table: NAME -->`` and ``<!-- /table -->``; NAME is one of TABLES below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = "examples/results"
+BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+DENSE, SPARSE = "dense AdamW", ("SCAPE 90%", "SCAPE 99%")
+BETAS = {"(0.9, 0.95)": [0.9, 0.95], "(0.9, 0.999)": [0.9, 0.999]}
+Link = Callable[[str], str]
+
+
+@cache
+def load(name: str) -> Any:
+    return json.loads((ROOT / RESULTS / name).read_text())
+
+
+def table(head: Iterable[str], *rows: Iterable[str]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
+    return "\n".join([lines[0], "|---" * (lines[0].count("|") - 1) + "|", *lines[1:]])
+
+
+def source(link: Link, data: str, command: str) -> str:
+    """The line under a table that names the data file and the command that makes it."""
+    return f"\nData: [{data}]({link(f'{RESULTS}/{data}')}); command: `{command}`."
+
+
+# ----------------------------------------------------------------------------------------------------------- training
+
+
+def quality(label: str, betas: list[float], steps: int, task: str = "python") -> dict[str, Any] | None:
+    """One method of the drop-in suite: AdamW at its best learning rate, SCAPE at that very rate."""
+    size, batch = ("0.03M", [4, 8, 64]) if task == "python" else ("", [4, 8, 1])
+    found = [r for r in load("quality/quality.json") if r["setting"] == [size, *batch, steps, task, betas]]
+    rows = [row for row in found if row["label"] == label]
+    return rows[0] if rows else None
+
+
+def value(row: dict[str, Any], key: str = "losses", scale: float = 1, digits: int = 4, unit: str = "") -> str:
+    numbers = [scale * number for number in row[key]]
+    spread = f" ± {statistics.stdev(numbers):.{digits}f}" if len(numbers) > 1 else ""
+    return f"{statistics.mean(numbers):.{digits}f}{unit}{spread}"
+
+
+def gap(row: dict[str, Any], base: dict[str, Any]) -> str:
+    """How far the loss is above the base's, on the seeds of both, with the standard error if there are several."""
+    shared = [seed for seed in row["seeds"] if seed in base["seeds"]]
+    mine, theirs = ([r["losses"][r["seeds"].index(seed)] for seed in shared] for r in (row, base))
+    text = f"**{statistics.mean(mine) / statistics.mean(theirs) - 1:+.1%}**"
+    if len(shared) > 1:
+        error = math.hypot(statistics.stdev(mine), statistics.stdev(theirs)) / math.sqrt(len(shared))
+        text += f" ± {100 * error / statistics.mean(theirs):.1f}"
+    return text
+
+
+def drop_in(steps: int, link: Link) -> str:
+    rows = []
+    for label in (DENSE, *SPARSE):
+        row = [label]
+        for betas in BETAS.values():
+            found, base = quality(label, betas, steps), quality(DENSE, betas, steps)
+            assert found is not None
+            assert base is not None
+            row += [f"{found['lr']:g}", str(len(found["seeds"]))]
+            row.append(value(found) + ("" if label == DENSE else f" ({gap(found, base)})"))
+        rows.append(row)
+    head = [f"{steps:,} steps"]
+    for name in BETAS:
+        head += ["lr", "seeds", f"betas {name}"]
+    text = table(head, *rows)
+    return text + "\n" + source(link, "quality/quality.json", "python examples/bench_quality.py")
+
+
+def rates(link: Link) -> str:
+    """Seed 0 after 3,000 steps, torch's betas, over the learning rate."""
+    losses: dict[tuple[str, float], float] = {}
+    for path in (ROOT / RESULTS / "quality" / "runs").glob("*_0.03M_N4x8x64_3000_*_seed0_betas-0.9-0.999*.json"):
+        content = json.loads(path.read_text())
+        run, options = content["run"], dict(content["run"]["options"])
+        if run["method"] == "adamw":
+            losses[DENSE, run["lr"]] = content["loss"]
+        elif options in ({"sparsity": 0.9, "update": "adamw"}, {"sparsity": 0.99, "update": "adamw"}):
+            losses[f"SCAPE {options['sparsity']:.0%}", run["lr"]] = content["loss"]
+    rows = []
+    for lr in sorted({lr for _, lr in losses}):
+        base = losses[DENSE, lr]
+        cells = [f"{losses[label, lr]:.4f} ({losses[label, lr] / base - 1:+.1%})" for label in SPARSE]
+        rows.append([f"{lr:g}", f"{base:.4f}", *cells])
+    text = table(["learning rate", DENSE, *SPARSE], *rows)
+    return text + "\n" + source(link, "quality/runs", "python examples/bench_quality.py")
+
+
+def digits(link: Link) -> str:
+    rows = []
+    for label in (DENSE, *SPARSE):
+        found = [quality(label, [0.9, 0.999], 1500, task) for task in ("digits-conv", "digits-gru")]
+        rows.append([label, *(value(row, "accuracies", 100, 2, "%") for row in found if row is not None)])
+    text = table(["share of digits named right", "convolutional", "recurrent"], *rows)
+    return text + "\n" + source(link, "quality/quality.json", "python examples/bench_quality.py")
+
+
+# -------------------------------------------------------------------------------------------------------------- speed
+
+
+def cell(name: str, model: str, link: str) -> dict[str, Any]:
+    cells = load(name)["cells"]
+    (found,) = (c for c in cells if (c["model"], c["link"]) == (model, link))
+    return dict(found["methods"])
+
+
+def first(link: Link) -> str:
+    """The README's four rows."""
+    betas = BETAS["(0.9, 0.999)"]
+    found = [quality(label, betas, 10_000) for label in (DENSE, *SPARSE)]
+    dense, *sparse = [row for row in found if row is not None]
+    name = "two_hosts/adamw/two_hosts.json"
+    rows = [
+        [
+            "validation loss after 10,000 steps, AdamW's settings unchanged",
+            f"{statistics.mean(dense['losses']):.4f}",
+            *(f"{statistics.mean(row['losses']):.4f} ({gap(row, dense).split(' ±')[0]})" for row in sparse),
+        ]
+    ]
+    methods = cell(name, "pythia-14m", "1gbit")
+    sent = {method: methods[method]["sent"] / 1e6 for method in ("ddp", "scape-0.9", "scape-0.99")}
+    fewer = [f"{sent[m]:.2f} MB (**{sent['ddp'] / sent[m]:.0f}x** less)" for m in ("scape-0.9", "scape-0.99")]
+    rows.append(["sent per rank and step, after the warm-up", f"{sent['ddp']:.1f} MB", *fewer])
+    for speed, label in (("1gbit", "1 Gbit/s"), ("100mbit", "100 Mbit/s")):
+        methods = cell(name, "pythia-14m", speed)
+        time = {method: 1e3 * found["seconds"] for method, found in methods.items()}
+        faster = [f"{time[m]:,.0f} ms (**{time['ddp'] / time[m]:.1f}x**)" for m in ("scape-0.9", "scape-0.99")]
+        label = f"a step at {label} (compute only: {time['compute']:.0f} ms)"
+        rows.append([label, f"{time['ddp']:,.0f} ms", *faster])
+    seeds = ", ".join(str(len(row["seeds"])) for row in (dense, *sparse))
+    return "\n".join(
+        [
+            table(["", "AdamW under DDP", *SPARSE], *rows),
+            f"\nLoss: nats per byte, 0.03M parameters, 4 ranks, torch's default betas; seeds: {seeds};",
+            f"[all runs]({link('docs/quality.md')}). Bytes and times: 14M parameters, two CPU hosts with a",
+            f"rate-limited link; [how it was measured]({link('docs/performance.md')}).",
+        ]
+    )
+
+
+METHODS = {"compute": "compute only", "ddp": "DDP fp32", "ddp-bf16": "DDP bf16 hook", "powersgd": "DDP PowerSGD"}
+METHODS |= {"fsdp": "FSDP", "scape-0": "dense AdamS", "scape-0.9": "SCAPE 0.9", "scape-0.99": "SCAPE 0.99"}
+FEW = " --models pythia-14m --methods compute ddp powersgd scape-0.9 scape-0.99"
+LINKS = {"10gbit": "10 Gbit/s", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
+
+
+def two_hosts(folder: str, options: str, link: Link) -> str:
+    name = f"{folder}/two_hosts.json"
+    rows = []
+    for found in load(name)["cells"]:
+        milliseconds = [f"{1e3 * method['seconds']:,.0f}" for method in found["methods"].values()]
+        rows.append([found["model"], LINKS[found["link"]], *milliseconds])
+    methods = load(name)["cells"][0]["methods"]
+    sent = [f"{method['sent'] / 1e6:.2f} MB" for method in cell(name, "pythia-14m", "1gbit").values()]
+    rows.append(["pythia-14m", "sent per rank and step", *sent])
+    text = table(["model", "link", *(METHODS[method] for method in methods)], *rows)
+    return text + "\n" + source(link, name, f"sudo python examples/bench_two_hosts.py{options}")
+
+
+def step_cost(link: Link) -> str:
+    rows = []
+    for found in load("bench_step.json")["results"]:
+        ms = found["milliseconds"]
+        row = [found["dtype"], f"{found['sparsity']:.0%}", f"{ms['scape_wall']:.0f} ms", f"{ms['messages']:.0f} ms"]
+        row += [f"{ms['own']:.0f} ms", f"{ms['adamw']:.0f} ms", f"{ms['own'] / ms['adamw']:.2f}"]
+        row += [f"{ms['fused']:.0f} ms", f"{ms['own'] / ms['fused']:.1f}", f"{found['roofline_milliseconds']:.0f} ms"]
+        row += [f"{found['bytes_per_parameter']:.3f}", f"{found['peak_bytes'] / found['parameters']:.1f}"]
+        rows.append(row)
+    head = ["parameters", "sparsity", "a step", "of it messages", "processor time", "`AdamW(foreach=True)`", "ratio"]
+    head += ["`AdamW(fused=True)`", "ratio", "roofline", "bytes sent per parameter", "peak memory per parameter"]
+    return table(head, *rows) + "\n" + source(link, "bench_step.json", "python examples/bench_step.py")
+
+
+TABLES: dict[str, Callable[[Link], str]] = {
+    "first": first,
+    "drop-in-1000": lambda link: drop_in(1000, link),
+    "drop-in-10000": lambda link: drop_in(10_000, link),
+    "rates": rates,
+    "digits": digits,
+    "step-cost": step_cost,
+    "two-hosts": lambda link: two_hosts("two_hosts/adamw", FEW, link),
+    "two-hosts-adams": lambda link: two_hosts("two_hosts", "", link),
+}
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def updated(path: Path) -> str:
+    """The page with every block as the data say it."""
+
+    def link(target: str) -> str:
+        return os.path.relpath(ROOT / target, path.parent)
+
+    def render(match: re.Match[str]) -> str:
+        return f"{match[1]}{TABLES[match[2]](link)}\n{match[3]}"
+
+    return BLOCK.sub(render, path.read_text(encoding="utf-8"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; end with 1 if a table is out of date")
+    check = parser.parse_args().check
+    stale = [path for path in pages() if updated(path) != path.read_text(encoding="utf-8")]
+    for path in stale:
+        if not check:
+            path.write_text(updated(path), encoding="utf-8")
+        print(f"{path.relative_to(ROOT)}: {'out of date, run python docs/tables.py' if check else 'rewritten'}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What ``lightning-scape doctor`` looks at: what is installed, this host, its network, and the other ranks."""

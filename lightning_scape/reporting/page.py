@@ -1,0 +1,151 @@
+"""The page of a report: one HTML file that holds all it needs, and opens without a server and without a network."""
+
+from __future__ import annotations
+
+import base64
+import math
+import os
+from datetime import datetime, timezone
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lightning_scape.checkpoint.atomic_files import partial_of, sync_folder
+from lightning_scape.planning import show_bytes, show_seconds
+from lightning_scape.reporting.history import FIGURES, History, Run, total
+from lightning_scape.reporting.plots import MOST_POINTS, Plot, plots
+
+PAGE = "report.html"
+"""Name of the file in the report's folder."""
+METHODS = {"scape": "SCAPE", "sparseloco": "SparseLoCo"}
+
+_STYLE = """
+body { margin: 0 auto; padding: 1rem; max-width: 84rem; background: #fff; color: #1a1a1a;
+       font: 16px/1.45 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin: .2rem 0; } h2 { font-size: 1.1rem; margin: 1.6rem 0 .4rem; }
+table { border-collapse: collapse; } th, td { text-align: left; padding: .2rem .9rem .2rem 0; vertical-align: top;
+        border-bottom: 1px solid #e4e4e4; font-weight: normal; } th { color: #555; }
+.wide { overflow-x: auto; } .wide td, .wide th { white-space: nowrap; } .wide td.text { white-space: normal; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 1rem 1.5rem; }
+figure { margin: 0; } figure img { width: 100%; height: auto; display: block; }
+figcaption, .small { color: #555; font-size: .85rem; } figcaption b { color: #1a1a1a; font-size: 1rem; }
+.bad { color: #a40000; }
+"""
+
+
+def write_page(folder: Path) -> Path:
+    """Makes the page of all runs in a folder, from its figures; the old page stays until the new one is whole.
+
+    Returns:
+        The page.
+
+    Raises:
+        ValueError: the folder has no figures.
+        OSError: the page cannot be written.
+    """
+    history = History.read(folder)
+    if not history.runs:
+        raise ValueError(
+            f"A report is made of {FIGURES}, got no figures in {str(folder)!r}. Name the folder that was given as"
+            " `report=...`, after a run."
+        )
+    path = folder / PAGE
+    partial = partial_of(path)
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(page(history))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(folder)
+    return path
+
+
+def page(history: History) -> str:
+    """The page's text."""
+    newest = history.runs[-1]
+    line = history.line()
+    points = [point for run in line for point in run.points]
+    title = f"{METHODS.get(newest.about.get('method', ''), 'Training')}: {newest.last_step:,} steps"
+    drawn = "".join(_figure(plot) for plot in plots(history))
+    notes = [] if points else ["No figures yet: the run ended before its first point."]
+    if history.unreadable:
+        notes.append(f"{history.unreadable} lines of {FIGURES} could not be read: a process was killed as it wrote.")
+    if len(points) > MOST_POINTS:
+        notes.append(f"Plots show at most {MOST_POINTS:,} of {len(points):,} points; {FIGURES} has all of them.")
+    said = "".join(f"<p>{escape(note)}</p>" for note in notes)
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title><style>{_STYLE}</style></head><body>
+<h1>{escape(title)}</h1>
+<p class="small">All figures are rank 0's. They stand in {FIGURES}, beside this page.</p>{said}
+<table>{"".join(_row(name, value) for name, value in facts(line, points))}</table>
+<h2>Plots</h2><div class="plots">{drawn}</div>
+<h2>Runs in this folder</h2><div class="wide">{_runs(history)}</div>
+</body></html>
+"""
+
+
+def facts(line: list[Run], points: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """What stands in the table at the top: names and values.
+
+    Args:
+        line: the newest run and those that it goes on from.
+        points: theirs.
+    """
+    newest = line[-1]
+    found = [("ended", _ended(newest)), ("ranks", str(newest.about.get("ranks", "not known")))]
+    found.append(("strategy", str(newest.about.get("strategy", "not known"))))
+    losses = [point["loss"] for point in points if point.get("loss") is not None]
+    found += [("training loss, last point", f"{losses[-1]:.4f}")] if losses else []
+    validations = [each for run in line for each in run.validations]
+    found += [(name, f"{value:.4f}") for name, value in (validations[-1]["metrics"] if validations else {}).items()]
+    if not points:
+        return found
+    last = points[-1]
+    unit = "exchange" if newest.about.get("method") == "sparseloco" else "step"
+    sent, dense = total(last, "bytes_total"), total(last, "bytes_dense")
+    if sent:
+        ratio = f"{dense / sent:.1f}x less than a dense all-reduce, {show_bytes(dense)}"
+        found.append((f"sent per rank and {unit}, last point", f"{show_bytes(sent)} ({ratio})"))
+    else:
+        found.append(("sent", "nothing: there is one rank"))
+    times = [point["step_seconds"] for point in points if point.get("step_seconds")]
+    found += [("time of a step, median", show_seconds(median(times)))] if times else []
+    skipped = total(last, "skipped_total")
+    return [*found, ("skipped windows" if unit == "exchange" else "skipped steps", f"{skipped:,.0f}")]
+
+
+def _ended(run: Run) -> str:
+    return "not yet, or it was killed" if run.end is None else str(run.end.get("how", "finished"))
+
+
+def _row(name: str, value: str) -> str:
+    bad = ' class="bad"' if name == "ended" and value != "finished" else ""
+    return f"<tr><th>{escape(name)}</th><td{bad}>{escape(value)}</td></tr>"
+
+
+def _figure(plot: Plot) -> str:
+    # As an image, not in the text: names of parts of several drawings would meet there.
+    data = base64.b64encode(plot.svg.encode()).decode()
+    return (
+        f'<figure><img src="data:image/svg+xml;base64,{data}" alt="{escape(plot.title)}. {escape(plot.caption)}">'
+        f"<figcaption><b>{escape(plot.title)}.</b> {escape(plot.caption)}</figcaption></figure>"
+    )
+
+
+def _runs(history: History) -> str:
+    names = ("run", "began (UTC)", "from step", "to step", "ranks", "drawn", "ended")
+    drawn = {id(run.about) for run in history.line()}
+    rows = ["".join(f"<th>{name}</th>" for name in names)]
+    for number, run in enumerate(history.runs, 1):
+        began = run.about.get("time", math.nan)
+        when = "not known" if math.isnan(began) else f"{datetime.fromtimestamp(began, timezone.utc):%Y-%m-%d %H:%M:%S}"
+        how = "in colour" if id(run.about) in drawn else "grey"
+        cells = [number, when, f"{run.start:,}", f"{run.last_step:,}", run.about.get("ranks", "not known"), how]
+        ended = f'<td class="text">{escape(_ended(run))}</td>'
+        rows.append("".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + ended)
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"

@@ -1,0 +1,377 @@
+"""``lightning-scape doctor``: what it calls broken, what slow, and that it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from packaging.specifiers import SpecifierSet
+
+from lightning_scape import doctor, tool
+from lightning_scape.comm.round_trips import neighbours
+from lightning_scape.diagnosis import host, network, packages, ranks
+from lightning_scape.diagnosis.findings import Finding, exit_status, report
+from lightning_scape.diagnosis.meeting import Place
+from lightning_scape.diagnosis.network import Interface
+from lightning_scape.diagnosis.ranks import Trip
+
+RunRanks = Callable[..., list[Any]]
+CPU = torch.device("cpu")
+LO = Interface("lo", address="127.0.0.1")
+FAST = Interface("eth0", mbit=25_000.0, address="10.0.0.1")
+OLD = Interface("eth1", mbit=100.0, address="10.1.0.1")
+DOWN = Interface("eth2", up=False, mbit=1000.0, address="10.2.0.1")
+UNKNOWN = Interface("veth0", address="10.3.0.1")
+ALL = (LO, FAST, OLD, DOWN, UNKNOWN)
+
+
+# ------------------------------------------------------------------------------------------------------- ranks
+
+
+def look(rank: int, world_size: int, port: int, options: tuple[str, ...], environ: dict[str, str]) -> tuple[int, str]:
+    """Status and output of the command on a rank that a launcher has started."""
+    dist.barrier()  # all have connected, and so may part
+    dist.destroy_process_group()  # the fixture's: a launcher leaves none
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **environ)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status = tool.main(["doctor", *options])
+    return status, printed.getvalue()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_ranks_that_reach_each_other_are_well_and_rank_0_reports(run_ranks: RunRanks) -> None:
+    (status, said), *others = run_ranks(look, 3, free_port(), (), {})
+    assert status == 0
+    assert [other for other, _ in others] == [0, 0]
+    assert [text for _, text in others] == ["", ""]
+    assert "all 3 ranks on 1 node reach each other by gloo" in said
+    for pair in ("rank 0 and rank 1", "rank 1 and rank 2", "rank 2 and rank 0"):
+        assert f"{pair} (inside one node): " in said
+    assert f"torch {torch.__version__}" in said
+    assert "FAILS" not in said
+
+
+def leave_out_one(rank: int, world_size: int, port: int) -> tuple[int, str, float]:
+    began = time.monotonic()
+    if rank == 1:
+        return 1, "", 0.0
+    return *look(rank, world_size, port, ("--timeout=3",), {}), time.monotonic() - began
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_time_limit(run_ranks: RunRanks) -> None:
+    """An all-reduce would wait for it, and its timeout would name a socket."""
+    first, _, third = run_ranks(leave_out_one, 3, free_port())
+    assert (first[0], third[0]) == (1, 1)
+    assert "FAILS  All 3 ranks must come to 127.0.0.1:" in first[1]
+    assert "got no sign of rank 1" in " ".join(first[1].split())
+    assert third[1] == ""
+    assert max(first[2], third[2]) < 100
+
+
+def die_on_the_way(rank: int, world_size: int, port: int) -> tuple[int, str]:
+    if rank == 1:
+        ranks.check_messages = lambda *_: os._exit(3)
+        doctor.check_messages = ranks.check_messages
+    return look(rank, world_size, port, ("--timeout=4",), {})
+
+
+def test_a_rank_that_dies_on_the_way_is_an_error_and_no_hang(run_ranks: RunRanks) -> None:
+    (status, said), _ = run_ranks(die_on_the_way, 2, free_port(), expect_errors=True)
+    assert status == 1
+    assert "Ranks have met, but messages fail on rank 0" in said
+
+
+def another_version(rank: int, world_size: int, port: int) -> tuple[int, str]:
+    if rank == 1:
+        doctor.__version__ = "0.0.7"
+        os.environ["LIGHTNING_SCAPE_OPS"] = "naive"
+    return look(rank, world_size, port, (), {})
+
+
+def test_what_is_wrong_on_another_rank_is_reported_by_rank_0(run_ranks: RunRanks) -> None:
+    (status, said), (other, _) = run_ranks(another_version, 2, free_port())
+    assert (status, other) == (1, 1)
+    text = " ".join(said.split())
+    assert "All ranks must have the same lightning_scape, got " in text
+    assert "0.0.7 on rank 1" in text
+    assert f"SLOW rank 1 ({socket.gethostname()}): LIGHTNING_SCAPE_OPS=naive makes a step" in text
+
+
+def unreachable(rank: int, world_size: int, port: int) -> tuple[int, str]:
+    os.environ["RANK"] = "1"
+    return look(rank, world_size, port, ("--timeout=2",), {"WORLD_SIZE": "2"})
+
+
+def test_a_store_that_nobody_keeps_is_an_error_that_says_what_to_check(run_ranks: RunRanks) -> None:
+    ((status, said),) = run_ranks(unreachable, 1, free_port())
+    assert status == 1
+    assert "Check that MASTER_ADDR is the first node's address" in " ".join(said.split())
+
+
+def get_stuck(rank: int, world_size: int, errors: Path) -> None:
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+    sys.stderr = open(sys.stderr.fileno(), "w", closefd=False)  # noqa: SIM115 - until the process ends
+    doctor.Watch(Place(rank=3, world_size=4), 0.2).at("waiting for nobody")
+    time.sleep(60)
+
+
+def test_whoever_gets_stuck_is_ended_and_says_where(run_ranks: RunRanks, tmp_path: Path) -> None:
+    (error,) = run_ranks(get_stuck, 1, tmp_path / "errors", expect_errors=True)
+    assert "died without a result, exit code 1" in str(error)
+    said = (tmp_path / "errors").read_text()
+    assert f"rank 3 ({socket.gethostname()}) must end within 0.2 s, got stuck while waiting for nobody" in said
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"RANK": "0"}, "got no WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK must be a whole number >= 0"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "got rank 2 of 2"),
+    ],
+)
+def test_variables_that_contradict_each_other_are_an_error(environ: dict[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Place.of(environ)
+
+
+def test_a_process_that_nothing_has_launched_is_alone() -> None:
+    assert Place.of({}) == Place.of({"WORLD_SIZE": "1"}) == Place()
+
+
+def test_nodes_are_counted_by_the_ranks_of_each() -> None:
+    place = Place(rank=3, world_size=8, local_rank=1, local_world_size=2)
+    assert place.nodes == 4
+    assert [place.node_of(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_five_ranks_meet_as_in_the_docstring() -> None:
+    assert neighbours(5) == [[(0, 1), (2, 3)], [(1, 2), (3, 4)], [(4, 0)]]
+
+
+@pytest.mark.parametrize("count", range(2, 12))
+def test_every_neighbour_is_met_once_and_nobody_twice_at_a_time(count: int) -> None:
+    rounds = neighbours(count)
+    met = [frozenset(pair) for pairs in rounds for pair in pairs]
+    assert sorted(map(sorted, met)) == sorted(sorted({i, (i + 1) % count}) for i in range(count if count > 2 else 1))
+    for pairs in rounds:
+        assert len({rank for pair in pairs for rank in pair}) == 2 * len(pairs)
+
+
+def test_a_link_that_is_slow_says_why_that_matters() -> None:
+    place = Place(world_size=4, local_world_size=1, address="h")
+    good, late, thin = 1.25e9, 0.02, 11.8e6
+    trips = [Trip(0, 1, 5e-5, good, 1), Trip(1, 2, late, good, 1), Trip(2, 3, 5e-5, thin, 1), Trip(3, 0, 5e-5, 3e8, 1)]
+    found = ranks.judge_trips(trips, place)
+    assert [finding.verdict for finding in found] == ["ok", "slow", "slow", "slow"]
+    assert "each waits that long" in found[1].text
+    assert "94.4 Mbit/s" in found[2].text
+    assert "would take 33.90 s" in found[2].text  # 400 MB there, and the same back for a whole all-reduce
+    assert "other neighbours reach" in found[3].text
+
+
+@pytest.mark.parametrize(("seconds", "size"), [(1e-4, 1 << 22), (0.05, 131072), (3.0, 1 << 16)])
+def test_a_large_message_takes_about_a_tenth_of_a_second(seconds: float, size: int) -> None:
+    assert ranks.message_size(seconds) == size
+
+
+# ----------------------------------------------------------------------------------------------------- network
+
+
+def judged(
+    backend: str = "gloo", name: str = "", nodes: int = 2, of_host_name: str | None = None, towards: str | None = None
+) -> list[Finding]:
+    """What is found beside the list of the interfaces."""
+    environ = {network.VARIABLES[backend]: name} if name else {}
+    found = network.check_network(ALL, backend, environ, nodes=nodes, of_host_name=of_host_name, towards=towards)
+    assert [str(each) for each in ALL] == [finding.text for finding in found[: len(ALL)]]
+    return found[len(ALL) :]
+
+
+@pytest.mark.parametrize(
+    ("options", "verdict", "said"),
+    [
+        ({"name": "eth0", "towards": "10.0.0.1"}, "ok", "messages take eth0 at 25 Gbit/s"),
+        ({"of_host_name": "10.0.0.1", "towards": "10.0.0.1"}, "ok", "messages take eth0 at 25 Gbit/s"),
+        ({"name": "lo", "towards": "10.0.0.1"}, "broken", "cannot reach this one on lo (127.0.0.1)"),
+        ({"of_host_name": "127.0.1.1", "towards": "10.0.0.1"}, "broken", "Set GLOO_SOCKET_IFNAME=eth0, on every node."),
+        ({"of_host_name": None}, "broken", "stands for none of its interfaces"),
+        ({"name": "eth9"}, "broken", "must name an interface of this host (lo, eth0, eth1, eth2, veth0), got 'eth9'"),
+        ({"name": "eth2", "towards": "10.0.0.1"}, "broken", "eth2 is down"),
+        ({"name": "eth2", "nodes": 1}, "broken", "eth2 (10.2.0.1, down) is what messages take"),
+        ({"name": "eth1", "towards": "10.0.0.1"}, "slow", "but the way to MASTER_ADDR is eth0"),
+        ({"name": "eth1", "towards": "10.1.0.1"}, "slow", "eth0 has 25 Gbit/s"),
+        ({"name": "veth0", "towards": "10.3.0.1"}, "note", "the kernel does not say"),
+        ({"backend": "nccl", "towards": "10.0.0.1"}, "ok", "messages take eth0"),
+        ({"backend": "nccl", "name": "^docker", "towards": "10.0.0.1"}, "ok", "messages take eth0"),
+        ({"backend": "nccl", "name": "eth7"}, "broken", "NCCL_SOCKET_IFNAME must name an interface"),
+    ],
+)
+def test_the_interface_that_messages_take_is_judged(options: dict[str, Any], verdict: str, said: str) -> None:
+    finding = judged(**options)[0]
+    assert finding.verdict == verdict
+    assert said in f"{finding.text} {finding.remedy}"
+
+
+def test_one_host_alone_needs_no_interface() -> None:
+    assert judged(nodes=1, of_host_name="127.0.0.1") == []
+
+
+def test_a_100_mbit_interface_is_slow_where_there_is_no_better() -> None:
+    found = network.check_network(
+        [LO, OLD], "gloo", {"GLOO_SOCKET_IFNAME": "eth1"}, nodes=2, of_host_name=None, towards="10.1.0.1"
+    )
+    assert found[-1].verdict == "slow"
+    assert "eth1, which has 100 Mbit/s: dense training would wait for it" in found[-1].text
+
+
+def test_interfaces_are_read_as_the_kernel_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"a": ("up", "1000"), "b": ("down", ""), "c": ("unknown", "-1")}
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate([*names, "d"])))
+    for name, (state, speed) in names.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "operstate").write_text(f"{state}\n")
+        (tmp_path / name / "speed").write_text(f"{speed}\n")
+    found = network.interfaces(tmp_path)
+    assert [(each.name, each.up, each.mbit) for each in found] == [
+        ("a", True, 1000.0),
+        ("b", False, None),
+        ("c", True, None),
+        ("d", True, None),
+    ]
+
+
+@pytest.mark.skipif(not network.FOLDER.is_dir(), reason="needs Linux: /sys/class/net")
+def test_the_loopback_of_this_host_is_found_with_its_address() -> None:
+    assert Interface("lo", address="127.0.0.1") in network.interfaces()
+    assert network.address_towards("127.0.0.1") == "127.0.0.1"
+
+
+# ------------------------------------------------------------------------------------------- host and packages
+
+
+@pytest.mark.parametrize(
+    ("available", "here", "threads", "verdict", "said"),
+    [
+        (8, 2, 4, "ok", "8 cores, 2 ranks, 4 threads each"),
+        (8, 2, 8, "slow", "fight over the cores. Set OMP_NUM_THREADS=4."),
+        (8, 2, 1, "slow", "only 2 of them compute"),
+        (2, 4, 1, "slow", "Start at most 2 here."),
+        (1, 1, 1, "ok", "1 core, 1 rank, 1 thread each"),
+    ],
+)
+def test_threads_and_ranks_must_fit_the_cores(available: int, here: int, threads: int, verdict: str, said: str) -> None:
+    (finding,) = host.check_threads(available, here, threads, CPU, {})
+    assert finding.verdict == verdict
+    assert said in f"{finding.text} {finding.remedy}"
+
+
+def test_a_step_that_fails_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host.check_step(CPU, 1000).verdict == "ok"
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(host, "ScapeOptimizer", fail)
+    finding = host.check_step(CPU, 1000)
+    assert finding.verdict == "broken"
+    assert "OSError: no compiler" in finding.text
+
+
+def test_a_choice_that_rules_out_the_fast_operations_is_said() -> None:
+    assert host.check_choice({}) == []
+    assert host.check_choice({"LIGHTNING_SCAPE_OPS": "naive"})[0].verdict == "slow"
+    assert host.check_choice({"LIGHTNING_SCAPE_OPS": "fast"})[0].verdict == "broken"
+
+
+def as_installed(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> dict[str, Finding]:
+    """What is found, by the first word, where these versions are installed instead."""
+    known = {name: packages.installed_version(name) for name in (*packages.REQUIRED, *packages.OPTIONAL)}
+    known |= dict.fromkeys(packages.BESIDE_LITGPT, "1") | versions
+    monkeypatch.setattr(packages, "installed_version", known.get)
+    ranges = {"torch": SpecifierSet(">=2.7"), "lightning": SpecifierSet(">=2.6.1,!=2.6.2")}
+    monkeypatch.setattr(packages, "required_ranges", lambda: ranges)
+    return {finding.text.split()[0]: finding for finding in packages.check_packages(on_cuda=False)}
+
+
+def test_versions_out_of_range_and_missing_packages_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = as_installed(monkeypatch, torch="2.6.0", lightning="2.6.2", numba=None, triton=None, torchmetrics=None)
+    assert found["torch"].text == "torch must be >=2.7, got 2.6.0."
+    assert {found[name].verdict for name in ("torch", "lightning", "torchmetrics")} == {"broken"}
+    assert found["numba"].verdict == "slow"
+    assert "four to seven times as long" in found["numba"].text
+    assert found["numba"].remedy == "Install it: pip install 'lightning-scape[cpu]'"
+    assert found["triton"].verdict == "note"  # without CUDA nothing needs it
+    assert found["numpy"].verdict == "ok"
+
+
+def test_a_build_of_torch_with_a_local_version_is_in_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert as_installed(monkeypatch, torch="2.13.0+cpu")["torch"].verdict == "ok"
+
+
+def test_litgpt_without_what_it_forgets_to_ask_for_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("litgpt", reason="looks at an installed litgpt")
+    monkeypatch.setattr(packages, "BESIDE_LITGPT", ("requests", "no-such-package"))
+    (finding,) = [each for each in packages.check_packages(False) if each.text.startswith("litgpt needs")]
+    assert finding.verdict == "broken"
+    assert "litgpt needs no-such-package for pretraining" in finding.text
+
+
+def test_requirements_of_several_extras_hold_together() -> None:
+    found = packages.ranges_of(["a>=1; extra == 'x'", "A!=1.5; extra == 'y'", "b", "not a requirement !"])
+    assert found == {"a": SpecifierSet(">=1,!=1.5"), "b": SpecifierSet()}
+
+
+# ------------------------------------------------------------------------------------------------- the command
+
+
+def test_one_process_looks_at_its_host_and_says_how_to_look_at_the_network(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert tool.main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert [line for line in said.splitlines() if line in ("Installed", "This host", "Network", "Ranks")] == [
+        "Installed",
+        "This host",
+        "Network",
+        "Ranks",
+    ]
+    assert "torchrun --nnodes N" in said
+
+
+def test_slow_is_no_failure_and_broken_is_one() -> None:
+    slow, broken = Finding("Network", "slow", "a", "b"), Finding("Ranks", "broken", "c")
+    assert exit_status([slow]) == 0
+    assert report([slow]).splitlines()[-1] == "1 thing is slow (SLOW): see above."
+    assert exit_status([slow, broken]) == 1
+    assert (
+        report([slow, broken]).splitlines()[-1]
+        == "1 thing does not work (FAILS) and 1 thing is slow (SLOW): see above."
+    )
+    assert report([]) == "All is well."
+
+
+@pytest.mark.parametrize("given", ["0", "x", "nan", "-1"])
+def test_a_time_limit_that_is_none_is_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        doctor.main([f"--timeout={given}"])
+    assert ended.value.code == 2
+    assert "it must be a number of seconds from 1 to 3600" in capsys.readouterr().err
