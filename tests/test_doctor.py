@@ -220,6 +220,7 @@ def judged(
         ({"name": "veth0", "towards": "10.3.0.1"}, "note", "the kernel does not say"),
         ({"backend": "nccl", "towards": "10.0.0.1"}, "ok", "messages take eth0"),
         ({"backend": "nccl", "name": "^docker", "towards": "10.0.0.1"}, "ok", "messages take eth0"),
+        ({"backend": "nccl", "towards": "127.0.1.1"}, "note", "NCCL chooses the interface"),
         ({"backend": "nccl", "name": "eth7"}, "broken", "NCCL_SOCKET_IFNAME must name an interface"),
     ],
 )
