@@ -148,12 +148,12 @@ def _look_together(meeting: Meeting, device: torch.device, present: list[int], w
     status = None
     if first:
         findings += together
-        others = meeting.collect("findings", meeting.seconds, ready)
+        others = meeting.collect("findings", 2 * meeting.seconds, ready)
         findings += _of_others(others, {rank: str(info["name"]) for rank, info in infos.items()}, findings)
         findings += [silent_rank(rank) for rank in ready if rank not in others]
         print(report(findings), flush=True)
         status = exit_status(findings)
-    status = int(meeting.decide("status", status, 2 * meeting.seconds))
+    status = int(meeting.decide("status", status, 3 * meeting.seconds))
     meeting.part(ready)
     return status
 

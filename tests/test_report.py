@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext as nothing
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,6 +20,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from trainer_helpers import MARKS, Regression, TwoOptimizers, make_trainer
 
 from lightning_scape import ScapeMonitor, SparseLoCoMonitor, SparseLoCoStrategy, tool
+from lightning_scape.integrations import run_report
 from lightning_scape.reporting import FIGURES, PAGE, History, write_page
 from lightning_scape.reporting import history as histories
 from lightning_scape.reporting import page as pages
@@ -307,6 +309,20 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
         write_page(tmp_path)
     assert (tmp_path / PAGE).read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == [FIGURES, PAGE]
+
+
+def broken_page(rank: int, world_size: int, folder: str) -> None:
+    def fail(_: Any) -> None:
+        raise RuntimeError("no font")
+
+    run_report.write_page = fail
+    with pytest.warns(UserWarning, match="got RuntimeError: no font. Its figures are there") if not rank else nothing():
+        fit(rank, world_size, folder, {})
+
+
+def test_a_page_that_cannot_be_drawn_is_a_warning_and_the_fit_ends_well(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(broken_page, 2, str(tmp_path))
+    assert History.read(tmp_path).runs[0].end["how"] == "finished"
 
 
 def test_what_a_run_says_of_itself_is_text_and_no_markup(tmp_path: Path) -> None:

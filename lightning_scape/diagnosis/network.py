@@ -116,9 +116,10 @@ def check_network(
     lines = [Finding(TOPIC, "ok" if each.up else "note", str(each)) for each in found]
     variable = VARIABLES[backend]
     named = environ.get(variable, "")
-    right = _by_address(found, towards)
-    if backend == "nccl" and (not named or named[0] in "^="):
-        used = right  # NCCL looks for itself, or among several; the way to the first node is the best guess
+    used = right = _by_address(found, towards)
+    if backend == "nccl" and (not named or named[0] in "^="):  # the way to the first node is the best guess
+        if right is None or right.loopback:  # which says nothing: NCCL looks for itself
+            return [*lines, Finding(TOPIC, "note", f"NCCL chooses the interface (or set {variable}).")]
     elif named:
         used = next((each for each in found if each.name == named), None)
         if used is None:

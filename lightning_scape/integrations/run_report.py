@@ -158,21 +158,27 @@ class ReportingCallback(Callback):
         if self.report is None or not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING:
             return
         # Where ranks are forked, the process that started them hears of it, which has written nothing itself.
-        runs = History.read(self.report).runs
-        if runs and runs[-1].end is None and runs[-1].about.get("time", 0.0) >= self._made:
-            text = f"{type(exception).__name__}: {exception}".strip(": ")
-            self._writer = self._writer or Writer(self.report)
-            self._end(trainer, text.splitlines()[0][:500])
+        try:
+            runs = History.read(self.report).runs
+            if runs and runs[-1].end is None and runs[-1].about.get("time", 0.0) >= self._made:
+                text = f"{type(exception).__name__}: {exception}".strip(": ")
+                self._writer = self._writer or Writer(self.report)
+                self._end(trainer, text.splitlines()[0][:500])
+        except OSError as error:  # the exception that ends the fit is the one to be seen
+            rank_zero_warn(f"The report must be written to {str(self.report)!r}, got: {error}.")
 
     def _end(self, trainer: Trainer, how: str) -> None:
-        """Writes the page; a report that cannot be written is no reason to lose a trained model."""
+        """Writes the page. If that fails it is a warning: this rank alone would raise, and the others wait for it."""
         assert self.report is not None
         self._add("end", steps_taken(trainer), {"how": how})
         self._writer = None
         try:
             write_page(self.report)
-        except OSError as error:
-            rank_zero_warn(f"The report's page must be written to {str(self.report)!r}, got: {error}.")
+        except Exception as error:
+            rank_zero_warn(
+                f"The report's page must be written to {str(self.report)!r}, got {type(error).__name__}: {error}. Its"
+                f" figures are there: run `lightning-scape report {self.report}` when that is mended."
+            )
 
     def _add(self, kind: str, step: int, values: dict[str, Any]) -> None:
         if self._writer is None:
