@@ -98,6 +98,16 @@ def test_a_table_without_its_data_is_found() -> None:
     assert unsourced(f"{table}\n<!-- no data: a reason -->\n") == []
 
 
+def test_every_script_and_test_that_a_page_names_is_there() -> None:
+    named = {
+        (page, name)
+        for page in PAGES
+        for name in re.findall(r"\b(?:tests|examples|configs)/[\w/]+\.\w+", (ROOT / page).read_text())
+    }
+    assert len(named) > 40
+    assert [pair for pair in sorted(named) if not (ROOT / pair[1]).is_file()] == []
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_behind_the_data_are_there(page: str) -> None:
     for _, command in SOURCE.findall(prose(page)):

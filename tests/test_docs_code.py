@@ -233,7 +233,7 @@ def _pip(words: list[str]) -> str | None:
 def _torchrun(words: list[str]) -> str | None:
     from torch.distributed.run import get_args_parser
 
-    known = {flag for action in get_args_parser()._actions for flag in action.option_strings}
+    known = set(re.findall(r"--[\w-]+", get_args_parser().format_help()))
     end = words.index("-m") if "-m" in words else len(words)
     missing = [flag for flag in _flags(words[:end]) if f"--{flag}" not in known]
     return f"torchrun has no {missing}" if missing else None
