@@ -40,6 +40,7 @@ def run(*arguments: str, python: str | None = None, **options: object) -> tuple[
         ("-c", "def f():\n  1 / 0\nf()"),
         ("-c", "import atexit; atexit.register(print, 'at exit'); print('first')"),
         ("-c", "import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print('joined'))).start()"),
+        ("-c", f"import os; print(os.getppid() == {os.getpid()})"),
         ("-c", "import os; os.write(1, b'raw'); os._exit(7)"),
         ("-W", "error", "-c", "import warnings; warnings.warn('an error')"),
         ("script.py", "--option", "x y"),

@@ -88,7 +88,7 @@ def _mind(
     if child == 0:
         connection.close()
         _live(
-            lambda: _become(client, dict(zip(files, fds, strict=True)), environ, directory),
+            lambda: _become(*client, dict(zip(files, fds, strict=True)), environ, directory),
             lambda: run(*program, own_path),
         )
     for fd in fds:
@@ -168,9 +168,11 @@ def parse(arguments: list[str]) -> tuple[list[str], str, list[str]] | None:
     return None
 
 
-def _become(client: int, files: dict[int, int], environ: dict[str, str], directory: str) -> None:
-    """Take over the client's files, environment, directory, cores and namespaces."""
+def _become(client: int, parent: int, files: dict[int, int], environ: dict[str, str], directory: str) -> None:
+    """Take over the client's parent, files, environment, directory, cores and namespaces."""
     os.setpgid(0, 0)
+    this, getppid = os.getpid(), os.getppid
+    os.getppid = lambda: parent if os.getpid() == this else getppid()  # who started the client; litgpt-scape asks
     high = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, HIGH) for number, fd in files.items()}
     for fd in files.values():
         os.close(fd)
@@ -228,7 +230,8 @@ def _like_freshly_imported() -> None:
     torch, numpy = sys.modules["torch"], sys.modules["numpy"]
     numpy.random.seed()
     torch.set_num_threads(1)
-    rank_zero = sys.modules["lightning.fabric.utilities.rank_zero"]
+    from lightning.fabric.utilities import rank_zero
+
     rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0
 
 
