@@ -25,6 +25,7 @@ TESTS_OF_OPERATIONS = (
 them."""
 ALLOWED = {
     "examples/pretrain_python.py: model._init_weights": "LitGPT's",
+    "tests/warm_server.py: ops._cpu": "each process that it forks makes the choice, and says so, anew",
     "tests/test_strategy_options.py: cli.trainer.strategy._start_method": "Lightning's, which it shows nowhere else",
 }
 """Single uses, and why."""

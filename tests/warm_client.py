@@ -36,7 +36,7 @@ def main() -> None:
         signal.signal(number, lambda number, _: server.sendall(bytes([number])))
     server.connect(path)
     files = inherited_files()
-    request = marshal.dumps((arguments, dict(os.environ), os.getcwd(), os.getpid(), files))
+    request = marshal.dumps((arguments, dict(os.environ), os.getcwd(), (os.getpid(), os.getppid()), files))
     socket.send_fds(server, [len(request).to_bytes(8, "little")], files)
     server.sendall(request)
     answer = server.recv(8)

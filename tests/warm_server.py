@@ -17,6 +17,7 @@ import fcntl
 import gc
 import importlib
 import io
+import itertools
 import marshal
 import os
 import random
@@ -39,7 +40,7 @@ PRELOADED = ("torch", "torch.distributed", "lightning.pytorch", "lightning_scape
 # What libraries look at when they are imported; where it differs the client has to import them itself.
 READ_AT_IMPORT = re.compile("NUMBA|TORCH|TRITON|PYTORCH|OMP_|MKL_|OPENBLAS|CUDA|LD_|PYTHON[A-Z]")
 # These are looked at later, or set by hand below.
-READ_LATER = re.compile("TORCHELASTIC|TORCHDYNAMO_DISABLE$|PYTHONPATH$|PYTHONUNBUFFERED$")
+READ_LATER = re.compile("TORCHELASTIC|TORCH_NCCL|TORCHDYNAMO_DISABLE$|PYTHONPATH$|PYTHONUNBUFFERED$")
 MOST_FILES = 250
 """What one message may carry."""
 HIGH = 400
@@ -78,6 +79,8 @@ def _mind(
     request = connection.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL)  # and not the signals behind it
     arguments, environ, directory, client, files = marshal.loads(request)
     program = parse(arguments)
+    if program is not None and not program[1] and not Path(directory, program[2][0]).is_file():
+        program = None  # Python's own words, then
     environ = {**added, **environ}  # as if the libraries had just been imported
     if program is None or import_settings(environ) != import_settings({**started_with, **added}):
         _end(connection, FRESH)
@@ -85,7 +88,7 @@ def _mind(
     if child == 0:
         connection.close()
         _live(
-            lambda: _become(client, dict(zip(files, fds, strict=True)), environ, directory),
+            lambda: _become(*client, dict(zip(files, fds, strict=True)), environ, directory),
             lambda: run(*program, own_path),
         )
     for fd in fds:
@@ -165,9 +168,11 @@ def parse(arguments: list[str]) -> tuple[list[str], str, list[str]] | None:
     return None
 
 
-def _become(client: int, files: dict[int, int], environ: dict[str, str], directory: str) -> None:
-    """Take over the client's files, environment, directory, cores and namespaces."""
+def _become(client: int, parent: int, files: dict[int, int], environ: dict[str, str], directory: str) -> None:
+    """Take over the client's parent, files, environment, directory, cores and namespaces."""
     os.setpgid(0, 0)
+    this, getppid = os.getpid(), os.getppid
+    os.getppid = lambda: parent if os.getpid() == this else getppid()  # who started the client; litgpt-scape asks
     high = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, HIGH) for number, fd in files.items()}
     for fd in files.values():
         os.close(fd)
@@ -213,7 +218,7 @@ def run(filters: list[str], kind: str, words: list[str], own_path: list[str]) ->
         sys.argv[0] = "-c"
         exec(compile(name, "<string>", "exec"), main.__dict__)
     else:
-        main.__file__ = name
+        main.__file__ = str(Path(name).absolute())
         main.__spec__ = None
         with io.open_code(name) as script:
             code = compile(script.read(), name, "exec")
@@ -225,7 +230,8 @@ def _like_freshly_imported() -> None:
     torch, numpy = sys.modules["torch"], sys.modules["numpy"]
     numpy.random.seed()
     torch.set_num_threads(1)
-    rank_zero = sys.modules["lightning.fabric.utilities.rank_zero"]
+    from lightning.fabric.utilities import rank_zero
+
     rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0
 
 
@@ -234,12 +240,12 @@ def load_loops() -> None:
     torch, ops = sys.modules["torch"], sys.modules["lightning_scape.ops"]
     scape = sys.modules["lightning_scape"]
     torch.set_num_threads(1)
-    for update in ("adamw", "adams"):
-        parameter = torch.nn.Parameter(torch.zeros(2000))
+    for update, dtype in itertools.product(("adamw", "adams"), (torch.float32, torch.bfloat16)):
+        parameter = torch.nn.Parameter(torch.zeros(2000, dtype=dtype))
         config = scape.ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update=update)
         optimizer = scape.ScapeOptimizer([parameter], config=config)
         for _ in range(2):
-            parameter.grad = torch.ones(2000)
+            parameter.grad = torch.ones_like(parameter)
             optimizer.clip_grad_norm(1.0)
             optimizer.step()
         optimizer.drain()
