@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +91,61 @@ def test_diloco_with_a_plain_outer_step_is_averaging(peers: ModuleType) -> None:
     ranks = diloco(first, RANKS, SETTINGS, sync_every=3, outer_lr=1.0, outer_momentum=1e-12)
     averaged = peers.METHODS["averaging"](second, RANKS, SETTINGS, sync_every=3)
     torch.testing.assert_close(train(ranks, first), train(averaged, second), rtol=1e-5, atol=1e-6)
+
+
+class Meeting:
+    """Stands in for torchft's Manager, one for each thread: what it is asked for, with a mean over the ranks."""
+
+    _use_async_quorum = False
+
+    def __init__(self, rank: int, barrier: threading.Barrier, shared: dict[tuple[int, int], Tensor]) -> None:
+        self.rank, self.barrier, self.shared, self.calls = rank, barrier, shared, 0
+
+    def allreduce(self, tensor: Tensor, should_quantize: bool = False) -> Any:
+        self.calls += 1
+        self.shared[self.calls, self.rank] = tensor.clone()
+        self.barrier.wait(60)
+        tensor.copy_(torch.stack([self.shared[self.calls, rank] for rank in range(RANKS)]).mean(dim=0))
+        return SimpleNamespace(wait=lambda: True)
+
+    def should_commit(self) -> bool:
+        return True
+
+    def current_step(self) -> int:
+        return 0
+
+    def errored(self) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None  # a quorum, states to be sent: nobody joins or leaves
+
+
+def test_diloco_is_torchfts(peers: ModuleType) -> None:
+    local_sgd = pytest.importorskip(
+        "torchft.local_sgd", reason="to compare with torchft's DiLoCo: pip install torchft==0.2.0", exc_type=ImportError
+    )
+    barrier, shared, nets = threading.Barrier(RANKS), {}, [model() for _ in range(RANKS)]
+
+    def run(rank: int) -> None:
+        net = nets[rank]
+        inner = torch.optim.AdamW(net.parameters(), **SETTINGS)
+        outer = torch.optim.SGD(net.parameters(), 0.7, momentum=0.9, nesterov=True)
+        home = {"backup_device": torch.device("cpu"), "pin_memory": False}
+        with local_sgd.DiLoCo(Meeting(rank, barrier, shared), [net], inner, outer, sync_every=3, **home):
+            for step in range(9):
+                x = batch(rank, step)
+                inner.zero_grad()
+                (net(x) - x[:, :3].sin()).square().mean().backward()
+                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                inner.step()
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        list(pool.map(run, range(RANKS)))
+    ours = model()
+    end = train(peers.METHODS["diloco"](ours, RANKS, SETTINGS, sync_every=3), ours, stop=9)
+    for net in nets:
+        assert torch.equal(end, torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()]))
 
 
 def test_topk_that_sends_everything_is_dense_adamw(peers: ModuleType) -> None:

@@ -92,7 +92,7 @@ def _train_all(rank: int, world_size: int) -> list[dict[str, Any]]:
 
 
 def test_ranks_are_bitwise_equal_bytes_are_as_planned_and_training_is_as_with_fp32(run_ranks: Any) -> None:
-    everyone = run_ranks(_train_all, 2)
+    everyone = run_ranks(_train_all, 2, timeout=300.0)
     for case, *found in zip((*CASES, *DENSE), *everyone, strict=True):
         wire, dtype, _ = case
         assert torch.equal(found[0]["end"], found[1]["end"])  # as after every step
