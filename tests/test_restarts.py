@@ -250,13 +250,14 @@ def refuse(rank: int, world_size: int, folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.timeout(400)
 def test_what_does_not_go_together_is_refused(run_ranks: RunRanks, tmp_path: Path) -> None:
     """On two ranks, so that 3 does not divide; rank 0 alone warns, so only its results are looked at."""
     with pytest.raises(ValueError, match='`resume` must be "auto" or None, got True'):
         ScapeStrategy(resume=True)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`batches_per_step` must be None or a whole number >= 1, got 0"):
         ScapeStrategy(batches_per_step=0)
-    said = run_ranks(refuse, 2, str(tmp_path), expect_errors=True, timeout=170.0)[0]
+    said = run_ranks(refuse, 2, str(tmp_path), expect_errors=True, timeout=300.0)[0]
     assert isinstance(said, list), said
     no_folder, distant, twice, scheduled = said
     assert "got one without `dirpath`" in no_folder
