@@ -46,9 +46,11 @@ def source(link: Link, data: str, command: str) -> str:
 # ----------------------------------------------------------------------------------------------------------- training
 
 
-def quality(label: str, betas: list[float], steps: int, task: str = "python") -> dict[str, Any] | None:
+def quality(
+    label: str, betas: list[float], steps: int, task: str = "python", size: str = "0.03M", windows: int = 8
+) -> dict[str, Any] | None:
     """One method of the drop-in suite: AdamW at its best learning rate, SCAPE at that very rate."""
-    size, batch = ("0.03M", [4, 8, 64]) if task == "python" else ("", [4, 8, 1])
+    size, batch = (size, [4, windows, 64]) if task == "python" else ("", [4, 8, 1])
     found = [r for r in load("quality/quality.json") if r["setting"] == [size, *batch, steps, task, betas]]
     rows = [row for row in found if row["label"] == label]
     return rows[0] if rows else None
@@ -87,6 +89,21 @@ def drop_in(steps: int, link: Link) -> str:
         head += ["lr", "seeds", f"betas {name}"]
     text = table(head, *rows)
     return text + "\n" + source(link, "quality/quality.json", "python examples/bench_quality.py")
+
+
+def sizes(link: Link) -> str:
+    """Larger models, and 99.9% of the smallest: each beside AdamW at the same rate."""
+    rows = []
+    for size, steps, windows in (("0.03M", 10_000, 8), ("0.2M", 10_000, 8), ("1M", 6000, 4)):
+        for name, betas in BETAS.items():
+            base = quality(DENSE, betas, steps, size=size, windows=windows)
+            sparse = [quality(label, betas, steps, size=size, windows=windows) for label in (*SPARSE, "SCAPE 99.9%")]
+            if base is not None and any(sparse):
+                cells = ["-" if r is None else f"{value(r)} ({gap(r, base).split(' ±')[0]})" for r in sparse]
+                seeds = ", ".join("-" if r is None else str(len(r["seeds"])) for r in (base, *sparse))
+                rows.append([size, f"{steps:,}", name, f"{base['lr']:g}", seeds, value(base), *cells])
+    head = ["parameters", "steps", "betas", "lr", "seeds", DENSE, *SPARSE, "SCAPE 99.9%"]
+    return table(head, *rows) + "\n" + source(link, "quality/quality.json", "python examples/bench_quality.py")
 
 
 def rates(link: Link) -> str:
@@ -197,6 +214,7 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "first": first,
     "drop-in-1000": lambda link: drop_in(1000, link),
     "drop-in-10000": lambda link: drop_in(10_000, link),
+    "sizes": sizes,
     "rates": rates,
     "digits": digits,
     "step-cost": step_cost,
