@@ -13,10 +13,9 @@ import argparse
 import os
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -47,12 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
     place = Place.of(os.environ)
     device = _device(place)
-    watch = Watch(place, 5 * args.timeout + 2 * COMPILING_SECONDS)
-    if place.world_size > 1:
-        return _meet(place, device, args.timeout, watch)
-    findings = _of_this_host(place, device, watch)
-    print(report([*findings, Finding(TOPIC, "note", ALONE)]))
-    return exit_status(findings)
+    with Watch(place, 5 * args.timeout + 2 * COMPILING_SECONDS) as watch:
+        if place.world_size > 1:
+            return _meet(place, device, args.timeout, watch)
+        findings = _of_this_host(place, device, watch)
+        print(report([*findings, Finding(TOPIC, "note", ALONE)]))
+        return exit_status(findings)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -169,7 +168,7 @@ def _of_others(theirs: dict[int, Any], names: dict[int, str], known: list[Findin
 
 
 class Watch:
-    """Ends this process where it would wait for ever, and says what it waited for.
+    """Ends this process where it would wait for ever inside a ``with`` block, and says what it waited for.
 
     Args:
         place: which rank it is.
@@ -178,15 +177,22 @@ class Watch:
 
     def __init__(self, place: Place, seconds: float) -> None:
         self.place, self.seconds, self.doing = place, seconds, "starting"
-        self._ends = time.monotonic() + seconds
+        self._over = threading.Event()
         threading.Thread(target=self._wait, daemon=True).start()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
 
     def at(self, doing: str) -> None:
         """Notes what is being done from now on."""
         self.doing = doing
 
-    def _wait(self) -> NoReturn:
-        time.sleep(max(0.0, self._ends - time.monotonic()))
+    def _wait(self) -> None:
+        if self._over.wait(self.seconds):
+            return
         text = f"must end within {self.seconds:g} s, got stuck while {self.doing}. End it on all nodes, and look at the"
         print(f"lightning-scape doctor: {self.place.name} {text} last lines above.", file=sys.stderr, flush=True)
         os._exit(1)

@@ -133,8 +133,9 @@ def test_a_store_that_nobody_keeps_is_an_error_that_says_what_to_check(run_ranks
 def get_stuck(rank: int, world_size: int, errors: Path) -> None:
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
     sys.stderr = open(sys.stderr.fileno(), "w", closefd=False)  # noqa: SIM115 - until the process ends
-    doctor.Watch(Place(rank=3, world_size=4), 0.2).at("waiting for nobody")
-    time.sleep(60)
+    with doctor.Watch(Place(rank=3, world_size=4), 0.2) as watch:
+        watch.at("waiting for nobody")
+        time.sleep(60)
 
 
 def test_whoever_gets_stuck_is_ended_and_says_where(run_ranks: RunRanks, tmp_path: Path) -> None:
@@ -142,6 +143,13 @@ def test_whoever_gets_stuck_is_ended_and_says_where(run_ranks: RunRanks, tmp_pat
     assert "died without a result, exit code 1" in str(error)
     said = (tmp_path / "errors").read_text()
     assert f"rank 3 ({socket.gethostname()}) must end within 0.2 s, got stuck while waiting for nobody" in said
+
+
+def test_a_process_that_has_called_the_doctor_goes_on() -> None:
+    """It was ended nine minutes later: a notebook, say, or the tests."""
+    with doctor.Watch(Place(rank=0, world_size=1), 0.1):
+        pass
+    time.sleep(0.3)
 
 
 @pytest.mark.parametrize(
@@ -246,6 +254,13 @@ def test_a_100_mbit_interface_is_slow_where_there_is_no_better() -> None:
     )
     assert found[-1].verdict == "slow"
     assert "eth1, which has 100 Mbit/s: dense training would wait for it" in found[-1].text
+
+
+@pytest.mark.parametrize(("backend", "named"), [("gloo", "eth9,eth1"), ("nccl", "eth"), ("nccl", "ib,eth1")])
+def test_several_names_and_nccls_beginnings_of_names_are_taken(backend: str, named: str) -> None:
+    variable = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}[backend]
+    found = network.check_network([LO, OLD], backend, {variable: named}, nodes=2, of_host_name=None, towards="10.1.0.1")
+    assert [finding for finding in found if finding.verdict == "broken"] == []
 
 
 def test_interfaces_are_read_as_the_kernel_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ EVERY = 10
 
 
 def lose_and_regain(out: Path, *options: str) -> None:
-    run_script(ELASTIC, f"--out={out}", f"--save-every={EVERY}", "--phase=25", *options, timeout=1100)
+    # A new interpreter: the example kills an agent and all that it has started, which it finds by their parents.
+    options = (f"--out={out}", f"--save-every={EVERY}", "--phase=25", *options)
+    run_script(ELASTIC, *options, timeout=1100, python=sys.executable)
     result = json.loads((out / "elastic.json").read_text())
     assert result["ranks"] == [2, 1, 2]
     assert result["skipped"] == 0

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from trainer_helpers import MARKS, Regression, make_trainer
 
-from lightning_scape import ScapeStrategy, resume_path, tool
+from lightning_scape import CheckpointError, ScapeStrategy, resume_path, tool
 from lightning_scape.comm.restarts import agree_on_name
 from lightning_scape.integrations.resume import rescaled
 
@@ -140,6 +140,50 @@ def test_all_ranks_get_the_newest_complete_checkpoint_and_damaged_ones_are_named
     assert run_ranks(look, 2, str(tmp_path), None) == ["old.ckpt"] * 2
 
 
+def test_where_no_checkpoint_loads_training_does_not_begin_anew(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """A job whose checkpoints could not be read began at step 0 after each restart."""
+    (tmp_path / "a.ckpt").write_bytes(b"no checkpoint")
+    for error in run_ranks(look, 2, str(tmp_path), None, expect_errors=True):
+        assert isinstance(error, CheckpointError)
+        assert "one of them must load, got 1 and none that does: a.ckpt" in str(error)
+
+
+def look_slowly(rank: int, world_size: int, folder: str) -> str:
+    def check(path: Path) -> None:
+        time.sleep(3.0)
+
+    found = resume_path(folder, check=check)
+    assert found is not None
+    return found.name
+
+
+def test_ranks_wait_for_a_long_check_longer_than_for_a_message(run_ranks: RunRanks, tmp_path: Path) -> None:
+    save(tmp_path / "run" / "1.ckpt")
+    assert run_ranks(regroup, 2, str(tmp_path / "run")) == ["1.ckpt"] * 2
+
+
+def regroup(rank: int, world_size: int, folder: str) -> str:
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    options = {"store": dist.PrefixStore("short", store), "rank": rank, "world_size": world_size}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=1), **options)
+    return look_slowly(rank, world_size, folder)
+
+
+def test_files_of_one_name_that_differ_are_an_error_on_all(run_ranks: RunRanks, tmp_path: Path) -> None:
+    save(tmp_path / "1.ckpt")
+    (tmp_path / "elsewhere").mkdir()
+    torch.save({"a": torch.ones(1000)}, tmp_path / "elsewhere" / "1.ckpt")
+    for error in run_ranks(look_elsewhere, 2, str(tmp_path), expect_errors=True):
+        assert isinstance(error, FileNotFoundError)
+        assert "sees another one of" in str(error)
+
+
+def look_elsewhere(rank: int, world_size: int, folder: str) -> None:
+    os.chdir(f"{folder}/elsewhere" if rank else folder)
+    resume_path(".", pattern="*.ckpt")
+
+
 def test_a_named_checkpoint_counts_as_one_of_them(tmp_path: Path) -> None:
     save(tmp_path / "pretrained" / "base.ckpt", 60)
     assert resume_path(tmp_path / "runs", tmp_path / "pretrained" / "base.ckpt") is not None
@@ -162,10 +206,12 @@ def test_ranks_that_do_not_see_the_same_files_are_an_error_on_all(
 # ------------------------------------------------------------------------------------------------ the Trainer
 
 
-def fit(rank: int, world_size: int, folder: str, kind: str, steps: int) -> dict[str, Any]:
-    trainer = elastic_trainer(folder, kind, steps)
+def fit(
+    rank: int, world_size: int, folder: str, kind: str, steps: int, batches: int = 4, start: str | None = None
+) -> dict[str, Any]:
+    trainer = elastic_trainer(folder, kind, steps, batches)
     module = Regression()
-    trainer.fit(module)
+    trainer.fit(module, ckpt_path=start)
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return {
         "step": trainer.global_step,
@@ -178,13 +224,13 @@ def fit(rank: int, world_size: int, folder: str, kind: str, steps: int) -> dict[
     }
 
 
-def elastic_trainer(folder: str, kind: str, steps: int) -> pl.Trainer:
+def elastic_trainer(folder: str, kind: str, steps: int, batches: int) -> pl.Trainer:
     strategy = ScapeStrategy(
         sparsity=0.9,
         sparsity_warmup_steps=0,
         state_dict_type=kind,
         resume="auto",
-        batches_per_step=4,
+        batches_per_step=batches,
     )
     keep = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     return make_trainer(strategy, max_steps=steps, max_epochs=-1, callbacks=[keep], enable_checkpointing=True)
@@ -217,11 +263,28 @@ def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(run_ra
         assert rank["step"] == 3
 
 
+def test_another_batch_keeps_the_place_in_the_epoch(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(fit, 2, str(tmp_path), "full", 1)
+    for rank in run_ranks(fit, 2, str(tmp_path), "full", 2, 8):
+        assert (rank["step"], rank["ready"]) == (2, 4)  # Lightning steps at every fourth batch of the epoch now
+
+
+def test_the_runs_own_checkpoints_come_before_the_one_it_began_from(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """A start script that copies the model anew made each restart begin from it."""
+    run_ranks(fit, 1, str(tmp_path / "run"), "full", 2)
+    start = tmp_path / "start.ckpt"
+    start.write_bytes((tmp_path / "run" / "step=1.ckpt").read_bytes())
+    (again,) = run_ranks(fit, 1, str(tmp_path / "run"), "full", 3, 4, str(start))
+    assert again["loaded"].endswith("step=2.ckpt")
+    (first,) = run_ranks(fit, 1, str(tmp_path / "other"), "full", 2, 4, str(start))
+    assert first["loaded"] == str(start)
+
+
 def test_counts_of_batches_keep_their_place() -> None:
     at_end = {"ready": 6, "started": 6, "processed": 6, "completed": 5}
-    assert rescaled(at_end, 6, 2) == {"ready": 18, "started": 18, "processed": 18, "completed": 17}
-    assert rescaled(at_end, 1, 2) == {"ready": 3, "started": 3, "processed": 3, "completed": 2}
-    assert rescaled(dict.fromkeys(at_end, 0), 1, 2) == dict.fromkeys(at_end, 0)
+    assert rescaled(at_end, 2, 6) == {"ready": 18, "started": 18, "processed": 18, "completed": 17}
+    assert rescaled(at_end, 2, 1) == {"ready": 3, "started": 3, "processed": 3, "completed": 2}
+    assert rescaled(dict.fromkeys(at_end, 0), 2, 1) == dict.fromkeys(at_end, 0)
 
 
 def saves_to(folder: str | None) -> pl.Trainer:

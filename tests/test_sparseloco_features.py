@@ -126,9 +126,12 @@ def test_loggers_get_learning_rates_and_figures_and_profilers_see_the_phases(run
 
 def _find_rate(rank: int, world_size: int, folder: str) -> tuple[int, float, Tensor, Tensor]:
     # One folder for all ranks: the finder keeps the model there while it looks.
-    trainer, model = make_trainer(strategy(), default_root_dir=folder, enable_checkpointing=True), Regression()
+    trainer, model = (
+        make_trainer(strategy(), max_epochs=20, default_root_dir=folder, enable_checkpointing=True),
+        Regression(),
+    )
     before = weights(model)
-    finder = Tuner(trainer).lr_find(model, num_training=8, update_attr=True)
+    finder = Tuner(trainer).lr_find(model, max_lr=1e-2, num_training=30, update_attr=True, early_stop_threshold=None)
     assert finder is not None
     return len(finder.results["lr"]), model.lr, before, weights(model)
 
@@ -136,7 +139,7 @@ def _find_rate(rank: int, world_size: int, folder: str) -> tuple[int, float, Ten
 def test_the_learning_rate_finder_suggests_one_rate_and_puts_the_weights_back(run_ranks: Any, tmp_path: Path) -> None:
     first, second = run_ranks(_find_rate, 2, str(tmp_path))
     assert first[:2] == second[:2]
-    assert first[0] == 8
+    assert first[0] == 30
     for _, _, _, after in (first, second):
         assert torch.equal(after, first[2])  # rank 0's, with which all begin
 

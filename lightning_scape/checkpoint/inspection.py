@@ -6,14 +6,18 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint import packed
 from lightning_scape.checkpoint.saver import SavedContent
-from lightning_scape.comm.collectives import Communicator
+from lightning_scape.comm.collectives import Communicator, is_distributed, new_mask_group
+
+_LONGEST_CHECK = timedelta(hours=1)
 
 
 def verify(path: str | os.PathLike[str]) -> None:
@@ -75,7 +79,8 @@ def resume_path(
 ) -> Path | None:
     """The newest complete checkpoint in some places, the same on all ranks: what a restarted job goes on from.
 
-    Collective, if there is a process group. Rank 0 looks, as :func:`newest_checkpoint` does, and tells the others.
+    Collective, if there is a process group. Rank 0 looks, as :func:`newest_checkpoint` does, and tells the others, who
+    wait for it as long as reading takes, up to an hour.
 
     Args:
         places: folders with checkpoints, and single checkpoints; what does not exist is left out.
@@ -83,29 +88,64 @@ def resume_path(
         check: raises :class:`~lightning_scape.CheckpointError` or ``OSError`` for those to be passed over.
 
     Returns:
-        Its path; None if there is no complete one, and training begins.
+        Its path; None if there is no checkpoint, and training begins.
 
     Raises:
-        FileNotFoundError: a rank does not see the checkpoint that another one sees; on every rank. All ranks must see
-            the same files: the machine that rank 0 ran on may be the one that is lost.
+        CheckpointError: there are checkpoints, and none of them loads; on every rank.
+        FileNotFoundError: ranks see different files; on every rank. All must see the same, for the machine that rank 0
+            ran on may be the one that is lost.
     """
-    ranks = Communicator(None, None)
+    # A group of its own: the others wait for rank 0 longer than for a message of the training.
+    group = new_mask_group(backend="gloo", timeout=_LONGEST_CHECK) if is_distributed() else None
+    ranks = Communicator(group, None)
+    try:
+        found = ranks.raise_on_all_ranks(lambda: _all_in(places, pattern))
+        mine = ranks.raise_on_all_ranks(lambda: _newest_of(found, check) if ranks.rank == 0 else None)
+        chosen, by_rank_0 = ranks.all_gather_object((mine, found))[0]
+        ranks.raise_on_all_ranks(lambda: _check_seen(ranks.rank, found, chosen, by_rank_0))
+    finally:
+        if group is not None:
+            torch.distributed.destroy_process_group(group)
+    return None if chosen is None else chosen.path
+
+
+def _all_in(places: Iterable[str | os.PathLike[str]], pattern: str) -> list[Path]:
+    """Newest first."""
     found = [path for place in map(Path, places) for path in _candidates_at(place, pattern)]
-    chosen = ranks.raise_on_all_ranks(lambda: _newest(found, check) if ranks.rank == 0 else None)
-    told: tuple[Path | None, list[Path]] = ranks.all_gather_object((chosen, found))[0]
-    ranks.raise_on_all_ranks(lambda: _check_seen(ranks.rank, found, *told))
-    return told[0]
+    return sorted(found, key=_modified, reverse=True)
 
 
-def _check_seen(rank: int, found: list[Path], chosen: Path | None, by_rank_0: list[Path]) -> None:
+class _Chosen(NamedTuple):
+    path: Path
+    size: int | None
+    """In bytes, of a file."""
+
+
+def _newest_of(found: list[Path], check: Callable[[Path], None]) -> _Chosen | None:
+    chosen = _newest(found, check)
+    if chosen is not None:
+        return _Chosen(chosen, chosen.stat().st_size if chosen.is_file() else None)
+    if found:
+        names = ", ".join(map(str, found))
+        raise files.CheckpointError(
+            f"Where there are checkpoints one of them must load, got {len(found)} and none that does: {names}. The"
+            " warnings say why. Mend what they name; to begin anew, move these away."
+        )
+    return None
+
+
+def _check_seen(rank: int, found: list[Path], chosen: _Chosen | None, by_rank_0: list[Path]) -> None:
     """Raises ``FileNotFoundError`` if this rank and rank 0 see different files."""
-    unseen = chosen if chosen is not None and not chosen.exists() else None
-    only_here = found[0] if found and not by_rank_0 else None
-    if unseen is not None or only_here is not None:
-        sees, sees_not = (0, rank) if unseen is not None else (rank, 0)
+    only_there = chosen
+    if chosen is not None and chosen.path.exists() and chosen.size in (None, chosen.path.stat().st_size):
+        only_there = None
+    only_here = next((path for path in found[:1] if path not in by_rank_0), None)
+    if only_there is not None or only_here is not None:
+        sees, sees_not = (0, rank) if only_there is not None else (rank, 0)
+        name = str(only_here if only_there is None else only_there.path)
         raise FileNotFoundError(
-            f"All ranks must see the same checkpoints, got {str(unseen or only_here)!r}, which rank {sees} sees and"
-            f" rank {sees_not} does not. Save to a file system that all machines share."
+            f"All ranks must see the same checkpoints, got {name!r}, which rank {sees} sees"
+            f" and rank {sees_not} does not, or sees another one of. Save to a file system that all machines share."
         )
 
 

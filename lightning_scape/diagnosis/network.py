@@ -121,7 +121,7 @@ def check_network(
         if right is None or right.loopback:  # which says nothing: NCCL looks for itself
             return [*lines, Finding(TOPIC, "note", f"NCCL chooses the interface (or set {variable}).")]
     elif named:
-        used = next((each for each in found if each.name == named), None)
+        used = _first_named(found, named, prefixes=backend == "nccl")
         if used is None:
             names = ", ".join(each.name for each in found)
             text = f"{variable} must name an interface of this host ({names}), got {named!r}."
@@ -132,6 +132,15 @@ def check_network(
     if backend == "nccl" and INFINIBAND.is_dir() and (cards := sorted(each.name for each in INFINIBAND.iterdir())):
         lines.append(Finding(TOPIC, "note", f"InfiniBand is there ({', '.join(cards)}): NCCL sends by it."))
     return lines
+
+
+def _first_named(found: Sequence[Interface], named: str, prefixes: bool) -> Interface | None:
+    """The first interface that a variable names: names stand between commas; of NCCL, their beginnings too."""
+    for name in filter(None, map(str.strip, named.split(","))):
+        for each in found:
+            if each.name == name or (prefixes and each.name.startswith(name)):
+                return each
+    return None
 
 
 def _check_used(

@@ -8,7 +8,6 @@ to each other, too. So the strategy chooses, between the callbacks' set-up and t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
@@ -19,8 +18,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_scape.checkpoint.inspection import resume_path
 
 Resume = Literal["auto"] | None
-_WINDOW = "scape_window"
-"""Key of a checkpoint's ``accumulate_grad_batches``, by which batches are counted in it."""
+_RANKS = "scape_ranks"
+"""Key of a checkpoint's number of ranks, where accumulation follows it: each rank counts its own batches."""
 
 
 class Resumption:
@@ -48,6 +47,7 @@ class Resumption:
         self._resume = resume
         self._batches_per_step = batches_per_step
         self._window: int | None = None
+        self._ranks = 1
 
     def prepare(self, trainer: Trainer) -> None:
         """Before a fit: sets the accumulation, and has the newest checkpoint loaded.
@@ -55,9 +55,9 @@ class Resumption:
         Raises:
             ValueError: the Trainer does not go with the options; on every rank.
         """
-        self._window = None
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        self._window, self._ranks = None, trainer.world_size
         if self._batches_per_step is not None:
             _check_accumulation(trainer)
             self._window = _window(self._batches_per_step, trainer.world_size)
@@ -74,30 +74,30 @@ class Resumption:
     def record(self, checkpoint: dict[str, Any]) -> None:
         """Notes in a checkpoint what its numbers of batches mean."""
         if self._window is not None:
-            checkpoint[_WINDOW] = self._window
+            checkpoint[_RANKS] = self._ranks
 
     def adapt(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """A loaded checkpoint, its batches counted as this number of ranks counts them.
 
-        A rank that accumulates twice as many batches has half as many ranks beside it, and an epoch of twice the
-        length: the place in the epoch stays, in steps and in samples.
+        With half as many ranks each one has twice as many batches in an epoch: the place in the epoch, in samples,
+        stays.
         """
-        saved = checkpoint.pop(_WINDOW, None)
-        if saved in (None, self._window) or self._window is None or "loops" not in checkpoint:  # weights alone
+        saved = checkpoint.pop(_RANKS, None)
+        if saved is None or self._window is None or saved == self._ranks:
             return checkpoint
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for name in ("total", "current"):
-            progress[name] = rescaled(progress[name], self._window, saved)
+            progress[name] = rescaled(progress[name], self._ranks, saved)
         return checkpoint
 
 
-def rescaled(counts: Mapping[str, int], window: int, saved: int) -> dict[str, int]:
-    """Counts of batches begun and ended, in windows of another length; how far they differ says where Lightning is.
+def rescaled(counts: Mapping[str, int], ranks: int, saved: int) -> dict[str, int]:
+    """Counts of a rank's batches begun and ended, of ``saved`` ranks; how far they differ says where Lightning is.
 
-    >>> rescaled({"ready": 8, "started": 8, "processed": 8, "completed": 7}, 4, 2)
+    >>> rescaled({"ready": 8, "started": 8, "processed": 8, "completed": 7}, 1, 2)
     {'ready': 16, 'started': 16, 'processed': 16, 'completed': 15}
     """
-    ready = counts["ready"] * window // saved
+    ready = counts["ready"] * saved // ranks
     return {name: max(0, ready - (counts["ready"] - count)) for name, count in counts.items()}
 
 
@@ -146,15 +146,14 @@ def _folders(trainer: Trainer) -> list[str]:
 
 
 def _load_newest(trainer: Trainer, folders: list[str]) -> None:
-    """Has the Trainer load the newest complete checkpoint: of the folders', and the one its user has named."""
+    """Has the Trainer load the folders' newest complete checkpoint; where there is none, what its user has named."""
     connector = trainer._checkpoint_connector
     own = connector.resume_start
 
     def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        named = [checkpoint_path] if checkpoint_path and Path(checkpoint_path).exists() else []
-        newest = resume_path(*folders, *named, pattern="*.ckpt")
+        newest = resume_path(*folders, pattern="*.ckpt")
         if newest is None:
-            rank_zero_info(f"No complete checkpoint in {', '.join(folders)}: training begins.")
+            rank_zero_info(f"No checkpoint in {', '.join(folders)}: training begins.")
         own(checkpoint_path if newest is None else newest, weights_only)
 
     # Lightning has settled on `ckpt_path` before the ranks have met, and asks the strategy only if there is one.

@@ -26,6 +26,7 @@ from typing_extensions import override
 from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.rng import set_rng_state
 from lightning_scape.integrations import advice, launching, sparseloco, swap
+from lightning_scape.integrations.resume import Resume
 from lightning_scape.integrations.run_length import compare_lengths, steps_of_run
 from lightning_scape.integrations.trainer import ScapeStrategy
 from lightning_scape.sparseloco.config import Average, Reduction
@@ -75,6 +76,8 @@ class SparseLoCoStrategy(ScapeStrategy):
         async_save: write sharded checkpoints while training goes on.
         wrap: with ``local_group_size`` above 1: class names of the modules that are gathered one at a time; see
             :class:`ScapeStrategy`.
+        resume: ``"auto"``: fit goes on from the newest complete checkpoint; see :class:`ScapeStrategy`.
+        batches_per_step: of all ranks, in one optimizer step of all; see :class:`ScapeStrategy`.
 
     Raises:
         ValueError: an option is outside its rule.
@@ -110,6 +113,8 @@ class SparseLoCoStrategy(ScapeStrategy):
         state_dict_type: saver.StateDictType = "full",
         async_save: bool = False,
         wrap: Sequence[str] = (),
+        resume: Resume = None,
+        batches_per_step: int | None = None,
     ) -> None:
         config = sparseloco.config_of(locals())
         super().__init__(
@@ -126,6 +131,8 @@ class SparseLoCoStrategy(ScapeStrategy):
             local_group_size=local_group_size,
             reshard_after_forward=reshard_after_forward,
             wrap=wrap,
+            resume=resume,
+            batches_per_step=batches_per_step,
         )
         self.config = config  # type: ignore[assignment] # in place of SCAPE's, which nothing here reads
 

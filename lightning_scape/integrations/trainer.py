@@ -104,7 +104,7 @@ class ScapeStrategy(DDPStrategy):
             the members of the model's outermost ModuleLists. Modules to which you have applied ``fully_shard`` over
             ``strategy.device_mesh["shard"]`` stay as they are.
         resume: ``"auto"``: fit goes on from the newest complete checkpoint in the folders of its ModelCheckpoints, on
-            any number of ranks. The Trainer's ``ckpt_path`` holds where it is newer than all of them.
+            any number of ranks; where there is none, from the Trainer's ``ckpt_path``.
         batches_per_step: of all ranks, in one optimizer step. ``accumulate_grad_batches`` follows the number of ranks.
 
     Raises:

@@ -440,8 +440,9 @@ class SparseLoCo:
         if self._job is not None:
             self._job.wait()
         self._wait_for_others()
-        if not allocate:
+        if not allocate and self._restored is not None:  # a load whose first step is still to come, also after this
             self._take_up_changes()
+            self._restored = [flat.clone() for flat in self.parameters.flat]
         if self.state is None and not allocate:  # before the first step
             self._before_step()
         elif not allocate and self.dropped.judge():
