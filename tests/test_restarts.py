@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from trainer_helpers import MARKS, Regression, make_trainer
 
-from lightning_scape import CheckpointError, ScapeStrategy, resume_path, tool
+from lightning_scape import CheckpointError, ScapeStrategy, SparseLoCoStrategy, resume_path, tool
 from lightning_scape.comm.restarts import agree_on_name
 from lightning_scape.integrations.resume import rescaled
 
@@ -219,24 +219,21 @@ def fit(
         "current": progress.current.ready,
         "epoch": trainer.current_epoch,
         "after": trainer.accumulate_grad_batches,
-        "steps_seen": trainer.optimizers[0].stats.step,
         "loaded": str(trainer.ckpt_path),
     }
 
 
 def elastic_trainer(folder: str, kind: str, steps: int, batches: int) -> pl.Trainer:
-    strategy = ScapeStrategy(
-        sparsity=0.9,
-        sparsity_warmup_steps=0,
-        state_dict_type=kind,
-        resume="auto",
-        batches_per_step=batches,
-    )
+    options: dict[str, Any] = {"resume": "auto", "batches_per_step": batches}
+    if kind == "sparseloco":
+        strategy: ScapeStrategy = SparseLoCoStrategy(sync_every=2, **options)
+    else:
+        strategy = ScapeStrategy(sparsity=0.9, sparsity_warmup_steps=0, state_dict_type=kind, **options)
     keep = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     return make_trainer(strategy, max_steps=steps, max_epochs=-1, callbacks=[keep], enable_checkpointing=True)
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", ["full", "sharded", "sparseloco"])
 def test_a_restart_on_fewer_or_more_ranks_goes_on_with_the_same_global_batch(
     run_ranks: RunRanks, tmp_path: Path, kind: str
 ) -> None:

@@ -327,3 +327,19 @@ def test_nothing_is_said_of_weights_that_stay_and_weights_that_differ_are_an_err
     assert run_ranks(_change, 2, "none", 0)[0][3] == []
     for said in run_ranks(_change, 2, "apart", 0):
         assert "must hold bitwise equal parameters, got 'parameter 3' of 3 entries" in said
+
+
+def test_parameters_come_back_also_after_a_save_that_precedes_the_first_step() -> None:
+    net, optimizer, loco = build()
+    go_on(net, optimizer, 0, 0, 3)  # inside a window
+    loco.consolidate_state_dict()
+    saved = loco.state_dict()
+    net, optimizer, loco = build()
+    loco.load_state_dict(saved)
+    own = [parameter.detach().clone() for parameter in net.parameters()]
+    loco.consolidate_state_dict()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()  # another rank's weights, from the model's file
+    loco.restore_parameters()
+    assert all(torch.equal(*pair) for pair in zip(own, net.parameters(), strict=True))
