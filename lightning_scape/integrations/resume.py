@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_scape.checkpoint.inspection import resume_path
+from lightning_scape.integrations import requeue
 
 Resume = Literal["auto"] | None
 _RANKS = "scape_ranks"
@@ -57,6 +58,7 @@ class Resumption:
         """
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        requeue.attach(trainer)
         self._window, self._ranks = None, trainer.world_size
         if self._batches_per_step is not None:
             _check_accumulation(trainer)
@@ -151,7 +153,9 @@ def _load_newest(trainer: Trainer, folders: list[str]) -> None:
     own = connector.resume_start
 
     def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        newest = resume_path(*folders, pattern="*.ckpt")
+        by_signal = requeue.saved_by_signal(trainer)
+        places = folders if by_signal is None else [*folders, by_signal]
+        newest = resume_path(*places, pattern="*.ckpt")
         if newest is None:
             rank_zero_info(f"No checkpoint in {', '.join(folders)}: training begins.")
         own(checkpoint_path if newest is None else newest, weights_only)

@@ -1,0 +1,68 @@
+"""A job under SLURM whose ranks get its signal in different steps: for tests/test_requeue.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_scape import ScapeStrategy, SparseLoCoStrategy
+
+
+class Module(LightningModule):
+    """Signals itself in the middle of one batch."""
+
+    def __init__(self, batch_of_signal: int | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(16, 40), torch.nn.Tanh(), torch.nn.Linear(40, 1))
+        self.batch_of_signal = batch_of_signal
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx + 1 == self.batch_of_signal:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if self.batch_of_signal == -1 and batch_idx == 11:  # of this start no rank lives on
+            os.kill(os.getpid(), signal.SIGKILL)
+        # Of each step its own, whatever the loader gives: Lightning starts most loaders anew within an epoch.
+        generator = torch.Generator().manual_seed(100 * self.trainer.global_step + self.trainer.global_rank)
+        features = torch.randn(4, 16, generator=generator)
+        return (self.layers(features) - features.sum(1, keepdim=True)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def main(folder: Path, method: str, steps: int, signals: list[int | None], options: dict[str, Any]) -> None:
+    rank, ranks = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+    if method == "scape":
+        strategy = ScapeStrategy(sparsity=0.5, sparsity_warmup_steps=0, timeout=60, **options)
+    else:
+        strategy = SparseLoCoStrategy(sync_every=3, density=0.5, timeout=60, **options)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy,
+        max_steps=steps,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ModelCheckpoint(folder / "saved", every_n_train_steps=5, save_top_k=-1)],
+    )
+    module = Module(signals[rank] if signals else None)
+    trainer.fit(module, DataLoader(TensorDataset(torch.zeros(400, 1)), batch_size=4))
+    values = [parameter.detach().flatten().tolist() for parameter in module.parameters()]
+    (folder / f"ended-{rank}.json").write_text(json.dumps({"step": trainer.global_step, "values": values}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4]), json.loads(sys.argv[5]))
