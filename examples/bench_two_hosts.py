@@ -48,6 +48,8 @@ METHODS = {
     "scape-0": "ScapeStrategy 0 (dense AdamS)",
     "scape-0.9": "SCAPE 0.9",
     "scape-0.99": "SCAPE 0.99",
+    "scape-0.9-int4": "SCAPE 0.9, values in 4 bits",
+    "scape-0.99-int8": "SCAPE 0.99, values in 8 bits",
     "hsdp": "HSDP (fully_shard on a mesh of hosts and ranks)",
     "nodes-0.99": "SCAPE 0.99, local_group_size 2",
     "sparseloco-30": "SparseLoCo, H = 30",
@@ -93,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.methods is None:
-        flat = [method for method in METHODS if method not in ("hsdp", "nodes-0.99")]
+        flat = [method for method in METHODS if method not in ("hsdp", "nodes-0.99") and "int" not in method]
         args.methods = flat if args.ranks_per_host == 1 else [*OF_NODES]
     if args.ranks_per_host == 1 and {"hsdp", "nodes-0.99"} & set(args.methods):
         parser.error("hsdp and nodes-0.99 need --ranks-per-host 2 or more, got 1")
@@ -214,9 +216,10 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
         return default_hooks.bf16_compress_hook(state, bucket)
 
     def scape_strategy(method: str) -> ScapeStrategy:
-        kind, sparsity = method.split("-")
+        kind, sparsity, *wire = method.split("-")
         nodes = {"local_group_size": "node", "reshard_after_forward": False} if kind == "nodes" else {}
-        return ScapeStrategy(sparsity=float(sparsity), sparsity_warmup_steps=0, **nodes)
+        wires = {"wire_dtype": wire[0]} if wire else {}
+        return ScapeStrategy(sparsity=float(sparsity), sparsity_warmup_steps=0, **nodes, **wires)
 
     class Watch(pl.Callback):
         """Times steps and counts bytes, from the end of the warm-up to as many steps as there is time for."""

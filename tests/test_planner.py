@@ -200,7 +200,7 @@ def test_sparse_training_that_pays_on_fast_links_only_says_above() -> None:
     assert least is not None
     found = planner.predict(job, replace(link, bandwidth=least), MACHINE, [0.9])
     assert found[-1].seconds == pytest.approx(planner.best_dense(found).seconds, rel=1e-2)
-    assert plan.show_turning_point(job, link, MACHINE, 0.9) == f"above {plan.show_bandwidth(least)}"
+    assert plan.show_turning_point(job, link, MACHINE, 0.9) == f"above {planner.show_bandwidth(least)}"
     assert planner.least_bandwidth(JOB, GIGABIT, MACHINE, 0.99) is None  # it is fast on slow links already
 
 
@@ -503,7 +503,7 @@ def test_units_are_read_and_written() -> None:
     assert plan.seconds("350ms") == pytest.approx(0.35)
     assert plan.seconds("0us") == 0
     assert planner.show_bytes(4.87e12) == "4.87 TB"
-    assert [plan.show_bandwidth(x) for x in (1.25e9, 1.25e6, None, math.inf)] == [
+    assert [planner.show_bandwidth(x) for x in (1.25e9, 1.25e6, None, math.inf)] == [
         "10 Gbit/s",
         "10 Mbit/s",
         "never",

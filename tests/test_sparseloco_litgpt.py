@@ -65,6 +65,22 @@ def test_litgpt_trains_and_resumes_with_the_options_of_the_checkpoint(
         assert len(state["optimizer"]["sparseloco"]["ranks"]) == 2
 
 
+def _train_on_nodes(rank: int, world_size: int, folder: str) -> None:
+    _train(rank, world_size, folder, 4, "--sparseloco.sync_every=2", "--sparseloco.local_group_size=2")
+
+
+def test_litgpt_trains_on_nodes_of_two_and_saves_a_whole_model(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    run_ranks(_train_on_nodes, 4, str(tmp_path))
+    state = torch.load(tmp_path / "final" / "lit_model.pth", weights_only=True)
+    loco = state["optimizer"]["sparseloco"]
+    assert (loco["world_size"], loco["shards"], len(loco["ranks"])) == (2, 2, 4)
+    assert loco["progress"]["steps"] == 4
+    assert state["model"]["transformer.wte.weight"].shape[1] == 32  # n_embd: whole rows, all of them
+    assert state["model"]["lm_head.weight"].shape == state["model"]["transformer.wte.weight"].shape
+
+
 def test_the_file_gives_every_argument_and_explains_every_key() -> None:
     content = yaml.safe_load(FILE.read_text())
     assert set(content) == set(inspect.signature(pretrain_setup).parameters) - {"log"} | {"sparseloco"}
