@@ -46,6 +46,15 @@ class Quota(NamedTuple):
         return self.sent / self.block_size
 
 
+def check_local_group_size(size: object) -> None:
+    """Raises ``ValueError`` for what is no number of ranks."""
+    if size != "node" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(
+            f'`local_group_size` must be a whole number >= 1 or "node", got {size!r}. Use "node" for all ranks of a'
+            " node, 1 to train without sharding."
+        )
+
+
 @dataclass(kw_only=True, frozen=True)
 class ScapeConfig:
     """Every option of SCAPE (arXiv 2607.01678); immutable, checked when made.
@@ -160,12 +169,7 @@ class ScapeConfig:
         for name, usual in (("bias_correction", False), ("reshard_after_forward", True)):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"`{name}` must be True or False, got {value!r}. Pass a bool; {usual} if unsure.")
-        size = self.local_group_size
-        if size != "node" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ValueError(
-                f'`local_group_size` must be a whole number >= 1 or "node", got {size!r}. Use "node" for all ranks of a'
-                " node, 1 to train without sharding."
-            )
+        check_local_group_size(self.local_group_size)
         object.__setattr__(self, "residual_dtype", _as_dtype(self.residual_dtype))
         if self.residual_device is not None:
             object.__setattr__(self, "residual_device", _as_device(self.residual_device))

@@ -440,19 +440,7 @@ def show_turning_point(job: Job, link: Link, machine: Machine, sparsity: float, 
     """The bandwidth below which SCAPE is so fast, or ``"above"`` that from which on it is."""
     below = planner.break_even_bandwidth(job, link, machine, sparsity, **which)
     above = planner.least_bandwidth(job, link, machine, sparsity, **which)
-    return show_bandwidth(below) if above is None else f"above {show_bandwidth(above)}"
-
-
-def show_bandwidth(value: float | None) -> str:
-    """Bytes per second as bits: ``1.25e9`` is ``"10 Gbit/s"``."""
-    if value is None:
-        return "never"
-    if math.isinf(value):
-        return "always"
-    bits = value * 8
-    if bits >= 1e12:
-        return f"{bits * 1e-12:.3g} Tbit/s"
-    return f"{bits * 1e-9:.3g} Gbit/s" if bits >= 1e9 else f"{bits * 1e-6:.3g} Mbit/s"
+    return planner.show_bandwidth(below) if above is None else f"above {planner.show_bandwidth(above)}"
 
 
 def _import_matplotlib() -> None:

@@ -71,7 +71,7 @@ def newest_checkpoint(
     Returns:
         Its path, or None.
     """
-    return _newest(_candidates(Path(folder), pattern), check)
+    return _newest(_newest_first(_candidates(Path(folder), pattern)), check)
 
 
 def resume_path(
@@ -110,9 +110,11 @@ def resume_path(
 
 
 def _all_in(places: Iterable[str | os.PathLike[str]], pattern: str) -> list[Path]:
-    """Newest first."""
-    found = [path for place in map(Path, places) for path in _candidates_at(place, pattern)]
-    return sorted(found, key=_modified, reverse=True)
+    return _newest_first(path for place in map(Path, places) for path in _candidates_at(place, pattern))
+
+
+def _newest_first(paths: Iterable[Path]) -> list[Path]:
+    return sorted(paths, key=_modified, reverse=True)
 
 
 class _Chosen(NamedTuple):
@@ -149,8 +151,8 @@ def _check_seen(rank: int, found: list[Path], chosen: _Chosen | None, by_rank_0:
         )
 
 
-def _newest(candidates: Iterable[Path], check: Callable[[Path], None]) -> Path | None:
-    for path in sorted(candidates, key=_modified, reverse=True):
+def _newest(newest_first: Iterable[Path], check: Callable[[Path], None]) -> Path | None:
+    for path in newest_first:
         try:
             check(path)
         except (files.CheckpointError, OSError) as error:

@@ -1,9 +1,8 @@
-"""Messages between two ranks, timed: what each link of a job can do."""
+"""Messages between two ranks, there and back: what each link of a job can do."""
 
 from __future__ import annotations
 
-import time
-from statistics import median
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -20,28 +19,23 @@ def neighbours(ranks: int) -> list[list[tuple[int, int]]]:
     return [pairs for pairs in [*rounds, [(ranks - 1, 0)] if ranks > 2 else []] if pairs]
 
 
-def round_trip(peer: int, first: bool, size: int, repeats: int, device: torch.device) -> float:
-    """Median seconds of a message there and back, after one that is not counted. Both ranks call it.
+def round_trip(peer: int, first: bool, size: int, device: torch.device) -> Callable[[], None]:
+    """A message there and back, to be called on both ranks as often as wanted.
 
     Args:
         peer: the other rank.
         first: whether this rank begins; the other one does not.
         size: bytes of the message, each way.
-        repeats: round trips that are timed.
         device: where messages are.
     """
     message, answer = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    times = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
+
+    def there_and_back() -> None:
         with explained_loss():
             if first:
                 dist.send(message, peer)
-                dist.recv(answer, peer)
-            else:
-                dist.recv(answer, peer)
+            dist.recv(answer, peer)
+            if not first:
                 dist.send(message, peer)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
-    return median(times[1:])
+
+    return there_and_back

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # torch names them late
 
+from lightning_scape.comm.restarts import uses_agent_store
 from lightning_scape.integrations.rendezvous import explained_rendezvous
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -98,7 +99,7 @@ class Meeting:
     def __init__(self, place: Place, seconds: float) -> None:
         self.place, self.seconds = place, seconds
         # Where torchrun keeps a store of its own, every rank is a guest; else rank 0 opens one.
-        host = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        host = place.rank == 0 and not uses_agent_store()
         self.environment = _Environment(place)
         """Of this job, for errors."""
         with explained_rendezvous(self.environment):

@@ -18,7 +18,7 @@ from lightning_scape.comm.round_trips import neighbours, round_trip
 from lightning_scape.diagnosis.findings import Finding
 from lightning_scape.diagnosis.meeting import Meeting, Place
 from lightning_scape.integrations.rendezvous import explained_rendezvous
-from lightning_scape.planning import show_bytes, show_seconds
+from lightning_scape.planning import show_bandwidth, show_bytes, show_seconds
 from lightning_scape.planning.measure import measure_link, median_seconds
 
 TOPIC = "Ranks"
@@ -124,7 +124,7 @@ def _measured(meeting: Meeting, device: torch.device, backend: str, at: Callable
     text = (
         f"all {place.world_size} ranks on {place.nodes} node{'s' if place.nodes > 1 else ''} reach each other by"
         f" {backend}; an all-reduce of {show_bytes(TRIAL)} takes {show_seconds(seconds)}, large ones run at"
-        f" {show_rate(link.bandwidth)}"
+        f" {show_bandwidth(link.bandwidth)}"
     )
     return [Finding(TOPIC, "ok", text), *judge_trips(everyone, place)]
 
@@ -146,9 +146,10 @@ def _trips(
                 continue
             peer = second if place.rank == first else first
             at(f"messages between rank {place.rank} and rank {peer}")
-            small = round_trip(peer, place.rank == first, SMALL, 20, device)
-            large = round_trip(peer, place.rank == first, size, 3, device)
-            if place.rank == first:
+            begins = place.rank == first
+            small = median_seconds(round_trip(peer, begins, SMALL, device), 20, device)
+            large = median_seconds(round_trip(peer, begins, size, device), 3, device)
+            if begins:
                 found.append(Trip(first, second, small / 2, 2 * size / max(large - small, 1e-9), size))
     return found
 
@@ -167,7 +168,7 @@ def judge_trips(trips: Sequence[Trip], place: Place) -> list[Finding]:
         where = "between nodes" if between else "inside one node"
         text = (
             f"rank {trip.first} and rank {trip.second} ({where}): {show_seconds(trip.latency)} for a small message,"
-            f" {show_rate(trip.bandwidth)} for {show_bytes(trip.size)}"
+            f" {show_bandwidth(trip.bandwidth)} for {show_bytes(trip.size)}"
         )
         why, remedy = _why_slow(trip, usual)
         found.append(Finding(TOPIC, "slow" if why else "ok", text + (f": {why}." if why else ""), remedy))
@@ -183,7 +184,8 @@ def _why_slow(trip: Trip, usual: float) -> tuple[str, str]:
         why = "a step of SCAPE sends four or five messages, and each waits that long"
         return why, "Use SparseLoCo, which exchanges every 30 steps."
     if usual >= APART * trip.bandwidth:
-        return f"other neighbours reach {show_rate(usual)}", "Look at the cable, the switch and the load of these two."
+        why = f"other neighbours reach {show_bandwidth(usual)}"
+        return why, "Look at the cable, the switch and the load of these two."
     return "", ""
 
 
@@ -205,12 +207,6 @@ def compare_ranks(infos: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
                 Finding(TOPIC, "broken", text, "Install the same versions and use the same devices everywhere.")
             )
     return found
-
-
-def show_rate(bandwidth: float) -> str:
-    """Bytes per second as bits: ``1.25e9`` is ``"10 Gbit/s"``."""
-    bits = bandwidth * 8
-    return f"{bits * 1e-9:.3g} Gbit/s" if bits >= 1e9 else f"{bits * 1e-6:.3g} Mbit/s"
 
 
 def _list(noun: str, numbers: Sequence[int]) -> str:

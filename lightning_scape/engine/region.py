@@ -44,12 +44,15 @@ class RemoteRegion:
         """Packs the values; None where they travel as they are."""
         self._shards = layout.world_size
 
-    def pack(self, state: ScapeState, mask: Tensor | None, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The message of the values that have left the residual, and the values as they will be read.
+    def pack(
+        self, state: ScapeState, mask: Tensor | None, values: Tensor, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """The message of the values that have left the residual, and the values as they will be read; on ``device``.
 
         The rounding error goes back into the residual: what is sent plus what is left is what was there, bit for bit.
         """
         if self.wire is None:
+            values = values.to(device)
             return values, values
         left = values.clone()
         message = self.wire.pack(left, self._shards)
@@ -58,7 +61,7 @@ class RemoteRegion:
             residual += error
         else:
             residual.scatter_add_(1, mask[: self._blocks].long(), error)
-        return message, values.sub_(left)
+        return message.to(device), values.sub_(left).to(device)
 
     def fold(self, state: ScapeState, grads: Grads, part: Participation, clip_value: float | None) -> None:
         """``residual += scale * gradient``."""

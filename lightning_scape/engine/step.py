@@ -124,7 +124,7 @@ class Engine:
             there = None if mask is None else mask.to(state.residual.device)
         with record.phase("sweep"):
             values = self.remote.sweep(state, unfolded, there, part, ranking, clip_value)
-            message, values = (each.to(self.device) for each in self.remote.pack(state, there, values))
+            message, values = self.remote.pack(state, there, values, self.device)
         with record.phase("exchange"):
             arriving = self.comm.all_to_all(message)
         with arriving, record.phase("sweep"):

@@ -242,7 +242,7 @@ class FabricScapeStrategy(DDPStrategy):
             self._nodes.config,
             named_parameters=named,
             process_group=self._nodes.process_group,
-            mask_group=self._nodes.mask_group if self._nodes.several else self._mask_group.get(self._timeout),
+            mask_group=self._nodes.side_group(self._mask_group, self._timeout),
             total_steps=self.total_steps,
         )
         self._scape_optimizers.add(scape)

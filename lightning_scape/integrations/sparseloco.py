@@ -14,11 +14,10 @@ from lightning_scape.integrations import swap
 from lightning_scape.optimizer import ScapeOptimizer
 from lightning_scape.planning import show_bytes
 from lightning_scape.sparseloco import SparseLoCo, SparseLoCoConfig
+from lightning_scape.sparseloco.config import OF_THE_MESH
 
 OPTIONS = tuple(field.name for field in dataclasses.fields(SparseLoCoConfig))
 """Names of all options, in order."""
-OF_THE_MESH = ("local_group_size", "reshard_after_forward")
-"""Options of the strategies alone: they shard the model, and the parameters tell the rest."""
 
 
 def register(registry: Any, strategy: type) -> None:

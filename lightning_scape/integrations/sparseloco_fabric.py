@@ -148,7 +148,7 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
             pair for module in self.known_modules for pair in module.named_parameters()
         ]
         self._nodes.follow_replaced(optimizer)
-        group = self._nodes.mask_group if self._nodes.several else self._mask_group.get(self._timeout)
+        group = self._nodes.side_group(self._mask_group, self._timeout)
         loco = sparseloco.wrap(optimizer, self.config, named, group, self._nodes.process_group)  # type: ignore[arg-type]
         self._wrappers.add(loco)
         rank_zero_info(sparseloco.what_holds(loco))

@@ -153,7 +153,7 @@ class SparseLoCoStrategy(ScapeStrategy):
         named = list(self.lightning_module.named_parameters())
         for optimizer in self.optimizers:
             if not isinstance(optimizer, _MockOptimizer):  # `configure_optimizers` may return None
-                group = self._nodes.mask_group if self._nodes.several else self._mask_group.get(self._timeout)
+                group = self._nodes.side_group(self._mask_group, self._timeout)
                 sparseloco.wrap(optimizer, self.config, named, group, self._nodes.process_group)  # type: ignore[arg-type]
 
     @override

@@ -284,7 +284,7 @@ class ScapeStrategy(DDPStrategy):
             self._nodes.config,
             named_parameters=self.lightning_module.named_parameters(),
             process_group=self._nodes.process_group,
-            mask_group=self._nodes.mask_group if self._nodes.several else self._mask_group.get(self._timeout),
+            mask_group=self._nodes.side_group(self._mask_group, self._timeout),
         )
         self.optimizers = [*scape_optimizers]
 

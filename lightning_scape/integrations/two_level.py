@@ -31,6 +31,7 @@ from lightning_scape.comm.collectives import (
     world_size,
 )
 from lightning_scape.comm.lost_ranks import explained_messages
+from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.config import ScapeConfig
 from lightning_scape.engine.local_shards import local
 
@@ -107,6 +108,10 @@ class Nodes:
         self.process_group = across if ranks > size else None
         self.mask_group = new_mask_group(across, timeout=timeout)
         self._made_beside = weakref.ref(world) if world is not None else None
+
+    def side_group(self, flat: SideGroup, timeout: timedelta | None) -> ProcessGroup | None:
+        """The group for messages beside the step: of the ranks with the same rows, or ``flat``, of all ranks."""
+        return self.mask_group if self.several else flat.get(timeout)
 
     # --------------------------------------------------------------------------------------------- the module
 

@@ -9,6 +9,7 @@ from lightning_scape.planning.conclusions import (
     break_even_bandwidth,
     dense_would_be_faster,
     least_bandwidth,
+    show_bandwidth,
     show_bytes,
     show_seconds,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "scape_bytes",
     "scape_nodes",
     "scape_traffic",
+    "show_bandwidth",
     "show_bytes",
     "show_seconds",
     "sparseloco",

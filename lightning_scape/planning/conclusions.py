@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
+
+from typing_extensions import Unpack
 
 from lightning_scape.planning.cost_model import (
     Job,
@@ -41,16 +43,21 @@ def best_dense(predictions: Iterable[Prediction], memory: float = math.inf) -> P
     return _fastest([p for p in dense if p.memory <= memory] or dense)
 
 
+class Which(TypedDict, total=False):
+    """What :func:`break_even_bandwidth` compares; each may be left out."""
+
+    speedup: float
+    """How many times as fast SCAPE is to be; 1."""
+    memory: float
+    """Bytes of a rank's device; infinite."""
+    inside: Link | None
+    """From a rank of a node to its other ranks; HSDP is then one of the dense methods. None."""
+    whole_nodes: bool
+    """Of SCAPE with ``local_group_size``; needs ``inside``. False."""
+
+
 def break_even_bandwidth(
-    job: Job,
-    link: Link,
-    machine: Machine,
-    sparsity: float,
-    *,
-    speedup: float = 1.0,
-    memory: float = math.inf,
-    inside: Link | None = None,
-    whole_nodes: bool = False,
+    job: Job, link: Link, machine: Machine, sparsity: float, **which: Unpack[Which]
 ) -> float | None:
     """Bytes per second below which SCAPE is ``speedup`` times as fast as the best dense method (that fits).
 
@@ -59,15 +66,12 @@ def break_even_bandwidth(
         link: between nodes; its bandwidth is varied.
         machine: what the optimizers cost.
         sparsity: of SCAPE.
-        speedup: see above.
-        memory: bytes of a rank's device.
-        inside: from a rank of a node to its other ranks; HSDP is then one of the dense methods.
-        whole_nodes: of SCAPE with ``local_group_size``; needs ``inside``.
+        **which: :class:`Which` step of SCAPE, against which of the dense methods.
 
     Returns:
         None where it is not so fast at 1 Mbit/s already; infinite where it is at 100 Tbit/s still.
     """
-    gain = _gain(job, link, machine, sparsity, speedup, memory, inside, whole_nodes)
+    gain = _gain(job, link, machine, sparsity, **which)
     low, high = SLOWEST, FASTEST
     if gain(low) <= 0:
         return None
@@ -78,45 +82,29 @@ def break_even_bandwidth(
     return _where_it_turns(gain, low, high)
 
 
-def least_bandwidth(
-    job: Job,
-    link: Link,
-    machine: Machine,
-    sparsity: float,
-    *,
-    speedup: float = 1.0,
-    memory: float = math.inf,
-    inside: Link | None = None,
-    whole_nodes: bool = False,
-) -> float | None:
+def least_bandwidth(job: Job, link: Link, machine: Machine, sparsity: float, **which: Unpack[Which]) -> float | None:
     """The opposite: bytes per second from which on SCAPE is so fast, though it is not on the slowest links.
 
     On many ranks it sends fewer messages than dense methods do, but its all-to-all may load a node's link with more
     bytes. None where it is not so fast on ``link``, or is at 1 Mbit/s already. Arguments are those of
     :func:`break_even_bandwidth`.
     """
-    gain = _gain(job, link, machine, sparsity, speedup, memory, inside, whole_nodes)
+    gain = _gain(job, link, machine, sparsity, **which)
     if gain(link.bandwidth) <= 0 or gain(SLOWEST) > 0:
         return None
     return _where_it_turns(gain, SLOWEST, link.bandwidth)
 
 
-def _gain(
-    job: Job,
-    link: Link,
-    machine: Machine,
-    sparsity: float,
-    speedup: float,
-    memory: float,
-    inside: Link | None,
-    whole_nodes: bool,
-) -> Callable[[float], float]:
+def _gain(job: Job, link: Link, machine: Machine, sparsity: float, **which: Unpack[Which]) -> Callable[[float], float]:
+    inside, whole_nodes = which.get("inside"), which.get("whole_nodes", False)
+
     def gain(bandwidth: float) -> float:
         there = replace(link, bandwidth=bandwidth)
         found = predict(job, there, machine, [sparsity])
         found += [] if inside is None else predict_nodes(job, there, machine, inside, [sparsity])
         scape = next(p for p in found if p.is_scape and (p.group_size > 1) == whole_nodes)
-        return best_dense(found, memory).seconds - speedup * scape.seconds
+        dense = best_dense(found, which.get("memory", math.inf))
+        return dense.seconds - which.get("speedup", 1.0) * scape.seconds
 
     return gain
 
@@ -256,6 +244,18 @@ def show_bytes(size: float) -> str:
         if size >= unit:
             return f"{size / unit:.3g} {name}"
     return f"{size:.0f} B"
+
+
+def show_bandwidth(value: float | None) -> str:
+    """Bytes per second as bits: ``1.25e9`` is ``"10 Gbit/s"``."""
+    if value is None:
+        return "never"
+    if math.isinf(value):
+        return "always"
+    bits = value * 8
+    if bits >= 1e12:
+        return f"{bits * 1e-12:.3g} Tbit/s"
+    return f"{bits * 1e-9:.3g} Gbit/s" if bits >= 1e9 else f"{bits * 1e-6:.3g} Mbit/s"
 
 
 def show_seconds(seconds: float) -> str:

@@ -139,12 +139,12 @@ def _figure(plot: Plot) -> str:
 
 def _runs(history: History) -> str:
     names = ("run", "began (UTC)", "from step", "to step", "ranks", "drawn", "ended")
-    drawn = {id(run.about) for run in history.line()}
+    others = history.others()
     rows = ["".join(f"<th>{name}</th>" for name in names)]
     for number, run in enumerate(history.runs, 1):
         began = run.about.get("time", math.nan)
         when = "not known" if math.isnan(began) else f"{datetime.fromtimestamp(began, timezone.utc):%Y-%m-%d %H:%M:%S}"
-        how = "in colour" if id(run.about) in drawn else "grey"
+        how = "grey" if run in others else "in colour"
         cells = [number, when, f"{run.start:,}", f"{run.last_step:,}", run.about.get("ranks", "not known"), how]
         ended = f'<td class="text">{escape(_ended(run))}</td>'
         rows.append("".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + ended)

@@ -40,13 +40,12 @@ from lightning_scape.engine.parameters import Parameters
 from lightning_scape.engine.state import piece_views
 from lightning_scape.layout import Layout
 from lightning_scape.sparseloco import rows
-from lightning_scape.sparseloco.config import SparseLoCoConfig
+from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
 from lightning_scape.sparseloco.state import LocoState
 
 __all__ = ["Live", "Loaded", "SavedShards", "consolidate", "load", "own_shards"]
 
 FORMAT = 1
-_OF_THE_MESH = ("local_group_size", "reshard_after_forward")
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,11 @@ class Live:
     state: LocoState
     progress: Mapping[str, Any]
     dropped: tuple[int, int]
+
+    @property
+    def place(self) -> int:
+        """This rank's number in a checkpoint."""
+        return self.communicator.rank * self.shards.world_size + self.shards.rank
 
     def facts(self) -> dict[str, Any]:
         """All but the tensors; the same on all ranks."""
@@ -111,7 +115,6 @@ def consolidate(live: Live, to: int) -> dict[str, Any] | None:
         to: among all ranks.
     """
     used, replicas, shards = live.layout.used_blocks, live.communicator, live.shards
-    place = replicas.rank * shards.world_size + shards.rank
     held = live.layout.rows_of(replicas.rank)
     own = {
         **live.part(),
@@ -119,7 +122,7 @@ def consolidate(live: Live, to: int) -> dict[str, Any] | None:
         "owner_error": live.state.owner_error[: max(0, used - held.start)].clone(),
     }
     packed = pack(own)
-    sizes = live.everyone.all_gather_object((packed.numel(), place))
+    sizes = live.everyone.all_gather_object((packed.numel(), live.place))
     longest = max(size for size, _ in sizes)
     padded = torch.nn.functional.pad(packed, (0, longest - packed.numel()))
     gathered = live.everyone.gather(padded, to, live.parameters.device)
@@ -142,8 +145,7 @@ def own_shards(live: Live) -> OwnShards:
     layout, replicas, shards = live.layout, live.communicator, live.shards
     held = layout.rows_of(replicas.rank)
     stop = min(held.stop, layout.used_blocks)
-    place = replicas.rank * shards.world_size + shards.rank
-    tensors = {part_key(place): Chunk.whole(pack(live.part()))}
+    tensors = {part_key(live.place): Chunk.whole(pack(live.part()))}
     if held.start < stop:
         own = {"start": live.state.start[held.start : stop], "owner_error": live.state.owner_error[: stop - held.start]}
         for name, blocks in own.items():
@@ -328,7 +330,7 @@ def _differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]
     changed = [
         f"{name}={value!r} (checkpoint: {saved.get(name)!r})"
         for name, value in mine.items()
-        if name not in _OF_THE_MESH and value != saved.get(name)
+        if name not in OF_THE_MESH and value != saved.get(name)
     ]
     if not changed:
         return []

@@ -8,13 +8,15 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_scape.config import Quota, quota_for
+from lightning_scape.config import Quota, check_local_group_size, quota_for
 from lightning_scape.engine.block_wire import Wire
 
 Average = Literal["all", "senders"]
 Reduction = Literal["sharded", "gathered"]
 BITS = (2, 4, 8)
 MAX_BLOCK = 65_536
+OF_THE_MESH = ("local_group_size", "reshard_after_forward")
+"""Options of the strategies alone: they shard the model, and the parameters tell the rest."""
 SMALLEST_QUOTA = 4
 """Entries that share a scale, at least, where the block length is chosen."""
 DENSE_BLOCK = 256
@@ -112,11 +114,7 @@ class SparseLoCoConfig:
                 " of ranks."
             )
         self._check_block_size()
-        size = self.local_group_size
-        if size != "node" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ValueError(
-                f'`local_group_size` must be a whole number >= 1 or "node", got {size!r}. Use 1 if unsure.'
-            )
+        check_local_group_size(self.local_group_size)
         if not isinstance(self.reshard_after_forward, bool):
             raise ValueError(f"`reshard_after_forward` must be True or False, got {self.reshard_after_forward!r}.")
         if self.device is not None:
