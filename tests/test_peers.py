@@ -177,6 +177,35 @@ def test_demos_transform_is_orthonormal_and_comes_back() -> None:
         torch.testing.assert_close(demo.inverse(chunks, tensor, 8), tensor)
 
 
+def test_demo_steps_as_detonation_does(peers: ModuleType) -> None:
+    """By DeToNATION's transform, selection and mean; its messages are left out."""
+    needed = "to compare with detonation's DeMo: pip install --no-deps detonation==0.5.2 einops mltiming"
+    compress = pytest.importorskip("detonation.util.dct_compress", reason=needed, exc_type=ImportError).DCTCompress
+    transforms = pytest.importorskip("detonation.util.dct_transform", reason=needed).DCTTransform
+    net = nn.Sequential(nn.Linear(24, 16), nn.Linear(16, 8))  # it divides chunks evenly, ours are filled up
+    parameters = list(net.parameters())
+    ranks = peers.METHODS["demo"](net, RANKS, {**SETTINGS, "weight_decay": 0.0}, chunk=8, top=5)
+    reference = transforms([{"params": parameters}], 8)
+    deltas = [[torch.zeros_like(p) for p in parameters] for _ in range(RANKS)]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        gradients = [[torch.randn(p.shape, generator=generator) for p in parameters] for _ in range(RANKS)]
+        signs, _ = ranks.combine(gradients)
+        for index in range(len(parameters)):
+            places, values = [], []
+            for delta, gradient in zip((own[index] for own in deltas), (own[index] for own in gradients), strict=True):
+                delta.mul_(0.999).add_(gradient)
+                place, value, shape = compress.compress(reference.encode(delta), 5)
+                alike = (shape, delta.device, delta.dtype)
+                delta -= reference.decode(compress.decompress(place, value, *alike))
+                places.append(place)
+                values.append(value)
+            theirs = reference.decode(compress.batch_decompress(places, values, *alike))
+            clear = theirs.abs() > 1e-5  # elsewhere rounding decides
+            assert clear.float().mean() > 0.9
+            assert torch.equal(signs[index][clear], theirs.sign()[clear])
+
+
 def test_majority_of_signs_moves_by_one_rate(peers: ModuleType) -> None:
     net = model()
     before = [parameter.detach().clone() for parameter in net.parameters()]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from .base import EqualRanks, Gradients, mean_of
+from .base import EqualRanks, Gradients
 
 
 @cache
@@ -42,7 +42,10 @@ def inverse(chunks: Tensor, like: Tensor, chunk: int) -> Tensor:
 
 
 class DeMo(EqualRanks):
-    """The k largest coefficients of each chunk leave the rank's momentum; all step by the sign of their mean."""
+    """The k largest coefficients of each chunk leave the rank's momentum; all step by the sign of their mean.
+
+    The mean of a coefficient is over the ranks that have sent it, as in the authors' code.
+    """
 
     def __init__(
         self,
@@ -59,25 +62,23 @@ class DeMo(EqualRanks):
 
     @torch.no_grad()
     def combine(self, gradients: list[Gradients]) -> tuple[Gradients, float]:
-        bits = 0.0
-        sent: list[Gradients] = []
-        for momenta, own in zip(self.momenta, gradients, strict=True):
-            bits, parts = 0.0, []
-            for momentum, gradient in zip(momenta, own, strict=True):
-                chunks = transform(momentum.mul_(self.decay).add_(gradient), self.chunk)
-                top = min(self.top, chunks.shape[1])
-                places = chunks.abs().topk(top, dim=1).indices
-                fast = inverse(
-                    torch.zeros_like(chunks).scatter_(1, places, chunks.gather(1, places)), momentum, self.chunk
-                )
-                momentum -= fast
-                parts.append(fast)
-                bits += places.numel() * (32 + max(1, math.ceil(math.log2(chunks.shape[1]))))
-            sent.append(parts)
+        bits, signs = 0.0, []
+        for index, parameter in enumerate(self.parameters):
+            total, senders = None, None
+            for momenta, own in zip(self.momenta, gradients, strict=True):
+                momentum = momenta[index].mul_(self.decay).add_(own[index])
+                chunks = transform(momentum, self.chunk)
+                places = chunks.abs().topk(min(self.top, chunks.shape[1]), dim=1).indices
+                sent = torch.zeros_like(chunks).scatter_(1, places, chunks.gather(1, places))
+                momentum -= inverse(sent, momentum, self.chunk)
+                marks = torch.zeros_like(chunks).scatter_(1, places, 1.0)
+                total, senders = (sent, marks) if total is None else (total + sent, senders + marks)
+            bits += places.numel() * (32 + max(1, math.ceil(math.log2(chunks.shape[1]))))
+            signs.append(inverse(total / senders.clamp(min=1), parameter, self.chunk).sign())
         lr = self.optimizer.param_groups[0]["lr"]
         for parameter in self.parameters:
             parameter.mul_(1 - lr * self.weight_decay)
-        return [mean.sign() for mean in mean_of(sent)], bits / 8 * (self.world_size - 1)
+        return signs, bits / 8 * (self.world_size - 1)
 
     def kept(self) -> dict[str, Any]:
         return {"momenta": self.momenta}
