@@ -179,21 +179,34 @@ def first(link: Link) -> str:
 
 METHODS = {"compute": "compute only", "ddp": "DDP fp32", "ddp-bf16": "DDP bf16 hook", "powersgd": "DDP PowerSGD"}
 METHODS |= {"fsdp": "FSDP", "scape-0": "dense AdamS", "scape-0.9": "SCAPE 0.9", "scape-0.99": "SCAPE 0.99"}
-FEW = " --models pythia-14m --methods compute ddp powersgd scape-0.9 scape-0.99"
-LINKS = {"10gbit": "10 Gbit/s", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
+METHODS |= {"scape-0.9-int4": "SCAPE 0.9, int4", "scape-0.99-int8": "SCAPE 0.99, int8"}
+METHODS |= {"hsdp": "HSDP", "nodes-0.99": "SCAPE 0.99, `local_group_size`", "sparseloco-30": "SparseLoCo"}
+LINKS = {"10gbit": "10 Gbit/s", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s", "10mbit": "10 Mbit/s"}
 
 
-def two_hosts(folder: str, options: str, link: Link) -> str:
+def two_hosts(folder: str, options: str, link: Link, who: str = "rank") -> str:
+    """Of one run, all its models and links; what was sent, at the second link (of one, the first)."""
     name = f"{folder}/two_hosts.json"
+    cells = load(name)["cells"]
     rows = []
-    for found in load(name)["cells"]:
+    for found in cells:
         milliseconds = [f"{1e3 * method['seconds']:,.0f}" for method in found["methods"].values()]
         rows.append([found["model"], LINKS[found["link"]], *milliseconds])
-    methods = load(name)["cells"][0]["methods"]
-    sent = [f"{method['sent'] / 1e6:.2f} MB" for method in cell(name, "pythia-14m", "1gbit").values()]
-    rows.append(["pythia-14m", "sent per rank and step", *sent])
+    methods = cells[min(1, len(cells) - 1)]["methods"]
+    rows.append(["pythia-14m", f"sent per {who} and step", *(f"{m['sent'] / 1e6:.2f} MB" for m in methods.values())])
     text = table(["model", "link", *(METHODS[method] for method in methods)], *rows)
     return text + "\n" + source(link, name, f"sudo python examples/bench_two_hosts.py{options}")
+
+
+def few(link: str, *methods: str, more: str = "") -> str:
+    """Options of a run of some methods."""
+    return f" --models pythia-14m --links {link} --methods {' '.join(methods)}{more}"
+
+
+DENSE_METHODS = ("compute", "ddp", "ddp-bf16", "powersgd", "fsdp")
+ADAMW = few("10gbit 1gbit 100mbit", *DENSE_METHODS, "scape-0.9", "scape-0.99", "sparseloco-30", more=" --rounds 3")
+WIRES = few("100mbit", "compute", "powersgd", "scape-0.9", "scape-0.9-int4", "scape-0.99", "scape-0.99-int8")
+NODES = " --ranks-per-host 2 --models pythia-14m --links 1gbit --rounds 3"
 
 
 def step_cost(link: Link) -> str:
@@ -207,7 +220,7 @@ def step_cost(link: Link) -> str:
         rows.append(row)
     head = ["parameters", "sparsity", "a step", "of it messages", "processor time", "`AdamW(foreach=True)`", "ratio"]
     head += ["`AdamW(fused=True)`", "ratio", "roofline", "bytes sent per parameter", "peak memory per parameter"]
-    return table(head, *rows) + "\n" + source(link, "bench_step.json", "python examples/bench_step.py")
+    return table(head, *rows) + "\n" + source(link, "bench_step.json", "python examples/bench_step.py --steps 40")
 
 
 TABLES: dict[str, Callable[[Link], str]] = {
@@ -218,7 +231,10 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "rates": rates,
     "digits": digits,
     "step-cost": step_cost,
-    "two-hosts": lambda link: two_hosts("two_hosts/adamw", FEW, link),
+    "two-hosts": lambda link: two_hosts("two_hosts/adamw", ADAMW, link),
+    "two-hosts-wires": lambda link: two_hosts("two_hosts/wires", WIRES + " --rounds 3", link),
+    "two-hosts-slow": lambda link: two_hosts("two_hosts/slow", few("10mbit", "compute", "ddp", "sparseloco-30"), link),
+    "two-hosts-nodes": lambda link: two_hosts("two_hosts/nodes", NODES, link, "host"),
     "two-hosts-adams": lambda link: two_hosts("two_hosts", "", link),
 }
 
