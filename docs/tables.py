@@ -206,7 +206,7 @@ def few(link: str, *methods: str, more: str = "") -> str:
 DENSE_METHODS = ("compute", "ddp", "ddp-bf16", "powersgd", "fsdp")
 ADAMW = few("10gbit 1gbit 100mbit", *DENSE_METHODS, "scape-0.9", "scape-0.99", "sparseloco-30", more=" --rounds 3")
 WIRES = few("100mbit", "compute", "powersgd", "scape-0.9", "scape-0.9-int4", "scape-0.99", "scape-0.99-int8")
-NODES = " --ranks-per-host 2 --models pythia-14m --links 1gbit --rounds 3"
+NODES = " --ranks-per-host 2 --models pythia-14m"
 
 
 def step_cost(link: Link) -> str:
@@ -234,7 +234,10 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "two-hosts": lambda link: two_hosts("two_hosts/adamw", ADAMW, link),
     "two-hosts-wires": lambda link: two_hosts("two_hosts/wires", WIRES + " --rounds 3", link),
     "two-hosts-slow": lambda link: two_hosts("two_hosts/slow", few("10mbit", "compute", "ddp", "sparseloco-30"), link),
-    "two-hosts-nodes": lambda link: two_hosts("two_hosts/nodes", NODES, link, "host"),
+    "two-hosts-nodes": lambda link: two_hosts("two_hosts/nodes", f"{NODES} --links 1gbit --rounds 3", link, "host"),
+    "two-hosts-nodes-slow": lambda link: two_hosts(
+        "two_hosts/nodes_100mbit", f"{NODES} --links 100mbit --rounds 1", link, "host"
+    ),
     "two-hosts-adams": lambda link: two_hosts("two_hosts", "", link),
 }
 

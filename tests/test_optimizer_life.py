@@ -173,7 +173,7 @@ atexit.register(last)
 """
 
 
-@pytest.mark.parametrize("end", ["nothing", "destroy", "step"])
+@pytest.mark.parametrize("end", ["nothing", pytest.param("destroy", marks=pytest.mark.slow), "step"])
 def test_a_script_may_end_right_after_a_step(tmp_path: Path, end: str) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", (AT_EXIT if end == "step" else "") + ENDS, f"file://{tmp_path}/meet"]

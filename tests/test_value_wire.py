@@ -116,10 +116,10 @@ def _conserved(rank: int, world_size: int, wire: str) -> tuple[Tensor, Tensor]:
     pack, update = remote.pack, shard.wire.pack if shard.wire is not None else None
     lost = []
 
-    def watched(state: Any, mask: Any, values: Tensor) -> tuple[Tensor, Tensor]:
+    def watched(state: Any, mask: Any, values: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         before = state.residual.double()
         total = before.scatter_add(1, mask.long(), values.double())
-        message, sent = pack(state, mask, values)
+        message, sent = pack(state, mask, values, device)
         after = state.residual.double().scatter_add(1, mask.long(), sent.double())
         lost.append(float((after - total).abs().max()))
         return message, sent
