@@ -6,11 +6,12 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -29,6 +30,7 @@ class Module(LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if batch_idx + 1 == self.batch_of_signal:
+            time.sleep(float(os.environ.get("LATE", "0")) * self.trainer.global_rank)
             os.kill(os.getpid(), signal.SIGUSR1)
         if self.batch_of_signal == -1 and batch_idx == 11:  # of this start no rank lives on
             os.kill(os.getpid(), signal.SIGKILL)
@@ -41,8 +43,25 @@ class Module(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class Count(Callback):
+    """Of batches, in checkpoints."""
+
+    batches = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.batches = state_dict["batches"]
+
+
 def main(folder: Path, method: str, steps: int, signals: list[int | None], options: dict[str, Any]) -> None:
     rank, ranks = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+    accumulate = options.pop("accumulate", 1)
+    count = Count()
     if method == "scape":
         strategy = ScapeStrategy(sparsity=0.5, sparsity_warmup_steps=0, timeout=60, **options)
     else:
@@ -52,16 +71,19 @@ def main(folder: Path, method: str, steps: int, signals: list[int | None], optio
         devices=ranks,
         strategy=strategy,
         max_steps=steps,
+        accumulate_grad_batches=accumulate,
         default_root_dir=folder,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[ModelCheckpoint(folder / "saved", every_n_train_steps=5, save_top_k=-1)],
+        callbacks=[count, ModelCheckpoint(folder / "saved", every_n_train_steps=5, save_top_k=-1)],
     )
     module = Module(signals[rank] if signals else None)
     trainer.fit(module, DataLoader(TensorDataset(torch.zeros(400, 1)), batch_size=4))
     values = [parameter.detach().flatten().tolist() for parameter in module.parameters()]
-    (folder / f"ended-{rank}.json").write_text(json.dumps({"step": trainer.global_step, "values": values}))
+    (folder / f"ended-{rank}.json").write_text(
+        json.dumps({"step": trainer.global_step, "batches": count.batches, "values": values})
+    )
 
 
 if __name__ == "__main__":

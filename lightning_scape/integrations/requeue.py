@@ -2,135 +2,176 @@
 
 Lightning saves in the signal's handler, wherever its rank is then: in the middle of a step, or a step ahead of others.
 But a checkpoint is made by all ranks together, between two steps. So the handler here only notes the signal. After a
-step a rank that has had it leaves its number of exchanges in the job's store, and looks whether all ranks have. All
-save after exchange ``last + 1``, where ``last`` is the largest number left. No rank has gone past that one: to end it,
-a rank needs a message that the last one sent after it had left its number.
+batch a rank that has had it leaves the number of exchanges that it has begun in the job's store, and looks whether all
+ranks have left theirs. All save once ``last + 1`` exchanges have ended, where ``last`` is the largest number left. No
+rank has gone past that: to end one more, a rank needs a message that the last one sent after it had left its number.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from typing import Any
+import itertools
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # without a mark for mypy
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined] # without marks for mypy
 from typing_extensions import override
 
 from lightning_scape.comm.collectives import is_distributed
 from lightning_scape.integrations import sparseloco, swap
 
 _KEY = "lightning_scape/requeue"
-_STORE_TIMEOUT = timedelta(seconds=30)
+_HANDLER = "_slurm_sigusr_handler_fn"
+_FITS = itertools.count()
+"""Of this process: all ranks count alike, and no fit meets what an earlier one left in the store."""
+_PATIENCE = 20
+"""Exchanges after which a rank says whose word is missing."""
+
+
+class Exchanges(NamedTuple):
+    """Those of all optimizers; each has messages between all ranks."""
+
+    begun: int
+    ended: int
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> Exchanges:
+        """So far."""
+        states = [optimizer.engine.state for optimizer in swap.scape_optimizers(trainer.optimizers)]
+        progress = [loco.progress for loco in sparseloco.wrappers(trainer.optimizers)]
+        begun = sum(state.calls for state in states if state is not None) + sum(p.exchanges for p in progress)
+        return cls(begun, begun - sum(p.under_way for p in progress))
 
 
 class Requeue(Callback):
-    """Takes the signal from Lightning's handler, and calls that one when all ranks are ready for it."""
+    """Notes the signal in the place of Lightning's handler, and calls that one when all ranks are ready for it.
 
-    def __init__(self) -> None:
-        self._handler: Callable[[int, Any], Any] | None = None
-        self._begun = 0
-        """Exchanges before this fit."""
-        self._obeyed = 0
-        """Signals."""
+    Args:
+        trainer: whose signal it is.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._own = getattr(trainer._signal_connector, _HANDLER)
+        self._fit, self._obeyed = next(_FITS), 0
         self._forget()
 
     def _forget(self) -> None:
         self._noted: tuple[int, Any] | None = None
         self._store: PrefixStore | None = None
-        self._looked = -1
-        """At so many exchanges."""
+        self._looked, self._looks = -1, 0
 
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
-        assert isinstance(environment, SLURMEnvironment)
-        number = environment.requeue_signal or signal.SIGUSR1
-        self._begun, self._handler = _exchanges(trainer), None
-        current = signal.getsignal(number)
-        if _is_lightnings(current, trainer):  # a user's own handler stays
-            self._handler = current  # type: ignore[assignment]
-            signal.signal(number, self._note)
-
-    def _note(self, signum: int, frame: Any) -> None:
+    def note(self, signum: int, frame: Any) -> None:
+        """What Lightning registers as the handler."""
         self._noted = self._noted or (signum, frame)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        ended = _exchanges(trainer)
-        if self._noted is None or ended == self._looked:
+        if self._noted is None:
             return
-        self._looked = ended
-        last = self._last(trainer.global_rank, trainer.world_size, ended)
-        if last is None or ended <= last:
+        exchanges = Exchanges.of(trainer)
+        if exchanges.ended == self._looked:
             return
-        rank_zero_info(f"SLURM's signal {self._noted[0]}: all ranks save after exchange {ended}.")
-        assert self._handler is not None
+        if torch.cuda.is_initialized():  # else the host would count exchanges that it has only queued
+            torch.cuda.synchronize()
+        self._looked = exchanges.ended
+        last = self._last(exchanges, trainer)
+        if last is None or exchanges.ended <= last:
+            return
+        rank_zero_info(f"SLURM's signal {self._noted[0]}: all ranks save after step {trainer.global_step}.")
         noted = self._noted
         self._forget()
         self._obeyed += 1
         with _waiting_for_files(trainer):
-            self._handler(*noted)
+            self._own(*noted)
 
-    def _last(self, rank: int, world_size: int, ended: int) -> int | None:
-        """The largest number of exchanges at which a rank has left word; None until all have."""
-        if world_size == 1 or not is_distributed():
-            return ended - 1
-        if self._store is None:  # rank 0's, of this start: where the ranks have met
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            root = TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT)
-            self._store = PrefixStore(f"{_KEY}/{self._begun}/{self._obeyed}", root)
-            self._store.set(str(rank), str(ended))
-        keys = [str(other) for other in range(world_size)]
-        if not self._store.check(keys):  # answered after what this rank has left is there
+    def _last(self, exchanges: Exchanges, trainer: Trainer) -> int | None:
+        """The largest number of exchanges begun at which a rank has left word; None until all have."""
+        if self._store is None:
+            root = dist.distributed_c10d._get_default_store() if is_distributed() else HashStore()
+            self._store = PrefixStore(f"{_KEY}/{self._fit}/{self._obeyed}", root)
+            self._store.set(str(trainer.global_rank), str(exchanges.begun))
+        ranks = [str(rank) for rank in range(trainer.world_size)]
+        if not self._store.check(ranks):  # answered after what this rank has left is there
+            self._looks += 1
+            if self._looks == _PATIENCE:
+                store = self._store
+                missing = [rank for rank in ranks if not store.check([rank])]
+                warnings.warn(
+                    f"All ranks must get SLURM's signal, got no word of it from rank {', '.join(missing)}: nothing is"
+                    ' saved until they have had it. Write `--signal=SIGUSR1@300`, without "B:".',
+                    stacklevel=2,
+                )
             return None
-        return max(int(self._store.get(key)) for key in keys)
-
-
-def _is_lightnings(handler: Any, trainer: Trainer) -> bool:
-    own = trainer._signal_connector._slurm_sigusr_handler_fn
-    return own in getattr(handler, "signal_handlers", ())
-
-
-def _exchanges(trainer: Trainer) -> int:
-    """Those that this rank has ended, each with messages between all ranks."""
-    for optimizer in swap.scape_optimizers(trainer.optimizers):
-        return 0 if optimizer.engine.state is None else optimizer.engine.state.calls
-    return max((loco.progress.exchanges for loco in sparseloco.wrappers(trainer.optimizers)), default=0)
+        return max(int(self._store.get(rank)) for rank in ranks)
 
 
 @contextlib.contextmanager
 def _waiting_for_files(trainer: Trainer) -> Iterator[None]:
     """Within it ``save_checkpoint`` returns when the checkpoint is there: the job may end right after it."""
-    save, wait = trainer.save_checkpoint, trainer.strategy.wait_for_checkpoint  # type: ignore[attr-defined]
+    save, before = trainer.save_checkpoint, vars(trainer).get("save_checkpoint")
 
     def save_and_wait(*args: Any, **kwargs: Any) -> None:
         save(*args, **kwargs)
-        wait()
+        strategy: Any = trainer.strategy
+        strategy.wait_for_checkpoint()
+        if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
+            strategy.checkpoint_io.teardown()  # it waits; the next save starts it again
+        trainer.strategy.barrier()
 
     trainer.save_checkpoint = save_and_wait  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del trainer.save_checkpoint
+        vars(trainer).pop("save_checkpoint")
+        if before is not None:
+            trainer.save_checkpoint = before  # type: ignore[method-assign]
 
 
 def attach(trainer: Trainer) -> None:
-    """Before a fit, under SLURM with ``auto_requeue``: the signal is obeyed between two steps."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by its connector
-    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Requeue)]
+    """Before Lightning registers its handlers for a fit; nothing happens without SLURM and its ``auto_requeue``."""
+    detach(trainer)
     environment = getattr(trainer.strategy, "cluster_environment", None)
-    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-        callbacks.insert(0, Requeue())  # ModelCheckpoints stay the last
+    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+        return
+    requeue = Requeue(trainer)
+    setattr(trainer._signal_connector, _HANDLER, requeue.note)
+    callbacks = _callbacks(trainer)
+    # After all that change with a batch, and before what saves by itself.
+    first = next((index for index, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)), None)
+    callbacks.insert(len(callbacks) if first is None else first, requeue)
 
 
-def saved_by_signal(trainer: Trainer) -> str | None:
-    """The checkpoint that Lightning saved at the last such signal; None if there is none, or not under SLURM."""
-    return trainer._checkpoint_connector._hpc_resume_path if SLURMEnvironment.detect() else None
+def detach(trainer: Trainer) -> None:
+    """After a fit: the Trainer is as it was."""
+    vars(trainer._signal_connector).pop(_HANDLER, None)
+    callbacks = _callbacks(trainer)
+    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Requeue)]
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by its connector
+    return found
+
+
+def saved_by_signal(trainer: Trainer) -> list[str]:
+    """Checkpoints that Lightning has saved at such signals, where it looks for them: only under SLURM."""
+    folder = Path(trainer.default_root_dir)
+    if not SLURMEnvironment.detect() or not folder.is_dir():
+        return []
+    return [str(path) for path in folder.glob("hpc_ckpt_*.ckpt")]
+
+
+def is_saved_by_signal(path: Any) -> bool:
+    """Whether a checkpoint has the name that Lightning gives those."""
+    return path is not None and Path(path).name.startswith("hpc_ckpt_")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -66,10 +67,13 @@ class Resumption:
             trainer.accumulate_grad_batches = self._window
         if self._resume is not None:
             _load_newest(trainer, _folders(trainer))
+        elif SLURMEnvironment.detect():
+            _load_newest(trainer, None)
 
     def finish(self, trainer: Trainer) -> None:
         """After a fit: the Trainer is as it was."""
         vars(trainer._checkpoint_connector).pop("resume_start", None)
+        requeue.detach(trainer)
         if self._window is not None:
             trainer.accumulate_grad_batches = 1
 
@@ -147,18 +151,26 @@ def _folders(trainer: Trainer) -> list[str]:
     return folders
 
 
-def _load_newest(trainer: Trainer, folders: list[str]) -> None:
-    """Has the Trainer load the folders' newest complete checkpoint; where there is none, what its user has named."""
+def _load_newest(trainer: Trainer, folders: list[str] | None) -> None:
+    """Has the Trainer load the newest complete checkpoint; where there is none, what its user has named.
+
+    Args:
+        trainer: which one.
+        folders: where it saves; None: only where Lightning takes up what it saved at SLURM's signal. It looks at names
+            alone, those of files that were cut off included.
+    """
     connector = trainer._checkpoint_connector
     own = connector.resume_start
 
     def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        by_signal = requeue.saved_by_signal(trainer)
-        places = folders if by_signal is None else [*folders, by_signal]
-        newest = resume_path(*places, pattern="*.ckpt")
-        if newest is None:
-            rank_zero_info(f"No checkpoint in {', '.join(folders)}: training begins.")
-        own(checkpoint_path if newest is None else newest, weights_only)
+        by_signal = requeue.is_saved_by_signal(checkpoint_path)
+        newest = None
+        if by_signal or folders is not None:
+            places = [*(folders or []), *requeue.saved_by_signal(trainer)]
+            newest = resume_path(*places, pattern="*.ckpt")
+            if newest is None:
+                rank_zero_info(f"No checkpoint in {', '.join(folders or [trainer.default_root_dir])}: training begins.")
+        own(newest or (None if by_signal else checkpoint_path), weights_only)
 
     # Lightning has settled on `ckpt_path` before the ranks have met, and asks the strategy only if there is one.
     connector.resume_start = resume_start  # type: ignore[method-assign]
