@@ -164,7 +164,7 @@ def first(link: Link) -> str:
         methods = cell(name, "pythia-14m", speed)
         time = {method: 1e3 * found["seconds"] for method, found in methods.items()}
         faster = [f"{time[m]:,.0f} ms (**{time['ddp'] / time[m]:.1f}x**)" for m in ("scape-0.9", "scape-0.99")]
-        label = f"a step at {label} (compute only: {time['compute']:.0f} ms)"
+        label = f"a step at {label}, after the warm-up (compute only: {time['compute']:.0f} ms)"
         rows.append([label, f"{time['ddp']:,.0f} ms", *faster])
     seeds = ", ".join(str(len(row["seeds"])) for row in (dense, *sparse))
     return "\n".join(
