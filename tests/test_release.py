@@ -58,17 +58,27 @@ def test_wheel_and_sdist_build_install_and_train(tmp_path: Path) -> None:
     assert {"README.md", "CHANGELOG.md", "LICENSE", "mkdocs.yml", "docs/index.md", "docs/images/step.svg"} <= names
     assert {"configs/tiny_cpu.yaml", "examples/fabric_loop.py", "tests/conftest.py"} <= names
 
-    target = tmp_path / "installed"
-    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, wheel, cwd=tmp_path)
     # The repository must not be on the path: Python puts a script's own folder there.
     script = tmp_path / "smoke" / "smoke.py"
     script.parent.mkdir()
     script.write_text(SMOKE)
-    assert run(sys.executable, script, target, cwd=script.parent, path=target).strip().endswith(version)
-    assert (
-        run(sys.executable, "-m", "lightning_scape.tool", "--version", cwd=target.parent, path=target).strip()
-        == version
-    )
+    install = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target")
+    for packed in (wheel, sdist):
+        target = tmp_path / f"of-{packed.suffix[1:]}"
+        run(*install, target, packed, cwd=tmp_path)
+        assert run(sys.executable, script, target, cwd=script.parent, path=target).strip().endswith(version)
+    tool = (sys.executable, "-m", "lightning_scape.tool", "--version")
+    assert run(*tool, cwd=target.parent, path=target).strip() == version
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_all_extras_resolve_together() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="reading pyproject.toml needs Python 3.11")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    constraints = ROOT / "configs" / "constraints.txt"
+    resolve = (sys.executable, "-m", "pip", "install", "--dry-run", "-q", "--ignore-installed", "-c", constraints)
+    run(*resolve, f"{ROOT}[{','.join(extras)}]", cwd=ROOT)
 
 
 def test_the_changelog_has_this_version_and_says_how_to_upgrade() -> None:
