@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
-import lightning as L  # noqa: N812 - as Lightning's own documentation names it
 import torch
 from doc_pages import Block
 from torch import Tensor, nn
-
-import lightning_scape
 
 SHORT = {
     '"nccl"': '"gloo"',
@@ -42,9 +40,7 @@ def execute(rank: int, world_size: int, block: Block, folder: str) -> bool:
     torch.distributed.init_process_group = lambda *args, **kwargs: None  # the ranks are there already
     torch.manual_seed(0)
     model = Model()
-    names = {name: getattr(lightning_scape, name) for name in lightning_scape.__all__}
-    names |= {"L": L, "torch": torch, "Trainer": L.Trainer, "model": model, "lightning_scape": lightning_scape}
-    names |= {"batches": [torch.randn(4, 16) for _ in range(3)], "__name__": "__main__"}
+    names: dict[str, Any] = {"model": model, "batches": [torch.randn(4, 16) for _ in range(3)], "__name__": "__main__"}
     text = block.text
     for long, short in SHORT.items():
         text = text.replace(long, short)
