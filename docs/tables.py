@@ -198,14 +198,14 @@ def two_hosts(folder: str, options: str, link: Link, who: str = "rank") -> str:
     return text + "\n" + source(link, name, f"sudo python examples/bench_two_hosts.py{options}")
 
 
-def few(link: str, *methods: str, more: str = "") -> str:
-    """Options of a run of some methods."""
-    return f" --models pythia-14m --links {link} --methods {' '.join(methods)}{more}"
+def few(links: str, methods: str, rounds: int | None = None) -> str:
+    """Options of a run of some methods; without ``rounds``, as many as the script takes by itself."""
+    return f" --models pythia-14m --links {links} --methods {methods}{f' --rounds {rounds}' if rounds else ''}"
 
 
-DENSE_METHODS = ("compute", "ddp", "ddp-bf16", "powersgd", "fsdp")
-ADAMW = few("10gbit 1gbit 100mbit", *DENSE_METHODS, "scape-0.9", "scape-0.99", "sparseloco-30", more=" --rounds 3")
-WIRES = few("100mbit", "compute", "powersgd", "scape-0.9", "scape-0.9-int4", "scape-0.99", "scape-0.99-int8")
+SLOW = few("10mbit", "compute ddp sparseloco-30")
+ADAMW = few("10gbit 1gbit 100mbit", "compute ddp ddp-bf16 powersgd fsdp scape-0.9 scape-0.99 sparseloco-30", 3)
+WIRES = few("100mbit", "compute powersgd scape-0.9 scape-0.9-int4 scape-0.99 scape-0.99-int8", 3)
 NODES = " --ranks-per-host 2 --models pythia-14m"
 
 
@@ -232,8 +232,8 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "digits": digits,
     "step-cost": step_cost,
     "two-hosts": lambda link: two_hosts("two_hosts/adamw", ADAMW, link),
-    "two-hosts-wires": lambda link: two_hosts("two_hosts/wires", WIRES + " --rounds 3", link),
-    "two-hosts-slow": lambda link: two_hosts("two_hosts/slow", few("10mbit", "compute", "ddp", "sparseloco-30"), link),
+    "two-hosts-wires": lambda link: two_hosts("two_hosts/wires", WIRES, link),
+    "two-hosts-slow": lambda link: two_hosts("two_hosts/slow", SLOW, link),
     "two-hosts-nodes": lambda link: two_hosts("two_hosts/nodes", f"{NODES} --links 1gbit --rounds 3", link, "host"),
     "two-hosts-nodes-slow": lambda link: two_hosts(
         "two_hosts/nodes_100mbit", f"{NODES} --links 100mbit --rounds 1", link, "host"

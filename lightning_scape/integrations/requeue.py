@@ -146,7 +146,7 @@ def attach(trainer: Trainer) -> None:
         return
     requeue = Requeue(trainer)
     setattr(trainer._signal_connector, _HANDLER, requeue.note)
-    callbacks = _callbacks(trainer)
+    callbacks = callbacks_of(trainer)
     # After all that change with a batch, and before what saves by itself.
     first = next((index for index, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)), None)
     callbacks.insert(len(callbacks) if first is None else first, requeue)
@@ -155,11 +155,12 @@ def attach(trainer: Trainer) -> None:
 def detach(trainer: Trainer) -> None:
     """After a fit: the Trainer is as it was."""
     vars(trainer._signal_connector).pop(_HANDLER, None)
-    callbacks = _callbacks(trainer)
+    callbacks = callbacks_of(trainer)
     callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Requeue)]
 
 
-def _callbacks(trainer: Trainer) -> list[Callback]:
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """The Trainer's own list."""
     found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by its connector
     return found
 

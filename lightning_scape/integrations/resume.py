@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -111,17 +111,12 @@ def _check_accumulation(trainer: Trainer) -> None:
     problem = None
     if trainer.accumulate_grad_batches != 1:
         problem = f"accumulate_grad_batches={trainer.accumulate_grad_batches}. Leave that out: it follows"
-    elif any(isinstance(callback, GradientAccumulationScheduler) for callback in _callbacks(trainer)):
+    elif any(isinstance(callback, GradientAccumulationScheduler) for callback in requeue.callbacks_of(trainer)):
         problem = "a GradientAccumulationScheduler. Leave it out, or `batches_per_step`"
     if problem is None and not trainer.lightning_module.automatic_optimization:
         problem = "manual optimization, where only your module knows its steps. Leave `batches_per_step` out"
     if problem is not None:
         raise ValueError(f"`batches_per_step` must alone say what an optimizer step is, got {problem}.")
-
-
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by its connector
-    return found
 
 
 def _window(batches_per_step: int, ranks: int) -> int:
@@ -138,7 +133,7 @@ def _window(batches_per_step: int, ranks: int) -> int:
 
 def _folders(trainer: Trainer) -> list[str]:
     """Where the Trainer's checkpoints are, this start's and earlier ones."""
-    callbacks = [callback for callback in _callbacks(trainer) if isinstance(callback, ModelCheckpoint)]
+    callbacks = [callback for callback in requeue.callbacks_of(trainer) if isinstance(callback, ModelCheckpoint)]
     folders = [str(callback.dirpath) for callback in callbacks if callback.dirpath is not None]
     distant = [folder for folder in folders if "://" in folder]
     if len(folders) < len(callbacks) or not callbacks or distant:
