@@ -49,6 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--phase", type=int, default=100, help="steps with both machines, then one, then both again")
     parser.add_argument("--pace", type=float, default=0.02, help="seconds that a step takes at least")
     parser.add_argument("--timeout", type=float, default=20.0, help="seconds that ranks wait for each other")
+    parser.add_argument("--alone", action="store_true", help="end without the machine that was lost")
     parser.add_argument("--two-hosts", action="store_true", help="machines are network namespaces (root)")
     return parser.parse_args()
 
@@ -260,14 +261,17 @@ def demonstrate(arguments: argparse.Namespace) -> dict[str, Any]:
         if not arguments.two_hosts:
             second.kill()
         wait_for("steps without the lost machine", lambda: steps_since("lost", 1) >= phase, first, out)
-        if arguments.two_hosts:
-            second.kill()  # what has not noticed yet that it is cut off: the machine is started anew
-        set_link("up")
-        marks["back"] = time.time()
-        second.start()
-        wait_for("steps with the machine that came back", lambda: steps_since("back", 2) >= phase, first, out)
+        left = [first]
+        if not arguments.alone:
+            if arguments.two_hosts:
+                second.kill()  # what has not noticed yet that it is cut off: the machine is started anew
+            set_link("up")
+            marks["back"] = time.time()
+            second.start()
+            wait_for("steps with the machine that came back", lambda: steps_since("back", 2) >= phase, first, out)
+            left.append(second)
         (out / "end_at").write_text(str(read_curve(out)[-1]["step"] + 50))
-        for machine in (first, second):
+        for machine in left:
             if machine.wait(120):
                 raise SystemExit((out / f"{machine.name}.log").read_text()[-4000:])
     return summarize(read_curve(out), marks, arguments)

@@ -9,8 +9,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import without_lightning  # noqa: F401
 
-from lightning_scape import ScapeConfig, ScapeOptimizer
+from lightning_scape.config import ScapeConfig
+from lightning_scape.optimizer import ScapeOptimizer
 
 
 def main(steps: int, timeout: float, sparsity: float) -> None:

@@ -22,9 +22,15 @@ def arrived_event() -> torch.cuda.Event:
 
 
 def train_on(
-    rank: int, world_size: int, device: str, wire_dtype: str = "bf16", sparsity: float = 0.9, update: str = "adams"
+    rank: int,
+    world_size: int,
+    device: str,
+    wire_dtype: str = "bf16",
+    sparsity: float = 0.9,
+    update: str = "adams",
+    steps: int = 12,
 ) -> tuple[list[Tensor], Tensor]:
-    """Twelve clipped steps on gradients that differ by rank; the parameters, and what this rank has not sent.
+    """Clipped steps on gradients that differ by rank; the parameters, and what this rank has not sent.
 
     At a sparsity of 0.99 the ranks vote. The second parameter has a gradient on rank 1 only, and at times on none.
     """
@@ -33,7 +39,7 @@ def train_on(
     config = ScapeConfig(sparsity=sparsity, wire_dtype=wire_dtype, sparsity_warmup_steps=0, update=update)
     optimizer = ScapeOptimizer(parameters, lr=1e-2, config=config)
     generator = torch.Generator().manual_seed(100 + rank)
-    for step in range(12):
+    for step in range(steps):
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(device)
         if rank == 0 or step % 4 == 1:

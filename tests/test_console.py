@@ -10,22 +10,19 @@ import pytest
 
 from lightning_scape.console import ends_quietly
 
-COMMANDS = [
-    ["lightning_scape.tool", "--help"],
-    ["lightning_scape.plan", "--help"],
-    ["lightning_scape.doctor", "--help"],
-    ["lightning_scape.cli", "pretrain", "--help"],
-]
+COMMANDS = [["lightning_scape.tool", "--help"], ["lightning_scape.cli", "pretrain", "--help"]]
+MORE_COMMANDS = [["lightning_scape.plan", "--help"], ["lightning_scape.doctor", "--help"]]
 
 
-def test_a_command_whose_reader_has_gone_ends_quietly() -> None:
+@pytest.mark.parametrize("commands", [COMMANDS, pytest.param(MORE_COMMANDS, marks=pytest.mark.slow)])
+def test_a_command_whose_reader_has_gone_ends_quietly(commands: list[list[str]]) -> None:
     """``lightning-scape --help | head -1`` ended in a BrokenPipeError or in "Exception ignored in ... stdout"."""
     runner, environment = [sys.executable, "-W", "ignore", "-m"], {**os.environ, "PYTHONUNBUFFERED": ""}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
-    processes = [subprocess.Popen([*runner, *command], **pipes) for command in COMMANDS]
+    processes = [subprocess.Popen([*runner, *command], **pipes) for command in commands]
     for process in processes:
         process.stdout.close()
-    for process, command in zip(processes, COMMANDS, strict=True):
+    for process, command in zip(processes, commands, strict=True):
         said = process.stderr.read()
         process.stderr.close()
         assert "BrokenPipe" not in said, command

@@ -283,6 +283,7 @@ def train_compiled(rank: int, world_size: int, backend: str | None) -> list[Tens
     return values(model)
 
 
+@pytest.mark.slow  # test_two_level_trainer.py compiles for each quick run
 @launcher.needs_compiler
 def test_a_compiled_model_agrees_with_an_eager_one_within_rounding(run_ranks: RunRanks, compiler_cache: Path) -> None:
     (compiled,) = run_ranks(train_compiled, 1, "inductor", timeout=170)  # two ranks: test_litgpt.py, slow

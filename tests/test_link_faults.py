@@ -121,6 +121,7 @@ def test_a_link_that_stays_down_is_an_error_on_all_ranks_soon_after_the_timeout(
         assert "the network broke" in failed
 
 
+@pytest.mark.slow
 def test_bandwidth_that_falls_a_hundredfold_only_slows_training_down(
     hosts: Hosts, launch: Callable[..., Ranks]
 ) -> None:

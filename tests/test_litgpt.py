@@ -427,9 +427,9 @@ def test_litgpts_parser_takes_every_file_as_it_is(run_ranks: RunRanks) -> None:
     run_ranks(parse_files, 1)
 
 
-def run_files(rank: int, world_size: int, folder: str) -> None:
-    """Every file through ``litgpt-scape pretrain``: its model shrunk, its data replaced, everything else its own."""
-    for name in LITGPT_CONFIGS:
+def run_files(rank: int, world_size: int, folder: str, names: list[str]) -> None:
+    """Files through ``litgpt-scape pretrain``: its model shrunk, its data replaced, everything else its own."""
+    for name in names:
         shrunk = {"n_layer": 1, "n_embd": 32, "n_head": 4, "intermediate_size": 64, "block_size": 32}
         shrunk |= {"vocab_size": 256, "padded_vocab_size": 256}
         if "n_query_groups" in read(name)["model_config"]:
@@ -455,9 +455,10 @@ def run_files(rank: int, world_size: int, folder: str) -> None:
             cli.main()
 
 
-def test_every_file_trains_through_its_entry_point(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(run_files, 2, str(tmp_path))
-    for name in LITGPT_CONFIGS:
+@pytest.mark.parametrize("names", [LITGPT_CONFIGS[::2], pytest.param(LITGPT_CONFIGS[1::2], marks=pytest.mark.slow)])
+def test_every_file_trains_through_its_entry_point(run_ranks: RunRanks, tmp_path: Path, names: list[str]) -> None:
+    run_ranks(run_files, 2, str(tmp_path), names)
+    for name in names:
         content, final = read(name), tmp_path / name / "final"
         saved = yaml.safe_load((final / "hyperparameters.yaml").read_text())
         assert ScapeConfig(**saved["scape"]) == ScapeConfig(**content["scape"])

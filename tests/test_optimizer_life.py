@@ -145,10 +145,13 @@ def test_an_optimizer_is_not_copied(copied: Callable[[Any], Any]) -> None:
         copied(ScapeOptimizer(parameters(), config=ScapeConfig(sparsity_warmup_steps=0)))
 
 
+TESTS = str(Path(__file__).parent)
 ENDS = """
 import os, sys, torch
 import torch.distributed as dist
-from lightning_scape import ScapeConfig, ScapeOptimizer
+import without_lightning
+from lightning_scape.config import ScapeConfig
+from lightning_scape.optimizer import ScapeOptimizer
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 torch.manual_seed(0)
@@ -168,14 +171,14 @@ def last():
     optimizer.step()
     optimizer.drain()
     print("stepped")
-import atexit, lightning_scape
+import atexit, without_lightning, lightning_scape.optimizer
 atexit.register(last)
 """
 
 
 @pytest.mark.parametrize("end", ["nothing", pytest.param("destroy", marks=pytest.mark.slow), "step"])
 def test_a_script_may_end_right_after_a_step(tmp_path: Path, end: str) -> None:
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": TESTS}
     command = [sys.executable, "-c", (AT_EXIT if end == "step" else "") + ENDS, f"file://{tmp_path}/meet"]
     ranks = [
         subprocess.Popen(
@@ -194,7 +197,7 @@ def test_a_script_may_end_right_after_a_step(tmp_path: Path, end: str) -> None:
 
 
 HOLDS = """
-import time, torch
+import time, torch, without_lightning
 from lightning_scape.comm.worker import Worker
 torch.set_num_threads(1)
 
@@ -216,5 +219,8 @@ job.wait()
 
 
 def test_a_script_may_end_while_the_workers_thread_frees_what_a_message_held() -> None:
-    ended = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, timeout=150)
+    environment = {**os.environ, "PYTHONPATH": TESTS}
+    ended = subprocess.run(
+        [sys.executable, "-c", HOLDS], env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
     assert (ended.returncode, ended.stdout) == (0, "freed\n"), ended.stderr

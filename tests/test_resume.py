@@ -239,9 +239,18 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("host", [trainer_stops_and_goes, fabric_stops_and_goes])
+def resumed() -> Iterator[Any]:
+    """All hosts, formats and precisions with each other; in a quick run each of them with each host, and two
+    precisions with each format."""
+    precisions = ("32-true", "bf16-true", "bf16-mixed")
+    for host in (trainer_stops_and_goes, fabric_stops_and_goes):
+        for place, kind in enumerate(FORMATS):
+            for turn, precision in enumerate(precisions):
+                quick = (place + turn + (host is fabric_stops_and_goes)) % len(precisions) == 0
+                yield pytest.param(host, kind, precision, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("host", "kind", "precision"), resumed())
 def test_resume_at_any_step_is_bitwise_never_having_stopped(
     run_ranks: RunRanks, tmp_path: Path, host: Any, kind: str, precision: str
 ) -> None:
