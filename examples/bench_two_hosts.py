@@ -7,7 +7,8 @@
 
 Hosts are network namespaces (see two_hosts.py), one rank each, pinned to a core with one thread, launched by torchrun.
 With --ranks-per-host 2 the ranks of a host share its core and its link; they talk to each other by its loopback, which
-is not limited. Then HSDP (dense between hosts), flat SCAPE and SCAPE with local_group_size are compared.
+is not limited. Then HSDP (dense between hosts), flat SCAPE and SCAPE with local_group_size are compared. Methods that
+end in -shm use shared memory in place of the loopback for what fully_shard sends inside a host (see host_memory.py).
 In each round every method trains for some steps, one after the other in the same processes, on the same model; rounds
 repeat the order, so that whatever else the machine does hits all alike. A round that is done is not measured again.
 
@@ -51,12 +52,17 @@ METHODS = {
     "scape-0.9-int4": "SCAPE 0.9, values in 4 bits",
     "scape-0.99-int8": "SCAPE 0.99, values in 8 bits",
     "hsdp": "HSDP (fully_shard on a mesh of hosts and ranks)",
+    "hsdp-shm": "HSDP, shared memory inside a host",
     "nodes-0.99": "SCAPE 0.99, local_group_size 2",
+    "nodes-0.99-shm": "SCAPE 0.99, local_group_size 2, shared memory inside a host",
     "sparseloco-30": "SparseLoCo, H = 30",
 }
 """A window of SparseLoCo is timed as a whole: its step is the mean over the window."""
-OF_NODES = ("compute", "hsdp", "scape-0.99", "nodes-0.99")
-"""Methods for hosts of several ranks, by default; the two that need them are left out elsewhere."""
+OF_NODES = ("compute", "hsdp", "hsdp-shm", "scape-0.99", "nodes-0.99", "nodes-0.99-shm")
+"""Methods for hosts of several ranks, by default."""
+NEED_NODES = {method for method in METHODS if method.startswith(("hsdp", "nodes"))}
+KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_TOP_PAD_": str(1 << 26)}
+"""Of glibc, which else gives tensors above 32 MB back to the kernel, and takes them anew, page by page, each step."""
 PAPER = 3.26
 """Speed-up per step of the paper: Llama-1.8B, 32 GPUs, SCAPE over dense AdamS."""
 TOLERANCE = 0.05
@@ -69,7 +75,10 @@ TARGETS = (
     ("ddp step over scape-0.99's", 10.0, "pythia-14m", "100mbit"),
     ("scape-0.9 step over compute only", 1.40, "pythia-14m", "1gbit"),
     ("hsdp step over nodes-0.99's", 2.0, None, "1gbit"),
+    ("hsdp step over nodes-0.99-shm's", 2.0, None, "1gbit"),
+    ("hsdp-shm step over nodes-0.99-shm's", 2.0, None, "1gbit"),
     ("scape-0.99 step over nodes-0.99's", 1.0, None, "1gbit"),
+    ("scape-0.99 step over nodes-0.99-shm's", 1.0, None, "1gbit"),
     ("nodes-0.99 sends fewer bytes than scape-0.99", 2 / 1.05, None, None),
     ("sparseloco-30 step over compute only", 1.15, "pythia-14m", "10mbit"),
     ("ddp step over sparseloco-30's", 50.0, "pythia-14m", "10mbit"),
@@ -84,6 +93,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--methods", nargs="+", choices=METHODS, help="default: all that the number of ranks allows")
     add("--hosts", type=int, default=2, help="more than two are joined by a switch")
     add("--ranks-per-host", type=int, default=1, help="they share the host's core and link")
+    add("--one-unit", action="store_true", help="fully_shard on the whole model, not on each block, for HSDP and SCAPE")
+    add("--keep-memory", action="store_true", help="glibc keeps freed memory (else large tensors cost page faults)")
     add("--rounds", type=int, default=2)
     add("--batch-size", type=int, default=2, help="sequences of a rank's step")
     add("--context", type=int, default=128, help="tokens of a sequence")
@@ -95,10 +106,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.methods is None:
-        flat = [method for method in METHODS if method not in ("hsdp", "nodes-0.99") and "int" not in method]
+        flat = [method for method in METHODS if method not in NEED_NODES and "int" not in method]
         args.methods = flat if args.ranks_per_host == 1 else [*OF_NODES]
-    if args.ranks_per_host == 1 and {"hsdp", "nodes-0.99"} & set(args.methods):
-        parser.error("hsdp and nodes-0.99 need --ranks-per-host 2 or more, got 1")
+    if args.ranks_per_host == 1 and (given := NEED_NODES & set(args.methods)):
+        parser.error(f"{', '.join(sorted(given))} need --ranks-per-host 2 or more, got 1")
     if args.short:
         args.models, args.links, args.rounds, args.max_steps = ["tiny"], ["1gbit"], 1, 3
     return args
@@ -107,6 +118,7 @@ def parse_arguments() -> argparse.Namespace:
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     names = ["methods", "hosts", "batch_size", "context", "max_steps", "seconds"]
     names += ["ranks_per_host"] if args.ranks_per_host > 1 else []
+    names += [name for name in ("one_unit", "keep_memory") if getattr(args, name)]
     return {name: getattr(args, name) for name in names}
 
 
@@ -161,6 +173,7 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
     import lightning.pytorch as pl
     import torch
     import torch.distributed as dist
+    from host_memory import share_host_memory
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
     from torch.distributed.device_mesh import init_device_mesh
@@ -170,7 +183,8 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
 
     from lightning_scape import ScapeStrategy, SparseLoCo, SparseLoCoStrategy
 
-    window = int(method.partition("-")[2]) if method.startswith("sparseloco") else 0
+    kind = method.partition("-")[0]
+    window = int(method.partition("-")[2]) if kind == "sparseloco" else 0
 
     class Pretraining(pl.LightningModule):
         def __init__(self) -> None:
@@ -179,15 +193,19 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
             self.gpt = build(model_name)
 
         def configure_model(self) -> None:
-            if method in ("fsdp", "hsdp"):
+            if kind in ("fsdp", "hsdp"):
                 mesh = self.device_mesh["data_parallel"]
-                if method == "hsdp":
+                if kind == "hsdp":
                     grid = (dist.get_world_size() // args.ranks_per_host, args.ranks_per_host)
                     mesh = init_device_mesh("cpu", grid, mesh_dim_names=("replicate", "shard"))
-                for block in self.gpt.transformer.h:
+                for block in () if args.one_unit else self.gpt.transformer.h:
                     # Models this small need no memory back between forward and backward; nodes-0.99 does the same.
-                    fully_shard(block, mesh=mesh, reshard_after_forward=False if method == "hsdp" else None)
+                    fully_shard(block, mesh=mesh, reshard_after_forward=False if kind == "hsdp" else None)
                 fully_shard(self.gpt, mesh=mesh)
+
+        def on_fit_start(self) -> None:
+            if method.endswith("-shm"):
+                share_host_memory(self)
 
         def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
             (tokens,) = batch
@@ -216,9 +234,10 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
         return default_hooks.bf16_compress_hook(state, bucket)
 
     def scape_strategy(method: str) -> ScapeStrategy:
-        kind, sparsity, *wire = method.split("-")
+        kind, sparsity, *more = method.split("-")
         nodes = {"local_group_size": "node", "reshard_after_forward": False} if kind == "nodes" else {}
-        wires = {"wire_dtype": wire[0]} if wire else {}
+        nodes |= {"wrap": ["GPT"]} if kind == "nodes" and args.one_unit else {}
+        wires = {"wire_dtype": more[0]} if kind == "scape" and more else {}
         return ScapeStrategy(sparsity=float(sparsity), sparsity_warmup_steps=0, **nodes, **wires)
 
     class Watch(pl.Callback):
@@ -286,6 +305,7 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
         "powersgd": lambda: Hooked(bucket_cap_mb=4096),
         "fsdp": lambda: ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1),
         "hsdp": lambda: ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1),
+        "hsdp-shm": lambda: ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1),
         f"sparseloco-{window}": lambda: SparseLoCoStrategy(sync_every=window),
     }.get(method, lambda: scape_strategy(method))()
     trainer = pl.Trainer(
@@ -321,7 +341,7 @@ def expected_bytes(method: str, trainer: Any, numels: list[int], ranks_per_host:
     """What a host sends in a step of a dense method; None where it is not known (PowerSGD's depends on buckets)."""
     size, ranks = sum(numels), trainer.world_size
     share = (ranks - 1) / ranks
-    if method == "hsdp":  # each of the host's ranks reduces its shard of the gradient with the other hosts
+    if method.startswith("hsdp"):  # each of the host's ranks reduces its shard of the gradient with the other hosts
         hosts = ranks // ranks_per_host
         return 2 * (hosts - 1) / hosts * 4 * size
     if ranks_per_host > 1 and method != "compute":
@@ -347,8 +367,10 @@ def launch(hosts: Hosts, args: argparse.Namespace, model: str, link: str, path: 
     flags = [f"--models={model}", f"--links={link}", f"--worker={path}", "--methods", *args.methods]
     given = ("batch-size", "context", "max-steps", "seconds", "ranks-per-host")
     flags += [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in given]
+    flags += ["--one-unit"] if args.one_unit else []
     logs, running = [], []
     environ = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    environ |= KEEPING if args.keep_memory else {}
     try:
         for index, host in enumerate(hosts):
             log = path.with_suffix(f".host{index}.log")

@@ -371,7 +371,7 @@ def test_the_benchmark_compares_nodes_of_two_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     (cell,) = json.loads((tmp_path / "two_hosts.json").read_text())["cells"]
     methods = cell["methods"]
-    assert set(methods) == {"compute", "hsdp", "scape-0.99", "nodes-0.99"}
+    assert set(methods) == {"compute", "hsdp", "hsdp-shm", "scape-0.99", "nodes-0.99", "nodes-0.99-shm"}
     assert all(row["agree"] for row in methods.values())
     # The norm's sketch of 16 KB is most of what so small a model sends.
     assert methods["hsdp"]["sent"] > 8 * methods["nodes-0.99"]["sent"]
