@@ -335,6 +335,15 @@ class KernelChecks:
         either.scatter_params(flats, list(Layout([3, 1], [0, 0], 2, 1).everything().pieces), mask, changes, 2, True)
         assert [flat.tolist() for flat in flats] == [[5.0, -5.5, -6.5], [-7.5]]
 
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_example_of_quantize_and_dequantize(self, either: Any) -> None:
+        values = torch.tensor([[3.5, -7.0, 0.25]], device=self.device)
+        message = either.quantize(values, 4)
+        assert message.dtype is torch.uint8
+        assert message.tolist() == [[[0x0B, *[0x77] * 31, 0x80, 0x3F]]]
+        assert values.tolist() == [[-0.5, 0.0, 0.25]]
+        assert either.dequantize(message, 4, 3).tolist() == [[4.0, -7.0, 0.0]]
+
     # ------------------------------------------------------------------------------------------------ select
 
     @pytest.mark.parametrize(

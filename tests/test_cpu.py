@@ -35,7 +35,8 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.engine.clipping import SKETCH_WIDTHS, random_signs
 from lightning_scape.layout import Layout
-from lightning_scape.ops import chunked, cpu, cpu_arrays, cpu_kernels, cpu_ranking, naive
+from lightning_scape.ops import chunked, cpu, cpu_arrays, cpu_kernels, cpu_ranking, cpu_wire, naive
+from lightning_scape.ops.naive_wire import GROUP
 
 FLOATS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 STATES = st.sampled_from([torch.float32, torch.float64])
@@ -131,6 +132,30 @@ def test_compact_equals_its_twin(
     sent_ours = cpu.compact(ours, mask, wire, scale)
     assert_same(sent_ours, naive.compact(theirs, mask, wire, scale))
     assert_same(ours, theirs)
+
+
+def groups_of_all_kinds(shards: int, count: int, levels: int, seed: int) -> Tensor:
+    """fp32 ``[shards, count]``; groups of 64: of different sizes, with ties, of zeros, of tiny and of huge numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = (shards, -(-count // GROUP), GROUP)
+    kind, power = (torch.randint(*ends, (*groups[:2], 1), generator=generator) for ends in ((0, 5), (-90, 60)))
+    normal, sign = torch.randn(groups, generator=generator), torch.randint(-1, 2, groups, generator=generator)
+    halves = torch.randint(-2 * levels, 2 * levels + 1, groups, generator=generator) / 2
+    halves[..., 0] = levels  # the unit is 1
+    kinds = (normal * 2.0**power, halves * 2.0**power, levels * normal * 1e-30, 3.4e38 * sign, -0.0 * sign)
+    values = torch.stack(kinds).take_along_dim(kind.expand(groups).unsqueeze(0), 0)[0]
+    return values.flatten(1)[:, :count].contiguous()
+
+
+@given(st.sampled_from([4, 8]), st.integers(1, 3), st.integers(0, 700), st.integers(0, 2**20))
+def test_quantize_and_dequantize_equal_their_twins(width: int, shards: int, count: int, seed: int) -> None:
+    ours = groups_of_all_kinds(shards, count, (1 << (width - 1)) - 1, seed)
+    theirs = ours.clone()
+    message = cpu.quantize(ours, width)
+    assert_same_bits(message, naive.quantize(theirs, width))
+    assert_same_bits(ours, theirs)
+    message[:, 1::2, ::3] = 255  # codes and scales that nobody sends
+    assert_same(cpu.dequantize(message, width, count), naive.dequantize(message, width, count))
 
 
 @given(FLOATS, STATES, st.sampled_from([None, 0.3, 1e5]), st.sampled_from([0.0, 1.0, 0.7]), st.integers(0, 2**20))
@@ -253,6 +278,9 @@ def test_operations_in_chunks_equal_the_definition(monkeypatch: pytest.MonkeyPat
         module.scatter_params(grads, pieces, mask, values.bfloat16(), 50, True)
         results.append([*shard, *grads, proposals, mask, sent, values, *again, module.select(residual, 7)])
         results[-1] += [module.checksum(residual.view(-1)), module.checksum(steps.view(-1))]
+        left = torch.randn(2, 1525, generator=generator)
+        message = module.quantize(left, 4)
+        results[-1] += [left, message, module.dequantize(message, 4, 1525)]
         torch.testing.assert_close(module.squared_norm(grads), naive.squared_norm(grads))
     for ours, theirs in zip(*results, strict=True):
         assert_same_bits(ours, theirs)
@@ -408,6 +436,14 @@ def test_offsets_of_more_than_32_bits() -> None:
     assert out[row, 0] == 5.0
     cpu_kernels.scatter_params(table, mask, out, True, 64, like, row, row + 1)
     assert grads.at(FAR, 8).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 10.0, 6.0, 7.0]
+    flat, width = np.frombuffer(grads.memory, np.float32, size), GROUP + 2
+    message = np.frombuffer(FarAway((row + 1) * width, 1).memory, np.uint8).reshape(-1, width)
+    flat[-1] = 63.5  # the largest: the unit is 0.5
+    cpu_wire.quantize(flat, message, size, 8, row, row + 1)
+    assert message[row, :8].tolist() == [127, 129, 131, 133, 135, 147, 139, 141]
+    assert not flat[FAR:].any()
+    cpu_wire.dequantize(message, flat, size, 8, row, row + 1)
+    assert grads.at(FAR, 8).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 10.0, 6.0, 7.0]
 
 
 def run_all() -> list[Tensor]:
@@ -433,7 +469,11 @@ def run_all() -> list[Tensor]:
     pieces = list(Layout(sizes, [0] * 3, length, 1).everything().pieces)
     cpu.scatter_params(grads, pieces, mask, theta, length)
     norms = [cpu.squared_norm(grads), cpu.sketch(grads, random_signs(1 << 14), SKETCH_WIDTHS)]
-    return [residual, second, proposals, mask, sent, theta, last_step, again, *grads, *norms, cpu.select(residual, 2)]
+    left = residual.view(2, -1).clone()
+    message = cpu.quantize(left, 4)
+    wire = [left, message, cpu.dequantize(message, 4, left.shape[1])]
+    state = [residual, second, proposals, mask, sent, theta, last_step, again]
+    return [*state, *grads, *norms, *wire, cpu.select(residual, 2)]
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:

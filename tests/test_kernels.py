@@ -69,7 +69,10 @@ def test_every_public_function_of_the_reference_is_dispatched_and_has_a_twin() -
         assert getattr(ops, name) is getattr(naive, name) is getattr(cpu, name) is getattr(cuda, name)
 
 
-@pytest.mark.parametrize("name", ["select", "fold", "compact", "update_adams", "update_adamw", "gather_params"])
+WITH_EXAMPLES = ("select", "fold", "compact", "quantize", "dequantize", "update_adams", "update_adamw", "gather_params")
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_docstring_has_an_example(name: str) -> None:
     assert "Example:" in inspect.getdoc(getattr(naive, name))  # KernelChecks runs it, for both
 

@@ -140,6 +140,21 @@ def test_scale_zero_sends_zeros_and_keeps_the_residual() -> None:
     assert torch.equal(residual, before)
 
 
+@pytest.mark.parametrize(("bits", "levels"), [(4, 7), (8, 127)])
+def test_quantize_sends_the_nearest_multiples_of_a_unit_that_just_fits(bits: int, levels: int) -> None:
+    values = torch.randn(3, 6400) * torch.logspace(-20, 20, 3).unsqueeze(1)
+    left = values.clone()
+    message = ops.quantize(left, bits)
+    assert message.shape == (3, 100, 8 * bits + 2)
+    sent = ops.dequantize(message, bits, 6400)
+    assert torch.equal(sent.double() + left.double(), values.double())
+    groups = values.view(300, 64)
+    unit = (message[..., -2:].contiguous().view(torch.int16).int() << 16).view(torch.float32).view(300)
+    exact = groups.abs().amax(1) / levels
+    assert ((exact <= unit) & (unit <= exact * (1 + 2**-7))).all()
+    assert (left.view(300, 64).abs() <= unit.unsqueeze(1) / 2).all()
+
+
 # --------------------------------------------------------------------------------------------- tau steps
 
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from optimizer_helpers import assert_replicas_equal
 from torch import Tensor, nn
 
-from lightning_scape import ScapeConfig, ScapeOptimizer
+from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape import planning as planner
+from lightning_scape.engine.block_wire import Wire
 from lightning_scape.engine.value_wire import GROUP, ValueWire, packed_bytes
 
 SHAPES = ((33, 30), (7,), (3, 101))
@@ -40,6 +41,22 @@ def test_what_is_sent_plus_what_is_left_is_what_was_there(
         part = slice(shard * rows, (shard + 1) * rows)
         size = len(message) // shards
         assert torch.equal(wire.read(message[shard * size : (shard + 1) * size], rows, sent), read[part])
+
+
+@pytest.mark.parametrize("choice", ["naive", "cpu"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_message_is_that_of_blocks_of_64_that_send_everything(bits: int, choice: str) -> None:
+    """Ranks of different versions, and with and without numba, understand one another."""
+    values = torch.randn(70, 2 * GROUP) * 10 ** (20 * torch.rand(70, 1) - 10)
+    values[0], values[1], values[2, ::2], values[3] = 0.0, 1e-38, -0.0, values[3].mul(2).round().div(2)
+    blocks, left, wire = values.view(-1, GROUP).clone(), values.clone(), Wire(GROUP, GROUP, bits)
+    expected = wire.take(blocks)
+    with ops.using(choice):
+        message = ValueWire(bits).pack(left)
+        read = ValueWire(bits).read(message, *values.shape)
+    assert torch.equal(message, expected)
+    assert torch.equal(left.view(torch.int32), blocks.view(70, -1).view(torch.int32))
+    assert torch.equal(read.view(torch.int32), wire.read(expected).values.view(70, -1).view(torch.int32))
 
 
 @pytest.mark.parametrize(("bits", "least"), [(8, 60.0), (4, 6.0)])

@@ -1,4 +1,4 @@
-"""The quantized message of SparseLoCo, and of SCAPE's narrow wires: one row of bytes per block, all of the same size.
+"""The quantized message of SparseLoCo: one row of bytes per block, all of the same size.
 
 Symbols: ``R`` blocks, ``B`` entries of a block, ``q`` of them are sent, ``b`` bits of a value. A row holds, in order:
 
@@ -18,7 +18,7 @@ Three quantizers, by what is sent:
   below the mean of all q, ``high`` that of the others. An entry of less than half its level is not sent: its place
   repeats the block's first position, which no other place can hold.
 - **uniform** (4 and 8 bits): ``i * unit`` for whole i from ``-(2**(b-1) - 1)``; the largest magnitude of the block just
-  fits.
+  fits. With B = 64 and everything sent, this is the message of :func:`lightning_scape.ops.quantize`.
 - **ternary** (2 bits, everything sent): ``-unit, 0, unit`` with ``unit`` of 1.25 root mean squares.
 
 Sent plus left equals what was there, *exactly*, bit for bit. Levels have at most 16 significant bits, and an entry is
@@ -35,12 +35,11 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ops
+from lightning_scape.ops.naive_wire import LEAST_SCALE, from_scale, to_scale
 
 _SCALE_BYTES = 2
 _TERNARY_UNIT = 1.25
 """In root mean squares: about the best three levels for a normal distribution (1.22)."""
-_LEAST_SCALE = 1e-30
-"""Below it a block sends zeros, and keeps what it has: no subnormal numbers."""
 _RATIO_BITS, _RATIO_UNIT = 5, 8
 """``high = low * (1 + r / 8)`` for r from 0 to 31."""
 
@@ -157,7 +156,7 @@ class Wire:
             positions = torch.where(magnitude * 2 >= level, positions, first)
         else:
             field = self._uniform_field(magnitude)
-            unit = _unit(field)
+            unit = from_scale(field)
             levels = (1 << (self.bits - 1)) - 1
             steps = torch.where(unit > 0, there / unit, 0.0).round_().clamp_(-levels, levels)
             symbols = steps.long() + levels
@@ -171,14 +170,13 @@ class Wire:
             unit = magnitude.square().mean(dim=1, keepdim=True).sqrt_().mul_(_TERNARY_UNIT)
         else:
             unit = magnitude.amax(dim=1, keepdim=True) / ((1 << (self.bits - 1)) - 1)
-        unit = torch.where(unit > _LEAST_SCALE, unit, 0.0)
-        return ((unit.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16)
+        return to_scale(unit)
 
     def _values(self, positions: Tensor | None, symbols: Tensor, field: Tensor) -> Tensor:
         """fp32 ``[R, q]``: what codes and scales stand for; sender and receiver compute the same."""
         assert self.bits is not None
         if not self._two_levels:
-            return (symbols - ((1 << (self.bits - 1)) - 1)) * _unit(field)
+            return (symbols - ((1 << (self.bits - 1)) - 1)) * from_scale(field)
         assert positions is not None
         low, high = _two_level_scale(field)
         values = torch.where(symbols > 1, high, low)
@@ -197,7 +195,7 @@ def _two_level_field(magnitude: Tensor) -> Tensor:
     low = (magnitude * ~upper).sum(dim=1, keepdim=True) / (upper.shape[1] - count).clamp(min=1)
     low = torch.where(low > 0, low, high)  # all are alike
     low = torch.maximum(low, high / 4)  # the largest ratio there is
-    low = torch.where(low > _LEAST_SCALE, low, 0.0)
+    low = torch.where(low > LEAST_SCALE, low, 0.0)
     code = (low.view(torch.int32) + (1 << 19)) >> 20
     rounded = (code << 20).view(torch.float32)
     ratio = torch.where(rounded > 0, (high / rounded - 1) * _RATIO_UNIT, 0.0).round_().clamp_(0, 31)
@@ -209,11 +207,6 @@ def _two_level_scale(field: Tensor) -> tuple[Tensor, Tensor]:
     bits = field.to(torch.int32) & 0xFFFF
     low = ((bits >> _RATIO_BITS) << 20).view(torch.float32)
     return low, low * (1 + (bits & 31).float() / _RATIO_UNIT)
-
-
-def _unit(field: Tensor) -> Tensor:
-    """fp32 ``[R, 1]``."""
-    return (field.to(torch.int32) << 16).view(torch.float32)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

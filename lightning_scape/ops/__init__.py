@@ -52,6 +52,7 @@ __all__ = [
     "adamw_step",
     "checksum",
     "compact",
+    "dequantize",
     "fold",
     "gather_blocks",
     "gather_params",
@@ -59,6 +60,7 @@ __all__ = [
     "position_dtype",
     "proposal_bytes",
     "propose",
+    "quantize",
     "scatter_blocks",
     "scatter_params",
     "select",
@@ -187,6 +189,8 @@ select = _dispatched(naive.select)
 gather_blocks = _dispatched(naive.gather_blocks)
 scatter_blocks = _dispatched(naive.scatter_blocks)
 compact = _dispatched(naive.compact)
+quantize = _dispatched(naive.quantize)
+dequantize = _dispatched(naive.dequantize)
 sweep = _dispatched(naive.sweep)
 update_adams = _dispatched(naive.update_adams)
 update_adamw = _dispatched(naive.update_adamw)
@@ -206,6 +210,8 @@ DISPATCHED = (
     gather_blocks,
     scatter_blocks,
     compact,
+    quantize,
+    dequantize,
     sweep,
     update_adams,
     update_adamw,

@@ -30,6 +30,7 @@ from lightning_scape.ops.naive import (
     sketch,
     to_device,
 )
+from lightning_scape.ops.naive_wire import GROUP, group_bytes
 
 __all__ = [
     "AdamWStep",
@@ -44,12 +45,14 @@ __all__ = [
     "adamw_step",
     "checksum",
     "compact",
+    "dequantize",
     "fold",
     "gather_blocks",
     "gather_params",
     "merge",
     "position_dtype",
     "propose",
+    "quantize",
     "scatter_blocks",
     "scatter_params",
     "select",
@@ -160,6 +163,33 @@ def compact(
         part = None if mask is None else mask[rows]
         naive.compact(residual[rows], part, wire_dtype, scale[rows] if scale.dim() else scale, out=values[rows])
     return values
+
+
+def quantize(values: Tensor, bits: int) -> Tensor:
+    """See :func:`naive.quantize`."""
+    shards, count = values.shape
+    size = (shards, -(-count // GROUP), group_bytes(bits))
+    message = torch.empty(size, dtype=torch.uint8, device=values.device)
+    for groups, columns in _group_slices(values):
+        message[:, groups] = naive.quantize(values[:, columns], bits)
+    return message
+
+
+def dequantize(message: Tensor, bits: int, count: int) -> Tensor:
+    """See :func:`naive.dequantize`."""
+    values = torch.empty(len(message), count, dtype=torch.float32, device=message.device)
+    for groups, columns in _group_slices(values):
+        part = values[:, columns]
+        part.copy_(naive.dequantize(message[:, groups], bits, part.shape[1]))
+    return values
+
+
+def _group_slices(values: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Slices that cover the groups of ``values [S, n]``, the same of all shards; and the columns that these are."""
+    shards, count = values.shape
+    step = max(1, _chunk(values) // (GROUP * max(1, shards)))
+    for first in range(0, -(-count // GROUP), step):
+        yield slice(first, first + step), slice(first * GROUP, min((first + step) * GROUP, count))
 
 
 def sweep(

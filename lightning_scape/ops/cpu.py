@@ -5,6 +5,7 @@ equal to the twin and what only rounds:
 
 ========================================== ============================================================================
 select, propose, merge, compact            bitwise
+quantize, dequantize                       bitwise
 gather_params, scatter_params, fold        bitwise
 accumulate_exp_avg, accumulate_exp_avg_sq  bitwise
 sweep                                      bitwise
@@ -32,7 +33,7 @@ from torch import Tensor
 from typing_extensions import ParamSpec
 
 from lightning_scape.layout import Piece, Region
-from lightning_scape.ops import chunked, cpu_kernels, cpu_masks, cpu_numbers, cpu_ranking, cpu_sweep, naive
+from lightning_scape.ops import chunked, cpu_kernels, cpu_masks, cpu_numbers, cpu_ranking, cpu_sweep, cpu_wire, naive
 from lightning_scape.ops.chunked import checksum
 from lightning_scape.ops.cpu_arrays import (
     GRAIN,
@@ -61,6 +62,7 @@ from lightning_scape.ops.naive import (
     scatter_blocks,
     to_device,
 )
+from lightning_scape.ops.naive_wire import GROUP, group_bytes
 
 __all__ = [
     "AdamWStep",
@@ -74,10 +76,12 @@ __all__ = [
     "adamw_step",
     "checksum",
     "compact",
+    "dequantize",
     "merge",
     "fold",
     "gather_params",
     "position_dtype",
+    "quantize",
     "scatter_blocks",
     "scatter_params",
     "select",
@@ -300,6 +304,29 @@ def _wire_limit(residual: Tensor, wire_dtype: torch.dtype) -> Any:
 def _or_empty(matrix: Tensor | None, dtype: torch.dtype) -> Any:
     """An optional matrix as the loops take it; ``[0, 0]`` is none."""
     return array(torch.empty(0, 0, dtype=dtype, device="cpu") if matrix is None else matrix)
+
+
+@_where_it_fits
+def quantize(values: Tensor, bits: int) -> Tensor:
+    """See :func:`naive.quantize`."""
+    assert values.dtype == torch.float32
+    shards, count = values.shape
+    size = (shards, -(-count // GROUP), group_bytes(bits))
+    message = torch.empty(size, dtype=torch.uint8, device="cpu")
+    rows = message.flatten(0, 1)
+    loop = functools.partial(cpu_wire.quantize, array(values.view(-1)), array(rows), count, bits)
+    in_parallel(loop, len(rows), rows_of_a_thread(GROUP))
+    return message
+
+
+@_where_it_fits
+def dequantize(message: Tensor, bits: int, count: int) -> Tensor:
+    """See :func:`naive.dequantize`."""
+    assert message.shape[1:] == (-(-count // GROUP), group_bytes(bits))
+    values, rows = torch.empty(len(message), count, dtype=torch.float32, device="cpu"), message.flatten(0, 1)
+    loop = functools.partial(cpu_wire.dequantize, array(rows), array(values.view(-1)), count, bits)
+    in_parallel(loop, len(rows), rows_of_a_thread(GROUP))
+    return values
 
 
 @_where_it_fits

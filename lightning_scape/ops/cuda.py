@@ -12,6 +12,7 @@ squared_norm, sketch                 another order of summation, the same at eve
 update_adams, update_adamw           ``exp`` and ``expm1`` round differently (2 units in the last place)
 checksum                             the twin, in larger parts: not part of every step
 gather_blocks, scatter_blocks        the twin itself: one call of torch each
+quantize, dequantize                 the twin, in larger parts: there is no kernel
 adams_step, adamw_step               the twin itself: not called on a device
 ==================================== ==================================================================================
 
@@ -28,6 +29,7 @@ The kernels stand by theme in :mod:`.cuda_gradients`, :mod:`.cuda_masks`, :mod:`
 :mod:`.cuda_numbers` and :mod:`.cuda_launch` serve them all.
 """
 
+from lightning_scape.ops.chunked import dequantize, quantize
 from lightning_scape.ops.cuda_gradients import (
     accumulate_exp_avg,
     accumulate_exp_avg_sq,
@@ -72,6 +74,7 @@ __all__ = [
     "adamw_step",
     "checksum",
     "compact",
+    "dequantize",
     "fold",
     "gather_blocks",
     "gather_params",
@@ -79,6 +82,7 @@ __all__ = [
     "position_dtype",
     "proposal_bytes",
     "propose",
+    "quantize",
     "scatter_blocks",
     "scatter_params",
     "select",

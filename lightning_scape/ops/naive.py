@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_scape.layout import Piece, Region
 from lightning_scape.ops.naive_masks import merge, position_dtype, proposal_bytes, propose, select, votes_in
+from lightning_scape.ops.naive_wire import dequantize, quantize
 from lightning_scape.ops.rules import (
     LONGEST_MOVE,
     AdamWStep,
@@ -46,6 +47,7 @@ __all__ = [
     "adamw_step",
     "checksum",
     "compact",
+    "dequantize",
     "fold",
     "gather_blocks",
     "gather_params",
@@ -53,6 +55,7 @@ __all__ = [
     "position_dtype",
     "proposal_bytes",
     "propose",
+    "quantize",
     "scatter_blocks",
     "scatter_params",
     "select",

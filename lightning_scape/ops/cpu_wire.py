@@ -1,0 +1,92 @@
+"""Loops that pack values into 8 or 4 bits and read them, compiled by numba: see :mod:`.naive_wire`."""
+
+import numpy as np
+
+from lightning_scape.ops.cpu_numbers import clamp, jit
+from lightning_scape.ops.cpu_ranking import MAGNITUDE
+from lightning_scape.ops.naive_wire import GROUP, LEAST_SCALE
+
+_LEAST_SCALE = np.float32(LEAST_SCALE)
+
+
+@jit
+def quantize(values, message, count, bits, first, last):
+    """See :func:`naive.quantize`; ``values [S * n]``, ``message [S * G, W]``, ``count`` is n. The range is of rows."""
+    per_shard, levels = -(-count // GROUP), np.int32((1 << (bits - 1)) - 1)
+    codes, padded = np.empty(GROUP, np.int32), np.empty(GROUP, np.float32)
+    for row in range(first, last):
+        start = row // per_shard * count + row % per_shard * GROUP
+        there = min(GROUP, count - row % per_shard * GROUP)
+        group = values[start : start + there]
+        if there == GROUP:
+            scale = _take_steps(group, codes, levels)
+        else:
+            for i in range(GROUP):
+                padded[i] = group[i] if i < there else 0
+            scale = _take_steps(padded, codes, levels)
+            for i in range(there):
+                group[i] = padded[i]
+        _write(codes, scale, bits, message[row])
+
+
+@jit
+def _take_steps(group, codes, levels):
+    """Codes of a group, whose rounding errors stay behind; returns the scale."""
+    bits, largest = group.view(np.int32), np.int32(0)
+    for i in range(GROUP):
+        magnitude = np.int32(bits[i] & MAGNITUDE)
+        largest = magnitude if magnitude > largest else largest
+    exact = np.float32(np.int32(largest).view(np.float32) / np.float32(levels))
+    scale = np.int32((exact.view(np.int32) + 0xFFFF) >> 16) if exact > _LEAST_SCALE else np.int32(0)
+    unit = np.int32(scale << 16).view(np.float32)
+    for i in range(GROUP):
+        step = np.int32(0)
+        if scale != 0:
+            step = np.int32(clamp(np.rint(group[i] / unit), np.float32(levels)))
+        group[i] -= np.float32(step) * unit
+        codes[i] = step + levels
+    return scale
+
+
+@jit
+def _write(codes, scale, bits, row):
+    """A row of the message."""
+    if bits == 4:
+        for i in range(GROUP // 2):
+            row[i] = codes[2 * i] | codes[2 * i + 1] << 4
+    else:
+        for i in range(GROUP):
+            row[i] = codes[i]
+    row[len(row) - 2], row[len(row) - 1] = scale & 255, scale >> 8
+
+
+@jit
+def dequantize(message, values, count, bits, first, last):
+    """See :func:`naive.dequantize`; arguments as in :func:`quantize`."""
+    per_shard, levels = -(-count // GROUP), np.int32((1 << (bits - 1)) - 1)
+    padded = np.empty(GROUP, np.float32)
+    for row in range(first, last):
+        start = row // per_shard * count + row % per_shard * GROUP
+        there = min(GROUP, count - row % per_shard * GROUP)
+        group = values[start : start + there]
+        if there == GROUP:
+            _read(message[row], bits, levels, group)
+        else:
+            _read(message[row], bits, levels, padded)
+            for i in range(there):
+                group[i] = padded[i]
+
+
+@jit
+def _read(row, bits, levels, group):
+    """The values of a row."""
+    scale = np.int32(row[len(row) - 2]) | np.int32(row[len(row) - 1]) << 8
+    unit = np.int32(scale << 16).view(np.float32)
+    if bits == 4:
+        for i in range(GROUP // 2):
+            code = np.int32(row[i])
+            group[2 * i] = np.float32((code & 15) - levels) * unit
+            group[2 * i + 1] = np.float32((code >> 4) - levels) * unit
+    else:
+        for i in range(GROUP):
+            group[i] = np.float32(np.int32(row[i]) - levels) * unit
