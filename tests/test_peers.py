@@ -277,9 +277,18 @@ def test_the_front_is_what_no_other_beats() -> None:
     pareto = load_example("bench_pareto")
 
     def point(label: str, size: float, loss: float) -> Any:
-        return pareto.Point(label, None, size, loss, 1e-3, 1, 1, None)
+        return pareto.Point(label, None, 0.0, size, loss, 1e-3, 1, 1, None)
 
     points = [point("a", 10, 1.0), point("b", 5, 1.1), point("c", 5, 1.2), point("d", 1, 1.15), point("e", 20, 1.0)]
     front = pareto.front_of(points)
     assert [each.label for each in front] == ["d", "b", "a"]
     assert pareto.above_front(points[2], front) == pytest.approx(1.2 / 1.1)
+
+
+def test_late_bytes_are_those_that_grow_with_the_model() -> None:
+    pareto = load_example("bench_pareto")
+    ((run),) = pareto.sweep([pareto.scape(0.9)], [1e-3], **pareto.TINY)
+    fixed = 2 * 4 * (4093 + 1) // 2  # two ranks
+    history = [{"step": 2, "bytes": 9 * fixed}, {"step": 4, "bytes": 11 * fixed + 200}]
+    result = {"run": pareto.json.loads(pareto.json.dumps(vars(run))), "step": 4, "bytes": 11 * fixed + 200}
+    assert pareto.late_bytes({**result, "history": history}) == pytest.approx(100, abs=20)
