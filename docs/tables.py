@@ -209,6 +209,20 @@ WIRES = few("100mbit", "compute powersgd scape-0.9 scape-0.9-int4 scape-0.99 sca
 NODES = " --ranks-per-host 2 --models pythia-14m"
 
 
+def pareto(link: Link) -> str:
+    """Every method at 0.03M parameters; those on the front in bold."""
+    points = [point for point in load("pareto/pareto.json") if point["setting"].startswith("0.03M")]
+    dense = next(point for point in points if point["label"] == DENSE)
+    rows = []
+    for point in points:
+        name = f"**{point['label']}**" if point["on_front"] else point["label"]
+        gap = f"{point['loss'] / dense['loss'] - 1:+.1%}"
+        rows.append([name, f"{point['bytes_per_parameter']:.2g}", f"{point['loss']:.4f}", gap, f"{point['lr']:g}"])
+    head = ["method", "bytes per parameter and step", "loss", "against dense AdamW", "best rate"]
+    command = "python examples/bench_pareto.py --suite rates"
+    return table(head, *rows) + "\n" + source(link, "pareto/pareto.json", command)
+
+
 def step_cost(link: Link) -> str:
     rows = []
     for found in load("bench_step.json")["results"]:
@@ -231,6 +245,7 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "rates": rates,
     "digits": digits,
     "step-cost": step_cost,
+    "pareto": pareto,
     "two-hosts": lambda link: two_hosts("two_hosts/adamw", ADAMW, link),
     "two-hosts-wires": lambda link: two_hosts("two_hosts/wires", WIRES, link),
     "two-hosts-slow": lambda link: two_hosts("two_hosts/slow", SLOW, link),

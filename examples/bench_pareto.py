@@ -178,8 +178,11 @@ def report(out: Path) -> str:
         lines += ["", f"## {setting.title}", "", *table(points)]
     page = "\n".join(lines) + "\n"
     (out / "pareto.md").write_text(page)
-    figures = [{**point._asdict(), "setting": point.setting.title, "run": point.run.name} for points in
-               by_setting.values() for point in points]  # fmt: skip
+    figures = [
+        {**point._asdict(), "setting": setting.title, "run": point.run.name, "on_front": point in front_of(points)}
+        for setting, points in by_setting.items()
+        for point in points
+    ]
     (out / "pareto.json").write_text(json.dumps(figures, indent=1) + "\n")
     plot(by_setting, out / "pareto.png")
     return page
