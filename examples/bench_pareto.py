@@ -50,27 +50,40 @@ def peer(method: str, **options: Any) -> dict[str, Any]:
 ADAMW: dict[str, Any] = {"method": "adamw"}
 SCAPE = [scape(sparsity) for sparsity in (0.9, 0.99, 0.999)]
 AT_ONCE = [scape(sparsity, sparsity_warmup_steps=0) for sparsity in (0.9, 0.99)]
-SPARSELOCO = [peer("sparseloco", sync_every=every) for every in (1, 5, 15, 30, 100)]
-GATHERED = [peer("sparseloco", sync_every=every, reduction="gathered") for every in (15, 30)]
+SPARSELOCO = [
+    peer("sparseloco", sync_every=every, reduction=reduction)
+    for reduction in ("gathered", "sharded")
+    for every in (1, 5, 15, 30, 100)
+]
 LOCAL = [peer(method, sync_every=every) for method in ("diloco", "averaging") for every in (15, 30, 100)]
 COMPRESSED = [peer("topk", density=density) for density in (0.01, 0.001)]
 COMPRESSED += [peer("powersgd", rank=rank) for rank in (1, 4)]
 BY_SIGN = [*(peer("demo", top=top) for top in (8, 32)), peer("signsgd")]
 AT_15 = {"sync_every": 15}
+GATHERED_15 = {**AT_15, "reduction": "gathered"}
+SHARDED_15 = {**AT_15, "reduction": "sharded"}
 ABLATIONS = [
-    peer("sparseloco", **AT_15, **change)
-    for change in (
-        *({"bits": bits} for bits in (4, 8, None)),
-        *({"density": density} for density in (1.0, 1 / 16, 1 / 32, 1 / 128, 1 / 256)),
-        *({"error_decay": decay} for decay in (0.9, 0.99, 0.999, 1.0)),
-        *({"outer_lr": rate} for rate in (0.4, 0.7, 1.5)),
-        {"return_density": 1 / 32},
-        *({"reduction": "gathered", "error_decay": decay} for decay in (0.95, 0.99, 1.0)),
-        {"average": "senders"},
-        {"block_size": 4096},
-        *({"overlap_steps": steps} for steps in (1, 5, 14)),
-        {"density": 1.0, "bits": None, "error_decay": 1.0},
-    )
+    *(
+        peer("sparseloco", **GATHERED_15, **change)
+        for change in (
+            *({"bits": bits} for bits in (4, 8, None)),
+            *({"density": density} for density in (1 / 16, 1 / 32, 1 / 128, 1 / 256)),
+            *({"error_decay": decay} for decay in (0.9, 0.99, 0.999, 1.0)),
+            *({"outer_lr": rate} for rate in (0.4, 0.7, 1.5)),
+            {"average": "senders"},
+            {"block_size": 4096},
+            *({"overlap_steps": steps} for steps in (1, 5, 14)),
+        )
+    ),
+    *(
+        peer("sparseloco", **SHARDED_15, **change)
+        for change in (
+            {"return_density": 1 / 32},
+            *({"error_decay": decay} for decay in (0.99, 1.0)),
+            {"density": 1.0},
+            {"density": 1.0, "bits": None, "error_decay": 1.0},
+        )
+    ),
 ]
 RATES, SIGN_RATES = [4e-3, 8e-3, 1.6e-2], [5e-4, 1e-3, 2e-3]
 SMALL: dict[str, Any] = {"size": "0.03M", "steps": 3000}
@@ -78,12 +91,15 @@ TINY: dict[str, Any] = {"size": "0.03M", "ranks": 2, "batch": 2, "context": 32, 
 SHORT = sweep([ADAMW, *SCAPE, *SPARSELOCO[:2], *LOCAL[::3], *COMPRESSED[::2], *BY_SIGN[1:]], [2e-3], **TINY)
 SUITES: dict[str, list[Run]] = {
     "rates": [
-        *sweep([ADAMW, *SCAPE, *SPARSELOCO, *GATHERED, *LOCAL, *COMPRESSED, *AT_ONCE], RATES, **SMALL),
+        *sweep([ADAMW, *SCAPE, *SPARSELOCO, *LOCAL, *COMPRESSED, *AT_ONCE], RATES, **SMALL),
         *sweep(BY_SIGN, SIGN_RATES, **SMALL),
     ],
-    "ablations": sweep([SPARSELOCO[2], *ABLATIONS], [8e-3], **SMALL),
+    "ablations": sweep([peer("sparseloco", **GATHERED_15), *ABLATIONS], [8e-3], **SMALL),
     "aim": sweep(
-        [ADAMW, peer("diloco", **AT_15), SPARSELOCO[2], GATHERED[0]], [2e-3, 4e-3, 8e-3], size="0.2M", steps=10_000
+        [ADAMW, peer("diloco", **AT_15), peer("sparseloco", **GATHERED_15), peer("sparseloco", **SHARDED_15)],
+        [2e-3, 4e-3, 8e-3],
+        size="0.2M",
+        steps=10_000,
     ),
 }
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scape.comm.collectives import Work, new_mask_group
-from lightning_scape.sparseloco import SparseLoCo
+from lightning_scape.sparseloco import SparseLoCo, SparseLoCoConfig
 
 EXACT: dict[str, Any] = {"density": 1.0, "bits": None, "error_decay": 1.0, "outer_lr": 1.0}
 SPARSE: dict[str, Any] = {"density": 1 / 8, "bits": 2, "sync_every": 3, "reduction": "sharded"}
@@ -230,6 +230,14 @@ def test_gathered_messages_are_averaged_on_every_rank(run_ranks: Any, average: s
 
 
 # ------------------------------------------------------------------------------------------------ what it sends
+
+
+def test_few_ranks_gather_unless_something_speaks_for_owners() -> None:
+    assert [SparseLoCoConfig().gathers(ranks) for ranks in (2, 3, 4, 5, 64)] == [True, True, True, False, False]
+    assert [SparseLoCoConfig(density=1.0).gathers(ranks) for ranks in (2, 3)] == [True, False]
+    assert not SparseLoCoConfig(return_density=1 / 32).gathers(4)
+    assert not SparseLoCoConfig(reduction="sharded").gathers(2)
+    assert SparseLoCoConfig(reduction="gathered").gathers(64)
 
 
 def _sends(rank: int, world_size: int, overlap: int) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def test_the_advice_follows_the_bandwidth() -> None:
         link = Link(bandwidth=bandwidth)
         predictions, local = planner.predict(JOB, link, MACHINE, [0.9, 0.99]), planner.predict_local(JOB, link, MACHINE)
         said[bandwidth] = planner.which_method(predictions, local)
-    assert "Take SparseLoCo with sync_every=15" in said[1.25e6] or "sync_every=30" in said[1.25e6]
+    assert "Take SparseLoCo with sync_every=60" in said[1.25e6]  # four ranks gather: 30 would take 1.16x of compute
     assert "Take SparseLoCo with sync_every=15" in said[1.25e7]
     assert "SparseLoCo is not needed" in said[1.25e9]
 

@@ -25,7 +25,7 @@ from lightning_scape.sparseloco.config import SparseLoCoConfig
 
 EXCHANGE_WORK = 14.0
 """Own work of an exchange in steps of fused AdamW: measured on one CPU core, 13M parameters."""
-WINDOWS = (1, 15, 30, 100)
+WINDOWS = (1, 15, 30, 60, 100)
 """``sync_every`` of the predictions."""
 NEAR_COMPUTE = 1.15
 """A step of so many times compute alone is as good as free of messages."""
