@@ -179,6 +179,7 @@ def first(link: Link) -> str:
 
 METHODS = {"compute": "compute only", "ddp": "DDP fp32", "ddp-bf16": "DDP bf16 hook", "powersgd": "DDP PowerSGD"}
 METHODS |= {"fsdp": "FSDP", "scape-0": "dense AdamS", "scape-0.9": "SCAPE 0.9", "scape-0.99": "SCAPE 0.99"}
+METHODS |= {"hsdp-shm": "HSDP, shared memory", "nodes-0.99-shm": "SCAPE 0.99, `local_group_size`, shared memory"}
 METHODS |= {"scape-0.9-int4": "SCAPE 0.9, int4", "scape-0.99-int8": "SCAPE 0.99, int8"}
 METHODS |= {"hsdp": "HSDP", "nodes-0.99": "SCAPE 0.99, `local_group_size`", "sparseloco-30": "SparseLoCo"}
 LINKS = {"10gbit": "10 Gbit/s", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s", "10mbit": "10 Mbit/s"}
@@ -205,7 +206,7 @@ def few(links: str, methods: str, rounds: int | None = None) -> str:
 
 SLOW = few("10mbit", "compute ddp sparseloco-30")
 ADAMW = few("10gbit 1gbit 100mbit", "compute ddp ddp-bf16 powersgd fsdp scape-0.9 scape-0.99 sparseloco-30", 3)
-WIRES = few("100mbit", "compute powersgd scape-0.9 scape-0.9-int4 scape-0.99 scape-0.99-int8", 3)
+WIRES = few("100mbit", "compute powersgd scape-0.9 scape-0.9-int4 scape-0.99 scape-0.99-int8", 2)
 NODES = " --ranks-per-host 2 --models pythia-14m"
 
 
@@ -217,8 +218,16 @@ def pareto(link: Link) -> str:
     for point in points:
         name = f"**{point['label']}**" if point["on_front"] else point["label"]
         gap = f"{point['loss'] / dense['loss'] - 1:+.1%}"
-        rows.append([name, f"{point['bytes_per_parameter']:.2g}", f"{point['loss']:.4f}", gap, f"{point['lr']:g}"])
-    head = ["method", "bytes per parameter and step", "loss", "against dense AdamW", "best rate"]
+        rows.append(
+            [
+                name,
+                f"{point['bytes_per_parameter']:.2g}",
+                f"{point['loss']:.4f}",
+                gap,
+                f"{point['lr']:g} ({point['rates']})",
+            ]
+        )
+    head = ["method", "bytes per parameter and step", "loss", "against dense AdamW", "best rate (tried)"]
     command = "python examples/bench_pareto.py --suite rates"
     return table(head, *rows) + "\n" + source(link, "pareto/pareto.json", command)
 
@@ -249,7 +258,7 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "two-hosts": lambda link: two_hosts("two_hosts/adamw", ADAMW, link),
     "two-hosts-wires": lambda link: two_hosts("two_hosts/wires", WIRES, link),
     "two-hosts-slow": lambda link: two_hosts("two_hosts/slow", SLOW, link),
-    "two-hosts-nodes": lambda link: two_hosts("two_hosts/nodes", f"{NODES} --links 1gbit --rounds 3", link, "host"),
+    "two-hosts-nodes": lambda link: two_hosts("two_hosts/nodes", f"{NODES} --links 1gbit --rounds 2", link, "host"),
     "two-hosts-nodes-slow": lambda link: two_hosts(
         "two_hosts/nodes_100mbit", f"{NODES} --links 100mbit --rounds 1", link, "host"
     ),
