@@ -144,7 +144,8 @@ def late_bytes(result: dict[str, Any]) -> float:
     """Bytes that a rank sends in a step of the second half of a run, without the message that measures the norm."""
     earlier = [{"step": 0, "bytes": 0}, *(at for at in result["history"] if at["step"] <= result["step"] // 2)]
     steps, sent = (result[name] - earlier[-1][name] for name in ("step", "bytes"))
-    return sent / steps - (fixed_bytes(run_of(result).ranks) if run_of(result).method == "scape" else 0)
+    run = run_of(result)
+    return sent / steps - (fixed_bytes(run.ranks) if run.method == "scape" else 0)
 
 
 def fixed_bytes(ranks: int) -> int:
@@ -194,11 +195,12 @@ def report(out: Path) -> str:
         lines += ["", f"## {setting.title}", "", *table(points)]
     page = "\n".join(lines) + "\n"
     (out / "pareto.md").write_text(page)
-    figures = [
-        {**point._asdict(), "setting": setting.title, "run": point.run.name, "on_front": point in front_of(points)}
-        for setting, points in by_setting.items()
-        for point in points
-    ]
+    figures = []
+    for setting, points in by_setting.items():
+        front = front_of(points)
+        for point in points:
+            named = {"setting": setting.title, "run": point.run.name, "on_front": point in front}
+            figures.append({**point._asdict(), **named})
     (out / "pareto.json").write_text(json.dumps(figures, indent=1) + "\n")
     plot(by_setting, out / "pareto.png")
     return page

@@ -233,12 +233,18 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
     def bf16_hook(state, bucket):  # DDP wants its annotations as classes or not at all
         return default_hooks.bf16_compress_hook(state, bucket)
 
-    def scape_strategy(method: str) -> ScapeStrategy:
-        kind, sparsity, *more = method.split("-")
-        nodes = {"local_group_size": "node", "reshard_after_forward": False} if kind == "nodes" else {}
-        nodes |= {"wrap": ["GPT"]} if kind == "nodes" and args.one_unit else {}
-        wires = {"wire_dtype": more[0]} if kind == "scape" and more else {}
-        return ScapeStrategy(sparsity=float(sparsity), sparsity_warmup_steps=0, **nodes, **wires)
+    def sharded_strategy() -> ModelParallelStrategy:
+        return ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
+
+    def scape_strategy() -> ScapeStrategy:
+        _, sparsity, *more = method.split("-")
+        options: dict[str, Any] = {}
+        if kind == "nodes":
+            options = {"local_group_size": "node", "reshard_after_forward": False}
+            options |= {"wrap": ["GPT"]} if args.one_unit else {}
+        elif more:
+            options = {"wire_dtype": more[0]}
+        return ScapeStrategy(sparsity=float(sparsity), sparsity_warmup_steps=0, **options)
 
     class Watch(pl.Callback):
         """Times steps and counts bytes, from the end of the warm-up to as many steps as there is time for."""
@@ -303,11 +309,11 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
         "ddp-bf16": Hooked,
         # One bucket: with several, gloo calls the hook's callbacks in another order on each rank, and aborts.
         "powersgd": lambda: Hooked(bucket_cap_mb=4096),
-        "fsdp": lambda: ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1),
-        "hsdp": lambda: ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1),
-        "hsdp-shm": lambda: ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1),
+        "fsdp": sharded_strategy,
+        "hsdp": sharded_strategy,
+        "hsdp-shm": sharded_strategy,
         f"sparseloco-{window}": lambda: SparseLoCoStrategy(sync_every=window),
-    }.get(method, lambda: scape_strategy(method))()
+    }.get(method, scape_strategy)()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=args.ranks_per_host,

@@ -287,7 +287,7 @@ def test_the_front_is_what_no_other_beats() -> None:
 
 def test_late_bytes_are_those_that_grow_with_the_model() -> None:
     pareto = load_example("bench_pareto")
-    ((run),) = pareto.sweep([pareto.scape(0.9)], [1e-3], **pareto.TINY)
+    (run,) = pareto.sweep([pareto.scape(0.9)], [1e-3], **pareto.TINY)
     fixed = 2 * 4 * (4093 + 1) // 2  # two ranks
     history = [{"step": 2, "bytes": 9 * fixed}, {"step": 4, "bytes": 11 * fixed + 200}]
     result = {"run": pareto.json.loads(pareto.json.dumps(vars(run))), "step": 4, "bytes": 11 * fixed + 200}
