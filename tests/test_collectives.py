@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.comm import collectives
+from lightning_scape.comm import collectives, gloo_threads
 from lightning_scape.comm.collectives import Communicator
 
 MESSAGES = {"all_reduce": 1, "all_to_all_into": 2, "all_gather_into": 2}
@@ -297,3 +298,34 @@ def test_the_first_step_follows_parameters_that_moved_since_the_optimizer_was_bu
     state = engine.allocate()
     part = engine.participants.of(state, torch.ones((), device="meta"), torch.ones(2, device="meta"))
     assert {str(t.device) for t in (state.step, state.missed, part.blocks)} == {"meta"}  # type: ignore[union-attr]
+
+
+def _policies(rank: int, world: int, forbidden: bool) -> tuple[set[int], list[float]]:
+    """Those of gloo's receiving threads under an optimizer; and what it trains."""
+    if forbidden:
+
+        def refuse(*_: Any) -> None:
+            raise PermissionError("Operation not permitted")
+
+        os.sched_setscheduler = refuse
+    parameter = nn.Parameter(torch.full((400,), float(rank)))
+    parameter.data.zero_()
+    optimizer = ScapeOptimizer([parameter], lr=0.1, config=ScapeConfig(sparsity=0.99, sparsity_warmup_steps=0))
+    for _ in range(3):
+        parameter.grad = torch.ones(400) * (rank + 1)
+        optimizer.step()
+    optimizer.drain()
+    return {os.sched_getscheduler(thread) for thread in gloo_threads.receivers()}, parameter.tolist()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="scheduling policies are Linux's")
+def test_threads_that_receive_do_not_take_a_core_from_one_that_sends(run_ranks: Any) -> None:
+    found = run_ranks(_policies, 2, False)
+    assert [policies for policies, _ in found] == [{os.SCHED_BATCH}] * 2
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="scheduling policies are Linux's")
+def test_training_goes_on_where_the_policy_may_not_be_changed(run_ranks: Any) -> None:
+    found, forbidden = run_ranks(_policies, 2, False), run_ranks(_policies, 2, True)
+    assert [policies for policies, _ in forbidden] == [{os.SCHED_OTHER}] * 2
+    assert [values for _, values in forbidden] == [values for _, values in found]

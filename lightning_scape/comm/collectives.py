@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_scape.comm.gloo_threads import let_senders_finish
 from lightning_scape.comm.lost_ranks import explained_loss, forget_losses
 from lightning_scape.comm.worker import Worker, end_groups_at_exit
 
@@ -212,6 +213,7 @@ class Communicator:
         self._side_stream: torch.cuda.Stream | None = None
         if self.world_size > 1 and "gloo" in str(dist.get_backend(self.process_group)):
             end_groups_at_exit()
+            let_senders_finish()
 
     @classmethod
     def alone(cls) -> Communicator:

@@ -72,6 +72,20 @@ def square_part(moment, grad, scale, keep, weight, bound, clip, largest):
 
 
 @jit
+def fold_and_square_part(residual, moment, grad, scales, keep, weight, bound, clip, largest):
+    """:func:`fold_part` and :func:`square_part` in one pass over the gradient; ``scales`` of either's dtype."""
+    to_residual, to_moment = scales
+    for e in range(len(grad)):
+        value = widen(grad[e])
+        if clip:
+            value = clamp(value, bound)
+        residual[e] += to_residual * residual.dtype.type(value)
+        own = to_moment * moment.dtype.type(value)
+        value = moment[e] * keep + weight * (own * own)
+        moment[e] = largest if value > largest else value
+
+
+@jit
 def fade_part(moment, keep, largest):
     """The same for a gradient of zeros."""
     for e in range(len(moment)):

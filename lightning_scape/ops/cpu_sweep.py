@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_scape.layout import Region
 from lightning_scape.ops.cpu_arrays import like
-from lightning_scape.ops.cpu_kernels import compact, fade_part, fold_part, square_part
+from lightning_scape.ops.cpu_kernels import compact, fade_part, fold_and_square_part, fold_part
 from lightning_scape.ops.cpu_masks import write_positions, write_proposals
 from lightning_scape.ops.cpu_numbers import array_at, jit, overlap
 from lightning_scape.ops.cpu_ranking import LANES, TILE, make_room, rank_rows, take_rows
@@ -72,16 +72,16 @@ def _accumulate(run, numbers, part, residual, moments, factor, bound, clip, larg
     if start >= stop:
         return
     here = residual[row + above : row + below].reshape(-1)[: stop - start]
-    if run[3] != 0:
-        grad = array_at(run[3], start, stop - start, like_grad)
-        fold_part(here, grad, factor, bound, clip)
-    if len(moments) > 0:
-        second = moments[row + above : row + below].reshape(-1)[: stop - start]
-        if run[3] == 0:
-            fade_part(second, numbers[0], largest)
-        else:
-            grad = array_at(run[3], start, stop - start, like_grad)
-            square_part(second, grad, second.dtype.type(factor), numbers[0], numbers[1], bound, clip, largest)
+    if len(moments) == 0:
+        if run[3] != 0:
+            fold_part(here, array_at(run[3], start, stop - start, like_grad), factor, bound, clip)
+        return
+    second = moments[row + above : row + below].reshape(-1)[: stop - start]
+    if run[3] == 0:
+        fade_part(second, numbers[0], largest)
+    else:
+        grad, scales = array_at(run[3], start, stop - start, like_grad), (factor, second.dtype.type(factor))
+        fold_and_square_part(here, second, grad, scales, numbers[0], numbers[1], bound, clip, largest)
 
 
 def runs(
