@@ -31,7 +31,8 @@ from hypothesis import settings
 torch.set_num_threads(1)
 
 # No deadline: the machine is shared with other ranks. Derandomized: a change is to blame for a failure, not the draw.
-settings.register_profile("scape", deadline=None, derandomize=True, max_examples=50, database=None)
+settings.register_profile("scape", deadline=None, derandomize=True, max_examples=25, database=None)
+settings.register_profile("scape-slow", settings.get_profile("scape"), max_examples=100)
 settings.load_profile("scape")
 
 
@@ -41,6 +42,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--run-slow"):
+        settings.load_profile("scape-slow")
     if config.getoption("--fresh-processes"):
         warm_python.wanted = False
     elif warm_python.wanted and config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):

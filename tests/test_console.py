@@ -10,8 +10,12 @@ import pytest
 
 from lightning_scape.console import ends_quietly
 
-COMMANDS = [["lightning_scape.tool", "--help"], ["lightning_scape.cli", "pretrain", "--help"]]
-MORE_COMMANDS = [["lightning_scape.plan", "--help"], ["lightning_scape.doctor", "--help"]]
+COMMANDS = [["lightning_scape.tool", "--help"]]
+MORE_COMMANDS = [
+    ["lightning_scape.cli", "pretrain", "--help"],
+    ["lightning_scape.plan", "--help"],
+    ["lightning_scape.doctor", "--help"],
+]
 
 
 @pytest.mark.parametrize("commands", [COMMANDS, pytest.param(MORE_COMMANDS, marks=pytest.mark.slow)])
