@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
-import torch
 from torch import Tensor
-from torch.cuda import nvtx
-from torch.profiler import record_function
 
 from lightning_scape import ops
+from lightning_scape.engine.ranges import profiler_range
 from lightning_scape.layout import Layout, Piece
 
 PHASES = ("norm", "wait", "mask", "sweep", "exchange", "update", "write", "launch")
@@ -104,8 +102,7 @@ class StepRecord:
     def phase(self, name: str) -> Iterator[None]:
         """A profiler range (torch's and, where CUDA is in use, NVTX for Nsight), and the host's seconds."""
         began = time.perf_counter()
-        label = f"scape::{name}"
-        with record_function(label), nvtx.range(label) if torch.cuda.is_initialized() else nullcontext():
+        with profiler_range(f"scape::{name}"):
             yield
         self.seconds[name] += time.perf_counter() - began
 

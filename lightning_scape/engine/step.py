@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator, Work
@@ -21,6 +20,7 @@ from lightning_scape.engine.clipping import GradientClipping
 from lightning_scape.engine.mask import Masks, SparsitySchedule
 from lightning_scape.engine.parameters import Parameters
 from lightning_scape.engine.participation import Participants
+from lightning_scape.engine.ranges import profiler_range
 from lightning_scape.engine.region import LocalRegion, RemoteRegion
 from lightning_scape.engine.replicas import check_replicas
 from lightning_scape.engine.shard import OwnShard
@@ -215,7 +215,7 @@ class Engine:
     def clip_grad_norm(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
         """See :meth:`ScapeOptimizer.clip_grad_norm`."""
         began = time.perf_counter()
-        with torch.no_grad(), record_function("scape::norm"):
+        with torch.no_grad(), profiler_range("scape::norm"):
             grads = self.parameters.gradients(self.shard.param_groups)
             norm = self.clipping.record_norm(grads, max_norm, self.device, strict=error_if_nonfinite)
             self.clipping.remember(self.parameters.raw_gradients())

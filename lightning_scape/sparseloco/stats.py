@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
-import torch
 from torch import Tensor
-from torch.cuda import nvtx
-from torch.profiler import record_function
 
+from lightning_scape.engine.ranges import profiler_range
 from lightning_scape.layout import Layout
 
 PHASES = ("norm", "fold", "send", "average", "return", "outer", "wait", "set_out")
@@ -117,7 +115,6 @@ class ExchangeRecord:
     def phase(self, name: str) -> Iterator[None]:
         """A profiler range (torch's and, where CUDA is in use, NVTX for Nsight), and the host's seconds."""
         began = time.perf_counter()
-        label = f"sparseloco::{name}"
-        with record_function(label), nvtx.range(label) if torch.cuda.is_initialized() else nullcontext():
+        with profiler_range(f"sparseloco::{name}"):
             yield
         self.seconds[name] += time.perf_counter() - began
