@@ -205,8 +205,9 @@ def few(links: str, methods: str, rounds: int | None = None) -> str:
 
 
 SLOW = few("10mbit", "compute ddp sparseloco-30")
-ADAMW = few("10gbit 1gbit 100mbit", "compute ddp ddp-bf16 powersgd fsdp scape-0.9 scape-0.99 sparseloco-30", 3)
+ADAMW = few("10gbit 1gbit 100mbit", "compute ddp ddp-bf16 powersgd fsdp scape-0.9 scape-0.99 sparseloco-30", 2)
 WIRES = few("100mbit", "compute powersgd scape-0.9 scape-0.9-int4 scape-0.99 scape-0.99-int8", 2)
+AIMS = few("1gbit 100mbit", "compute powersgd scape-0.9 scape-0.9-int4 scape-0.99", 4)
 NODES = " --ranks-per-host 2 --models pythia-14m"
 
 
@@ -256,6 +257,7 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "step-cost": step_cost,
     "pareto": pareto,
     "two-hosts": lambda link: two_hosts("two_hosts/adamw", ADAMW, link),
+    "two-hosts-aims": lambda link: two_hosts("two_hosts/aims", AIMS, link),
     "two-hosts-wires": lambda link: two_hosts("two_hosts/wires", WIRES, link),
     "two-hosts-slow": lambda link: two_hosts("two_hosts/slow", SLOW, link),
     "two-hosts-nodes": lambda link: two_hosts("two_hosts/nodes", f"{NODES} --links 1gbit --rounds 2", link, "host"),
