@@ -234,7 +234,7 @@ def _main(task: _Task, connection: Connection) -> None:
     _adopt_environment(task)
     torch.set_num_threads(1)
     reset_rank_zero(task.rank)
-    value = error = None
+    value = error = store = None
     text = ""
     try:
         fn, args = pickle.loads(task.call)
@@ -246,12 +246,15 @@ def _main(task: _Task, connection: Connection) -> None:
             world_size=task.world_size,
             timeout=datetime.timedelta(seconds=task.timeout),
         )
+        store.add(_CONNECTED, 1)
         with poisoned_empty():
             value = fn(task.rank, task.world_size, *args)
     except BaseException as raised:  # also SystemExit and what pytest.fail raises: the parent decides
         error, text = raised, traceback.format_exc()
     connection.send_bytes(_pack(task.rank, value, error, text, time.monotonic()))
     if error is not None:
+        if store is not None and dist.is_initialized():
+            _wait_until_all_are_connected(store, task.world_size)
         # Leave at once, as a crashed process would: that is what lets the other ranks' collectives fail.
         _flush()
         os._exit(1)
@@ -259,6 +262,16 @@ def _main(task: _Task, connection: Connection) -> None:
         connection.recv_bytes()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+_CONNECTED = "connected"
+
+
+def _wait_until_all_are_connected(store: dist.Store, world_size: int, seconds: float = 5.0) -> None:
+    """A rank that leaves while another still connects would make that one fail, and not for what it was told to do."""
+    deadline = time.monotonic() + seconds
+    while store.add(_CONNECTED, 0) < world_size and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 def _adopt_environment(task: _Task) -> None:

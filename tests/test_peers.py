@@ -53,14 +53,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "signsgd": {},
     "topk": {"density": 0.1},
     "sparseloco": {"sync_every": 3, "density": 1 / 8},
+    "sparseloco, saved while it exchanges": {"sync_every": 3, "density": 1 / 8, "overlap_steps": 2},
 }
 
 
-@pytest.mark.parametrize("method", OPTIONS)
-def test_a_run_that_was_saved_goes_on_bit_for_bit(peers: ModuleType, method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", OPTIONS)
+def test_a_run_that_was_saved_goes_on_bit_for_bit(peers: ModuleType, named: str, tmp_path: Path) -> None:
+    method = named.split(",")[0]
+
     def build() -> tuple[Any, nn.Module]:
         net = model()
-        return peers.METHODS[method](net, RANKS, SETTINGS, **OPTIONS[method]), net
+        return peers.METHODS[method](net, RANKS, SETTINGS, **OPTIONS[named]), net
 
     ranks, net = build()
     train(ranks, net, 0, 4)
@@ -83,6 +86,25 @@ def test_sparseloco_that_sends_everything_is_averaging(peers: ModuleType) -> Non
     ours = train(peers.METHODS["sparseloco"](first, RANKS, SETTINGS, sync_every=3, **exact), first)
     theirs = train(peers.METHODS["averaging"](second, RANKS, SETTINGS, sync_every=3), second)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_sparseloco_exchanges_beside_steps_and_counts_every_byte(peers: ModuleType) -> None:
+    ends = []
+    for overlap in (0, 1):
+        net = model()
+        ranks = peers.METHODS["sparseloco"](net, RANKS, SETTINGS, sync_every=3, density=1 / 8, overlap_steps=overlap)
+        sent = []
+        for step in range(7):
+            train(ranks, net, step, step + 1)
+            sent.append(ranks.bytes_sent())
+        ended = [2 + overlap, 5 + overlap]
+        assert [step for step, each in enumerate(sent) if each] == ended
+        stats = ranks.wrappers[0].stats
+        assert sent[ended[0]] == pytest.approx(stats.bytes_total, abs=8)
+        ends.append(torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()]))
+        ranks.end()
+        assert ranks.bytes_sent() == sent[ended[0]] * (1 + overlap)  # step 6 ended an exchange, and began a window
+    assert not torch.equal(*ends)
 
 
 def test_diloco_with_a_plain_outer_step_is_averaging(peers: ModuleType) -> None:
@@ -269,7 +291,7 @@ def test_the_benchmarks_short_form_trains_every_method(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     for name in ("pareto.md", "pareto.json", "pareto.png"):
         assert (tmp_path / name).stat().st_size > 100
-    for method in OPTIONS:
+    for method in dict.fromkeys(named.split(",")[0] for named in OPTIONS):
         assert f"| {method}" in done.stdout or f"| **{method}" in done.stdout
 
 

@@ -8,18 +8,18 @@ import torch
 from simulated_ranks import LocalCommunicator, Turns
 from torch import nn
 
-from lightning_scape import SparseLoCo, SparseLoCoConfig
+from lightning_scape import SparseLoCo
 
-from .base import PartingRanks
+from .base import PartingRanks, all_reduce_bytes
 
 
 class SparseLoCoRanks(PartingRanks):
     """N of them, with messages that are copies in memory; AdamW inside."""
 
     def __init__(self, model: nn.Module, world_size: int, settings: dict[str, Any], **options: Any) -> None:
-        config = SparseLoCoConfig(**options)
-        super().__init__(model, world_size, lambda own: torch.optim.AdamW(own, **settings), config.sync_every)
-        self.turns = Turns(world_size)
+        # Exchanges run in the hooks of the optimizers' steps: after each step it is asked whether one has ended.
+        super().__init__(model, world_size, lambda own: torch.optim.AdamW(own, **settings), every=1)
+        self.turns, self._ended = Turns(world_size), 0
 
         def wrap(rank: int) -> SparseLoCo:
             communicator = LocalCommunicator(self.turns.meeting, rank, world_size)
@@ -31,11 +31,16 @@ class SparseLoCoRanks(PartingRanks):
         self.turns.each(lambda rank: self.optimizers[rank].step())
 
     def exchange(self) -> float:
-        """It has happened, in the hook of the optimizers' step; or the run ends inside a window."""
+        """Bytes of the exchanges that have ended in this step: none in most steps, two at the end of a run at most."""
+        progress = self.wrappers[0].progress
+        before, self._ended = self._ended, progress.exchanges - progress.under_way
+        norm = all_reduce_bytes(1, len(self.wrappers))
+        return (self._ended - before) * (self.wrappers[0].bytes_per_exchange() + norm)
+
+    def end(self) -> None:
+        """Ends the exchange that runs, and the window that has begun."""
         self.turns.each(lambda rank: self.wrappers[rank].sync())
-        stats = self.wrappers[0].stats
-        assert stats is not None
-        return stats.bytes_total
+        self._sent += self.exchange()
 
     def state_dict(self) -> dict[str, Any]:
         self.turns.each(lambda rank: self.wrappers[rank].consolidate_state_dict())
@@ -44,3 +49,5 @@ class SparseLoCoRanks(PartingRanks):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.steps = state_dict["steps"]
         self.turns.each(lambda rank: self.wrappers[rank].load_state_dict(state_dict["wrappers"]))
+        progress = self.wrappers[0].progress
+        self._ended = progress.exchanges - progress.under_way
