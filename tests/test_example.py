@@ -27,7 +27,7 @@ RunRanks = Callable[..., list[Any]]
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "pretrain_python.py"
 
-STEPS, BATCH_SIZE, CONTEXT = 500, 4, 64
+STEPS, BATCH_SIZE, CONTEXT = 250, 4, 64
 CI_RUN = (
     "--size=tiny",
     f"--steps={STEPS}",
@@ -36,8 +36,8 @@ CI_RUN = (
     "--val-batches=8",
 )
 # Losses in nats per byte, seeds 0, 1, 2. A model that knows how frequent each byte is, and no more, has 3.18.
-FALL = 3.0  # SCAPE 99%, measured 3.34, 3.35, 3.34, from 5.5 at the start
-DISTANCE = 0.15  # SCAPE 99% above dense AdamW, measured 0.009, 0.073, 0.034
+FALL = 2.6  # SCAPE 99%, measured 2.92, 2.94, 2.90, from 5.5 at the start
+DISTANCE = 0.15  # SCAPE 99% above dense AdamW, measured 0.079, 0.063, 0.036
 
 
 def run_example(out: Path, *options: str, timeout: float = 170, python: str | None = None) -> str:
@@ -318,7 +318,7 @@ def test_an_interrupted_run_resumes_and_ends_as_if_it_had_not_been(run_ranks: Ru
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_distance_to_dense_adamw_closes_with_more_updates(tmp_path: Path):
-    """Six times the steps, of which two thirds come after the warm-up: measured 1.6194 and 1.6123 nats per byte."""
+    """Twelve times the steps, of which two thirds come after the warm-up: measured 1.6194 and 1.6123 nats per byte."""
     options = [option for option in CI_RUN if "--steps" not in option] + ["--steps=3000"]
     run_example(tmp_path, *options, "--strategy=scape", timeout=500)
     run_example(tmp_path, *options, "--strategy=ddp", timeout=500)
