@@ -68,9 +68,9 @@ ABLATIONS = [
         for change in (
             *({"bits": bits} for bits in (4, 8, None)),
             *({"density": density} for density in (1 / 16, 1 / 32, 1 / 128, 1 / 256)),
-            *({"error_decay": decay} for decay in (0.9, 0.99, 0.999, 1.0)),
-            *({"outer_lr": rate} for rate in (0.4, 0.7, 1.5)),
-            {"average": "senders"},
+            *({"error_decay": decay} for decay in (0.9, 0.99, 1.0)),
+            *({"outer_lr": rate} for rate in (0.5, 0.7, 1.5)),
+            *({"average": average} for average in ("all", "senders")),
             {"block_size": 4096},
             *({"overlap_steps": steps} for steps in (1, 5, 14)),
         )
@@ -85,6 +85,7 @@ ABLATIONS = [
         )
     ),
 ]
+AVERAGES = [peer("sparseloco", **GATHERED_15, **change) for change in ({}, {"average": "all"}, {"average": "senders"})]
 RATES, SIGN_RATES = [4e-3, 8e-3, 1.6e-2], [5e-4, 1e-3, 2e-3]
 SMALL: dict[str, Any] = {"size": "0.03M", "steps": 3000}
 TINY: dict[str, Any] = {"size": "0.03M", "ranks": 2, "batch": 2, "context": 32, "steps": 4}
@@ -94,7 +95,10 @@ SUITES: dict[str, list[Run]] = {
         *sweep([ADAMW, *SCAPE, *SPARSELOCO, *LOCAL, *COMPRESSED, *AT_ONCE], RATES, **SMALL),
         *sweep(BY_SIGN, SIGN_RATES, **SMALL),
     ],
-    "ablations": sweep([peer("sparseloco", **GATHERED_15), *ABLATIONS], [8e-3], **SMALL),
+    "ablations": [
+        *sweep([peer("sparseloco", **GATHERED_15), *ABLATIONS], [1.6e-2], **SMALL),
+        *(run for ranks in (2, 8) for run in sweep([ADAMW, *AVERAGES], [1.6e-2], ranks=ranks, **SMALL)),
+    ],
     "aim": sweep(
         [ADAMW, peer("diloco", **AT_15), peer("sparseloco", **GATHERED_15), peer("sparseloco", **SHARDED_15)],
         [2e-3, 4e-3, 8e-3],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -217,11 +218,11 @@ def _gathered(rank: int, world_size: int, average: str) -> tuple[Tensor, Tensor,
     return before, flat(net), [said], owed, loco.stats.bytes_total - loco.stats.bytes_norm, loco.bytes_per_exchange()
 
 
-@pytest.mark.parametrize("average", ["all", "senders"])
+@pytest.mark.parametrize("average", ["all", "root", "senders"])
 def test_gathered_messages_are_averaged_on_every_rank(run_ranks: Any, average: str) -> None:
     ranks = run_ranks(_gathered, 3, average)
     said = torch.stack([messages[0] for _, _, messages, *_ in ranks])
-    count = 3 if average == "all" else (said != 0).sum(dim=0).clamp(min=1)
+    count = {"all": 3, "root": math.sqrt(3), "senders": (said != 0).sum(dim=0).clamp(min=1)}[average]
     for before, after, _, owed, sent, planned in ranks:
         torch.testing.assert_close(before - after, said.sum(dim=0) / count, rtol=1e-5, atol=1e-7)
         assert torch.equal(after, ranks[0][1])
@@ -238,6 +239,13 @@ def test_few_ranks_gather_unless_something_speaks_for_owners() -> None:
     assert not SparseLoCoConfig(return_density=1 / 32).gathers(4)
     assert not SparseLoCoConfig(reduction="sharded").gathers(2)
     assert SparseLoCoConfig(reduction="gathered").gathers(64)
+
+
+def test_what_is_gathered_is_divided_by_the_root_of_the_ranks_unless_everything_is_sent() -> None:
+    assert SparseLoCoConfig().averages(4) == "root"
+    assert SparseLoCoConfig().averages(8) == SparseLoCoConfig(reduction="sharded").averages(4) == "all"
+    assert SparseLoCoConfig(density=1.0).averages(2) == "all"
+    assert SparseLoCoConfig(average="senders").averages(4) == "senders"
 
 
 def _sends(rank: int, world_size: int, overlap: int) -> dict[str, Any]:

@@ -43,7 +43,8 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         bits: of a value on the wire: 2, 4, 8, or None for fp32.
         error_decay: what is left of the error feedback after each window.
         outer_lr: length of the outer step.
-        average: what the sum over ranks is divided by: ``"all"``, or the ``"senders"`` of the entry.
+        average: what the sum over ranks is divided by: their number (``"all"``), its ``"root"``, or the ``"senders"``
+            of the entry; None chooses.
         reduction: ``"sharded"`` over the owners of the entries, ``"gathered"`` on every rank; None chooses.
         return_density: share of the entries that come back from the owners; None is ``density``.
         block_size: block length, None for the best.
@@ -82,7 +83,7 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         error_decay: float = 0.95,
         outer_lr: float = 1.0,
         *,
-        average: Average = "all",
+        average: Average | None = None,
         reduction: Reduction | None = None,
         return_density: float | None = None,
         block_size: int | None = None,

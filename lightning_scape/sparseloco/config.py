@@ -11,7 +11,7 @@ import torch
 from lightning_scape.config import Quota, check_local_group_size, quota_for
 from lightning_scape.engine.block_wire import Wire
 
-Average = Literal["all", "senders"]
+Average = Literal["all", "root", "senders"]
 Reduction = Literal["sharded", "gathered"]
 BITS = (2, 4, 8)
 MAX_BLOCK = 65_536
@@ -47,10 +47,11 @@ class SparseLoCoConfig:
     outer_lr: float = 1.0
     """alpha, > 0: length of the outer step along the averaged pseudo-gradient."""
 
-    average: Average = "all"
-    """What the sum over ranks is divided by: ``"all"``, the number of ranks (the paper's formula), or ``"senders"``,
-    the number of ranks that sent the entry (the authors' code). ``"senders"`` makes an entry that one rank sent N times
-    as large."""
+    average: Average | None = None
+    """What the sum over N ranks is divided by: ``"all"``, N (the paper's formula), ``"root"``, the square root of N, or
+    ``"senders"``, the number of ranks that sent the entry (the authors' code). Ranks choose different entries, so most
+    of the N do not say anything about one. None is ``"root"`` where messages are gathered, where it trains best
+    (docs/methods.md), and ``"all"`` where the reduction is sharded, or everything is sent."""
 
     reduction: Reduction | None = None
     """How what the ranks send is averaged. ``"sharded"``: by the owners of the entries, who send their selection back;
@@ -109,8 +110,10 @@ class SparseLoCoConfig:
         _check_range("outer_lr", self.outer_lr, 0 < _number(self.outer_lr) < math.inf, "> 0", "1 is usual")
         if self.bits is not None and (isinstance(self.bits, bool) or self.bits not in BITS):
             raise ValueError(f"`bits` must be None, 2, 4 or 8, got {self.bits!r}. None sends fp32 values.")
-        if self.average not in get_args(Average):
-            raise ValueError(f'`average` must be "all" or "senders", got {self.average!r}. Use "all" if unsure.')
+        if self.average is not None and self.average not in get_args(Average):
+            raise ValueError(
+                f'`average` must be None, "all", "root" or "senders", got {self.average!r}. None is the best known.'
+            )
         if self.reduction is not None and self.reduction not in get_args(Reduction):
             raise ValueError(
                 f'`reduction` must be None, "sharded" or "gathered", got {self.reduction!r}. None chooses by the number'
@@ -165,6 +168,12 @@ class SparseLoCoConfig:
         if self.return_density is not None:
             return False
         return ranks == 2 or (ranks <= GATHERED_UP_TO and self.density < 1)
+
+    def averages(self, ranks: int) -> Average:
+        """What the sum over ranks is divided by, the default filled in."""
+        if self.average is not None:
+            return self.average
+        return "root" if self.gathers(ranks) and self.density < 1 else "all"
 
     @property
     def return_quota(self) -> Quota:

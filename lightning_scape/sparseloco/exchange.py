@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -45,6 +46,7 @@ class Exchange:
         self.back = Wire(*config.return_quota, config.bits)
         """Back to all ranks."""
         self.spans = Spans(layout, device)
+        self._divisor = config.averages(comm.world_size)
         self._reduce = self._gathered if config.gathers(comm.world_size) else self._sharded
 
     def run(self, state: LocoState, flats: Sequence[Tensor], record: ExchangeRecord) -> None:
@@ -59,8 +61,8 @@ class Exchange:
         outer     ``start -= alpha * what arrives``, the same on all ranks, bit for bit
         ========= =============================================================================================
 
-        With ``reduction="gathered"`` the messages of ``send`` go to all ranks, by an all-gather. Every rank averages
-        them itself; there is no owner, and nothing comes back.
+        With ``reduction="gathered"`` the messages of ``send`` go to all ranks, by an all-gather. Every rank adds them
+        up itself, and divides by the root of N; there is no owner, and nothing comes back.
 
         Args:
             state: changed.
@@ -142,15 +144,17 @@ class Exchange:
                 part += self._mean([message[rows] for message in messages], part)
 
     def _mean(self, messages: Iterable[Tensor], like: Tensor) -> Tensor:
-        """The mean of the ranks' messages, in rank order, as blocks like ``like``."""
+        """The sum of the ranks' messages, in rank order, as blocks like ``like``, divided as ``average`` says."""
         total = torch.zeros_like(like)
-        senders = torch.zeros_like(like) if self.config.average == "senders" else None
+        senders = torch.zeros_like(like) if self._divisor == "senders" else None
         for message in messages:
             entries = self.wire.read(message)
             entries.add_to(total)
             if senders is not None:
                 entries._replace(values=(entries.values != 0).float()).add_to(senders)
-        return total / (self.comm.world_size if senders is None else senders.clamp_(min=1))
+        if senders is not None:
+            return total / senders.clamp_(min=1)
+        return total / (self.comm.world_size if self._divisor == "all" else math.sqrt(self.comm.world_size))
 
     def _outer_step(self, start: Tensor, returned: Tensor) -> None:
         """Moves the starting point ``[blocks, B]`` by the messages of all owners ``[blocks, W]``."""

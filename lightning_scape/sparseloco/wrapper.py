@@ -72,7 +72,7 @@ class SparseLoCo:
         bits: of a value on the wire: 2, 4, 8 or None.
         error_decay: what is left of the error feedback after each window.
         outer_lr: length of the outer step.
-        average: what the sum over ranks is divided by.
+        average: what the sum over ranks is divided by; None chooses.
         reduction: ``"sharded"`` over the owners of the entries, or ``"gathered"`` on every rank.
         return_density: share of the entries that come back from the owners.
         block_size: block length, None for the best.
@@ -103,7 +103,7 @@ class SparseLoCo:
         error_decay: float = 0.95,
         outer_lr: float = 1.0,
         *,
-        average: Average = "all",
+        average: Average | None = None,
         reduction: Reduction | None = None,
         return_density: float | None = None,
         block_size: int | None = None,
