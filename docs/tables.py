@@ -182,6 +182,7 @@ METHODS |= {"fsdp": "FSDP", "scape-0": "dense AdamS", "scape-0.9": "SCAPE 0.9", 
 METHODS |= {"hsdp-shm": "HSDP, shared memory", "nodes-0.99-shm": "SCAPE 0.99, `local_group_size`, shared memory"}
 METHODS |= {"scape-0.9-int4": "SCAPE 0.9, int4", "scape-0.99-int8": "SCAPE 0.99, int8"}
 METHODS |= {"hsdp": "HSDP", "nodes-0.99": "SCAPE 0.99, `local_group_size`", "sparseloco-30": "SparseLoCo"}
+SMALL = "0.03M parameters, 4 ranks of 8 x 64 bytes, 3,000 steps"
 LINKS = {"10gbit": "10 Gbit/s", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s", "10mbit": "10 Mbit/s"}
 
 
@@ -213,23 +214,60 @@ NODES = " --ranks-per-host 2 --models pythia-14m"
 
 def pareto(link: Link) -> str:
     """Every method at 0.03M parameters; those on the front in bold."""
-    points = [point for point in load("pareto/pareto.json") if point["setting"].startswith("0.03M")]
-    dense = next(point for point in points if point["label"] == DENSE)
+    points = [point for point in pareto_points(SMALL) if not point["varied"]]
     rows = []
     for point in points:
         name = f"**{point['label']}**" if point["on_front"] else point["label"]
-        gap = f"{point['loss'] / dense['loss'] - 1:+.1%}"
-        rows.append(
-            [
-                name,
-                f"{point['bytes_per_parameter']:.2g}",
-                f"{point['loss']:.4f}",
-                gap,
-                f"{point['lr']:g} ({point['rates']})",
-            ]
-        )
+        loss = [f"{point['loss']:.4f}", above_dense(point, points)]
+        rows.append([name, f"{point['bytes_per_parameter']:.2g}", *loss, f"{point['lr']:g} ({point['rates']})"])
     head = ["method", "bytes per parameter and step", "loss", "against dense AdamW", "best rate (tried)"]
     command = "python examples/bench_pareto.py --suite rates"
+    return table(head, *rows) + "\n" + source(link, "pareto/pareto.json", command)
+
+
+def pareto_points(setting: str) -> list[dict[str, Any]]:
+    """Methods of a setting, those that send the most first."""
+    return [point for point in load("pareto/pareto.json") if point["setting"] == setting]
+
+
+def above_dense(point: dict[str, Any], points: list[dict[str, Any]]) -> str:
+    """The loss against dense AdamW's in the same setting."""
+    dense = next(each for each in points if each["label"] == DENSE)
+    return f"{point['loss'] / dense['loss'] - 1:+.1%}"
+
+
+def aim(link: Link) -> str:
+    """SparseLoCo at 0.2M parameters, beside AdamW and DiLoCo."""
+    points = pareto_points("0.2M parameters, 4 ranks of 8 x 64 bytes, 10,000 steps")
+    rows = [
+        [
+            point["label"],
+            f"{point['bytes_per_parameter']:.2g}",
+            f"{point['loss']:.4f}",
+            above_dense(point, points),
+            f"{point['lr']:g} ({point['rates']})",
+        ]
+        for point in points
+    ]
+    head = ["method", "bytes per parameter and step", "loss", "against dense AdamW", "best rate (tried)"]
+    return table(head, *rows) + "\n" + source(link, "pareto/pareto.json", "python examples/bench_pareto.py --suite aim")
+
+
+def ablations(link: Link) -> str:
+    """SparseLoCo every 15 steps with one option changed."""
+    points = pareto_points(SMALL)
+    rows = []
+    for reduction in ("gathered", "sharded"):
+        common = {f"reduction={reduction}", "sync_every=15"}
+        of_these = [point for point in points if common <= set(point["label"].split(", "))]
+        (base,) = (point for point in of_these if not point["varied"])
+        for point in sorted(of_these, key=lambda point: (point["varied"], point["loss"])):
+            changed = ", ".join(part for part in point["label"].split(", ")[1:] if part not in common)
+            against = f"{point['loss'] / base['loss'] - 1:+.1%}" if changed else "-"
+            sends = f"{point['bytes_per_parameter']:.2g}"
+            rows.append([reduction, changed or "the default", sends, f"{point['loss']:.4f}", against])
+    head = ["reduction", "changed", "bytes per parameter and step", "loss", "against the default"]
+    command = "python examples/bench_pareto.py --suite ablations"
     return table(head, *rows) + "\n" + source(link, "pareto/pareto.json", command)
 
 
@@ -256,6 +294,8 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "digits": digits,
     "step-cost": step_cost,
     "pareto": pareto,
+    "pareto-aim": aim,
+    "pareto-ablations": ablations,
     "two-hosts": lambda link: two_hosts("two_hosts/adamw", ADAMW, link),
     "two-hosts-aims": lambda link: two_hosts("two_hosts/aims", AIMS, link),
     "two-hosts-wires": lambda link: two_hosts("two_hosts/wires", WIRES, link),

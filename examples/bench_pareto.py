@@ -125,6 +125,11 @@ class Point(NamedTuple):
     seeds: int
     run: Run
 
+    @property
+    def varied(self) -> bool:
+        """Whether it is SparseLoCo with an option changed that is no part of the comparison of methods."""
+        return self.run.method == "sparseloco" and not {name for name, _ in self.run.options} <= {*AT_15, "reduction"}
+
 
 def points_of(found: list[dict[str, Any]]) -> list[Point]:
     """Each method of each setting at the rate of the lowest loss, of those that ran on the most seeds."""
@@ -175,7 +180,9 @@ def above_front(point: Point, front: list[Point]) -> float:
 def near_front(out: Path) -> list[Run]:
     """What is worth 0.2M parameters, from the results at 0.03M: two seeds at half the rate found."""
     points = [
-        point for point in points_of(results(out)) if point.setting.size == "0.03M" and point.setting.steps == 3000
+        point
+        for point in points_of(results(out))
+        if (point.setting.size, point.setting.ranks, point.setting.steps, point.varied) == ("0.03M", 4, 3000, False)
     ]
     front = front_of(points)
     runs = []
@@ -195,46 +202,47 @@ def report(out: Path) -> str:
     for point in points_of(results(out)):
         by_setting[point.setting].append(point)
     lines = ["# Loss against bytes", "", BYTES]
-    for setting, points in by_setting.items():
-        lines += ["", f"## {setting.title}", "", *table(points)]
-    page = "\n".join(lines) + "\n"
-    (out / "pareto.md").write_text(page)
     figures = []
     for setting, points in by_setting.items():
-        front = front_of(points)
+        front = front_of([point for point in points if not point.varied])
+        lines += ["", f"## {setting.title}", "", *table(points, front)]
         for point in points:
-            named = {"setting": setting.title, "run": point.run.name, "on_front": point in front}
-            figures.append({**point._asdict(), **named})
+            marks = {"on_front": point in front, "varied": point.varied}
+            figures.append({**point._asdict(), "setting": setting.title, "run": point.run.name, **marks})
+    page = "\n".join(lines) + "\n"
+    (out / "pareto.md").write_text(page)
     (out / "pareto.json").write_text(json.dumps(figures, indent=1) + "\n")
     plot(by_setting, out / "pareto.png")
     return page
 
 
-def table(points: list[Point]) -> list[str]:
-    """Markdown; the front is in bold."""
-    front = front_of(points)
+def table(points: list[Point], front: list[Point]) -> list[str]:
+    """Markdown; the front is in bold. What varies an option of SparseLoCo stands below the methods."""
     dense = next((point for point in points if point.run.method == "adamw"), None)
     head = "| method | bytes per parameter and step | per token, in the run | loss | against AdamW | above the front |"
     lines = [f"{head} rate (tried) | seeds |", "|---|---|---|---|---|---|---|---|"]
-    for point in points:
+    for point in sorted(points, key=lambda point: point.varied):
         name = f"**{point.label}**" if point in front else point.label
         gap = "-" if dense is None else f"{point.loss / dense.loss - 1:+.1%}"
+        above = "-" if point.varied else f"{above_front(point, front) - 1:.1%}"
         lines.append(
             f"| {name} | {point.bytes_per_parameter:.3g} | {point.bytes_per_token:,.3g} | {point.loss:.4f} | {gap}"
-            f" | {above_front(point, front) - 1:.1%} | {point.lr:g} ({point.rates}) | {point.seeds} |"
+            f" | {above} | {point.lr:g} ({point.rates}) | {point.seeds} |"
         )
     return lines
 
 
 def plot(by_setting: dict[Setting, list[Point]], path: Path) -> None:
-    """One panel for each setting: the methods, and the front."""
+    """One panel for each setting in which methods are compared: the methods, and the front."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, panels = plt.subplots(len(by_setting), 1, figsize=(10, 6 * len(by_setting)), squeeze=False)
-    for panel, (setting, points) in zip(panels[:, 0], by_setting.items(), strict=True):
+    compared = {setting: [point for point in points if not point.varied] for setting, points in by_setting.items()}
+    drawn = {setting: points for setting, points in compared.items() if len(points) > 2}
+    figure, panels = plt.subplots(len(drawn), 1, figsize=(10, 6 * len(drawn)), squeeze=False)
+    for panel, (setting, points) in zip(panels[:, 0], drawn.items(), strict=True):
         for method in dict.fromkeys(point.run.method for point in points):
             own = [point for point in points if point.run.method == method]
             panel.plot([p.bytes_per_parameter for p in own], [p.loss for p in own], "o", label=method)
