@@ -265,8 +265,9 @@ def ablations(link: Link) -> str:
             changed = ", ".join(part for part in point["label"].split(", ")[1:] if part not in common)
             against = f"{point['loss'] / base['loss'] - 1:+.1%}" if changed else "-"
             sends = f"{point['bytes_per_parameter']:.2g}"
-            rows.append([reduction, changed or "the default", sends, f"{point['loss']:.4f}", against])
-    head = ["reduction", "changed", "bytes per parameter and step", "loss", "against the default"]
+            tried = f"{point['lr']:g} ({point['rates']})"
+            rows.append([reduction, changed or "the default", sends, f"{point['loss']:.4f}", against, tried])
+    head = ["reduction", "changed", "bytes per parameter and step", "loss", "against the default", "best rate (tried)"]
     command = "python examples/bench_pareto.py --suite ablations"
     return table(head, *rows) + "\n" + source(link, "pareto/pareto.json", command)
 
