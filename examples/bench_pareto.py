@@ -38,8 +38,8 @@ BYTES = (
     " fixed size that measures SCAPE's gradient norm; and per token that it trains on, in the whole run, everything"
     " included. The front goes by the first."
 )
-NEAR = 1.03
-"""A method is near the front if its loss is at most so many times the front's at its bytes."""
+NEAR, USEFUL = 1.02, 1.1
+"""A method is near the front if its loss is at most so many times the front's at its bytes, and AdamW's."""
 
 
 def peer(method: str, **options: Any) -> dict[str, Any]:
@@ -185,11 +185,13 @@ def near_front(out: Path) -> list[Run]:
         if (point.setting.size, point.setting.ranks, point.setting.steps, point.varied) == ("0.03M", 4, 3000, False)
     ]
     front = front_of(points)
+    dense = next(point for point in points if point.run.method == "adamw")
+    chosen = [dense, *(p for p in points if above_front(p, front) <= NEAR and p.loss <= USEFUL * dense.loss)]
     runs = []
-    for point in points:
-        if above_front(point, front) <= NEAR or point.run.method == "adamw":
+    for seed in (0, 1):
+        for point in dict.fromkeys(chosen):
             settings = {"method": point.run.method, "options": point.run.options}
-            runs += sweep([settings], [point.lr / 2], (0, 1), size="0.2M", steps=3000)  # AdamW's best halves, too
+            runs += sweep([settings], [point.lr / 2], [seed], size="0.2M", steps=3000)  # AdamW's best rate halves, too
     return runs
 
 
