@@ -86,7 +86,7 @@ ABLATIONS = [
     ),
 ]
 AVERAGES = [peer("sparseloco", **GATHERED_15, **change) for change in ({}, {"average": "all"}, {"average": "senders"})]
-RATES, SIGN_RATES = [4e-3, 8e-3, 1.6e-2], [5e-4, 1e-3, 2e-3]
+RATES, SIGN_RATES = [4e-3, 8e-3, 1.6e-2], [5e-4, 1e-3, 2e-3, 4e-3, 8e-3]
 SMALL: dict[str, Any] = {"size": "0.03M", "steps": 3000}
 TINY: dict[str, Any] = {"size": "0.03M", "ranks": 2, "batch": 2, "context": 32, "steps": 4}
 SHORT = sweep([ADAMW, *SCAPE, *SPARSELOCO[:2], *LOCAL[::3], *COMPRESSED[::2], *BY_SIGN[1:]], [2e-3], **TINY)
@@ -94,6 +94,7 @@ SUITES: dict[str, list[Run]] = {
     "rates": [
         *sweep([ADAMW, *SCAPE, *SPARSELOCO, *LOCAL, *COMPRESSED, *AT_ONCE], RATES, **SMALL),
         *sweep(BY_SIGN, SIGN_RATES, **SMALL),
+        *sweep([ADAMW, SCAPE[0]], [3.2e-2], **SMALL),  # their best is 1.6e-2
     ],
     "ablations": [
         *sweep([peer("sparseloco", **GATHERED_15), *ABLATIONS], [1.6e-2], **SMALL),
