@@ -19,13 +19,17 @@ ClipNorm = Literal["sketch", "local"]
 SecondMoment = Literal["measured", "reconstructed"]
 CatchUp = Literal["implicit", "summed"]
 Update = Literal["adamw", "adams"]
+WarmupShape = Literal["waits", "geometric"]
 
 MAX_BYTE_BLOCK = 256
 """Longest block whose positions fit one byte on the wire."""
 MAX_BLOCK = 65536
 """Longest block whose positions fit two bytes on the wire."""
+STEPS_PER_WAIT = 50
+"""Default warm-up with the update of AdamW: after so many steps an entry waits for one step more. At densities above 1%
+the wait grows more slowly, by the root of the density: there the bytes of a warm-up count less."""
 WARMUP_STEPS = 1000
-"""Default length of the sparsity's warm-up; a shorter run warms up to its end."""
+"""Default length of the warm-up with the update of AdamS; a shorter run warms up to its end."""
 _FEW = 5
 """Above this many sent entries per block, proposals no longer pay for their bytes and their ranking."""
 
@@ -75,8 +79,11 @@ class ScapeConfig:
     """Number of first steps that send everything (>= 0)."""
 
     sparsity_warmup_steps: int | None = None
-    """Steps, after the dense ones, in which the density falls geometrically from 1 to 1 - sparsity. None is 1,000, or
-    all steps of a shorter run. 0 sends what `sparsity` says from the first step."""
+    """Steps, after the dense ones, in which the density falls from 1 to 1 - sparsity. 0 sends what `sparsity` says from
+    the first step. A number gives a geometric fall in so many steps. None, with the update of AdamW, lets the wait of
+    an entry grow by one step in every 50 steps (158 at 90%), so that it has 4,950 steps at 99% and 1,424 at 90%
+    (docs/design.md, 3.3). None, with the update of AdamS, is a geometric fall in 1,000 steps, or in all steps of a
+    shorter run."""
 
     mask_interval: int = 1
     """Steps for which one mask is used before the next is made. Keep 1 unless you measure otherwise."""
@@ -231,12 +238,20 @@ class ScapeConfig:
         """`sparsity_warmup_steps`, its default for a run of unknown length filled in."""
         return self.warmup_within(None)
 
+    @property
+    def warmup_shape(self) -> WarmupShape:
+        """How the density falls: ``"waits"`` lets the wait 1 / density grow evenly, ``"geometric"`` its logarithm."""
+        return "waits" if self.sparsity_warmup_steps is None and self.update != "adams" else "geometric"
+
     def warmup_within(self, steps: float | None) -> int:
         """The same for a run of ``steps`` steps; None or infinity is not known."""
         if self.sparsity_warmup_steps is not None:
             return self.sparsity_warmup_steps
         if self.dense:
             return 0
+        if self.warmup_shape == "waits":
+            density = self.quota.density
+            return math.ceil(STEPS_PER_WAIT * max(1.0, 10 * math.sqrt(density)) * (1 / density - 1))
         return WARMUP_STEPS if steps is None else int(max(0, min(WARMUP_STEPS, steps - self.dense_steps)))
 
     @property

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer
 from lightning_scape.checkpoint.foreign import as_adamw
+from lightning_scape.engine.mask import SparsitySchedule
 from lightning_scape.engine.participation import count_flags, pack_flags
 
 RunRanks = Callable[..., list[Any]]
@@ -252,10 +253,45 @@ def test_the_default_warm_up_of_a_checkpoint_holds_whatever_the_new_runs_length(
     assert set_by_hand.schedule.warmup_steps == 7
 
 
+def test_by_default_the_wait_of_an_entry_grows_evenly() -> None:
+    """By one step in 50 steps, or in 500 sqrt(rho) where that is more, until it is 1/rho (docs/design.md, 3.3)."""
+    for sparsity, steps in ((0.5, 354), (0.9, 1424), (0.99, 4950), (0.999, 49_950)):
+        schedule = SparsitySchedule.of(ScapeConfig(sparsity=sparsity, update="adamw"), total_steps=30)
+        assert schedule.warmup_steps == steps
+        block = schedule.quota.block_size
+        for step in (0, 3, 49, 99, steps // 2, steps - 2):
+            waits = 1 + (step + 1) / max(50, 500 * (1 - sparsity) ** 0.5)
+            assert schedule.sent(step) == pytest.approx(block / waits, rel=0.005, abs=0.51)
+        assert schedule.sent(steps - 2) >= schedule.quota.sent
+        assert schedule.sent(steps) == schedule.quota.sent == schedule.sent(10 * steps)
+        falls = [schedule.sent(step) for step in range(0, steps + 2, max(1, steps // 500))]
+        assert falls == sorted(falls, reverse=True)
+
+
+def test_a_default_warm_up_of_a_checkpoint_goes_on_as_it_began_whichever_shape_it_has() -> None:
+    params = parameters()
+    before = scape_of(torch.optim.AdamW(params, lr=1e-2), sparsity=0.9)
+    train(before, params, range(12))
+    saved = before.state_dict()
+    after = scape_of(torch.optim.AdamW(params, lr=1e-2), sparsity=0.9)
+    after.load_state_dict(saved)
+    assert (after.schedule.warmup_steps, after.schedule.shape) == (1424, "waits")
+    assert after.schedule == before.schedule
+    saved = before.state_dict()
+    del saved["scape"]["warmup_shape"]  # as it was written when there was one shape
+    saved["scape"]["warmup_steps"] = 1000
+    older = scape_of(torch.optim.AdamW(params, lr=1e-2), sparsity=0.9)
+    older.load_state_dict(saved)
+    assert (older.schedule.warmup_steps, older.schedule.shape) == (1000, "geometric")
+    saved["scape"]["warmup_shape"] = "steep"
+    with pytest.raises(ValueError, match="`warmup_shape` of a SCAPE state must be one of .*, got 'steep'"):
+        older.load_state_dict(saved)
+
+
 @pytest.mark.parametrize(
     ("total_steps", "warmup"), [(None, 1000), (float("inf"), 1000), (300, 300), (50_000, 1000), (0, 0)]
 )
-def test_the_default_warm_up_lasts_1000_steps_or_the_run(total_steps: float | None, warmup: int) -> None:
+def test_the_default_warm_up_of_adams_lasts_1000_steps_or_the_run(total_steps: float | None, warmup: int) -> None:
     weight = [nn.Parameter(torch.ones(10))]
     assert ScapeOptimizer(weight, config=ScapeConfig(), total_steps=total_steps).schedule.warmup_steps == warmup
     dense = ScapeOptimizer(weight, config=ScapeConfig(sparsity=0.0), total_steps=total_steps)

@@ -323,9 +323,16 @@ def test_a_scheduler_built_on_the_returned_optimizer_steers_it(run_ranks: RunRan
 
 @pytest.mark.parametrize(
     ("options", "steps"),
-    [({}, 1000), ({"total_steps": 7}, 7), ({"total_steps": 5000}, 1000), ({"sparsity_warmup_steps": 0}, 0)],
+    [
+        ({}, 4950),
+        ({"total_steps": 7}, 4950),
+        ({"update": "adams"}, 1000),
+        ({"update": "adams", "total_steps": 7}, 7),
+        ({"update": "adams", "total_steps": 5000}, 1000),
+        ({"sparsity_warmup_steps": 0}, 0),
+    ],
 )
-def test_the_warm_up_is_1000_steps_unless_the_run_is_known_to_be_shorter(options: dict[str, int], steps: int) -> None:
+def test_the_warm_up_goes_by_the_update_and_that_of_adams_by_the_run(options: dict[str, Any], steps: int) -> None:
     fabric = L.Fabric(accelerator="cpu", devices=1, strategy=FabricScapeStrategy(**options))
     fabric.launch()
     model = build_model()
@@ -369,8 +376,9 @@ def test_one_line_of_rank_0_says_at_the_first_step_what_holds_for_all_optimizers
     said = [line for line in done.stderr.splitlines() if line == "set up" or "SCAPE: " in line]
     assert len(said) == 2, done.stderr
     assert re.fullmatch(
-        r"SCAPE: sends 1% of the entries per step \(sparsity=0.99\), [0-9]+ B per rank and step, after a warm-up of 600"
-        r" steps \(the whole run\). Update: AdamW's, your lr, betas and eps hold; AdamS's, as in SCAPE's paper."
+        r"SCAPE: sends 1% of the entries per step \(sparsity=0.99\), [0-9]+ B per rank and step, after a warm-up of"
+        r" 4,950 steps \(this run of 600 ends at 7.5%\). Update: AdamW's, your lr, betas and eps hold; AdamS's, as"
+        r" in SCAPE's paper."
         r' To change: FabricScapeStrategy\(sparsity=..., sparsity_warmup_steps=0, update="adamw"\).',
         said[1],
     )
@@ -379,7 +387,7 @@ def test_one_line_of_rank_0_says_at_the_first_step_what_holds_for_all_optimizers
 def continue_for_longer(rank: int, world_size: int, folder: str) -> list[int]:
     warmups = []
     for steps in (20, 50):
-        strategy = FabricScapeStrategy(sparsity=0.9, total_steps=steps)
+        strategy = FabricScapeStrategy(sparsity=0.9, total_steps=steps, update="adams")
         fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
         fabric.launch()
         model = build_model()

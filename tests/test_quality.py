@@ -181,11 +181,14 @@ def test_a_run_goes_on_from_its_snapshot_bit_for_bit(bench: ModuleType, tmp_path
         assert torch.equal(parameter, other)
 
 
-def test_the_default_warmup_is_no_longer_than_the_run(bench: ModuleType) -> None:
+def test_the_default_warmup_goes_by_the_update_and_that_of_adams_by_the_run(bench: ModuleType) -> None:
     run = tiny(bench)
     simulated = bench.build_ranks(run, bench.task_of(run).build_model())
-    assert {optimizer.engine.masks.schedule.warmup_steps for optimizer in simulated.optimizers} == {STEPS}
+    assert {optimizer.engine.masks.schedule.shape for optimizer in simulated.optimizers} == {"waits"}
     assert {optimizer.config.update for optimizer in simulated.optimizers} == {"adamw"}
+    run = tiny(bench, update="adams")
+    simulated = bench.build_ranks(run, bench.task_of(run).build_model())
+    assert {optimizer.engine.masks.schedule.warmup_steps for optimizer in simulated.optimizers} == {STEPS}
 
 
 def test_ranks_read_every_digit_of_an_epoch_once_and_none_held_out(bench: ModuleType) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from lightning_scape.checkpoint.source import SavedShards, Source, WholeState, h
 from lightning_scape.comm.collectives import Communicator
 
 RunRanks = Callable[..., list[Any]]
-CONFIG = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=None, block_size=10, update="adamw")
+CONFIG = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=2, block_size=10, update="adamw")
 
 
-def build(config: ScapeConfig = CONFIG, total_steps: int | None = 2) -> ScapeOptimizer:
+def build(config: ScapeConfig = CONFIG) -> ScapeOptimizer:
     """Parameters in several memory orders, one without entries, a scalar, and one that is frozen."""
     torch.manual_seed(0)
     params = [
@@ -35,7 +36,7 @@ def build(config: ScapeConfig = CONFIG, total_steps: int | None = 2) -> ScapeOpt
         nn.Parameter(torch.randn(())),
     ]
     groups = [{"params": params[:2]}, {"params": params[2:], "betas": (0.8, 0.9)}]
-    return ScapeOptimizer(groups, lr=1e-2, config=config, total_steps=total_steps)
+    return ScapeOptimizer(groups, lr=1e-2, config=config)
 
 
 def trained(config: ScapeConfig = CONFIG) -> ScapeOptimizer:
@@ -119,13 +120,13 @@ def test_what_is_saved_holds_no_memory_but_its_own() -> None:
 def test_a_warning_names_the_line_that_loads_and_comes_before_any_change(tmp_path: Path, sharded: bool) -> None:
     before = trained()
     saved: Any = shards_of(before, tmp_path / "c") if sharded else before.state_dict()
-    other = build(ScapeConfig(sparsity=0.8, sparsity_warmup_steps=None, block_size=20, update="adamw"), total_steps=7)
+    other = build(ScapeConfig(sparsity=0.8, sparsity_warmup_steps=None, block_size=20, update="adamw"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="other options"):
             other.load_state_dict(saved)
     assert other.steps_taken == 0
-    assert other.schedule.warmup_steps == 7
+    assert (other.schedule.warmup_steps, other.schedule.shape) == (895, "waits")
     assert other.engine.clipping.skipped_total == 0
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -136,13 +137,13 @@ def test_a_warning_names_the_line_that_loads_and_comes_before_any_change(tmp_pat
     ]
     assert {warning.filename for warning in caught} == {__file__}
     assert other.steps_taken == 5
-    assert other.schedule.warmup_steps == 2
+    assert (other.schedule.warmup_steps, other.schedule.shape) == (2, "geometric")
     assert other.engine.clipping.skipped_total == 1
 
 
 def fail_to_read_on_rank_one(rank: int, world_size: int, folder: str) -> tuple[str, int, bool, int]:
     shards = shards_of(trained(), Path(folder) / "c")
-    other = build(total_steps=7)
+    other = build(replace(CONFIG, sparsity_warmup_steps=None))
     if rank == 1:
 
         def fail(*arguments: Any) -> None:
@@ -162,7 +163,7 @@ def fail_to_read_on_rank_one(rank: int, world_size: int, folder: str) -> tuple[s
 
 
 def test_where_one_rank_cannot_read_nothing_changes_on_any(run_ranks: RunRanks, tmp_path: Path) -> None:
-    assert run_ranks(fail_to_read_on_rank_one, 2, str(tmp_path)) == [("no such disk", 7, True, 0)] * 2
+    assert run_ranks(fail_to_read_on_rank_one, 2, str(tmp_path)) == [("no such disk", 1424, True, 0)] * 2
 
 
 def spoil(state: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -63,10 +63,14 @@ def _warmups(rank: int, world_size: int, model: type, options: dict[str, Any], g
     ],
 )
 @pytest.mark.filterwarnings("ignore:You requested to overfit")
-def test_the_warm_up_is_1000_steps_or_the_whole_of_a_shorter_run(
+def test_the_warm_up_of_adams_update_is_1000_steps_or_the_whole_of_a_shorter_run(
     run_ranks: Any, model: type, options: dict[str, Any], warmups: list[int]
 ) -> None:
-    assert run_ranks(_warmups, 2, model, options, {}) == [warmups] * 2
+    assert run_ranks(_warmups, 2, model, options, {"update": "adams"}) == [warmups] * 2
+
+
+def test_with_the_update_of_adamw_the_warm_up_does_not_ask_for_the_length_of_the_run(run_ranks: Any) -> None:
+    assert run_ranks(_warmups, 1, Regression, {"max_epochs": 2}, {}) == [[1424]]
 
 
 @pytest.mark.parametrize("given", [0, 3, 2000])
@@ -160,13 +164,15 @@ def line(options: dict[str, Any], steps: float | None, *dense: torch.optim.Optim
 @pytest.mark.parametrize(
     ("options", "steps", "said"),
     [
-        ({}, None, "sends 1% of the entries per step (sparsity=0.99), 0 bytes with one rank, after a warm-up of 1,000"),
-        ({}, 5000, "after a warm-up of 1,000 steps. Update"),
-        ({}, 600, "after a warm-up of 600 steps (the whole run). Update"),
+        ({}, None, "sends 1% of the entries per step (sparsity=0.99), 0 bytes with one rank, after a warm-up of 4,950"),
+        ({}, 5000, "after a warm-up of 4,950 steps. Update"),
+        ({}, 600, "after a warm-up of 4,950 steps (this run of 600 ends at 7.5%). Update"),
+        ({"update": "adams"}, 5000, "after a warm-up of 1,000 steps. Update"),
+        ({"update": "adams"}, 600, "after a warm-up of 600 steps (the whole run). Update"),
         ({"sparsity": 0.999, "dense_steps": 50}, 5000, "sends 0.1% of the entries per step (sparsity=0.999)"),
-        ({"dense_steps": 50}, 5000, "after 50 dense steps and a warm-up of 1,000 steps. Update"),
+        ({"dense_steps": 50}, 5001, "after 50 dense steps and a warm-up of 4,950 steps. Update"),
         ({"sparsity_warmup_steps": 0}, 5000, "from the first step on. Update"),
-        ({"sparsity_warmup_steps": 0}, 5000, "To change: ScapeStrategy(sparsity=..., sparsity_warmup_steps=1000, upd"),
+        ({"sparsity_warmup_steps": 0}, 5000, "To change: ScapeStrategy(sparsity=..., sparsity_warmup_steps=None, upd"),
         ({"sparsity": 0}, 5000, "sends every entry at every step (sparsity=0), 0 bytes with one rank. Update"),
         ({"sparsity": 0}, 5000, 'To change: ScapeStrategy(sparsity=..., update="adams").'),
         ({}, 5000, "Update: AdamW's, your lr, betas and eps hold. To change: ScapeStrategy(sparsity=..., "),
@@ -218,11 +224,13 @@ def _warned_of_few_updates(rank: int, world_size: int, steps: int, options: dict
 @pytest.mark.parametrize(
     ("steps", "options", "advice"),
     [
-        (120, {"sparsity": 0.9}, None),  # 47 updates of each entry
-        (120, {"sparsity": 0.9, "sparsity_warmup_steps": 0}, "here 120 instead of 0"),  # 12
-        (120, {"sparsity": 0.9, "sparsity_warmup_steps": 100}, "here 120 instead of 100"),  # 41
+        (120, {"sparsity": 0.9}, ""),  # 90 updates of each entry
+        (120, {"sparsity": 0.9, "update": "adams"}, None),  # 47
+        (120, {"sparsity": 0.9, "sparsity_warmup_steps": 0}, "here 1,424 instead of 0"),  # 12
+        (120, {"sparsity": 0.9, "sparsity_warmup_steps": 100}, "here 1,424 instead of 100"),  # 41
+        (120, {"sparsity": 0.9, "sparsity_warmup_steps": 100, "update": "adams"}, "here 120 instead of 100"),
         (120, {"sparsity": 0.9, "dense_steps": 60}, ""),  # 66 without a warm-up
-        (240, {"sparsity": 0.99}, ""),  # 51
+        (240, {"sparsity": 0.99}, ""),  # 88
         (20, {"sparsity": 0.99}, ""),  # somebody tries whether it works
     ],
 )

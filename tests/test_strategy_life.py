@@ -171,27 +171,31 @@ def test_resuming_from_a_checkpoint_is_bitwise_the_run_without_a_stop(
         assert torch.equal(straight, resumed)
 
 
-def _resume_in_the_warm_up(rank: int, world_size: int, folder: str) -> tuple[Tensor, Tensor, list[int]]:
+def _resume_in_the_warm_up(rank: int, world_size: int, folder: str, update: str) -> tuple[Tensor, Tensor, list[int]]:
     straight, resumed = Regression(), Regression(lr=123.0)
     saved = ModelCheckpoint(dirpath=folder, filename="{epoch}", every_n_epochs=1, save_top_k=-1)
-    first = make_trainer(ScapeStrategy(sparsity=0.9), max_epochs=2, enable_checkpointing=True, callbacks=[saved])
+    options = {"sparsity": 0.9, "update": update}
+    first = make_trainer(ScapeStrategy(**options), max_epochs=2, enable_checkpointing=True, callbacks=[saved])
     first.fit(straight)
-    second = make_trainer(ScapeStrategy(sparsity=0.9), max_epochs=2)
+    second = make_trainer(ScapeStrategy(**options), max_epochs=2)
     second.fit(resumed, ckpt_path=f"{folder}/epoch=0.ckpt")
     return weights(straight), weights(resumed), [ours(trainer).schedule.warmup_steps for trainer in (first, second)]
 
 
-def test_a_run_resumed_in_the_middle_of_its_warm_up_goes_on_bitwise(run_ranks: Any, tmp_path: Path) -> None:
-    for straight, resumed, warmups in run_ranks(_resume_in_the_warm_up, 2, str(tmp_path)):
-        assert warmups == [2 * BATCHES, 2 * BATCHES]
+@pytest.mark.parametrize(("update", "steps"), [("adamw", 1424), ("adams", 2 * BATCHES)])
+def test_a_run_resumed_in_the_middle_of_its_warm_up_goes_on_bitwise(
+    run_ranks: Any, tmp_path: Path, update: str, steps: int
+) -> None:
+    for straight, resumed, warmups in run_ranks(_resume_in_the_warm_up, 2, str(tmp_path), update):
+        assert warmups == [steps, steps]
         assert torch.equal(straight, resumed)
 
 
 def _resume_for_longer(rank: int, world_size: int, folder: str) -> list[int]:
-    first = make_trainer(ScapeStrategy(sparsity=0.9), max_epochs=1)
+    first = make_trainer(ScapeStrategy(sparsity=0.9, update="adams"), max_epochs=1)
     first.fit(Regression())
     first.save_checkpoint(f"{folder}/half.ckpt")
-    second = make_trainer(ScapeStrategy(sparsity=0.9), max_epochs=3)
+    second = make_trainer(ScapeStrategy(sparsity=0.9, update="adams"), max_epochs=3)
     second.fit(Regression(), ckpt_path=f"{folder}/half.ckpt")
     return [ours(trainer).schedule.warmup_steps for trainer in (first, second)]
 

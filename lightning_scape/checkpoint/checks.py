@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_scape.checkpoint.source import Source, held, residual_key, state_key
+from lightning_scape.config import WarmupShape
 from lightning_scape.engine.local_shards import is_sharded
 from lightning_scape.engine.parameters import Parameters, problem_of_group
 
@@ -20,6 +21,7 @@ _COUNTS = ("format", "world_size", "block_size", "step", "calls", "mask_uses", "
 _FROM_ONE = _COUNTS[:3]
 _LATER_COUNTS = ("noise_samples", "second_moment_since", "warmup_steps")
 """Older states lack them."""
+_SHAPES = get_args(WarmupShape)
 
 
 def check_whole(saved: Any) -> None:
@@ -70,6 +72,9 @@ def _check_facts(facts: Any) -> None:
             raise ValueError(
                 f"`{name}` of a SCAPE state must be a whole number from {least} to 2**31 - 1, got {value!r}. {_DAMAGED}"
             )
+    shape = facts.get("warmup_shape", "geometric")
+    if shape not in _SHAPES:
+        raise ValueError(f"`warmup_shape` of a SCAPE state must be one of {list(_SHAPES)}, got {shape!r}. {_DAMAGED}")
     for name in ("config", "names"):
         _check_mapping(name, facts.get(name))
 

@@ -105,6 +105,7 @@ def _facts(snapshot: Snapshot, world_size: int) -> dict[str, Any]:
         "noise_samples": snapshot.state.local_samples,
         "second_moment_since": snapshot.state.exp_avg_sq_since,
         "warmup_steps": snapshot.masks.schedule.warmup_steps,
+        "warmup_shape": snapshot.masks.schedule.shape,
         "missed": snapshot.missed(),
         "names": dict(zip(snapshot.parameters.indices, snapshot.parameters.names, strict=True)),
         "mask_uses": snapshot.masks.uses,
@@ -396,11 +397,12 @@ def _read_mask(snapshot: Snapshot, source: Source) -> tuple[Tensor | None, list[
 
 
 def _schedule(snapshot: Snapshot, common: Mapping[str, Any]) -> SparsitySchedule:
-    """The sparsity schedule after the load: a default warm-up stays as long as in the run that wrote the state."""
+    """The sparsity schedule after the load: a default warm-up goes on as in the run that wrote the state."""
     schedule, saved = snapshot.masks.schedule, common["config"]
     warmup = common.get("warmup_steps", saved.get("sparsity_warmup_steps"))
     if snapshot.config.sparsity_warmup_steps is None and warmup is not None and saved.get("sparsity"):
-        return replace(schedule, warmup_steps=0 if snapshot.config.dense else warmup)
+        shape = common.get("warmup_shape", "geometric")  # older states: there was no other
+        return replace(schedule, warmup_steps=0 if snapshot.config.dense else warmup, shape=shape)
     return schedule
 
 

@@ -16,35 +16,41 @@ from torch import Tensor
 
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator, Work
-from lightning_scape.config import Quota, ScapeConfig
+from lightning_scape.config import Quota, ScapeConfig, WarmupShape
 from lightning_scape.engine.state import ScapeState
 from lightning_scape.layout import Layout
 
 
 @dataclass(frozen=True)
 class SparsitySchedule:
-    """Entries sent per block at each step: dense steps, then a geometric decay of the density, then the quota."""
+    """Entries sent per block at each step: dense steps, then a warm-up in which the density falls, then the quota."""
 
     quota: Quota
     dense_steps: int
     warmup_steps: int
+    shape: WarmupShape = "geometric"
 
     @classmethod
     def of(cls, config: ScapeConfig, total_steps: float | None = None) -> SparsitySchedule:
         """The schedule that a configuration asks for, in a run of ``total_steps`` steps (None: not known)."""
-        return cls(config.quota, config.dense_steps, config.warmup_within(total_steps))
+        return cls(config.quota, config.dense_steps, config.warmup_within(total_steps), config.warmup_shape)
 
     def sent(self, step: int) -> int:
         """Q of a step, counted from 0; q = B means that everything is sent, and needs no mask.
 
-        In the warm-up the density is ``rho**(i / (warmup_steps + 1))`` at its i-th step (i = 1, 2, ...).
+        At the i-th of T steps of the warm-up (i = 1, 2, ...) the density is ``rho**(i / (T + 1))``, or, where the waits
+        grow evenly, ``1 / (1 + (1 / rho - 1) i / (T + 1))`` (docs/design.md, 3.3).
         """
         into_warmup = step - self.dense_steps + 1
         if into_warmup <= 0:
             return self.quota.block_size
         if into_warmup > self.warmup_steps:
             return self.quota.sent
-        density: float = self.quota.density ** (into_warmup / (self.warmup_steps + 1))
+        share = into_warmup / (self.warmup_steps + 1)
+        if self.shape == "waits":
+            density = 1 / (1 + (1 / self.quota.density - 1) * share)
+        else:
+            density = self.quota.density**share
         return min(self.quota.block_size, max(self.quota.sent, round(density * self.quota.block_size)))
 
     def updates(self, steps: int) -> float:

@@ -134,7 +134,8 @@ def what_holds(optimizers: Sequence[ScapeOptimizer], steps: float | None, spell:
         steps: of the whole run; None is not known.
         spell: how the user writes options.
     """
-    config, schedule = optimizers[0].config, optimizers[0].schedule
+    config = optimizers[0].config
+    schedule = max((optimizer.schedule for optimizer in optimizers), key=lambda schedule: schedule.warmup_steps)
     size = sum(optimizer.bytes_per_step() for optimizer in optimizers)
     of_node = optimizers[0].engine.shards.world_size
     where, alone = (f" between nodes of {of_node} ranks", "node") if of_node > 1 else ("", "rank")
@@ -142,7 +143,7 @@ def what_holds(optimizers: Sequence[ScapeOptimizer], steps: float | None, spell:
     updates = sorted({str(optimizer.config.update) for optimizer in optimizers}, reverse=True)
     change = {
         "sparsity": "...",
-        "sparsity_warmup_steps": "0" if schedule.warmup_steps else "1000",
+        "sparsity_warmup_steps": "0" if schedule.warmup_steps else "None",
         "update": '"adams"' if updates == ["adamw"] else '"adamw"',
     }
     if config.dense:
@@ -166,5 +167,11 @@ def _beginning(schedule: SparsitySchedule, steps: float | None) -> str:
     parts += [f"a warm-up of {schedule.warmup_steps:,} steps"] if schedule.warmup_steps else []
     if not parts:
         return "from the first step on"
-    whole = steps is not None and schedule.dense_steps + schedule.warmup_steps >= steps
-    return f"after {' and '.join(parts)}{' (the whole run)' if whole else ''}"
+    within = f"after {' and '.join(parts)}"
+    settled = schedule.dense_steps + schedule.warmup_steps
+    if steps is None or not 0 < steps <= settled:
+        return within
+    if steps == settled:
+        return f"{within} (the whole run)"
+    last = schedule.sent(int(steps) - 1) / schedule.quota.block_size
+    return f"{within} (this run of {steps:,.0f} ends at {100 * last:.2g}%)"
