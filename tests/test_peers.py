@@ -236,8 +236,7 @@ def test_majority_of_signs_moves_by_one_rate(peers: ModuleType) -> None:
     for old, new in zip(before, net.parameters(), strict=True):
         moved = ((old - new) / 1e-2).detach()
         assert bool(((moved - moved.round()).abs() < 1e-3).all())
-        assert moved.abs().max() <= 1.001
-        assert moved.abs().max() > 0.99
+        assert bool((moved.abs().round() == 1).all())  # one bit holds no tie
 
 
 def _torchs_powersgd(rank: int, world_size: int) -> dict[str, list[Tensor]]:

@@ -52,8 +52,8 @@ class SparseLoCoStrategy(ScapeStrategy):
         bits: of a value on the wire: 2, 4, 8, or None for fp32.
         error_decay: what is left of the error feedback after each window.
         outer_lr: length of the outer step.
-        average: what the sum over ranks is divided by: their number (``"all"``), its ``"root"``, or the ``"senders"``
-            of the entry; None chooses.
+        average: what the sum over ranks is divided by: their number (``"all"``), that of the ``"senders"`` of the
+            entry, or the ``"geometric"`` mean of both; None chooses.
         reduction: ``"sharded"`` over the owners of the entries, ``"gathered"`` on every rank; None chooses.
         return_density: share of the entries that come back from the owners; None is ``density``.
         block_size: block length, None for the best.

@@ -11,7 +11,7 @@ import torch
 from lightning_scape.config import Quota, check_local_group_size, quota_for
 from lightning_scape.engine.block_wire import Wire
 
-Average = Literal["all", "root", "senders"]
+Average = Literal["all", "geometric", "senders"]
 Reduction = Literal["sharded", "gathered"]
 BITS = (2, 4, 8)
 MAX_BLOCK = 65_536
@@ -48,10 +48,11 @@ class SparseLoCoConfig:
     """alpha, > 0: length of the outer step along the averaged pseudo-gradient."""
 
     average: Average | None = None
-    """What the sum over N ranks is divided by: ``"all"``, N (the paper's formula), ``"root"``, the square root of N, or
-    ``"senders"``, the number of ranks that sent the entry (the authors' code). Ranks choose different entries, so most
-    of the N do not say anything about one. None is ``"root"`` where messages are gathered, where it trains best
-    (docs/methods.md), and ``"all"`` where the reduction is sharded, or everything is sent."""
+    """What the sum over N ranks is divided by: ``"all"``, N (the paper's formula), ``"senders"``, the number n of ranks
+    that sent the entry (the authors' code), or ``"geometric"``, their geometric mean sqrt(N n). Ranks choose different
+    entries, so most of the N do not say anything about one. Where all send, all three are the mean. None is
+    ``"geometric"`` where messages are gathered, and ``"all"`` where the reduction is sharded, or everything is sent
+    (docs/methods.md)."""
 
     reduction: Reduction | None = None
     """How what the ranks send is averaged. ``"sharded"``: by the owners of the entries, who send their selection back;
@@ -112,7 +113,8 @@ class SparseLoCoConfig:
             raise ValueError(f"`bits` must be None, 2, 4 or 8, got {self.bits!r}. None sends fp32 values.")
         if self.average is not None and self.average not in get_args(Average):
             raise ValueError(
-                f'`average` must be None, "all", "root" or "senders", got {self.average!r}. None is the best known.'
+                f'`average` must be None, "all", "geometric" or "senders", got {self.average!r}. None is the best'
+                " known."
             )
         if self.reduction is not None and self.reduction not in get_args(Reduction):
             raise ValueError(
@@ -173,7 +175,7 @@ class SparseLoCoConfig:
         """What the sum over ranks is divided by, the default filled in."""
         if self.average is not None:
             return self.average
-        return "root" if self.gathers(ranks) and self.density < 1 else "all"
+        return "geometric" if self.gathers(ranks) and self.quota.sent < self.quota.block_size else "all"
 
     @property
     def return_quota(self) -> Quota:

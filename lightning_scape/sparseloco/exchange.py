@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -62,7 +61,7 @@ class Exchange:
         ========= =============================================================================================
 
         With ``reduction="gathered"`` the messages of ``send`` go to all ranks, by an all-gather. Every rank adds them
-        up itself, and divides by the root of N; there is no owner, and nothing comes back.
+        up itself, and divides by more where more ranks sent an entry; there is no owner, and nothing comes back.
 
         Args:
             state: changed.
@@ -146,15 +145,16 @@ class Exchange:
     def _mean(self, messages: Iterable[Tensor], like: Tensor) -> Tensor:
         """The sum of the ranks' messages, in rank order, as blocks like ``like``, divided as ``average`` says."""
         total = torch.zeros_like(like)
-        senders = torch.zeros_like(like) if self._divisor == "senders" else None
+        senders = None if self._divisor == "all" else torch.zeros_like(like)
         for message in messages:
             entries = self.wire.read(message)
             entries.add_to(total)
             if senders is not None:
                 entries._replace(values=(entries.values != 0).float()).add_to(senders)
-        if senders is not None:
-            return total / senders.clamp_(min=1)
-        return total / (self.comm.world_size if self._divisor == "all" else math.sqrt(self.comm.world_size))
+        if senders is None:
+            return total / self.comm.world_size
+        senders.clamp_(min=1)
+        return total / (senders if self._divisor == "senders" else senders.mul_(self.comm.world_size).sqrt_())
 
     def _outer_step(self, start: Tensor, returned: Tensor) -> None:
         """Moves the starting point ``[blocks, B]`` by the messages of all owners ``[blocks, W]``."""
