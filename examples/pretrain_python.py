@@ -479,7 +479,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="adams is the update of SCAPE's paper")
     add("--sparsity", type=float, help="share of the entries that is not sent in a step (default: 0.99)")
     add("--dense-steps", type=whole(0), help="first steps that send everything (default: 0)")
-    add("--sparsity-warmup-steps", type=whole(0), help="in which the density falls (default: 1000, or all --steps)")
+    add(
+        "--sparsity-warmup-steps",
+        type=whole(0),
+        help="in which the density falls (default: 4950 at 99%%)",
+    )
     add("--steps", type=whole(1), default=1200)
     add("--lr", type=float, help=f"default: {LEARNING_RATES}")
     add("--size", choices=tuple(SIZES), default="small")

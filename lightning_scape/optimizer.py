@@ -58,7 +58,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             that hold the same rows, one of each node: ``mesh["replicate"].get_group()``; None where there is one node.
         mask_group: group for the mask exchange; None makes one.
         communicator: sends the messages, in place of one over the two groups (simulated ranks, another transport).
-        total_steps: steps of the run, where known: the default warm-up of the sparsity is no longer than that.
+        total_steps: steps of the run, where known: the default warm-up of AdamS's update is no longer than that.
         named_parameters: of the module, for error messages and checkpoints.
 
     Raises:
@@ -241,7 +241,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         return 0 if self.engine.state is None else self.engine.state.calls
 
     def expect_steps(self, total_steps: float | None) -> None:
-        """Fits the default warm-up into a run of ``total_steps`` steps; None is not known.
+        """Fits the default warm-up of AdamS's update into a run of ``total_steps`` steps; None is not known.
 
         For hosts that learn it after they have built the optimizer. Once a step was taken or loaded it does nothing.
         """

@@ -99,7 +99,10 @@ def test_the_run_says_once_what_holds_and_by_which_flags_to_change_it(straight: 
     """LitGPT takes as many steps as the line says: the fixture's losses are eight."""
     (said,) = [line for line in straight[1].splitlines() if line.startswith("SCAPE: ")]
     assert "sends 20% of the entries per step (sparsity=0.8), " in said
-    assert "after a warm-up of 8 steps (the whole run). Update: AdamW's, your lr, betas and eps hold." in said
+    assert (
+        "after a warm-up of 895 steps (this run of 8 ends at 96%). Update: AdamW's, your lr, betas and eps hold."
+        in said
+    )
     assert said.endswith("--scape.sparsity ... --scape.sparsity_warmup_steps 0 --scape.update adams.")
 
 
