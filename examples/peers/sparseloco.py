@@ -10,7 +10,10 @@ from torch import nn
 
 from lightning_scape import SparseLoCo
 
-from .base import PartingRanks, all_reduce_bytes
+from .base import PartingRanks
+
+OPENING_BYTES = 12
+"""Of the first message of an exchange, to each other rank: a norm and two counts."""
 
 
 class SparseLoCoRanks(PartingRanks):
@@ -34,8 +37,8 @@ class SparseLoCoRanks(PartingRanks):
         """Bytes of the exchanges that have ended in this step: none in most steps, two at the end of a run at most."""
         progress = self.wrappers[0].progress
         before, self._ended = self._ended, progress.exchanges - progress.under_way
-        norm = all_reduce_bytes(1, len(self.wrappers))
-        return (self._ended - before) * (self.wrappers[0].bytes_per_exchange() + norm)
+        opening = OPENING_BYTES * (len(self.wrappers) - 1)
+        return (self._ended - before) * (self.wrappers[0].bytes_per_exchange() + opening)
 
     def end(self) -> None:
         """Ends the exchange that runs, and the window that has begun."""

@@ -370,6 +370,13 @@ class Communicator:
             all_gather_into(full, flat, self.process_group)
         return full.view(self.world_size, *tensor.shape)
 
+    def all_gather_facts(self, facts: Tensor) -> Tensor:
+        """The same, counted as the message of the norm: ``[N, ...]``, every rank's ``facts``."""
+        with self._timed():
+            full = self.all_gather_stacked(facts)
+        self.count_bytes("norm", full.numel() * full.element_size())
+        return full
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's small picklable ``value``, on every rank. Set-up only."""
         if self.world_size == 1:

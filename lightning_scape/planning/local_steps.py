@@ -34,7 +34,7 @@ SPARSEST = 0.99
 
 
 def exchange_bytes(numels: Sequence[int], ranks: int, config: SparseLoCoConfig) -> int:
-    """Bytes that a rank sends in an exchange; exactly what the package counts, the 4 bytes of the norm left out.
+    """Bytes that a rank sends in an exchange; exactly what the package counts, the first message left out.
 
     Args:
         numels: entries of each parameter tensor.

@@ -10,7 +10,9 @@ from torch import Tensor
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.engine.block_wire import Wire
 from lightning_scape.layout import Layout
+from lightning_scape.sparseloco import phase
 from lightning_scape.sparseloco.config import SparseLoCoConfig
+from lightning_scape.sparseloco.phase import Place
 from lightning_scape.sparseloco.state import LocoState, Spans
 from lightning_scape.sparseloco.stats import ExchangeRecord
 
@@ -48,11 +50,20 @@ class Exchange:
         self._divisor = config.averages(comm.world_size)
         self._reduce = self._gathered if config.gathers(comm.world_size) else self._sharded
 
-    def run(self, state: LocoState, flats: Sequence[Tensor], record: ExchangeRecord) -> None:
+    def run(
+        self,
+        state: LocoState,
+        flats: Sequence[Tensor],
+        record: ExchangeRecord,
+        place: Place,
+        *,
+        unless_idle: bool = False,
+    ) -> None:
         """Sends what this rank has learned, and moves the starting point. Parameters are only read. Collective.
 
         ========= =============================================================================================
-        norm      all-reduce of the squared norm of ``delta = start - theta``; not finite: the window is dropped
+        norm      all-gather of the squared norm of ``delta = start - theta``, and of the place in the window; not
+                  finite: the window is dropped
         fold      ``e = beta * e + delta``
         send      the q largest entries of each block of ``e`` leave it, quantized, for their owners: all-to-all
         average   the owner adds what arrives to ``u``, in rank order, over N
@@ -67,9 +78,16 @@ class Exchange:
             state: changed.
             flats: every parameter at the end of the window, flat.
             record: takes the figures.
+            place: where this rank stands.
+            unless_idle: end after the first message if no rank has a window; on CUDA the host then waits for it.
         """
         with record.phase("norm"):
-            record.norm = norm = self._norm(state, flats)
+            record.openings = openings = self._open(state, flats, place)
+            record.norm = norm = self._norm(openings)
+        if unless_idle and phase.idle(phase.places(openings)):
+            record.idle = True
+            self.comm.take_count()
+            return
         with record.phase("fold"):
             self._fold(state, flats, torch.isfinite(norm))
         self._reduce(state, record)
@@ -99,12 +117,16 @@ class Exchange:
                 with self.spans.changing(state.start[rows]) as part:
                     part -= self.config.outer_lr * self._mean(everyone[:, rows], part)
 
-    def _norm(self, state: LocoState, flats: Sequence[Tensor]) -> Tensor:
-        """0-dim fp32: root mean square over replicas of the norm of ``delta``; not finite if any rank's is not."""
+    def _open(self, state: LocoState, flats: Sequence[Tensor], at: Place) -> Tensor:
+        """``[N, 3]``: every rank's first message, see :mod:`.phase`."""
         total = torch.zeros(1, device=self.spans.device)
         for place, theta in self.spans.entries(flats):
             total += self._delta(state, place, theta).square_().sum()
-        mean = self.comm.all_reduce_sum(total) / self.comm.world_size
+        return self.comm.all_gather_facts(phase.opening(total, at))
+
+    def _norm(self, openings: Tensor) -> Tensor:
+        """0-dim fp32: root mean square over replicas of the norm of ``delta``; not finite if any rank's is not."""
+        mean = phase.squares(openings).sum(dim=0, keepdim=True) / self.comm.world_size
         return self._shards.all_gather_stacked(mean).sum(dim=0).sqrt_().view(())  # of all rows of a replica
 
     def _delta(self, state: LocoState, place: slice, theta: Tensor) -> Tensor:

@@ -11,6 +11,28 @@ from torch import Tensor
 from lightning_scape.engine.local_shards import local
 
 
+class OnItsWay:
+    """A small tensor on its way to the host, which waits for the device only when it reads it.
+
+    Args:
+        tensor: on any device.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._event = tensor, None
+        if tensor.device.type == "cuda":
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def read(self) -> Tensor:
+        """The tensor in host memory."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor
+
+
 class DroppedWindows:
     """Counts dropped windows. On CUDA the host learns of one a step late, and never waits for the device.
 
@@ -23,24 +45,12 @@ class DroppedWindows:
         self.most, self.speaks = most, speaks
         self.in_row = 0
         self.total = 0
-        self._norm: Tensor | None = None
+        self._norm: OnItsWay | None = None
         """Of an exchange whose outcome nobody has looked at."""
-        self._on_its_way: torch.cuda.Event | None = None
 
     def note(self, norm: Tensor) -> None:
         """Takes the norm of an exchange, 0-dim, on its way to the host."""
-        if norm.device.type != "cuda":
-            self._norm, self._on_its_way = norm, None
-            return
-        on_host = torch.empty((), dtype=norm.dtype, device="cpu", pin_memory=True)
-        on_host.copy_(norm, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(norm.device))
-        self._norm, self._on_its_way = on_host, event
-
-    def arrives_at_once(self) -> bool:
-        """Whether the norm that was noted is in host memory."""
-        return self._on_its_way is None
+        self._norm = OnItsWay(norm)
 
     def judge(self) -> bool:
         """Whether the last window was dropped, asked once for each exchange; later calls say False.
@@ -51,10 +61,7 @@ class DroppedWindows:
         norm, self._norm = self._norm, None
         if norm is None:
             return False
-        if self._on_its_way is not None:
-            self._on_its_way.synchronize()  # of the step before
-            self._on_its_way = None
-        if math.isfinite(float(norm)):
+        if math.isfinite(float(norm.read())):
             self.in_row = 0
             return False
         self.in_row += 1
@@ -76,7 +83,7 @@ class DroppedWindows:
 
     def forget(self) -> None:
         """Drops a norm that has not been looked at: another state is loaded."""
-        self._norm = self._on_its_way = None
+        self._norm = None
 
 
 def clear_nonfinite(optimizer: torch.optim.Optimizer) -> None:

@@ -107,6 +107,10 @@ class ExchangeRecord:
 
     norm: Tensor | None = None
     """0-dim: see :attr:`ExchangeStats.delta_norm`; not finite where the window was dropped."""
+    openings: Tensor | None = None
+    """``[N, 3]``: every rank's first message, see :mod:`.phase`."""
+    idle: bool = False
+    """Whether no rank had a window, so that nothing was exchanged."""
     message_seconds: float = 0.0
     bytes_sent: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))

@@ -18,10 +18,11 @@ from lightning_scape.engine.parameters import Parameters
 from lightning_scape.engine.replicas import check_replicas, check_same_setup_everywhere
 from lightning_scape.engine.state import piece_views
 from lightning_scape.layout import Layout
-from lightning_scape.sparseloco import checkpoint, rows, setup
+from lightning_scape.sparseloco import checkpoint, phase, rows, setup
 from lightning_scape.sparseloco.config import Average, Reduction, SparseLoCoConfig
 from lightning_scape.sparseloco.exchange import Exchange
-from lightning_scape.sparseloco.found_inf import DroppedWindows, clear_nonfinite
+from lightning_scape.sparseloco.found_inf import DroppedWindows, OnItsWay, clear_nonfinite
+from lightning_scape.sparseloco.phase import Place
 from lightning_scape.sparseloco.restored import changed_since, set_out_from_changed
 from lightning_scape.sparseloco.state import LocoState
 from lightning_scape.sparseloco.stats import ExchangeRecord, ExchangeStats
@@ -58,8 +59,8 @@ class SparseLoCo:
 
     The exchange runs in a hook of the optimizer's ``step``. It is :meth:`~.exchange.Exchange.run`. After it all ranks
     hold the same parameters, bit for bit; between exchanges they differ. Every rank needs data of its own, clips the
-    norm of its own gradient, and must take the same number of steps. Schedulers, and the optimizer's state, stay each
-    rank's own; nothing of them is sent.
+    norm of its own gradient, and must take the same number of steps; :meth:`sync` raises an error on all ranks where
+    they have not. Schedulers, and the optimizer's state, stay each rank's own; nothing of them is sent.
 
     Constructing is collective, and parameters must be equal on all ranks at the first step.
 
@@ -145,6 +146,7 @@ class SparseLoCo:
         self._job: Job | None = None
         self._record: ExchangeRecord | None = None
         self._stats: ExchangeStats | None = None
+        self._openings: OnItsWay | None = None
         self._consolidated: dict[str, Any] | None = None
         self._restored: list[Tensor] | None = None
         self._hooks = [
@@ -171,8 +173,7 @@ class SparseLoCo:
         """The first step sets out from where the parameters are; on CUDA, looks how the last exchange went."""
         self._consolidated = None
         self._take_up_changes()
-        if self.dropped.judge():
-            clear_nonfinite(self.optimizer)
+        self._judge()
         if self.state is not None:
             return
         self.parameters.flatten()
@@ -199,16 +200,33 @@ class SparseLoCo:
         """Ends the window that has begun, if any: all ranks hold the same parameters afterwards. Collective.
 
         For the end of training, and wherever ranks have to be equal. The window counts as a whole one.
+
+        Raises:
+            RuntimeError: ranks have taken different numbers of steps; on every rank.
         """
         self._consolidated = None
         self._take_up_changes()
+        self._judge()
         if self.progress.under_way:
             self._finish()
-        if self.progress.in_window:
-            self._launch()
+        if self.state is not None:
+            self._end_window()
+        self._judge()
+
+    def _end_window(self) -> None:
+        """Exchanges at once if a window has begun on any rank. All of them learn which from the first message."""
+        state, progress, record = self.state, self.progress, ExchangeRecord()
+        assert state is not None
+        self._wait_for_others()
+        self._check_parameters()
+        self.parameters.flatten()
+        place = Place(progress.steps, progress.in_window)
+        self.exchange.run(state, self.parameters.flat, record, place, unless_idle=True)
+        if not record.idle:
+            self._begin(record)
             self._finish()
-        if self.dropped.judge():
-            clear_nonfinite(self.optimizer)
+        elif record.openings is not None:
+            self._openings = OnItsWay(record.openings)
 
     def _take_up_changes(self) -> None:
         """Takes up weights that the user has loaded since :meth:`load_state_dict`. Collective, once after a load."""
@@ -228,20 +246,25 @@ class SparseLoCo:
         self._check_parameters()
         self.parameters.flatten()
         flats, record = self.parameters.flat, ExchangeRecord()
-        self._record, self._stats = record, None
-        self.progress.in_window = 0
-        self.progress.exchanges += 1
-        self.progress.under_way = True
+        place = Place(self.progress.steps, self.progress.in_window)
+        self._begin(record)
         if not self.config.overlap_steps:
-            self.exchange.run(state, flats, record)
+            self.exchange.run(state, flats, record, place)
             return
         state.launched = copies = [flat.clone() for flat in flats]
         group = self.communicator.process_group
         if device.type == "cpu" and group is not None:
-            self._job = Worker.of(group).do(lambda: self.exchange.run(state, copies, record))
+            self._job = Worker.of(group).do(lambda: self.exchange.run(state, copies, record, place))
             return
         with self.communicator.on_side_stream(device):  # the device orders the messages, the host waits for none
-            self.exchange.run(state, copies, record)
+            self.exchange.run(state, copies, record, place)
+
+    def _begin(self, record: ExchangeRecord) -> None:
+        """Counts an exchange that begins; with it a window ends."""
+        self._record, self._stats = record, None
+        self.progress.in_window = 0
+        self.progress.exchanges += 1
+        self.progress.under_way = True
 
     def _finish(self) -> None:
         """Ends the exchange under way: parameters move to the new starting point, which all ranks share."""
@@ -260,7 +283,17 @@ class SparseLoCo:
             self._check_replicas(state)
         assert record.norm is not None
         self.dropped.note(record.norm)
-        if self.dropped.arrives_at_once() and self.dropped.judge():
+        if record.openings is not None:
+            self._openings = OnItsWay(record.openings)
+        if record.norm.device.type != "cuda":
+            self._judge()
+
+    def _judge(self) -> None:
+        """Looks how the last exchange went: whether all ranks were at the same step, and their parameters finite."""
+        openings, self._openings = self._openings, None
+        if openings is not None:
+            phase.check(phase.places(openings.read()))
+        if self.dropped.judge():
             clear_nonfinite(self.optimizer)
 
     def _wait(self) -> None:
@@ -332,7 +365,7 @@ class SparseLoCo:
         self.parameters.rename(named_parameters)
 
     def bytes_per_exchange(self) -> int:
-        """Bytes that this rank sends in an exchange, the 4 bytes of the norm not counted."""
+        """Bytes that this rank sends in an exchange, the 12 bytes to each rank of its first message not counted."""
         return sum(self.config.message_bytes(self.layout.blocks, self.communicator.world_size))
 
     @property
@@ -410,7 +443,7 @@ class SparseLoCo:
         ranks = Communicator.alone() if isinstance(state_dict, Mapping) else self.everyone
         loaded = ranks.raise_on_all_ranks(lambda: checkpoint.load(live, state_dict))
         self.optimizer.load_state_dict(rows.placed(loaded.inner, self.optimizer))
-        self._job = self._consolidated = self._record = self._stats = None
+        self._job = self._consolidated = self._record = self._stats = self._openings = None
         self.state, self.progress = loaded.state, Progress(**loaded.progress)
         if self.progress.under_way:
             self._record = ExchangeRecord(norm=torch.tensor(self.progress.norm, device=self.parameters.device))
@@ -445,8 +478,8 @@ class SparseLoCo:
             self._restored = [flat.clone() for flat in self.parameters.flat]
         if self.state is None and not allocate:  # before the first step
             self._before_step()
-        elif not allocate and self.dropped.judge():
-            clear_nonfinite(self.optimizer)
+        elif not allocate:
+            self._judge()
         if self.progress.under_way and not allocate:
             assert self._record is not None
             assert self._record.norm is not None
