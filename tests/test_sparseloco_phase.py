@@ -79,3 +79,77 @@ def test_sync_exchanges_only_what_has_begun_and_counts_its_bytes(run_ranks: Any,
     assert first[2] == second[2] == 12  # to one other rank
     for mine, theirs in zip(first[0], second[0], strict=True):
         assert torch.equal(mine, theirs)
+
+
+# ------------------------------------------------------------------------------------------------ other parameters
+
+
+def _changes(rank: int, world_size: int, change: str, overlap: int, who: int | None) -> dict[str, Any]:
+    """Changes the parameters after 4 steps of windows of 3, on one rank or on all, and wraps the optimizer anew."""
+    net, extra = model(), torch.nn.Parameter(torch.ones(5))
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    loco = SparseLoCo(optimizer, **SPARSE, overlap_steps=overlap)
+    error, told = "", 0
+    for step in range(9):
+        if step == 4 and rank == (rank if who is None else who):
+            if change == "freeze":
+                net[0].weight.requires_grad_(False)
+            else:
+                optimizer.add_param_group({"params": [extra]})
+        gradient(net, rank, step)
+        try:
+            optimizer.step()
+        except ValueError as raised:
+            error, told = str(raised), step
+            break
+    together = flat(net)
+    if who is None or not overlap:
+        loco.sync()  # as it is told, or in `with`: has nothing to do, and raises nothing
+    loco.close()
+    found: dict[str, Any] = {"error": error, "told": told, "together": together, "again": flat(net)}
+    if who is None:
+        again = SparseLoCo(optimizer, **SPARSE)
+        for step in range(9, 12):
+            gradient(net, rank, step)
+            optimizer.step()
+        assert again.progress.exchanges == 1
+        found["end"] = flat(net)
+    return found
+
+
+@pytest.mark.parametrize("change", ["freeze", "add"])
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_other_parameters_are_an_error_at_the_next_step_and_the_optimizer_can_be_wrapped_anew(
+    run_ranks: Any, change: str, overlap: int
+) -> None:
+    first, second = run_ranks(_changes, 2, change, overlap, None)
+    for seen in (first, second):
+        assert (
+            "must be frozen, unfrozen and added before SparseLoCo wraps the optimizer, got others now" in seen["error"]
+        )
+        assert "got others now on ranks 0, 1. " in seen["error"]
+        assert seen["told"] == 4
+        assert torch.equal(seen["together"], first["together"])
+        assert torch.equal(seen["together"], seen["again"])
+        assert torch.equal(seen["end"], first["end"])
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_parameters_that_change_on_one_rank_are_told_on_every_rank(run_ranks: Any, overlap: int) -> None:
+    """The others waited until the timeout."""
+    ranks = run_ranks(_changes, 2, "add", overlap, 1, timeout=60)
+    for seen in ranks:
+        assert "got others now on rank 1. " in seen["error"]
+        assert overlap or torch.equal(seen["together"], ranks[0]["together"])
+    assert ranks[1]["told"] == 4
+    assert ranks[0]["told"] == 5 + overlap  # where its window ends
+
+
+def test_parameters_added_before_the_first_step_are_an_error_too() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with SparseLoCo(optimizer, **SPARSE):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(5))]})
+        gradient(net, 0, 0)
+        with pytest.raises(ValueError, match="added before SparseLoCo wraps the optimizer, got others now on rank 0"):
+            optimizer.step()

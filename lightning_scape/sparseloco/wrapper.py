@@ -174,13 +174,15 @@ class SparseLoCo:
         self._consolidated = None
         self._take_up_changes()
         self._judge()
-        if self.state is not None:
-            return
-        self.parameters.flatten()
-        self._wait_for_others()
-        self._compare(self.parameters.flat, self.parameters.names)
-        self.state = self.allocate()
-        self.exchange.begin_at(self.state, self.parameters.flat)
+        if self.state is None:
+            self.parameters.flatten()
+            self._wait_for_others()
+            self._compare(self.parameters.flat, self.parameters.names)
+            self.state = self.allocate()
+            self.exchange.begin_at(self.state, self.parameters.flat)
+        if phase.changed(self.parameters, self.optimizer.param_groups):
+            self._end_window(changed=True)  # with the other ranks, whose windows may be longer
+            self._judge()
 
     @torch.no_grad()
     def _after_step(self) -> None:
@@ -207,20 +209,24 @@ class SparseLoCo:
         self._consolidated = None
         self._take_up_changes()
         self._judge()
-        if self.progress.under_way:
-            self._finish()
         if self.state is not None:
             self._end_window()
         self._judge()
 
-    def _end_window(self) -> None:
-        """Exchanges at once if a window has begun on any rank. All of them learn which from the first message."""
+    def _end_window(self, changed: bool = False) -> None:
+        """Exchanges at once if a window has begun on any rank. All of them learn which from the first message.
+
+        Args:
+            changed: whether this rank's optimizer has other parameters now. Those that were wrapped are exchanged;
+                all ranks raise an error afterwards.
+        """
         state, progress, record = self.state, self.progress, ExchangeRecord()
         assert state is not None
+        if progress.under_way:
+            self._finish()
         self._wait_for_others()
-        self._check_parameters()
         self.parameters.flatten()
-        place = Place(progress.steps, progress.in_window)
+        place = Place(progress.steps, progress.in_window, changed)
         self.exchange.run(state, self.parameters.flat, record, place, unless_idle=True)
         if not record.idle:
             self._begin(record)
@@ -243,10 +249,10 @@ class SparseLoCo:
         """Begins an exchange: beside the next steps, or at once."""
         state, device = self.state, self.parameters.device
         assert state is not None
-        self._check_parameters()
         self.parameters.flatten()
         flats, record = self.parameters.flat, ExchangeRecord()
-        place = Place(self.progress.steps, self.progress.in_window)
+        changed = phase.changed(self.parameters, self.optimizer.param_groups)
+        place = Place(self.progress.steps, self.progress.in_window, changed)
         self._begin(record)
         if not self.config.overlap_steps:
             self.exchange.run(state, flats, record, place)
@@ -320,16 +326,6 @@ class SparseLoCo:
 
     def _compare(self, flats: list[Tensor], names: list[str]) -> None:
         self.shards.raise_on_all_ranks(lambda: check_replicas(self.communicator, flats, names))
-
-    def _check_parameters(self) -> None:
-        """Raises ValueError if the parameters are no longer those that the exchange knows."""
-        now = Parameters.of(self.optimizer.param_groups).tensors
-        if [id(parameter) for parameter in now] != [id(parameter) for parameter in self.parameters.tensors]:
-            raise ValueError(
-                "Parameters must be frozen, unfrozen and added before SparseLoCo wraps the optimizer, got others now:"
-                f" {len(now)} that require grad, {len(self.parameters.tensors)} then. Call sync() and close(), and wrap"
-                " the optimizer anew."
-            )
 
     # ------------------------------------------------------------------------------------- life of the state
 
