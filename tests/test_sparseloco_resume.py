@@ -168,6 +168,87 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
     assert torch.equal(flat(net), place)
 
 
+class Counts(torch.optim.AdamW):
+    """Keeps a number, and a tensor, beside its parameters' states."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["count"] = self.state.get("count", 0) + 1  # type: ignore[index,assignment,call-overload]
+        self.state["seen"] = torch.full((2,), float("nan"))  # type: ignore[index,assignment]
+        return super().step(closure)
+
+
+def _of(shapes: list[tuple[int, ...]], names: str, kind: type[torch.optim.Optimizer]) -> SparseLoCo:
+    torch.manual_seed(0)
+    held = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in zip(names, shapes, strict=True)}
+    optimizer = kind(held.values(), lr=0.01)  # type: ignore[call-arg]
+    loco = SparseLoCo(optimizer, **SPARSE)
+    loco.name_parameters(held.items())
+    for parameter in held.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return loco
+
+
+class AdamW(torch.optim.SGD):
+    """Another's, of the same name."""
+
+
+@pytest.mark.parametrize(
+    ("shapes", "names", "kind", "complaint"),
+    [
+        ([(3, 4), (6,), (6,)], "abc", torch.optim.AdamW, r"got shape \(4, 3\) for 'a', which has \(3, 4\)"),
+        ([(4, 3), (6,), (6,)], "acb", torch.optim.AdamW, "got 'b' in place 1, where the optimizer has 'c'"),
+        ([(4, 3), (6,), (6,)], "abc", torch.optim.SGD, "got one of AdamW, and SparseLoCo wraps SGD"),
+        ([(4, 3), (6,), (6,)], "abc", AdamW, r"got one with the options \['amsgrad'.*, and AdamW has \['dampening'"),
+    ],
+)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_state_of_other_shapes_order_or_optimizer_is_refused_and_changes_nothing(
+    tmp_path: Path, shapes: list[tuple[int, ...]], names: str, kind: Any, complaint: str, sharded: bool
+) -> None:
+    """Only the numbers of entries were compared: moments of one parameter became another's."""
+    saved: Any = _of([(4, 3), (6,), (6,)], "abc", torch.optim.AdamW)
+    if sharded:
+        content = Content(optimizers={"loco": saved.sharded_state_dict()})
+        Saver(asynchronous=False).save(tmp_path / "saved", content, Communicator.alone())
+        saved = SavedContent(tmp_path / "saved").optimizers["loco"]
+    else:
+        saved = saved.state_dict()
+    loco = _of(shapes, names, kind)
+    before, place = copy.deepcopy(loco.optimizer.state_dict()), [flat.clone() for flat in loco.parameters.flat]
+    state = loco.state
+    with pytest.raises(ValueError, match=complaint):
+        loco.load_state_dict(saved)
+    assert loco.state is state
+    assert str(loco.optimizer.state_dict()) == str(before)
+    assert all(torch.equal(*pair) for pair in zip(loco.parameters.flat, place, strict=True))
+
+
+def test_other_names_and_states_of_before_they_were_compared_load() -> None:
+    shapes: list[tuple[int, ...]] = [(4, 3), (6,), (6,)]
+    saved = _of(shapes, "abc", torch.optim.AdamW).state_dict()
+    _of(shapes, "xyz", torch.optim.AdamW).load_state_dict(saved)
+    for name in ("shapes", "optimizer", "options"):
+        del saved["sparseloco"][name]
+    loco = _of(shapes, "abc", torch.optim.AdamW)
+    loco.load_state_dict(saved)
+    assert loco.progress.steps == 1
+
+
+def test_what_an_optimizer_keeps_beside_its_parameters_states_is_saved_and_loaded() -> None:
+    loco = _of([(4, 3)], "a", Counts)
+    for parameter in loco.parameters.tensors:
+        assert parameter.grad is not None
+        parameter.grad.fill_(float("nan"))
+    loco.optimizer.step()
+    with pytest.warns(UserWarning, match="window is dropped"):
+        loco.optimizer.step()
+    assert loco.optimizer.state["seen"].tolist() == [0, 0]  # type: ignore[index,attr-defined]
+    again = _of([(4, 3)], "a", Counts)
+    again.load_state_dict(loco.state_dict())
+    assert again.optimizer.state["count"] == 3  # type: ignore[index,comparison-overlap]
+
+
 def test_state_dict_of_several_ranks_must_be_collected_first(run_ranks: Any) -> None:
     assert run_ranks(_uncollected, 2) == ["must be collected"] * 2
 

@@ -6,7 +6,8 @@ only (``torch.load(weights_only=True)`` reads it)::
     {
       "state": ..., "param_groups": ...,        # the inner optimizer's, of rank 0
       "sparseloco": {"format": 1, "config": {...}, "world_size": N, "block_size": B, "names": [...], "numels": [...],
-                     "shards": L, "progress": {...}, "dropped": [in a row, in all],
+                     "shapes": [...], "optimizer": class, "options": [...], "shards": L,
+                     "progress": {...}, "dropped": [in a row, in all],
                      "start": [blocks, B], "owner_error": [blocks, B],
                      "ranks": [{"parameters": [...], "error": [...], "launched": [...] or None,
                                 "state": ..., "param_groups": ...}, ...]},
@@ -79,6 +80,9 @@ class Live:
             "block_size": self.layout.block_size,
             "names": list(self.parameters.names),
             "numels": [parameter.numel() for parameter in self.parameters.tensors],
+            "shapes": [list(parameter.shape) for parameter in self.parameters.tensors],
+            "optimizer": type(self.optimizer).__name__,
+            "options": sorted(self.optimizer.defaults),
             "progress": dict(self.progress),
             "dropped": list(self.dropped),
         }
@@ -324,6 +328,42 @@ def _check(facts: Mapping[str, Any], live: Live) -> None:
             f"The state must be of this model, got parameters of {facts['numels']} entries, and the optimizer has"
             f" {mine['numels']}. Build the model, and freeze its parameters, as they were when it was saved."
         )
+    for place, (saved, here) in enumerate(zip(facts.get("shapes", mine["shapes"]), mine["shapes"], strict=True)):
+        if list(saved) != here:
+            raise ValueError(
+                f"The state must be of this model, got shape {tuple(saved)} for {mine['names'][place]!r}, which has"
+                f" {tuple(here)}. Build the model, and order its parameters, as they were when it was saved."
+            )
+    _check_order(facts["names"], mine["names"])
+    _check_optimizer(facts, mine)
+
+
+def _check_order(saved: Sequence[str], here: Sequence[str]) -> None:
+    """Names may all be others (of a host, of a wrapper); but where they are the same ones, so must be their order."""
+    if set(saved) != set(here):
+        return
+    for place, (theirs, ours) in enumerate(zip(saved, here, strict=True)):
+        if theirs != ours:
+            raise ValueError(
+                f"The state must be of this model, got {theirs!r} in place {place}, where the optimizer has {ours!r}."
+                " Give the parameters to the optimizer in the order in which they were saved."
+            )
+
+
+def _check_optimizer(facts: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """Its class must be the same. So must its options, but for those that another release of torch adds or drops."""
+    saved, here = (set(each.get("options", mine["options"])) for each in (facts, mine))
+    name = facts.get("optimizer", mine["optimizer"])
+    if name != mine["optimizer"]:
+        said = f"one of {name}, and SparseLoCo wraps {mine['optimizer']}"
+    elif not (saved <= here or here <= saved):
+        said = f"one with the options {sorted(saved)}, and {mine['optimizer']} has {sorted(here)}"
+    else:
+        return
+    raise ValueError(
+        f"The state must be of the inner optimizer, got {said}. Wrap the optimizer that it was saved with, or load the"
+        " model alone."
+    )
 
 
 def _differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

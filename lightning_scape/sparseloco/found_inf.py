@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -89,6 +90,7 @@ class DroppedWindows:
 def clear_nonfinite(optimizer: torch.optim.Optimizer) -> None:
     """Sets entries of the optimizer's state that are inf or NaN to zero: else they would spoil every later window."""
     for state in optimizer.state.values():
-        for value in state.values():
+        # An entry of its own is no parameter's: a count, a tensor.
+        for value in state.values() if isinstance(state, Mapping) else [state]:
             if isinstance(value, Tensor) and value.is_floating_point():
                 local(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -55,13 +55,14 @@ def communicators(
 
 def plain_state(inner: Mapping[str, Any]) -> dict[str, Any]:
     """An inner optimizer's state dict with this rank's rows in place of DTensors."""
-    state = {
-        index: {
-            name: local_shards.local(value) if isinstance(value, Tensor) else value for name, value in entry.items()
-        }
-        for index, entry in inner["state"].items()
-    }
+    state = {index: _plain(entry) for index, entry in inner["state"].items()}
     return {"state": state, "param_groups": inner["param_groups"]}
+
+
+def _plain(entry: Any) -> Any:
+    if not isinstance(entry, Mapping):  # what an optimizer keeps beside the parameters' states, such as a count
+        return entry
+    return {name: local_shards.local(value) if isinstance(value, Tensor) else value for name, value in entry.items()}
 
 
 # ------------------------------------------------------------------------------------------------ loading
@@ -90,6 +91,9 @@ def joined(parts: Sequence[Part], parameters: Parameters) -> dict[str, Any]:
         found[name] = None if lists[0] is None else [torch.cat(rows) for rows in zip(*lists, strict=True)]
     shapes = _shapes(parameters)
     for index, first in parts[0]["state"].items():
+        if not isinstance(first, Mapping):
+            found["state"][index] = first
+            continue
         rows = (
             [local_shards.rows_of(shapes[index][0], len(parts), s) for s in range(len(parts))]
             if index in shapes
@@ -139,6 +143,8 @@ def placed(inner: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[s
         return dict(inner)
     state = {
         index: {name: _place(value, given.get(index)) for name, value in entry.items()}
+        if isinstance(entry, Mapping)
+        else entry
         for index, entry in inner["state"].items()
     }
     return {**inner, "state": state}

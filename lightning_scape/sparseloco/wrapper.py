@@ -431,8 +431,8 @@ class SparseLoCo:
         become the starting point; a warning says so.
 
         Raises:
-            ValueError: parameters differ in number, order or shape, or the format is newer than this package. Nothing
-                has been changed then.
+            ValueError: parameters differ in number, order or shape, the inner optimizer is of another class, or the
+                format is newer than this package. Nothing has been changed then.
         """
         self.drain()
         live = self._live(allocate=True)
