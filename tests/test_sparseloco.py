@@ -350,6 +350,27 @@ def _two_overlapped(rank: int, world_size: int) -> tuple[bool, Tensor]:
     return torch.equal(flat(nets[0]), flat(nets[1])), flat(nets[0])
 
 
+def test_figures_of_the_last_exchange_stay_while_the_next_one_runs() -> None:
+    """They were None meanwhile. Whether they are first asked for before it begins or only then, they are the same."""
+    seen: list[list[Any]] = []
+    for asked_early in (False, True):
+        net = model()
+        optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+        loco = SparseLoCo(optimizer, **SPARSE, overlap_steps=2)
+        found = []
+        for step in range(11):
+            gradient(net, 0, step)
+            optimizer.step()
+            if asked_early or step in (8, 9):
+                found.append(loco.stats)
+        seen.append(found)
+    assert [stats and stats.exchange for stats in seen[1]] == [None] * 4 + [1] * 3 + [2] * 3 + [3]
+    assert [stats.exchange for stats in seen[0]] == [2, 2]
+    assert [stats.step for stats in seen[0]] == [8, 8]
+    assert seen[0][0].error_norm == seen[1][7].error_norm > 0
+    assert seen[0][0].delta_norm == seen[1][7].delta_norm
+
+
 def test_two_optimizers_may_overlap_on_one_group(run_ranks: Any) -> None:
     """One compared its replicas while the other's exchange was under way in its thread: messages got mixed up."""
     ends = run_ranks(_two_overlapped, 2, timeout=60)
@@ -489,6 +510,9 @@ def test_what_cannot_be_wrapped_is_refused() -> None:
         SparseLoCo(optimizer)
     with pytest.raises(ValueError, match="float64"):
         SparseLoCo(torch.optim.SGD(model().double().parameters(), 0.1))
+    for other in (net.parameters(), net, None):
+        with pytest.raises(TypeError, match=r"must wrap a torch.optim.Optimizer, got \w+. Build one"):
+            SparseLoCo(other)  # type: ignore[arg-type]
     net[0].weight.requires_grad_(False)
     gradient(net, 0, 0)
     with pytest.raises(ValueError, match="frozen, unfrozen and added before"):

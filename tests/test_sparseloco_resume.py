@@ -404,6 +404,38 @@ def test_weights_loaded_before_the_first_step_are_where_training_goes_on(
     assert results[1][3] == []
 
 
+def _rolled_back(rank: int, world_size: int, overlap: int, apart: bool) -> Any:
+    """Loads weights in the middle of a window (or during an exchange), and goes on to the end of the next."""
+    after = 7 if overlap else 5
+    net, optimizer, loco = build(overlap_steps=overlap, error_decay=0.0)
+    loco.restart_from_weights()  # before the first step it has nothing to do
+    go_on(net, optimizer, rank, 0, after)
+    assert loco.progress.under_way == bool(overlap)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(3.0 + rank * apart)
+    loco.restart_from_weights()
+    start = flat(net), loco.progress.in_window
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    go_on(net, optimizer, rank, after, after + 3)
+    loco.sync()
+    return start, flat(net)
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_weights_loaded_in_mid_training_are_the_starting_point_where_it_is_said(run_ranks: Any, overlap: int) -> None:
+    """They were undone at the next exchange, but for the entries that it sent."""
+    results = run_ranks(_rolled_back, 2, overlap, False)
+    for (start, in_window), end in results:
+        assert bool((start == 3.0).all())
+        assert in_window == 0
+        assert torch.equal(end, results[0][1])
+        assert float((end - 3.0).abs().max()) < 0.2  # only what the owners still owed has moved them
+    for error in run_ranks(_rolled_back, 2, overlap, True, expect_errors=True):
+        assert "must hold bitwise equal parameters" in str(error)
+
+
 def test_nothing_is_said_of_weights_that_stay_and_weights_that_differ_are_an_error(run_ranks: Any) -> None:
     assert run_ranks(_change, 2, "none", 0)[0][3] == []
     for said in run_ranks(_change, 2, "apart", 0):

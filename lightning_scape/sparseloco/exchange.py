@@ -194,6 +194,13 @@ class Exchange:
                 start = torch.where(torch.isfinite(gone_on), gone_on, start)
             theta.copy_(start)
 
+    def error_norm(self, state: LocoState) -> Tensor:
+        """0-dim, on the device: L2 norm of the error feedback."""
+        total = torch.zeros((), device=self.spans.device)
+        for rows in self.spans.rows(len(state.error)):
+            total += self.spans.reading(state.error[rows]).square().sum()
+        return total.sqrt_()
+
     def begin_at(self, state: LocoState, flats: Sequence[Tensor]) -> None:
         """Makes the parameters the starting point."""
         for place, theta in self.spans.entries(flats):

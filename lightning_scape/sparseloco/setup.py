@@ -13,6 +13,15 @@ from lightning_scape.engine.parameters import Parameters
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 
 
+def check_optimizer(optimizer: object) -> None:
+    """Raises TypeError if it is none, such as a model's parameters."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"SparseLoCo must wrap a torch.optim.Optimizer, got {type(optimizer).__name__}. Build one over the"
+            " parameters first: SparseLoCo(torch.optim.AdamW(model.parameters(), lr=3e-4))."
+        )
+
+
 def problem(wrapped: bool, parameters: Parameters, process_group: ProcessGroup | None) -> str | None:
     """The first rule that is broken, as rule, value and remedy; None if all hold.
 

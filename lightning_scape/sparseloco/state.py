@@ -16,6 +16,22 @@ DEVICE_CHUNK, HOST_CHUNK = 1 << 24, 1 << 20
 
 
 @dataclass
+class Progress:
+    """Where training stands."""
+
+    steps: int = 0
+    """Inner steps so far."""
+    in_window: int = 0
+    """Inner steps since the last exchange began."""
+    exchanges: int = 0
+    """Exchanges that have begun."""
+    under_way: bool = False
+    """Whether an exchange runs beside inner steps."""
+    norm: float = 0.0
+    """Of the exchange under way; set when a checkpoint is made."""
+
+
+@dataclass
 class LocoState:
     """Buffers of one rank, fp32. ``blocks`` counts all blocks, ``R`` those of a shard, ``B`` is the block length."""
 
@@ -29,14 +45,16 @@ class LocoState:
     """Every parameter, flat, when the exchange under way began; only where it overlaps with inner steps."""
 
     @classmethod
-    def allocate(cls, layout: Layout, home: torch.device, pinned: bool) -> LocoState:
-        """All zeros.
+    def allocate(cls, layout: Layout, home: torch.device | str | None, device: torch.device) -> LocoState:
+        """All zeros. Host memory is page-locked where parameters are on CUDA, so that copies need not wait.
 
         Args:
             layout: blocks and shards.
-            home: where the buffers live.
-            pinned: whether host memory is page-locked, so that copies need not wait.
+            home: where the buffers live; None is ``device``.
+            device: the parameters'.
         """
+        home = device if home is None else torch.device(home)
+        pinned = home.type == "cpu" and device.type == "cuda"
 
         def zeros(rows: int) -> Tensor:
             return torch.zeros(rows, layout.block_size, device=home, pin_memory=pinned)

@@ -23,7 +23,7 @@ class ExchangeStats:
     """Figures of one exchange on one rank. Bytes are those this rank sent, counted from the tensors themselves."""
 
     step: int
-    """Inner steps so far."""
+    """Inner steps when it ended."""
     exchange: int
     """Exchanges so far, this one included."""
     bytes_values: int
@@ -50,17 +50,14 @@ class ExchangeStats:
 
     @classmethod
     def of(
-        cls, record: ExchangeRecord, layout: Layout, *, sent: int, step: int, exchange: int, error_norm: float,
-        skipped_total: int,
-    ) -> ExchangeStats:  # fmt: skip
+        cls, record: ExchangeRecord, layout: Layout, sent: int, error_norm: float, skipped_total: int
+    ) -> ExchangeStats:
         """From a record, whose norm is read: on CUDA it waits for the device.
 
         Args:
-            record: of the exchange.
+            record: of the exchange, which has ended.
             layout: of this rank's parameters.
             sent: entries of a block that are sent.
-            step: as above, as all that follow.
-            exchange: number of exchanges.
             error_norm: norm of the error feedback.
             skipped_total: dropped windows.
         """
@@ -68,8 +65,8 @@ class ExchangeStats:
         norm, ranks = float(record.norm), layout.world_size
         entries = sum(piece.kept(sent, layout.block_size) for piece in layout.everything().pieces)
         return cls(
-            step=step,
-            exchange=exchange,
+            step=record.step,
+            exchange=record.exchange,
             bytes_values=record.bytes_sent.get("values", 0),
             bytes_parameters=record.bytes_sent.get("parameters", 0),
             bytes_norm=record.bytes_sent.get("norm", 0),
@@ -111,6 +108,12 @@ class ExchangeRecord:
     """``[N, 3]``: every rank's first message, see :mod:`.phase`."""
     idle: bool = False
     """Whether no rank had a window, so that nothing was exchanged."""
+    step: int = 0
+    """Inner steps when it ended."""
+    exchange: int = 0
+    """Its number, from 1."""
+    error_norm: Tensor | None = None
+    """0-dim: of the error feedback after it; None while that can be asked for."""
     message_seconds: float = 0.0
     bytes_sent: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))

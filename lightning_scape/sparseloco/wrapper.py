@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
@@ -24,24 +24,8 @@ from lightning_scape.sparseloco.exchange import Exchange
 from lightning_scape.sparseloco.found_inf import DroppedWindows, OnItsWay, clear_nonfinite
 from lightning_scape.sparseloco.phase import Place
 from lightning_scape.sparseloco.restored import changed_since, set_out_from_changed
-from lightning_scape.sparseloco.state import LocoState
+from lightning_scape.sparseloco.state import LocoState, Progress
 from lightning_scape.sparseloco.stats import ExchangeRecord, ExchangeStats
-
-
-@dataclass
-class Progress:
-    """Where training stands."""
-
-    steps: int = 0
-    """Inner steps so far."""
-    in_window: int = 0
-    """Inner steps since the last exchange began."""
-    exchanges: int = 0
-    """Exchanges that have begun."""
-    under_way: bool = False
-    """Whether an exchange runs beside inner steps."""
-    norm: float = 0.0
-    """Of the exchange under way; set when a checkpoint is made."""
 
 
 class SparseLoCo:
@@ -119,6 +103,7 @@ class SparseLoCo:
         given = locals()
         options = {field.name: given[field.name] for field in fields(SparseLoCoConfig) if field.name in given}
         self.config = config = SparseLoCoConfig(**options)
+        setup.check_optimizer(optimizer)
         self.optimizer = optimizer
         self.parameters = Parameters.of(optimizer.param_groups)
         shards = Communicator.alone()
@@ -145,6 +130,9 @@ class SparseLoCo:
         """Made at the first step, or by a load."""
         self._job: Job | None = None
         self._record: ExchangeRecord | None = None
+        """Of the exchange under way."""
+        self._ended: ExchangeRecord | None = None
+        """Of the last one before it."""
         self._stats: ExchangeStats | None = None
         self._openings: OnItsWay | None = None
         self._consolidated: dict[str, Any] | None = None
@@ -257,6 +245,8 @@ class SparseLoCo:
         if not self.config.overlap_steps:
             self.exchange.run(state, flats, record, place)
             return
+        if self._ended is not None and self._stats is None:
+            self._ended.error_norm = self.exchange.error_norm(state)  # someone may ask for it until this one has ended
         state.launched = copies = [flat.clone() for flat in flats]
         group = self.communicator.process_group
         if device.type == "cpu" and group is not None:
@@ -267,7 +257,7 @@ class SparseLoCo:
 
     def _begin(self, record: ExchangeRecord) -> None:
         """Counts an exchange that begins; with it a window ends."""
-        self._record, self._stats = record, None
+        self._record = record
         self.progress.in_window = 0
         self.progress.exchanges += 1
         self.progress.under_way = True
@@ -284,6 +274,8 @@ class SparseLoCo:
             self.exchange.set_out(state, self.parameters.flat)
         state.launched = None
         self.progress.under_way = False
+        self._record, self._ended, self._stats = None, record, None
+        record.step, record.exchange = self.progress.steps, self.progress.exchanges
         every = self.config.check_replicas_every
         if every and self.progress.exchanges % every == 0:
             self._check_replicas(state)
@@ -331,9 +323,7 @@ class SparseLoCo:
 
     def allocate(self) -> LocoState:
         """Buffers, all zeros."""
-        device = self.parameters.device
-        home = torch.device(self.config.device) if self.config.device is not None else device
-        return LocoState.allocate(self.layout, home, pinned=home.type == "cpu" and device.type == "cuda")
+        return LocoState.allocate(self.layout, self.config.device, self.parameters.device)
 
     def drain(self) -> None:
         """Waits for an exchange that runs beside the steps, so that process groups may be torn down."""
@@ -366,23 +356,17 @@ class SparseLoCo:
 
     @property
     def stats(self) -> ExchangeStats | None:
-        """Figures of the last exchange that has ended, None before the first.
+        """Figures of the last exchange that has ended, None before the first, and after a load.
 
-        Made when asked for (then kept until the next exchange): reads the error feedback once, and on CUDA waits for
-        the device.
+        Made when asked for (then kept until the next exchange has ended): reads the error feedback once, and on CUDA
+        waits for the device.
         """
-        record, state = self._record, self.state
-        if self._stats is None and record is not None and record.norm is not None and not self.progress.under_way:
+        ended, state = self._ended, self.state
+        if self._stats is None and ended is not None:
             assert state is not None
-            self._stats = ExchangeStats.of(
-                record,
-                self.layout,
-                sent=self.exchange.wire.sent,
-                step=self.progress.steps,
-                exchange=self.progress.exchanges,
-                error_norm=float(state.error.norm()),
-                skipped_total=self.dropped.total,
-            )
+            norm = self.exchange.error_norm(state) if ended.error_norm is None else ended.error_norm
+            sent, dropped = self.exchange.wire.sent, self.dropped.total
+            self._stats = ExchangeStats.of(ended, self.layout, sent, float(norm), dropped)
         return self._stats
 
     # ------------------------------------------------------------------------------------------- checkpoints
@@ -439,7 +423,7 @@ class SparseLoCo:
         ranks = Communicator.alone() if isinstance(state_dict, Mapping) else self.everyone
         loaded = ranks.raise_on_all_ranks(lambda: checkpoint.load(live, state_dict))
         self.optimizer.load_state_dict(rows.placed(loaded.inner, self.optimizer))
-        self._job = self._consolidated = self._record = self._stats = self._openings = None
+        self._job = self._consolidated = self._record = self._ended = self._stats = self._openings = None
         self.state, self.progress = loaded.state, Progress(**loaded.progress)
         if self.progress.under_way:
             self._record = ExchangeRecord(norm=torch.tensor(self.progress.norm, device=self.parameters.device))
@@ -459,6 +443,32 @@ class SparseLoCo:
             self.parameters.flatten()
             for flat, saved in zip(self.parameters.flat, self._restored, strict=True):
                 flat.copy_(saved)
+
+    @torch.no_grad()
+    def restart_from_weights(self) -> None:
+        """Makes the parameters, as they are now, the starting point of a new window. Collective.
+
+        For weights that you load in mid-training, the same on all ranks, without a state of SparseLoCo. Else the next
+        exchange takes them for something that was learned, and undoes all but the largest changes. What ranks still
+        owe stays, and so does the inner optimizer's state.
+
+        Raises:
+            RuntimeError: ranks hold different parameters; on every rank.
+        """
+        self._consolidated = self._restored = None
+        if self.state is None:
+            return  # the first step sets out from where the parameters are
+        self.parameters.flatten()
+        if self.progress.under_way:
+            weights = [flat.clone() for flat in self.parameters.flat]
+            self._finish()  # moves the parameters
+            for flat, kept in zip(self.parameters.flat, weights, strict=True):
+                flat.copy_(kept)
+        self._judge()
+        self._wait_for_others()
+        self._compare(self.parameters.flat, self.parameters.names)
+        self.exchange.begin_at(self.state, self.parameters.flat)
+        self.progress.in_window = 0
 
     def _live(self, allocate: bool = False) -> checkpoint.Live:
         """The objects that make up the state, with nothing on its way.
