@@ -126,6 +126,53 @@ def test_without_owners_what_they_had_not_sent_back_joins_every_ranks_error(run_
         assert seen["owned"] == 0
 
 
+def _gathers(rank: int, world_size: int, folder: str, kind: str, older: bool, now: str) -> tuple[int, bool, Tensor]:
+    """Saves where messages are gathered, and loads: buffers of owners, whether saved, and the errors' difference."""
+    net, optimizer, loco = build(reduction="gathered", average="all")
+    go_on(net, optimizer, rank, 0, AFTER)
+    assert loco.state is not None
+    size, path = loco.state.owner_error.numel(), Path(folder) / "saved"
+    if kind == "sharded":
+        shards = loco.sharded_state_dict()
+        holds = "owner_error" in shards.tensors
+        if older:
+            held, used = loco.layout.rows_of(rank), loco.layout.used_blocks
+            zeros = torch.zeros(len(loco.state.start), loco.layout.block_size)[held][: max(0, used - held.start)]
+            shards.tensors["owner_error"] = Chunk(zeros, held.start, used)
+            del shards.common["sparseloco"]["reduction"]
+        Saver(asynchronous=False).save(path, Content(optimizers={"loco": shards}), Communicator(None, None))
+        saved: Any = SavedContent(path, Communicator(None, None)).optimizers["loco"]
+    else:
+        loco.consolidate_state_dict()
+        states = [loco.state_dict() if rank == 0 else None]
+        torch.distributed.broadcast_object_list(states)
+        saved = states[0]
+        holds = bool(len(saved["sparseloco"]["owner_error"]))
+        if older:
+            saved["sparseloco"]["owner_error"] = torch.zeros_like(saved["sparseloco"]["start"])
+            del saved["sparseloco"]["reduction"]
+    _, _, again = build(reduction=now, average="all")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again.load_state_dict(saved)
+    assert again.state is not None
+    assert not again.state.owner_error.any()
+    return size, holds, again.state.error - loco.state.error
+
+
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("now", ["gathered", "sharded"])
+def test_where_messages_are_gathered_nothing_is_kept_for_owners(
+    run_ranks: Any, tmp_path: Path, kind: str, older: bool, now: str
+) -> None:
+    """Older checkpoints hold zeros there."""
+    for size, holds, difference in run_ranks(_gathers, 2, str(tmp_path), kind, older, now):
+        assert size == 0
+        assert not holds
+        assert not difference.any()
+
+
 def test_other_options_may_go_on_from_a_checkpoint(run_ranks: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
     saved = run_ranks(_save, 2, path)
@@ -166,15 +213,6 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
             loco.load_state_dict(saved)
     assert loco.state is state
     assert torch.equal(flat(net), place)
-
-
-class Counts(torch.optim.AdamW):
-    """Keeps a number, and a tensor, beside its parameters' states."""
-
-    def step(self, closure: Any = None) -> Any:
-        self.state["count"] = self.state.get("count", 0) + 1  # type: ignore[index,assignment,call-overload]
-        self.state["seen"] = torch.full((2,), float("nan"))  # type: ignore[index,assignment]
-        return super().step(closure)
 
 
 def _of(shapes: list[tuple[int, ...]], names: str, kind: type[torch.optim.Optimizer]) -> SparseLoCo:
@@ -236,17 +274,21 @@ def test_other_names_and_states_of_before_they_were_compared_load() -> None:
 
 
 def test_what_an_optimizer_keeps_beside_its_parameters_states_is_saved_and_loaded() -> None:
-    loco = _of([(4, 3)], "a", Counts)
+    loco = _of([(4, 3)], "a", torch.optim.AdamW)
+    kept: dict[Any, Any] = loco.optimizer.state
+    kept |= {"count": 3, "seen": torch.full((2,), float("nan"))}
     for parameter in loco.parameters.tensors:
         assert parameter.grad is not None
         parameter.grad.fill_(float("nan"))
     loco.optimizer.step()
     with pytest.warns(UserWarning, match="window is dropped"):
         loco.optimizer.step()
-    assert loco.optimizer.state["seen"].tolist() == [0, 0]  # type: ignore[index,attr-defined]
-    again = _of([(4, 3)], "a", Counts)
+    assert kept["seen"].tolist() == [0, 0]
+    again = _of([(4, 3)], "a", torch.optim.AdamW)
     again.load_state_dict(loco.state_dict())
-    assert again.optimizer.state["count"] == 3  # type: ignore[index,comparison-overlap]
+    loaded: dict[Any, Any] = again.optimizer.state
+    assert loaded["count"] == 3
+    assert loaded["seen"].tolist() == [0, 0]
 
 
 def test_state_dict_of_several_ranks_must_be_collected_first(run_ranks: Any) -> None:

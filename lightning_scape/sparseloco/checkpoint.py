@@ -5,16 +5,18 @@ only (``torch.load(weights_only=True)`` reads it)::
 
     {
       "state": ..., "param_groups": ...,        # the inner optimizer's, of rank 0
-      "sparseloco": {"format": 1, "config": {...}, "world_size": N, "block_size": B, "names": [...], "numels": [...],
+      "sparseloco": {"format": 1, "config": {...}, "world_size": N, "reduction": "sharded" or "gathered",
+                     "block_size": B, "names": [...], "numels": [...],
                      "shapes": [...], "optimizer": class, "options": [...], "shards": L,
                      "progress": {...}, "dropped": [in a row, in all],
-                     "start": [blocks, B], "owner_error": [blocks, B],
+                     "start": [blocks, B], "owner_error": [blocks, B] or [0, B],
                      "ranks": [{"parameters": [...], "error": [...], "launched": [...] or None,
                                 "state": ..., "param_groups": ...}, ...]},
     }
 
-Lists by parameter hold flat tensors. A directory (:mod:`lightning_scape.checkpoint.dcp`) holds the rows of ``start``
-and ``owner_error`` that each rank owns, and each rank's part as the bytes that ``torch.save`` makes of it.
+Lists by parameter hold flat tensors. ``owner_error`` is empty where messages are gathered: nobody owns. A directory
+(:mod:`lightning_scape.checkpoint.dcp`) holds the rows of ``start`` and ``owner_error`` that each rank owns, and each
+rank's part as the bytes that ``torch.save`` makes of it.
 
 Where the L ranks of a node hold a replica together (:mod:`.rows`), N counts the nodes. ``start`` and ``owner_error``
 are lists then, by the place in the node, and ``ranks`` has N*L parts, a node's side by side.
@@ -76,6 +78,7 @@ class Live:
             "format": FORMAT,
             "config": self.config.as_dict(),
             "world_size": self.communicator.world_size,
+            "reduction": "gathered" if self.config.gathers(self.communicator.world_size) else "sharded",
             "shards": self.shards.world_size,
             "block_size": self.layout.block_size,
             "names": list(self.parameters.names),
@@ -153,6 +156,8 @@ def own_shards(live: Live) -> OwnShards:
     if held.start < stop:
         own = {"start": live.state.start[held.start : stop], "owner_error": live.state.owner_error[: stop - held.start]}
         for name, blocks in own.items():
+            if not len(blocks):  # nobody owns
+                continue
             tensors[_blocks_key(name, shards.rank, shards.world_size)] = Chunk(blocks, held.start, layout.used_blocks)
     return OwnShards(tensors, {KEY: live.facts()})
 
@@ -192,6 +197,11 @@ class _Saved:
         self._saved, self._live = saved, live
         self.facts: Mapping[str, Any] = saved.common[KEY] if isinstance(saved, SavedShards) else saved[KEY]
         self.shards: int = self.facts.get("shards", 1)
+
+    @property
+    def owned(self) -> bool:
+        """Whether it holds an owners' error. States of before do also where messages were gathered: zeros."""
+        return bool(self.facts.get("reduction") != "gathered")
 
     def flats(self, name: str) -> list[Tensor]:
         """``start`` or ``owner_error``, by parameter, flat."""
@@ -246,10 +256,12 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
     facts = source.facts
     before, now, rank = facts["world_size"], live.communicator.world_size, live.communicator.rank
     _fill(live.state.start, live.layout, source.flats("start"))
-    whole_error = live.state.start.new_zeros(live.state.start.shape)
-    _fill(whole_error, live.layout, source.flats("owner_error"))
-    if not live.config.gathers(now):
-        live.state.owner_error.copy_(whole_error[live.layout.rows_of(rank)])
+    gathers = live.config.gathers(now)
+    owed = live.state.start.new_zeros(live.state.start.shape) if source.owned else None
+    if owed is not None:
+        _fill(owed, live.layout, source.flats("owner_error"))
+        if not gathers:
+            live.state.owner_error.copy_(owed[live.layout.rows_of(rank)])
     notes = _differences(live.config.as_dict(), facts["config"])
     part = source.part(rank % before)
     if before != now:
@@ -260,8 +272,8 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
             f" optimizer's state of rank {rank % before}."
         )
     _fill(live.state.error, live.layout, part["error"])
-    if live.config.gathers(now):  # nobody owns: what the owners have not sent back joins every rank's, so their mean
-        live.state.error += whole_error
+    if gathers and owed is not None:
+        live.state.error += owed  # nobody owns: what the owners have not sent back joins every rank's, so their mean
     if part["launched"] is not None:
         device = live.parameters.device
         live.state.launched = [

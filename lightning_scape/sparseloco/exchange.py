@@ -48,7 +48,12 @@ class Exchange:
         """Back to all ranks."""
         self.spans = Spans(layout, device)
         self._divisor = config.averages(comm.world_size)
-        self._reduce = self._gathered if config.gathers(comm.world_size) else self._sharded
+        self._gathers = config.gathers(comm.world_size)
+        self._reduce = self._gathered if self._gathers else self._sharded
+
+    def allocate(self) -> LocoState:
+        """The buffers of a rank, all zeros."""
+        return LocoState.allocate(self.layout, self.config.device, self.spans.device, owns=not self._gathers)
 
     def run(
         self,

@@ -40,18 +40,21 @@ class LocoState:
     error: Tensor
     """``[blocks, B]``: e, what this rank has computed and not yet sent."""
     owner_error: Tensor
-    """``[R, B]``: what the owner of this shard has averaged and not yet sent back."""
+    """``[R, B]``: what the owner of this shard has averaged and not yet sent back; ``[0, B]`` where nobody owns."""
     launched: list[Tensor] | None = None
     """Every parameter, flat, when the exchange under way began; only where it overlaps with inner steps."""
 
     @classmethod
-    def allocate(cls, layout: Layout, home: torch.device | str | None, device: torch.device) -> LocoState:
+    def allocate(
+        cls, layout: Layout, home: torch.device | str | None, device: torch.device, owns: bool = True
+    ) -> LocoState:
         """All zeros. Host memory is page-locked where parameters are on CUDA, so that copies need not wait.
 
         Args:
             layout: blocks and shards.
             home: where the buffers live; None is ``device``.
             device: the parameters'.
+            owns: whether ranks own shards: messages are not gathered.
         """
         home = device if home is None else torch.device(home)
         pinned = home.type == "cpu" and device.type == "cuda"
@@ -59,7 +62,7 @@ class LocoState:
         def zeros(rows: int) -> Tensor:
             return torch.zeros(rows, layout.block_size, device=home, pin_memory=pinned)
 
-        return cls(zeros(layout.blocks), zeros(layout.blocks), zeros(layout.shard_blocks))
+        return cls(zeros(layout.blocks), zeros(layout.blocks), zeros(layout.shard_blocks if owns else 0))
 
 
 class Spans:

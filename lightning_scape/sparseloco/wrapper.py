@@ -166,7 +166,7 @@ class SparseLoCo:
             self.parameters.flatten()
             self._wait_for_others()
             self._compare(self.parameters.flat, self.parameters.names)
-            self.state = self.allocate()
+            self.state = self.exchange.allocate()
             self.exchange.begin_at(self.state, self.parameters.flat)
         if phase.changed(self.parameters, self.optimizer.param_groups):
             self._end_window(changed=True)  # with the other ranks, whose windows may be longer
@@ -320,10 +320,6 @@ class SparseLoCo:
         self.shards.raise_on_all_ranks(lambda: check_replicas(self.communicator, flats, names))
 
     # ------------------------------------------------------------------------------------- life of the state
-
-    def allocate(self) -> LocoState:
-        """Buffers, all zeros."""
-        return LocoState.allocate(self.layout, self.config.device, self.parameters.device)
 
     def drain(self) -> None:
         """Waits for an exchange that runs beside the steps, so that process groups may be torn down."""
@@ -493,7 +489,7 @@ class SparseLoCo:
         if self.parameters.device.type == "cuda":
             torch.cuda.synchronize(self.parameters.device)  # copies to the host, and the side stream
         self.parameters.flatten()
-        state = self.allocate() if allocate or self.state is None else self.state
+        state = self.exchange.allocate() if allocate or self.state is None else self.state
         return checkpoint.Live(
             self.config, self.layout, self.parameters, self.communicator, self.shards, self.everyone, self.optimizer,
             state, vars(self.progress), (self.dropped.in_row, self.dropped.total),
