@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scape.comm.collectives import Work, new_mask_group
+from lightning_scape.integrations.sparseloco import what_holds
 from lightning_scape.sparseloco import SparseLoCo, SparseLoCoConfig
 
 EXACT: dict[str, Any] = {"density": 1.0, "bits": None, "error_decay": 1.0, "outer_lr": 1.0}
@@ -305,6 +306,23 @@ def test_an_overlapped_exchange_leaves_ranks_apart_and_starting_points_equal(run
     assert first["starts"][-1] == second["starts"][-1]
     assert not torch.equal(first["end"], second["end"])  # a step beyond the starting point, each its own
     torch.testing.assert_close(first["end"], second["end"], rtol=0.2, atol=0.2)
+
+
+def _said(rank: int, world_size: int) -> tuple[str, float]:
+    torch.manual_seed(0)
+    net = nn.Linear(256, 256, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    loco = SparseLoCo(optimizer, sync_every=1, density=0.3, block_size=4)
+    net(torch.randn(4, 256)).square().mean().backward()
+    optimizer.step()
+    assert loco.stats is not None
+    return what_holds(loco), loco.stats.density
+
+
+def test_the_line_at_the_start_says_what_is_sent_where_density_is_rounded(run_ranks: Any) -> None:
+    for line, sent in run_ranks(_said, 2):
+        assert sent == 0.25
+        assert "an exchange of 0.25 of the entries in 2 bits" in line
 
 
 def _overlapped(rank: int, world_size: int, overlap: int) -> tuple[Tensor, float]:

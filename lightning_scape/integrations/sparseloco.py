@@ -76,7 +76,7 @@ def what_holds(loco: SparseLoCo) -> str:
     dense = 8 * loco.layout.numel * (ranks - 1) // ranks
     nodes = f" between nodes of {loco.shards.world_size} ranks" if loco.shards.world_size > 1 else ""
     sent = loco.bytes_per_exchange()
-    how = f"{config.density:.3g} of the entries" + ("" if config.bits is None else f" in {config.bits} bits")
+    how = f"{config.quota.density:.3g} of the entries" + ("" if config.bits is None else f" in {config.bits} bits")
     if not sent:
         alone = "one rank" if not nodes else f"one node of {loco.shards.world_size} ranks"
         return f"SparseLoCo: {alone}, nothing is sent; a window ends every {config.sync_every} steps."

@@ -104,7 +104,7 @@ class SparseLoCoConfig:
                 f"`overlap_steps` must be less than sync_every={self.sync_every}, got {self.overlap_steps}: an exchange"
                 " has to end before the next one begins. Lower it, or raise `sync_every`."
             )
-        _check_range("density", self.density, 0 < _number(self.density) <= 1, "in (0, 1]", "1/64 is the authors'")
+        _check_range("density", self.density, 0 < _number(self.density) <= 1, "in (0, 1]", "0.015625 is the authors'")
         back = self.density if self.return_density is None else self.return_density
         _check_range("return_density", back, 0 < _number(back) <= 1, "in (0, 1], or None", "None is `density`")
         _check_range("error_decay", self.error_decay, 0 <= _number(self.error_decay) <= 1, "in [0, 1]", "0.95 is usual")
