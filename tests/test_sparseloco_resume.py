@@ -122,7 +122,8 @@ def test_without_owners_what_they_had_not_sent_back_joins_every_ranks_error(run_
     assert bool(owned.any())
     mean_error = torch.stack([error for _, error in saved]).mean(dim=0)
     for seen in run_ranks(_load, 2, path, {"reduction": None}):
-        torch.testing.assert_close(seen["error"], mean_error + owned, rtol=1e-5, atol=1e-7)
+        expected = (mean_error + owned) / 2**0.5  # two ranks' sum is divided by the root
+        torch.testing.assert_close(seen["error"], expected, rtol=1e-5, atol=1e-7)
         assert seen["owned"] == 0
 
 
@@ -171,6 +172,78 @@ def test_where_messages_are_gathered_nothing_is_kept_for_owners(
         assert size == 0
         assert not holds
         assert not difference.any()
+
+
+WINDOW: dict[str, Any] = {"sync_every": 1, "error_decay": 1.0, "reduction": None}
+
+
+def _owes(rank: int, world_size: int, path: str, older: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Saves after 4 windows: the parameters, what this rank owes, and what owners do (zeros but for its own rows)."""
+    net, optimizer, loco = build(**WINDOW)
+    go_on(net, optimizer, rank, 0, 4)
+    loco.consolidate_state_dict()
+    if rank == 0:
+        saved = loco.state_dict()
+        for name in ("reduction", "average") if older else ():
+            del saved["sparseloco"][name]
+        torch.save(saved, path)
+    assert loco.state is not None
+    owned = torch.zeros_like(loco.state.error)
+    if loco.state.owner_error.numel():
+        owned[loco.layout.rows_of(rank)] = loco.state.owner_error
+    pieces, size = loco.layout.everything().pieces, loco.layout.block_size
+    error, owner = (
+        torch.cat([blocks.view(-1)[p.of_blocks(size)] for p in pieces]) for blocks in (loco.state.error, owned)
+    )
+    return flat(net), error, owner
+
+
+def _pays(rank: int, world_size: int, path: str, options: dict[str, Any]) -> tuple[Tensor, list[str]]:
+    """Loads, and takes windows in which nothing is learned until nothing is owed: the way gone, and what was said."""
+    net, optimizer, loco = build(**{**WINDOW, "bits": None, **options})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loco.load_state_dict(torch.load(path, weights_only=True))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = flat(net)
+    for _ in range(40):
+        for parameter in net.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    assert loco.state is not None
+    assert not loco.state.error.any()
+    assert not loco.state.owner_error.any()
+    return before - flat(net), [str(warning.message) for warning in told]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "options", "older", "gain", "rules"),
+    [
+        (6, 2, {}, False, 1.0, ("sharded", "their number", "gathered", "the root of their number")),
+        (6, 2, {}, True, 1.0, ("sharded", "their number", "gathered", "the root of their number")),
+        (2, 2, {"reduction": "sharded"}, False, 2**0.5, ("gathered", "the root of their number", "sharded", "their n")),
+        (3, 2, {}, False, 3**0.5, None),  # by the root of the ranks before and now
+        (6, 5, {}, False, 1.0, None),
+    ],
+)
+def test_what_is_owed_is_applied_once_whatever_the_rule_of_averaging(
+    run_ranks: Any, tmp_path: Path, before: int, now: int, options: Any, older: bool, gain: float, rules: Any
+) -> None:
+    """Six ranks divide by their number, two by its root: what six owed was applied 1.4 times."""
+    path = str(tmp_path / "saved")
+    saved = run_ranks(_owes, before, path, older)
+    errors, owned = (torch.stack([part[place] for part in saved]) for place in (1, 2))
+    assert float(errors.abs().max()) > 0
+    expected = gain * errors.mean(dim=0) + owned.sum(dim=0)
+    for gone, told in run_ranks(_pays, now, path, options):
+        torch.testing.assert_close(gone, expected, rtol=1e-4, atol=1e-6)
+        said = [each for each in told if "reduction was" in each]
+        assert bool(said) == bool(rules)
+        if rules:
+            was, by, is_, now_by = rules
+            assert f"reduction was {was!r} (the ranks' sum divided by {by}), and is now {is_!r} (the" in said[0]
+            assert f"divided by {now_by}" in said[0]
 
 
 def test_other_options_may_go_on_from_a_checkpoint(run_ranks: Any, tmp_path: Path) -> None:

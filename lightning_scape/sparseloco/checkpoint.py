@@ -6,7 +6,7 @@ only (``torch.load(weights_only=True)`` reads it)::
     {
       "state": ..., "param_groups": ...,        # the inner optimizer's, of rank 0
       "sparseloco": {"format": 1, "config": {...}, "world_size": N, "reduction": "sharded" or "gathered",
-                     "block_size": B, "names": [...], "numels": [...],
+                     "average": "all", "root" or "senders", "block_size": B, "names": [...], "numels": [...],
                      "shapes": [...], "optimizer": class, "options": [...], "shards": L,
                      "progress": {...}, "dropped": [in a row, in all],
                      "start": [blocks, B], "owner_error": [blocks, B] or [0, B],
@@ -42,7 +42,7 @@ from lightning_scape.comm.collectives import Communicator
 from lightning_scape.engine.parameters import Parameters
 from lightning_scape.engine.state import piece_views
 from lightning_scape.layout import Layout
-from lightning_scape.sparseloco import rows
+from lightning_scape.sparseloco import carried, rows
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
 from lightning_scape.sparseloco.state import LocoState
 
@@ -72,13 +72,19 @@ class Live:
         """This rank's number in a checkpoint."""
         return self.communicator.rank * self.shards.world_size + self.shards.rank
 
+    @property
+    def rule(self) -> carried.Rule:
+        """How this run averages."""
+        return carried.Rule.of(self.config, self.communicator.world_size)
+
     def facts(self) -> dict[str, Any]:
         """All but the tensors; the same on all ranks."""
         return {
             "format": FORMAT,
             "config": self.config.as_dict(),
             "world_size": self.communicator.world_size,
-            "reduction": "gathered" if self.config.gathers(self.communicator.world_size) else "sharded",
+            "reduction": self.rule.reduction,
+            "average": self.rule.average,
             "shards": self.shards.world_size,
             "block_size": self.layout.block_size,
             "names": list(self.parameters.names),
@@ -256,13 +262,7 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
     facts = source.facts
     before, now, rank = facts["world_size"], live.communicator.world_size, live.communicator.rank
     _fill(live.state.start, live.layout, source.flats("start"))
-    gathers = live.config.gathers(now)
-    owed = live.state.start.new_zeros(live.state.start.shape) if source.owned else None
-    if owed is not None:
-        _fill(owed, live.layout, source.flats("owner_error"))
-        if not gathers:
-            live.state.owner_error.copy_(owed[live.layout.rows_of(rank)])
-    notes = _differences(live.config.as_dict(), facts["config"])
+    notes = _differences(live.config.as_dict(), facts["config"]) + carried.notes(carried.Rule.saved(facts), live.rule)
     part = source.part(rank % before)
     if before != now:
         part = {**part, **_means(source, before)}
@@ -272,8 +272,7 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
             f" optimizer's state of rank {rank % before}."
         )
     _fill(live.state.error, live.layout, part["error"])
-    if gathers and owed is not None:
-        live.state.error += owed  # nobody owns: what the owners have not sent back joins every rank's, so their mean
+    _carry(source, live)
     if part["launched"] is not None:
         device = live.parameters.device
         live.state.launched = [
@@ -288,6 +287,21 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
         dropped=tuple(facts["dropped"]),
         notes=notes,
     )
+
+
+def _carry(source: _Saved, live: Live) -> None:
+    """Takes up what the owners owe, and scales the error feedback, so that what is owed is applied once."""
+    state, before, now = live.state, carried.Rule.saved(source.facts), live.rule
+    if before.gain != now.gain:
+        state.error *= before.gain / now.gain
+    if not source.owned:
+        return
+    owed = state.start.new_zeros(state.start.shape)
+    _fill(owed, live.layout, source.flats("owner_error"))
+    if now.reduction == "sharded":
+        state.owner_error.copy_(owed[live.layout.rows_of(live.communicator.rank)])
+    else:  # nobody owns: it joins every rank's, and has been divided already
+        state.error += owed / now.gain
 
 
 def _load_inner(saved: Mapping[str, Any] | SavedShards, live: Live) -> Loaded:
