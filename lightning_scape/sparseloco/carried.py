@@ -1,18 +1,13 @@
 """What ranks and owners still owe, carried from one rule of averaging to another.
 
-What N ranks owe alike, ``e`` each, moves the parameters by ``N e`` over the divisor: by ``e`` where it is N
-(``"all"``), by ``sqrt(N) e`` where it is the root (``"root"``). With ``"senders"`` it is ``e``, if all of them send it.
-The factor is the rule's gain. What an owner owes has been divided already. A load scales the errors by the gain of the
-run that saved them over the gain of its own. So what is owed is applied once.
-
-Example: 6 ranks (sharded, divided by their number) owe 3 on average, an owner 1. Then 2 ranks go on (gathered, divided
-by the root). Each begins with ``(3 + 1) / sqrt(2)``, and the parameters move by ``2 * 4 / sqrt(2) / sqrt(2) = 4``.
+On another number of ranks each takes the mean of the saved errors, ``e``. So all owe the same, all send the same
+entries, and every rule divides their sum by their number: the parameters move by ``e``, once. What an owner owes joins
+it as it is, for it has been divided already. A warning names both rules.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -40,23 +35,12 @@ class Rule(NamedTuple):
         options = {name: value for name, value in facts["config"].items() if name in known and name != "device"}
         return cls.of(SparseLoCoConfig(**options), facts["world_size"])
 
-    @property
-    def gain(self) -> float:
-        """Of what all ranks owe, see above."""
-        return math.sqrt(self.ranks) if self.average == "root" else 1.0
-
     def __str__(self) -> str:
-        divisor = {"all": "their number", "root": "the root of their number", "senders": "those that sent an entry"}
-        return f"{self.reduction!r} (the ranks' sum divided by {divisor[self.average]})"
+        return f"{self.reduction!r} with average={self.average!r}"
 
 
 def notes(before: Rule, now: Rule) -> list[str]:
     """What the user should know where the rule has changed."""
-    scale = before.gain / now.gain
-    if before[1:] == now[1:] and scale == 1:
+    if before[1:] == now[1:]:
         return []
-    what = f"reduction was {before}, and is now {now}" if before[1:] != now[1:] else f"reduction stays {now}"
-    return [
-        f"The {what}. Error feedbacks are multiplied by {scale:.3g}, so that what is not yet sent moves the parameters"
-        " once."
-    ]
+    return [f"The reduction was {before}, and is now {now}: it goes by the number of ranks where it is not given."]

@@ -6,7 +6,7 @@ only (``torch.load(weights_only=True)`` reads it)::
     {
       "state": ..., "param_groups": ...,        # the inner optimizer's, of rank 0
       "sparseloco": {"format": 1, "config": {...}, "world_size": N, "reduction": "sharded" or "gathered",
-                     "average": "all", "root" or "senders", "block_size": B, "names": [...], "numels": [...],
+                     "average": "all", ..., "block_size": B, "names": [...], "numels": [...],
                      "shapes": [...], "optimizer": class, "options": [...], "shards": L,
                      "progress": {...}, "dropped": [in a row, in all],
                      "start": [blocks, B], "owner_error": [blocks, B] or [0, B],
@@ -290,18 +290,16 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
 
 
 def _carry(source: _Saved, live: Live) -> None:
-    """Takes up what the owners owe, and scales the error feedback, so that what is owed is applied once."""
-    state, before, now = live.state, carried.Rule.saved(source.facts), live.rule
-    if before.gain != now.gain:
-        state.error *= before.gain / now.gain
+    """Takes up what the owners owe."""
     if not source.owned:
         return
+    state = live.state
     owed = state.start.new_zeros(state.start.shape)
     _fill(owed, live.layout, source.flats("owner_error"))
-    if now.reduction == "sharded":
+    if live.rule.reduction == "sharded":
         state.owner_error.copy_(owed[live.layout.rows_of(live.communicator.rank)])
-    else:  # nobody owns: it joins every rank's, and has been divided already
-        state.error += owed / now.gain
+    else:  # nobody owns: it joins every rank's, so their mean
+        state.error += owed
 
 
 def _load_inner(saved: Mapping[str, Any] | SavedShards, live: Live) -> Loaded:

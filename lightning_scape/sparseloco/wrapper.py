@@ -403,9 +403,8 @@ class SparseLoCo:
 
         On the same number of ranks training goes on bit for bit, also in the middle of a window. On another number,
         every rank takes the mean of the saved error feedbacks and of the saved parameters (so that their mean over
-        ranks is kept), and the inner state of one of the saved ranks. Where the sum over ranks is divided by another
-        number now, the error feedback is scaled, so that what is owed is applied once. A state of the inner optimizer
-        alone (trained without SparseLoCo) is loaded into it, and a window begins. Each with a warning that says so.
+        ranks is kept), and the inner state of one of the saved ranks. A state of the inner optimizer alone (trained
+        without SparseLoCo) is loaded into it, and a window begins. Each with a warning that says so.
 
         Load the model first: inside a window its parameters are another rank's. Where that is not possible, call
         :meth:`restore_parameters` afterwards. Other weights that you load before the first step, the same on all ranks,
