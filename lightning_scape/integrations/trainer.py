@@ -72,8 +72,7 @@ class ScapeStrategy(DDPStrategy):
             for all options down to ``block_size``.
         dense_steps: number of first steps that send everything.
         sparsity_warmup_steps: steps over which the density falls from 1 to ``1 - sparsity``; 0 is none. None is 4,950
-            at 99% and 1,424 at 90%; with the update of AdamS 1,000, or all steps of a shorter run. With manual
-            optimization only ``max_steps`` tells how long the run is.
+            at 99% and 1,424 at 90%; with the update of AdamS 1,000, or all steps of a shorter run.
         mask_interval: steps for which one mask is used.
         mask_statistic: what ranks the entries.
         mask_votes: entries per block that every rank proposes; None chooses.
