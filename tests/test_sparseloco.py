@@ -252,6 +252,23 @@ def test_entries_on_which_all_ranks_agree_settle(run_ranks: Any, entries: int, o
     assert max(run_ranks(_settled, 4, entries, options)) < 0.02
 
 
+class OfTheUser(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_a_step_that_calls_the_one_above_it_counts_once() -> None:
+    """torch calls the hooks of both."""
+    net = model()
+    torch.optim.AdamW(net.parameters())  # from now on AdamW.step calls them, too
+    optimizer = OfTheUser(net.parameters())
+    loco = SparseLoCo(optimizer, sync_every=4)
+    for step in range(4):
+        gradient(net, 0, step)
+        optimizer.step()
+    assert (loco.progress.steps, loco.progress.in_window, loco.progress.exchanges) == (4, 0, 1)
+
+
 # ------------------------------------------------------------------------------------------------ what it sends
 
 

@@ -137,6 +137,7 @@ class SparseLoCo:
         self._openings: OnItsWay | None = None
         self._consolidated: dict[str, Any] | None = None
         self._restored: list[Tensor] | None = None
+        self._stepping = False
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
@@ -159,6 +160,7 @@ class SparseLoCo:
     @torch.no_grad()
     def _before_step(self) -> None:
         """The first step sets out from where the parameters are; on CUDA, looks how the last exchange went."""
+        self._stepping = True
         self._consolidated = None
         self._take_up_changes()
         self._judge()
@@ -175,7 +177,9 @@ class SparseLoCo:
     @torch.no_grad()
     def _after_step(self) -> None:
         """Counts the inner step; ends and begins exchanges when their time has come."""
-        progress, config = self.progress, self.config
+        if not self._stepping:  # torch calls the hooks of a ``step`` that calls ``super().step()`` twice
+            return
+        progress, config, self._stepping = self.progress, self.config, False
         progress.steps += 1
         progress.in_window += 1
         if progress.under_way and progress.in_window >= config.overlap_steps:
