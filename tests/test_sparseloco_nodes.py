@@ -217,7 +217,7 @@ def test_another_mesh_takes_up_the_same_means(run_ranks: Any, tmp_path: Path, ki
     for saved, loaded in run_ranks(_reshard, 4, str(tmp_path), kind, before, now):
         for was, is_ in zip(saved, loaded, strict=True):
             torch.testing.assert_close(is_, was, rtol=1e-5, atol=1e-6)
-        assert float(saved[1].abs().max()) > 0
+        assert bool(saved[1].any()) == (before > 1)  # a node alone owes nothing
 
 
 def _faults(rank: int, world_size: int) -> tuple[int, Tensor]:

@@ -50,6 +50,8 @@ class Exchange:
         self._divisor = config.averages(comm.world_size)
         self._gathers = config.gathers(comm.world_size)
         self._reduce = self._gathered if self._gathers else self._sharded
+        if comm.world_size == 1:
+            self._reduce = self._alone
 
     def allocate(self) -> LocoState:
         """The buffers of a rank, all zeros."""
@@ -128,6 +130,15 @@ class Exchange:
         for place, theta in self.spans.entries(flats):
             total += self._delta(state, place, theta).square_().sum()
         return self.comm.all_gather_facts(phase.opening(total, at))
+
+    def _alone(self, state: LocoState, record: ExchangeRecord) -> None:
+        """The same of one rank: nothing is sent, so nothing need be chosen or rounded."""
+        with record.phase("outer"):
+            for owed in (state.error, state.owner_error):
+                for rows in self.spans.rows(len(owed)):
+                    with self.spans.changing(state.start[rows]) as part, self.spans.changing(owed[rows]) as error:
+                        part -= self.config.outer_lr * error
+                        error.zero_()
 
     def _norm(self, openings: Tensor) -> Tensor:
         """0-dim fp32: root mean square over replicas of the norm of ``delta``; not finite if any rank's is not."""
