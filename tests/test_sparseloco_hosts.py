@@ -103,6 +103,59 @@ def test_a_resumed_fit_ends_as_an_uninterrupted_one_bit_for_bit(run_ranks: Any, 
         assert torch.equal(straight, resumed)
 
 
+def _saved_last(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """What the fit's last checkpoint holds, and what the fit ends with; neither end falls on a window's."""
+    model = Regression()
+    saved = ModelCheckpoint(folder, save_last=True)
+    make_trainer(strategy(sync_every=5), callbacks=[saved], enable_checkpointing=True, **options).fit(model)
+    held = torch.load(f"{folder}/last.ckpt", weights_only=True)["state_dict"]
+    return torch.cat([value.flatten() for value in held.values()]), weights(model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_epochs": 2},
+        {"max_epochs": None, "max_steps": 8},
+        {"max_epochs": 2, "limit_train_batches": 4},
+        {"max_epochs": 2, "accumulate_grad_batches": 3},
+    ],
+)
+def test_the_last_checkpoint_holds_the_model_that_the_fit_ends_with(
+    run_ranks: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """It was written before the fit's end ended the window: it held rank 0's weights alone."""
+    (saved, first), (_, second) = run_ranks(_saved_last, 2, str(tmp_path), options)
+    assert torch.equal(saved, first)
+    assert torch.equal(first, second)
+
+
+class Keeps(Regression):
+    """Gives every fit the same optimizer."""
+
+    kept: torch.optim.Optimizer | None = None
+
+    def configure_optimizers(self) -> Any:
+        self.kept = self.kept or torch.optim.AdamW(self.parameters(), 1e-2)
+        return self.kept
+
+
+def _fit_twice(rank: int, world_size: int) -> tuple[Tensor, int]:
+    model = Keeps()
+    for _ in range(2):
+        fitted = make_trainer(strategy(), max_epochs=1)
+        fitted.fit(model)
+    (loco,) = (SparseLoCo.of(optimizer) for optimizer in fitted.optimizers)
+    assert loco is not None
+    return weights(model), loco.progress.exchanges
+
+
+def test_an_optimizer_that_the_module_keeps_may_be_fitted_twice(run_ranks: Any) -> None:
+    first, second = run_ranks(_fit_twice, 2)
+    assert torch.equal(first[0], second[0])
+    assert first[1] == second[1] == 2  # after 4 of 6 steps, and at the end
+
+
 def _monitored(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     logger = CSVLogger(folder)
     fitted = make_trainer(strategy(), callbacks=[SparseLoCoMonitor()], logger=[logger], max_epochs=2)
@@ -220,6 +273,26 @@ def test_fabric_trains_saves_inside_a_window_and_goes_on_bit_for_bit(
     assert torch.equal(first[1], second[1])  # the last step ended its window
     for _, straight, resumed in (first, second):
         assert torch.equal(straight, resumed)
+
+
+def _fabric_from_adamw(rank: int, world_size: int, folder: str) -> Tensor:
+    """Goes on from 3 steps of plain AdamW; the last of 10 is in the middle of a window."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(7, 30), nn.Tanh(), nn.Linear(30, 3))
+    alone = torch.optim.AdamW(net.parameters(), 1e-2)
+    for _ in range(3):
+        net(torch.randn(4, 7)).square().mean().backward()
+        alone.step()
+    if rank == 0:
+        torch.save({"model": net.state_dict(), "optimizer": alone.state_dict(), "step": 3}, f"{folder}/saved.ckpt")
+    dist.barrier()
+    return weights(_fabric_run(rank, f"{folder}/saved.ckpt", "full", 3, 10, True, ("model", "optimizer"))[1])
+
+
+def test_the_last_step_ends_its_window_also_after_a_start_without_sparseloco(run_ranks: Any, tmp_path: Path) -> None:
+    """Steps were counted from zero then, and never came to `total_steps`."""
+    first, second = run_ranks(_fabric_from_adamw, 2, str(tmp_path))
+    assert torch.equal(first, second)
 
 
 def _not_finite(rank: int, world_size: int) -> tuple[Tensor, Tensor]:

@@ -47,6 +47,8 @@ def wrap(
         TypeError: the optimizer exchanges gradients itself.
         ValueError: a parameter cannot be kept, or ranks differ.
     """
+    if (former := SparseLoCo.of(optimizer)) is not None:  # of an earlier fit
+        former.close()
     if isinstance(optimizer, ScapeOptimizer):
         raise TypeError(
             "SparseLoCo must wrap an optimizer that works on one rank, got a ScapeOptimizer, which exchanges gradients"

@@ -149,7 +149,7 @@ class SparseLoCoStrategy(ScapeStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         DDPStrategy.setup_optimizers(self, trainer)
-        self._interrupted = False
+        self._interrupted, self._steps = False, None
         assert self.lightning_module is not None
         named = list(self.lightning_module.named_parameters())
         for optimizer in self.optimizers:
@@ -166,7 +166,7 @@ class SparseLoCoStrategy(ScapeStrategy):
             compare_lengths(trainer)
         for loco in wrappers:
             rank_zero_info(sparseloco.what_holds(loco))
-        steps = steps_of_run(trainer)
+        self._steps = steps = steps_of_run(trainer) if wrappers else None
         if wrappers and steps is not None and steps < wrappers[0].config.sync_every:
             rank_zero_warn(
                 f"This run has {steps:.0f} steps, fewer than sync_every={wrappers[0].config.sync_every}: ranks exchange"
@@ -187,7 +187,13 @@ class SparseLoCoStrategy(ScapeStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return DDPStrategy.optimizer_step(self, optimizer, *args, **kwargs)
+        result = DDPStrategy.optimizer_step(self, optimizer, *args, **kwargs)
+        assert self.lightning_module is not None
+        # The step counts only afterwards. What is saved at the end of the fit is then the model that it ends with.
+        if self.lightning_module.automatic_optimization and self._steps == self.lightning_module.global_step + 1:
+            for loco in sparseloco.wrappers([optimizer]):
+                loco.sync()
+        return result
 
     @override
     def setup_precision_plugin(self) -> None:

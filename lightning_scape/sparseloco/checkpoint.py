@@ -313,7 +313,13 @@ def _load_inner(saved: Mapping[str, Any] | SavedShards, live: Live) -> Loaded:
             f" {sorted(map(str, content))}. Load the model alone, or another checkpoint."
         )
     note = "The checkpoint was trained without SparseLoCo: error feedback begins at zero, and a window begins now."
-    return Loaded(dict(content), notes=[note])
+    return Loaded(dict(content), progress=_progress_of(content), notes=[note])
+
+
+def _progress_of(inner: Mapping[str, Any]) -> dict[str, Any]:
+    """Steps that an inner state has behind it, as far as its optimizer counts them."""
+    counts = [entry["step"] for entry in inner["state"].values() if isinstance(entry, Mapping) and "step" in entry]
+    return {"steps": max((int(count) for count in counts), default=0)}
 
 
 def _load_scape(saved: Mapping[str, Any], live: Live) -> Loaded:
@@ -337,7 +343,7 @@ def _load_scape(saved: Mapping[str, Any], live: Live) -> Loaded:
         f" are dropped: an L2 norm of {residual_norm(saved):.3g} (root mean square over {saved['scape']['world_size']}"
         " ranks). Error feedback begins at zero, and a window begins now."
     )
-    return Loaded(inner, notes=[note])
+    return Loaded(inner, progress=_progress_of(inner), notes=[note])
 
 
 def _check(facts: Mapping[str, Any], live: Live) -> None:
