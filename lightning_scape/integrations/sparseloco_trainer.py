@@ -149,7 +149,8 @@ class SparseLoCoStrategy(ScapeStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         DDPStrategy.setup_optimizers(self, trainer)
-        self._interrupted, self._steps = False, None
+        self._interrupted = False
+        self._steps: float | None = None
         assert self.lightning_module is not None
         named = list(self.lightning_module.named_parameters())
         for optimizer in self.optimizers:
