@@ -35,8 +35,7 @@ def load(name: str) -> Any:
 
 def table(head: Iterable[str], *rows: Iterable[str]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
-    text = "\n".join([lines[0], "|---" * (lines[0].count("|") - 1) + "|", *lines[1:]])
-    return text + ("\n\n† with the former default of the warm-up, geometric in 1,000 steps." if "†" in text else "")
+    return "\n".join([lines[0], "|---" * (lines[0].count("|") - 1) + "|", *lines[1:]])
 
 
 def source(link: Link, data: str, command: str) -> str:
@@ -324,7 +323,9 @@ def updated(path: Path) -> str:
         return os.path.relpath(ROOT / target, path.parent)
 
     def render(match: re.Match[str]) -> str:
-        return f"{match[1]}{TABLES[match[2]](link)}\n{match[3]}"
+        text = TABLES[match[2]](link)
+        note = "\n\n† with the former default of the warm-up, geometric in 1,000 steps." if "†" in text else ""
+        return f"{match[1]}{text}{note}\n{match[3]}"
 
     return BLOCK.sub(render, path.read_text(encoding="utf-8"))
 
