@@ -70,7 +70,6 @@ ABLATIONS = [
             *({"density": density} for density in (1 / 16, 1 / 32, 1 / 128, 1 / 256)),
             *({"error_decay": decay} for decay in (0.9, 0.99, 1.0)),
             *({"outer_lr": rate} for rate in (0.5, 0.7, 1.5)),
-            *({"average": average} for average in ("all", "senders")),
             {"block_size": 4096},
             *({"overlap_steps": steps} for steps in (1, 5, 14)),
         )
@@ -80,14 +79,22 @@ ABLATIONS = [
         for change in (
             {"return_density": 1 / 32},
             *({"error_decay": decay} for decay in (0.99, 1.0)),
+            *({"outer_lr": rate} for rate in (2.0, 3.0)),
             {"density": 1.0},
+            {"density": 1.0, "outer_lr": 2.0},
             {"density": 1.0, "bits": None, "error_decay": 1.0},
         )
     ),
 ]
 AVERAGES = [peer("sparseloco", **GATHERED_15, **change) for change in ({}, {"average": "all"}, {"average": "senders"})]
+TWICE = {**GATHERED_15, "average": "all", "outer_lr": 2.0}
+FARTHER = [
+    *(peer("sparseloco", **GATHERED_15, average="all", outer_lr=rate) for rate in (1.5, 2.0, 3.0, 4.0)),
+    *(peer("sparseloco", **GATHERED_15, average="senders", outer_lr=rate) for rate in (0.7, 1.5)),
+]
 RATES, SIGN_RATES = [4e-3, 8e-3, 1.6e-2], [5e-4, 1e-3, 2e-3, 4e-3, 8e-3]
 SMALL: dict[str, Any] = {"size": "0.03M", "steps": 3000}
+LONG: dict[str, Any] = {"size": "0.2M", "steps": 10_000}
 TINY: dict[str, Any] = {"size": "0.03M", "ranks": 2, "batch": 2, "context": 32, "steps": 4}
 SHORT = sweep([ADAMW, *SCAPE, *SPARSELOCO[:2], *LOCAL[::3], *COMPRESSED[::2], *BY_SIGN[1:]], [2e-3], **TINY)
 SUITES: dict[str, list[Run]] = {
@@ -98,14 +105,19 @@ SUITES: dict[str, list[Run]] = {
     ],
     "ablations": [
         *sweep([peer("sparseloco", **GATHERED_15), *ABLATIONS], [1.6e-2], **SMALL),
+        *sweep([*AVERAGES[1:], *FARTHER], [1.6e-2], **SMALL),
+        *sweep(AVERAGES[1:], [8e-3, 3.2e-2], **SMALL),
         *(run for ranks in (2, 8) for run in sweep([ADAMW, *AVERAGES], [1.6e-2], ranks=ranks, **SMALL)),
     ],
-    "aim": sweep(
-        [ADAMW, peer("diloco", **AT_15), peer("sparseloco", **GATHERED_15), peer("sparseloco", **SHARDED_15)],
-        [2e-3, 4e-3, 8e-3],
-        size="0.2M",
-        steps=10_000,
-    ),
+    "aim": [
+        *sweep([ADAMW, peer("sparseloco", **GATHERED_15)], [4e-3], (0, 1), **LONG),
+        *sweep([peer("diloco", **AT_15)], [2e-3], (0, 1), **LONG),
+        *sweep([peer("sparseloco", **GATHERED_15)], [2e-3], **LONG),
+        *sweep([peer("diloco", **AT_15)], [4e-3], **LONG),
+        *sweep([ADAMW], [2e-3, 8e-3], **LONG),
+        *sweep([peer("sparseloco", **TWICE)], [4e-3, 8e-3], **LONG),
+        *sweep([peer("sparseloco", **TWICE, density=1 / 32)], [4e-3], **LONG),
+    ],
 }
 
 
