@@ -23,6 +23,9 @@ WORTH = 1.1
 """Speed-up from which sparse training is advised."""
 WARN_BELOW = 0.95
 """Dense counts as faster when its step is shorter than so much of SCAPE's."""
+SPARSEST = 0.99
+"""Sparsity up to which training was measured to end near AdamW; above it ends percents higher (docs/quality.md)."""
+COSTS_QUALITY = f"above {SPARSEST:.0%} the loss ended several percent higher where it was measured"
 SLOWEST, FASTEST = 1.25e5, 1.25e13
 """Bytes per second between which break-even is looked for: 1 Mbit/s and 100 Tbit/s."""
 
@@ -173,9 +176,15 @@ def _choice(methods: Sequence[Prediction]) -> Prediction:
 
 
 def _sparse_choice(methods: Sequence[Prediction]) -> Prediction:
-    """The lowest sparsity within 5% of the fastest that pays, for it costs less in quality; else the fastest."""
-    sparse = [p for p in methods if p.sparsity]
-    limit = min(1.05 * _fastest(sparse).seconds, best_dense(methods).seconds / WORTH)
+    """The lowest sparsity within 5% of the fastest that pays, for it costs less in quality; else the fastest.
+
+    What is sparser than :data:`SPARSEST` is weighed only where nothing else pays.
+    """
+    sparse, limit = [p for p in methods if p.sparsity], best_dense(methods).seconds / WORTH
+    near = [p for p in sparse if (p.sparsity or 0) <= SPARSEST]
+    if any(p.seconds <= limit for p in near):
+        sparse = near
+    limit = min(1.05 * _fastest(sparse).seconds, limit)
     paying = [p for p in sparse if p.seconds <= limit]
     return min(paying, key=lambda p: (p.sparsity or 0, p.seconds), default=_fastest(sparse))
 
@@ -186,9 +195,10 @@ def _compared(choice: Prediction, dense: Prediction, sparse: Prediction, alone: 
     if choice is sparse:
         fewer = dense.on_card / sparse.on_card
         where = " per network card" if sparse.group_size > 1 else ""
+        cost = f" But {COSTS_QUALITY}." if (sparse.sparsity or 0) > SPARSEST else ""
         return (
             f"Use {sparse.method}: a step takes {show_seconds(sparse.seconds)} instead of {show_seconds(dense.seconds)}"
-            f" with {dense.method}, {gain:.1f}x as fast, and sends {fewer:.0f}x fewer bytes{where}."
+            f" with {dense.method}, {gain:.1f}x as fast, and sends {fewer:.0f}x fewer bytes{where}.{cost}"
         )
     if gain >= 1.0:
         return (

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from lightning_scape.layout import Layout
-from lightning_scape.planning.conclusions import WORTH, advice, show_bytes, show_seconds
+from lightning_scape.planning.conclusions import COSTS_QUALITY, SPARSEST, WORTH, advice, show_bytes, show_seconds
 from lightning_scape.planning.cost_model import (
     PEER_SECONDS,
     Job,
@@ -25,12 +25,10 @@ from lightning_scape.sparseloco.config import SparseLoCoConfig
 
 EXCHANGE_WORK = 14.0
 """Own work of an exchange in steps of fused AdamW: measured on one CPU core, 13M parameters."""
-WINDOWS = (1, 15, 30, 60, 100)
+WINDOWS = (1, 5, 15, 30, 60, 100)
 """``sync_every`` of the predictions."""
 NEAR_COMPUTE = 1.15
 """A step of so many times compute alone is as good as free of messages."""
-SPARSEST = 0.99
-"""Sparsity up to which SCAPE's quality has been measured to hold (docs/quality.md): sparser is not weighed here."""
 
 
 def exchange_bytes(numels: Sequence[int], ranks: int, config: SparseLoCoConfig) -> int:
@@ -108,11 +106,11 @@ def which_method(predictions: Sequence[Prediction], local: Sequence[Prediction],
             f" {show_seconds(choice.seconds)} on average, {choice.seconds / alone:.2f}x of compute alone."
         )
     sparser = min(every_step, key=lambda p: p.seconds)
-    unmeasured = f" ({sparser.method}: {show_seconds(sparser.seconds)}, but its quality has not been measured)"
+    dearer = f" ({sparser.method}: {show_seconds(sparser.seconds)}, but {COSTS_QUALITY})"
     return (
         f"Take SparseLoCo with sync_every={_window(choice)}: a step takes {show_seconds(choice.seconds)} on average,"
         f" {choice.seconds / alone:.2f}x of compute alone, and sends {show_bytes(choice.bytes_sent)}; exchanging in"
-        f" every step takes {show_seconds(best.seconds)} with {best.method}{unmeasured if sparser is not best else ''}."
+        f" every step takes {show_seconds(best.seconds)} with {best.method}{dearer if sparser is not best else ''}."
         " Ranks differ between exchanges, which costs some quality: take the shortest window that you can afford."
     )
 
