@@ -273,12 +273,19 @@ SUITES: dict[str, list[Run]] = {
             steps=1000,
         ),
     ],
-    "wires": sweep(
-        [scape(sparsity, wire_dtype=wire) for sparsity in (0.99, 0.9) for wire in ("int8", "int4", "fp32")],
-        [16e-3],
-        size="0.03M",
-        steps=1000,
-    ),
+    "wires": [
+        *sweep((scape(s, wire_dtype="int4") for s in (0.99, 0.9)), [8e-3], (0, 1, 2), size="0.03M", steps=10_000),
+        *sweep(
+            [
+                scape(sparsity, wire_dtype=wire, sparsity_warmup_steps=1000)
+                for sparsity in (0.99, 0.9)
+                for wire in ("int8", "int4", "fp32")
+            ],
+            [16e-3],
+            size="0.03M",
+            steps=1000,
+        ),
+    ],
     "ranks": [
         *sweep([DENSE[1], paper()], [4e-3], size="0.03M", ranks=2),
         *sweep([DENSE[1], paper()], [4e-3], size="0.03M", ranks=8),
