@@ -249,10 +249,11 @@ def aim(link: Link) -> str:
             f"{point['loss']:.4f}",
             above_dense(point, points),
             f"{point['lr']:g} ({point['rates']})",
+            str(point["seeds"]),
         ]
         for point in points
     ]
-    head = ["method", "bytes per parameter and step", "loss", "against dense AdamW", "best rate (tried)"]
+    head = ["method", "bytes per parameter and step", "loss", "against dense AdamW", "best rate (tried)", "seeds"]
     return table(head, *rows) + "\n" + source(link, "pareto/pareto.json", "python examples/bench_pareto.py --suite aim")
 
 

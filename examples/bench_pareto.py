@@ -117,6 +117,8 @@ SUITES: dict[str, list[Run]] = {
         *sweep([ADAMW], [2e-3, 8e-3], **LONG),
         *sweep([peer("sparseloco", **TWICE)], [4e-3, 8e-3], **LONG),
         *sweep([peer("sparseloco", **TWICE, density=1 / 32)], [4e-3], **LONG),
+        *sweep([peer("sparseloco", **GATHERED_15, density=1 / 16), peer("averaging", **AT_15)], [4e-3], **LONG),
+        *sweep([peer("sparseloco", sync_every=5, reduction="gathered")], [4e-3], **LONG),
     ],
 }
 
