@@ -25,7 +25,7 @@ WARN_BELOW = 0.95
 """Dense counts as faster when its step is shorter than so much of SCAPE's."""
 SPARSEST = 0.99
 """Sparsity up to which training was measured to end near AdamW; above it ends percents higher (docs/quality.md)."""
-COSTS_QUALITY = f"above {SPARSEST:.0%} the loss ended several percent higher where it was measured"
+COSTS_QUALITY = f"above {SPARSEST:.0%}, once the warm-up is over, the loss ended several percent higher"
 SLOWEST, FASTEST = 1.25e5, 1.25e13
 """Bytes per second between which break-even is looked for: 1 Mbit/s and 100 Tbit/s."""
 
