@@ -186,6 +186,7 @@ METHODS |= {"hsdp-shm": "HSDP, shared memory", "nodes-0.99-shm": "SCAPE 0.99, `l
 METHODS |= {"scape-0.9-int4": "SCAPE 0.9, int4", "scape-0.99-int8": "SCAPE 0.99, int8"}
 METHODS |= {"hsdp": "HSDP", "nodes-0.99": "SCAPE 0.99, `local_group_size`", "sparseloco-30": "SparseLoCo"}
 SMALL = "0.03M parameters, 4 ranks of 8 x 64 bytes, 3,000 steps"
+LARGER, LONGER = (f"0.2M parameters, 4 ranks of 8 x 64 bytes, {steps} steps" for steps in ("3,000", "10,000"))
 LINKS = {"10gbit": "10 Gbit/s", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s", "10mbit": "10 Mbit/s"}
 
 
@@ -215,17 +216,22 @@ AIMS = few("1gbit 100mbit", "compute powersgd scape-0.9 scape-0.9-int4 scape-0.9
 NODES = " --ranks-per-host 2 --models pythia-14m"
 
 
-def pareto(link: Link) -> str:
-    """Every method at 0.03M parameters; those on the front in bold."""
-    points = [point for point in pareto_points(SMALL) if not point["varied"]]
-    rows = []
+def compared(setting: str, suite: str, link: Link, *, varied: bool = False) -> str:
+    """The methods of a setting, those on the front in bold; or with SparseLoCo's ``varied`` options, none in bold."""
+    points = [point for point in pareto_points(setting) if varied or not point["varied"]]
+    several, rows = any(point["seeds"] > 1 for point in points), []
     for point in points:
-        name = f"**{point['label']}**" if point["on_front"] else point["label"]
+        name = f"**{point['label']}**" if point["on_front"] and not varied else point["label"]
         loss = [f"{point['loss']:.4f}", above_dense(point, points)]
-        rows.append([name, f"{point['bytes_per_parameter']:.2g}", *loss, f"{point['lr']:g} ({point['rates']})"])
+        rate = f"{point['lr']:g} ({point['rates']})"
+        rows.append([name, f"{point['bytes_per_parameter']:.2g}", *loss, rate, *([str(point["seeds"])] * several)])
     head = ["method", "bytes per parameter and step", "loss", "against dense AdamW", "best rate (tried)"]
-    command = "python examples/bench_pareto.py --suite rates"
-    return table(head, *rows) + "\n" + source(link, "pareto/pareto.json", command)
+    head += ["seeds"] * several
+    return (
+        table(head, *rows)
+        + "\n"
+        + source(link, "pareto/pareto.json", f"python examples/bench_pareto.py --suite {suite}")
+    )
 
 
 def pareto_points(setting: str) -> list[dict[str, Any]]:
@@ -237,24 +243,6 @@ def above_dense(point: dict[str, Any], points: list[dict[str, Any]]) -> str:
     """The loss against dense AdamW's in the same setting."""
     dense = next(each for each in points if each["label"] == DENSE)
     return f"{point['loss'] / dense['loss'] - 1:+.1%}"
-
-
-def aim(link: Link) -> str:
-    """SparseLoCo at 0.2M parameters, beside AdamW and DiLoCo."""
-    points = pareto_points("0.2M parameters, 4 ranks of 8 x 64 bytes, 10,000 steps")
-    rows = [
-        [
-            point["label"],
-            f"{point['bytes_per_parameter']:.2g}",
-            f"{point['loss']:.4f}",
-            above_dense(point, points),
-            f"{point['lr']:g} ({point['rates']})",
-            str(point["seeds"]),
-        ]
-        for point in points
-    ]
-    head = ["method", "bytes per parameter and step", "loss", "against dense AdamW", "best rate (tried)", "seeds"]
-    return table(head, *rows) + "\n" + source(link, "pareto/pareto.json", "python examples/bench_pareto.py --suite aim")
 
 
 def ablations(link: Link) -> str:
@@ -298,8 +286,9 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "rates": rates,
     "digits": digits,
     "step-cost": step_cost,
-    "pareto": pareto,
-    "pareto-aim": aim,
+    "pareto": lambda link: compared(SMALL, "rates", link),
+    "pareto-front": lambda link: compared(LARGER, "front", link),
+    "pareto-aim": lambda link: compared(LONGER, "aim", link, varied=True),
     "pareto-ablations": ablations,
     "two-hosts": lambda link: two_hosts("two_hosts/adamw", ADAMW, link),
     "two-hosts-aims": lambda link: two_hosts("two_hosts/aims", AIMS, link),

@@ -258,17 +258,23 @@ def plot(by_setting: dict[Setting, list[Point]], path: Path) -> None:
 
     compared = {setting: [point for point in points if not point.varied] for setting, points in by_setting.items()}
     drawn = {setting: points for setting, points in compared.items() if len(points) > 2}
+    methods = dict.fromkeys(point.run.method for points in drawn.values() for point in points)
+    colors = {method: f"C{number}" for number, method in enumerate(methods)}
     figure, panels = plt.subplots(len(drawn), 1, figsize=(10, 6 * len(drawn)), squeeze=False)
     for panel, (setting, points) in zip(panels[:, 0], drawn.items(), strict=True):
         for method in dict.fromkeys(point.run.method for point in points):
             own = [point for point in points if point.run.method == method]
-            panel.plot([p.bytes_per_parameter for p in own], [p.loss for p in own], "o", label=method)
+            at = [p.bytes_per_parameter for p in own], [p.loss for p in own]
+            panel.plot(*at, "o", color=colors[method], label=method)
         front = front_of(points)
         panel.step([p.bytes_per_parameter for p in front], [p.loss for p in front], "k:", where="post", label="front")
         for point in front:
-            panel.annotate(point.label, (point.bytes_per_parameter, point.loss), fontsize=7, rotation=20)
+            name = point.label.removeprefix("sparseloco, ").replace("reduction=", "").replace("sync_every=", "every ")
+            at_point = {"xytext": (5, 5), "textcoords": "offset points"}
+            panel.annotate(name, (point.bytes_per_parameter, point.loss), fontsize=8, rotation=20, **at_point)
         x_label = "bytes that a rank sends per step and parameter, after any warm-up"
         panel.set(xscale="log", title=setting.title, xlabel=x_label, ylabel="validation loss, nats")
+        panel.margins(x=0.1, y=0.12)
         panel.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
