@@ -301,7 +301,9 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
     watch.parameters = [parameter.numel() for parameter in module.parameters()]
     generator = torch.Generator().manual_seed(dist.get_rank())
     vocabulary = module.gpt.config.padded_vocab_size
-    samples = args.batch_size * dist.get_world_size() * (max(args.max_steps, window) + watch.warmup)
+    # One step more than is timed: SparseLoCo exchanges what is left at the last step of a run.
+    steps = max(args.max_steps, window) + watch.warmup + 1
+    samples = args.batch_size * dist.get_world_size() * steps
     tokens = torch.randint(0, vocabulary, (samples, args.context + 1), generator=generator)
     strategy: Any = {
         "compute": Unsynchronized,
