@@ -276,6 +276,14 @@ SUITES: dict[str, list[Run]] = {
     "wires": [
         *sweep((scape(s, wire_dtype="int4") for s in (0.99, 0.9)), [8e-3], (0, 1, 2), size="0.03M", steps=10_000),
         *sweep(
+            (scape(s, wire_dtype="int4") for s in (0.9, 0.99)),
+            [4e-3],
+            range(5),
+            size="0.2M",
+            steps=10_000,
+            betas=TORCH_BETAS,
+        ),
+        *sweep(
             [
                 scape(sparsity, wire_dtype=wire, sparsity_warmup_steps=1000)
                 for sparsity in (0.99, 0.9)

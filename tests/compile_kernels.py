@@ -6,6 +6,7 @@ arguments and constants it was given, to machine code by the assembler that come
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.engine.clipping import SKETCH_WIDTHS, random_signs
 from lightning_scape.layout import Layout
 from lightning_scape.ops import cuda, cuda_launch
+from lightning_scape.ops.naive_wire import GROUP
 
 NAMES = {
     torch.float32: "fp32",
@@ -141,6 +143,9 @@ def record() -> dict[str, Launch]:
         for length, sent, votes in ((250, 25, 0), (1000, 1, 32), (4096, 3, 3)):
             sweep(torch.float32, length=length, sent=sent, votes=votes)
         sweep(torch.float32, length=250, sent=25, own=True)
+        for bits, count in itertools.product((4, 8), (GROUP, 1000, 4096)):
+            ops.dequantize(ops.quantize(torch.zeros(3, count), bits), bits, count)
+            ops.dequantize(ops.quantize(torch.zeros(1, count), bits), bits, count)
     return launches
 
 

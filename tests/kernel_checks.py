@@ -15,6 +15,7 @@ from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.engine.clipping import SKETCH_WIDTHS, random_signs
 from lightning_scape.layout import Layout, Piece, Region, Segment
 from lightning_scape.ops import chunked, cuda, naive
+from lightning_scape.ops.naive_wire import GROUP
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SWEPT = [
@@ -57,6 +58,19 @@ def awkward(rows: int, length: int) -> Tensor:
     matrix[6 % rows, 0] = float("nan")
     matrix[7 % rows, -1] = -float("inf")
     return matrix
+
+
+def groups_of_all_kinds(shards: int, count: int, levels: int, seed: int) -> Tensor:
+    """fp32 ``[shards, count]``; groups of 64: of different sizes, with ties, of zeros, of tiny and of huge numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = (shards, -(-count // GROUP), GROUP)
+    kind, power = (torch.randint(*ends, (*groups[:2], 1), generator=generator) for ends in ((0, 5), (-90, 60)))
+    normal, sign = torch.randn(groups, generator=generator), torch.randint(-1, 2, groups, generator=generator)
+    halves = torch.randint(-2 * levels, 2 * levels + 1, groups, generator=generator) / 2
+    halves[..., 0] = levels  # the unit is 1
+    kinds = (normal * 2.0**power, halves * 2.0**power, levels * normal * 1e-30, 3.4e38 * sign, -0.0 * sign)
+    values = torch.stack(kinds).take_along_dim(kind.expand(groups).unsqueeze(0), 0)[0]
+    return values.flatten(1)[:, :count].contiguous()
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -343,6 +357,24 @@ class KernelChecks:
         assert message.tolist() == [[[0x0B, *[0x77] * 31, 0x80, 0x3F]]]
         assert values.tolist() == [[-0.5, 0.0, 0.25]]
         assert either.dequantize(message, 4, 3).tolist() == [[4.0, -7.0, 0.0]]
+
+    @pytest.mark.parametrize("width", [4, 8])
+    @pytest.mark.parametrize(("shards", "count"), [(1, 1), (3, 64), (2, 700), (3, 4097), (2, 0)])
+    def test_quantize_and_dequantize_equal_their_twins(self, width: int, shards: int, count: int) -> None:
+        theirs = groups_of_all_kinds(shards, count, (1 << (width - 1)) - 1, seed=count)
+        ours = theirs.to(self.device, copy=True)
+        message = self.module.quantize(ours, width)
+        assert_same_bits(message.cpu(), naive.quantize(theirs, width))
+        assert_same_bits(ours.cpu(), theirs)
+        read = self.module.dequantize(message, width, count)
+        assert_same_bits(read.cpu(), naive.dequantize(message.cpu(), width, count))
+
+    @pytest.mark.parametrize("width", [4, 8])
+    def test_quantize_takes_rows_that_lie_apart(self, width: int) -> None:
+        wide = groups_of_all_kinds(3, 200, 7, seed=0)
+        ours, theirs = wide.to(self.device, copy=True)[:, :100], wide[:, :100].contiguous()
+        assert_same_bits(self.module.quantize(ours, width).cpu(), naive.quantize(theirs, width))
+        assert_same_bits(ours.cpu(), theirs)
 
     # ------------------------------------------------------------------------------------------------ select
 

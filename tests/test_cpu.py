@@ -27,6 +27,7 @@ from kernel_checks import (
     awkward,
     bits,
     flattened,
+    groups_of_all_kinds,
     hyper,
 )
 from rank_checks import CHANGE_ROUNDING, train_on
@@ -132,19 +133,6 @@ def test_compact_equals_its_twin(
     sent_ours = cpu.compact(ours, mask, wire, scale)
     assert_same(sent_ours, naive.compact(theirs, mask, wire, scale))
     assert_same(ours, theirs)
-
-
-def groups_of_all_kinds(shards: int, count: int, levels: int, seed: int) -> Tensor:
-    """fp32 ``[shards, count]``; groups of 64: of different sizes, with ties, of zeros, of tiny and of huge numbers."""
-    generator = torch.Generator().manual_seed(seed)
-    groups = (shards, -(-count // GROUP), GROUP)
-    kind, power = (torch.randint(*ends, (*groups[:2], 1), generator=generator) for ends in ((0, 5), (-90, 60)))
-    normal, sign = torch.randn(groups, generator=generator), torch.randint(-1, 2, groups, generator=generator)
-    halves = torch.randint(-2 * levels, 2 * levels + 1, groups, generator=generator) / 2
-    halves[..., 0] = levels  # the unit is 1
-    kinds = (normal * 2.0**power, halves * 2.0**power, levels * normal * 1e-30, 3.4e38 * sign, -0.0 * sign)
-    values = torch.stack(kinds).take_along_dim(kind.expand(groups).unsqueeze(0), 0)[0]
-    return values.flatten(1)[:, :count].contiguous()
 
 
 @given(st.sampled_from([4, 8]), st.integers(1, 3), st.integers(0, 700), st.integers(0, 2**20))

@@ -48,6 +48,7 @@ MAY_IMPORT_TRITON = {
     "ops.cuda_numbers",
     "ops.cuda_sweep",
     "ops.cuda_update",
+    "ops.cuda_wire",
 }
 MAY_IMPORT_NUMBA = {"ops.cpu_kernels", "ops.cpu_masks", "ops.cpu_numbers"}
 MAY_COMMUNICATE = {"comm.collectives", "comm.round_trips"}

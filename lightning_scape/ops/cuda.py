@@ -4,6 +4,7 @@ What is bitwise equal to the twin and what only rounds:
 
 ==================================== ==================================================================================
 select, merge, compact               bitwise
+quantize, dequantize                 bitwise
 gather_params, scatter_params        bitwise
 propose                              bitwise: the twin's, with this module's select
 fold, accumulate_exp_avg,            bitwise: ``scale * grad`` is rounded before it is added or squared
@@ -12,7 +13,6 @@ squared_norm, sketch                 another order of summation, the same at eve
 update_adams, update_adamw           ``exp`` and ``expm1`` round differently (2 units in the last place)
 checksum                             the twin, in larger parts: not part of every step
 gather_blocks, scatter_blocks        the twin itself: one call of torch each
-quantize, dequantize                 the twin, in larger parts: there is no kernel
 adams_step, adamw_step               the twin itself: not called on a device
 ==================================== ==================================================================================
 
@@ -25,11 +25,10 @@ of no kernel: a warm-up of the sparsity goes through hundreds of numbers, and ea
 Offsets are 64-bit wherever a tensor may hold 2**31 entries or more. Run with ``TRITON_INTERPRET=1`` on CPU tensors to
 test without a GPU.
 
-The kernels stand by theme in :mod:`.cuda_gradients`, :mod:`.cuda_masks`, :mod:`.cuda_sweep` and :mod:`.cuda_update`;
-:mod:`.cuda_numbers` and :mod:`.cuda_launch` serve them all.
+The kernels stand by theme in :mod:`.cuda_gradients`, :mod:`.cuda_masks`, :mod:`.cuda_sweep`, :mod:`.cuda_update` and
+:mod:`.cuda_wire`; :mod:`.cuda_numbers` and :mod:`.cuda_launch` serve them all.
 """
 
-from lightning_scape.ops.chunked import dequantize, quantize
 from lightning_scape.ops.cuda_gradients import (
     accumulate_exp_avg,
     accumulate_exp_avg_sq,
@@ -44,6 +43,7 @@ from lightning_scape.ops.cuda_launch import cached_table as _cached_table
 from lightning_scape.ops.cuda_masks import compact, merge, propose, select
 from lightning_scape.ops.cuda_sweep import sweep
 from lightning_scape.ops.cuda_update import checksum, gather_params, scatter_params, update_adams, update_adamw
+from lightning_scape.ops.cuda_wire import dequantize, quantize
 from lightning_scape.ops.naive import (
     AdamWStep,
     Hyper,

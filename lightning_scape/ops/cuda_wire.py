@@ -1,0 +1,154 @@
+"""Triton kernels that pack values into 8 or 4 bits, and read them again."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_scape.ops import cuda_launch as launching
+from lightning_scape.ops.cuda_numbers import divide
+from lightning_scape.ops.naive_wire import GROUP, LEAST_SCALE, group_bytes
+
+_GROUPS = 32
+"""Groups of a program: 2,048 values, 16 for each of 128 threads."""
+
+
+@triton.jit
+def _unit_of(scale):
+    """The fp32 whose upper half this is."""
+    return (scale << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _steps_of(value, unit, LEVELS: tl.constexpr):
+    """The nearest multiple of the unit, ties to the even one; 0 where the unit is."""
+    quotient = tl.where(unit > 0, divide(value, tl.where(unit > 0, unit, 1.0)), 0.0)
+    nearest = (quotient + 12582912.0) - 12582912.0  # 1.5 * 2**23: fp32 has no fraction there
+    return tl.minimum(tl.maximum(nearest, -LEVELS), LEVELS)
+
+
+@triton.jit
+def _quantize_kernel(
+    values,
+    message,
+    least,
+    count,
+    groups,
+    total,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One program packs ROWS groups. Of 4 bits, even entries are the lower halves of the bytes, odd ones the upper."""
+    LEVELS: tl.constexpr = 2 ** (BITS - 1) - 1
+    PER_BYTE: tl.constexpr = 8 // BITS
+    group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = tl.arange(0, GROUP // PER_BYTE)
+    entry = (group % groups)[:, None] * GROUP + place[None, :] * PER_BYTE
+    source = values + (group // groups)[:, None] * count + entry
+    there = (group < total)[:, None]
+    target = message + group * WIDTH
+
+    inside = there & (entry < count)
+    low = tl.load(source, mask=inside, other=0.0)
+    largest = tl.max(tl.abs(low), axis=1)
+    if PER_BYTE == 2:
+        inside_high = there & (entry + 1 < count)
+        high = tl.load(source + 1, mask=inside_high, other=0.0)
+        largest = tl.maximum(largest, tl.max(tl.abs(high), axis=1))
+    exact = divide(largest, tl.full([ROWS], LEVELS, tl.float32))
+    exact = tl.where(exact > tl.load(least), exact, 0.0)
+    scale = (exact.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+    unit = _unit_of(scale)[:, None]
+
+    steps = _steps_of(low, unit, LEVELS)
+    tl.store(source, low - steps * unit, mask=inside)
+    codes = steps.to(tl.int32) + LEVELS
+    if PER_BYTE == 2:
+        steps = _steps_of(high, unit, LEVELS)
+        tl.store(source + 1, high - steps * unit, mask=inside_high)
+        codes = codes | ((steps.to(tl.int32) + LEVELS) << 4)
+    tl.store(target[:, None] + place[None, :], codes.to(tl.uint8), mask=there)
+    tl.store(target + (WIDTH - 2), (scale & 0xFF).to(tl.uint8), mask=group < total)
+    tl.store(target + (WIDTH - 1), (scale >> 8).to(tl.uint8), mask=group < total)
+
+
+def quantize(values: Tensor, bits: int) -> Tensor:
+    """See :func:`naive.quantize`. One launch; values are read and written once."""
+    assert values.dtype == torch.float32
+    shards, count = values.shape
+    groups, width = triton.cdiv(count, GROUP), group_bytes(bits)
+    message = torch.empty(shards, groups, width, dtype=torch.uint8, device=values.device)
+    left = launching.dense(values)
+    launching.launch(
+        _quantize_kernel,
+        triton.cdiv(shards * groups, _GROUPS),
+        left,
+        message,
+        values.new_full((), LEAST_SCALE),
+        count,
+        groups,
+        shards * groups,
+        BITS=bits,
+        GROUP=GROUP,
+        WIDTH=width,
+        ROWS=_GROUPS,
+        num_warps=4,
+    )
+    if left is not values:
+        values.copy_(left)
+    return message
+
+
+@triton.jit
+def _dequantize_kernel(
+    message,
+    values,
+    count,
+    groups,
+    total,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    LEVELS: tl.constexpr = 2 ** (BITS - 1) - 1
+    PER_BYTE: tl.constexpr = 8 // BITS
+    group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = tl.arange(0, GROUP // PER_BYTE)
+    entry = (group % groups)[:, None] * GROUP + place[None, :] * PER_BYTE
+    target = values + (group // groups)[:, None] * count + entry
+    there = (group < total)[:, None]
+    source = message + group * WIDTH
+
+    codes = tl.load(source[:, None] + place[None, :], mask=there, other=0).to(tl.int32)
+    scale = tl.load(source + (WIDTH - 2), mask=group < total, other=0).to(tl.int32)
+    scale = scale | (tl.load(source + (WIDTH - 1), mask=group < total, other=0).to(tl.int32) << 8)
+    unit = _unit_of(scale)[:, None]
+    steps = (codes & (2**BITS - 1)) - LEVELS
+    tl.store(target, steps.to(tl.float32) * unit, mask=there & (entry < count))
+    if PER_BYTE == 2:
+        steps = (codes >> 4) - LEVELS
+        tl.store(target + 1, steps.to(tl.float32) * unit, mask=there & (entry + 1 < count))
+
+
+def dequantize(message: Tensor, bits: int, count: int) -> Tensor:
+    """See :func:`naive.dequantize`. One launch."""
+    shards, groups, width = message.shape
+    values = torch.empty(shards, count, dtype=torch.float32, device=message.device)
+    launching.launch(
+        _dequantize_kernel,
+        triton.cdiv(shards * groups, _GROUPS),
+        launching.dense(message),
+        values,
+        count,
+        groups,
+        shards * groups,
+        BITS=bits,
+        GROUP=GROUP,
+        WIDTH=width,
+        ROWS=_GROUPS,
+        num_warps=4,
+    )
+    return values
