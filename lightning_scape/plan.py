@@ -391,6 +391,12 @@ def report(
             f" | {planner.show_bytes(p.bytes_sent)}{f' | {planner.show_bytes(p.on_card)}' if shared else ''} | {needed}"
             f" | {even} | {pays} |"
         )
+    narrow = [
+        f"{planner.show_seconds(p.seconds)} and {planner.show_bytes(p.bytes_sent)} at sparsity {p.sparsity:g}"
+        for p in planner.in_four_bits(job, link, machine, predictions)
+        if p.memory <= memory
+    ]
+    lines += ["", f'With wire_dtype="int4" a step takes {", ".join(narrow)}.'] if narrow else []
     lines += ["", *local_lines(local, alone, memory)]
     sparsities = [p.sparsity for p in predictions if p.sparsity is not None and p.group_size == 1]
     lines += ["", "The same work per rank on more ranks:", ""]

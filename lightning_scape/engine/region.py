@@ -44,24 +44,26 @@ class RemoteRegion:
         """Packs the values; None where they travel as they are."""
         self._shards = layout.world_size
 
-    def pack(
-        self, state: ScapeState, mask: Tensor | None, values: Tensor, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """The message of the values that have left the residual, and the values as they will be read; on ``device``.
+    def pack(self, state: ScapeState, mask: Tensor | None, values: Tensor, device: torch.device) -> Tensor:
+        """The message of the values that have left the residual, on ``device``; ``values`` may be changed in place.
 
         The rounding error goes back into the residual: what is sent plus what is left is what was there, bit for bit.
         """
         if self.wire is None:
-            values = values.to(device)
-            return values, values
-        left = values.clone()
-        message = self.wire.pack(left, self._shards)
-        residual, error = state.residual[: self._blocks], left.to(state.residual.dtype)
+            return values.to(device)
+        message = self.wire.pack(values, self._shards)  # what rounding leaves stays in values
+        residual, error = state.residual[: self._blocks], values.to(state.residual.dtype)
         if mask is None:
             residual += error
         else:
             residual.scatter_add_(1, mask[: self._blocks].long(), error)
-        return message.to(device), values.sub_(left).to(device)
+        return message.to(device)
+
+    def sent(self, message: Tensor, sent: int) -> list[Tensor]:
+        """The values of a message as their owners will read them, ``[*, sent]`` each."""
+        if self.wire is not None:
+            message = self.wire.read(message, self._blocks // self._shards, sent, self._shards)
+        return [message[rows] for rows in self.rows]
 
     def fold(self, state: ScapeState, grads: Grads, part: Participation, clip_value: float | None) -> None:
         """``residual += scale * gradient``."""

@@ -124,15 +124,16 @@ class Engine:
             there = None if mask is None else mask.to(state.residual.device)
         with record.phase("sweep"):
             values = self.remote.sweep(state, unfolded, there, part, ranking, clip_value)
-            message, values = self.remote.pack(state, there, values, self.device)
+            message = self.remote.pack(state, there, values, self.device)
+            del values
         with record.phase("exchange"):
             arriving = self.comm.all_to_all(message)
         with arriving, record.phase("sweep"):
             own = self.local.sweep(state, unfolded, there, part, ranking, clip_value).to(self.device)
-            record.sent_energy = ops.squared_norm([own, *(values[rows] for rows in self.remote.rows)])
+            record.sent_energy = ops.squared_norm([own, *self.remote.sent(message, own.shape[1])])
         with record.phase("exchange"):
             mean = self._mean(arriving.wait(), own, state.exp_avg.dtype)
-            del message, values, own, arriving
+            del message, own, arriving
         with record.phase("update"):
             updated, record.again = self.shard.update(state, mask, mean, part)
             record.sent = mean.shape[1]

@@ -47,6 +47,9 @@ PREDICTORS: dict[str, Callable[[Job, Link, Machine], Prediction]] = {
     "scape-0": lambda job, link, machine: scape(job, link, machine, ScapeConfig(sparsity=0.0)),
     "scape-0.9": lambda job, link, machine: scape(job, link, machine, ScapeConfig(sparsity=0.9)),
     "scape-0.99": lambda job, link, machine: scape(job, link, machine, ScapeConfig(sparsity=0.99)),
+    "scape-0.9-int4": lambda job, link, machine: scape(
+        job, link, machine, ScapeConfig(sparsity=0.9, wire_dtype="int4")
+    ),
     "sparseloco-30": lambda job, link, machine: sparseloco(job, link, machine, SparseLoCoConfig(sync_every=30)),
 }
 """By the methods' names in the results of ``examples/bench_two_hosts.py``; PowerSGD is not predicted."""

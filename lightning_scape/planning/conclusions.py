@@ -10,12 +10,14 @@ from typing import Any, TypedDict
 
 from typing_extensions import Unpack
 
+from lightning_scape.config import ScapeConfig
 from lightning_scape.planning.cost_model import (
     Job,
     Link,
     Machine,
     Prediction,
     predict,
+    scape,
 )
 from lightning_scape.planning.two_level import predict_nodes
 
@@ -119,6 +121,23 @@ def _where_it_turns(gain: Callable[[float], float], low: float, high: float) -> 
         middle = math.sqrt(low * high)
         low, high = (middle, high) if (gain(middle) > 0) == falling else (low, middle)
     return math.sqrt(low * high)
+
+
+def in_four_bits(job: Job, link: Link, machine: Machine, predictions: Iterable[Prediction]) -> list[Prediction]:
+    """SCAPE with ``wire_dtype="int4"``, where that shortens a step by at least 5%.
+
+    Args:
+        job: what is trained, on how many ranks.
+        link: between nodes.
+        machine: what the optimizers cost.
+        predictions: from :func:`predict`: the same in bf16.
+    """
+    found = []
+    for p in predictions:
+        if p.sparsity and p.group_size == 1:
+            narrow = scape(job, link, machine, ScapeConfig(sparsity=p.sparsity, wire_dtype="int4"))
+            found += [narrow] if 1.05 * narrow.seconds <= p.seconds else []
+    return found
 
 
 def _fastest(methods: Iterable[Prediction]) -> Prediction:

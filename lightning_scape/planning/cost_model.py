@@ -45,6 +45,9 @@ BACKWARD_SHARE = 2 / 3
 """Of forward and backward."""
 SECTOR_BYTES = 32
 """Memory of a GPU moves in parts of this size."""
+PACKING_BYTES = 66
+"""Memory that packing into 8 or 4 bits touches for each value and its change, beyond what bf16 does: to round them, to keep
+the errors, to read them back. It moves as fast as AdamW's 28 bytes a parameter."""
 
 
 @dataclass(frozen=True)
@@ -386,10 +389,14 @@ def scape(job: Job, link: Link, machine: Machine, config: ScapeConfig) -> Predic
     mask = _message(link, beside, job.ranks - 1, adding=False) if beside else 0.0
     compute = max(job.step_compute + beside * link.copy_seconds, mask)
     own = machine.scape_seconds(config.quota.density, job.parameters, job.ranks)
+    packs = config.wire_bits is not None
+    if packs:
+        own += config.quota.density * job.parameters * PACKING_BYTES / 28 * machine.adamw
     mean_square = config.update != "adams" or config.measures_noise  # AdamW's second moment, or AdamS's floor
-    state = 4 + (8 + 4 * (job.parameter_bytes < 4) + 4 * mean_square) / job.ranks
+    errors = packs and job.parameter_bytes >= 4  # of the changes, which come back packed too
+    state = 4 + (8 + 4 * (job.parameter_bytes < 4) + 4 * mean_square + 4 * errors) / job.ranks
     return Prediction(
-        method=f"SCAPE {config.sparsity:g}",
+        method=f"SCAPE {config.sparsity:g}{f', {config.wire_dtype}' if packs else ''}",
         seconds=compute + exposed + own,
         bytes_sent=sum(sent.values()),
         memory=_memory(job, state),
