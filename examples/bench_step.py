@@ -41,6 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="processes, at most one per core")
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.99, 0.9], help="sparsities to measure")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["fp32", "bf16"], help="of the parameters")
+    parser.add_argument("--wire-dtype", choices=["bf16", "int8", "int4", "fp32"], default="bf16", help="of the values")
     parser.add_argument("--steps", type=int, default=15, help="timed steps, after 4 that are not")
     parser.add_argument("--out", type=Path, default=Path("out/bench_step"), help="folder for JSON and PNG")
     return parser.parse_args()
@@ -100,7 +101,7 @@ def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, st
         dist.init_process_group("gloo", rank=rank, world_size=args.ranks, store=dist.FileStore(store, args.ranks))
     module, parameters = build(args.model, dtype, rank)
     size = sum(p.numel() for p in parameters)
-    config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0, update="adamw")
+    config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0, update="adamw", wire_dtype=args.wire_dtype)
 
     def two_steps() -> None:
         optimizer = ScapeOptimizer(parameters, config=config)
@@ -141,6 +142,7 @@ def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, st
                 "ranks": args.ranks,
                 "sparsity": sparsity,
                 "dtype": dtype,
+                "wire_dtype": args.wire_dtype,
                 "milliseconds": {name: 1e3 * statistics.median(row[name] for row in rows) for name in rows[0]},
                 "copy_bandwidth": bandwidth,
                 "bytes_touched": touched,
