@@ -3,7 +3,7 @@
 import numpy as np
 
 from lightning_scape.ops.cpu_numbers import jit, widen
-from lightning_scape.ops.cpu_ranking import LANES, MAGNITUDE, TILE, make_room, rank_rows, take_rows
+from lightning_scape.ops.cpu_ranking import LANES, MAGNITUDE, TILE, key_of, make_room, rank_rows, take_rows
 
 
 @jit
@@ -76,10 +76,46 @@ def _add_proposals(totals, proposals, start, rows, own, votes):
 
 
 @jit
+def _merge_by_maximum(residual, proposals, own, votes, chosen, room, first, last):
+    """For a few chosen: sums are made only where entries are proposed. One function, as `_rank_by_maximum` is."""
+    length, keys, lows = residual.shape[1], room[0][0], room[3]
+    high, wide = np.int32(MAGNITUDE & ~lows[0]), length > 256
+    codes = 2 * votes if wide else votes
+    totals, places = np.empty(length, np.float32), np.empty((len(proposals), votes), np.int64)
+    for row in range(first, last):
+        values, found = residual[row], chosen[row]
+        for i in range(length):
+            keys[i] = key_of(values[i], high, lows[i])
+        for rank in range(len(proposals)):
+            for turn in range(votes if rank != own else 0):
+                position = np.int64(proposals[rank, row, 2 * turn if wide else turn])
+                if wide:
+                    position += 256 * np.int64(proposals[rank, row, 2 * turn + 1])
+                places[rank, turn] = position
+                totals[position] = np.float32(widen(values[position]))
+        for rank in range(len(proposals)):  # in their order
+            unit = np.int32(np.int32(proposals[rank, row, codes + votes]) << 23).view(np.float32) / np.float32(127)
+            for turn in range(votes if rank != own else 0):
+                position = places[rank, turn]
+                totals[position] += np.float32(np.int8(proposals[rank, row, codes + turn])) * unit
+                keys[position] = key_of(totals[position], high, lows[position])
+        for turn in range(len(found)):
+            best = np.int32(-1)
+            for i in range(length):
+                best = max(best, keys[i])
+            position = lows[0] - (best & lows[0])
+            found[turn] = position
+            keys[position] = -1
+
+
+@jit
 def merge(residual, proposals, own, networks, votes, chosen, first, last):
     """See :func:`naive.merge`; ``networks`` as in :func:`select`."""
     length = residual.shape[1]
     totals, room = np.empty((LANES, length), np.float32), make_room(length, chosen.shape[1])
+    if len(networks[0]) == 0:
+        _merge_by_maximum(residual, proposals, own, votes, chosen, room, first, last)
+        return
     for start in range(first, last, LANES):
         rows = min(LANES, last - start)
         for above in range(0, rows, TILE):

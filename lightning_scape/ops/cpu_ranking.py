@@ -68,7 +68,7 @@ def make_room(length, ranked):
 
 
 @jit
-def _key(value, high, low):
+def key_of(value, high, low):
     """Of 32 bits at each step: numba would make them 64, of which a register holds half as many."""
     return np.int32((np.float32(widen(value)).view(np.int32) & high) | low)
 
@@ -84,7 +84,7 @@ def take_rows(values, first, lanes, networks, room):
     for lane in range(lanes[0], lanes[1]):
         row, there = values[first + lane], keys[lane]
         for i in range(len(there)):
-            there[i] = _key(row[i], high, lows[i])
+            there[i] = key_of(row[i], high, lows[i])
         if len(candidates) == 0:
             for i in range(len(there)):
                 columns[i, lane] = there[i]
@@ -108,7 +108,7 @@ def _rank_by_maximum(values, first, lanes, keys, found, lows):
         row, there = values[first + lane], found[lane]
         best = np.int32(-1)
         for i in range(len(keys)):
-            key = _key(row[i], high, lows[i])
+            key = key_of(row[i], high, lows[i])
             keys[i] = key
             best = max(best, key)
         position = low - (best & low)

@@ -46,8 +46,8 @@ BACKWARD_SHARE = 2 / 3
 SECTOR_BYTES = 32
 """Memory of a GPU moves in parts of this size."""
 PACKING_BYTES = 66
-"""Memory that packing into 8 or 4 bits touches for each value and its change, beyond what bf16 does: to round them, to keep
-the errors, to read them back. It moves as fast as AdamW's 28 bytes a parameter."""
+"""Memory that packing into 8 or 4 bits touches for each value and its change, beyond what bf16 does: to round them, to
+keep the errors, to read them back. It moves as fast as AdamW's 28 bytes a parameter."""
 
 
 @dataclass(frozen=True)
