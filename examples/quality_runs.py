@@ -244,6 +244,7 @@ DROP_IN: dict[str, list[Run]] = {
     "drop_in_0.2M": [
         *drop_in(4e-3, [2e-3, 8e-3], (0, 1), size="0.2M", steps=10_000),
         *drop_in(4e-3, [2e-3, 8e-3], range(5), size="0.2M", steps=10_000, betas=TORCH_BETAS),
+        *sweep([DENSE[0], scape(0.9)], [4e-3], range(5, 10), size="0.2M", steps=10_000, betas=TORCH_BETAS),
     ],
     "drop_in_1M": drop_in(2e-3, [4e-3], sparsities=[0.99], size="1M", batch=4, steps=6000),
 }
