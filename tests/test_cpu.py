@@ -36,7 +36,7 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.engine.clipping import SKETCH_WIDTHS, random_signs
 from lightning_scape.layout import Layout
-from lightning_scape.ops import chunked, cpu, cpu_arrays, cpu_kernels, cpu_ranking, cpu_wire, naive
+from lightning_scape.ops import chunked, cpu, cpu_arrays, cpu_kernels, cpu_ranking, cpu_update, cpu_wire, naive
 from lightning_scape.ops.naive_wire import GROUP
 
 FLOATS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -52,7 +52,7 @@ class TestNumba(KernelChecks):
     assert_same_moments = staticmethod(assert_same_bits)
     module = cpu
     choice = "cpu"
-    caches = (cpu_arrays.like, cpu._sketch_plan, cpu_ranking.sorting_network)
+    caches = (cpu_arrays.like, cpu_arrays.sketch_plan, cpu_ranking.sorting_network)
 
 
 @contextmanager
@@ -303,6 +303,30 @@ def test_compiled_code_is_kept_until_one_of_the_files_changes(tmp_path: Path) ->
     assert run().strip() == "[3.0, -2.0] 0"
 
 
+@given(
+    st.integers(1, 5),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    st.integers(1, 1500),
+    st.booleans(),
+    st.integers(0, 2**20),
+)
+def test_mean_and_changes_equal_their_twins(
+    ranks: int, state: torch.dtype, wire: torch.dtype, size: int, mixed: bool, seed: int
+) -> None:
+    given_ = [numbers(1, size, seed + rank).to(wire) for rank in range(ranks)]
+    if mixed:  # goes to the twin
+        given_[-1] = given_[-1].double()
+    assert_same(cpu.mean(given_, state), naive.mean(given_, state))
+    theta, before = (numbers(1, size, seed + place).to(state) for place in (7, 8))
+    before[0, ::3] = theta[0, ::3]
+    ours, theirs = (module.changes(theta, before, wire) for module in (cpu, naive))
+    assert_same(ours, theirs)
+    unmoved = ours[theta == before].float()
+    assert (unmoved == 0).all()
+    assert unmoved.signbit().all()
+
+
 @given(st.sampled_from(PAIRS), st.booleans(), st.integers(0, 2**20))
 def test_gather_and_scatter_equal_their_twins(dtypes: tuple[torch.dtype, torch.dtype], add: bool, seed: int) -> None:
     dtype, wire = dtypes
@@ -420,9 +444,9 @@ def test_offsets_of_more_than_32_bits() -> None:
     assert sent[row, 0] == 10.0
     assert residuals.at(FAR, 8).tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 0.0, 12.0, 14.0]
     table, out = np.array([[places[1], 0, row + 1, 0]]), np.zeros((row + 1, 1), np.float32)
-    cpu_kernels.gather_params(table, mask, out, 64, like, row, row + 1)
+    cpu_update.gather_params(table, mask, out, 64, like, row, row + 1)
     assert out[row, 0] == 5.0
-    cpu_kernels.scatter_params(table, mask, out, True, 64, like, row, row + 1)
+    cpu_update.scatter_params(table, mask, out, True, 64, like, row, row + 1)
     assert grads.at(FAR, 8).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 10.0, 6.0, 7.0]
     flat, width = np.frombuffer(grads.memory, np.float32, size), GROUP + 2
     message = np.frombuffer(FarAway((row + 1) * width, 1).memory, np.uint8).reshape(-1, width)
@@ -460,7 +484,8 @@ def run_all() -> list[Tensor]:
     left = residual.view(2, -1).clone()
     message = cpu.quantize(left, 4)
     wire = [left, message, cpu.dequantize(message, 4, left.shape[1])]
-    state = [residual, second, proposals, mask, sent, theta, last_step, again]
+    arrived = [cpu.mean([sent, sent], torch.float32), cpu.changes(theta, sent.float(), torch.bfloat16)]
+    state = [residual, second, proposals, mask, sent, theta, last_step, again, *arrived]
     return [*state, *grads, *norms, *wire, cpu.select(residual, 2)]
 
 

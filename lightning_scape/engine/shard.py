@@ -71,12 +71,9 @@ class OwnShard:
             ops.scatter_blocks(state.master, own, theta)
         if before is None:
             return theta.to(self._parameters.wire_dtype), again
-        same = theta == before
-        # Adding -0.0 leaves every number as it is, 0.0 and infinities too.
-        changes = theta.sub_(before).masked_fill_(same, -0.0)
         if self.wire is not None:
-            return self._pack(self.wire, state, changes, own, part), again
-        return changes.to(self._config.values_dtype), again
+            return self._pack(self.wire, state, ops.changes(theta, before, theta.dtype), own, part), again
+        return ops.changes(theta, before, self._config.values_dtype), again
 
     def _pack(
         self, wire: ValueWire, state: ScapeState, changes: Tensor, own: Tensor | None, part: Participation

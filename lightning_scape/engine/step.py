@@ -172,11 +172,7 @@ class Engine:
         wire = self.remote.wire
         contributions = list(received) if wire is None else [wire.read(each, *own.shape) for each in received]
         contributions[self.comm.rank] = own
-        total = contributions[0].to(dtype, copy=True)
-        for contribution in contributions[1:]:
-            total.add_(contribution)
-        total /= self.comm.world_size
-        return total
+        return ops.mean(contributions, dtype)
 
     def _write(self, mask: Tensor | None, updated: Tensor, arriving: Work) -> None:
         """Applies the owners' updates: the own ones while the others travel."""

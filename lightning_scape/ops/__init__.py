@@ -50,12 +50,14 @@ __all__ = [
     "accumulate_exp_avg_sq",
     "adams_step",
     "adamw_step",
+    "changes",
     "checksum",
     "compact",
     "dequantize",
     "fold",
     "gather_blocks",
     "gather_params",
+    "mean",
     "merge",
     "position_dtype",
     "proposal_bytes",
@@ -192,8 +194,10 @@ compact = _dispatched(naive.compact)
 quantize = _dispatched(naive.quantize)
 dequantize = _dispatched(naive.dequantize)
 sweep = _dispatched(naive.sweep)
+mean = _dispatched(naive.mean)
 update_adams = _dispatched(naive.update_adams)
 update_adamw = _dispatched(naive.update_adamw)
+changes = _dispatched(naive.changes)
 gather_params = _dispatched(naive.gather_params)
 scatter_params = _dispatched(naive.scatter_params)
 checksum = _dispatched(naive.checksum)
@@ -213,8 +217,10 @@ DISPATCHED = (
     quantize,
     dequantize,
     sweep,
+    mean,
     update_adams,
     update_adamw,
+    changes,
     gather_params,
     scatter_params,
     checksum,

@@ -8,7 +8,7 @@ select, propose, merge, compact            bitwise
 quantize, dequantize                       bitwise
 gather_params, scatter_params, fold        bitwise
 accumulate_exp_avg, accumulate_exp_avg_sq  bitwise
-sweep                                      bitwise
+sweep, mean, changes                       bitwise
 update_adams, update_adamw                 moments and last steps bitwise for entries visited in the step before (with
                                            ``implicit``), else within rounding: ``exp``, ``expm1``, and torch's
                                            ``sqrt``, which is not correctly rounded
@@ -24,7 +24,7 @@ tensor that is not on the CPU, or not contiguous, goes to the twin, a few rows a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,7 +33,17 @@ from torch import Tensor
 from typing_extensions import ParamSpec
 
 from lightning_scape.layout import Piece, Region
-from lightning_scape.ops import chunked, cpu_kernels, cpu_masks, cpu_numbers, cpu_ranking, cpu_sweep, cpu_wire, naive
+from lightning_scape.ops import (
+    chunked,
+    cpu_kernels,
+    cpu_masks,
+    cpu_numbers,
+    cpu_ranking,
+    cpu_sweep,
+    cpu_update,
+    cpu_wire,
+    naive,
+)
 from lightning_scape.ops.chunked import checksum
 from lightning_scape.ops.cpu_arrays import (
     GRAIN,
@@ -43,10 +53,14 @@ from lightning_scape.ops.cpu_arrays import (
     by_dtypes,
     in_parallel,
     like,
+    or_empty,
     pairs_table,
+    pieces_table,
     rows_of_a_thread,
     running_sums,
     scalar,
+    sketch_plan,
+    wire_limit,
 )
 from lightning_scape.ops.naive import (
     AdamWStep,
@@ -74,12 +88,14 @@ __all__ = [
     "accumulate_exp_avg",
     "accumulate_exp_avg_sq",
     "adamw_step",
+    "changes",
     "checksum",
     "compact",
     "dequantize",
-    "merge",
     "fold",
     "gather_params",
+    "mean",
+    "merge",
     "position_dtype",
     "quantize",
     "scatter_blocks",
@@ -151,7 +167,7 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
     for dtype in dict.fromkeys(grad.dtype for grad, _ in numbered):
         group = [(grad, index) for grad, index in numbered if grad.dtype == dtype]
         sizes = tuple(grad.numel() for grad, _ in group)
-        plan = _sketch_plan(tuple(index for _, index in group), sizes, length, tuple(widths))
+        plan = sketch_plan(tuple(index for _, index in group), sizes, length, tuple(widths))
         table, addresses = plan.copy(), np.array([grad.data_ptr() for grad, _ in group], np.int64)
         table[:, 0] = addresses[plan[:, 6]] + plan[:, 0] * dtype.itemsize
         parts = -(-len(table) // _SKETCH_PART)
@@ -160,19 +176,6 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
         in_parallel(loop, parts, 1)
         total += sums.sum(0)
     return torch.from_numpy(total)
-
-
-@functools.lru_cache(maxsize=16)
-def _sketch_plan(
-    indices: tuple[int, ...], sizes: tuple[int, ...], length: int, widths: tuple[int, ...]
-) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Each chunk's first entry, length, width, rotation, offset, sign and place in the list: int64 ``[chunks, 7]``."""
-    rows = [
-        (start, min(length, size - start), *naive.draw(index, start // length, length, widths), place)
-        for place, (index, size) in enumerate(zip(indices, sizes, strict=True))
-        for start in range(0, size, length)
-    ]
-    return np.array(rows, np.int64)
 
 
 @_where_it_fits
@@ -288,22 +291,12 @@ def compact(
     blocks, length = residual.shape
     sent = length if mask is None else mask.shape[1]
     values = torch.empty(blocks, sent, dtype=wire_dtype, device="cpu") if out is None else out
-    limit, places = _wire_limit(residual, wire_dtype), _or_empty(mask, position_dtype(length))
+    limit, places = wire_limit(residual, wire_dtype), or_empty(mask, position_dtype(length))
     loop = functools.partial(
         cpu_kernels.compact, array(residual), places, array(values), array(scale.reshape(-1)), limit
     )
     in_parallel(loop, blocks, rows_of_a_thread(sent))
     return values
-
-
-def _wire_limit(residual: Tensor, wire_dtype: torch.dtype) -> Any:
-    """The largest number of the wire's dtype, as one of the residual's."""
-    return scalar(residual.dtype, naive.within(torch.finfo(wire_dtype).max, residual.dtype))
-
-
-def _or_empty(matrix: Tensor | None, dtype: torch.dtype) -> Any:
-    """An optional matrix as the loops take it; ``[0, 0]`` is none."""
-    return array(torch.empty(0, 0, dtype=dtype, device="cpu") if matrix is None else matrix)
 
 
 @_where_it_fits
@@ -355,20 +348,20 @@ def sweep(
         return
     positions, networks = position_dtype(length), cpu_ranking.networks(length, ranked)
     of_moment = residual.dtype if moments is None else moments.dtype
-    limit, largest = _wire_limit(residual, values.dtype), scalar(of_moment, torch.finfo(of_moment).max)
+    limit, largest = wire_limit(residual, values.dtype), scalar(of_moment, torch.finfo(of_moment).max)
     for of_grad, table, numbers, count in cpu_sweep.runs(region, residual, grads, second):
         loop = functools.partial(
             cpu_sweep.sweep,
             table,
             numbers,
-            (array(residual), _or_empty(moments, of_moment)),
+            (array(residual), or_empty(moments, of_moment)),
             array(scale.reshape(-1)),
             (*bound_of(clip_value, of_grad), limit, largest),
-            _or_empty(mask, positions),
+            or_empty(mask, positions),
             array(values),
             (networks, votes, ranked),
-            _or_empty(proposals, torch.uint8),
-            _or_empty(next_mask, positions),
+            or_empty(proposals, torch.uint8),
+            or_empty(next_mask, positions),
             like(of_grad),
         )
         in_parallel(loop, count, rows_of_a_thread(length))
@@ -388,12 +381,12 @@ def update_adams(
     step, scale, hyper, correction, _, group = numbers
     divisor = torch.as_tensor(correction, dtype=theta.dtype, device="cpu")
     loop = functools.partial(
-        cpu_kernels.update_adams,
+        cpu_update.update_adams,
         array(theta),
         array(exp_avg),
         array(last_step),
-        _or_empty(local_exp_avg_sq, theta.dtype),
-        _or_empty(mask, position_dtype(exp_avg.shape[1])),
+        or_empty(local_exp_avg_sq, theta.dtype),
+        or_empty(mask, position_dtype(exp_avg.shape[1])),
         array(mean),
         _numbers(hyper),
         _by_row(hyper, group, step, scale, divisor, divisor),
@@ -416,11 +409,11 @@ def update_adamw(
     assert c2 is not None
     rule = (float(ranks), 1 / naive.LONGEST_MOVE, torch.finfo(theta.dtype).max)
     loop = functools.partial(
-        cpu_kernels.update_adamw,
+        cpu_update.update_adamw,
         array(theta),
         (array(exp_avg), array(exp_avg_sq)),
         array(last_step),
-        _or_empty(mask, position_dtype(exp_avg.shape[1])),
+        or_empty(mask, position_dtype(exp_avg.shape[1])),
         array(mean),
         _numbers(hyper),
         _by_row(hyper, group, step, scale, c1, c2),
@@ -429,6 +422,27 @@ def update_adamw(
     )
     again = in_parallel(loop, theta.shape[0], rows_of_a_thread(theta.shape[1]))
     return torch.tensor(sum(again), dtype=torch.int64, device="cpu")
+
+
+@_where_it_fits
+def mean(contributions: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """See :func:`naive.mean`."""
+    first = contributions[0]
+    if any((each.dtype, each.shape) != (first.dtype, first.shape) for each in contributions):
+        return naive.mean(contributions, dtype)
+    total, table = torch.empty(first.shape, dtype=dtype, device="cpu"), [each.data_ptr() for each in contributions]
+    loop = functools.partial(cpu_update.mean, np.array(table, np.int64), array(total.view(-1)), like(first.dtype))
+    in_parallel(loop, total.numel(), GRAIN)
+    return total
+
+
+@_where_it_fits
+def changes(theta: Tensor, before: Tensor, dtype: torch.dtype) -> Tensor:
+    """See :func:`naive.changes`."""
+    out = torch.empty(theta.shape, dtype=dtype, device="cpu")
+    loop = functools.partial(cpu_update.changes, *(array(each.view(-1)) for each in (theta, before, out)))
+    in_parallel(loop, out.numel(), GRAIN)
+    return out
 
 
 def _numbers(hyper: Hyper) -> Any:
@@ -455,8 +469,8 @@ def gather_params(
     if mask is None:  # plain copies
         chunked.gather_params(flats, pieces, mask, out, block_size)
         return
-    for dtype, table, count in _pieces_table(flats, pieces, mask.shape[1], block_size):
-        loop = functools.partial(cpu_kernels.gather_params, table, array(mask), array(out), block_size, like(dtype))
+    for dtype, table, count in pieces_table(flats, pieces, mask.shape[1], block_size):
+        loop = functools.partial(cpu_update.gather_params, table, array(mask), array(out), block_size, like(dtype))
         in_parallel(loop, count, GRAIN)
 
 
@@ -473,21 +487,8 @@ def scatter_params(
     if mask is None:
         chunked.scatter_params(flats, pieces, mask, values, block_size, add)
         return
-    for dtype, table, count in _pieces_table(flats, pieces, mask.shape[1], block_size):
+    for dtype, table, count in pieces_table(flats, pieces, mask.shape[1], block_size):
         loop = functools.partial(
-            cpu_kernels.scatter_params, table, array(mask), array(values), add, block_size, like(dtype)
+            cpu_update.scatter_params, table, array(mask), array(values), add, block_size, like(dtype)
         )
         in_parallel(loop, count, GRAIN)
-
-
-def _pieces_table(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], sent: int, block_size: int
-) -> Iterator[tuple[torch.dtype, Any, int]]:
-    """By dtype of the parameters: the table of :func:`cpu_kernels.gather_params`, and the number of masked entries."""
-    for dtype in dict.fromkeys(flats[piece.segment.index].dtype for piece in pieces):
-        group = [piece for piece in pieces if flats[piece.segment.index].dtype == dtype]
-        kept = [piece.kept(sent, block_size) for piece in group]
-        starts, count = running_sums(kept)
-        addresses = [flats[piece.segment.index].data_ptr() + piece.start * dtype.itemsize for piece in group]
-        rows = [piece.row for piece in group]
-        yield dtype, np.array([addresses, starts, kept, rows], np.int64).T.copy(), count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_scape.layout import Piece
 from lightning_scape.ops import naive
 
 _T = TypeVar("_T")
@@ -56,6 +57,16 @@ def scalar(dtype: torch.dtype, value: float) -> Any:
     return np.float64(value) if dtype == torch.float64 else np.float32(value)
 
 
+def wire_limit(residual: Tensor, wire_dtype: torch.dtype) -> Any:
+    """The largest number of the wire's dtype, as one of the residual's."""
+    return scalar(residual.dtype, naive.within(torch.finfo(wire_dtype).max, residual.dtype))
+
+
+def or_empty(matrix: Tensor | None, dtype: torch.dtype) -> Any:
+    """An optional matrix as the loops take it; ``[0, 0]`` is none."""
+    return array(torch.empty(0, 0, dtype=dtype, device="cpu") if matrix is None else matrix)
+
+
 def bound_of(clip_value: float | None, dtype: torch.dtype) -> tuple[Any, bool]:
     """The bound as a number of the gradient's dtype, to which torch's clamp rounds it; and whether there is one."""
     if clip_value is None:
@@ -88,6 +99,32 @@ def pairs_table(pairs: list[tuple[Tensor, ...]]) -> tuple[Any, int]:
     starts, count = running_sums(sizes)
     addresses = [[tensor.data_ptr() for tensor in column] for column in zip(*pairs, strict=True)]
     return np.array([*addresses, starts, sizes], np.int64).T.copy(), count
+
+
+def pieces_table(
+    flats: Sequence[Tensor], pieces: Sequence[Piece], sent: int, block_size: int
+) -> Iterator[tuple[torch.dtype, Any, int]]:
+    """By dtype of the parameters: the table of :func:`cpu_update.gather_params`, and the number of masked entries."""
+    for dtype in dict.fromkeys(flats[piece.segment.index].dtype for piece in pieces):
+        group = [piece for piece in pieces if flats[piece.segment.index].dtype == dtype]
+        kept = [piece.kept(sent, block_size) for piece in group]
+        starts, count = running_sums(kept)
+        addresses = [flats[piece.segment.index].data_ptr() + piece.start * dtype.itemsize for piece in group]
+        rows = [piece.row for piece in group]
+        yield dtype, np.array([addresses, starts, kept, rows], np.int64).T.copy(), count
+
+
+@functools.lru_cache(maxsize=16)
+def sketch_plan(
+    indices: tuple[int, ...], sizes: tuple[int, ...], length: int, widths: tuple[int, ...]
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Each chunk's first entry, length, width, rotation, offset, sign and place in the list: int64 ``[chunks, 7]``."""
+    rows = [
+        (start, min(length, size - start), *naive.draw(index, start // length, length, widths), place)
+        for place, (index, size) in enumerate(zip(indices, sizes, strict=True))
+        for start in range(0, size, length)
+    ]
+    return np.array(rows, np.int64)
 
 
 def rows_of_a_thread(columns: int) -> int:

@@ -12,7 +12,8 @@ accumulate_exp_avg_sq, sweep
 squared_norm, sketch                 another order of summation, the same at every run: no atomic additions of floats
 update_adams, update_adamw           ``exp`` and ``expm1`` round differently (2 units in the last place)
 checksum                             the twin, in larger parts: not part of every step
-gather_blocks, scatter_blocks        the twin itself: one call of torch each
+gather_blocks, scatter_blocks,       the twin itself: a few calls of torch, of the size of what is sent
+mean, changes
 adams_step, adamw_step               the twin itself: not called on a device
 ==================================== ==================================================================================
 
@@ -53,7 +54,9 @@ from lightning_scape.ops.naive import (
     TauStep,
     adams_step,
     adamw_step,
+    changes,
     gather_blocks,
+    mean,
     position_dtype,
     proposal_bytes,
     scatter_blocks,
@@ -72,12 +75,14 @@ __all__ = [
     "accumulate_exp_avg_sq",
     "adams_step",
     "adamw_step",
+    "changes",
     "checksum",
     "compact",
     "dequantize",
     "fold",
     "gather_blocks",
     "gather_params",
+    "mean",
     "merge",
     "position_dtype",
     "proposal_bytes",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_scape.layout import Piece, Region
 from lightning_scape.ops.naive_masks import merge, position_dtype, proposal_bytes, propose, select, votes_in
-from lightning_scape.ops.naive_wire import dequantize, quantize
+from lightning_scape.ops.naive_wire import changes, dequantize, mean, quantize
 from lightning_scape.ops.rules import (
     LONGEST_MOVE,
     AdamWStep,
@@ -45,12 +45,14 @@ __all__ = [
     "accumulate_exp_avg_sq",
     "adams_step",
     "adamw_step",
+    "changes",
     "checksum",
     "compact",
     "dequantize",
     "fold",
     "gather_blocks",
     "gather_params",
+    "mean",
     "merge",
     "position_dtype",
     "proposal_bytes",

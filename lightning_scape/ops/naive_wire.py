@@ -1,14 +1,16 @@
-"""Values in 8 or 4 bits in plain PyTorch: the part of :mod:`.naive` that packs messages and reads them.
+"""What travels, in plain PyTorch: the part of :mod:`.naive` that packs messages, reads them and forms their mean.
 
-Symbols: ``S`` shards, ``n`` values of each, ``G = ceil(n / 64)`` groups of each, ``b`` bits of a value. A group of 64
-consecutive values is one row of ``W = 8 b + 2`` bytes: the codes, lowest bits first, then the scale, lowest byte first.
-A shard's last group is filled up with zeros.
+Symbols of values in 8 or 4 bits: ``S`` shards, ``n`` values of each, ``G = ceil(n / 64)`` groups of each, ``b`` bits of
+a value. A group of 64 consecutive values is one row of ``W = 8 b + 2`` bytes: the codes, lowest bits first, then the
+scale, lowest byte first. A shard's last group is filled up with zeros.
 
 The scale is the upper half of an fp32, the *unit*: the largest magnitude of the group divided by
 ``L = 2**(b-1) - 1``, rounded up. The code ``c`` stands for ``(c - L) * unit``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -89,3 +91,20 @@ def to_scale(unit: Tensor) -> Tensor:
 def from_scale(scale: Tensor) -> Tensor:
     """The reverse of :func:`to_scale`, fp32."""
     return (scale.to(torch.int32) << 16).view(torch.float32)
+
+
+def mean(contributions: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The mean over ranks, summed in ``dtype`` (fp32 or fp64) in the order of the list: a new tensor of their shape."""
+    total = contributions[0].to(dtype, copy=True)
+    for contribution in contributions[1:]:
+        total.add_(contribution)
+    return total.div_(len(contributions))
+
+
+def changes(theta: Tensor, before: Tensor, dtype: torch.dtype) -> Tensor:
+    """``theta - before``, both fp32 or fp64, rounded to ``dtype``; -0.0 where both are equal.
+
+    Adding -0.0 leaves every number as it is, 0.0 and infinities too.
+    """
+    changed: Tensor = torch.where(theta == before, -0.0, theta - before)
+    return changed.to(dtype)

@@ -1,0 +1,375 @@
+"""The loops of an owner's update and of its way into the parameters, compiled by numba: see :mod:`.cpu_kernels`.
+
+What they touch lies far apart. So the places of some hundred entries are computed first, then all are read: the core
+waits for many at once. Where most cache lines have a masked entry, the lines are first read in order
+(:func:`_read_lines`), which the processor foresees.
+"""
+
+import math
+
+import numpy as np
+
+from lightning_scape.ops.cpu_numbers import array_at, jit, larger, narrow, overlap, widen
+
+_TILE = 512
+"""Entries that an update reads before it computes: their cache misses overlap."""
+_LINE = 64
+"""Bytes of a cache line."""
+_TABLE = 256
+"""Waits, in steps, whose powers are computed once."""
+_LR, _BETA1, _LOG_BETA1, _ONE_MINUS_BETA1, _BETA2, _ONE_MINUS_BETA2, _EPS, _KEEP, _LOG_KEEP = range(9)
+"""Columns of ``numbers``, in the order of :class:`naive.Hyper`."""
+
+
+# ------------------------------------------------------------------------------------------------------- parameters
+
+
+@jit
+def gather_params(table, mask, out, length, like_flat, first, last):
+    """``table [n, 4]``: address of the piece's first entry, chosen entries of all before, chosen entries, first row."""
+    sent, chosen, taken, places = mask.shape[1], mask.reshape(-1), out.reshape(-1), np.empty(_TILE, np.uint64)
+    dense, sink = _in_most_lines(sent, length, like_flat), np.empty(1)
+    for i in range(len(table)):
+        start, stop = overlap(first, last, table[i, 1], table[i, 2])
+        flat, before = array_at(table[i, 0], 0, 0, like_flat), table[i, 3] * sent
+        for begin in range(start, stop, _TILE):
+            count = min(_TILE, stop - begin)
+            if dense:
+                lines = _whole_rows(table[i, 0], begin, count, sent, length, like_flat)
+                _read_lines(lines, lines, lines, sink)
+            _find(chosen, before, sent, length, begin, places[:count])
+            values = taken[before + begin : before + begin + count]
+            for j in range(count):
+                values[j] = narrow(widen(flat[places[j]]), out)
+
+
+@jit
+def scatter_params(table, mask, values, add, length, like_flat, first, last):
+    """The reverse. What is added is first rounded to the parameter's dtype."""
+    sent, chosen, arrived, places = mask.shape[1], mask.reshape(-1), values.reshape(-1), np.empty(_TILE, np.uint64)
+    dense, sink = _in_most_lines(sent, length, like_flat), np.empty(1)
+    for i in range(len(table)):
+        start, stop = overlap(first, last, table[i, 1], table[i, 2])
+        flat, before = array_at(table[i, 0], 0, 0, like_flat), table[i, 3] * sent
+        for begin in range(start, stop, _TILE):
+            count = min(_TILE, stop - begin)
+            if dense:
+                lines = _whole_rows(table[i, 0], begin, count, sent, length, like_flat)
+                _read_lines(lines, lines, lines, sink)
+            _find(chosen, before, sent, length, begin, places[:count])
+            given = arrived[before + begin : before + begin + count]
+            for j in range(count):
+                value = narrow(widen(given[j]), like_flat)
+                if add:
+                    value = narrow(widen(flat[places[j]]) + widen(value), like_flat)
+                flat[places[j]] = value
+
+
+@jit
+def _find(chosen, before, sent, length, begin, places):
+    """Places of chosen entries, counted from the first of the rows that come after ``before`` chosen entries.
+
+    Places come before the entries are read: then the core waits for many entries of memory at once, twice as fast.
+    """
+    row, column, done = begin // sent, begin % sent, 0
+    while done < len(places):
+        count = min(sent - column, len(places) - done)
+        there, out, start = chosen[before + begin + done :], places[done:], np.uint64(row * length)
+        for j in range(count):
+            out[j] = start + np.uint64(there[j])
+        row, column, done = row + 1, 0, done + count
+
+
+@jit
+def _in_most_lines(sent, length, like_entry):
+    """Whether a cache line has a masked entry on average."""
+    return sent * _LINE >= length * like_entry.itemsize
+
+
+@jit
+def _whole_rows(address, begin, count, sent, length, like_flat):
+    """The rows of ``count`` chosen entries, but the last of them: behind its last chosen entry the piece may end."""
+    first, last = begin // sent, (begin + count - 1) // sent
+    return array_at(address, first * length, (last - first) * length, like_flat)
+
+
+@jit
+def _read_lines(a, b, c, sink):
+    """Reads each cache line of three arrays of one length, in order and by turns.
+
+    Memory delivers lines that it foresees twice as fast as those at random places, and more from three streams than
+    from one. ``sink`` keeps the compiler from leaving the reading out.
+    """
+    step, total = _LINE // max(a.itemsize, b.itemsize, c.itemsize), 0.0
+    for i in range(0, len(a), step):
+        total += np.float64(a[i]) + np.float64(b[i]) + np.float64(c[i])
+    sink[0] = total
+
+
+@jit
+def _number(values, row):
+    """Of a row, or the one of all rows."""
+    return values[row if len(values) > 1 else 0]
+
+
+@jit
+def _alike(by_row, row, stop):
+    """The first row behind ``row``, up to ``stop``, that is updated with other numbers."""
+    group, step, scale, correction, correction2 = by_row
+    if max(len(group), len(step), len(scale), len(correction), len(correction2)) == 1:
+        return stop
+    end = row + 1
+    while (
+        end < stop
+        and _number(group, end) == _number(group, row)
+        and _number(step, end) == _number(step, row)
+        and (_number(scale, end) == 0) == (_number(scale, row) == 0)
+        and _number(correction, end) == _number(correction, row)
+        and _number(correction2, end) == _number(correction2, row)
+    ):
+        end += 1
+    return end
+
+
+@jit
+def _tile_rows(sent):
+    return max(1, _TILE // sent)
+
+
+@jit
+def _read(last_step, exp_avg, other, row, stop, places, steps, m, n, sink):
+    """Last steps and moments at these places, which lie in rows ``row .. stop``; ``other`` may be empty."""
+    dates, firsts, others = last_step[row:stop].reshape(-1), exp_avg[row:stop].reshape(-1), other[row:stop].reshape(-1)
+    if _in_most_lines(len(places), len(dates), exp_avg):
+        _read_lines(dates, firsts, others if len(other) > 0 else firsts, sink)
+    dates, firsts, others = last_step.reshape(-1), exp_avg.reshape(-1), other.reshape(-1)
+    if len(other) == 0:
+        for j in range(len(places)):
+            place = places[j]
+            steps[j], m[j] = dates[place], firsts[place]
+        return
+    for j in range(len(places)):
+        place = places[j]
+        steps[j], m[j], n[j] = dates[place], firsts[place], others[place]
+
+
+@jit
+def _waits(now, steps, tau):
+    """The steps since each entry's last visit, raised to 1. Returns how many were exactly 1 before."""
+    again = 0
+    for j in range(len(tau)):
+        wait = np.int32(now - steps[j])
+        again += wait == 1
+        tau[j] = max(wait, 1)
+    return again
+
+
+@jit
+def _write(matrix, places, values):
+    """Writes the entries at these places."""
+    flat = matrix.reshape(-1)
+    for j in range(len(places)):
+        flat[places[j]] = values[j]
+
+
+@jit
+def _write_steps(last_step, places, now):
+    """The step of the last visit."""
+    flat = last_step.reshape(-1)
+    for j in range(len(places)):
+        flat[places[j]] = now
+
+
+@jit
+def _find_rows(mask, sent, length, row, places):
+    """Places of the masked entries of some rows; all of them where there is no mask."""
+    if len(mask) > 0:
+        _find(mask.reshape(-1), 0, sent, length, row * sent, places)
+    else:
+        for j in range(len(places)):
+            places[j] = row * length + j
+
+
+@jit
+def _decay_and_blend(tau, numbers, g):
+    """``(1 - lr*wd)**tau`` and ``1 - b1**tau`` of :func:`naive.adams_step`."""
+    kept = abs(numbers[g, _KEEP])
+    if tau != 1:
+        kept = math.exp(tau * numbers[g, _LOG_KEEP])
+    if numbers[g, _KEEP] < 0 and tau % 2 == 1:
+        kept = -kept
+    return kept, -math.expm1(tau * numbers[g, _LOG_BETA1])
+
+
+@jit
+def _fill_table(numbers, g, table):
+    """Column tau: :func:`_decay_and_blend`."""
+    for wait in range(1, table.shape[1]):
+        table[0, wait], table[1, wait] = _decay_and_blend(numbers.dtype.type(wait), numbers, g)
+
+
+@jit
+def _decays_and_blends(tau, numbers, g, implicit, table, decay, blend):
+    """For every entry; waits beyond the table are rare."""
+    one, longest = tau.dtype.type(1), tau.dtype.type(table.shape[1] - 1)
+    for j in range(len(tau)):
+        if tau[j] <= longest:
+            wait = np.uint64(tau[j])
+            decay[j], blend[j] = table[0, wait], table[1, wait]
+        else:
+            decay[j], blend[j] = _decay_and_blend(tau[j], numbers, g)
+    if implicit:
+        weight = numbers[g, _ONE_MINUS_BETA1]
+        for j in range(len(tau)):
+            blend[j] = (tau[j] * weight) / ((tau[j] - one) * weight + one)
+
+
+@jit
+def _first_moment(m, tau, a, blend, one, beta1, one_minus_beta1, implicit):
+    """``m'`` and ``S`` of :func:`naive.adams_step`; ``one`` is 1 in the dtype of the rest."""
+    mean = a / tau
+    new = (one - blend) * m + blend * mean
+    if implicit:
+        return new, tau * new
+    first = one if tau == one else one - one
+    moved = tau * mean + (m - mean) * (blend * beta1 / one_minus_beta1)
+    return new, moved * (one - first) + new * first
+
+
+@jit
+def update_adams(
+    theta, exp_avg, last_step, local_exp_avg_sq, mask, total, numbers, by_row, floor, implicit, first, last
+):
+    """:func:`naive.update_adams`; ``local_exp_avg_sq`` may be ``[0, 0]``, all else as in :func:`update_adamw`."""
+    sent, again, one, zero = theta.shape[1], 0, theta.dtype.type(1), theta.dtype.type(0)
+    room, steps = np.empty((5, max(_TILE, sent)), theta.dtype), np.empty(max(_TILE, sent), np.int32)
+    all_places, length = np.empty(max(_TILE, sent), np.uint64), last_step.shape[1]
+    table, in_table, sink = np.empty((2, _TABLE), theta.dtype), -1, np.empty(1)
+    row = first
+    while row < last:
+        stop = _alike(by_row, row, min(last, row + _tile_rows(sent)))
+        if _number(by_row[2], row) != 0:
+            count, g = (stop - row) * sent, _number(by_row[0], row)
+            now, c1 = _number(by_row[1], row), _number(by_row[3], row)
+            m, tau, decay, blend, n = (
+                room[0, :count],
+                room[1, :count],
+                room[2, :count],
+                room[3, :count],
+                room[4, :count],
+            )
+            places = all_places[:count]
+            _find_rows(mask, sent, length, row, places)
+            _read(last_step, exp_avg, local_exp_avg_sq, row, stop, places, steps[:count], m, n, sink)
+            again += _waits(now, steps[:count], tau)
+            if g != in_table:
+                _fill_table(numbers, g, table)
+                in_table = g
+            _decays_and_blends(tau, numbers, g, implicit, table, decay, blend)
+            lr, eps, beta1, beta2 = numbers[g, _LR], numbers[g, _EPS], numbers[g, _BETA1], numbers[g, _BETA2]
+            one_minus_beta1, one_minus_beta2 = numbers[g, _ONE_MINUS_BETA1], numbers[g, _ONE_MINUS_BETA2]
+            steady = one_minus_beta1 / (one + beta1)
+            old, gradients = theta[row:stop].reshape(-1), total[row:stop].reshape(-1)
+            for j in range(count):
+                new, moved = _first_moment(m[j], tau[j], gradients[j], blend[j], one, beta1, one_minus_beta1, implicit)
+                corrected = m[j] / c1
+                m2, g2 = corrected * corrected, gradients[j] * gradients[j] / tau[j]
+                if len(local_exp_avg_sq) > 0:
+                    known = (n[j] * (zero if tau[j] == one else one)) * floor
+                    g2, m2 = larger(g2, known), larger(m2, known * steady)
+                v = m2 * beta2 + g2 * one_minus_beta2
+                old[j] = decay[j] * old[j] - moved / c1 * lr / (math.sqrt(v) + eps)
+                m[j] = new
+            _write(exp_avg, places, m)
+            _write_steps(last_step, places, now)
+        row = stop
+    return again
+
+
+@jit
+def update_adamw(theta, moments, last_step, mask, total, numbers, by_row, rule, implicit, first, last):
+    """:func:`naive.update_adamw`; ``mask`` is ``[0, 0]`` where everything is sent.
+
+    ``by_row``: group, step, scale and both corrections, ``[R]`` or ``[1]`` each. ``rule``: N, ``1 / LONGEST_MOVE``, and
+    the largest number of the dtype.
+    """
+    (exp_avg, exp_avg_sq), (ranks, longest, largest) = moments, rule
+    sent, again, one, zero = theta.shape[1], 0, theta.dtype.type(1), theta.dtype.type(0)
+    room, steps = np.empty((5, max(_TILE, sent)), theta.dtype), np.empty(max(_TILE, sent), np.int32)
+    all_places, length = np.empty(max(_TILE, sent), np.uint64), last_step.shape[1]
+    table, in_table, sink = np.empty((2, _TABLE), theta.dtype), -1, np.empty(1)
+    row = first
+    while row < last:
+        stop = _alike(by_row, row, min(last, row + _tile_rows(sent)))
+        if _number(by_row[2], row) != 0:
+            count, g, now = (stop - row) * sent, _number(by_row[0], row), _number(by_row[1], row)
+            c1, c2 = _number(by_row[3], row), _number(by_row[4], row)
+            m, tau, decay, blend, v = (
+                room[0, :count],
+                room[1, :count],
+                room[2, :count],
+                room[3, :count],
+                room[4, :count],
+            )
+            places = all_places[:count]
+            _find_rows(mask, sent, length, row, places)
+            _read(last_step, exp_avg, exp_avg_sq, row, stop, places, steps[:count], m, v, sink)
+            again += _waits(now, steps[:count], tau)
+            if g != in_table:
+                _fill_table(numbers, g, table)
+                in_table = g
+            _decays_and_blends(tau, numbers, g, implicit, table, decay, blend)
+            lr, eps, beta1, beta2 = numbers[g, _LR], numbers[g, _EPS], numbers[g, _BETA1], numbers[g, _BETA2]
+            one_minus_beta1, one_minus_beta2 = numbers[g, _ONE_MINUS_BETA1], numbers[g, _ONE_MINUS_BETA2]
+            old, gradients = theta[row:stop].reshape(-1), total[row:stop].reshape(-1)
+            for j in range(count):
+                new, moved = _first_moment(m[j], tau[j], gradients[j], blend[j], one, beta1, one_minus_beta1, implicit)
+                moved /= c1
+                common = larger(abs(new / c1), abs(moved * longest))
+                squared = gradients[j] * gradients[j]
+                if len(mask) == 0:
+                    v2 = v[j] * beta2 + squared / tau[j] * one_minus_beta2
+                    common *= zero if tau[j] == one else one
+                else:
+                    seen = v[j] / c2 * ranks * tau[j] * tau[j]
+                    unseen = squared - (largest if seen > largest else seen)
+                    v2 = (zero if unseen < zero else unseen) * one_minus_beta2 + v[j]
+                v2 = largest if v2 > largest else v2
+                u = larger(v2 / c2, common * common)
+                old[j] = decay[j] * old[j] - moved * lr / (math.sqrt(u) + eps)
+                m[j], v[j] = new, v2
+            _write(exp_avg, places, m)
+            _write(exp_avg_sq, places, v)
+            _write_steps(last_step, places, now)
+        row = stop
+    return again
+
+
+# ---------------------------------------------------------------------------------------- what arrives and what leaves
+
+
+@jit
+def mean(table, total, like_value, first, last):
+    """``table``: the address of each rank's entries. They are summed in this order, a part at a time."""
+    ranks = total.dtype.type(len(table))
+    for start in range(first, last, _TILE):
+        part = total[start : min(start + _TILE, last)]
+        for rank in range(len(table)):
+            given = array_at(table[rank], start, len(part), like_value)
+            if rank == 0:
+                for e in range(len(part)):
+                    part[e] = widen(given[e])
+            else:
+                for e in range(len(part)):
+                    part[e] += part.dtype.type(widen(given[e]))
+        for e in range(len(part)):
+            part[e] /= ranks
+
+
+@jit
+def changes(theta, before, out, first, last):
+    """See :func:`naive.changes`."""
+    theta, before, out = theta[first:last], before[first:last], out[first:last]
+    for e in range(len(theta)):
+        change = theta[e] - before[e]
+        out[e] = narrow(-theta.dtype.type(0) if theta[e] == before[e] else change, out)
