@@ -9,11 +9,12 @@ quantize, dequantize                       bitwise
 gather_params, scatter_params, fold        bitwise
 accumulate_exp_avg, accumulate_exp_avg_sq  bitwise
 sweep, mean, changes                       bitwise
+gather_blocks, scatter_blocks              bitwise
 update_adams, update_adamw                 moments and last steps bitwise for entries visited in the step before (with
                                            ``implicit``), else within rounding: ``exp``, ``expm1``, and torch's
                                            ``sqrt``, which is not correctly rounded
 squared_norm, sketch                       another order of summation, the same at every run and number of threads
-checksum, gather_blocks, scatter_blocks    the twin itself: one call of torch, or not part of a step
+checksum                                   the twin: not part of every step
 ========================================== ============================================================================
 
 The loops are compiled when they are first called for a dtype, and kept on disk (``__pycache__`` of this package, or the
@@ -24,15 +25,14 @@ tensor that is not on the CPU, or not contiguous, goes to the twin, a few rows a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import ParamSpec
 
-from lightning_scape.layout import Piece, Region
+from lightning_scape.layout import Region
 from lightning_scape.ops import (
     chunked,
     cpu_kernels,
@@ -40,14 +40,12 @@ from lightning_scape.ops import (
     cpu_numbers,
     cpu_ranking,
     cpu_sweep,
-    cpu_update,
     cpu_wire,
     naive,
 )
 from lightning_scape.ops.chunked import checksum
 from lightning_scape.ops.cpu_arrays import (
     GRAIN,
-    all_fit,
     array,
     bound_of,
     by_dtypes,
@@ -55,12 +53,22 @@ from lightning_scape.ops.cpu_arrays import (
     like,
     or_empty,
     pairs_table,
-    pieces_table,
     rows_of_a_thread,
     running_sums,
     scalar,
     sketch_plan,
+    where_it_fits,
     wire_limit,
+)
+from lightning_scape.ops.cpu_shard import (
+    changes,
+    gather_blocks,
+    gather_params,
+    mean,
+    scatter_blocks,
+    scatter_params,
+    update_adams,
+    update_adamw,
 )
 from lightning_scape.ops.naive import (
     AdamWStep,
@@ -71,9 +79,7 @@ from lightning_scape.ops.naive import (
     TauStep,
     adams_step,
     adamw_step,
-    gather_blocks,
     position_dtype,
-    scatter_blocks,
     to_device,
 )
 from lightning_scape.ops.naive_wire import GROUP, group_bytes
@@ -87,16 +93,19 @@ __all__ = [
     "TauStep",
     "accumulate_exp_avg",
     "accumulate_exp_avg_sq",
+    "adams_step",
     "adamw_step",
     "changes",
     "checksum",
     "compact",
     "dequantize",
     "fold",
+    "gather_blocks",
     "gather_params",
     "mean",
     "merge",
     "position_dtype",
+    "propose",
     "quantize",
     "scatter_blocks",
     "scatter_params",
@@ -104,12 +113,9 @@ __all__ = [
     "sketch",
     "squared_norm",
     "sweep",
-    "gather_blocks",
-    "adams_step",
     "to_device",
     "update_adams",
     "update_adamw",
-    "propose",
 ]
 
 
@@ -118,8 +124,6 @@ def are_compiled() -> bool:
     return cpu_numbers.is_compiled(cpu_sweep.sweep)
 
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 _NORM_CHUNK = 1 << 15
 """Entries of :func:`squared_norm` that are summed in the gradient's precision."""
 _LONGEST_SORTED = 4096
@@ -128,22 +132,10 @@ _SKETCH_PART = 16
 """Chunks of :func:`sketch` that are summed into one partial sketch, by one thread."""
 
 
-def _where_it_fits(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Calls the twin instead where a tensor is not what the loops can read."""
-    twin: Callable[_P, _T] = getattr(chunked, function.__name__)
-
-    @functools.wraps(function)
-    def operation(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        known = all_fit(args) and all_fit(kwargs.values())
-        return function(*args, **kwargs) if known else twin(*args, **kwargs)
-
-    return operation
-
-
 # ------------------------------------------------------------------------------------------------------ gradients
 
 
-@_where_it_fits
+@where_it_fits
 def squared_norm(grads: Sequence[Tensor]) -> Tensor:
     """See :func:`naive.squared_norm`. Chunks are summed in fp32 (fp64), their sums in fp64."""
     total = 0.0
@@ -158,7 +150,7 @@ def squared_norm(grads: Sequence[Tensor]) -> Tensor:
     return torch.tensor(total, dtype=torch.float32, device="cpu")
 
 
-@_where_it_fits
+@where_it_fits
 def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int]) -> Tensor:
     """See :func:`naive.sketch`."""
     buckets, length = max(widths), signs.numel() // 2
@@ -178,7 +170,7 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
     return torch.from_numpy(total)
 
 
-@_where_it_fits
+@where_it_fits
 def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor, clip_value: float | None) -> None:
     """See :func:`naive.fold`."""
     factor = float(scale)
@@ -194,7 +186,7 @@ def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Ten
         in_parallel(loop, count, GRAIN)
 
 
-@_where_it_fits
+@where_it_fits
 def accumulate_exp_avg(
     exp_avg: Tensor, exp_avg_sum: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
 ) -> None:
@@ -209,7 +201,7 @@ def accumulate_exp_avg(
     in_parallel(loop, exp_avg.numel(), GRAIN)
 
 
-@_where_it_fits
+@where_it_fits
 def accumulate_exp_avg_sq(
     moments: Sequence[Tensor],
     grads: Sequence[Tensor | None],
@@ -239,7 +231,7 @@ def accumulate_exp_avg_sq(
 # ---------------------------------------------------------------------------------------------------------- masks
 
 
-@_where_it_fits
+@where_it_fits
 def select(statistic: Tensor, sent: int) -> Tensor:
     """See :func:`naive.select`."""
     blocks, length = statistic.shape
@@ -252,7 +244,7 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     return chosen
 
 
-@_where_it_fits
+@where_it_fits
 def propose(residual: Tensor, votes: int) -> Tensor:
     """See :func:`naive.propose`."""
     blocks, length = residual.shape
@@ -267,7 +259,7 @@ def propose(residual: Tensor, votes: int) -> Tensor:
     return proposals
 
 
-@_where_it_fits
+@where_it_fits
 def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) -> Tensor:
     """See :func:`naive.merge`."""
     blocks, length = residual.shape
@@ -283,7 +275,7 @@ def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) 
 # ------------------------------------------------------------------------------------------------ blocks and shards
 
 
-@_where_it_fits
+@where_it_fits
 def compact(
     residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor, out: Tensor | None = None
 ) -> Tensor:
@@ -299,7 +291,7 @@ def compact(
     return values
 
 
-@_where_it_fits
+@where_it_fits
 def quantize(values: Tensor, bits: int) -> Tensor:
     """See :func:`naive.quantize`."""
     assert values.dtype == torch.float32
@@ -312,7 +304,7 @@ def quantize(values: Tensor, bits: int) -> Tensor:
     return message
 
 
-@_where_it_fits
+@where_it_fits
 def dequantize(message: Tensor, bits: int, count: int) -> Tensor:
     """See :func:`naive.dequantize`."""
     assert message.shape[1:] == (-(-count // GROUP), group_bytes(bits))
@@ -322,7 +314,7 @@ def dequantize(message: Tensor, bits: int, count: int) -> Tensor:
     return values
 
 
-@_where_it_fits
+@where_it_fits
 def sweep(
     region: Region,
     residual: Tensor,
@@ -365,130 +357,3 @@ def sweep(
             like(of_grad),
         )
         in_parallel(loop, count, rows_of_a_thread(length))
-
-
-@_where_it_fits
-def update_adams(
-    shard: ShardState,
-    mask: Tensor | None,
-    mean: Tensor,
-    numbers: RowNumbers,
-    floor: float = 1.0,
-    implicit: bool = False,
-) -> Tensor:
-    """See :func:`naive.update_adams`."""
-    theta, exp_avg, local_exp_avg_sq, last_step = shard
-    step, scale, hyper, correction, _, group = numbers
-    divisor = torch.as_tensor(correction, dtype=theta.dtype, device="cpu")
-    loop = functools.partial(
-        cpu_update.update_adams,
-        array(theta),
-        array(exp_avg),
-        array(last_step),
-        or_empty(local_exp_avg_sq, theta.dtype),
-        or_empty(mask, position_dtype(exp_avg.shape[1])),
-        array(mean),
-        _numbers(hyper),
-        _by_row(hyper, group, step, scale, divisor, divisor),
-        scalar(theta.dtype, floor),
-        implicit,
-    )
-    again = in_parallel(loop, theta.shape[0], rows_of_a_thread(theta.shape[1]))
-    return torch.tensor(sum(again), dtype=torch.int64, device="cpu")
-
-
-@_where_it_fits
-def update_adamw(
-    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int, implicit: bool = True
-) -> Tensor:
-    """See :func:`naive.update_adamw`."""
-    theta, exp_avg, exp_avg_sq, last_step = shard
-    step, scale, hyper, c1, c2, group = numbers
-    assert exp_avg_sq is not None
-    assert isinstance(c1, Tensor)
-    assert c2 is not None
-    rule = (float(ranks), 1 / naive.LONGEST_MOVE, torch.finfo(theta.dtype).max)
-    loop = functools.partial(
-        cpu_update.update_adamw,
-        array(theta),
-        (array(exp_avg), array(exp_avg_sq)),
-        array(last_step),
-        or_empty(mask, position_dtype(exp_avg.shape[1])),
-        array(mean),
-        _numbers(hyper),
-        _by_row(hyper, group, step, scale, c1, c2),
-        tuple(scalar(theta.dtype, number) for number in rule),
-        implicit,
-    )
-    again = in_parallel(loop, theta.shape[0], rows_of_a_thread(theta.shape[1]))
-    return torch.tensor(sum(again), dtype=torch.int64, device="cpu")
-
-
-@_where_it_fits
-def mean(contributions: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """See :func:`naive.mean`."""
-    first = contributions[0]
-    if any((each.dtype, each.shape) != (first.dtype, first.shape) for each in contributions):
-        return naive.mean(contributions, dtype)
-    total, table = torch.empty(first.shape, dtype=dtype, device="cpu"), [each.data_ptr() for each in contributions]
-    loop = functools.partial(cpu_update.mean, np.array(table, np.int64), array(total.view(-1)), like(first.dtype))
-    in_parallel(loop, total.numel(), GRAIN)
-    return total
-
-
-@_where_it_fits
-def changes(theta: Tensor, before: Tensor, dtype: torch.dtype) -> Tensor:
-    """See :func:`naive.changes`."""
-    out = torch.empty(theta.shape, dtype=dtype, device="cpu")
-    loop = functools.partial(cpu_update.changes, *(array(each.view(-1)) for each in (theta, before, out)))
-    in_parallel(loop, out.numel(), GRAIN)
-    return out
-
-
-def _numbers(hyper: Hyper) -> Any:
-    """Those of each group: ``[G, 9]``."""
-    return torch.stack(torch.broadcast_tensors(*hyper), -1).view(-1, len(hyper)).numpy()
-
-
-def _by_row(hyper: Hyper, group: Tensor | None, step: Tensor, scale: Tensor, *corrections: Tensor) -> tuple[Any, ...]:
-    """Group, step, scale and corrections: ``[R]`` each, or ``[1]`` for all rows."""
-    differ = group is not None and any(value.dim() for value in hyper)
-    groups = array(group.int()) if group is not None and differ else np.zeros(1, np.int32)
-    rest = (step.int(), scale.float(), *corrections)
-    return (groups, *(array(tensor.reshape(-1)) for tensor in rest))
-
-
-# --------------------------------------------------------------------------- parameters: each a flat tensor of its own
-
-
-@_where_it_fits
-def gather_params(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int
-) -> None:
-    """See :func:`naive.gather_params`."""
-    if mask is None:  # plain copies
-        chunked.gather_params(flats, pieces, mask, out, block_size)
-        return
-    for dtype, table, count in pieces_table(flats, pieces, mask.shape[1], block_size):
-        loop = functools.partial(cpu_update.gather_params, table, array(mask), array(out), block_size, like(dtype))
-        in_parallel(loop, count, GRAIN)
-
-
-@_where_it_fits
-def scatter_params(
-    flats: Sequence[Tensor],
-    pieces: Sequence[Piece],
-    mask: Tensor | None,
-    values: Tensor,
-    block_size: int,
-    add: bool = False,
-) -> None:
-    """See :func:`naive.scatter_params`."""
-    if mask is None:
-        chunked.scatter_params(flats, pieces, mask, values, block_size, add)
-        return
-    for dtype, table, count in pieces_table(flats, pieces, mask.shape[1], block_size):
-        loop = functools.partial(
-            cpu_update.scatter_params, table, array(mask), array(values), add, block_size, like(dtype)
-        )
-        in_parallel(loop, count, GRAIN)

@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import ParamSpec
 
 from lightning_scape.layout import Piece
-from lightning_scape.ops import naive
+from lightning_scape.ops import chunked, naive
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 _VIEWS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 """Dtypes without arithmetic in NumPy, and as what the loops take them."""
@@ -38,6 +40,18 @@ def all_fit(values: Iterable[object]) -> bool:
         elif isinstance(value, (list, tuple)) and not all_fit(value):
             return False
     return True
+
+
+def where_it_fits(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Calls the twin instead where a tensor is not what the loops can read."""
+    twin: Callable[_P, _T] = getattr(chunked, function.__name__)
+
+    @functools.wraps(function)
+    def operation(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        known = all_fit(args) and all_fit(kwargs.values())
+        return function(*args, **kwargs) if known else twin(*args, **kwargs)
+
+    return operation
 
 
 def array(tensor: Tensor) -> Any:

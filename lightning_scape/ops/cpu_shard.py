@@ -1,0 +1,181 @@
+"""What an owner does with its shard, and all ranks with their parameters: a part of :mod:`.cpu`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_scape.layout import Piece
+from lightning_scape.ops import chunked, cpu_update, naive
+from lightning_scape.ops.cpu_arrays import (
+    GRAIN,
+    array,
+    in_parallel,
+    like,
+    or_empty,
+    pieces_table,
+    rows_of_a_thread,
+    scalar,
+    where_it_fits,
+)
+from lightning_scape.ops.naive import Hyper, RowNumbers, ShardState, position_dtype
+
+
+@where_it_fits
+def update_adams(
+    shard: ShardState,
+    mask: Tensor | None,
+    mean: Tensor,
+    numbers: RowNumbers,
+    floor: float = 1.0,
+    implicit: bool = False,
+) -> Tensor:
+    """See :func:`naive.update_adams`."""
+    theta, exp_avg, local_exp_avg_sq, last_step = shard
+    step, scale, hyper, correction, _, group = numbers
+    divisor = torch.as_tensor(correction, dtype=theta.dtype, device="cpu")
+    loop = functools.partial(
+        cpu_update.update_adams,
+        array(theta),
+        array(exp_avg),
+        array(last_step),
+        or_empty(local_exp_avg_sq, theta.dtype),
+        or_empty(mask, position_dtype(exp_avg.shape[1])),
+        array(mean),
+        _numbers(hyper),
+        _by_row(hyper, group, step, scale, divisor, divisor),
+        scalar(theta.dtype, floor),
+        implicit,
+    )
+    again = in_parallel(loop, theta.shape[0], rows_of_a_thread(theta.shape[1]))
+    return torch.tensor(sum(again), dtype=torch.int64, device="cpu")
+
+
+@where_it_fits
+def update_adamw(
+    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int, implicit: bool = True
+) -> Tensor:
+    """See :func:`naive.update_adamw`."""
+    theta, exp_avg, exp_avg_sq, last_step = shard
+    step, scale, hyper, c1, c2, group = numbers
+    assert exp_avg_sq is not None
+    assert isinstance(c1, Tensor)
+    assert c2 is not None
+    rule = (float(ranks), 1 / naive.LONGEST_MOVE, torch.finfo(theta.dtype).max)
+    loop = functools.partial(
+        cpu_update.update_adamw,
+        array(theta),
+        (array(exp_avg), array(exp_avg_sq)),
+        array(last_step),
+        or_empty(mask, position_dtype(exp_avg.shape[1])),
+        array(mean),
+        _numbers(hyper),
+        _by_row(hyper, group, step, scale, c1, c2),
+        tuple(scalar(theta.dtype, number) for number in rule),
+        implicit,
+    )
+    again = in_parallel(loop, theta.shape[0], rows_of_a_thread(theta.shape[1]))
+    return torch.tensor(sum(again), dtype=torch.int64, device="cpu")
+
+
+@where_it_fits
+def mean(contributions: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """See :func:`naive.mean`."""
+    first = contributions[0]
+    if any((each.dtype, each.shape) != (first.dtype, first.shape) for each in contributions):
+        return naive.mean(contributions, dtype)
+    total, table = torch.empty(first.shape, dtype=dtype, device="cpu"), [each.data_ptr() for each in contributions]
+    loop = functools.partial(cpu_update.mean, np.array(table, np.int64), array(total.view(-1)), like(first.dtype))
+    in_parallel(loop, total.numel(), GRAIN)
+    return total
+
+
+@where_it_fits
+def changes(theta: Tensor, before: Tensor, dtype: torch.dtype) -> Tensor:
+    """See :func:`naive.changes`."""
+    out = torch.empty(theta.shape, dtype=dtype, device="cpu")
+    loop = functools.partial(cpu_update.changes, *(array(each.view(-1)) for each in (theta, before, out)))
+    in_parallel(loop, out.numel(), GRAIN)
+    return out
+
+
+def _numbers(hyper: Hyper) -> Any:
+    """Those of each group: ``[G, 9]``."""
+    return torch.stack(torch.broadcast_tensors(*hyper), -1).view(-1, len(hyper)).numpy()
+
+
+def _by_row(hyper: Hyper, group: Tensor | None, step: Tensor, scale: Tensor, *corrections: Tensor) -> tuple[Any, ...]:
+    """Group, step, scale and corrections: ``[R]`` each, or ``[1]`` for all rows."""
+    differ = group is not None and any(value.dim() for value in hyper)
+    groups = array(group.int()) if group is not None and differ else np.zeros(1, np.int32)
+    rest = (step.int(), scale.float(), *corrections)
+    return (groups, *(array(tensor.reshape(-1)) for tensor in rest))
+
+
+# --------------------------------------------------------------------------- parameters: each a flat tensor of its own
+
+
+@where_it_fits
+def gather_params(
+    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int
+) -> None:
+    """See :func:`naive.gather_params`."""
+    if mask is None:  # plain copies
+        chunked.gather_params(flats, pieces, mask, out, block_size)
+        return
+    for dtype, table, count in pieces_table(flats, pieces, mask.shape[1], block_size):
+        loop = functools.partial(cpu_update.gather_params, table, array(mask), array(out), block_size, like(dtype))
+        in_parallel(loop, count, GRAIN)
+
+
+@where_it_fits
+def scatter_params(
+    flats: Sequence[Tensor],
+    pieces: Sequence[Piece],
+    mask: Tensor | None,
+    values: Tensor,
+    block_size: int,
+    add: bool = False,
+) -> None:
+    """See :func:`naive.scatter_params`."""
+    if mask is None:
+        chunked.scatter_params(flats, pieces, mask, values, block_size, add)
+        return
+    for dtype, table, count in pieces_table(flats, pieces, mask.shape[1], block_size):
+        loop = functools.partial(
+            cpu_update.scatter_params, table, array(mask), array(values), add, block_size, like(dtype)
+        )
+        in_parallel(loop, count, GRAIN)
+
+
+@where_it_fits
+def gather_blocks(matrix: Tensor, mask: Tensor | None) -> Tensor:
+    """See :func:`naive.gather_blocks`."""
+    if mask is None:
+        return matrix
+    out = torch.empty(mask.shape, dtype=matrix.dtype, device="cpu")
+    places = array(mask), array(out), matrix.shape[1], like(matrix.dtype)
+    loop = functools.partial(cpu_update.gather_params, _as_piece(matrix, mask), *places)
+    in_parallel(loop, mask.numel(), GRAIN)
+    return out
+
+
+@where_it_fits
+def scatter_blocks(matrix: Tensor, mask: Tensor | None, values: Tensor) -> None:
+    """See :func:`naive.scatter_blocks`."""
+    if mask is None:
+        matrix.copy_(values)
+        return
+    places = array(mask), array(values), False, matrix.shape[1], like(matrix.dtype)
+    loop = functools.partial(cpu_update.scatter_params, _as_piece(matrix, mask), *places)
+    in_parallel(loop, mask.numel(), GRAIN)
+
+
+def _as_piece(matrix: Tensor, mask: Tensor) -> Any:
+    """The table of :func:`cpu_update.gather_params` for a matrix, as if it were a parameter's only piece."""
+    return np.array([[matrix.data_ptr(), 0, mask.numel(), 0]], np.int64)
