@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "examples/results"
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
-DENSE, SPARSE, FORMER = "dense AdamW", ("SCAPE 90%", "SCAPE 99%"), ", warm-up 1,000"
+DENSE, SPARSE = "dense AdamW", ("SCAPE 90%", "SCAPE 99%")
 BETAS = {"(0.9, 0.95)": [0.9, 0.95], "(0.9, 0.999)": [0.9, 0.999]}
 Link = Callable[[str], str]
 
@@ -49,20 +49,16 @@ def source(link: Link, data: str, command: str) -> str:
 def quality(
     label: str, betas: list[float], steps: int, task: str = "python", size: str = "0.03M", windows: int = 8
 ) -> dict[str, Any] | None:
-    """One method of the drop-in suite: AdamW at its best learning rate, SCAPE at that very rate.
-
-    Where more seeds have run with the former warm-up than with the default, those.
-    """
+    """One method of the drop-in suite: AdamW at its best learning rate, SCAPE at that very rate."""
     size, batch = (size, [4, windows, 64]) if task == "python" else ("", [4, 8, 1])
     found = [r for r in load("quality/quality.json") if r["setting"] == [size, *batch, steps, task, betas]]
-    rows = [row for row in found if row["label"] in (label, label + FORMER)]
-    return max(rows, key=lambda row: (len(row["seeds"]), row["label"] == label), default=None)
+    return max((row for row in found if row["label"] == label), key=lambda row: len(row["seeds"]), default=None)
 
 
 def value(row: dict[str, Any], key: str = "losses", scale: float = 1, digits: int = 4, unit: str = "") -> str:
     numbers = [scale * number for number in row[key]]
     spread = f" ± {statistics.stdev(numbers):.{digits}f}" if len(numbers) > 1 else ""
-    return f"{statistics.mean(numbers):.{digits}f}{unit}{spread}{' †' if row['label'].endswith(FORMER) else ''}"
+    return f"{statistics.mean(numbers):.{digits}f}{unit}{spread}"
 
 
 def gap(row: dict[str, Any], base: dict[str, Any]) -> str:
@@ -313,9 +309,7 @@ def updated(path: Path) -> str:
         return os.path.relpath(ROOT / target, path.parent)
 
     def render(match: re.Match[str]) -> str:
-        text = TABLES[match[2]](link)
-        note = "\n\n† with the former default of the warm-up, geometric in 1,000 steps." if "†" in text else ""
-        return f"{match[1]}{text}{note}\n{match[3]}"
+        return f"{match[1]}{TABLES[match[2]](link)}\n{match[3]}"
 
     return BLOCK.sub(render, path.read_text(encoding="utf-8"))
 

@@ -109,7 +109,6 @@ def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, st
         optimizer.step()
         optimizer.drain()
 
-    peak = peak_bytes(two_steps)
     scape = ScapeOptimizer(parameters, config=config)
     dense = {
         name: torch.optim.AdamW(build(args.model, dtype, rank)[1], foreach=name == "adamw", fused=name == "fused")
@@ -130,6 +129,7 @@ def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, st
             rows.append(row)
     stats = scape.stats
     assert stats is not None
+    peak = peak_bytes(two_steps)  # last: what it frees leaves gaps, and AdamW's time would depend on which it fills
     if rank == 0:
         # Residual; both moments, last steps and masters of the shard.
         state = 4 * size + (16 if dtype == "bf16" else 12) * size / args.ranks
