@@ -106,5 +106,4 @@ def changes(theta: Tensor, before: Tensor, dtype: torch.dtype) -> Tensor:
 
     Adding -0.0 leaves every number as it is, 0.0 and infinities too.
     """
-    changed: Tensor = torch.where(theta == before, -0.0, theta - before)
-    return changed.to(dtype)
+    return (theta - before).masked_fill_(theta == before, -0.0).to(dtype)
