@@ -206,9 +206,9 @@ def few(links: str, methods: str, rounds: int | None = None) -> str:
 
 
 SLOW = few("10mbit", "compute ddp sparseloco-30")
-ADAMW = few("10gbit 1gbit 100mbit", "compute ddp ddp-bf16 powersgd fsdp scape-0.9 scape-0.99 sparseloco-30", 2)
+ADAMW = few("10gbit 1gbit 100mbit", "compute ddp ddp-bf16 powersgd fsdp scape-0.9 scape-0.99 sparseloco-30", 4)
 WIRES = few("100mbit", "compute powersgd scape-0.9 scape-0.9-int4 scape-0.99 scape-0.99-int8", 2)
-AIMS = few("1gbit 100mbit", "compute powersgd scape-0.9 scape-0.9-int4 scape-0.99", 4)
+AIMS = few("1gbit 100mbit", "compute powersgd scape-0.9 scape-0.9-int4 scape-0.99", 8)
 NODES = " --ranks-per-host 2 --models pythia-14m"
 
 
