@@ -2,8 +2,11 @@
 
 import numpy as np
 
-from lightning_scape.ops.cpu_numbers import jit, widen
-from lightning_scape.ops.cpu_ranking import LANES, MAGNITUDE, TILE, key_of, make_room, rank_rows, take_rows
+from lightning_scape.ops.cpu_numbers import jit, prefetch, widen
+from lightning_scape.ops.cpu_ranking import LANES, MAGNITUDE, NOTHING, TILE, key_of, make_room, rank_rows, take_rows
+
+_AHEAD = 8
+"""Rows between the one that is ranked and the one that memory delivers meanwhile."""
 
 
 @jit
@@ -12,7 +15,7 @@ def select(statistic, networks, chosen, first, last):
     room = make_room(statistic.shape[1], chosen.shape[1])
     for start in range(first, last, LANES):
         rows = min(LANES, last - start)
-        take_rows(statistic, start, (0, rows), networks, room)
+        take_rows(statistic, start, (0, rows), networks, room, NOTHING)
         rank_rows(statistic, start, rows, networks, room)
         write_positions(room[2], chosen, start, rows)
 
@@ -31,7 +34,7 @@ def propose(residual, networks, votes, proposals, first, last):
     room = make_room(residual.shape[1], votes)
     for start in range(first, last, LANES):
         rows = min(LANES, last - start)
-        take_rows(residual, start, (0, rows), networks, room)
+        take_rows(residual, start, (0, rows), networks, room, NOTHING)
         rank_rows(residual, start, rows, networks, room)
         write_proposals(residual, room[2], votes, proposals, start, rows)
 
@@ -82,7 +85,9 @@ def _merge_by_maximum(residual, proposals, own, votes, chosen, room, first, last
     high, wide = np.int32(MAGNITUDE & ~lows[0]), length > 256
     codes = 2 * votes if wide else votes
     totals, places = np.empty(length, np.float32), np.empty((len(proposals), votes), np.int64)
+    address, size = residual.ctypes.data, length * residual.itemsize
     for row in range(first, last):
+        prefetch(address + (row + _AHEAD) * size, size)
         values, found = residual[row], chosen[row]
         for i in range(length):
             keys[i] = key_of(values[i], high, lows[i])
@@ -125,6 +130,6 @@ def merge(residual, proposals, own, networks, votes, chosen, first, last):
                 for i in range(len(total)):
                     total[i] = np.float32(widen(values[i]))
             _add_proposals(totals, proposals, start, (above, below), own, votes)
-            take_rows(totals, 0, (above, below), networks, room)
+            take_rows(totals, 0, (above, below), networks, room, NOTHING)
         rank_rows(totals, 0, rows, networks, room)
         write_positions(room[2], chosen, start, rows)

@@ -10,8 +10,12 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
+
+CACHE_LINE = 64
+"""Bytes."""
 
 
 def jit(function=None, **options):
@@ -55,6 +59,28 @@ def _pointer(typingctx, address, like):
         return builder.inttoptr(args[0], context.get_value_type(pointer))
 
     return pointer(types.int64, like), generate
+
+
+@intrinsic
+def prefetch_line(typingctx, address):
+    """Asks for the cache line at an address, into the second cache: more lines can be under way to it."""
+
+    def generate(context, builder, signature, args):
+        number, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+        signature_of_llvm = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], signature_of_llvm)
+        to_read, second_cache, data = number(0), number(2), number(1)
+        builder.call(function, [builder.inttoptr(args[0], pointer), to_read, second_cache, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@jit
+def prefetch(address, size):
+    """Asks for ``size`` bytes that are read soon. An address behind the end of an array does no harm."""
+    for byte in range(0, size, CACHE_LINE):
+        prefetch_line(address + byte)
 
 
 @jit

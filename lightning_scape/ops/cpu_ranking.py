@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_scape.ops.cpu_numbers import jit, widen
+from lightning_scape.ops.cpu_numbers import jit, prefetch, widen
 
 MAX_PASSES = 5
 """Up to so many entries of a block are selected by repeated maximum; beyond it by a sorting network."""
@@ -21,6 +21,8 @@ LANES = 32
 """Rows that are sorted side by side."""
 TILE = 16
 """Rows that are worked on while they are in a core's first cache."""
+NOTHING = (0, 0, 0), (0, 0, 0)
+"""For :func:`take_rows` to ask for meanwhile."""
 MAGNITUDE = 0x7FFFFFFF
 """All bits of an fp32 but its sign."""
 
@@ -74,14 +76,19 @@ def key_of(value, high, low):
 
 
 @jit
-def take_rows(values, first, lanes, networks, room):
-    """Takes rows ``first + lane`` of a matrix, for :func:`rank_rows` to rank them."""
+def take_rows(values, first, lanes, networks, room, ahead):
+    """Takes rows ``first + lane`` of a matrix, for :func:`rank_rows` to rank them.
+
+    ``ahead``: what memory shall deliver meanwhile, one part for each row. Three addresses (0: none), and three sizes of
+    a part, in bytes.
+    """
     (keys, columns, found, lows, maxima), (groups, candidates, width, _) = room, networks
     if len(groups) == 0:
-        _rank_by_maximum(values, first, lanes, keys[0], found, lows)
+        _rank_by_maximum(values, first, lanes, keys[0], found, lows, ahead)
         return
     high = np.int32(MAGNITUDE & ~lows[0])
     for lane in range(lanes[0], lanes[1]):
+        _prefetch_part(ahead, lane - lanes[0])
         row, there = values[first + lane], keys[lane]
         for i in range(len(there)):
             there[i] = key_of(row[i], high, lows[i])
@@ -100,11 +107,21 @@ def take_rows(values, first, lanes, networks, room):
 
 
 @jit
-def _rank_by_maximum(values, first, lanes, keys, found, lows):
+def _prefetch_part(ahead, part):
+    """Asks for one row's part of what :func:`take_rows` is given."""
+    (a, b, c), (of_a, of_b, of_c) = ahead
+    for address, size in ((a, of_a), (b, of_b), (c, of_c)):
+        if address != 0:
+            prefetch(address + part * size, size)
+
+
+@jit
+def _rank_by_maximum(values, first, lanes, keys, found, lows, ahead):
     """All in one function: for an array given to another, numba counts references, which takes as long as a pass."""
     low = lows[0]
     high = np.int32(MAGNITUDE & ~low)
     for lane in range(lanes[0], lanes[1]):
+        _prefetch_part(ahead, lane - lanes[0])
         row, there = values[first + lane], found[lane]
         best = np.int32(-1)
         for i in range(len(keys)):
@@ -142,7 +159,7 @@ def rank_rows(values, first, rows, networks, room):
         _sort(columns, candidates)
     for lane in range(rows):
         if counts[lane] > most:
-            _rank_by_maximum(values, first, (lane, lane + 1), keys[lane], found, lows)
+            _rank_by_maximum(values, first, (lane, lane + 1), keys[lane], found, lows, NOTHING)
             continue
         for turn in range(found.shape[1]):
             found[lane, turn] = lows[0] - (columns[turn, lane] & lows[0])

@@ -54,7 +54,8 @@ def sweep(table, numbers, state, scale, rule, mask, values, ranking, proposals, 
                     _accumulate(table[i], numbers[i], part, residual, moments, factor, bound, clip, largest, like_grad)
                 compact(residual, mask, values, scale, limit, row + above, row + below)
                 if ranked > 0:
-                    take_rows(residual, row, (above, below), networks, room)
+                    ahead = _next_rows(table[i], start + above + TILE, residual, moments, like_grad)
+                    take_rows(residual, row, (above, below), networks, room, ahead)
             if ranked > 0:
                 rank_rows(residual, row, rows, networks, room)
             if votes > 0:
@@ -62,6 +63,19 @@ def sweep(table, numbers, state, scale, rule, mask, values, ranking, proposals, 
             if len(chosen) > 0:
                 write_positions(room[2], chosen, row, rows)
             start += rows
+
+
+@jit
+def _next_rows(run, start, residual, moments, like_grad):
+    """Where a run's rows from ``start`` on lie: addresses and row sizes of residual, gradient and second moment."""
+    length = residual.shape[1]
+    sizes = length * residual.itemsize, length * like_grad.itemsize, length * moments.itemsize
+    of_grad, of_moment = run[3], 0
+    if of_grad != 0:
+        of_grad += start * sizes[1]
+        if len(moments) > 0:
+            of_moment = moments.ctypes.data + (run[0] + start) * sizes[2]
+    return (residual.ctypes.data + (run[0] + start) * sizes[0], of_grad, of_moment), sizes
 
 
 @jit

@@ -1,20 +1,18 @@
 """The loops of an owner's update and of its way into the parameters, compiled by numba: see :mod:`.cpu_kernels`.
 
-What they touch lies far apart. So the places of some hundred entries are computed first, then all are read: the core
-waits for many at once. Where most cache lines have a masked entry, the lines are first read in order
-(:func:`_read_lines`), which the processor foresees.
+What they touch lies far apart. So the places of some hundred entries are computed first, and their cache lines are
+asked for (:func:`_prefetch_places`): the core waits for many at once. Where most cache lines have a masked entry, the
+lines are first read in order (:func:`_read_lines`), which the processor foresees.
 """
 
 import math
 
 import numpy as np
 
-from lightning_scape.ops.cpu_numbers import array_at, jit, larger, narrow, overlap, widen
+from lightning_scape.ops.cpu_numbers import CACHE_LINE, array_at, jit, larger, narrow, overlap, prefetch_line, widen
 
 _TILE = 512
 """Entries that an update reads before it computes: their cache misses overlap."""
-_LINE = 64
-"""Bytes of a cache line."""
 _TABLE = 256
 """Waits, in steps, whose powers are computed once."""
 _LR, _BETA1, _LOG_BETA1, _ONE_MINUS_BETA1, _BETA2, _ONE_MINUS_BETA2, _EPS, _KEEP, _LOG_KEEP = range(9)
@@ -38,6 +36,8 @@ def gather_params(table, mask, out, length, like_flat, first, last):
                 lines = _whole_rows(table[i, 0], begin, count, sent, length, like_flat)
                 _read_lines(lines, lines, lines, sink)
             _find(chosen, before, sent, length, begin, places[:count])
+            if not dense:
+                _prefetch_places(table[i, 0], like_flat.itemsize, places[:count])
             values = taken[before + begin : before + begin + count]
             for j in range(count):
                 values[j] = narrow(widen(flat[places[j]]), out)
@@ -57,6 +57,8 @@ def scatter_params(table, mask, values, add, length, like_flat, first, last):
                 lines = _whole_rows(table[i, 0], begin, count, sent, length, like_flat)
                 _read_lines(lines, lines, lines, sink)
             _find(chosen, before, sent, length, begin, places[:count])
+            if not dense:
+                _prefetch_places(table[i, 0], like_flat.itemsize, places[:count])
             given = arrived[before + begin : before + begin + count]
             for j in range(count):
                 value = narrow(widen(given[j]), like_flat)
@@ -81,9 +83,16 @@ def _find(chosen, before, sent, length, begin, places):
 
 
 @jit
+def _prefetch_places(address, size, places):
+    """Asks for the entries at these places, of so many bytes each."""
+    for j in range(len(places)):
+        prefetch_line(address + np.int64(places[j]) * size)
+
+
+@jit
 def _in_most_lines(sent, length, like_entry):
     """Whether a cache line has a masked entry on average."""
-    return sent * _LINE >= length * like_entry.itemsize
+    return sent * CACHE_LINE >= length * like_entry.itemsize
 
 
 @jit
@@ -100,7 +109,7 @@ def _read_lines(a, b, c, sink):
     Memory delivers lines that it foresees twice as fast as those at random places, and more from three streams than
     from one. ``sink`` keeps the compiler from leaving the reading out.
     """
-    step, total = _LINE // max(a.itemsize, b.itemsize, c.itemsize), 0.0
+    step, total = CACHE_LINE // max(a.itemsize, b.itemsize, c.itemsize), 0.0
     for i in range(0, len(a), step):
         total += np.float64(a[i]) + np.float64(b[i]) + np.float64(c[i])
     sink[0] = total
@@ -142,6 +151,11 @@ def _read(last_step, exp_avg, other, row, stop, places, steps, m, n, sink):
     dates, firsts, others = last_step[row:stop].reshape(-1), exp_avg[row:stop].reshape(-1), other[row:stop].reshape(-1)
     if _in_most_lines(len(places), len(dates), exp_avg):
         _read_lines(dates, firsts, others if len(other) > 0 else firsts, sink)
+    else:
+        _prefetch_places(last_step.ctypes.data, last_step.itemsize, places)
+        _prefetch_places(exp_avg.ctypes.data, exp_avg.itemsize, places)
+        if len(other) > 0:
+            _prefetch_places(other.ctypes.data, other.itemsize, places)
     dates, firsts, others = last_step.reshape(-1), exp_avg.reshape(-1), other.reshape(-1)
     if len(other) == 0:
         for j in range(len(places)):
