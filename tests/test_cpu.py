@@ -349,9 +349,9 @@ def test_gather_and_scatter_equal_their_twins(dtypes: tuple[torch.dtype, torch.d
         assert_same(ours, theirs)
 
 
-@given(st.sampled_from(PAIRS), st.integers(1, 40), st.sampled_from([20, 300]), st.integers(0, 2**20))
+@given(st.sampled_from(PAIRS), st.integers(1, 40), st.sampled_from([20, 300]), st.booleans(), st.integers(0, 2**20))
 def test_gather_and_scatter_of_blocks_equal_their_twins(
-    dtypes: tuple[torch.dtype, torch.dtype], rows: int, length: int, seed: int
+    dtypes: tuple[torch.dtype, torch.dtype], rows: int, length: int, add: bool, seed: int
 ) -> None:
     dtype, of_values = dtypes
     mask = torch.rand(rows, length).argsort(1)[:, : 1 + seed % length].to(naive.position_dtype(length))
@@ -362,7 +362,7 @@ def test_gather_and_scatter_of_blocks_equal_their_twins(
         for module in (cpu, naive):
             matrix = numbers(rows, length, seed + 1).to(dtype)
             taken = module.gather_blocks(matrix, places).clone()
-            module.scatter_blocks(matrix, places, new)
+            module.scatter_blocks(matrix, places, new, add)
             results.append((taken, matrix))
         for ours, theirs in zip(*results, strict=True):
             assert_same(ours, theirs)

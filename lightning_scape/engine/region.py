@@ -52,11 +52,8 @@ class RemoteRegion:
         if self.wire is None:
             return values.to(device)
         message = self.wire.pack(values, self._shards)  # what rounding leaves stays in values
-        residual, error = state.residual[: self._blocks], values.to(state.residual.dtype)
-        if mask is None:
-            residual += error
-        else:
-            residual.scatter_add_(1, mask[: self._blocks].long(), error)
+        part = None if mask is None else mask[: self._blocks]
+        ops.scatter_blocks(state.residual[: self._blocks], part, values, add=True)
         return message.to(device)
 
     def sent(self, message: Tensor, sent: int) -> list[Tensor]:

@@ -78,17 +78,21 @@ class OwnShard:
     def _pack(
         self, wire: ValueWire, state: ScapeState, changes: Tensor, own: Tensor | None, part: Participation
     ) -> Tensor:
-        """The message of the changes and of what earlier ones' rounding has left; what is left now stays with us."""
+        """The message of the changes and of what earlier ones' rounding has left; what is left now stays with us.
+
+        ``changes`` are changed in place.
+        """
         if state.change_error is None:
             state.change_error = torch.zeros_like(state.exp_avg)
         kept = ops.gather_blocks(state.change_error, own)
         scale = part.of_rows(self.rows)
         applied = scale.unsqueeze(1) != 0 if scale.dim() else scale != 0  # else the row stands still
-        due = torch.where(applied, changes + kept, 0.0)
+        due = changes.add_(kept).masked_fill_(~applied, 0.0)
         sent = due.float()
-        beyond = due - sent  # of fp64
+        beyond = None if sent is due else due - sent  # of fp64
         message = wire.pack(sent)
-        ops.scatter_blocks(state.change_error, own, torch.where(applied, beyond + sent, kept))
+        left = sent if beyond is None else beyond.add_(sent)
+        ops.scatter_blocks(state.change_error, own, torch.where(applied, left, kept))
         return message
 
     def _read(self, state: ScapeState, own: Tensor | None, mean: Tensor) -> Tensor:

@@ -189,8 +189,7 @@ class Engine:
         if self.shard.wire is None:
             return message
         sent = self.layout.block_size if mask is None else mask.shape[1]
-        changes = self.shard.wire.read(message, self.layout.shard_blocks, sent, shards)
-        return changes.masked_fill_(changes == 0, -0.0)  # which leaves every number as it is
+        return self.shard.wire.read(message, self.layout.shard_blocks, sent, shards)
 
     def _end(self, state: ScapeState, scale: Tensor) -> None:
         record, every = self.record, self.config.check_replicas_every

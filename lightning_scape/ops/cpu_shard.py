@@ -166,12 +166,12 @@ def gather_blocks(matrix: Tensor, mask: Tensor | None) -> Tensor:
 
 
 @where_it_fits
-def scatter_blocks(matrix: Tensor, mask: Tensor | None, values: Tensor) -> None:
+def scatter_blocks(matrix: Tensor, mask: Tensor | None, values: Tensor, add: bool = False) -> None:
     """See :func:`naive.scatter_blocks`."""
     if mask is None:
-        matrix.copy_(values)
+        naive.scatter_blocks(matrix, mask, values, add)
         return
-    places = array(mask), array(values), False, matrix.shape[1], like(matrix.dtype)
+    places = array(mask), array(values), add, matrix.shape[1], like(matrix.dtype)
     loop = functools.partial(cpu_update.scatter_params, _as_piece(matrix, mask), *places)
     in_parallel(loop, mask.numel(), GRAIN)
 

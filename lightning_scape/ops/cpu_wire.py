@@ -81,12 +81,12 @@ def dequantize(message, values, count, bits, first, last):
 def _read(row, bits, levels, group):
     """The values of a row."""
     scale = np.int32(row[len(row) - 2]) | np.int32(row[len(row) - 1]) << 8
-    unit = np.int32(scale << 16).view(np.float32)
+    negative = -np.int32(scale << 16).view(np.float32)
     if bits == 4:
         for i in range(GROUP // 2):
             code = np.int32(row[i])
-            group[2 * i] = np.float32((code & 15) - levels) * unit
-            group[2 * i + 1] = np.float32((code >> 4) - levels) * unit
+            group[2 * i] = np.float32(levels - (code & 15)) * negative
+            group[2 * i + 1] = np.float32(levels - (code >> 4)) * negative
     else:
         for i in range(GROUP):
-            group[i] = np.float32(np.int32(row[i]) - levels) * unit
+            group[i] = np.float32(levels - np.int32(row[i])) * negative

@@ -125,12 +125,12 @@ def _dequantize_kernel(
     codes = tl.load(source[:, None] + place[None, :], mask=there, other=0).to(tl.int32)
     scale = tl.load(source + (WIDTH - 2), mask=group < total, other=0).to(tl.int32)
     scale = scale | (tl.load(source + (WIDTH - 1), mask=group < total, other=0).to(tl.int32) << 8)
-    unit = _unit_of(scale)[:, None]
-    steps = (codes & (2**BITS - 1)) - LEVELS
-    tl.store(target, steps.to(tl.float32) * unit, mask=there & (entry < count))
+    negative = _unit_of(scale)[:, None] * -1.0  # -x would be 0 - x, which is not -0.0 where x is 0
+    steps = LEVELS - (codes & (2**BITS - 1))
+    tl.store(target, steps.to(tl.float32) * negative, mask=there & (entry < count))
     if PER_BYTE == 2:
-        steps = (codes >> 4) - LEVELS
-        tl.store(target + 1, steps.to(tl.float32) * unit, mask=there & (entry + 1 < count))
+        steps = LEVELS - (codes >> 4)
+        tl.store(target + 1, steps.to(tl.float32) * negative, mask=there & (entry + 1 < count))
 
 
 def dequantize(message: Tensor, bits: int, count: int) -> Tensor:

@@ -202,12 +202,15 @@ def gather_blocks(matrix: Tensor, mask: Tensor | None) -> Tensor:
     return matrix if mask is None else matrix.gather(1, mask.long())
 
 
-def scatter_blocks(matrix: Tensor, mask: Tensor | None, values: Tensor) -> None:
-    """Overwrites the masked entries of ``matrix [R, B]`` with ``values [R, q]``."""
+def scatter_blocks(matrix: Tensor, mask: Tensor | None, values: Tensor, add: bool = False) -> None:
+    """Overwrites the masked entries of ``matrix [R, B]`` with ``values [R, q]``, or adds these."""
+    values = values.to(matrix.dtype)
     if mask is None:
-        matrix.copy_(values)
+        matrix.add_(values) if add else matrix.copy_(values)
+    elif add:
+        matrix.scatter_add_(1, mask.long(), values)
     else:
-        matrix.scatter_(1, mask.long(), values.to(matrix.dtype))
+        matrix.scatter_(1, mask.long(), values)
 
 
 def compact(

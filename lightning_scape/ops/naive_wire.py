@@ -61,9 +61,9 @@ def quantize(values: Tensor, bits: int) -> Tensor:
 
 
 def dequantize(message: Tensor, bits: int, count: int) -> Tensor:
-    """The values of a message, as they were sent.
+    """The values of a message, as they were sent. A zero is -0.0: adding it leaves every number as it is.
 
-    Example: the message of :func:`quantize`'s example, with ``count=3``, is ``[[4, -7, 0]]``.
+    Example: the message of :func:`quantize`'s example, with ``count=3``, is ``[[4, -7, -0.0]]``.
 
     Args:
         message: uint8 ``[S, G, W]``, from :func:`quantize`.
@@ -78,7 +78,7 @@ def dequantize(message: Tensor, bits: int, count: int) -> Tensor:
     if bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], dim=3).flatten(2)
     unit = from_scale(scale.clone(memory_format=torch.contiguous_format).view(torch.int16))
-    values: Tensor = (codes.to(torch.int32) - levels) * unit
+    values: Tensor = (levels - codes.to(torch.int32)) * -unit
     return values.view(shards, -1)[:, :count].contiguous()
 
 
