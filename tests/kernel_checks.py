@@ -369,6 +369,19 @@ class KernelChecks:
         read = self.module.dequantize(message, width, count)
         assert_same_bits(read.cpu(), naive.dequantize(message.cpu(), width, count))
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize("sent", [3, None])
+    def test_quantize_with_error_equals_its_twin(self, dtype: torch.dtype, sent: int | None) -> None:
+        theirs, values = torch.randn(70, 50, dtype=dtype), torch.randn(70, sent or 50, dtype=dtype)
+        mask = None if sent is None else naive.select(theirs, sent)
+        for scale in (torch.ones(()), torch.zeros(()), torch.arange(70) % 3.0):
+            ours = theirs.to(self.device, copy=True)
+            there = None if mask is None else mask.to(self.device)
+            given = ours, there, values.to(self.device), scale.to(self.device)
+            message = self.module.quantize_with_error(*given, 4)
+            assert_same_bits(message.cpu(), naive.quantize_with_error(theirs, mask, values, scale, 4))
+            assert_same_bits(ours.cpu(), theirs)
+
     @pytest.mark.parametrize("width", [4, 8])
     def test_quantize_takes_rows_that_lie_apart(self, width: int) -> None:
         wide = groups_of_all_kinds(3, 200, 7, seed=0)

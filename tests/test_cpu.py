@@ -146,6 +146,23 @@ def test_quantize_and_dequantize_equal_their_twins(width: int, shards: int, coun
     assert_same(cpu.dequantize(message, width, count), naive.dequantize(message, width, count))
 
 
+@given(
+    st.sampled_from([4, 8]), STATES, st.integers(0, 90), st.sampled_from([20, 300]), st.data(), st.integers(0, 2**20)
+)
+def test_quantize_with_error_equals_its_twin(
+    width: int, dtype: torch.dtype, rows: int, length: int, data: st.DataObject, seed: int
+) -> None:
+    sent = data.draw(st.none() | st.integers(1, length))
+    mask = None if sent is None else naive.select(torch.randn(rows, length), sent)
+    values = numbers(rows, length if sent is None else sent, seed).clamp(-1e30, 1e30).nan_to_num(0.0).to(dtype)
+    scale = data.draw(st.sampled_from([ONE, torch.tensor(0.5), torch.zeros(()), torch.arange(rows) % 2.0]))
+    ours = numbers(rows, length, seed + 1).clamp(-1e30, 1e30).nan_to_num(0.0).to(dtype)
+    theirs = ours.clone()
+    message = cpu.quantize_with_error(ours, mask, values, scale, width)
+    assert_same_bits(message, naive.quantize_with_error(theirs, mask, values, scale, width))
+    assert_same_bits(ours, theirs)
+
+
 @given(FLOATS, STATES, st.sampled_from([None, 0.3, 1e5]), st.sampled_from([0.0, 1.0, 0.7]), st.integers(0, 2**20))
 def test_fold_and_second_moments_equal_their_twins(
     dtype: torch.dtype, state: torch.dtype, clip_value: float | None, scale: float, seed: int
@@ -269,6 +286,7 @@ def test_operations_in_chunks_equal_the_definition(monkeypatch: pytest.MonkeyPat
         left = torch.randn(2, 1525, generator=generator)
         message = module.quantize(left, 4)
         results[-1] += [left, message, module.dequantize(message, 4, 1525)]
+        results[-1] += [module.quantize_with_error(residual, mask, sent.float(), torch.ones(()), 4), residual]
         torch.testing.assert_close(module.squared_norm(grads), naive.squared_norm(grads))
     for ours, theirs in zip(*results, strict=True):
         assert_same_bits(ours, theirs)

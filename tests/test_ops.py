@@ -156,6 +156,26 @@ def test_quantize_sends_the_nearest_multiples_of_a_unit_that_just_fits(bits: int
     assert torch.equal((sent == 0), (sent == 0) & sent.signbit())  # -0.0: adding it leaves 0.0 and -0.0 as they are
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sent", [3, None])
+def test_errors_of_rounding_are_sent_later_and_rows_that_stand_still_keep_theirs(
+    dtype: torch.dtype, sent: int | None
+) -> None:
+    error, values = torch.randn(70, 50, dtype=dtype) / 8, torch.randn(70, sent or 50, dtype=dtype)
+    mask = None if sent is None else ops.select(error, sent)
+    scale, before = torch.arange(70) % 3.0, error.clone()
+    message = ops.quantize_with_error(error, mask, values, scale, 4)
+    read = ops.dequantize(message.unsqueeze(0), 4, values.numel()).view(values.shape)
+    due = values + ops.gather_blocks(before, mask)
+    moved = scale > 0
+    assert torch.equal((read + ops.gather_blocks(error, mask))[moved], due[moved])
+    assert torch.equal(error[~moved], before[~moved])
+    assert not read[~moved].any()
+    if mask is not None:
+        ops.scatter_blocks(before, mask, ops.gather_blocks(error, mask))
+        assert torch.equal(error, before)  # all else is as it was
+
+
 # --------------------------------------------------------------------------------------------- tau steps
 
 

@@ -132,7 +132,7 @@ def _conserved(rank: int, world_size: int, wire: str) -> tuple[Tensor, Tensor]:
     optimizer = ScapeOptimizer(params, lr=1e-2, config=config)
     engine = optimizer.engine
     remote, shard, got = engine.remote, engine.shard, []
-    pack, update = remote.pack, shard.wire.pack if shard.wire is not None else None
+    pack, update = remote.pack, shard.wire.pack_with_error if shard.wire is not None else None
     lost = []
 
     def watched(state: Any, mask: Any, values: Tensor, device: torch.device) -> Tensor:
@@ -146,18 +146,20 @@ def _conserved(rank: int, world_size: int, wire: str) -> tuple[Tensor, Tensor]:
         lost.append(float((after - total).abs().max()))
         return message
 
-    def watched_changes(values: Tensor, shards: int = 1) -> Tensor:
-        due = values.double()
+    def watched_changes(error: Tensor, mask: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+        due = (values + error.gather(1, mask.long())).double()
+        elsewhere = error.scatter(1, mask.long(), 0.0)
         assert update is not None
-        message = update(values, shards)
+        message = update(error, mask, values, scale)
         assert shard.wire is not None
-        sent = shard.wire.read(message, *values.shape, shards)
-        got.append(float((sent.double() + values.double() - due).abs().max()))
+        sent = shard.wire.read(message, *values.shape).double()
+        assert torch.equal(error.scatter(1, mask.long(), 0.0), elsewhere)
+        got.append(float((sent + error.gather(1, mask.long()).double() - due).abs().max()))
         return message
 
     remote.pack = watched  # type: ignore[method-assign]
     assert shard.wire is not None
-    shard.wire.pack = watched_changes  # type: ignore[method-assign]
+    shard.wire.pack_with_error = watched_changes  # type: ignore[method-assign]
     for number in range(4):
         step(params, optimizer, rank, number)
     return torch.tensor(lost), torch.tensor(got)

@@ -78,22 +78,10 @@ class OwnShard:
     def _pack(
         self, wire: ValueWire, state: ScapeState, changes: Tensor, own: Tensor | None, part: Participation
     ) -> Tensor:
-        """The message of the changes and of what earlier ones' rounding has left; what is left now stays with us.
-
-        ``changes`` are changed in place.
-        """
+        """The message of the changes and of what earlier ones' rounding has left; what is left now stays with us."""
         if state.change_error is None:
             state.change_error = torch.zeros_like(state.exp_avg)
-        kept = ops.gather_blocks(state.change_error, own)
-        scale = part.of_rows(self.rows)
-        applied = scale.unsqueeze(1) != 0 if scale.dim() else scale != 0  # else the row stands still
-        due = changes.add_(kept).masked_fill_(~applied, 0.0)
-        sent = due.float()
-        beyond = None if sent is due else due - sent  # of fp64
-        message = wire.pack(sent)
-        left = sent if beyond is None else beyond.add_(sent)
-        ops.scatter_blocks(state.change_error, own, torch.where(applied, left, kept))
-        return message
+        return wire.pack_with_error(state.change_error, own, changes, part.of_rows(self.rows))
 
     def _read(self, state: ScapeState, own: Tensor | None, mean: Tensor) -> Tensor:
         """The masked values of the shard, ``[R, q]``, in the state's dtype."""

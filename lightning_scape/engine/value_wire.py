@@ -40,6 +40,20 @@ class ValueWire:
         """
         return ops.quantize(values.view(shards, values.numel() // shards), self._bits).flatten(0, 1)
 
+    def pack_with_error(self, error: Tensor, mask: Tensor | None, values: Tensor, scale: Tensor) -> Tensor:
+        """The message of values at masked entries, and of what earlier ones' rounding has left of these entries.
+
+        Args:
+            error: ``[R, B]``, what is left; changed in place.
+            mask: ``[R, q]``, or None for all.
+            values: ``[R, q]``, of the same dtype.
+            scale: 0-dim or ``[R]``. 0 sends zeros, and the error stays as it is.
+
+        Returns:
+            uint8 ``[G, W]``.
+        """
+        return ops.quantize_with_error(error, mask, values, scale, self._bits)
+
     def read(self, message: Tensor, rows: int, sent: int, shards: int = 1) -> Tensor:
         """The values of a message, fp32 ``[shards * rows, sent]``."""
         parts = message.view(shards, len(message) // shards, message.shape[1])

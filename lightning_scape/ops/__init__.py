@@ -63,6 +63,7 @@ __all__ = [
     "proposal_bytes",
     "propose",
     "quantize",
+    "quantize_with_error",
     "scatter_blocks",
     "scatter_params",
     "select",
@@ -192,6 +193,7 @@ gather_blocks = _dispatched(naive.gather_blocks)
 scatter_blocks = _dispatched(naive.scatter_blocks)
 compact = _dispatched(naive.compact)
 quantize = _dispatched(naive.quantize)
+quantize_with_error = _dispatched(naive.quantize_with_error)
 dequantize = _dispatched(naive.dequantize)
 sweep = _dispatched(naive.sweep)
 mean = _dispatched(naive.mean)
@@ -215,6 +217,7 @@ DISPATCHED = (
     scatter_blocks,
     compact,
     quantize,
+    quantize_with_error,
     dequantize,
     sweep,
     mean,

@@ -5,7 +5,7 @@ equal to the twin and what only rounds:
 
 ========================================== ============================================================================
 select, propose, merge, compact            bitwise
-quantize, dequantize                       bitwise
+quantize, dequantize, quantize_with_error  bitwise
 gather_params, scatter_params, fold        bitwise
 accumulate_exp_avg, accumulate_exp_avg_sq  bitwise
 sweep, mean, changes                       bitwise
@@ -82,7 +82,7 @@ from lightning_scape.ops.naive import (
     position_dtype,
     to_device,
 )
-from lightning_scape.ops.naive_wire import GROUP, group_bytes
+from lightning_scape.ops.naive_wire import GROUP, feed_error_back, group_bytes
 
 __all__ = [
     "AdamWStep",
@@ -107,6 +107,7 @@ __all__ = [
     "position_dtype",
     "propose",
     "quantize",
+    "quantize_with_error",
     "scatter_blocks",
     "scatter_params",
     "select",
@@ -301,6 +302,18 @@ def quantize(values: Tensor, bits: int) -> Tensor:
     rows = message.flatten(0, 1)
     loop = functools.partial(cpu_wire.quantize, array(values.view(-1)), array(rows), count, bits)
     in_parallel(loop, len(rows), rows_of_a_thread(GROUP))
+    return message
+
+
+@where_it_fits
+def quantize_with_error(error: Tensor, mask: Tensor | None, values: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """See :func:`naive.quantize_with_error`."""
+    if mask is None or error.dtype != torch.float32 or scale.numel() != 1 or float(scale) == 0.0:  # rare
+        return feed_error_back(quantize, error, mask, values, scale, bits)
+    message = torch.empty(-(-values.numel() // GROUP), group_bytes(bits), dtype=torch.uint8, device="cpu")
+    matrices = array(error), array(mask), array(values.view(-1)), array(message)
+    loop = functools.partial(cpu_wire.quantize_with_error, *matrices, bits)
+    in_parallel(loop, len(message), rows_of_a_thread(GROUP))
     return message
 
 

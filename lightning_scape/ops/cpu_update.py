@@ -26,18 +26,13 @@ _LR, _BETA1, _LOG_BETA1, _ONE_MINUS_BETA1, _BETA2, _ONE_MINUS_BETA2, _EPS, _KEEP
 def gather_params(table, mask, out, length, like_flat, first, last):
     """``table [n, 4]``: address of the piece's first entry, chosen entries of all before, chosen entries, first row."""
     sent, chosen, taken, places = mask.shape[1], mask.reshape(-1), out.reshape(-1), np.empty(_TILE, np.uint64)
-    dense, sink = _in_most_lines(sent, length, like_flat), np.empty(1)
+    sink = np.empty(1)
     for i in range(len(table)):
         start, stop = overlap(first, last, table[i, 1], table[i, 2])
         flat, before = array_at(table[i, 0], 0, 0, like_flat), table[i, 3] * sent
         for begin in range(start, stop, _TILE):
             count = min(_TILE, stop - begin)
-            if dense:
-                lines = _whole_rows(table[i, 0], begin, count, sent, length, like_flat)
-                _read_lines(lines, lines, lines, sink)
-            _find(chosen, before, sent, length, begin, places[:count])
-            if not dense:
-                _prefetch_places(table[i, 0], like_flat.itemsize, places[:count])
+            find_tile(table[i, 0], like_flat, chosen, before, sent, length, begin, places[:count], sink)
             values = taken[before + begin : before + begin + count]
             for j in range(count):
                 values[j] = narrow(widen(flat[places[j]]), out)
@@ -47,24 +42,31 @@ def gather_params(table, mask, out, length, like_flat, first, last):
 def scatter_params(table, mask, values, add, length, like_flat, first, last):
     """The reverse. What is added is first rounded to the parameter's dtype."""
     sent, chosen, arrived, places = mask.shape[1], mask.reshape(-1), values.reshape(-1), np.empty(_TILE, np.uint64)
-    dense, sink = _in_most_lines(sent, length, like_flat), np.empty(1)
+    sink = np.empty(1)
     for i in range(len(table)):
         start, stop = overlap(first, last, table[i, 1], table[i, 2])
         flat, before = array_at(table[i, 0], 0, 0, like_flat), table[i, 3] * sent
         for begin in range(start, stop, _TILE):
             count = min(_TILE, stop - begin)
-            if dense:
-                lines = _whole_rows(table[i, 0], begin, count, sent, length, like_flat)
-                _read_lines(lines, lines, lines, sink)
-            _find(chosen, before, sent, length, begin, places[:count])
-            if not dense:
-                _prefetch_places(table[i, 0], like_flat.itemsize, places[:count])
+            find_tile(table[i, 0], like_flat, chosen, before, sent, length, begin, places[:count], sink)
             given = arrived[before + begin : before + begin + count]
             for j in range(count):
                 value = narrow(widen(given[j]), like_flat)
                 if add:
                     value = narrow(widen(flat[places[j]]) + widen(value), like_flat)
                 flat[places[j]] = value
+
+
+@jit
+def find_tile(address, like_entry, chosen, before, sent, length, begin, places, sink):
+    """:func:`_find`, and the entries are on their way from memory; ``address`` is that of the first row's first."""
+    if _in_most_lines(sent, length, like_entry):
+        lines = _whole_rows(address, begin, len(places), sent, length, like_entry)
+        _read_lines(lines, lines, lines, sink)
+        _find(chosen, before, sent, length, begin, places)
+    else:
+        _find(chosen, before, sent, length, begin, places)
+        _prefetch_places(address, like_entry.itemsize, places)
 
 
 @jit

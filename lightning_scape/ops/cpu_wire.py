@@ -4,9 +4,12 @@ import numpy as np
 
 from lightning_scape.ops.cpu_numbers import clamp, jit
 from lightning_scape.ops.cpu_ranking import MAGNITUDE
+from lightning_scape.ops.cpu_update import find_tile
 from lightning_scape.ops.naive_wire import GROUP, LEAST_SCALE
 
 _LEAST_SCALE = np.float32(LEAST_SCALE)
+_TILE = 8 * GROUP
+"""Values that are read before they are packed: their cache misses overlap."""
 
 
 @jit
@@ -27,6 +30,27 @@ def quantize(values, message, count, bits, first, last):
             for i in range(there):
                 group[i] = padded[i]
         _write(codes, scale, bits, message[row])
+
+
+@jit
+def quantize_with_error(error, mask, values, message, bits, first, last):
+    """See :func:`naive.quantize_with_error`; ``error [R, B]``, ``values [R * q]``. The range is of groups."""
+    sent, count, levels = mask.shape[1], len(values), np.int32((1 << (bits - 1)) - 1)
+    codes, due, all_places = np.empty(GROUP, np.int32), np.empty(_TILE, np.float32), np.empty(_TILE, np.uint64)
+    there, chosen, sink = error.reshape(-1), mask.reshape(-1), np.empty(1)
+    for begin in range(first * GROUP, min(last * GROUP, count), _TILE):
+        size = min(_TILE, min(last * GROUP, count) - begin)
+        places = all_places[:size]
+        find_tile(error.ctypes.data, there[:0], chosen, 0, sent, error.shape[1], begin, places, sink)
+        given = values[begin : begin + size]
+        due[size:] = 0
+        for j in range(size):
+            due[j] = given[j] + there[places[j]]
+        for group in range(-(-size // GROUP)):
+            scale = _take_steps(due[group * GROUP : (group + 1) * GROUP], codes, levels)
+            _write(codes, scale, bits, message[begin // GROUP + group])
+        for j in range(size):
+            there[places[j]] = due[j]
 
 
 @jit

@@ -13,7 +13,7 @@ squared_norm, sketch                 another order of summation, the same at eve
 update_adams, update_adamw           ``exp`` and ``expm1`` round differently (2 units in the last place)
 checksum                             the twin, in larger parts: not part of every step
 gather_blocks, scatter_blocks,       the twin itself: a few calls of torch, of the size of what is sent
-mean, changes
+mean, changes, quantize_with_error
 adams_step, adamw_step               the twin itself: not called on a device
 ==================================== ==================================================================================
 
@@ -44,7 +44,7 @@ from lightning_scape.ops.cuda_launch import cached_table as _cached_table
 from lightning_scape.ops.cuda_masks import compact, merge, propose, select
 from lightning_scape.ops.cuda_sweep import sweep
 from lightning_scape.ops.cuda_update import checksum, gather_params, scatter_params, update_adams, update_adamw
-from lightning_scape.ops.cuda_wire import dequantize, quantize
+from lightning_scape.ops.cuda_wire import dequantize, quantize, quantize_with_error
 from lightning_scape.ops.naive import (
     AdamWStep,
     Hyper,
@@ -88,6 +88,7 @@ __all__ = [
     "proposal_bytes",
     "propose",
     "quantize",
+    "quantize_with_error",
     "scatter_blocks",
     "scatter_params",
     "select",

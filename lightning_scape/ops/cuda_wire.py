@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_scape.ops import cuda_launch as launching
 from lightning_scape.ops.cuda_numbers import divide
-from lightning_scape.ops.naive_wire import GROUP, LEAST_SCALE, group_bytes
+from lightning_scape.ops.naive_wire import GROUP, LEAST_SCALE, feed_error_back, group_bytes
 
 _GROUPS = 32
 """Groups of a program: 2,048 values, 16 for each of 128 threads."""
@@ -99,6 +99,11 @@ def quantize(values: Tensor, bits: int) -> Tensor:
     if left is not values:
         values.copy_(left)
     return message
+
+
+def quantize_with_error(error: Tensor, mask: Tensor | None, values: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """See :func:`naive.quantize_with_error`."""
+    return feed_error_back(quantize, error, mask, values, scale, bits)
 
 
 @triton.jit

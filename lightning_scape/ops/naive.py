@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_scape.layout import Piece, Region
 from lightning_scape.ops.naive_masks import merge, position_dtype, proposal_bytes, propose, select, votes_in
-from lightning_scape.ops.naive_wire import changes, dequantize, mean, quantize
+from lightning_scape.ops.naive_wire import changes, dequantize, mean, quantize, quantize_with_error
 from lightning_scape.ops.rules import (
     LONGEST_MOVE,
     AdamWStep,
@@ -58,6 +58,7 @@ __all__ = [
     "proposal_bytes",
     "propose",
     "quantize",
+    "quantize_with_error",
     "scatter_blocks",
     "scatter_params",
     "select",

@@ -10,7 +10,7 @@ The scale is the upper half of an fp32, the *unit*: the largest magnitude of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -58,6 +58,45 @@ def quantize(values: Tensor, bits: int) -> Tensor:
     if bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
     return torch.cat([codes, scale.view(torch.uint8)], dim=1).view(shards, -1, group_bytes(bits))
+
+
+def quantize_with_error(error: Tensor, mask: Tensor | None, values: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """:func:`quantize` with error feedback: what earlier rounding has left is sent too, and what is left now is kept.
+
+    Args:
+        error: ``[R, B]``, fp32 or fp64: what is left of each entry's values. Its masked entries are changed in place.
+        mask: ``[R, q]`` or None.
+        values: ``[R, q]`` of the same dtype.
+        scale: 0-dim, or one for each row ``[R]``. 0 sends zeros and keeps the error as it is.
+        bits: 4 or 8.
+
+    Returns:
+        uint8 ``[G, W]``.
+    """
+    return feed_error_back(quantize, error, mask, values, scale, bits)
+
+
+def feed_error_back(
+    quantize: Callable[[Tensor, int], Tensor],
+    error: Tensor,
+    mask: Tensor | None,
+    values: Tensor,
+    scale: Tensor,
+    bits: int,
+) -> Tensor:
+    """:func:`quantize_with_error`, by any implementation of :func:`quantize`."""
+    kept = error if mask is None else error.gather(1, mask.long())
+    applied = scale.unsqueeze(1) != 0 if scale.dim() else scale != 0
+    due = torch.where(applied, values + kept, 0.0)
+    sent = due.to(torch.float32, copy=True)
+    beyond = due - sent  # of fp64
+    message = quantize(sent.view(1, -1), bits).flatten(0, 1)  # what rounding leaves stays in sent
+    left = torch.where(applied, sent if error.dtype == sent.dtype else beyond + sent, kept)
+    if mask is None:
+        error.copy_(left)
+    else:
+        error.scatter_(1, mask.long(), left)
+    return message
 
 
 def dequantize(message: Tensor, bits: int, count: int) -> Tensor:
