@@ -179,7 +179,7 @@ def first(link: Link) -> str:
 METHODS = {"compute": "compute only", "ddp": "DDP fp32", "ddp-bf16": "DDP bf16 hook", "powersgd": "DDP PowerSGD"}
 METHODS |= {"fsdp": "FSDP", "scape-0": "dense AdamS", "scape-0.9": "SCAPE 0.9", "scape-0.99": "SCAPE 0.99"}
 METHODS |= {"hsdp-shm": "HSDP, shared memory", "nodes-0.99-shm": "SCAPE 0.99, `local_group_size`, shared memory"}
-METHODS |= {"scape-0.9-int4": "SCAPE 0.9, int4", "scape-0.99-int8": "SCAPE 0.99, int8"}
+METHODS |= {"scape-0.9-int4": "SCAPE 0.9, int4", "scape-0.99-int4": "SCAPE 0.99, int4"}
 METHODS |= {"hsdp": "HSDP", "nodes-0.99": "SCAPE 0.99, `local_group_size`", "sparseloco-30": "SparseLoCo"}
 SMALL = "0.03M parameters, 4 ranks of 8 x 64 bytes, 3,000 steps"
 LARGER, LONGER = (f"0.2M parameters, 4 ranks of 8 x 64 bytes, {steps} steps" for steps in ("3,000", "10,000"))
@@ -207,8 +207,7 @@ def few(links: str, methods: str, rounds: int | None = None) -> str:
 
 SLOW = few("10mbit", "compute ddp sparseloco-30")
 ADAMW = few("10gbit 1gbit 100mbit", "compute ddp ddp-bf16 powersgd fsdp scape-0.9 scape-0.99 sparseloco-30", 4)
-WIRES = few("100mbit", "compute powersgd scape-0.9 scape-0.9-int4 scape-0.99 scape-0.99-int8", 2)
-AIMS = few("1gbit 100mbit", "compute powersgd scape-0.9 scape-0.9-int4 scape-0.99", 8)
+AIMS = few("1gbit 100mbit", "compute powersgd scape-0.9 scape-0.9-int4 scape-0.99 scape-0.99-int4", 5)
 NODES = " --ranks-per-host 2 --models pythia-14m"
 
 
@@ -288,7 +287,6 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "pareto-ablations": ablations,
     "two-hosts": lambda link: two_hosts("two_hosts/adamw", ADAMW, link),
     "two-hosts-aims": lambda link: two_hosts("two_hosts/aims", AIMS, link),
-    "two-hosts-wires": lambda link: two_hosts("two_hosts/wires", WIRES, link),
     "two-hosts-slow": lambda link: two_hosts("two_hosts/slow", SLOW, link),
     "two-hosts-nodes": lambda link: two_hosts("two_hosts/nodes", f"{NODES} --links 1gbit --rounds 2", link, "host"),
     "two-hosts-nodes-slow": lambda link: two_hosts(

@@ -50,6 +50,7 @@ METHODS = {
     "scape-0.9": "SCAPE 0.9",
     "scape-0.99": "SCAPE 0.99",
     "scape-0.9-int4": "SCAPE 0.9, values in 4 bits",
+    "scape-0.99-int4": "SCAPE 0.99, values in 4 bits",
     "scape-0.99-int8": "SCAPE 0.99, values in 8 bits",
     "hsdp": "HSDP (fully_shard on a mesh of hosts and ranks)",
     "hsdp-shm": "HSDP, shared memory inside a host",
