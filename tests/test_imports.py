@@ -1,4 +1,4 @@
-"""The architecture, read from the source: who imports whom, and who may use Lightning, Triton and the network."""
+"""The architecture, read from the source: who imports whom, who may use Lightning, Triton and the network; lengths."""
 
 from __future__ import annotations
 
@@ -191,6 +191,32 @@ def _modules() -> dict[str, str]:
 @pytest.mark.parametrize("module", sorted(_modules()))
 def test_module_keeps_to_its_place(module):
     assert find_violations(module, _modules()[module]) == []
+
+
+def _lengths(source: str) -> dict[str, int]:
+    """Lines of each function, without its list of arguments, which has one a line, and without its docstring."""
+    functions = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    lengths = {}
+    for function in functions:
+        first = function.body[bool(ast.get_docstring(function)) and len(function.body) > 1]
+        assert function.end_lineno is not None
+        lengths[f"{function.name}, line {function.lineno}"] = function.end_lineno - first.lineno + 1
+    return lengths
+
+
+@pytest.mark.parametrize("module", sorted(_modules()))
+def test_no_module_has_more_than_500_lines_and_no_function_more_than_60(module):
+    source = _modules()[module]
+    assert len(source.splitlines()) <= 500
+    assert {name: length for name, length in _lengths(source).items() if length > 60} == {}
+
+
+def test_lengths_count_neither_arguments_nor_docstring():
+    source = 'def f(\n    a,\n    b,\n):\n    """One.\n\n    Two.\n    """\n    a += b\n    return a\n'
+    assert _lengths(source) == {"f, line 1": 2}
+    assert _lengths("class C:\n    async def g(self): ...\n") == {"g, line 2": 1}
 
 
 def test_imports_form_no_circle():
