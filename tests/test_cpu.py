@@ -521,6 +521,9 @@ def run_all() -> list[Tensor]:
     left = residual.view(2, -1).clone()
     message = cpu.quantize(left, 4)
     wire = [left, message, cpu.dequantize(message, 4, left.shape[1])]
+    many, error = cpu.select(residual, 80), residual.clone()
+    values = torch.randn(rows, 80, generator=generator)
+    wire += [cpu.quantize_with_error(error, many, values, ONE, 4), error]
     arrived = [cpu.mean([sent, sent], torch.float32), cpu.changes(theta, sent.float(), torch.bfloat16)]
     state = [residual, second, proposals, mask, sent, theta, last_step, again, *arrived]
     return [*state, *grads, *norms, *wire, cpu.select(residual, 2)]

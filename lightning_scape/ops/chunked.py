@@ -1,6 +1,7 @@
 """The operations of :mod:`.naive`, a few rows or entries at a time: no temporary has the size of the parameters.
 
-They serve where no faster implementation does. Results are the same, but for the order of a norm's summation.
+They serve where no faster implementation does. Results are the same, but for the order of a norm's summation. What works
+on the entries that are sent (``mean``, ``changes``, ``quantize_with_error``) has temporaries of their size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The operations on a CPU, compiled by numba: each the twin of the function of that name in :mod:`.naive`.
 
-Each reads and writes its tensors once, in one loop per core, and makes no temporary of their size. What is bitwise
-equal to the twin and what only rounds:
+Each reads and writes its tensors once, in one loop per core, and makes no temporary of their size
+(``quantize_with_error`` does where all is sent, or rows differ in their scale). What is bitwise equal to the twin and
+what only rounds:
 
 ========================================== ============================================================================
 select, propose, merge, compact            bitwise
@@ -308,7 +309,7 @@ def quantize(values: Tensor, bits: int) -> Tensor:
 @where_it_fits
 def quantize_with_error(error: Tensor, mask: Tensor | None, values: Tensor, scale: Tensor, bits: int) -> Tensor:
     """See :func:`naive.quantize_with_error`."""
-    if mask is None or error.dtype != torch.float32 or scale.numel() != 1 or float(scale) == 0.0:  # rare
+    if mask is None or error.dtype != torch.float32 or scale.numel() != 1 or float(scale) == 0.0:
         return feed_error_back(quantize, error, mask, values, scale, bits)
     message = torch.empty(-(-values.numel() // GROUP), group_bytes(bits), dtype=torch.uint8, device="cpu")
     matrices = array(error), array(mask), array(values.view(-1)), array(message)

@@ -13,7 +13,8 @@ squared_norm, sketch                 another order of summation, the same at eve
 update_adams, update_adamw           ``exp`` and ``expm1`` round differently (2 units in the last place)
 checksum                             the twin, in larger parts: not part of every step
 gather_blocks, scatter_blocks,       the twin itself: a few calls of torch, of the size of what is sent
-mean, changes, quantize_with_error
+mean, changes
+quantize_with_error                  bitwise: the twin, with this module's quantize
 adams_step, adamw_step               the twin itself: not called on a device
 ==================================== ==================================================================================
 

@@ -88,10 +88,10 @@ def feed_error_back(
     kept = error if mask is None else error.gather(1, mask.long())
     applied = scale.unsqueeze(1) != 0 if scale.dim() else scale != 0
     due = torch.where(applied, values + kept, 0.0)
-    sent = due.to(torch.float32, copy=True)
-    beyond = due - sent  # of fp64
+    sent = due.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    beyond = None if due.dtype == sent.dtype else due - sent  # of fp64
     message = quantize(sent.view(1, -1), bits).flatten(0, 1)  # what rounding leaves stays in sent
-    left = torch.where(applied, sent if error.dtype == sent.dtype else beyond + sent, kept)
+    left = torch.where(applied, sent if beyond is None else beyond + sent, kept)
     if mask is None:
         error.copy_(left)
     else:
