@@ -1,7 +1,7 @@
 """The operations of :mod:`.naive`, a few rows or entries at a time: no temporary has the size of the parameters.
 
-They serve where no faster implementation does. Results are the same, but for the order of a norm's summation. What works
-on the entries that are sent (``mean``, ``changes``, ``quantize_with_error``) has temporaries of their size.
+They serve where no faster implementation does. Results are the same, but for the order of a norm's summation.
+``mean``, ``changes`` and ``quantize_with_error`` have temporaries of the size of what is sent.
 """
 
 from __future__ import annotations
