@@ -19,7 +19,15 @@ from torch import Tensor
 
 from lightning_scape.layout import Piece, Region
 from lightning_scape.ops.naive_masks import merge, position_dtype, proposal_bytes, propose, select, votes_in
-from lightning_scape.ops.naive_wire import changes, dequantize, mean, quantize, quantize_with_error
+from lightning_scape.ops.naive_wire import (
+    changes,
+    dequantize,
+    gather_blocks,
+    mean,
+    quantize,
+    quantize_with_error,
+    scatter_blocks,
+)
 from lightning_scape.ops.rules import (
     LONGEST_MOVE,
     AdamWStep,
@@ -196,22 +204,6 @@ def accumulate_exp_avg_sq(
 
 
 # ------------------------------------------------------------------------------ blocks: residual and shard state
-
-
-def gather_blocks(matrix: Tensor, mask: Tensor | None) -> Tensor:
-    """``[R, q]``: the masked entries of ``matrix [R, B]`` (all of it, not copied, for ``mask=None``)."""
-    return matrix if mask is None else matrix.gather(1, mask.long())
-
-
-def scatter_blocks(matrix: Tensor, mask: Tensor | None, values: Tensor, add: bool = False) -> None:
-    """Overwrites the masked entries of ``matrix [R, B]`` with ``values [R, q]``, or adds these."""
-    values = values.to(matrix.dtype)
-    if mask is None:
-        matrix.add_(values) if add else matrix.copy_(values)
-    elif add:
-        matrix.scatter_add_(1, mask.long(), values)
-    else:
-        matrix.scatter_(1, mask.long(), values)
 
 
 def compact(

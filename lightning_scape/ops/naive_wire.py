@@ -1,4 +1,4 @@
-"""What travels, in plain PyTorch: the part of :mod:`.naive` that packs messages, reads them and forms their mean.
+"""What travels, in plain PyTorch: the part of :mod:`.naive` for entries of blocks, their messages and their mean.
 
 Symbols of values in 8 or 4 bits: ``S`` shards, ``n`` values of each, ``G = ceil(n / 64)`` groups of each, ``b`` bits of
 a value. A group of 64 consecutive values is one row of ``W = 8 b + 2`` bytes: the codes, lowest bits first, then the
@@ -26,6 +26,22 @@ _SCALE_BYTES = 2
 def group_bytes(bits: int) -> int:
     """W: bytes of a group of values."""
     return GROUP * bits // 8 + _SCALE_BYTES
+
+
+def gather_blocks(matrix: Tensor, mask: Tensor | None) -> Tensor:
+    """``[R, q]``: the masked entries of ``matrix [R, B]`` (all of it, not copied, for ``mask=None``)."""
+    return matrix if mask is None else matrix.gather(1, mask.long())
+
+
+def scatter_blocks(matrix: Tensor, mask: Tensor | None, values: Tensor, add: bool = False) -> None:
+    """Overwrites the masked entries of ``matrix [R, B]`` with ``values [R, q]``, or adds these."""
+    values = values.to(matrix.dtype)
+    if mask is None:
+        matrix.add_(values) if add else matrix.copy_(values)
+    elif add:
+        matrix.scatter_add_(1, mask.long(), values)
+    else:
+        matrix.scatter_(1, mask.long(), values)
 
 
 def quantize(values: Tensor, bits: int) -> Tensor:
@@ -85,17 +101,13 @@ def feed_error_back(
     bits: int,
 ) -> Tensor:
     """:func:`quantize_with_error`, by any implementation of :func:`quantize`."""
-    kept = error if mask is None else error.gather(1, mask.long())
+    kept = gather_blocks(error, mask)
     applied = scale.unsqueeze(1) != 0 if scale.dim() else scale != 0
     due = torch.where(applied, values + kept, 0.0)
     sent = due.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     beyond = None if due.dtype == sent.dtype else due - sent  # of fp64
     message = quantize(sent.view(1, -1), bits).flatten(0, 1)  # what rounding leaves stays in sent
-    left = torch.where(applied, sent if beyond is None else beyond + sent, kept)
-    if mask is None:
-        error.copy_(left)
-    else:
-        error.scatter_(1, mask.long(), left)
+    scatter_blocks(error, mask, torch.where(applied, sent if beyond is None else beyond + sent, kept))
     return message
 
 
