@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint import optimizer_state as checkpoint
 from lightning_scape.checkpoint.source import OwnShards, SavedShards
-from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_mask_group
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined
 from lightning_scape.config import ScapeConfig
 from lightning_scape.engine import local_shards
 from lightning_scape.engine.convert import check_convertible, with_fitting_update
@@ -96,7 +98,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         given = [parameter for group in self.param_groups for parameter in group["params"]]  # frozen ones included
         if process_group is None and local_shards.holds_everything(given):
             communicator = communicator or Communicator.alone()
-        comm = communicator or Communicator(process_group, mask_group or new_mask_group(process_group))
+        comm = communicator or Communicator.of_optimizer(process_group, mask_group)
         shards = local_shards.shard_communicator(given)
         problem = parameters.problem(self.param_groups) or local_shards.problem(
             parameters.names, parameters.tensors, config.local_group_size, process_group
@@ -164,6 +166,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             FloatingPointError: ``max_skipped`` consecutive steps had a gradient that is not finite.
             RuntimeError: replicas differ (first step, and every ``check_replicas_every``), or gradients have changed
                 since they were clipped.
+            RuntimeError: ranks are at different steps, or with different settings; nothing of the step is applied then.
             ValueError: ranks run out of batches at different steps (see :meth:`announce_batch`).
         """
         loss = None
@@ -172,7 +175,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._shared.consolidated = None
         self.engine.follow(self.param_groups)
-        self.engine.step()
+        with self.engine.comm.telling_errors():
+            self.engine.step()
         return loss
 
     def clip_grad_norm(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
@@ -193,14 +197,48 @@ class ScapeOptimizer(torch.optim.Optimizer):
         self.engine.follow(self.param_groups)
         return self.engine.clip_grad_norm(float(max_norm), error_if_nonfinite=error_if_nonfinite)
 
+    def all_finite(self) -> bool:
+        """Whether the gradients of all ranks are finite: by it all of them take a step, or none does. Collective.
+
+        ::
+
+            loss.backward()
+            if optimizer.all_finite():  # not: all(p.grad.isfinite().all() for p in ...), which each rank answers alone
+                optimizer.step()
+
+        Costs no message of its own: the step goes by what was measured here. On CUDA the host waits. Ask it after the
+        backward pass and in place of ``clip_grad_norm``, or after it. A step that is taken without asking is skipped on
+        all ranks where a gradient is not finite.
+        """
+        self.engine.follow(self.param_groups)
+        return self.engine.all_finite()
+
     def clip_grad_value(self, clip_value: float) -> None:
         """Records that the step clamps every rank's gradient to ``[-clip_value, clip_value]`` before folding it in."""
         self.engine.clipping.record_value(float(clip_value))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, and what was recorded about them. Residuals are kept: they are not yet sent."""
+        self.engine.drop_gradients()
         super().zero_grad(set_to_none)
-        self.engine.clipping.forget()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """False. A GradScaler asks it in its ``step()``, on every rank: the one that decides alone is refused there.
+
+        Raises:
+            RuntimeError: a plain ``torch.amp.GradScaler`` asks, and there are several ranks.
+        """
+        asks = sys._getframe(1).f_locals.get("self")
+        if isinstance(asks, GradScaler) and asks.is_enabled() and self.engine.comm.world_size > 1:
+            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+            if not isinstance(asks, ShardedGradScaler):
+                raise RuntimeError(
+                    "All ranks must skip the same steps, got a GradScaler, by which each rank decides for itself. Use"
+                    " torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler with the same arguments."
+                )
+        return False
 
     # --------------------------------------------------------------------------------- life of the state
 
@@ -238,7 +276,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
     @property
     def steps_taken(self) -> int:
         """Calls of :meth:`step` so far, skipped and restored ones included; the schedule counts them."""
-        return 0 if self.engine.state is None else self.engine.state.calls
+        return self.engine.calls
 
     def expect_steps(self, total_steps: float | None) -> None:
         """Fits the default warm-up of AdamS's update into a run of ``total_steps`` steps; None is not known.
@@ -255,7 +293,20 @@ class ScapeOptimizer(torch.optim.Optimizer):
         would leave the others waiting. It costs no message of its own; on CUDA the host waits for the norm. All ranks
         announce a step, or none does.
         """
-        self.engine.clipping.epoch_end.announce(batches, last)
+        self.engine.batch = batches
+        self.engine.clipping.first_message.epoch_end.announce(batches, last)
+
+    def request_stop(self) -> None:
+        """Says that this rank was told to stop; the next step's first message tells all ranks."""
+        self.engine.clipping.first_message.stop = True
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether some rank had called :meth:`request_stop` before the last step's first message.
+
+        The same on all ranks after the same step; on CUDA one step later, so that the host does not wait.
+        """
+        return self.engine.clipping.first_message.stopping
 
     def bytes_per_step(self, sent: int | None = None) -> int:
         """Bytes that this rank sends in a step, the norm's message (clipping) not counted.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.comm import collectives
+from lightning_scape.engine.first_message import DIGITS
 from lightning_scape.engine.participation import pack_flags
 from lightning_scape.engine.state import piece_views
 
@@ -170,8 +171,8 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
     entries = layout.blocks * quota.sent
     share = (world_size - 1) / world_size
     itemsize = {torch.bfloat16: 2, torch.float32: 4}
-    flags = pack_flags([True] * (len(params) + 1), world_size).numel()
-    norm = ((4093 if clip else 1) + flags) * 4
+    flags = pack_flags([True] * (len(params) + 2), world_size).numel()  # end of the epoch, told to stop
+    norm = ((4093 if clip else 1) + flags + DIGITS) * 4
     values_bytes = entries * itemsize[config.values_dtype]
     parameter_bytes = entries * min(itemsize[dtype], itemsize[config.values_dtype])
     mask_bytes = entries * (1 if quota.block_size <= 256 else 2)

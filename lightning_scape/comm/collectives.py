@@ -21,6 +21,7 @@ they never queue behind, nor hold up, the messages of the step or of the model. 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import time
@@ -34,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_scape.comm.channel import Channel
 from lightning_scape.comm.gloo_threads import let_senders_finish
 from lightning_scape.comm.lost_ranks import explained_loss, forget_losses
 from lightning_scape.comm.worker import Worker, end_groups_at_exit
@@ -201,6 +203,12 @@ class Communicator:
     """Seconds of the host inside messages since then, waiting for other ranks included; the mask's are left out."""
     at_once: bool = False
     """Whether to wait for every message where it is launched, so that ``seconds`` holds its whole time."""
+    channel: Channel | None = None
+    """The watch over ``process_group``, where that is an optimizer's own."""
+    number: int = 0
+    """Of the optimizer, among those of the channel."""
+    place: str = "the start"
+    """What the messages are for, such as a step; for the watch."""
 
     def __post_init__(self) -> None:
         self.rank: int = dist.get_rank(self.process_group) if is_distributed() else 0
@@ -214,6 +222,25 @@ class Communicator:
         if self.world_size > 1 and "gloo" in str(dist.get_backend(self.process_group)):
             end_groups_at_exit()
             let_senders_finish()
+
+    @classmethod
+    def of_optimizer(cls, process_group: ProcessGroup | None, mask_group: ProcessGroup | None = None) -> Communicator:
+        """The messages of one more optimizer over a group's ranks, on a group that no other code uses. Collective.
+
+        Args:
+            process_group: the data-parallel ranks; None is the default group.
+            mask_group: for the mask exchange; None makes one.
+        """
+        mask_group = mask_group or new_mask_group(process_group)
+        base = process_group or (dist.group.WORLD if is_distributed() else None)
+        if base is None or world_size(base) == 1 or "gloo" not in str(dist.get_backend(base)):
+            return cls(process_group, mask_group)
+        channel = Channel.known(base)
+        if channel is None:
+            group = new_mask_group(process_group)
+            assert group is not None
+            channel = Channel.beside(base, group)
+        return cls(channel.group, mask_group, channel=channel, number=channel.next_number())
 
     @classmethod
     def alone(cls) -> Communicator:
@@ -231,7 +258,7 @@ class Communicator:
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
         if self.world_size > 1:
-            with self._timed():
+            with self._message("norm"):
                 dist.all_reduce(tensor, group=self.process_group)
             self.count_bytes("norm", 2 * tensor.numel() * tensor.element_size())
         return tensor
@@ -245,23 +272,23 @@ class Communicator:
         if self.world_size == 1:
             return Work(values.view(shape))
         received = torch.empty_like(values)
-        with self._timed():
+        with self._message("values"):
             handle = all_to_all_into(received, values, self.process_group, async_op=True)
         self.count_bytes("values", values.numel() * values.element_size())
-        return self._under_way(received.view(shape), values, handle)
+        return self._under_way(received.view(shape), values, handle, "values")
 
     def all_gather(self, shard: Tensor) -> Work:
         """``[N*R, q]`` arrive: every rank's ``shard [R, q]``, in rank order."""
         if self.world_size == 1:
             return Work(shard)
         full = shard.new_empty((self.world_size * shard.shape[0], shard.shape[1]))
-        with self._timed():
+        with self._message("parameters"):
             handle = all_gather_into(full, shard, self.process_group, async_op=True)
         self.count_bytes("parameters", full.numel() * full.element_size())
-        return self._under_way(full, shard, handle)
+        return self._under_way(full, shard, handle, "parameters")
 
-    def _under_way(self, result: Tensor, sent: Tensor, handle: Any) -> Work:
-        work = Work(result, sent, handle, waiting=self._timed)
+    def _under_way(self, result: Tensor, sent: Tensor, handle: Any, kind: str) -> Work:
+        work = Work(result, sent, handle, waiting=functools.partial(self._message, kind, begins=False))
         if self.at_once:
             work.wait()
         return work
@@ -353,7 +380,7 @@ class Communicator:
         for part in flat.detach().split(1 << 22):
             part = part.to(device).contiguous()
             received = [torch.empty_like(part) for _ in range(count)]
-            with explained_loss():
+            with self._watched("state"):
                 dist.gather(part, received if mine else None, dst=target, group=self.process_group)
             for whole_rank, part_rank in zip(whole, received, strict=True):
                 whole_rank[begin : begin + part.numel()] = part_rank
@@ -366,14 +393,15 @@ class Communicator:
             return tensor.unsqueeze(0)
         flat = tensor.reshape(-1)
         full = flat.new_empty(self.world_size * flat.numel())
-        with explained_loss():
+        with self._watched("facts"):
             all_gather_into(full, flat, self.process_group)
         return full.view(self.world_size, *tensor.shape)
 
     def all_gather_facts(self, facts: Tensor) -> Tensor:
         """The same, counted as the message of the norm: ``[N, ...]``, every rank's ``facts``."""
-        with self._timed():
-            full = self.all_gather_stacked(facts)
+        began = time.perf_counter()
+        full = self.all_gather_stacked(facts)
+        self.seconds += time.perf_counter() - began
         self.count_bytes("norm", full.numel() * full.element_size())
         return full
 
@@ -382,7 +410,7 @@ class Communicator:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        with explained_loss():
+        with self._watched("set-up"):
             dist.all_gather_object(values, value, group=self.process_group)
         return values
 
@@ -409,12 +437,35 @@ class Communicator:
         return bool((everyone == everyone[0]).all())  # set-up: waiting for the device is fine
 
     @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Counts the seconds inside as spent in messages, and says what a failed one means."""
+    def _message(self, kind: str, *, begins: bool = True) -> Iterator[None]:
+        """Counts the seconds inside as spent in messages."""
         began = time.perf_counter()
-        with explained_loss():
+        with self._watched(kind, begins=begins):
             yield
         self.seconds += time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def _watched(self, kind: str, *, begins: bool = True) -> Iterator[None]:
+        """Lets the watch know of a message, and says what a failed one means."""
+        channel = self.channel
+        if channel is not None:
+            channel.enter(f"{self.place} ({kind})", begins=begins)
+        try:
+            with explained_loss(channel):
+                yield
+        finally:
+            if channel is not None:
+                channel.leave()
+
+    @contextlib.contextmanager
+    def telling_errors(self) -> Iterator[None]:
+        """Ranks that wait for this one learn of an error inside: it has come in place of this rank's next message."""
+        try:
+            yield
+        except BaseException as error:
+            if self.channel is not None:
+                self.channel.raised(error)
+            raise
 
     def count_bytes(self, kind: str, buffer_bytes: int) -> None:
         """Counts a message's bytes; a rank keeps 1/N of every buffer to itself."""

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from lightning_scape.comm.channel import Channel
+
 GRACE_SECONDS = 1.5
 """How long after a failure the other ranks may report it, too. Who does not is named."""
 _NO_ANSWER = "All ranks must answer, got no answer"
@@ -19,14 +21,18 @@ _OF_THIS_RANK = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torc
 
 
 @contextlib.contextmanager
-def explained_loss() -> Iterator[None]:
-    """Says what a failed message means, and who is missing: gloo and NCCL speak of sockets and timeouts."""
+def explained_loss(channel: Channel | None = None) -> Iterator[None]:
+    """Says what a failed message means, and who is missing: gloo and NCCL speak of sockets and timeouts.
+
+    Args:
+        channel: of the message; it may know what other ranks did. None: there is none.
+    """
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, _OF_THIS_RANK):
             raise
-        raise _explained(error) from error
+        raise _explained(error, channel) from error
 
 
 @contextlib.contextmanager
@@ -52,10 +58,14 @@ def forget_losses() -> None:
         dist.distributed_c10d._get_default_store().delete_key(f"{_KEY}/{dist.get_rank()}")
 
 
-def _explained(error: RuntimeError) -> RuntimeError:
+def _explained(error: RuntimeError, channel: Channel | None = None) -> RuntimeError:
+    said = "" if channel is None else channel.explain()
+    if channel is not None and channel.verdict is not None:  # nobody need be asked
+        return RuntimeError(f"{channel.verdict} Restart all ranks from the newest checkpoint.")
+    missing = _who_is_missing() + said
     return RuntimeError(
         f"{_NO_ANSWER}: another rank has died, hangs, or raised an error of its own (look at its output first), or the"
-        f" network broke. {_who_is_missing()} Training cannot go on without it: restart all ranks from the newest"
+        f" network broke. {missing} Training cannot go on without it: restart all ranks from the newest"
         f" checkpoint. The message failed with: {error}"
     )
 

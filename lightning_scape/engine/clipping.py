@@ -13,8 +13,7 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.config import ScapeConfig
-from lightning_scape.engine.epoch_end import EpochEnd
-from lightning_scape.engine.participation import count_flags, pack_flags
+from lightning_scape.engine.first_message import Answer, FirstMessage, Standing
 
 SKETCH_WIDTHS = (4093, 4091, 4079, 4073, 4057, 4051, 4049, 4027)
 """Buckets of the norm sketch: the largest primes below 4096, so that no matrix is as wide as all of them."""
@@ -38,7 +37,7 @@ class GradientClipping:
         self.rule = config.clip_norm
         self.max_skipped = config.max_skipped
         self.communicator = communicator
-        self.epoch_end = EpochEnd(communicator)
+        self.first_message = FirstMessage(communicator, shards)
         self.shards = shards or Communicator.alone()
         self.skipped_in_row = 0
         self.skipped_total = 0
@@ -54,30 +53,39 @@ class GradientClipping:
         """The gradients that the recorded norm is of, and their versions then."""
         self._signs: Tensor | None = None
         self._strict = False
-        self.found_inf: tuple[Tensor, torch.cuda.Event, bool] | None = None
-        """On CUDA, of the step before: its scale, on its way to host memory; the event behind which it is there; and
-        whether its norm must be finite."""
+        self._answer: Answer | None = None
+        self._standing: Standing | None = None
+        self.found_inf: tuple[Tensor, torch.cuda.Event, bool, Standing | None] | None = None
+        """On CUDA, of the step before: its scale, whether ranks were together, and how many were told to stop, on their
+        way to host memory; the event behind which they are there; whether its norm must be finite; its standing."""
 
     def forget(self) -> None:
         """Drops what was recorded: the gradient it was measured on is gone."""
-        self.norm = self.present = self._factor = self.clip_value = None
+        self.norm = self.present = self._factor = self.clip_value = self._answer = self._standing = None
         self._measured = []
         self._strict = False
 
     def record_norm(
-        self, grads: Sequence[Tensor | None], max_norm: float, device: torch.device, *, strict: bool = False
+        self,
+        grads: Sequence[Tensor | None],
+        max_norm: float,
+        device: torch.device,
+        standing: Standing,
+        *,
+        strict: bool = False,
     ) -> Tensor:
         """Measures the norm and records the factor ``min(1, max_norm / norm)``. Returns the norm, 0-dim fp32.
 
         Raises:
-            RuntimeError: ``strict``, and it is not finite: at once on the CPU, on CUDA by :meth:`wait_found_inf`.
+            RuntimeError: ``strict``, and it is not finite: at once on the CPU, on CUDA by :meth:`wait_found_inf`. Or
+                ranks are apart (see :meth:`FirstMessage.exchange`).
         """
         if not max_norm > 0:
             raise ValueError(
                 f"`max_norm` must be > 0, got {max_norm!r}. To train without clipping, don't call clip_grad_norm"
                 " (Trainer: gradient_clip_val=None)."
             )
-        self.norm = self.measure(grads, device, sketch=self.rule == "sketch")
+        self.norm = self.measure(grads, device, standing, sketch=self.rule == "sketch")
         # clamp: a factor that underflows to 0 would read as "skip".
         self._factor = (max_norm / (self.norm + 1e-6)).clamp(min=_TINY, max=1.0)
         self._strict = strict
@@ -105,21 +113,33 @@ class GradientClipping:
             raise ValueError(f"`clip_value` must be > 0, got {clip_value!r}. To train without clipping, don't call it.")
         self.clip_value = float(clip_value)
 
-    def scale(self, grads: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    def scale(self, grads: Sequence[Tensor | None], device: torch.device, standing: Standing) -> Tensor:
         """What the step's gradient is multiplied with: the recorded factor, 1 without one, 0 if it is not finite.
 
         0-dim fp32 on ``device``, the same on all ranks: a NaN or inf on any of them makes the norm not finite
-        on every one.
+        on every one. 0, too, where ranks are apart: then nothing is folded.
         """
         if self.norm is None:
-            self.norm = self.measure(grads, device, sketch=False)
+            self.norm = self.measure(grads, device, standing, sketch=False)
         factor = torch.ones_like(self.norm) if self._factor is None else self._factor
-        return torch.where(torch.isfinite(self.norm), factor, torch.zeros_like(factor))
+        usable = torch.isfinite(self.norm)
+        if self._answer is not None and device.type == "cuda":
+            usable = usable & (self._answer.together != 0)
+        return torch.where(usable, factor, torch.zeros_like(factor))
 
-    def measure(self, grads: Sequence[Tensor | None], device: torch.device, *, sketch: bool) -> Tensor:
-        """The norm; notes in :attr:`present` which parameters have a gradient. One message carries both.
+    def all_finite(self, grads: Sequence[Tensor | None], device: torch.device, standing: Standing) -> bool:
+        """Whether the gradients of all ranks are finite; the step uses what was measured for it."""
+        if self.norm is None:
+            self.norm = self.measure(grads, device, standing, sketch=False)
+        return bool(torch.isfinite(self.norm))
 
-        It also carries whether the epoch ends on this rank.
+    def measure(
+        self, grads: Sequence[Tensor | None], device: torch.device, standing: Standing, *, sketch: bool
+    ) -> Tensor:
+        """The norm; notes in :attr:`present` which parameters have a gradient. The step's first message carries both.
+
+        Raises:
+            RuntimeError, ValueError: as :meth:`FirstMessage.exchange`.
         """
         world_size = self.communicator.world_size
         flags = [grad is not None for grad in grads]
@@ -129,28 +149,15 @@ class GradientClipping:
             measured = ops.sketch(grads, self._signs, SKETCH_WIDTHS)
         else:
             given = [grad for grad in grads if grad is not None and grad.numel()]
-            measured = (ops.squared_norm(given) if given else torch.zeros((), device=device)).view(1)
-        if world_size == 1:
-            self.present = None if all(flags) else ops.to_device(torch.tensor(flags, device="cpu").float(), device)
-            return self._over_shards(measured.sum().sqrt())
-        packed = ops.to_device(pack_flags([*flags, self.epoch_end.reached], world_size), device)
-        sums = self.communicator.all_reduce_sum(torch.cat([measured, packed]))
-        measured, packed = sums[: measured.numel()], sums[measured.numel() :]
-        counts = count_flags(packed, len(flags) + 1, world_size)
-        self.epoch_end.compare(counts[-1])
-        self.present = (counts[:-1] != 0).float()
-        if device.type == "cpu" and bool(self.present.all()):
-            self.present = None
-        if sketch:
-            return self._over_shards(torch.linalg.vector_norm(measured / world_size))
-        return self._over_shards((measured[0] / world_size).sqrt())
-
-    def _over_shards(self, norm: Tensor) -> Tensor:
-        """The norm of the whole gradient, from those of its rows: added up in rank order, the same on all ranks."""
-        if self.shards.world_size == 1:
-            return norm
-        whole: Tensor = torch.linalg.vector_norm(self.shards.all_gather_stacked(norm.view(1)))
-        return whole
+            measured = (ops.squared_norm(given) if given else torch.zeros((), dtype=torch.float32, device=device)).view(
+                1
+            )
+        answer = self.first_message.exchange(measured, flags, standing)
+        mean = answer.measured / world_size
+        norm = torch.linalg.vector_norm(mean) if sketch and world_size > 1 else mean.sum().sqrt()
+        norm, answer = self.first_message.over_shards(norm, answer)
+        self._answer, self._standing, self.present = answer, standing, answer.present
+        return norm
 
     # ------------------------------------------------------------------------------------- skipped steps
 
@@ -162,28 +169,37 @@ class GradientClipping:
         Raises:
             FloatingPointError: ``max_skipped`` steps in a row were skipped (on every rank in the same step).
         """
-        strict = self._strict
+        strict, standing, answer = self._strict, self._standing, self._answer
         self.forget()
         if scale.device.type != "cuda":
             self._count(scale)
             return
-        on_host = torch.empty((), dtype=scale.dtype, device="cpu", pin_memory=True)
-        on_host.copy_(scale, non_blocking=True)
+        assert answer is not None
+        on_host = torch.empty(3, dtype=scale.dtype, device="cpu", pin_memory=True)
+        on_host.copy_(
+            torch.stack([scale, answer.together.to(scale.dtype), answer.stops.to(scale.dtype)]), non_blocking=True
+        )
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(scale.device))
-        self.found_inf = (on_host, event, strict)
+        self.found_inf = (on_host, event, strict, standing)
 
     def wait_found_inf(self) -> None:
         """Reads whether the last step was skipped, where that was still on the device; the step is long over by now.
 
         Raises:
             FloatingPointError: as :meth:`record_found_inf`.
-            RuntimeError: the step was skipped, and its norm was recorded as one that must be finite.
+            RuntimeError: the step was skipped, and its norm was recorded as one that must be finite; or ranks were
+                apart in it.
         """
         if self.found_inf is not None:
-            on_host, event, strict = self.found_inf
+            on_host, event, strict, standing = self.found_inf
             self.found_inf = None
             event.synchronize()
+            on_host, together, stops = on_host.unbind()
+            self.first_message.stopping = bool(stops)
+            if not together:
+                assert standing is not None
+                self.first_message.raise_apart(standing)
             if strict and float(on_host) == 0.0:
                 self.last_skipped = True
                 _refuse("got NaN or inf in the step before, which was skipped")

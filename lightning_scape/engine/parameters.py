@@ -17,6 +17,9 @@ from lightning_scape.engine.state import flatten, flatten_like, is_dense
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """dtypes of parameters that can be trained, and carried by the wire."""
 
+HYPERPARAMETERS = ("lr", "eps", "weight_decay", "bias_correction")
+"""Of a parameter group, besides its betas: the numbers that a step goes by."""
+
 _LEAST_EPS = torch.finfo(torch.float32).tiny
 
 

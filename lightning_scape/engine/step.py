@@ -6,8 +6,9 @@ a shard, ``t`` step.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator, Work
 from lightning_scape.config import ScapeConfig
 from lightning_scape.engine.clipping import GradientClipping
+from lightning_scape.engine.first_message import Standing, describe, problem_of, settings
 from lightning_scape.engine.mask import Masks, SparsitySchedule
 from lightning_scape.engine.parameters import Parameters
 from lightning_scape.engine.participation import Participants
@@ -73,6 +75,12 @@ class Engine:
         self._clip_seconds = 0.0
         self._masters_stale = False
         self._compared = False
+        self.batch: int | None = None
+        """Batches of the epoch so far, where the host says it."""
+        self.left_out = 0
+        """Gradients that were dropped before a step used them."""
+        self._used = True
+        """Whether the last step has used the gradients that there are."""
 
     @property
     def device(self) -> torch.device:
@@ -105,10 +113,10 @@ class Engine:
             RuntimeError: replicas differ (first step, and every ``check_replicas_every``), or gradients have changed
                 since they were clipped.
         """
-        state, grads, record = self._begin()
-        clip_value = self.clipping.clip_value
+        record, clip_value = self._begin(), self.clipping.clip_value
         with record.phase("norm"):
-            scale = self.clipping.scale(grads, self.device)
+            grads, scale = self._agree()
+            state = self._ready()
             part = self.participants.of(state, scale, self.clipping.present)
         with record.phase("wait"):
             record.exchange_wait = self.masks.wait()
@@ -143,19 +151,62 @@ class Engine:
             self.masks.launch(state)
         self._end(state, scale)
 
-    def _begin(self) -> tuple[ScapeState, list[Tensor | None], StepRecord]:
-        """Checks the gradients, allocates buffers at the first step, and brings masters up to date."""
+    def _begin(self) -> StepRecord:
+        self.comm.place = f"step {self.calls + 1} of optimizer {self.comm.number}"
         self.clipping.check_unchanged(self.parameters.raw_gradients())
         self._finish_last_step()
+        self.record, self._stats = StepRecord(clip_seconds=self._clip_seconds), None
+        self._clip_seconds = 0.0
+        return self.record
+
+    def _agree(self) -> tuple[list[Tensor | None], Tensor]:
+        """Flat gradients and the step's scale. Its message, the first, is sent unless clipping has sent it."""
+        grads, error = self._gradients()
+        with self._raising(error):
+            return grads, self.clipping.scale(grads, self.device, self._standing(error))
+
+    def _ready(self) -> ScapeState:
+        """Allocates buffers at the first step, and brings masters up to date."""
         self.parameters.flatten()
         state = self.state = self.state or self.allocate()
         if not self._compared:  # the first step, or the first after a load
             self._check_replicas()
             self._compared = True
         self._refresh_masters(state)
-        self.record, self._stats = StepRecord(clip_seconds=self._clip_seconds), None
-        self._clip_seconds = 0.0
-        return state, self.parameters.gradients(self.shard.param_groups), self.record
+        return state
+
+    def _gradients(self) -> tuple[list[Tensor | None], Exception | None]:
+        """Flat gradients; or what is wrong with them, or with the groups, which the first message tells all ranks."""
+        try:
+            if (problem := problem_of(self.shard.param_groups)) is not None:
+                raise ValueError(problem)
+            return self.parameters.gradients(self.shard.param_groups), None
+        except Exception as error:
+            return [None for _ in self.parameters.tensors], error
+
+    @contextlib.contextmanager
+    def _raising(self, error: Exception | None) -> Iterator[None]:
+        """Around the first message: this rank's error is raised when all know of it, in place of what they are told."""
+        if error is not None and (self.comm.world_size == 1 or self.device.type == "cuda"):
+            raise error
+        try:
+            yield
+        except RuntimeError as told:
+            raise (error or told) from told.__cause__
+        if error is not None:
+            raise error
+
+    def _standing(self, error: Exception | None) -> Standing:
+        """What must be the same on all ranks in this step."""
+        groups = self.shard.param_groups
+        return Standing(
+            self.comm.number, self.calls, self.left_out, self.batch, self._compared, settings(groups), describe(error)
+        )
+
+    @property
+    def calls(self) -> int:
+        """Calls of :meth:`step` so far, skipped and restored ones included."""
+        return 0 if self.state is None else self.state.calls
 
     def _finish_last_step(self) -> None:
         """On CUDA the host learns now whether the last step was skipped."""
@@ -195,6 +246,7 @@ class Engine:
         record, every = self.record, self.config.check_replicas_every
         assert record is not None
         state.calls += 1
+        self._used = True
         record.norm, record.scale = self.clipping.norm, scale
         record.bytes_sent, record.message_seconds = self.comm.take_count()
         if every and state.calls % every == 0:
@@ -211,12 +263,35 @@ class Engine:
     def clip_grad_norm(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
         """See :meth:`ScapeOptimizer.clip_grad_norm`."""
         began = time.perf_counter()
-        with torch.no_grad(), profiler_range("scape::norm"):
-            grads = self.parameters.gradients(self.shard.param_groups)
-            norm = self.clipping.record_norm(grads, max_norm, self.device, strict=error_if_nonfinite)
+        with self.comm.telling_errors(), torch.no_grad(), profiler_range("scape::norm"):
+            self.comm.place = f"step {self.calls + 1} of optimizer {self.comm.number}"
+            self._finish_last_step()
+            grads, error = self._gradients()
+            with self._raising(error):
+                norm = self.clipping.record_norm(
+                    grads, max_norm, self.device, self._standing(error), strict=error_if_nonfinite
+                )
             self.clipping.remember(self.parameters.raw_gradients())
         self._clip_seconds = time.perf_counter() - began
         return norm
+
+    def all_finite(self) -> bool:
+        """See :meth:`ScapeOptimizer.all_finite`."""
+        with self.comm.telling_errors(), torch.no_grad():
+            self.comm.place = f"step {self.calls + 1} of optimizer {self.comm.number}"
+            self._finish_last_step()
+            grads, error = self._gradients()
+            with self._raising(error):
+                finite = self.clipping.all_finite(grads, self.device, self._standing(error))
+            self.clipping.remember(self.parameters.raw_gradients())
+        return finite
+
+    def drop_gradients(self) -> None:
+        """Before gradients are cleared: notes whether a step has used them, and forgets what was recorded of them."""
+        if not self._used and any(parameter.grad is not None for parameter in self.parameters.tensors):
+            self.left_out += 1
+        self._used = False
+        self.clipping.forget()
 
     def stats(self) -> StepStats | None:
         """See :attr:`ScapeOptimizer.stats`."""

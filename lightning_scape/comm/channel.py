@@ -1,0 +1,218 @@
+"""The process group of a step's messages, and a watch over it: a wait that cannot end becomes an error.
+
+Messages are paired by their order: the k-th of one rank meets the k-th of another. So a channel counts its messages and
+knows what each is for. A rank that waits for long leaves both in the job's store. Where another rank waits in its k-th
+message for something else, or has raised an error in place of that message, no answer can come: the watch closes the
+channel's connections, and every rank's message fails at once, with words on who is where.
+
+A run without long waits puts nothing into the store.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import secrets
+import threading
+import time
+import weakref
+from datetime import timedelta
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # without marks for mypy
+
+LOOK_SECONDS = 0.5
+"""Between two looks of the watch."""
+WAITING_SECONDS = 2.0
+"""How long a rank waits before it says so in the store."""
+QUIET_SECONDS = 5.0
+"""How long a rank sends nothing before it says so."""
+_NOBODY_SENDS = 0x5CA9E
+"""A tag of no message."""
+
+
+class At(NamedTuple):
+    """Where a rank is."""
+
+    message: int
+    """Messages begun."""
+    what: str
+    waiting: bool
+
+    def __str__(self) -> str:
+        return f"{'waits in' if self.waiting else 'has sent nothing since'} {self.what}"
+
+
+class Channel:
+    """A group of its own beside a process group, on which only one kind of optimizer's steps send messages.
+
+    Make it by :meth:`beside`. It is gloo's alone: NCCL queues messages on the device, where nobody waits in them.
+
+    Args:
+        group: the messages' own.
+        token: the same on all ranks, and of no other channel: a store may outlive its ranks.
+    """
+
+    _of: ClassVar[weakref.WeakKeyDictionary[Any, Channel]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, group: dist.ProcessGroup, token: str) -> None:
+        self.group = group
+        self.rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._numbers = itertools.count()
+        self._store = PrefixStore(f"lightning_scape/{token}", dist.distributed_c10d._get_default_store())
+        self._at = self._seen = At(0, "the beginning", False)
+        self._since = time.monotonic()
+        self._told: At | None = None
+        self._error: str | None = None
+        self.longest = 0
+        """Numbers of the longest first message of a step so far."""
+        self.verdict: str | None = None
+        """Why no message can be answered any more."""
+        _Watch.over(self)
+
+    @classmethod
+    def beside(cls, process_group: dist.ProcessGroup, group: dist.ProcessGroup) -> Channel:
+        """The one beside a process group. ``group``, over the same ranks, is used if there is none yet. Collective."""
+        channel = cls._of.get(process_group)
+        if channel is None:
+            token = [secrets.token_hex(8)]
+            dist.broadcast_object_list(token, group=group, group_src=0)
+            channel = cls._of[process_group] = cls(group, token[0])
+        return channel
+
+    @classmethod
+    def known(cls, process_group: dist.ProcessGroup) -> Channel | None:
+        """The one beside a process group, if there is one."""
+        return cls._of.get(process_group)
+
+    def next_number(self) -> int:
+        """Of a further optimizer: how many there were before, on this rank."""
+        return next(self._numbers)
+
+    # ------------------------------------------------------------------------------------------- what this rank does
+
+    def enter(self, what: str, *, begins: bool) -> None:
+        """This rank is inside a message from now on: a new one, or one that it has begun before."""
+        if self._error is not None:
+            self._take_back_error()
+        self._at = At(self._at.message + begins, what, True)
+
+    def leave(self) -> None:
+        """It is no longer."""
+        self._at = self._at._replace(waiting=False)
+
+    def raised(self, error: BaseException) -> None:
+        """Tells ranks that wait for this one's next message that an error has come in its place."""
+        self._error = f"{self._at.message}|{self.rank}|{type(error).__name__}: {str(error)[:300]}"
+        with contextlib.suppress(Exception):  # whatever ails the store, the error is what the user must see
+            self._store.set("error", self._error)
+
+    def _take_back_error(self) -> None:
+        """After all this rank goes on."""
+        self._error = None
+        with contextlib.suppress(Exception):
+            self._store.delete_key("error")
+
+    # ------------------------------------------------------------------------------------------- what the watch does
+
+    def look(self) -> None:
+        """Of the watch's thread, now and then."""
+        at = self._at
+        if at is not self._seen:
+            self._seen, self._since = at, time.monotonic()
+            if self._told is not None:
+                self._told = None
+                self._store.set(f"rank {self.rank}", "")
+            return
+        quiet = time.monotonic() - self._since
+        if self.verdict is not None or quiet < (WAITING_SECONDS if at.waiting else QUIET_SECONDS):
+            return
+        if self._told is None:
+            self._told = at
+            self._store.set(f"rank {self.rank}", str(at))
+        if at.waiting and (verdict := self._judge(at)) and at is self._at:
+            self.verdict = verdict
+            self._cut()
+
+    def explain(self) -> str:
+        """After a message has failed: finds the :attr:`verdict`; where there is none, says what others did last."""
+        with contextlib.suppress(Exception):  # the store may be gone
+            self._store.set(f"rank {self.rank}", str(self._at._replace(waiting=True)))
+            self.verdict = self.verdict or self._judge(self._at)
+            if self.verdict is None and (others := self._others()):
+                return f" {others} If a rank left out a step that others take, take it on all ranks or on none."
+        return ""
+
+    def _judge(self, at: At) -> str | None:
+        """Whether the message that this rank waits in cannot be answered, and why."""
+        mine = f"{self.rank}|{at.what}"
+        first = self._store.compare_set(f"message {at.message}", "", mine).decode()
+        rank, what = first.split("|", 1)
+        if what != at.what:
+            others = f" {self._others()}" if self._ranks > 2 else ""
+            return (
+                f"All ranks must take the same steps, got rank {rank} waiting in {what}, rank {self.rank} in {at.what}."
+                f"{others} A step that one rank left out is the likely reason (a GradScaler, a look at its own"
+                " gradients, an error that was caught), or optimizers that step in another order. Take a step on all"
+                " ranks or on none: `optimizer.all_finite()` asks all of them."
+            )
+        if not self._store.check(["error"]):
+            return None
+        message, rank, error = self._store.get("error").decode().split("|", 2)
+        if int(message) >= at.message or int(rank) == self.rank:
+            return None
+        return f"All ranks must answer, got an error on rank {rank} in place of its message ({at.what}): {error}"
+
+    def _others(self) -> str:
+        """What the other ranks have said, as sentences."""
+        said: list[str] = []
+        for rank in range(self._ranks):
+            key = f"rank {rank}"
+            if rank != self.rank and len(said) < 8 and self._store.check([key]) and (word := self._store.get(key)):
+                said.append(f"Rank {rank} {word.decode()}.")
+        return " ".join(said)
+
+    def _cut(self) -> None:
+        """Closes this rank's connections, so that all messages of the group fail, here and on the other ranks.
+
+        That is what gloo does where a receive is not answered in time. Nothing else interrupts a wait.
+        """
+        with contextlib.suppress(RuntimeError):
+            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+            receive = dist.irecv(nothing, group=self.group, group_src=(self.rank + 1) % self._ranks, tag=_NOBODY_SENDS)
+            assert receive is not None
+            receive.wait(timedelta(seconds=0.01))
+
+
+class _Watch:
+    """One thread of the process looks after all channels."""
+
+    _channels: ClassVar[weakref.WeakSet[Channel]] = weakref.WeakSet()
+    _thread: ClassVar[threading.Thread | None] = None
+    _end: ClassVar[threading.Event] = threading.Event()
+
+    @classmethod
+    def over(cls, channel: Channel) -> None:
+        """Looks after one more."""
+        cls._channels.add(channel)
+        if cls._thread is None or not cls._thread.is_alive():  # a forked process has none
+            cls._end = threading.Event()
+            cls._thread = threading.Thread(target=cls._run, args=(cls._end,), name="scape-watch", daemon=True)
+            cls._thread.start()
+            atexit.register(cls._stop, cls._thread, cls._end)
+
+    @classmethod
+    def _run(cls, end: threading.Event) -> None:
+        while not end.wait(LOOK_SECONDS):
+            for channel in list(cls._channels):
+                with contextlib.suppress(Exception):  # the store may be gone: then so is the job
+                    channel.look()
+
+    @staticmethod
+    def _stop(thread: threading.Thread, end: threading.Event) -> None:
+        """Before the process ends: a thread inside torch would abort it."""
+        end.set()
+        thread.join(2.0)

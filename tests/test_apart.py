@@ -1,0 +1,277 @@
+"""Ranks never train apart without a word, and never wait for what cannot come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_scape import ScapeConfig, ScapeOptimizer
+from lightning_scape.engine.first_message import Standing, difference
+
+RunRanks = Callable[..., list[Any]]
+CONFIG = ScapeConfig(sparsity=0.5, sparsity_warmup_steps=0)
+
+
+def make(entries: int = 300, **options: Any) -> tuple[nn.Parameter, ScapeOptimizer]:
+    parameter = nn.Parameter(torch.ones(entries))
+    return parameter, ScapeOptimizer([parameter], lr=0.1, config=CONFIG, **options)
+
+
+def give_gradient(parameter: nn.Parameter, rank: int, step: int) -> None:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def texts(errors: list[Any]) -> list[str]:
+    assert all(isinstance(error, Exception) for error in errors), errors
+    return [str(error) for error in errors]
+
+
+# ------------------------------------------------------------------------------------------- what a rank's digest says
+
+
+def test_any_difference_in_standing_is_seen_by_every_rank() -> None:
+    one = Standing(0, 7, groups=((0.9, 0.999, 1e-3, 1e-8, 0.1, 0.0),))
+    others = [
+        one._replace(optimizer=1),
+        one._replace(step=8),
+        one._replace(left_out=1),
+        one._replace(batch=3),
+        one._replace(compared=False),
+        one._replace(groups=((0.9, 0.999, 1.0001e-3, 1e-8, 0.1, 0.0),)),
+        one._replace(problem="no"),
+    ]
+    for ranks in (2, 3, 64, 4096):
+        for other in others:
+            sums = one.digest(ranks) * (ranks - 1) + other.digest(ranks)
+            assert sums.max() < 2**24
+            assert (sums != one.digest(ranks) * ranks).any()
+            assert (sums != other.digest(ranks) * ranks).any()
+        assert torch.equal(sum(one.digest(ranks) for _ in range(ranks)), one.digest(ranks) * ranks)
+
+
+def test_the_error_names_the_first_thing_that_differs() -> None:
+    one = Standing(0, 7, groups=((0.9, 0.999, 1e-3, 1e-8, 0.1, 0.0),))
+    slower = one._replace(groups=((0.9, 0.999, 1e-4, 1e-8, 0.1, 0.0),))
+    assert "lr = 0.001 on rank 0 and 0.0001 on rank 2 (group 0)" in difference([one, one, slower])
+    assert "step 8 of optimizer 0 on rank 0 and step 8 of optimizer 1 on rank 1" in difference(
+        [one, one._replace(optimizer=1)]
+    )
+    assert "step 8 of optimizer 0 at batch 9 after 1 gradients" in difference(
+        [one._replace(batch=8), one._replace(batch=9, left_out=1)]
+    )
+
+
+# ------------------------------------------------------------------------------------------- ranks
+
+
+def step_in_another_order(rank: int, world_size: int, clip: bool) -> None:
+    pairs = [make(300), make(5000)]
+    for step in range(4):
+        for parameter, optimizer in reversed(pairs) if step == 2 and rank == 1 else pairs:
+            give_gradient(parameter, rank, step)
+            if clip:
+                optimizer.clip_grad_norm(1.0)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_optimizers_that_step_in_another_order_are_an_error_on_every_rank(run_ranks: RunRanks, clip: bool) -> None:
+    for text in texts(run_ranks(step_in_another_order, 2, clip, expect_errors=True, timeout=60.0)):
+        assert "step 3 of optimizer 0 on rank 0 and step 3 of optimizer 1 on rank 1" in text
+        assert "Take a step on all ranks or on none: `optimizer.all_finite()`" in text
+
+
+def leave_out_a_step(rank: int, world_size: int) -> None:
+    """By a look at its own gradient. Steps taken are counted alike, for the other rank's step waits."""
+    parameter, optimizer = make()
+    for step in range(5):
+        optimizer.zero_grad()
+        give_gradient(parameter, rank, step)
+        if step == 2 and rank == 1:
+            parameter.grad[3] = torch.nan
+        if bool(parameter.grad.isfinite().all()):
+            before = parameter.detach().clone()
+            try:
+                optimizer.step()
+            except RuntimeError:
+                assert torch.equal(parameter, before)
+                raise
+
+
+def test_a_step_that_one_rank_leaves_out_is_an_error_in_that_step(run_ranks: RunRanks) -> None:
+    for text in texts(run_ranks(leave_out_a_step, 2, expect_errors=True, timeout=60.0)):
+        assert "step 3 of optimizer 0 on rank 0" in text
+        assert "step 3 of optimizer 0 after 1 gradients that no step used on rank 1" in text
+
+
+def leave_out_after_clipping(rank: int, world_size: int) -> float:
+    """The other rank waits in a message that is not the step's first."""
+    parameter, optimizer = make()
+    for step in range(5):
+        optimizer.zero_grad()
+        give_gradient(parameter, rank, step)
+        optimizer.clip_grad_norm(1.0)
+        began = time.monotonic()
+        try:
+            if step != 2 or rank != 1:
+                optimizer.step()
+        except RuntimeError as error:
+            raise RuntimeError(f"{time.monotonic() - began:.0f} s: {error}") from error
+    return 0.0
+
+
+def test_ranks_that_wait_for_one_another_in_different_messages_do_not_wait_for_long(run_ranks: RunRanks) -> None:
+    began = time.monotonic()
+    for text in texts(run_ranks(leave_out_after_clipping, 2, expect_errors=True, timeout=100.0)):
+        assert "All ranks must take the same steps" in text
+        for message in ("values", "norm"):
+            assert f" in step 3 of optimizer 0 ({message})" in text
+    assert time.monotonic() - began < 60
+
+
+def raise_in_the_middle(rank: int, world_size: int) -> None:
+    """An error of one rank alone, in place of a message that the other waits for; the process lives on."""
+    parameter, optimizer = make()
+    give_gradient(parameter, rank, 0)
+    optimizer.clip_grad_norm(1.0)
+    if rank == 1:
+        parameter.grad.mul_(2)
+    try:
+        optimizer.step()
+    except RuntimeError:
+        time.sleep(20 * rank)
+        raise
+
+
+def test_an_error_in_place_of_a_message_reaches_those_that_wait_for_it(run_ranks: RunRanks) -> None:
+    first, _ = texts(run_ranks(raise_in_the_middle, 2, expect_errors=True, timeout=100.0))
+    assert "got an error on rank 1 in place of its message" in first
+    assert "RuntimeError: Gradients must stay as they are" in first
+
+
+def change_settings(rank: int, world_size: int, name: str, value: Any, ranks: list[int]) -> None:
+    parameter, optimizer = make()
+    for step in range(4):
+        give_gradient(parameter, rank, step)
+        if step == 2 and rank in ranks:
+            optimizer.param_groups[0][name] = value
+        before = parameter.detach().clone()
+        try:
+            optimizer.step()
+        except (RuntimeError, ValueError):
+            assert step == 2
+            assert torch.equal(before, parameter)
+            raise
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("lr", 0.05, "lr = 0.1 on rank 0 and 0.05 on rank 1"),
+        ("betas", (0.9, 0.99), "beta2 = 0.95 on rank 0 and 0.99 on rank 1"),
+        ("weight_decay", 0.0, "weight_decay = 0.1 on rank 0 and 0.0 on rank 1"),
+        ("lr", float("nan"), "`lr` must be >= 0, got nan"),
+    ],
+)
+def test_settings_that_differ_are_an_error_before_anything_is_folded(
+    run_ranks: RunRanks, name: str, value: Any, word: str
+) -> None:
+    for text in texts(run_ranks(change_settings, 2, name, value, [1], expect_errors=True, timeout=60.0)):
+        assert word in text
+
+
+@pytest.mark.parametrize(("name", "value"), [("lr", -1e-3), ("lr", float("nan")), ("betas", (0.9, 1.0))])
+def test_settings_that_break_a_rule_in_mid_run_are_an_error(run_ranks: RunRanks, name: str, value: Any) -> None:
+    for error in run_ranks(change_settings, 2, name, value, [0, 1], expect_errors=True, timeout=60.0):
+        assert isinstance(error, ValueError)
+        assert f"`{name}` must be" in str(error)
+
+
+def freeze_on_one_rank(rank: int, world_size: int) -> None:
+    parameter, optimizer = make()
+    for step in range(2):
+        give_gradient(parameter, rank, step)
+        if step == 1 and rank == 1:
+            parameter.requires_grad_(False)
+        optimizer.step()
+
+
+def test_an_error_of_one_rank_before_the_first_message_is_one_of_all(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(freeze_on_one_rank, 2, expect_errors=True, timeout=60.0)
+    assert isinstance(second, ValueError)
+    assert "got an error on rank 1: ValueError: Parameters must be frozen or unfrozen before" in str(first)
+
+
+# ------------------------------------------------------------------------------------------- deciding together
+
+
+def scale_gradients(rank: int, world_size: int, sharded: bool) -> list[float]:
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    parameter, optimizer = make()
+    options: dict[str, Any] = {"init_scale": 4.0, "growth_interval": 100}
+    scaler = ShardedGradScaler("cpu", **options) if sharded else torch.amp.GradScaler("cpu", **options)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = (parameter * (torch.inf if step == 1 and rank == 1 else 1.0)).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return [float(scaler.get_scale()), float(optimizer.steps_taken)]
+
+
+def test_a_scaler_by_which_each_rank_decides_for_itself_is_refused(run_ranks: RunRanks) -> None:
+    for text in texts(run_ranks(scale_gradients, 2, False, expect_errors=True, timeout=60.0)):
+        assert "got a GradScaler, by which each rank decides for itself. Use" in text
+        assert "ShardedGradScaler" in text
+    assert scale_gradients(0, 1, False)[1] >= 2
+
+
+def test_a_scaler_that_asks_all_ranks_skips_on_all(run_ranks: RunRanks) -> None:
+    assert run_ranks(scale_gradients, 2, True, timeout=60.0) == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def ask_all_ranks(rank: int, world_size: int, clip: bool) -> tuple[list[int], torch.Tensor]:
+    parameter, optimizer = make()
+    taken = []
+    for step in range(5):
+        optimizer.zero_grad()
+        give_gradient(parameter, rank, step)
+        if step == 2 and rank == 1:
+            parameter.grad[3] = torch.inf
+        if clip:
+            optimizer.clip_grad_norm(1.0)
+        if optimizer.all_finite():
+            optimizer.step()
+            taken.append(step)
+    return taken, parameter.detach()
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_ranks_that_ask_together_leave_out_the_same_step(run_ranks: RunRanks, clip: bool) -> None:
+    (first, one), (second, other) = run_ranks(ask_all_ranks, 2, clip, timeout=60.0)
+    assert first == second == [0, 1, 3, 4]
+    assert torch.equal(one, other)
+
+
+def stop(rank: int, world_size: int) -> list[bool]:
+    parameter, optimizer = make()
+    found = []
+    for step in range(4):
+        give_gradient(parameter, rank, step)
+        if step == 2 and rank == world_size - 1:
+            optimizer.request_stop()
+        optimizer.step()
+        found.append(optimizer.stop_requested)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_rank_that_was_told_to_stop_tells_all_with_its_next_step(run_ranks: RunRanks, world_size: int) -> None:
+    assert run_ranks(stop, world_size, timeout=60.0) == [[False, False, True, True]] * world_size
