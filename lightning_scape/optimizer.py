@@ -286,15 +286,16 @@ class ScapeOptimizer(torch.optim.Optimizer):
         if not self.steps_taken:
             self.engine.masks.schedule = SparsitySchedule.of(self.config, total_steps)
 
-    def announce_batch(self, batches: int, last: bool) -> None:
+    def announce_batch(self, batches: int, last: bool | None = None) -> None:
         """Says, before a step, how many batches of the epoch this rank has had, and whether that is all of them.
 
-        For hosts. The step raises ``ValueError`` on every rank where only some ranks are at their last batch: they
-        would leave the others waiting. It costs no message of its own; on CUDA the host waits for the norm. All ranks
-        announce a step, or none does.
+        For hosts. The step raises on every rank where ranks are at different batches (``RuntimeError``), or where only
+        some are at their last one (``ValueError``): they would leave the others waiting. It costs no message of its
+        own. With ``last`` the host waits for the norm on CUDA; None does not say. All ranks announce a step, or none.
         """
         self.engine.batch = batches
-        self.engine.clipping.first_message.epoch_end.announce(batches, last)
+        if last is not None:
+            self.engine.clipping.first_message.epoch_end.announce(batches, last)
 
     def request_stop(self) -> None:
         """Says that this rank was told to stop; the next step's first message tells all ranks."""

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from trainer_helpers import MARKS, Regression, make_trainer, weights
 
 from lightning_scape import ScapeConfig, ScapeOptimizer
 from lightning_scape.engine.first_message import Standing, difference
 
+pytestmark = MARKS
 RunRanks = Callable[..., list[Any]]
 CONFIG = ScapeConfig(sparsity=0.5, sparsity_warmup_steps=0)
 
@@ -275,3 +277,103 @@ def stop(rank: int, world_size: int) -> list[bool]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_rank_that_was_told_to_stop_tells_all_with_its_next_step(run_ranks: RunRanks, world_size: int) -> None:
     assert run_ranks(stop, world_size, timeout=60.0) == [[False, False, True, True]] * world_size
+
+
+# ------------------------------------------------------------------------------------------- under the Trainer
+
+
+class Guarded(Regression):
+    """Leaves a step out where its gradient is not finite, as one may under DDP."""
+
+    def __init__(self, bad: int, how: str) -> None:
+        super().__init__()
+        self.bad, self.how = bad, how
+        self.automatic_optimization = how == "on_after_backward"
+        self.taken: list[int] = []
+
+    def loss(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        return loss * torch.nan if batch_idx == self.bad and self.global_rank == 1 else loss
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> Any:
+        if self.automatic_optimization:
+            return self.loss(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch, batch_idx))
+        if self.finite():
+            optimizer.step()
+            self.taken.append(batch_idx)
+        return None
+
+    def on_after_backward(self) -> None:
+        if self.automatic_optimization:
+            self.taken.append(self.trainer.global_step)
+            if not self.finite():
+                self.taken.pop()
+                self.zero_grad()
+
+    def finite(self) -> bool:
+        return all(bool(p.grad.isfinite().all()) for p in self.parameters())
+
+
+def fit_guarded(rank: int, world_size: int, how: str) -> tuple[list[int], torch.Tensor]:
+    model = Guarded(2, how)
+    make_trainer().fit(model)
+    return model.taken, weights(model)
+
+
+@pytest.mark.parametrize("how", ["manual", "on_after_backward"])
+def test_a_module_that_looks_at_its_gradients_decides_alike_on_all_ranks(run_ranks: RunRanks, how: str) -> None:
+    (first, one), (second, other) = run_ranks(fit_guarded, 2, how, timeout=60.0)
+    assert first == second == [0, 1, 3, 4, 5]
+    assert torch.equal(one, other)
+
+
+class LeavesOut(Regression):
+    """By a criterion that ranks do not share; no gradient says it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.manual_backward(nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+        if batch_idx != 2 or self.global_rank != 1:
+            self.optimizers().step()
+        self.zero_grad()  # the module's: the optimizer does not see it
+
+
+def fit_and_leave_out(rank: int, world_size: int) -> None:
+    make_trainer().fit(LeavesOut())
+
+
+def test_under_the_trainer_batches_are_compared_too(run_ranks: RunRanks) -> None:
+    for text in texts(run_ranks(fit_and_leave_out, 2, expect_errors=True, timeout=60.0)):
+        assert "step 3 of optimizer 0 at batch 3 on rank 0 and step 3 of optimizer 0 at batch 4 on rank 1" in text
+
+
+class FailsOnOneRank(Regression):
+    """In its own code, after which the process of that rank lives on."""
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if batch_idx == 2 and self.global_rank == 1:
+            raise KeyError("the model's own mistake")
+        return super().training_step(batch, batch_idx)
+
+
+def fit_and_fail(rank: int, world_size: int) -> None:
+    try:
+        make_trainer().fit(FailsOnOneRank())
+    except KeyError:
+        time.sleep(20)
+        raise
+
+
+def test_an_error_in_the_module_of_one_rank_reaches_the_others_while_its_process_lives(run_ranks: RunRanks) -> None:
+    began = time.monotonic()
+    first, second = run_ranks(fit_and_fail, 2, expect_errors=True, timeout=100.0)
+    assert isinstance(second, KeyError)
+    assert "got an error on rank 1 in place of its message" in str(first)
+    assert 'KeyError: "the model\'s own mistake"' in str(first)
+    assert time.monotonic() - began < 60

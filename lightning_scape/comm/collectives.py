@@ -5,7 +5,7 @@ A step sends five messages, however many parameters or layers there are:
 ========== ================================ ============================================ ==================
 kind       call                             bytes a rank sends                           when
 ========== ================================ ============================================ ==================
-norm       all-reduce, fp32                 2 (N-1)/N * 16 KB (sketch) or 4 bytes        before the sweep
+norm       all-reduce, fp32                 2 (N-1)/N * 16 KB (sketch), or some 24 B     before the sweep
 values     all-to-all, wire dtype           (N-1)/N * k * 2 (bf16), 4, 1.03 or 0.53      during the local sweep
 parameters all-gather, wire dtype or own    (N-1)/N * k * itemsize                       after the update
 mask       all-gather, uint8 or uint16      (N-1)/N * k * 1 or 2                         during the next step

@@ -11,7 +11,7 @@ import atexit
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -49,6 +49,7 @@ from lightning_scape.integrations import advice, launching, rendezvous, swap, tw
 from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.integrations.resume import Resume, Resumption
 from lightning_scape.integrations.run_length import compare_lengths, ends_epoch, steps_of_run
+from lightning_scape.integrations.shared_nans import SharedNans
 from lightning_scape.optimizer import ScapeOptimizer
 
 
@@ -174,6 +175,7 @@ class ScapeStrategy(DDPStrategy):
         self._checkpoint_group = SideGroup("gloo")  # background writes must not meet the step's messages
         self._ends_group = SideGroup("gloo")  # nor those of each batch
         self._saved_rng: Tensor | None = None
+        self._shared_nans = SharedNans()
 
     def __repr__(self) -> str:
         """The options that differ from the defaults, and a remedy where the package is not the one we extend."""
@@ -252,7 +254,7 @@ class ScapeStrategy(DDPStrategy):
         if self._nodes.several:
             assert self.lightning_module is not None
             return two_level.without_gradient_sync(self.lightning_module)
-        return nullcontext()
+        return self._shared_nans.hold()
 
     @override
     def configure_ddp(self) -> None:
@@ -338,9 +340,9 @@ class ScapeStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        for scape_optimizer in swap.scape_optimizers([optimizer] if self._steps_compare_ends else []):
-            ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-            scape_optimizer.announce_batch(ready, ends_epoch(trainer))
+        ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        for scape_optimizer in swap.scape_optimizers([optimizer]):
+            scape_optimizer.announce_batch(ready, ends_epoch(trainer) if self._steps_compare_ends else None)
         result = super().optimizer_step(optimizer, *args, **kwargs)
         for scape_optimizer in swap.scape_optimizers([optimizer]):
             if verdict := self._payoff.look(scape_optimizer, self.root_device):
@@ -361,6 +363,8 @@ class ScapeStrategy(DDPStrategy):
         plugin.clip_gradients = swap.clip_gradients  # type: ignore[method-assign]
         if isinstance(plugin, MixedPrecision):
             plugin.scaler = swap.sharded_scaler(plugin.scaler)
+        if self.lightning_module is not None and self.optimizers:
+            self._shared_nans.attach(plugin, self.lightning_module, lambda: self.optimizers)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -476,6 +480,7 @@ class ScapeStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         # Not super(): its advice on unused parameters is about DDP's reducer, which is not used here.
         self._interrupted = True
+        swap.tell_error(self.optimizers, exception)
 
     @override
     def teardown(self) -> None:
@@ -484,6 +489,7 @@ class ScapeStrategy(DDPStrategy):
             swap.drain(self.optimizers)
         self._saver.finish(raising=not self._interrupted)
         vars(self.precision_plugin).pop("clip_gradients", None)
+        self._shared_nans.detach(self.precision_plugin)
         if self._progress_bar is not None:
             vars(self._progress_bar).pop("get_metrics", None)
             self._progress_bar = None
