@@ -51,7 +51,7 @@ MAY_IMPORT_TRITON = {
     "ops.cuda_wire",
 }
 MAY_IMPORT_NUMBA = {"ops.cpu_kernels", "ops.cpu_masks", "ops.cpu_numbers"}
-MAY_COMMUNICATE = {"comm.collectives", "comm.round_trips"}
+MAY_COMMUNICATE = {"comm.channel", "comm.collectives", "comm.pairs", "comm.round_trips"}
 # Prefixes, so that all_gather_into_tensor, reduce_scatter_tensor or broadcast_object_list are covered too.
 MESSAGE = re.compile(
     r"_?(all_reduce|all_gather|all_to_all|reduce|gather|scatter|broadcast|i?send|i?recv|batch_isend|P2POp"

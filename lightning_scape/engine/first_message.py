@@ -181,9 +181,7 @@ class FirstMessage:
         everyone: list[Standing] = self.communicator.all_gather_object(standing)
         for rank, other in enumerate(everyone):
             if other.problem is not None:
-                raise RuntimeError(
-                    f"A step must be possible on all ranks, got an error on rank {rank}: {other.problem}"
-                )
+                raise RuntimeError(f"All ranks must be able to step, got an error on rank {rank}: {other.problem}")
         raise RuntimeError(difference(everyone))
 
 
