@@ -1,0 +1,198 @@
+"""SCAPE (arXiv 2607.01678) on one page, in plain torch, with N ranks simulated in one process. Read `Scape.step`.
+
+    python examples/scape_simple.py                 # 4 ranks train a small model, at 99%, beside torch's AdamW
+
+The package does the same with real messages, and with all that goes wrong around them. A test holds both equal.
+Symbols: P parameters, N ranks, B block length, q entries sent per block, t step. All state lies in blocks [P/B, B], of
+which rank j owns the j-th N-th. docs/design.md has the reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+LONGEST_MOVE = 25  # of an entry in one visit, in learning rates
+
+
+class Scape:
+    """AdamW whose N ranks exchange q of B entries in each step.
+
+    Args:
+        parameters: the replicas, which are always equal, so that one stands for all.
+        ranks: N.
+        sparsity: 0.99 sends 2 of 200 entries in the end, 0.9 sends 25 of 250.
+        lr, betas, eps, weight_decay: AdamW's.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        ranks: int,
+        sparsity: float = 0.99,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        density = 1 - Fraction(str(sparsity))
+        self.block = max(b for b in range(1, 257) if (density * b).denominator == 1)
+        self.quota = int(density * self.block)
+        wait = 50 * max(1.0, 10 * float(density) ** 0.5)  # of the warm-up: the density at step i is 1 / (1 + i/wait)
+        self.warmup = -int(-wait * (1 / float(density) - 1) // 1)
+        self.votes = self.quota if self.quota <= 5 else 0  # proposals of each rank, where few entries are sent
+        self.parameters, self.ranks = list(parameters), ranks
+        self.lr, (self.b1, self.b2), self.eps, self.weight_decay = lr, betas, eps, weight_decay
+        self.t = 0
+        self.mask: Tensor | None = None  # made in the step before: [rows, q]
+        rows = self.blocks(self.parameters).shape
+        self.residual = torch.zeros(ranks, *rows)  # of each rank: its gradients that were not sent yet
+        self.m, self.v = torch.zeros(rows), torch.zeros(rows)  # of the owners
+        self.last = torch.zeros(rows, dtype=torch.int64)  # step of each entry's last visit
+
+    def blocks(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Cuts each tensor into blocks, the last one filled up with zeros; then zeros, for N equal shards."""
+        flats = [tensor.detach().reshape(-1) for tensor in tensors]
+        rows = torch.cat([functional.pad(flat, (0, -len(flat) % self.block)).view(-1, self.block) for flat in flats])
+        return functional.pad(rows, (0, 0, 0, -len(rows) % self.ranks))
+
+    def sent(self, step: int) -> int:
+        """Entries of a block that a step sends, counted from 0: all at first, q after the warm-up."""
+        density = self.quota / self.block
+        if step < self.warmup:
+            density = 1 / (1 + (1 / density - 1) * ((step + 1) / (self.warmup + 1)))
+        return min(self.block, max(self.quota, round(density * self.block)))
+
+    # ------------------------------------------------------------------------------------------- the step
+
+    def step(self, gradients: Sequence[Sequence[Tensor]]) -> None:
+        """One step of all ranks, from the gradients of each rank, of each parameter."""
+        self.t += 1
+        q = self.sent(self.t - 1)
+        grads = torch.stack([self.blocks(own) for own in gradients])
+        self.residual += grads
+        mask = self.mask_of_step(q)
+        if mask is not None:  # the owner's v takes its own gradient for the ranks' mean; noise averages down by N
+            self.v = (1 - (1 - self.b2)) * self.v + ((1 - self.b2) / self.ranks) * self.owned(grads).square()
+        values = take(self.residual, mask)  # all-to-all: to the owners, in 16 bits; the rounding errors stay behind
+        mean = sum_in_order(values) / self.ranks
+        changes = self.update(mask, mean)  # all-gather: back to all ranks, in 16 bits
+        self.write(mask, changes)
+        # Behind the next forward and backward: the mask of the next step, from what is left.
+        following = self.sent(self.t)
+        self.mask = self.new_mask(following) if mask is not None and following < self.block else None
+
+    def mask_of_step(self, q: int) -> Tensor | None:
+        """None sends everything. The first sparse step makes its own mask, from its own gradient."""
+        if q == self.block:
+            return None
+        if self.mask is None or self.mask.shape[1] != q:
+            return self.new_mask(q)
+        return self.mask
+
+    def new_mask(self, q: int) -> Tensor:
+        """Each owner ranks its residual, and what the other ranks propose for its shard."""
+        statistic = self.owned(self.residual).clone()
+        owner = torch.arange(len(statistic)) * self.ranks // len(statistic)
+        for rank in range(self.ranks if self.votes else 0):  # all-to-all
+            positions = largest(self.residual[rank], self.votes)
+            values = as_byte(self.residual[rank].gather(1, positions))
+            statistic.scatter_add_(1, positions, values.masked_fill((owner == rank)[:, None], 0.0))
+        return largest(statistic, q)  # all-gather
+
+    def update(self, mask: Tensor | None, mean: Tensor) -> Tensor:
+        """tau steps of AdamW at once on the masked entries, each by its owner; returns how far they move."""
+        at = mask if mask is not None else torch.arange(self.block).expand(len(mean), -1)
+        theta = self.blocks(self.parameters).gather(1, at)
+        m, v, tau = (state.gather(1, at) for state in (self.m, self.v, self.t - self.last))
+        tau, c1, c2 = tau.clamp(min=1), 1 - self.b1**self.t, 1 - self.b2**self.t
+        new_part = tau * (1 - self.b1) / ((tau - 1) * (1 - self.b1) + 1)  # backward Euler: for tau = 1 it is 1 - b1
+        m = (1 - new_part) * m + new_part * (mean / tau)
+        moved = tau * m / c1
+        common = torch.maximum((m / c1).abs(), moved.abs() / LONGEST_MOVE)
+        if mask is None:  # everything is sent: v is AdamW's own
+            v = v * self.b2 + mean.square() / tau * (1 - self.b2)
+            common = torch.where(tau == 1, 0.0, common)
+        else:  # what the owner cannot have seen
+            v = (mean.square() - v / c2 * self.ranks * tau * tau).clamp(min=0) * (1 - self.b2) + v
+        u = torch.maximum(v / c2, common.square())
+        new = (1 - self.lr * self.weight_decay) ** tau * theta - moved * self.lr / (u.sqrt() + self.eps)
+        self.m.scatter_(1, at, m)
+        self.v.scatter_(1, at, v)
+        self.last.scatter_(1, at, torch.full_like(at, self.t))
+        return (new - theta).bfloat16()
+
+    def write(self, mask: Tensor | None, changes: Tensor) -> None:
+        """Every rank adds the same changes to its parameters."""
+        at = mask if mask is not None else torch.arange(self.block).expand(len(changes), -1)
+        dense = torch.zeros(len(changes), self.block).scatter_(1, at, changes.float())
+        row = 0
+        for parameter in self.parameters:
+            rows = -(-parameter.numel() // self.block)
+            parameter.data += dense[row : row + rows].view(-1)[: parameter.numel()].view(parameter.shape)
+            row += rows
+
+    def owned(self, of_ranks: Tensor) -> Tensor:
+        """From every rank its own shard: [rows, B] of [N, rows, B]."""
+        shards = of_ranks.view(self.ranks, self.ranks, -1, self.block)
+        return torch.cat([shards[rank, rank] for rank in range(self.ranks)])
+
+
+def take(residual: Tensor, mask: Tensor | None) -> Tensor:
+    """The masked entries leave the residuals [N, rows, B], rounded: what is sent and what stays are what there was."""
+    if mask is None:
+        mask = torch.arange(residual.shape[2]).expand(residual.shape[1], -1)
+    at = mask.expand(len(residual), -1, -1)
+    there = residual.gather(2, at)
+    rounded = there.bfloat16()
+    residual.scatter_(2, at, there - rounded)
+    return rounded
+
+
+def sum_in_order(values: Tensor) -> Tensor:
+    """Over ranks, in fp32, in rank order: every implementation gets the same bits."""
+    total = values[0].float()
+    for other in values[1:]:
+        total = total + other
+    return total
+
+
+def largest(statistic: Tensor, count: int) -> Tensor:
+    """Positions of the largest magnitudes of each block; their lowest bits give way to the position, for ties."""
+    length = statistic.shape[1]
+    low = (1 << (length - 1).bit_length()) - 1
+    keys = statistic.view(torch.int32) & (0x7FFFFFFF & ~low) | (low - torch.arange(length, dtype=torch.int32))
+    return (low - (keys.topk(count, dim=1).values & low)).long()
+
+
+def as_byte(values: Tensor) -> Tensor:
+    """What is left of proposed values in 8 bits, in units of a power of two for each block."""
+    scale = torch.exp2(torch.floor(torch.log2(values[:, :1].abs().clamp(min=2.0**-126))) + 1)
+    return (values * (127 / scale)).round() * (scale / 127)
+
+
+def main(steps: int = 1000, ranks: int = 4) -> None:
+    """A regression on noise and a signal, at 99% and with AdamW."""
+    for method in ("AdamW", "SCAPE 99%"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 100), nn.Tanh(), nn.Linear(100, 1))
+        parameters = list(model.parameters())
+        scape, adamw = Scape(parameters, ranks), torch.optim.AdamW(parameters)
+        for step in range(steps + 1):
+            inputs = torch.randn(ranks, 16, 20)
+            losses = [(model(own)[:, 0] - (own[:, :5].prod(1) + own[:, 5].sin())).square().mean() for own in inputs]
+            if step % 250 == 0:
+                sends = f", sends {scape.sent(step)} of 200 entries" if method != "AdamW" else ""
+                print(f"{method}: step {step}, loss {sum(losses).item() / ranks:.4f}{sends}")
+            gradients = [torch.autograd.grad(loss, parameters) for loss in losses]
+            for parameter, *own in zip(parameters, *gradients, strict=True):
+                parameter.grad = sum(own) / ranks
+            scape.step(gradients) if method != "AdamW" else adamw.step()
+
+
+if __name__ == "__main__":
+    main()
