@@ -1,30 +1,31 @@
-"""SCAPE sparse data-parallel training for Lightning: ``Trainer(strategy=ScapeStrategy(sparsity=0.99))``."""
+"""SCAPE sparse data-parallel training for Lightning: ``Trainer(strategy=ScapeStrategy(sparsity=0.99))``.
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.strategies import StrategyRegistry
+A name is imported when it is first asked for: the command line answers ``--help`` without Lightning and torch.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.adams import AdamS
-from lightning_scape.checkpoint.atomic_files import CheckpointError
-from lightning_scape.checkpoint.inspection import newest_checkpoint, resume_path
-from lightning_scape.comm.restarts import init_process_group
-from lightning_scape.config import ScapeConfig
-from lightning_scape.data import PythonSource
-from lightning_scape.engine.stats import StepStats
-from lightning_scape.integrations.fabric import FabricScapeStrategy
-from lightning_scape.integrations.monitor import ScapeMonitor
-from lightning_scape.integrations.sparseloco_fabric import FabricSparseLoCoStrategy
-from lightning_scape.integrations.sparseloco_monitor import SparseLoCoMonitor
-from lightning_scape.integrations.sparseloco_trainer import SparseLoCoStrategy
-from lightning_scape.integrations.trainer import ScapeStrategy
-from lightning_scape.optimizer import ScapeOptimizer
-from lightning_scape.sparseloco import ExchangeStats, SparseLoCo, SparseLoCoConfig
+from lightning_scape.registration import register_with_lightning
 
-# No entry point registers strategies: `strategy="scape"` works once this package is imported.
-ScapeStrategy.register_strategies(StrategyRegistry)
-FabricScapeStrategy.register_strategies(STRATEGY_REGISTRY)
-SparseLoCoStrategy.register_strategies(StrategyRegistry)
-FabricSparseLoCoStrategy.register_strategies(STRATEGY_REGISTRY)
+if TYPE_CHECKING:
+    from lightning_scape.adams import AdamS
+    from lightning_scape.checkpoint.atomic_files import CheckpointError
+    from lightning_scape.checkpoint.inspection import newest_checkpoint, resume_path
+    from lightning_scape.comm.restarts import init_process_group
+    from lightning_scape.config import ScapeConfig
+    from lightning_scape.data import PythonSource
+    from lightning_scape.engine.stats import StepStats
+    from lightning_scape.integrations.fabric import FabricScapeStrategy
+    from lightning_scape.integrations.monitor import ScapeMonitor
+    from lightning_scape.integrations.sparseloco_fabric import FabricSparseLoCoStrategy
+    from lightning_scape.integrations.sparseloco_monitor import SparseLoCoMonitor
+    from lightning_scape.integrations.sparseloco_trainer import SparseLoCoStrategy
+    from lightning_scape.integrations.trainer import ScapeStrategy
+    from lightning_scape.optimizer import ScapeOptimizer
+    from lightning_scape.sparseloco import ExchangeStats, SparseLoCo, SparseLoCoConfig
 
 __all__ = [
     "AdamS",
@@ -47,3 +48,43 @@ __all__ = [
     "newest_checkpoint",
     "resume_path",
 ]
+
+_HOMES = {
+    "AdamS": "adams",
+    "CheckpointError": "checkpoint.atomic_files",
+    "ExchangeStats": "sparseloco",
+    "FabricScapeStrategy": "integrations.fabric",
+    "FabricSparseLoCoStrategy": "integrations.sparseloco_fabric",
+    "PythonSource": "data",
+    "ScapeConfig": "config",
+    "ScapeMonitor": "integrations.monitor",
+    "ScapeOptimizer": "optimizer",
+    "ScapeStrategy": "integrations.trainer",
+    "SparseLoCo": "sparseloco",
+    "SparseLoCoConfig": "sparseloco",
+    "SparseLoCoMonitor": "integrations.sparseloco_monitor",
+    "SparseLoCoStrategy": "integrations.sparseloco_trainer",
+    "StepStats": "engine.stats",
+    "init_process_group": "comm.restarts",
+    "newest_checkpoint": "checkpoint.inspection",
+    "resume_path": "checkpoint.inspection",
+}
+"""The module of each public name: those of the imports above."""
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, or a module of this package."""
+    if name not in _HOMES:
+        if find_spec(f"{__name__}.{name}") is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return import_module(f"{__name__}.{name}")
+    globals()[name] = value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# No entry point registers strategies: `strategy="scape"` works once this package is imported.
+register_with_lightning()

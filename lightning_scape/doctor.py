@@ -9,10 +9,10 @@ for each node is enough. The exit status is 0 where everything works (what is sl
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import threading
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lightning_scape.__about__ import __version__
+from lightning_scape.arguments import doctor_arguments
 from lightning_scape.console import ends_quietly
 from lightning_scape.diagnosis import network
 from lightning_scape.diagnosis.findings import Finding, exit_status, report
@@ -43,7 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         ValueError: a launcher's variables contradict each other.
     """
-    args = _parse(arguments)
+    return run(doctor_arguments(arguments))
+
+
+def run(args: Namespace) -> int:
+    """The same, with its arguments read."""
     place = Place.of(os.environ)
     device = _device(place)
     with Watch(place, 5 * args.timeout + 2 * COMPILING_SECONDS) as watch:
@@ -52,26 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         findings = _of_this_host(place, device, watch)
         print(report([*findings, Finding(TOPIC, "note", ALONE)]))
         return exit_status(findings)
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="lightning-scape doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--timeout", type=_seconds, default=60.0, help="seconds for which ranks wait for each other (default: 60)"
-    )
-    return parser.parse_args(arguments)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"it must be a number of seconds from 1 to 3600, got {text!r}. Try 60.")
-    return value
 
 
 def _device(place: Place) -> torch.device:

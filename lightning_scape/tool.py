@@ -1,4 +1,8 @@
-"""``lightning-scape <command>``: what is done outside of training, each imported only when it is called."""
+"""``lightning-scape <command>``: what is done outside of training.
+
+Each command reads its arguments first, and only then imports what it works with: help, and the word on a mistyped
+option, come at once.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +13,33 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_scape.__about__ import __version__
+from lightning_scape.arguments import doctor_arguments, plan_arguments
 from lightning_scape.console import ends_quietly
+
+TORCHRUN = """usage: lightning-scape torchrun [options of torchrun] script.py [arguments of the script]
+
+torchrun, with which machines may be lost and come back. It takes torchrun's options, for example:
+
+  --nnodes N or MIN:MAX      machines, or the least and the most of them
+  --nproc-per-node N         processes on each
+  --node-rank I              which machine this is, where their number is fixed
+  --master-addr HOST         the first machine, where their number is fixed
+  --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id NAME
+                             where machines meet, if their number may change
+  --max-restarts N           how often all may start again after a failure
+
+`torchrun --help` lists all of them."""
+"""Its help."""
 
 
 def _plan(arguments: list[str]) -> int:
-    from lightning_scape.plan import main
+    given = plan_arguments(arguments)
+    from lightning_scape.plan import run
 
-    return main(arguments)
+    return run(given)
 
 
 def _consolidate(arguments: list[str]) -> int:
-    from lightning_scape.checkpoint import atomic_files as files
-    from lightning_scape.checkpoint import saver as saving
-
     parser = _parser("consolidate")
     parser.add_argument("checkpoint", type=Path, help="a sharded checkpoint's directory, or a file to convert")
     parser.add_argument("file", type=Path, help="where the one file goes")
@@ -33,6 +51,9 @@ def _consolidate(arguments: list[str]) -> int:
         help="whose state the file holds: SCAPE's (default; AdamS takes it too), or AdamW's, with what carries over",
     )
     given = parser.parse_args(arguments)
+    from lightning_scape.checkpoint import atomic_files as files
+    from lightning_scape.checkpoint import saver as saving
+
     files.check_there(given.checkpoint)
     _check_free(given.checkpoint, given.file, given.force)
     files.save_file(saving.consolidate(given.checkpoint, given.optimizer), given.file)
@@ -54,12 +75,13 @@ def _check_free(source: Path, target: Path, force: bool) -> None:
 
 
 def _verify(arguments: list[str]) -> int:
-    from lightning_scape.checkpoint.inspection import verify
-
     parser = _parser("verify")
     parser.add_argument("path", type=Path, nargs="+", help="checkpoints, files or directories")
+    given = parser.parse_args(arguments)
+    from lightning_scape.checkpoint.inspection import verify
+
     damaged = 0
-    for path in parser.parse_args(arguments).path:
+    for path in given.path:
         try:
             verify(path)
         except (ValueError, OSError) as error:
@@ -71,6 +93,9 @@ def _verify(arguments: list[str]) -> int:
 
 
 def _torchrun(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):  # torchrun's own takes seconds
+        print(TORCHRUN)
+        return 0 if arguments else 2
     # By default torch 2.13 keeps one store for all restarts, whose address only the agents of the first start learn:
     # none that comes later can join (DynamicRendezvousHandler.next_rendezvous).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -81,17 +106,19 @@ def _torchrun(arguments: list[str]) -> int:
 
 
 def _doctor(arguments: list[str]) -> int:
-    from lightning_scape.doctor import main
+    given = doctor_arguments(arguments)
+    from lightning_scape.doctor import run
 
-    return main(arguments)
+    return run(given)
 
 
 def _report(arguments: list[str]) -> int:
-    from lightning_scape.reporting import write_page
-
     parser = _parser("report")
     parser.add_argument("folder", type=Path, help="what was given as `ScapeMonitor(report=...)`")
-    print(write_page(parser.parse_args(arguments).folder))
+    given = parser.parse_args(arguments)
+    from lightning_scape.reporting import write_page
+
+    print(write_page(given.folder))
     return 0
 
 

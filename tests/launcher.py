@@ -35,8 +35,11 @@ import torch.distributed as dist
 from torch.utils._device import _device_constructors
 from warm_python import warm_python
 
+import lightning_scape
+
 TESTS = Path(__file__).resolve().parent
-PRELOADED = ["torch", "torch.distributed", "pytest", "hypothesis", "lightning_scape"]
+PRELOADED = ["torch", "torch.distributed", "pytest", "hypothesis"]
+PRELOADED += sorted({f"lightning_scape.{home}" for home in lightning_scape._HOMES.values()})
 STACK_DUMP_SIGNAL = signal.SIGUSR1
 STACK_DUMP_SECONDS = 0.3
 

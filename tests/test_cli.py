@@ -24,7 +24,7 @@ pytest.importorskip("jsonargparse")
 
 from warm_python import warm_python
 
-from lightning_scape import FabricScapeStrategy, ScapeConfig, cli
+from lightning_scape import FabricScapeStrategy, ScapeConfig, litgpt_cli
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "configs" / "tiny_cpu.yaml"
@@ -34,7 +34,7 @@ STEP = 16 * 128
 
 def run_module(module: str, *arguments: str, code: int = 0, timeout: float = 150, python: str | None = None) -> str:
     """The output of ``python -m module ...`` from the repository's root, as a user would run it."""
-    launched = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK", "LT_STRATEGY", cli.OPTIONS_VARIABLE)
+    launched = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK", "LT_STRATEGY", litgpt_cli.OPTIONS_VARIABLE)
     environ = {name: value for name, value in os.environ.items() if name not in launched}
     # Compiling takes longer than these runs; test_compile.py compiles.
     environ |= {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -190,7 +190,7 @@ def test_litgpt_converts_the_checkpoint_to_hugging_face_and_the_logits_agree(
 def test_options_are_read_by_type_in_both_spellings_and_the_rest_is_left() -> None:
     arguments = "pretrain --scape.sparsity 1e-1 --seed=1 --scape.dense_steps=3 --config c.yaml --scape.block_size null"
     arguments += " --scape.bias_correction true --scape.wire_dtype=fp32 --scape.residual_device cpu"
-    options, rest = cli.split_arguments(arguments.split())
+    options, rest = litgpt_cli.split_arguments(arguments.split())
     assert options == {
         "sparsity": 0.1,
         "dense_steps": 3,
@@ -206,7 +206,7 @@ def test_options_are_read_by_type_in_both_spellings_and_the_rest_is_left() -> No
 def test_every_option_of_the_config_can_be_given() -> None:
     for field in fields(ScapeConfig):
         value = ScapeConfig().as_dict()[field.name]
-        options, _ = cli.split_arguments([f"--scape.{field.name}", "null" if value is None else str(value)])
+        options, _ = litgpt_cli.split_arguments([f"--scape.{field.name}", "null" if value is None else str(value)])
         assert ScapeConfig(**options) == ScapeConfig()
 
 
@@ -231,7 +231,7 @@ def test_a_wrong_option_ends_the_process_with_rule_value_and_remedy(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["litgpt-scape", *arguments.split()])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        litgpt_cli.main()
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("litgpt-scape: error: ")
@@ -244,7 +244,7 @@ def test_another_strategy_in_the_environment_is_an_error(
     monkeypatch.setenv("LT_STRATEGY", "ddp")
     monkeypatch.setattr(sys, "argv", ["litgpt-scape", "pretrain", "pythia-14m"])
     with pytest.raises(SystemExit):
-        cli.main()
+        litgpt_cli.main()
     assert "LT_STRATEGY must be unset, got 'ddp'" in capsys.readouterr().err
 
 
@@ -255,7 +255,7 @@ def test_a_section_of_a_file_is_taken_off_and_the_rest_means_the_same(tmp_path: 
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text("model_name: pythia-14m\ntrain: {max_tokens: 3e12, min_lr: 1e-5}\nscape: {sparsity: 0.9}\n")
     second.write_text("scape: {sparsity: 9e-1, dense_steps: 4}\n")
-    options, rest = cli.take_sections(["pretrain", "--config", str(first), f"--config={second}", "--seed=2"])
+    options, rest = litgpt_cli.take_sections(["pretrain", "--config", str(first), f"--config={second}", "--seed=2"])
     assert options == {"sparsity": 0.9, "dense_steps": 4}
     assert rest[0] == "pretrain"
     assert rest[2:] == ["--seed=2"]  # of the second file nothing is left
@@ -267,7 +267,7 @@ def test_a_file_without_a_section_is_passed_on_as_it_is(tmp_path: Path) -> None:
     plain = tmp_path / "plain.yaml"
     plain.write_text("model_name: pythia-14m\n")
     for source in (str(plain), str(tmp_path / "missing.yaml"), "{model_name: pythia-14m}"):
-        assert cli.take_sections(["pretrain", f"--config={source}"]) == ({}, ["pretrain", f"--config={source}"])
+        assert litgpt_cli.take_sections(["pretrain", f"--config={source}"]) == ({}, ["pretrain", f"--config={source}"])
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_a_file_without_a_section_is_passed_on_as_it_is(tmp_path: Path) -> None:
 def test_a_wrong_section_is_named_with_its_file(tmp_path: Path, section: str, complaint: str) -> None:
     (tmp_path / "c.yaml").write_text(f"scape: {section}\n")
     with pytest.raises(ValueError, match=complaint) as error:
-        cli.take_sections(["pretrain", f"--config={tmp_path / 'c.yaml'}"])
+        litgpt_cli.take_sections(["pretrain", f"--config={tmp_path / 'c.yaml'}"])
     assert "c.yaml" in str(error.value)
 
 
@@ -299,7 +299,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def start(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["litgpt-scape", *arguments])
-    cli.main()
+    litgpt_cli.main()
 
 
 def make_checkpoint(out: Path, text: str) -> Path:
@@ -350,7 +350,7 @@ def test_started_processes_find_the_options_in_the_environment(
 ) -> None:
     config = ScapeConfig(sparsity=0.8, residual_dtype="float64")
     passed_on = json.dumps({"options": config.as_dict(), "total_steps": 600})
-    monkeypatch.setenv(cli.OPTIONS_VARIABLE, f"{os.getppid()} {passed_on}")
+    monkeypatch.setenv(litgpt_cli.OPTIONS_VARIABLE, f"{os.getppid()} {passed_on}")
     start(monkeypatch, "pretrain", "pythia-14m")
     assert (seen[-1][0], seen[-1][3]) == (config, 600)
 
@@ -390,7 +390,7 @@ def test_the_strategy_is_told_the_steps_that_litgpt_will_take(
 def test_options_of_another_run_in_the_environment_do_not_hold(
     monkeypatch: pytest.MonkeyPatch, seen: list[Any], left_over: str
 ) -> None:
-    monkeypatch.setenv(cli.OPTIONS_VARIABLE, left_over.replace("1 ", f"{os.getpid()} "))
+    monkeypatch.setenv(litgpt_cli.OPTIONS_VARIABLE, left_over.replace("1 ", f"{os.getpid()} "))
     start(monkeypatch, "pretrain", "pythia-14m", "--scape.sparsity=0.9")
     assert seen[-1][0] == ScapeConfig(sparsity=0.9)
 
@@ -417,7 +417,7 @@ def test_other_commands_are_litgpts_own(monkeypatch: pytest.MonkeyPatch, seen: l
 def test_no_function_of_litgpt_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = [importlib.import_module(f"litgpt.{name}") for name in ("__main__", "pretrain", "finetune.full", "utils")]
     before = [dict(vars(module)) for module in modules]
-    with cli.scape_strategy(ScapeConfig()):
+    with litgpt_cli.scape_strategy(ScapeConfig()):
         assert all(
             vars(module)[name] is value
             for module, names in zip(modules, before, strict=True)

@@ -19,7 +19,7 @@ from doc_pages import ROOT, Block, blocks
 from doc_runs import SHORT, execute
 
 import lightning_scape
-from lightning_scape import cli, tool
+from lightning_scape import litgpt_cli, tool
 
 RunRanks = Callable[..., list[Any]]
 PYTHON, BASH = blocks("python"), blocks("bash")
@@ -200,11 +200,11 @@ def _lightning_scape(words: list[str]) -> str | None:
 
 def _litgpt_scape(words: list[str]) -> str | None:
     try:
-        for method in (cli.SCAPE, cli.SPARSELOCO):
-            _, words = cli.split_arguments(words, method)
+        for method in (litgpt_cli.SCAPE, litgpt_cli.SPARSELOCO):
+            _, words = litgpt_cli.split_arguments(words, method)
     except ValueError as error:
         return str(error)
-    if words[0] not in cli.COMMANDS:
+    if words[0] not in litgpt_cli.COMMANDS:
         return f"no command {words[0]}"
     from litgpt.pretrain import setup
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 # From the bottom up: a module may import from the layers below its own, and a folder's modules from one another. A new
 # module at the top, or a new folder, has to be given its place here.
 LAYERS = (
-    ("__about__", "adams", "config", "console", "data", "layout"),
+    ("__about__", "adams", "arguments", "config", "console", "data", "layout", "registration"),
     ("comm", "ops"),
     ("engine",),
     ("checkpoint",),
@@ -25,16 +25,16 @@ LAYERS = (
     ("reporting",),
     ("integrations",),
     ("diagnosis", "litgpt_data"),
-    ("cli", "doctor", "plan"),
-    ("tool",),
+    ("doctor", "litgpt_cli", "plan"),
+    ("cli", "tool"),
     ("__init__",),
 )
 LAYER_OF = {module: number for number, modules in enumerate(LAYERS) for module in modules}
 # Within a layer modules do not know one another, but for these, which still form no circle.
 SIDEWAYS = ({"config", "layout"},)
 
-# The package itself is on the list for one purpose: it registers the strategies by name.
-MAY_IMPORT_LIGHTNING = {"integrations", "data", "litgpt_data", "cli", "plan", "__init__"}
+# `registration` is on the list for one purpose: it registers the strategies by name.
+MAY_IMPORT_LIGHTNING = {"integrations", "data", "litgpt_data", "litgpt_cli", "plan", "registration"}
 # What the hosts share knows neither.
 MAY_NOT_IMPORT_LIGHTNING = {
     *("integrations.swap", "integrations.advice", "integrations.rendezvous"),

@@ -30,7 +30,7 @@ from litgpt.pretrain import main as pretrain_main
 from litgpt.pretrain import setup as pretrain_setup
 from litgpt.utils import chunked_cross_entropy
 
-from lightning_scape import FabricScapeStrategy, PythonSource, ScapeConfig, ScapeOptimizer, ScapeStrategy, cli
+from lightning_scape import FabricScapeStrategy, PythonSource, ScapeConfig, ScapeOptimizer, ScapeStrategy, litgpt_cli
 from lightning_scape.litgpt_data import LitGPTPythonSource
 
 RunRanks = Callable[..., list[Any]]
@@ -334,7 +334,7 @@ def finetune(rank: int, world_size: int, folder: str) -> list[str]:
         if resume == "false":
             sys.argv += ["--scape.sparsity", "0.75", "--scape.check_replicas_every=1"]
         with contextlib.redirect_stderr(said):
-            cli.main()
+            litgpt_cli.main()
     return said.getvalue().splitlines()
 
 
@@ -410,7 +410,7 @@ def parse_files(rank: int, world_size: int) -> None:
     from litgpt.utils import CLI
 
     for name in LITGPT_CONFIGS:
-        options, rest = cli.take_sections([f"--config={CONFIGS / name}"])
+        options, rest = litgpt_cli.take_sections([f"--config={CONFIGS / name}"])
         content = read(name)
         assert ScapeConfig(**options) == ScapeConfig(**content["scape"])
         # litdata's data modules are named, not imported before a loader is asked for.
@@ -452,7 +452,7 @@ def run_files(rank: int, world_size: int, folder: str, names: list[str]) -> None
         sys.argv = ["litgpt-scape", "pretrain", f"--config={CONFIGS / name}"]
         sys.argv += [f"--{key}={value}" for key, value in options.items()]
         with torch.compiler.set_stance("force_eager"):
-            cli.main()
+            litgpt_cli.main()
 
 
 @pytest.mark.parametrize("names", [LITGPT_CONFIGS[::2], pytest.param(LITGPT_CONFIGS[1::2], marks=pytest.mark.slow)])

@@ -18,7 +18,7 @@ from test_cli import ROOT, STEP, TINY, load, run_module
 from test_sharded import assert_equal
 from warm_python import warm_python
 
-from lightning_scape import cli
+from lightning_scape import litgpt_cli
 
 STEPS = 16
 OPTIONS = (
@@ -32,7 +32,7 @@ OPTIONS = (
 
 def run_until_killed(out: Path) -> None:
     """SIGKILL to all processes of the run as soon as its second checkpoint is there: the third is on its way."""
-    launched = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK", "LT_STRATEGY", cli.OPTIONS_VARIABLE)
+    launched = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK", "LT_STRATEGY", litgpt_cli.OPTIONS_VARIABLE)
     environ = {name: value for name, value in os.environ.items() if name not in launched}
     environ |= {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [warm_python(), "-m", "lightning_scape.cli", *OPTIONS, f"--out_dir={out}"]

@@ -21,7 +21,7 @@ pytest.importorskip("jsonargparse")
 
 from litgpt.pretrain import setup as pretrain_setup
 
-from lightning_scape import SparseLoCoConfig, cli
+from lightning_scape import SparseLoCoConfig, litgpt_cli
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "configs" / "sparseloco_tiny_cpu.yaml"
@@ -40,7 +40,7 @@ def _train(rank: int, world_size: int, out: str, steps: int, *more: str) -> str:
     sys.argv += [f"--{key}={value}" for key, value in options.items()]
     said = io.StringIO()
     with torch.compiler.set_stance("force_eager"), contextlib.redirect_stderr(said):
-        cli.main()
+        litgpt_cli.main()
     return said.getvalue()
 
 
@@ -93,10 +93,10 @@ def test_the_file_gives_every_argument_and_explains_every_key() -> None:
 
 def test_options_of_both_methods_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Options of one method may be given"):
-        cli.method_asked_for(["pretrain", f"--config={FILE}", "--scape.sparsity=0.9"])
-    assert cli.method_asked_for(["pretrain", "--config", str(FILE)]) is cli.SPARSELOCO
-    assert cli.method_asked_for(["pretrain", "pythia-14m", "--sparseloco.bits", "null"]) is cli.SPARSELOCO
-    assert cli.method_asked_for(["pretrain", "pythia-14m"]) is cli.SCAPE
+        litgpt_cli.method_asked_for(["pretrain", f"--config={FILE}", "--scape.sparsity=0.9"])
+    assert litgpt_cli.method_asked_for(["pretrain", "--config", str(FILE)]) is litgpt_cli.SPARSELOCO
+    assert litgpt_cli.method_asked_for(["pretrain", "pythia-14m", "--sparseloco.bits", "null"]) is litgpt_cli.SPARSELOCO
+    assert litgpt_cli.method_asked_for(["pretrain", "pythia-14m"]) is litgpt_cli.SCAPE
 
 
 def test_a_resumed_run_without_options_takes_the_checkpoints_method(tmp_path: Path) -> None:
@@ -105,11 +105,11 @@ def test_a_resumed_run_without_options_takes_the_checkpoints_method(tmp_path: Pa
     (folder / "lit_model.pth").touch()
     (folder / "hyperparameters.yaml").write_text("sparseloco: {sync_every: 5}\n")
     given = ["pretrain", "pythia-14m", f"--out_dir={tmp_path}", "--resume=auto"]
-    assert cli.method_asked_for(given) is cli.SPARSELOCO
+    assert litgpt_cli.method_asked_for(given) is litgpt_cli.SPARSELOCO
 
 
 def test_help_names_every_option() -> None:
-    said = cli.options_help(cli.SPARSELOCO)
+    said = litgpt_cli.options_help(litgpt_cli.SPARSELOCO)
     for field in dataclasses.fields(SparseLoCoConfig):
         assert f"--sparseloco.{field.name} " in said
 
@@ -121,6 +121,6 @@ def test_wrong_options_end_with_a_message(monkeypatch: pytest.MonkeyPatch, capsy
     ):
         monkeypatch.setattr(sys, "argv", ["litgpt-scape", "pretrain", "pythia-14m", *given])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            litgpt_cli.main()
         assert ended.value.code == 2
         assert complaint in capsys.readouterr().err

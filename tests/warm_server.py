@@ -264,6 +264,8 @@ if __name__ == "__main__":
     try:
         for module in PRELOADED:
             importlib.import_module(module)
+        for name in (scape := sys.modules["lightning_scape"]).__all__:
+            getattr(scape, name)  # imports the module that it lies in
         load_loops()
     except BaseException:
         Path(_socket).with_name("failed").touch()

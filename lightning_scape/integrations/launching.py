@@ -6,22 +6,14 @@ import functools
 import math
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 
+from lightning_scape import registration
 from lightning_scape.comm.collectives import is_distributed, world_size
 
-NOTEBOOK = "scape_notebook"
-"""The name under which both hosts know the strategy that forks its processes."""
-
-
-def register(registry: Any, strategy: type) -> None:
-    """Registers a host's SCAPE strategy under its names; again is no error."""
-    what = "SCAPE: sparse data-parallel training"
-    registry.register("scape", strategy, description=what, override=True)
-    notebooks = f"{what}; processes are forked, for notebooks"
-    registry.register(NOTEBOOK, strategy, notebooks, override=True, start_method="fork")
+register = registration.register_scape
 
 
 def check_start_method(strategy: str, start_method: str, interactive: bool = _IS_INTERACTIVE) -> None:
@@ -35,7 +27,7 @@ def check_start_method(strategy: str, start_method: str, interactive: bool = _IS
         interactive: whether there is no script that a new process could run.
     """
     if interactive and start_method != "fork":
-        by_name = "" if "SparseLoCo" in strategy else f'`strategy="{NOTEBOOK}"` or '
+        by_name = "" if "SparseLoCo" in strategy else f'`strategy="{registration.NOTEBOOK}"` or '
         raise ValueError(
             f"{strategy}'s `start_method` must be 'fork' in an interactive session (a notebook, python -i), got"
             f" {start_method!r}: other ways start processes by running the script again, and there is none. Use"

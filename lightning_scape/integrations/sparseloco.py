@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_scape import registration
 from lightning_scape.comm.collectives import ProcessGroup
 from lightning_scape.integrations import swap
 from lightning_scape.optimizer import ScapeOptimizer
@@ -20,9 +21,7 @@ OPTIONS = tuple(field.name for field in dataclasses.fields(SparseLoCoConfig))
 """Names of all options, in order."""
 
 
-def register(registry: Any, strategy: type) -> None:
-    """Registers a host's strategy under its name; again is no error."""
-    registry.register("sparseloco", strategy, description="SparseLoCo: local steps, sparse exchanges", override=True)
+register = registration.register_sparseloco
 
 
 def config_of(given: Mapping[str, Any]) -> SparseLoCoConfig:
