@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata as metadata
 import io
 import os
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from lightning_scape import doctor, tool
@@ -32,6 +34,7 @@ FAST = Interface("eth0", mbit=25_000.0, address="10.0.0.1")
 OLD = Interface("eth1", mbit=100.0, address="10.1.0.1")
 DOWN = Interface("eth2", up=False, mbit=1000.0, address="10.2.0.1")
 UNKNOWN = Interface("veth0", address="10.3.0.1")
+RANGES = {"torch": ">=2.7", "lightning": ">=2.6.1,!=2.6.2", "litgpt": ">=0.5"}
 ALL = (LO, FAST, OLD, DOWN, UNKNOWN)
 
 
@@ -327,7 +330,7 @@ def as_installed(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> dic
     known = {name: packages.installed_version(name) for name in (*packages.REQUIRED, *packages.OPTIONAL)}
     known |= dict.fromkeys(packages.BESIDE_LITGPT, "1") | versions
     monkeypatch.setattr(packages, "installed_version", known.get)
-    ranges = {"torch": SpecifierSet(">=2.7"), "lightning": SpecifierSet(">=2.6.1,!=2.6.2")}
+    ranges = {name: SpecifierSet(range_) for name, range_ in RANGES.items()}
     monkeypatch.setattr(packages, "required_ranges", lambda: ranges)
     return {finding.text.split()[0]: finding for finding in packages.check_packages(on_cuda=False)}
 
@@ -347,12 +350,30 @@ def test_a_build_of_torch_with_a_local_version_is_in_range(monkeypatch: pytest.M
     assert as_installed(monkeypatch, torch="2.13.0+cpu")["torch"].verdict == "ok"
 
 
-def test_litgpt_without_what_it_forgets_to_ask_for_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("litgpt", reason="looks at an installed litgpt")
-    monkeypatch.setattr(packages, "BESIDE_LITGPT", ("requests", "no-such-package"))
-    (finding,) = [each for each in packages.check_packages(False) if each.text.startswith("litgpt needs")]
-    assert finding.verdict == "broken"
-    assert "litgpt needs no-such-package for pretraining" in finding.text
+@pytest.mark.parametrize(
+    "extra", ["", *metadata.metadata("lightning-scape").get_all("Provides-Extra")], ids="extra {}".format
+)
+def test_what_an_extra_did_not_promise_is_no_failure(monkeypatch: pytest.MonkeyPatch, extra: str) -> None:
+    """The README's first command, which installs `[examples]`, ended in FAILS: LitGPT without tensorboard."""
+    wanted = [Requirement(line) for line in metadata.requires("lightning-scape")]
+    brought = {each.name for each in wanted if each.marker is None or each.marker.evaluate({"extra": extra})}
+    everything = (*packages.REQUIRED, *packages.OPTIONAL, *packages.BESIDE_LITGPT)
+    monkeypatch.setattr(packages.importlib, "import_module", lambda name: None)
+    found = as_installed(monkeypatch, **{name: "9" if name in brought else None for name in everything})
+    assert {name: each.text for name, each in found.items() if each.verdict == "broken"} == {}
+    beside = found.get("`litgpt-scape")
+    if extra == "examples":
+        assert beside is not None
+        assert beside.text == "`litgpt-scape pretrain` needs tensorboard too, which litgpt does not bring."
+        assert beside.remedy == "To use it: pip install 'lightning-scape[litgpt]'"
+    elif extra in ("litgpt", ""):
+        assert beside is None
+
+
+def test_an_old_version_of_what_is_optional_is_no_failure_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = as_installed(monkeypatch, litgpt="0.4")["litgpt"]
+    assert found.verdict == "note"
+    assert found.text == "litgpt must be >=0.5 for `litgpt-scape` and `lightning-scape plan`, got 0.4."
 
 
 def test_requirements_of_several_extras_hold_together() -> None:

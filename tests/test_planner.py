@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, StepStats, plan, tool
+from lightning_scape import arguments as words
 from lightning_scape import planning as planner
-from lightning_scape.arguments import bandwidth, seconds
 from lightning_scape.planning import measure as measuring
 from lightning_scape.planning.cost_model import Job, Link, Machine, Weight
 
@@ -525,9 +525,9 @@ def test_the_tool_lists_its_commands_and_rejects_others(capsys: Any) -> None:
 
 
 def test_units_are_read_and_written() -> None:
-    assert bandwidth("10gbit") == 1.25e9
-    assert seconds("350ms") == pytest.approx(0.35)
-    assert seconds("0us") == 0
+    assert words.bandwidth("10gbit") == 1.25e9
+    assert words.seconds("350ms") == pytest.approx(0.35)
+    assert words.seconds("0us") == 0
     assert planner.show_bytes(4.87e12) == "4.87 TB"
     assert [planner.show_bandwidth(x) for x in (1.25e9, 1.25e6, None, math.inf)] == [
         "10 Gbit/s",
