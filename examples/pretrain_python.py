@@ -527,6 +527,8 @@ def main() -> None:
     # The loader slices a tensor in memory, so workers would only cost; its length is exact.
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*`IterableDataset` has `__len__` defined.*")
+    # It holds the log of the validation before the first step.
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
     args = parse_args()
     if args.compare:
         compare(args)

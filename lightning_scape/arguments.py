@@ -162,7 +162,7 @@ def check_plot(path: Path) -> None:
     Raises:
         ValueError: it cannot.
     """
-    import_matplotlib()
+    import_matplotlib("`--plot`")
     from matplotlib.backend_bases import FigureCanvasBase
 
     suffixes = sorted(FigureCanvasBase.get_supported_filetypes())
@@ -184,12 +184,12 @@ def check_plot(path: Path) -> None:
         ) from error
 
 
-def import_matplotlib() -> None:
+def import_matplotlib(used_for: str) -> None:
     """Without a screen. Raises ``ValueError`` where it is not installed."""
     try:
         import matplotlib
     except ImportError as error:
-        raise ValueError("`--plot` needs matplotlib. Install it: pip install 'lightning-scape[plots]'.") from error
+        raise ValueError(f"{used_for} needs matplotlib. Install it: pip install 'lightning-scape[plots]'.") from error
     matplotlib.use("Agg")
 
 

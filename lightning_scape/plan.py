@@ -296,7 +296,7 @@ def plot(path: Path, model: str, job: Job, link: Link, machine: Machine, sparsit
     Raises:
         ValueError: matplotlib is not installed.
     """
-    import_matplotlib()
+    import_matplotlib("`--plot`")
     import matplotlib.pyplot as plt
 
     figure, (over_bandwidth, over_ranks) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")

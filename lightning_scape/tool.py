@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.arguments import doctor_arguments, plan_arguments
+from lightning_scape.arguments import doctor_arguments, import_matplotlib, plan_arguments
 from lightning_scape.console import ends_quietly
 
+MOST_ODD = 20
+"""Lines of a report's figures that cannot be read and are named."""
 TORCHRUN = """usage: lightning-scape torchrun [options of torchrun] script.py [arguments of the script]
 
 torchrun, with which machines may be lost and come back. It takes torchrun's options, for example:
@@ -116,9 +118,12 @@ def _report(arguments: list[str]) -> int:
     parser = _parser("report")
     parser.add_argument("folder", type=Path, help="what was given as `ScapeMonitor(report=...)`")
     given = parser.parse_args(arguments)
-    from lightning_scape.reporting import write_page
+    import_matplotlib("`lightning-scape report`")
+    from lightning_scape.reporting import History, write_page
 
     print(write_page(given.folder))
+    for odd in History.read(given.folder).passed_over[:MOST_ODD]:
+        print(f"lightning-scape: passed over: {odd}", file=sys.stderr)
     return 0
 
 

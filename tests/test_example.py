@@ -143,6 +143,7 @@ def test_the_artifacts_are_complete(scape_run: tuple[Path, str]):
     assert "scape/density" in (folder / "metrics.csv").read_text().splitlines()[0]  # ScapeMonitor's
     assert read_result(folder)["sample"].startswith("def ")
     assert read_result(folder)["sample"] in output
+    assert "not empty" not in output  # a first run's folder is its own
     rows = [line for line in output.splitlines() if line.startswith("| ")]
     assert rows[0] == "|  | SCAPE 99% |"
     titles = "\n".join(rows)

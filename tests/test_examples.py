@@ -157,6 +157,7 @@ def test_the_tour_goes_from_the_doctor_to_a_plan(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-5000:]
+    assert "not empty" not in done.stdout  # the folders of a first run are its own
     _, run, whole, plan = re.split(r"The run so far:|The whole run:|A plan for", done.stdout)
     told = re.findall(r"(\d) ranks, step (\d+): loss ([\d.]+), density ([\d.]+)", whole)
     assert [(ranks, step) for ranks, step, _, _ in told] == [("2", "1"), ("2", "20"), ("3", "21"), ("3", "40")]

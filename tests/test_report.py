@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html.parser
 import json
+import math
 import os
 import subprocess
 import sys
@@ -284,8 +285,12 @@ def test_a_line_that_was_torn_costs_no_other_and_is_told(tmp_path: Path) -> None
     histories.Writer(tmp_path).add("point", 2, {"loss": 1.0, "step_seconds": None, "metrics": {"scape/density": 1.0}})
     history = History.read(tmp_path)
     assert [each["step"] for each in history.runs[0].points] == [1, 2]
-    assert history.unreadable == 1
-    assert f"1 lines of {FIGURES} could not be read" in Page(pages.page(history)).text
+    (word,) = history.passed_over
+    assert (
+        word
+        == f"{tmp_path / FIGURES}, line 3: it must be JSON, and whole. It may have been cut as a process was killed."
+    )
+    assert f"A line was passed over. {word}" in Page(pages.page(history)).text
 
 
 def test_a_page_of_a_run_that_was_killed_can_be_made_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,6 +298,12 @@ def test_a_page_of_a_run_that_was_killed_can_be_made_later(tmp_path: Path, capsy
     assert tool.main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / PAGE}\n"
     assert "ended not yet, or it was killed" in Page((tmp_path / PAGE).read_text()).text
+    with open(tmp_path / FIGURES, "a") as file:
+        file.write('\n{"kind": "poi')
+    assert tool.main(["report", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{tmp_path / PAGE}\n"
+    assert said.err.startswith(f"lightning-scape: passed over: {tmp_path / FIGURES}, line 4: it must be JSON")
     assert tool.main(["report", str(tmp_path / "nothing")]) == 1
     assert "got no figures in" in capsys.readouterr().err
 
@@ -338,6 +349,124 @@ def test_figures_that_are_not_finite_leave_a_gap_and_no_error(tmp_path: Path) ->
     assert len(plots(history)) == len(TITLES)
 
 
+ODD = {
+    "[" * 100_000: "it must be JSON, and whole",
+    "\x00\x00": "it must be JSON, and whole",
+    "7": "it must be an object, got '7'",
+    '{"kind": ["point"], "step": 1}': "`kind` must be 'run', 'point', 'validation' or 'end', got a list",
+    '{"kind": "point", "metrics": {}}': "`step` must be a whole number from 0 to 2**53, got nothing",
+    '{"kind": "point", "step": 1e400, "metrics": {}}': "`step` must be a whole number from 0 to 2**53, got 'inf'",
+    '{"kind": "point", "step": -1, "metrics": {}}': "`step` must be a whole number from 0 to 2**53, got '-1'",
+    '{"kind": "point", "step": 1.5, "metrics": {}}': "`step` must be a whole number from 0 to 2**53, got '1.5'",
+    '{"kind": "point", "step": true, "metrics": {}}': "`step` must be a number, got 'True'",
+    '{"kind": "run", "step": 0, "time": "x"}': "`time` must be a number, got 'x'",
+    '{"kind": "run", "step": 0, "time": 1e300}': "`time` must be in seconds since 1970, got '1e+300'",
+    '{"kind": "run", "step": 0, "method": []}': "`method` must be a name, got a list",
+    '{"kind": "point", "step": 1}': "`metrics` must be an object, got nothing",
+    '{"kind": "validation", "step": 1, "metrics": []}': "`metrics` must be an object, got a list",
+    '{"kind": "point", "step": 1, "loss": "a", "metrics": {}}': "`loss` must be a number, got 'a'",
+    '{"kind": "point", "step": 1, "metrics": {"a\\ud800": "x"}}': "`a\ufffd` must be a number, got 'x'",
+    f'{{"kind": "point", "step": 1, "loss": 1{"0" * 400}, "metrics": {{}}}}': "`loss` must be a number, got '1000",
+}
+
+
+def test_a_line_of_another_shape_is_passed_over_and_named(tmp_path: Path) -> None:
+    """Each of them ended in a traceback, or in no page."""
+    history = written(tmp_path, run_line(0), point(1), *ODD, point(2))
+    assert [each["step"] for each in history.runs[0].points] == [1, 2]
+    for number, (reason, word) in enumerate(zip(ODD.values(), history.passed_over, strict=True), 3):
+        assert word.startswith(f"{tmp_path / FIGURES}, line {number}: {reason}")
+    assert f"{len(ODD)} lines were passed over." in Page(pages.page(history)).text
+
+
+def test_a_folder_with_nothing_but_odd_lines_is_an_error_that_names_one(tmp_path: Path) -> None:
+    written(tmp_path, "[1]")
+    with pytest.raises(ValueError, match=rf"got no figures in .*{FIGURES}, line 1: it must be an object, got a list"):
+        write_page(tmp_path)
+
+
+def test_figures_that_are_no_file_are_an_error_and_nobody_waits(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / FIGURES)
+    with pytest.raises(OSError, match=f"{FIGURES} must be a file, got something else of that name"):
+        write_page(tmp_path)
+    with pytest.raises(OSError, match=f"{FIGURES} must be a file"):
+        histories.Writer(tmp_path)
+
+
+NAMES = [
+    "$x",
+    r"val_loss $\frac$",
+    "_val_loss",
+    "val_loss\n2\0",
+    "val_loss\ud800",
+    "",
+    "損失loss",
+    "x" * 3000,
+    "<script>",
+]
+
+
+@pytest.mark.filterwarnings("error")
+def test_metrics_of_any_name_and_size_are_text_in_a_page(tmp_path: Path) -> None:
+    """A name with a dollar sign gave no page: matplotlib took it for a formula."""
+    values = [1e-7, math.inf, -1.7e308, 1e308, math.nan, 5e-324, 0.0, 2.0, 3.0]
+    validations = [
+        {"kind": "validation", "step": step, "metrics": dict(zip(NAMES, values[step:] + values[:step], strict=True))}
+        for step in (1, 2, 3)
+    ]
+    points = [point(1, **{"seconds/$\\q$": -1.0, "skipped_total": math.inf}), point(2, **{"seconds/$\\q$": math.inf})]
+    prefixed = {"kind": "point", "step": 3, "loss": 1e308, "step_seconds": math.inf, "metrics": {"s$\\x$/density": 0.1}}
+    written(tmp_path, run_line(0), *points, prefixed, *validations)
+    page = Page(write_page(tmp_path).read_text(encoding="utf-8"))
+    assert "$x 1e+308" in page.text
+    assert "val_loss 2\ufffd" in page.text
+    assert "(no name)" in page.text
+    drawn = set(sum(map(texts, page.images), []))
+    assert {"$x", r"val_loss $\frac$", " _val_loss", "損失loss", r"s$\x$"} <= drawn
+    assert not any(len(text) > 100 for text in drawn)
+
+
+def validated(history: History) -> tuple[list[str], list[str]]:
+    page = Page(pages.page(history))
+    return texts(page.images[0]), [page.text, *map(" ".join, map(texts, page.images[len(TITLES) :]))]
+
+
+def test_losses_have_digits_enough_and_a_logarithmic_axis_where_they_span_decades(tmp_path: Path) -> None:
+    losses = [2.0, 0.05, 0.00123456789]
+    lines = [point(step, loss=0) | {"loss": loss} for step, loss in enumerate(losses, 1)]
+    loss, (text,) = validated(written(tmp_path, run_line(0), *lines))
+    assert "training loss, last point 0.00123457" in text
+    assert {"0.01", "0.1", "1"} <= set(loss)
+    loss, _ = validated(written(tmp_path, run_line(0), lines[0], point(2) | {"loss": 1.0}))
+    assert {"1.0", "2.0"} <= set(loss)
+
+
+class ValidatedOtherwise(Regression):
+    """Logs a training metric beside a loss and a figure of validation, none of them called val_loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("fit_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/nll", 0.0000125, sync_dist=True)
+        self.log("accuracy", float("nan") if self.trainer.global_step else 1.0, sync_dist=True)
+
+
+def test_a_validation_metric_of_any_name_is_in_the_report_and_no_training_metric(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    options = {"limit_val_batches": 1, "check_val_every_n_epoch": 1}
+    run_ranks(fit, 2, str(tmp_path), options, ValidatedOtherwise)
+    history = History.read(tmp_path)
+    assert {name for each in history.runs[0].validations for name in each["metrics"]} == {"val/nll", "accuracy"}
+    loss, (text, accuracy) = validated(history)
+    assert "val/nll" in loss
+    assert "val/nll 1.25e-05 accuracy nan" in text
+    assert "accuracy" in accuracy
+
+
 def test_a_run_without_any_point_still_has_a_page(tmp_path: Path) -> None:
     assert "No figures yet" in Page(pages.page(written(tmp_path, run_line(0)))).text
 
@@ -354,6 +483,15 @@ def test_long_runs_are_thinned_evenly_to_their_last_point() -> None:
 def test_the_same_figures_give_the_same_drawing(tmp_path: Path) -> None:
     history = written(tmp_path, run_line(0), point(1), point(2))
     assert plots(history) == plots(history)
+
+
+def test_the_command_without_matplotlib_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended in a traceback."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert tool.main(["report", "x"]) == 1
+    assert "`lightning-scape report` needs matplotlib. Install it: pip install 'lightning" in capsys.readouterr().err
 
 
 def test_a_report_without_matplotlib_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ class ReportingCallback(Callback):
         self._losses = 0
         self._clock = _Clock()
         self._last = -1
+        self._before: dict[str, Tensor] = {}
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -129,17 +130,18 @@ class ReportingCallback(Callback):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._clock.pause()
+        if self._writer is not None:  # nothing is computed for it: the validation has no results yet
+            self._before = dict(trainer.callback_metrics)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._clock.go_on()
         if self._writer is None or trainer.sanity_checking:
             return
-        metrics = {
-            name: float(value)
-            for name, value in trainer.callback_metrics.items()
-            if "val" in name.lower() and "loss" in name.lower() and math.isfinite(float(value))
-        }
+        # Whatever their names, those that the validation has logged: what training logged is there too, unchanged.
+        logged = trainer.callback_metrics.items()
+        metrics = {name: float(value) for name, value in logged if self._before.get(name) is not value}
+        self._before = {}
         if metrics:
             self._add("validation", steps_taken(trainer), {"metrics": metrics})
 
@@ -164,7 +166,7 @@ class ReportingCallback(Callback):
                 text = f"{type(exception).__name__}: {exception}".strip(": ")
                 self._writer = self._writer or Writer(self.report)
                 self._end(trainer, text.splitlines()[0][:500])
-        except OSError as error:  # the exception that ends the fit is the one to be seen
+        except Exception as error:  # of any kind: the one that ends the fit is the one to be seen
             rank_zero_warn(f"The report must be written to {str(self.report)!r}, got: {error}.")
 
     def _end(self, trainer: Trainer, how: str) -> None:

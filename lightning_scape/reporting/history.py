@@ -8,7 +8,8 @@ one that starts again in the same folder. Four kinds of lines, in the order of t
     {"kind": "validation", "step": 50, "time": ..., "metrics": {"val_loss": 2.4}}
     {"kind": "end", "step": 60, "time": ..., "how": "finished"}
 
-Steps are optimizer steps since the training began; a run that goes on from a checkpoint begins where that was saved.
+Steps are optimizer steps since the training began; a run that goes on from a checkpoint begins where that was saved. A
+line of another shape, such as the last one of a process that was killed as it wrote, is passed over, and is told of.
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_scape.reporting.words import plain
+
 FIGURES = "figures.jsonl"
 """Name of the file in the report's folder."""
+MOST_STEPS = 2**53
+"""Above it a drawing, which counts in floating point, would mix up steps."""
+END_OF_TIME = 253402300799
+"""The year 9999, with which calendars end."""
 
 
 @dataclass
@@ -50,27 +57,33 @@ class History:
     """All runs of a folder, the oldest first."""
 
     runs: list[Run] = field(default_factory=list)
-    unreadable: int = 0
-    """Lines that are no JSON: at most the last one of each run that was killed while it wrote."""
+    passed_over: list[str] = field(default_factory=list)
+    """A sentence on each line that is not as above; of runs that were killed while they wrote, one each is usual."""
 
     @classmethod
     def read(cls, folder: Path) -> History:
-        """Reads ``figures.jsonl``; a folder without it has no runs."""
+        """Reads ``figures.jsonl``; a folder without it has no runs.
+
+        Raises:
+            OSError: it cannot be read.
+        """
         history = cls()
         path = folder / FIGURES
-        for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-            try:
-                line = json.loads(text)
-                kind, _ = line["kind"], int(line["step"])
-            except (ValueError, TypeError, KeyError):
-                history.unreadable += bool(text.strip())
-                continue
-            history._add(kind, line)
+        if not path.exists():
+            return history
+        _check_regular(path)
+        for number, text in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").split("\n"), 1):
+            if text.strip():
+                try:
+                    history._add(parsed(text))
+                except ValueError as error:
+                    history.passed_over.append(f"{path}, line {number}: {error}")
         return history
 
-    def _add(self, kind: str, line: dict[str, Any]) -> None:
+    def _add(self, line: dict[str, Any]) -> None:
+        kind = line["kind"]
         if kind == "run" or not self.runs:
-            self.runs.append(Run(int(line["step"]), line if kind == "run" else {}))
+            self.runs.append(Run(line["step"], line if kind == "run" else {}))
         run = self.runs[-1]
         if kind == "point":
             run.points.append(line)
@@ -104,10 +117,58 @@ class History:
         return [run for run in self.runs if id(run.about) not in starts]
 
 
+def parsed(text: str) -> dict[str, Any]:
+    """One line, its numbers as Python's: each has the fields that its kind has above, and any others.
+
+    Raises:
+        ValueError: it has not; says which.
+    """
+    try:
+        line: Any = json.loads(text)
+    except (ValueError, RecursionError):  # the second: nested a thousand deep
+        raise ValueError("it must be JSON, and whole. It may have been cut as a process was killed.") from None
+    if not isinstance(line, dict):
+        raise ValueError(f"it must be an object, got {_shown(line)}.")
+    kind = line.get("kind")
+    if kind not in ("run", "point", "validation", "end"):
+        raise ValueError(f"`kind` must be 'run', 'point', 'validation' or 'end', got {_shown(kind)}.")
+    step = _number(line, "step")
+    if step is None or not 0 <= step <= MOST_STEPS or step != int(step):
+        raise ValueError(f"`step` must be a whole number from 0 to 2**53, got {_shown(line.get('step'))}.")
+    line["step"] = int(step)
+    seconds = _number(line, "time")
+    if seconds is not None and not 0 <= seconds <= END_OF_TIME:
+        raise ValueError(f"`time` must be in seconds since 1970, got {_shown(seconds)}.")
+    if kind == "run" and not isinstance(line.get("method", ""), str):
+        raise ValueError(f"`method` must be a name, got {_shown(line['method'])}.")
+    if kind == "point":
+        line |= {name: _number(line, name) for name in ("loss", "step_seconds")}
+    if kind in ("point", "validation"):
+        metrics = line.get("metrics")
+        if not isinstance(metrics, dict):
+            raise ValueError(f"`metrics` must be an object, got {_shown(metrics)}.")
+        line["metrics"] = {name: value for name in metrics if (value := _number(metrics, name)) is not None}
+    return line
+
+
+def _number(values: Mapping[str, Any], name: str) -> float | None:
+    value = values.get(name)
+    try:
+        if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+            return None if value is None else float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        pass
+    raise ValueError(f"`{plain(name, 80)}` must be a number, got {_shown(value)}.")
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    return repr(plain(value, 40)) if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
+
+
 def _up_to(run: Run, step: int) -> Run:
-    points, validations = (
-        [line for line in lines if int(line["step"]) <= step] for lines in (run.points, run.validations)
-    )
+    points, validations = ([line for line in lines if line["step"] <= step] for lines in (run.points, run.validations))
     return Run(run.start, run.about, points, validations, run.end)
 
 
@@ -121,6 +182,7 @@ class Writer:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FIGURES
+        _check_regular(self.path)
         with open(self.path, "ab") as file:
             torn = file.tell() > 0 and not _ends_with_newline(self.path)
             if torn:  # a process that was killed while it wrote; the next line must not be part of that one
@@ -137,6 +199,12 @@ class Writer:
         line = json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **values})
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(f"{line}\n")
+
+
+def _check_regular(path: Path) -> None:
+    """Raises ``OSError`` for a pipe, say, at which reading would wait for ever."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} must be a file, got something else of that name. Move it away.")
 
 
 def _ends_with_newline(path: Path) -> bool:
@@ -164,3 +232,8 @@ def metrics_of(points: list[dict[str, Any]], name: str) -> Iterator[tuple[str, l
 def total(point: Mapping[str, Any], name: str) -> float:
     """The sum of a figure over all optimizers."""
     return float(sum(value for key, value in point["metrics"].items() if key.partition("/")[2] == name))
+
+
+def last_values(lines: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """The last value of each metric, in the order in which they came."""
+    return {name: value for line in lines for name, value in line["metrics"].items()}

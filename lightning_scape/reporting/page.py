@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 import os
 from datetime import datetime, timezone
 from html import escape
@@ -13,11 +12,14 @@ from typing import Any
 
 from lightning_scape.checkpoint.atomic_files import partial_of, sync_folder
 from lightning_scape.planning import show_bytes, show_seconds
-from lightning_scape.reporting.history import FIGURES, History, Run, total
+from lightning_scape.reporting.history import FIGURES, History, Run, last_values, total
 from lightning_scape.reporting.plots import MOST_POINTS, Plot, plots
+from lightning_scape.reporting.words import number, plain
 
 PAGE = "report.html"
 """Name of the file in the report's folder."""
+MOST_ODD, MOST_METRICS, MOST_RUNS = 3, 30, 100
+"""Of what a page tells: lines that were passed over, validation metrics, and runs, the newest."""
 METHODS = {"scape": "SCAPE", "sparseloco": "SparseLoCo"}
 
 _STYLE = """
@@ -25,8 +27,10 @@ body { margin: 0 auto; padding: 1rem; max-width: 84rem; background: #fff; color:
        font: 16px/1.45 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; margin: .2rem 0; } h2 { font-size: 1.1rem; margin: 1.6rem 0 .4rem; }
 table { border-collapse: collapse; } th, td { text-align: left; padding: .2rem .9rem .2rem 0; vertical-align: top;
-        border-bottom: 1px solid #e4e4e4; font-weight: normal; } th { color: #555; }
-.wide { overflow-x: auto; } .wide td, .wide th { white-space: nowrap; } .wide td.text { white-space: normal; }
+        border-bottom: 1px solid #e4e4e4; font-weight: normal; overflow-wrap: anywhere; }
+th { color: #555; min-width: 7rem; }
+.wide { overflow-x: auto; } .wide td, .wide th { white-space: nowrap; min-width: 0; }
+.wide td.text { white-space: normal; min-width: 14rem; } p, figcaption { overflow-wrap: anywhere; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 1rem 1.5rem; }
 figure { margin: 0; } figure img { width: 100%; height: auto; display: block; }
 figcaption, .small { color: #555; font-size: .85rem; } figcaption b { color: #1a1a1a; font-size: 1rem; }
@@ -42,12 +46,13 @@ def write_page(folder: Path) -> Path:
 
     Raises:
         ValueError: the folder has no figures.
-        OSError: the page cannot be written.
+        OSError: the figures cannot be read, or the page not be written.
     """
     history = History.read(folder)
     if not history.runs:
+        why = f" ({history.passed_over[0]})" if history.passed_over else ""
         raise ValueError(
-            f"A report is made of {FIGURES}, got no figures in {str(folder)!r}. Name the folder that was given as"
+            f"A report is made of {FIGURES}, got no figures in {str(folder)!r}{why}. Name the folder that was given as"
             " `report=...`, after a run."
         )
     path = folder / PAGE
@@ -72,10 +77,15 @@ def page(history: History) -> str:
     title = f"{METHODS.get(newest.about.get('method', ''), 'Training')}: {newest.last_step:,} steps"
     drawn = "".join(_figure(plot) for plot in plots(history))
     notes = [] if points else ["No figures yet: the run ended before its first point."]
-    if history.unreadable:
-        notes.append(f"{history.unreadable} lines of {FIGURES} could not be read: a process was killed as it wrote.")
+    if odd := history.passed_over:
+        what = "A line was" if len(odd) == 1 else f"{len(odd)} lines were"
+        notes.append(f"{what} passed over. {' '.join(map(plain, odd[:MOST_ODD]))}{' ...' if odd[MOST_ODD:] else ''}")
     if len(points) > MOST_POINTS:
         notes.append(f"Plots show at most {MOST_POINTS:,} of {len(points):,} points; {FIGURES} has all of them.")
+    if len(history.runs) > MOST_RUNS:
+        notes.append(f"The list at the end has the newest {MOST_RUNS} of {len(history.runs):,} runs.")
+    if (metrics := len(last_values(each for run in line for each in run.validations))) > MOST_METRICS:
+        notes.append(f"The table has {MOST_METRICS} of {metrics:,} validation metrics; {FIGURES} has all of them.")
     said = "".join(f"<p>{escape(note)}</p>" for note in notes)
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -97,12 +107,12 @@ def facts(line: list[Run], points: list[dict[str, Any]]) -> list[tuple[str, str]
         points: theirs.
     """
     newest = line[-1]
-    found = [("ended", _ended(newest)), ("ranks", str(newest.about.get("ranks", "not known")))]
-    found.append(("strategy", str(newest.about.get("strategy", "not known"))))
+    found = [("ended", _ended(newest)), ("ranks", plain(newest.about.get("ranks")))]
+    found.append(("strategy", plain(newest.about.get("strategy"), 2000)))
     losses = [point["loss"] for point in points if point.get("loss") is not None]
-    found += [("training loss, last point", f"{losses[-1]:.4f}")] if losses else []
-    validations = [each for run in line for each in run.validations]
-    found += [(name, f"{value:.4f}") for name, value in (validations[-1]["metrics"] if validations else {}).items()]
+    found += [("training loss, last point", number(losses[-1]))] if losses else []
+    validated = last_values(each for run in line for each in run.validations)
+    found += [(plain(name), number(value)) for name, value in [*validated.items()][:MOST_METRICS]]
     if not points:
         return found
     last = points[-1]
@@ -114,13 +124,14 @@ def facts(line: list[Run], points: list[dict[str, Any]]) -> list[tuple[str, str]
     else:
         found.append(("sent", "nothing: there is one rank"))
     times = [point["step_seconds"] for point in points if point.get("step_seconds")]
+    times = [seconds for seconds in times if 0 < seconds < 1e9]
     found += [("time of a step, median", show_seconds(median(times)))] if times else []
     skipped = total(last, "skipped_total")
     return [*found, ("skipped windows" if unit == "exchange" else "skipped steps", f"{skipped:,.0f}")]
 
 
 def _ended(run: Run) -> str:
-    return "not yet, or it was killed" if run.end is None else str(run.end.get("how", "finished"))
+    return "not yet, or it was killed" if run.end is None else plain(run.end.get("how", "finished"), 600)
 
 
 def _row(name: str, value: str) -> str:
@@ -139,13 +150,13 @@ def _figure(plot: Plot) -> str:
 
 def _runs(history: History) -> str:
     names = ("run", "began (UTC)", "from step", "to step", "ranks", "drawn", "ended")
-    others = history.others()
+    others = {id(run.about) for run in history.others()}
     rows = ["".join(f"<th>{name}</th>" for name in names)]
-    for number, run in enumerate(history.runs, 1):
-        began = run.about.get("time", math.nan)
-        when = "not known" if math.isnan(began) else f"{datetime.fromtimestamp(began, timezone.utc):%Y-%m-%d %H:%M:%S}"
-        how = "grey" if run in others else "in colour"
-        cells = [number, when, f"{run.start:,}", f"{run.last_step:,}", run.about.get("ranks", "not known"), how]
+    for index, run in [*enumerate(history.runs, 1)][-MOST_RUNS:]:
+        began = run.about.get("time")
+        when = "not known" if began is None else f"{datetime.fromtimestamp(began, timezone.utc):%Y-%m-%d %H:%M:%S}"
+        how = "grey" if id(run.about) in others else "in colour"
+        cells = [index, when, f"{run.start:,}", f"{run.last_step:,}", plain(run.about.get("ranks"), 20), how]
         ended = f'<td class="text">{escape(_ended(run))}</td>'
         rows.append("".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + ended)
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
