@@ -72,14 +72,16 @@ _HOMES = {
 """The module of each public name: those of the imports above."""
 
 
-def __getattr__(name: str) -> Any:
-    """A public name, or a module of this package."""
-    if name not in _HOMES:
-        if find_spec(f"{__name__}.{name}") is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return import_module(f"{__name__}.{name}")
-    globals()[name] = value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return value
+if not TYPE_CHECKING:  # to a type checker a name that is not there must stay an error
+
+    def __getattr__(name: str) -> Any:
+        """A public name, or a module of this package."""
+        if name not in _HOMES:
+            if find_spec(f"{__name__}.{name}") is None:
+                raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return import_module(f"{__name__}.{name}")
+        globals()[name] = value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return value
 
 
 def __dir__() -> list[str]:

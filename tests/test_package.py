@@ -98,7 +98,7 @@ def test_an_import_of_lightning_that_fails_is_not_the_last_chance(tmp_path: Path
 
 def test_every_public_name_has_its_home_where_type_checkers_see_it() -> None:
     tree = ast.parse(Path(str(lightning_scape.__file__)).read_text(encoding="utf-8"))
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    block = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {
         alias.name: str(node.module).removeprefix("lightning_scape.")
         for node in block.body
