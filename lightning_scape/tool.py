@@ -29,6 +29,7 @@ torchrun, with which machines may be lost and come back. It takes torchrun's opt
   --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id NAME
                              where machines meet, if their number may change
   --max-restarts N           how often all may start again after a failure
+  --no-python, --module      the script is a program of any kind, or a module
 
 `torchrun --help` lists all of them."""
 """Its help."""

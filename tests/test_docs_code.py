@@ -239,6 +239,10 @@ def _torchrun(words: list[str]) -> str | None:
     return f"torchrun has no {missing}" if missing else None
 
 
+def test_options_in_our_help_of_torchrun_are_torchruns() -> None:
+    assert _torchrun(re.findall(r"--[\w-]+", tool.TORCHRUN)) is None
+
+
 def _sbatch(words: list[str]) -> str | None:
     script = next(word for word in words if not word.startswith("--"))
     return None if (ROOT / script).is_file() else f"no script {script}"
