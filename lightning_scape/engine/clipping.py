@@ -129,9 +129,10 @@ class GradientClipping:
             measured = ops.sketch(grads, self._signs, SKETCH_WIDTHS)
         else:
             given = [grad for grad in grads if grad is not None and grad.numel()]
-            measured = (ops.squared_norm(given) if given else torch.zeros((), device=device)).view(1)
+            measured = ops.squared_norm(given).view(1) if given else torch.zeros(1, dtype=torch.float32, device=device)
         if world_size == 1:
-            self.present = None if all(flags) else ops.to_device(torch.tensor(flags, device="cpu").float(), device)
+            present = torch.tensor(flags, dtype=torch.float32, device="cpu")
+            self.present = None if all(flags) else ops.to_device(present, device)
             return self._over_shards(measured.sum().sqrt())
         packed = ops.to_device(pack_flags([*flags, self.epoch_end.reached], world_size), device)
         sums = self.communicator.all_reduce_sum(torch.cat([measured, packed]))
@@ -230,4 +231,4 @@ def sketch_deviation(width: int = SKETCH_WIDTHS[0]) -> float:
 def random_signs(count: int) -> Tensor:
     """The same +1 and -1 on every rank, fp32."""
     generator = torch.Generator("cpu").manual_seed(0x5CA9E)
-    return torch.randint(0, 2, (count,), generator=generator, device="cpu").mul_(2).sub_(1).float()
+    return torch.randint(0, 2, (count,), generator=generator, dtype=torch.int64, device="cpu").mul_(2).sub_(1).float()

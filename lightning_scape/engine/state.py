@@ -70,8 +70,8 @@ class ScapeState:
             exp_avg=torch.zeros(shard, dtype=dtype, device=device),
             last_step=torch.zeros(shard, dtype=torch.int32, device=device),
             step=torch.zeros((), dtype=torch.int32, device=device),
-            local_exp_avg=torch.zeros(shard, device=home) if local else None,
-            local_exp_avg_sum=torch.zeros(shard, device=home) if local else None,
+            local_exp_avg=torch.zeros(shard, dtype=torch.float32, device=home) if local else None,
+            local_exp_avg_sum=torch.zeros(shard, dtype=torch.float32, device=home) if local else None,
             local_exp_avg_sq=torch.zeros(shard, dtype=dtype, device=device) if config.measures_noise else None,
             exp_avg_sq=torch.zeros(shard, dtype=dtype, device=device) if config.update == "adamw" else None,
         )
