@@ -247,7 +247,11 @@ class ScapeOptimizer(torch.optim.Optimizer):
         self.engine.masks.wait()
 
     def mark_masters_stale(self) -> None:
-        """Tells that parameters were overwritten from outside: the next step reads the fp32 masters of changed ones."""
+        """Tells that parameters were overwritten from outside, before a checkpoint is to hold their masters anew.
+
+        Not needed for training: where the owner updates an entry, it takes the parameter in place of a master that does
+        not round to it.
+        """
         self.engine.mark_masters_stale()
         self._shared.consolidated = None
 

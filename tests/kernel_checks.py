@@ -350,6 +350,13 @@ class KernelChecks:
         assert [flat.tolist() for flat in flats] == [[5.0, -5.5, -6.5], [-7.5]]
 
     @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_example_of_renewed_masters(self, either: Any) -> None:
+        parameter = torch.tensor([1.0, 3.0], dtype=torch.bfloat16, device=self.device)
+        masters = torch.tensor([[1.001, 2.0]], device=self.device)
+        either.renew_masters([parameter], list(Layout([2], [0], 2, 1).everything().pieces), None, masters, 2)
+        assert_same_bits(masters.cpu(), torch.tensor([[1.001, 3.0]]))
+
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
     def test_example_of_quantize_and_dequantize(self, either: Any) -> None:
         values = torch.tensor([[3.5, -7.0, 0.25]], device=self.device)
         message = either.quantize(values, 4)
@@ -887,6 +894,37 @@ class KernelChecks:
         self.module.scatter_params(own, pieces, own_mask, changes.to(self.device), 50, True)
         for ours, theirs in zip(own, flats, strict=True):
             assert_same_bits(ours.cpu(), theirs)
+        masters = torch.full_like(out, 7.0, dtype=torch.promote_types(dtype, torch.float32))
+        naive.gather_params(flats, pieces, mask, masters, 50)
+        masters *= 1 + torch.randint(-1, 2, masters.shape) * torch.finfo(dtype).eps * 0.4  # some round to it, some not
+        masters[::2, ::3] = 0.0
+        own_masters = masters.to(self.device, copy=True)
+        naive.renew_masters(flats, pieces, mask, masters, 50)
+        self.module.renew_masters(own, pieces, own_mask, own_masters, 50)
+        assert_same_bits(own_masters.cpu(), masters)
+
+    @pytest.mark.parametrize("add", [True, False])
+    @pytest.mark.parametrize("masked", [True, False])
+    def test_scatter_writes_no_row_of_scale_0(self, masked: bool, add: bool) -> None:
+        sizes = [40, 7, 100, 20]
+        layout = Layout(sizes, [0] * len(sizes), 20, 1)
+        pieces = list(layout.everything().pieces)
+        before = [torch.randn(size) for size in sizes]
+        before[1][:] = float("nan")
+        mask = torch.zeros(layout.blocks, 1, dtype=torch.uint8, device=self.device) if masked else None
+        values = torch.full((layout.blocks, 1 if masked else 20), 3.0, device=self.device)
+        by_row = torch.full((layout.blocks,), 0.5)
+        for piece in pieces[1:3]:
+            by_row[piece.row : piece.row + piece.blocks] = 0.0
+        for scale, written in ((by_row, {0, 3}), (torch.tensor(0.0), set()), (torch.tensor(0.5), {0, 1, 2, 3})):
+            flats = [flat.to(self.device, copy=True) for flat in before]
+            self.module.scatter_params(flats, pieces, mask, values, 20, add, scale.to(self.device))
+            for place, (flat, old) in enumerate(zip(flats, before, strict=True)):
+                expected = old.clone()
+                if place in written:
+                    chosen = slice(None, None, 20) if masked else slice(None)
+                    expected[chosen] = expected[chosen] + 3.0 if add else 3.0
+                assert_same_bits(flat.cpu(), expected)
 
     def test_a_parameter_that_moved_to_other_memory_is_found_there(self) -> None:
         pieces = list(Layout([50], [0], 50, 1).everything().pieces)

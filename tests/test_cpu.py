@@ -361,8 +361,10 @@ def test_gather_and_scatter_equal_their_twins(dtypes: tuple[torch.dtype, torch.d
     for module in (cpu, naive):
         own, out = [flat.clone() for flat in flats], torch.full((rows, 3), 7.0).to(wire)
         module.gather_params(own, pieces, mask, out, 20)
+        masters = values.to(torch.promote_types(dtype, torch.float32)) * (1 + 2.0**-9)
         module.scatter_params(own, pieces, mask, values, 20, add)
-        results.append([*own, out])
+        module.renew_masters(own, pieces, mask, masters, 20)
+        results.append([*own, out, masters])
     for ours, theirs in zip(*results, strict=True):
         assert_same(ours, theirs)
 

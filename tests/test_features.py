@@ -6,6 +6,7 @@ test_strategy_life.py.
 
 from __future__ import annotations
 
+import copy
 import csv
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from trainer_helpers import BATCHES, Regression, loader, make_trainer, ours, weights
 
 from lightning_scape import ScapeMonitor, ScapeOptimizer, ScapeStrategy
@@ -139,8 +141,8 @@ def test_swa_ends_with_the_mean_of_the_weights_at_its_epochs(run_ranks: Any) -> 
     assert not torch.equal(first["end"], first["steps"][-1])
 
 
-def _overwrite(rank: int, world_size: int, tell: bool) -> tuple[float, float]:
-    """bf16 weights overwritten behind the strategy's back, and then told of or not."""
+def _overwrite(rank: int, world_size: int, precision: str, sparsity: float) -> tuple[float, float]:
+    """Weights overwritten behind the strategy's back."""
 
     class Overwrite(Callback):
         def on_train_batch_start(
@@ -150,20 +152,51 @@ def _overwrite(rank: int, world_size: int, tell: bool) -> tuple[float, float]:
                 with torch.no_grad():
                     for parameter in pl_module.parameters():
                         parameter.fill_(5.0)
-                if tell:
-                    ours(trainer).mark_masters_stale()
 
     model = Regression(lr=1e-3)
-    make_trainer(ScapeStrategy(sparsity=0), precision="bf16-true", callbacks=[Overwrite()]).fit(model)
+    strategy = ScapeStrategy(sparsity=sparsity, sparsity_warmup_steps=0)
+    make_trainer(strategy, precision=precision, callbacks=[Overwrite()]).fit(model)
     return float(weights(model).min()), float(weights(model).max())
 
 
-def test_weights_overwritten_by_hand_need_mark_masters_stale_in_bf16(run_ranks: Any) -> None:
-    told = run_ranks(_overwrite, 2, True)
-    assert told[0] == told[1]
-    assert 4.9 < told[0][0] <= told[0][1] < 5.1
-    # Without it the fp32 masters undo the change: the README says so, and this shows that it must.
-    assert run_ranks(_overwrite, 2, False)[0][0] < 4.0
+@pytest.mark.parametrize(
+    ("precision", "sparsity"), [("bf16-true", 0.0), ("bf16-true", 0.9), ("16-true", 0.9), ("32-true", 0.9)]
+)
+def test_weights_overwritten_by_a_callback_are_trained_on_from(run_ranks: Any, precision: str, sparsity: float) -> None:
+    first, second = run_ranks(_overwrite, 2, precision, sparsity)
+    assert first == second
+    assert 4.9 < first[0] <= first[1] < 5.1
+
+
+class WithAverage(Regression):
+    """Its average is a submodule: in the optimizer, without gradients, and written after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        self.twin: list[nn.Module] = []  # what the optimizer does not know
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self.twin:
+            self.twin.append(copy.deepcopy(self.average))
+        for average in (self.average, *self.twin):
+            average.update_parameters(self.net)
+
+
+def _average_as_submodule(rank: int, world_size: int, precision: str, sparsity: float) -> None:
+    model = WithAverage()
+    strategy = ScapeStrategy(sparsity=sparsity, sparsity_warmup_steps=0)
+    make_trainer(strategy, max_epochs=2, precision=precision).fit(model)
+    for mine, theirs in zip(model.average.parameters(), model.twin[0].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert not torch.equal(model.average.module[0].weight, model.net[0].weight)
+
+
+@pytest.mark.parametrize(("precision", "sparsity"), [("bf16-true", 0.0), ("bf16-true", 0.5), ("32-true", 0.5)])
+def test_an_average_that_is_a_submodule_is_what_the_user_made_it(
+    run_ranks: Any, precision: str, sparsity: float
+) -> None:
+    run_ranks(_average_as_submodule, 2, precision, sparsity)
 
 
 # ------------------------------------------------------------------------------------------------ finetuning callbacks

@@ -69,7 +69,10 @@ def test_every_public_function_of_the_reference_is_dispatched_and_has_a_twin() -
         assert getattr(ops, name) is getattr(naive, name) is getattr(cpu, name) is getattr(cuda, name)
 
 
-WITH_EXAMPLES = ("select", "fold", "compact", "quantize", "dequantize", "update_adams", "update_adamw", "gather_params")
+WITH_EXAMPLES = (
+    *("select", "fold", "compact", "quantize", "dequantize", "update_adams", "update_adamw"),
+    *("gather_params", "renew_masters"),
+)
 
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
@@ -273,17 +276,23 @@ class TestFarAway:
             torch.tensor([block]),
             mask.at(0, 1, "uint8"),
             out.at(0, 1),
+            torch.ones(()),
+            0,
             1,
         )
         dtype = triton.language.float32
-        constants = {"BLOCK_SIZE": 64, "MASKED": True, "PARAMETER": dtype, "VALUES": dtype, "CHUNK": 2}
-        cuda_launch.launch(cuda_update._exchange_kernel, 1, *arguments, TO_PARAMETER=False, ADD=False, **constants)
+        constants = {"BLOCK_SIZE": 64, "MASKED": True, "PARAMETER": dtype, "VALUES": dtype, "CHUNK": 2, "SCALED": True}
         values = out.at(block, 1)
-        assert values.tolist() == [7.0]
+        for renew in (False, True):
+            values[0] = 6.5
+            rule = {"TO_PARAMETER": False, "ADD": False, "RENEW": renew}
+            cuda_launch.launch(cuda_update._exchange_kernel, 1, *arguments, **rule, **constants)
+            assert values.tolist() == [7.0]
         values[0] = -1.0
         expected = torch.arange(64.0)
         for add, result in ((False, -1.0), (True, -2.0)):
-            cuda_launch.launch(cuda_update._exchange_kernel, 1, *arguments, TO_PARAMETER=True, ADD=add, **constants)
+            rule = {"TO_PARAMETER": True, "ADD": add, "RENEW": False}
+            cuda_launch.launch(cuda_update._exchange_kernel, 1, *arguments, **rule, **constants)
             expected[7] = result
             assert_same_bits(memory.at(FAR, 64), expected)
 

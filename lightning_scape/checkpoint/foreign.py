@@ -132,7 +132,7 @@ def dense_state(saved: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
     state = {
         index: {
-            "step": torch.tensor(float(entry["step"])),
+            "step": torch.tensor(float(entry["step"]), dtype=torch.float32, device="cpu"),
             "exp_avg": entry["exp_avg"],
             "exp_avg_sq": second(index, entry),
         }

@@ -392,7 +392,8 @@ def _read_mask(snapshot: Snapshot, source: Source) -> tuple[Tensor | None, list[
             f"The checkpoint's masks are for blocks of {block_size} entries, this run's are {layout.block_size}: the"
             " first step makes its mask anew. All else carries over."
         ]
-    filler = torch.arange(mask.shape[1], device="cpu").expand(layout.blocks - layout.used_blocks, -1).to(mask.dtype)
+    positions = torch.arange(mask.shape[1], dtype=torch.int64, device="cpu").to(mask.dtype)
+    filler = positions.expand(layout.blocks - layout.used_blocks, -1)
     return torch.cat([mask.cpu(), filler]).to(snapshot.state.exp_avg.device), []
 
 

@@ -66,4 +66,4 @@ class Snapshot:
         self.state.last_step.fill_(step)
         if any(missed.values()):
             counts = [missed.get(index, 0) for index in self.parameters.indices]
-            self.state.missed = torch.tensor(counts, dtype=torch.int32).to(self.state.step.device)
+            self.state.missed = torch.tensor(counts, dtype=torch.int32, device="cpu").to(self.state.step.device)

@@ -169,7 +169,7 @@ class SavedShards:
         """See :class:`Source`."""
         found = self.find(key)
         if found is not None and not found.numel():
-            return torch.empty(found.shape if parameter_of(key) is None else 0, dtype=found.dtype)
+            return torch.empty(found.shape if parameter_of(key) is None else 0, dtype=found.dtype, device="cpu")
         return self.directory.tensor(f"{self.key}.{key}")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

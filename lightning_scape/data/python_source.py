@@ -239,9 +239,9 @@ class TrainingWindows(IterableDataset[Tensor]):
     def shuffle(self) -> tuple[Tensor, Tensor]:
         """This epoch's windows, a view uint8 [n, T + 1], and their order, int64 [n]."""
         if self._shuffled is None or self._shuffled[0] != self.epoch:
-            generator = torch.Generator().manual_seed(_hash(f"{self._seed}/{self.epoch}") >> 1)
-            offset = int(torch.randint(self._context_length, (), generator=generator))
-            order = torch.randperm(self._count, generator=generator)
+            generator = torch.Generator("cpu").manual_seed(_hash(f"{self._seed}/{self.epoch}") >> 1)
+            offset = int(torch.randint(self._context_length, (), generator=generator, dtype=torch.int64, device="cpu"))
+            order = _permutation(self._count, generator)
             self._shuffled = (self.epoch, _windows(self._data[offset:], self._context_length), order)
         return self._shuffled[1:]
 
@@ -268,7 +268,7 @@ class ValidationWindows(IterableDataset[Tensor]):
         super().__init__()
         self._windows = _windows(corpus.validation, context_length)
         # Shuffled once and for all: `limit_val_batches` then takes a sample of all files, not the first few.
-        self._order = torch.randperm(len(self._windows), generator=torch.Generator().manual_seed(0))
+        self._order = _permutation(len(self._windows), torch.Generator("cpu").manual_seed(0))
         self._batch_size = batch_size
         self._shard = shard
         self._count = len(self._windows) // shard.world_size
@@ -368,6 +368,10 @@ def _fingerprint(sources: dict[str, bytes], *parts: list[str]) -> str:
             digest.update(sources[name])
         digest.update(b"\0")
     return digest.hexdigest()
+
+
+def _permutation(count: int, generator: torch.Generator) -> Tensor:
+    return torch.randperm(count, generator=generator, dtype=torch.int64, device="cpu")
 
 
 def _windows(data: Tensor, context_length: int) -> Tensor:

@@ -128,7 +128,7 @@ def check_step(device: torch.device, parameters: int = 100_000) -> Finding:
 
 
 def _take_steps(device: torch.device, parameters: int) -> int:
-    weight = torch.nn.Parameter(torch.ones(parameters, device=device))
+    weight = torch.nn.Parameter(torch.ones(parameters, dtype=torch.float32, device=device))
     config = ScapeConfig(sparsity=0.99, sparsity_warmup_steps=0, update="adamw")
     optimizer = ScapeOptimizer([weight], lr=1e-3, config=config, communicator=Communicator.alone())
     for _ in range(2):

@@ -105,13 +105,13 @@ def _measured(meeting: Meeting, device: torch.device, backend: str, at: Callable
     place = meeting.place
     communicator = Communicator(None, None)
     at("the first all-reduce")
-    total = communicator.all_reduce_sum(torch.tensor([float(place.rank)], device=device))
+    total = communicator.all_reduce_sum(torch.tensor([float(place.rank)], dtype=torch.float32, device=device))
     expected = place.world_size * (place.world_size - 1) / 2
     if float(total) != expected:
         text = f"An all-reduce of the ranks' numbers must give {expected:g}, got {float(total):g} on {place.name}."
         return [Finding(TOPIC, "broken", text, "Ask whoever looks after the network: messages are damaged.")]
     at("all-reduces")
-    trial = torch.zeros(TRIAL // 4, device=device)
+    trial = torch.zeros(TRIAL // 4, dtype=torch.float32, device=device)
     seconds = median_seconds(lambda: communicator.all_reduce_sum(trial), 3, device)
     size = int(meeting.decide("size", None if place.rank else message_size(seconds), meeting.seconds))
     trips = _trips(place, communicator, size, device, at)
@@ -138,7 +138,7 @@ def _trips(
     place: Place, communicator: Communicator, size: int, device: torch.device, at: Callable[[str], None]
 ) -> list[Trip]:
     """Times messages with both neighbours; those of which this rank is the first."""
-    found, signal = [], torch.zeros(1, device=device)
+    found, signal = [], torch.zeros(1, dtype=torch.float32, device=device)
     for pairs in neighbours(place.world_size):
         communicator.all_reduce_sum(signal)  # a round begins when the one before has ended everywhere
         for first, second in pairs:

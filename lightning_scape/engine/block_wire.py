@@ -232,10 +232,10 @@ def pack(symbols: Tensor, bits: int) -> Tensor:
     """
     if bits in (8, 16):
         return symbols.to(torch.uint8) if bits == 8 else _bytes(symbols.to(torch.int16))
-    places = torch.arange(bits, device=symbols.device)
+    places = torch.arange(bits, dtype=torch.int64, device=symbols.device)
     flat = ((symbols.unsqueeze(2) >> places) & 1).to(torch.uint8).flatten(1)
     flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % 8))
-    weights = (1 << torch.arange(8, device=symbols.device)).to(torch.uint8)
+    weights = (1 << torch.arange(8, dtype=torch.int64, device=symbols.device)).to(torch.uint8)
     return (flat.view(len(flat), -1, 8) * weights).sum(dim=2, dtype=torch.uint8)
 
 
@@ -247,5 +247,5 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
         return _view(packed, torch.int16).long() & 0xFFFF
     eight = torch.arange(8, device=packed.device, dtype=torch.uint8)
     flat = ((packed.unsqueeze(2) >> eight) & 1).flatten(1)[:, : count * bits]
-    weights = 1 << torch.arange(bits, device=packed.device)
+    weights = 1 << torch.arange(bits, dtype=torch.int64, device=packed.device)
     return (flat.view(len(flat), count, bits).long() * weights).sum(dim=2)

@@ -149,9 +149,7 @@ class GradientClipping:
             measured = ops.sketch(grads, self._signs, SKETCH_WIDTHS)
         else:
             given = [grad for grad in grads if grad is not None and grad.numel()]
-            measured = (ops.squared_norm(given) if given else torch.zeros((), dtype=torch.float32, device=device)).view(
-                1
-            )
+            measured = ops.squared_norm(given).view(1) if given else torch.zeros(1, dtype=torch.float32, device=device)
         answer = self.first_message.exchange(measured, flags, standing)
         mean = answer.measured / world_size
         norm = torch.linalg.vector_norm(mean) if sketch and world_size > 1 else mean.sum().sqrt()
@@ -246,4 +244,4 @@ def sketch_deviation(width: int = SKETCH_WIDTHS[0]) -> float:
 def random_signs(count: int) -> Tensor:
     """The same +1 and -1 on every rank, fp32."""
     generator = torch.Generator("cpu").manual_seed(0x5CA9E)
-    return torch.randint(0, 2, (count,), generator=generator, device="cpu").mul_(2).sub_(1).float()
+    return torch.randint(0, 2, (count,), generator=generator, dtype=torch.int64, device="cpu").mul_(2).sub_(1).float()

@@ -61,7 +61,7 @@ def compare_ends(communicator: Communicator, batches: int, reached: bool) -> Non
     """
     end = EpochEnd(communicator)
     end.announce(batches, reached)
-    end.compare(communicator.all_reduce_sum(torch.tensor(int(reached))))
+    end.compare(communicator.all_reduce_sum(torch.tensor(int(reached), dtype=torch.int64, device="cpu")))
 
 
 def check_lengths(communicator: Communicator, length: float, needed: float) -> None:

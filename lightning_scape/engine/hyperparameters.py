@@ -92,4 +92,4 @@ class RowHyperparameters:
         counts[-1] += self._rows - sum(counts)
         numbers = [self._groups.index(piece.segment.group) for piece in self._pieces]
         of_piece = torch.tensor(numbers, dtype=torch.int32, device="cpu")
-        return torch.repeat_interleave(of_piece, torch.tensor(counts, device="cpu"))
+        return torch.repeat_interleave(of_piece, torch.tensor(counts, dtype=torch.int64, device="cpu"))

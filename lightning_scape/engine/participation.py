@@ -74,8 +74,8 @@ def _parameter_of_block(layout: Layout) -> Tensor:
     if not counts:
         return torch.zeros(layout.blocks, dtype=torch.int64, device="cpu")
     counts[-1] += layout.blocks - sum(counts)
-    places = torch.tensor([segment.index for segment in layout.segments], device="cpu")
-    return torch.repeat_interleave(places, torch.tensor(counts, device="cpu"))
+    places = torch.tensor([segment.index for segment in layout.segments], dtype=torch.int64, device="cpu")
+    return torch.repeat_interleave(places, torch.tensor(counts, dtype=torch.int64, device="cpu"))
 
 
 # ------------------------------------------------------------------------------------- flags, summed over ranks
@@ -98,7 +98,7 @@ def count_flags(sums: Tensor, count: int, ranks: int) -> Tensor:
 
     Example: ``[13.]`` for 3 flags of 2 ranks gives ``[1, 1, 1]``.
     """
-    weights = (ranks + 1) ** torch.arange(_flags_per_number(ranks), device=sums.device)
+    weights = (ranks + 1) ** torch.arange(_flags_per_number(ranks), dtype=torch.int64, device=sums.device)
     return (sums.long().unsqueeze(1) // weights % (ranks + 1)).view(-1)[:count]
 
 

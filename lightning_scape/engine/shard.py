@@ -70,10 +70,10 @@ class OwnShard:
         if state.master is not None and own is not None:
             ops.scatter_blocks(state.master, own, theta)
         if before is None:
-            return theta.to(self._parameters.wire_dtype), again
+            return _of_those(theta.to(self._parameters.wire_dtype), part.of_rows(self.rows)), again
         if self.wire is not None:
             return self._pack(self.wire, state, ops.changes(theta, before, theta.dtype), own, part), again
-        return ops.changes(theta, before, self._config.values_dtype), again
+        return _of_those(ops.changes(theta, before, self._config.values_dtype), part.of_rows(self.rows)), again
 
     def _pack(
         self, wire: ValueWire, state: ScapeState, changes: Tensor, own: Tensor | None, part: Participation
@@ -84,11 +84,13 @@ class OwnShard:
         return wire.pack_with_error(state.change_error, own, changes, part.of_rows(self.rows))
 
     def _read(self, state: ScapeState, own: Tensor | None, mean: Tensor) -> Tensor:
-        """The masked values of the shard, ``[R, q]``, in the state's dtype."""
-        if state.master is not None:
-            return ops.gather_blocks(state.master, own)
-        theta = torch.zeros_like(mean)
-        ops.gather_params(self._parameters.flat, self._pieces, own, theta, self._layout.block_size)
+        """The masked values of the shard, ``[R, q]``, in the state's dtype.
+
+        Of what somebody else has written since, the parameter's, in place of the master's.
+        """
+        read = ops.gather_params if state.master is None else ops.renew_masters
+        theta = torch.zeros_like(mean) if state.master is None else ops.gather_blocks(state.master, own)
+        read(self._parameters.flat, self._pieces, own, theta, self._layout.block_size)
         return theta
 
     def _step(self, state: ScapeState, theta: Tensor, own: Tensor | None, mean: Tensor, part: Participation) -> Tensor:
@@ -105,3 +107,8 @@ class OwnShard:
         numbers = ops.RowNumbers(step, scale, hyper, first, None, group)
         floor = min(1.0, MEAN_SQUARE_FLOOR * self._layout.block_size / mean.shape[1])
         return ops.update_adams(shard, own, mean, numbers, floor, implicit)
+
+
+def _of_those(message: Tensor, scale: Tensor) -> Tensor:
+    """A message ``[R, q]`` of those that take part: the others' rows, which nobody writes, are 0."""
+    return torch.where(scale.unsqueeze(1) != 0, message, 0.0) if scale.dim() else message

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_scape import ops
 from lightning_scape.config import ScapeConfig
 from lightning_scape.layout import Layout, Piece
 
-_CHUNK = 1 << 18
-"""Entries handled at a time, so that no temporary has a parameter's size."""
 SHARD_TENSORS = (
     *("exp_avg", "last_step", "master"),
     *("local_exp_avg", "local_exp_avg_sum", "local_exp_avg_sq", "exp_avg_sq", "change_error"),
@@ -71,8 +70,8 @@ class ScapeState:
             exp_avg=torch.zeros(shard, dtype=dtype, device=device),
             last_step=torch.zeros(shard, dtype=torch.int32, device=device),
             step=torch.zeros((), dtype=torch.int32, device=device),
-            local_exp_avg=torch.zeros(shard, device=home) if local else None,
-            local_exp_avg_sum=torch.zeros(shard, device=home) if local else None,
+            local_exp_avg=torch.zeros(shard, dtype=torch.float32, device=home) if local else None,
+            local_exp_avg_sum=torch.zeros(shard, dtype=torch.float32, device=home) if local else None,
             local_exp_avg_sq=torch.zeros(shard, dtype=dtype, device=device) if config.measures_noise else None,
             exp_avg_sq=torch.zeros(shard, dtype=dtype, device=device) if config.update == "adamw" else None,
         )
@@ -88,12 +87,7 @@ class ScapeState:
         """
         if self.master is None:
             self.master = torch.zeros_like(self.exp_avg)
-        flat = self.master.view(-1)
-        for piece in layout.local(rank).pieces:
-            masters = flat[piece.of_blocks(layout.block_size)]
-            parameters = flats[piece.segment.index][piece.of_parameter]
-            for master, parameter in zip(masters.split(_CHUNK), parameters.split(_CHUNK), strict=True):
-                master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.to(master.dtype)))
+        ops.renew_masters(flats, layout.local(rank).pieces, None, self.master, layout.block_size)
 
 
 def piece_views(matrix: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:

@@ -21,7 +21,7 @@ from lightning_scape.engine.clipping import GradientClipping
 from lightning_scape.engine.first_message import Standing, describe, problem_of, settings
 from lightning_scape.engine.mask import Masks, SparsitySchedule
 from lightning_scape.engine.parameters import Parameters
-from lightning_scape.engine.participation import Participants
+from lightning_scape.engine.participation import Participants, Participation
 from lightning_scape.engine.ranges import profiler_range
 from lightning_scape.engine.region import LocalRegion, RemoteRegion
 from lightning_scape.engine.replicas import check_replicas
@@ -146,7 +146,7 @@ class Engine:
             updated, record.again = self.shard.update(state, mask, mean, part)
             record.sent = mean.shape[1]
         with record.phase("write"):
-            self._write(mask, updated, self.comm.all_gather(updated))
+            self._write(mask, updated, part, self.comm.all_gather(updated))
         with record.phase("launch"):
             self.masks.launch(state)
         self._end(state, scale)
@@ -225,15 +225,16 @@ class Engine:
         contributions[self.comm.rank] = own
         return ops.mean(contributions, dtype)
 
-    def _write(self, mask: Tensor | None, updated: Tensor, arriving: Work) -> None:
-        """Applies the owners' updates: the own ones while the others travel."""
+    def _write(self, mask: Tensor | None, updated: Tensor, part: Participation, arriving: Work) -> None:
+        """Applies the owners' updates: the own ones while the others travel. What takes no part is not written."""
         flat, block_size, add = self.parameters.flat, self.layout.block_size, self.shard.as_changes
         try:  # the moments have gone on, and so must all parameters
-            own = None if mask is None else mask[self.local.rows]
-            ops.scatter_params(flat, self.local.pieces, own, self._read_back(mask, updated, 1), block_size, add)
+            rows = self.local.rows
+            own, here = None if mask is None else mask[rows], self._read_back(mask, updated, 1)
+            ops.scatter_params(flat, self.local.pieces, own, here, block_size, add, part.of_rows(rows))
         finally:
             everyone = self._read_back(mask, arriving.wait(), self.comm.world_size)
-            ops.scatter_params(flat, self.remote.pieces, mask, everyone, block_size, add)
+            ops.scatter_params(flat, self.remote.pieces, mask, everyone, block_size, add, part.blocks)
 
     def _read_back(self, mask: Tensor | None, message: Tensor, shards: int) -> Tensor:
         """Updated values or changes, ``[shards * R, q]``; every rank reads the same."""
@@ -321,11 +322,14 @@ class Engine:
         self.state, state.sampled = state, False
         self.clipping.drop_found_inf()
         self.record = self._stats = None
-        # Parameters may be loaded before or after: masters that do not round to them give way.
+        # Parameters may be loaded before or after: masters that do not round to them give way, in the next save too.
         self._masters_stale, self._compared = True, False
 
     def mark_masters_stale(self) -> None:
-        """Parameters were overwritten from outside: the next step reads the masters of changed ones anew."""
+        """Parameters were overwritten from outside: the next step, or save, reads the masters of changed ones anew.
+
+        Without it, each entry's master is read anew when the entry is updated.
+        """
         self._masters_stale = True
 
     def _refresh_masters(self, state: ScapeState) -> None:

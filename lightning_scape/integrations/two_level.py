@@ -101,7 +101,7 @@ class Nodes:
         if self.mesh is not None and self._made_beside is not None and self._made_beside() is world:
             return
         inside, across = new_node_groups(size, timeout)
-        grid = torch.arange(ranks, device="cpu").view(-1, size)
+        grid = torch.arange(ranks, dtype=torch.int64, device="cpu").view(-1, size)
         self.mesh = DeviceMesh.from_group(
             [across, inside], device.type, mesh=grid, mesh_dim_names=("replicate", "shard")
         )

@@ -64,6 +64,7 @@ __all__ = [
     "propose",
     "quantize",
     "quantize_with_error",
+    "renew_masters",
     "scatter_blocks",
     "scatter_params",
     "select",
@@ -201,6 +202,7 @@ update_adams = _dispatched(naive.update_adams)
 update_adamw = _dispatched(naive.update_adamw)
 changes = _dispatched(naive.changes)
 gather_params = _dispatched(naive.gather_params)
+renew_masters = _dispatched(naive.renew_masters)
 scatter_params = _dispatched(naive.scatter_params)
 checksum = _dispatched(naive.checksum)
 
@@ -225,6 +227,7 @@ DISPATCHED = (
     update_adamw,
     changes,
     gather_params,
+    renew_masters,
     scatter_params,
     checksum,
 )

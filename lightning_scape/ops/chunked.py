@@ -60,6 +60,7 @@ __all__ = [
     "propose",
     "quantize",
     "quantize_with_error",
+    "renew_masters",
     "scatter_blocks",
     "scatter_params",
     "select",
@@ -308,6 +309,13 @@ def gather_params(
     naive.gather_params(flats, list(_small(pieces, out, block_size)), mask, out, block_size)
 
 
+def renew_masters(
+    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, masters: Tensor, block_size: int
+) -> None:
+    """See :func:`naive.renew_masters`."""
+    naive.renew_masters(flats, list(_small(pieces, masters, block_size)), mask, masters, block_size)
+
+
 def scatter_params(
     flats: Sequence[Tensor],
     pieces: Sequence[Piece],
@@ -315,9 +323,10 @@ def scatter_params(
     values: Tensor,
     block_size: int,
     add: bool = False,
+    scale: Tensor | None = None,
 ) -> None:
     """See :func:`naive.scatter_params`."""
-    naive.scatter_params(flats, list(_small(pieces, values, block_size)), mask, values, block_size, add)
+    naive.scatter_params(flats, list(_small(pieces, values, block_size)), mask, values, block_size, add, scale)
 
 
 def _small(pieces: Sequence[Piece], values: Tensor, block_size: int) -> Iterator[Piece]:

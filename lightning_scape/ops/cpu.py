@@ -11,6 +11,7 @@ gather_params, scatter_params, fold        bitwise
 accumulate_exp_avg, accumulate_exp_avg_sq  bitwise
 sweep, mean, changes                       bitwise
 gather_blocks, scatter_blocks              bitwise
+renew_masters                              bitwise
 update_adams, update_adamw                 moments and last steps bitwise for entries visited in the step before (with
                                            ``implicit``), else within rounding: ``exp``, ``expm1``, and torch's
                                            ``sqrt``, which is not correctly rounded
@@ -66,6 +67,7 @@ from lightning_scape.ops.cpu_shard import (
     gather_blocks,
     gather_params,
     mean,
+    renew_masters,
     scatter_blocks,
     scatter_params,
     update_adams,
@@ -109,6 +111,7 @@ __all__ = [
     "propose",
     "quantize",
     "quantize_with_error",
+    "renew_masters",
     "scatter_blocks",
     "scatter_params",
     "select",

@@ -134,6 +134,19 @@ def gather_params(
 
 
 @where_it_fits
+def renew_masters(
+    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, masters: Tensor, block_size: int
+) -> None:
+    """See :func:`naive.renew_masters`."""
+    if mask is None:
+        chunked.renew_masters(flats, pieces, mask, masters, block_size)
+        return
+    for dtype, table, count in pieces_table(flats, pieces, mask.shape[1], block_size):
+        loop = functools.partial(cpu_update.renew_masters, table, array(mask), array(masters), block_size, like(dtype))
+        in_parallel(loop, count, GRAIN)
+
+
+@where_it_fits
 def scatter_params(
     flats: Sequence[Tensor],
     pieces: Sequence[Piece],
@@ -141,8 +154,12 @@ def scatter_params(
     values: Tensor,
     block_size: int,
     add: bool = False,
+    scale: Tensor | None = None,
 ) -> None:
     """See :func:`naive.scatter_params`."""
+    if scale is not None:
+        scales = array(scale.reshape(-1))
+        pieces = [piece for piece in pieces if scales[piece.row if scale.dim() else 0] != 0]
     if mask is None:
         chunked.scatter_params(flats, pieces, mask, values, block_size, add)
         return

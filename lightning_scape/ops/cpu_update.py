@@ -39,6 +39,24 @@ def gather_params(table, mask, out, length, like_flat, first, last):
 
 
 @jit
+def renew_masters(table, mask, masters, length, like_flat, first, last):
+    """See :func:`naive.renew_masters`; ``table`` as above."""
+    sent, chosen, known, places = mask.shape[1], mask.reshape(-1), masters.reshape(-1), np.empty(_TILE, np.uint64)
+    sink = np.empty(1)
+    for i in range(len(table)):
+        start, stop = overlap(first, last, table[i, 1], table[i, 2])
+        flat, before = array_at(table[i, 0], 0, 0, like_flat), table[i, 3] * sent
+        for begin in range(start, stop, _TILE):
+            count = min(_TILE, stop - begin)
+            find_tile(table[i, 0], like_flat, chosen, before, sent, length, begin, places[:count], sink)
+            own = known[before + begin : before + begin + count]
+            for j in range(count):
+                value = widen(flat[places[j]])
+                if widen(narrow(own[j], like_flat)) != value:
+                    own[j] = value
+
+
+@jit
 def scatter_params(table, mask, values, add, length, like_flat, first, last):
     """The reverse. What is added is first rounded to the parameter's dtype."""
     sent, chosen, arrived, places = mask.shape[1], mask.reshape(-1), values.reshape(-1), np.empty(_TILE, np.uint64)

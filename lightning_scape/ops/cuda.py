@@ -5,7 +5,8 @@ What is bitwise equal to the twin and what only rounds:
 ==================================== ==================================================================================
 select, merge, compact               bitwise
 quantize, dequantize                 bitwise
-gather_params, scatter_params        bitwise
+gather_params, scatter_params,       bitwise
+renew_masters
 propose                              bitwise: the twin's, with this module's select
 fold, accumulate_exp_avg,            bitwise: ``scale * grad`` is rounded before it is added or squared
 accumulate_exp_avg_sq, sweep
@@ -44,7 +45,14 @@ from lightning_scape.ops.cuda_launch import cached_shares as _cached_shares
 from lightning_scape.ops.cuda_launch import cached_table as _cached_table
 from lightning_scape.ops.cuda_masks import compact, merge, propose, select
 from lightning_scape.ops.cuda_sweep import sweep
-from lightning_scape.ops.cuda_update import checksum, gather_params, scatter_params, update_adams, update_adamw
+from lightning_scape.ops.cuda_update import (
+    checksum,
+    gather_params,
+    renew_masters,
+    scatter_params,
+    update_adams,
+    update_adamw,
+)
 from lightning_scape.ops.cuda_wire import dequantize, quantize, quantize_with_error
 from lightning_scape.ops.naive import (
     AdamWStep,
@@ -90,6 +98,7 @@ __all__ = [
     "propose",
     "quantize",
     "quantize_with_error",
+    "renew_masters",
     "scatter_blocks",
     "scatter_params",
     "select",

@@ -58,7 +58,7 @@ def squared_norm(grads: Sequence[Tensor]) -> Tensor:
             num_warps=8,
         )
     if not partials:
-        return torch.zeros((), device=grads[0].device)
+        return torch.zeros((), dtype=torch.float32, device=grads[0].device)
     return torch.cat(partials).sum()
 
 
@@ -332,7 +332,7 @@ def accumulate_exp_avg_sq(
     def scales(places: list[int]) -> Tensor:
         if not scale.dim() or len(places) == len(moments):
             return scale
-        return scale[to_device(torch.tensor(places, device="cpu"), scale.device)]
+        return scale[to_device(torch.tensor(places, dtype=torch.int64, device="cpu"), scale.device)]
 
     if rest:
         own = chosen(moments, rest), chosen(grads, rest), chosen(weights, rest)

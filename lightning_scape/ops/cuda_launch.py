@@ -98,7 +98,7 @@ def cached_chunks(
     counts = (numels + (chunk - 1)) // chunk
     tensors = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32, device="cpu"), counts)
     before = counts.cumsum(0) - counts
-    starts = (torch.arange(tensors.numel(), device="cpu") - before[tensors.long()]) * chunk
+    starts = (torch.arange(tensors.numel(), dtype=torch.int64, device="cpu") - before[tensors.long()]) * chunk
     return tensors.numel(), (to_device(numels, device), to_device(tensors, device), to_device(starts, device))
 
 

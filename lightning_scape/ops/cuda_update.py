@@ -282,6 +282,8 @@ def _exchange_kernel(
     chunk_starts,
     mask,
     values,
+    scale,
+    scale_stride,
     sent,
     BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
@@ -289,14 +291,19 @@ def _exchange_kernel(
     VALUES: tl.constexpr,
     TO_PARAMETER: tl.constexpr,
     ADD: tl.constexpr,
+    SCALED: tl.constexpr,
+    RENEW: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     program = tl.program_id(0)
     piece = tl.load(chunk_pieces + program)
     first = tl.load(chunk_starts + program)
     entry = first + tl.arange(0, CHUNK)
-    inside = entry < tl.load(kept + piece)
-    before = tl.load(first_rows + piece) * sent
+    first_row, count = tl.load(first_rows + piece), tl.load(kept + piece)
+    if SCALED:
+        count = tl.where(tl.load(scale + first_row * scale_stride) != 0, count, 0)
+    inside = entry < count
+    before = first_row * sent
     place = before + entry
     row, column = cells(mask + before, first, inside, sent, MASKED, CHUNK)
     parameter = pointer(tl.load(addresses + piece), PARAMETER) + row * BLOCK_SIZE + column
@@ -307,6 +314,9 @@ def _exchange_kernel(
         tl.store(parameter, narrow(value, PARAMETER), mask=inside)
     else:
         value = widen(tl.load(parameter, mask=inside, other=0), PARAMETER)
+        if RENEW:
+            master = widen(tl.load(values + place, mask=inside, other=0), VALUES)
+            inside = inside & (widen(narrow(master, PARAMETER), PARAMETER) != value)
         tl.store(values + place, narrow(value, VALUES), mask=inside)
 
 
@@ -317,6 +327,13 @@ def gather_params(
     _exchange(flats, pieces, mask, out, block_size, to_parameter=False)
 
 
+def renew_masters(
+    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, masters: Tensor, block_size: int
+) -> None:
+    """See :func:`naive.renew_masters`. One launch per dtype of the parameters."""
+    _exchange(flats, pieces, mask, masters, block_size, to_parameter=False, renew=True)
+
+
 def scatter_params(
     flats: Sequence[Tensor],
     pieces: Sequence[Piece],
@@ -324,9 +341,10 @@ def scatter_params(
     values: Tensor,
     block_size: int,
     add: bool = False,
+    scale: Tensor | None = None,
 ) -> None:
     """See :func:`naive.scatter_params`. One launch per dtype of the parameters."""
-    _exchange(flats, pieces, mask, values.contiguous(), block_size, to_parameter=True, add=add)
+    _exchange(flats, pieces, mask, values.contiguous(), block_size, scale, to_parameter=True, add=add)
 
 
 def _exchange(
@@ -335,9 +353,11 @@ def _exchange(
     mask: Tensor | None,
     values: Tensor,
     block_size: int,
+    scale: Tensor | None = None,
     *,
     to_parameter: bool,
     add: bool = False,
+    renew: bool = False,
 ) -> None:
     assert values.is_contiguous()
     sent = values.shape[1]
@@ -355,6 +375,8 @@ def _exchange(
             *chunks,
             launching.raw(values) if mask is None else mask,
             launching.raw(values),
+            launching.raw(values) if scale is None else scale.to(values.device),
+            0 if scale is None else scale.dim(),
             sent,
             BLOCK_SIZE=block_size,
             MASKED=mask is not None,
@@ -362,6 +384,8 @@ def _exchange(
             VALUES=launching.DTYPES[values.dtype],
             TO_PARAMETER=to_parameter,
             ADD=add,
+            SCALED=scale is not None,
+            RENEW=renew,
             CHUNK=launching.PICK_CHUNK,
             num_warps=4,
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_scape.layout import Piece, Region
 from lightning_scape.ops.naive_masks import merge, position_dtype, proposal_bytes, propose, select, votes_in
+from lightning_scape.ops.naive_params import gather_params, renew_masters, scatter_params
 from lightning_scape.ops.naive_wire import (
     changes,
     dequantize,
@@ -67,6 +68,7 @@ __all__ = [
     "propose",
     "quantize",
     "quantize_with_error",
+    "renew_masters",
     "scatter_blocks",
     "scatter_params",
     "select",
@@ -388,58 +390,7 @@ def _write(
     return again
 
 
-# ------------------------------------------------------------------------- parameters: each a flat tensor of its own
-
-
-def gather_params(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int
-) -> None:
-    """Copies the masked entries of the parameters into ``out [R, q]``; positions that are pads are left alone.
-
-    Example: ``B = 2``, parameters ``[5, 6, 7]`` and ``[8]``, mask ``[[1], [0], [0]]``: ``out = [[6], [7], [8]]``.
-
-    Args:
-        flats: every parameter, flat, by index.
-        pieces: which parameters fill which rows of ``mask`` and ``out``.
-        mask: ``[R, q]`` or None.
-        out: ``[R, q]``, contiguous.
-        block_size: B.
-    """
-    for piece in pieces:
-        flat, target = flats[piece.segment.index][piece.of_parameter], _kept(out, piece, block_size)
-        target.copy_(flat if mask is None else flat[_places(mask, piece, block_size)])
-
-
-def scatter_params(
-    flats: Sequence[Tensor],
-    pieces: Sequence[Piece],
-    mask: Tensor | None,
-    values: Tensor,
-    block_size: int,
-    add: bool = False,
-) -> None:
-    """The reverse of :func:`gather_params`: writes ``values [R, q]`` to the parameters' masked entries, or adds them.
-
-    Values are rounded to the parameter's dtype first.
-    """
-    for piece in pieces:
-        flat = flats[piece.segment.index][piece.of_parameter]
-        new = _kept(values, piece, block_size).to(flat.dtype)
-        places = slice(None) if mask is None else _places(mask, piece, block_size)
-        flat[places] = flat[places] + new if add else new
-
-
-def _kept(matrix: Tensor, piece: Piece, block_size: int) -> Tensor:
-    """What ``matrix [R, q]`` holds of the piece, flat, without pads."""
-    rows = matrix[piece.row : piece.row + piece.blocks]
-    return rows.view(-1)[: piece.kept(rows.shape[1], block_size)]
-
-
-def _places(mask: Tensor, piece: Piece, block_size: int) -> Tensor:
-    """Where the piece's masked entries lie in the piece: int64, without pads."""
-    starts = torch.arange(0, piece.blocks * block_size, block_size, device=mask.device).unsqueeze(1)
-    places = mask[piece.row : piece.row + piece.blocks].long() + starts
-    return places.view(-1)[: piece.kept(mask.shape[1], block_size)]
+# ------------------------------------------------------------------------------------- checksums, tables
 
 
 def checksum(flat: Tensor) -> Tensor:
@@ -473,7 +424,7 @@ def checksum_of_sums(columns: Tensor, rows: Tensor) -> Tensor:
 
 def _hashes(sums: Tensor, first: int) -> Tensor:
     """Each sum mixed with its place, counted from ``first`` (splitmix64's finalizer, on signed integers that wrap)."""
-    place = torch.arange(first, first + sums.numel(), device=sums.device)
+    place = torch.arange(first, first + sums.numel(), dtype=torch.int64, device=sums.device)
     z = sums + (place + 1) * -0x61C8864680B583EB
     z = (z ^ (z >> 30)) * -0x40A7B892E31B1A47
     z = (z ^ (z >> 27)) * -0x6B2FB644ECCEEE15

@@ -35,7 +35,7 @@ def measure_compute(
     """
     device = next(model.parameters()).device
     vocabulary = int(model.config.padded_vocab_size)  # type: ignore[union-attr,arg-type]
-    tokens = torch.randint(0, vocabulary, (batch_size, context + 1), device=device)
+    tokens = torch.randint(0, vocabulary, (batch_size, context + 1), dtype=torch.int64, device=device)
     times = []
     for _ in range(repeats + 1):
         model.zero_grad()
@@ -60,7 +60,7 @@ def measure_machine(parameters: Sequence[Tensor], sparsities: Sequence[float], r
     adamw = median_seconds(dense.step, repeats, device)
     del dense
     grads = [parameter.grad.reshape(-1) for parameter in parameters if parameter.grad is not None]
-    signs = torch.ones(1 << 17, device=device)
+    signs = torch.ones(1 << 17, dtype=torch.float32, device=device)
     norm = median_seconds(lambda: ops.sketch(grads, signs, SKETCH_WIDTHS), repeats, device)
     measure = scape_as_a_whole if device.type == "cuda" else _scape_by_phase
     found: dict[float, tuple[float, float]] = {}
@@ -97,10 +97,10 @@ def _remote_sweep(optimizer: ScapeOptimizer) -> Callable[[], None]:
     taken = [parts[piece.segment.index] for piece in region.pieces]
     blocks, quota = engine.layout.blocks, config.quota
     mask = ops.select(residual, quota.sent)
-    values = torch.empty(blocks, quota.sent, dtype=config.values_dtype)
+    values = torch.empty(blocks, quota.sent, dtype=config.values_dtype, device=CPU)
     width = ops.proposal_bytes(config.votes, quota.block_size)
-    proposals = torch.empty(blocks, width, dtype=torch.uint8) if width else None
-    scale = torch.ones(())
+    proposals = torch.empty(blocks, width, dtype=torch.uint8, device=CPU) if width else None
+    scale = torch.ones((), dtype=torch.float32, device=CPU)
     return functools.partial(ops.sweep, region, residual, taken, scale, mask, values, proposals=proposals)
 
 
@@ -138,8 +138,8 @@ def measure_link(
     ranks = communicator.world_size
     if ranks == 1:
         raise ValueError("`measure_link` needs several ranks, got one. Launch with torchrun on all nodes.")
-    small = torch.zeros(1, device=device)
-    large = torch.zeros(round(megabytes * 2.5e5) // ranks * ranks, 1, device=device)
+    small = torch.zeros(1, dtype=torch.float32, device=device)
+    large = torch.zeros(round(megabytes * 2.5e5) // ranks * ranks, 1, dtype=torch.float32, device=device)
     hop = median_seconds(lambda: communicator.all_reduce_sum(small), 4 * repeats, device) / (2 * (ranks - 1))
     sent = large.numel() * large.element_size() * (ranks - 1) / ranks
     elapsed, copying = message_cost(lambda: communicator.all_to_all(large).wait(), repeats, device)

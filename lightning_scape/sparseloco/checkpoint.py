@@ -231,7 +231,7 @@ class _Saved:
 
     def _blocks(self, name: str, shard: int, layout: Layout) -> Tensor:
         if not layout.used_blocks:  # nothing is saved
-            return torch.empty(0, layout.block_size)
+            return torch.empty(0, layout.block_size, dtype=torch.float32, device="cpu")
         if isinstance(self._saved, SavedShards):
             return self._saved.directory.tensor(f"{self._saved.key}.{_blocks_key(name, shard, self.shards)}")
         found: Tensor = self.facts[name] if self.shards == 1 else self.facts[name][shard]

@@ -126,7 +126,7 @@ class Exchange:
 
     def _open(self, state: LocoState, flats: Sequence[Tensor], at: Place) -> Tensor:
         """``[N, 3]``: every rank's first message, see :mod:`.phase`."""
-        total = torch.zeros(1, device=self.spans.device)
+        total = torch.zeros(1, dtype=torch.float32, device=self.spans.device)
         for place, theta in self.spans.entries(flats):
             total += self._delta(state, place, theta).square_().sum()
         return self.comm.all_gather_facts(phase.opening(total, at))
@@ -153,7 +153,8 @@ class Exchange:
 
     def _fold(self, state: LocoState, flats: Sequence[Tensor], finite: Tensor) -> None:
         """Folds the window into the error feedback, or leaves it as it is where ``finite`` (0-dim bool) is false."""
-        decay = torch.where(finite, self.config.error_decay, 1.0)
+        kept = torch.full((), self.config.error_decay, dtype=torch.float32, device=finite.device)
+        decay = torch.where(finite, kept, 1.0)  # of two plain numbers it would have torch's default dtype
         for place, theta in self.spans.entries(flats):
             delta = torch.where(finite, self._delta(state, place, theta), 0.0)
             with self.spans.changing(state.error.view(-1)[place]) as error:
@@ -212,7 +213,7 @@ class Exchange:
 
     def error_norm(self, state: LocoState) -> Tensor:
         """0-dim, on the device: L2 norm of the error feedback."""
-        total = torch.zeros((), device=self.spans.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.spans.device)
         for rows in self.spans.rows(len(state.error)):
             total += self.spans.reading(state.error[rows]).square().sum()
         return total.sqrt_()

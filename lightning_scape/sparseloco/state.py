@@ -60,7 +60,7 @@ class LocoState:
         pinned = home.type == "cpu" and device.type == "cuda"
 
         def zeros(rows: int) -> Tensor:
-            return torch.zeros(rows, layout.block_size, device=home, pin_memory=pinned)
+            return torch.zeros(rows, layout.block_size, dtype=torch.float32, device=home, pin_memory=pinned)
 
         return cls(zeros(layout.blocks), zeros(layout.blocks), zeros(layout.shard_blocks if owns else 0))
 

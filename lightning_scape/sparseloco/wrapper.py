@@ -426,7 +426,7 @@ class SparseLoCo:
         self._job = self._consolidated = self._record = self._ended = self._stats = self._openings = None
         self.state, self.progress = loaded.state, Progress(**loaded.progress)
         if self.progress.under_way:
-            self._record = ExchangeRecord(norm=torch.tensor(self.progress.norm, device=self.parameters.device))
+            self._record = ExchangeRecord(norm=torch.tensor(self.progress.norm, dtype=torch.float32, device="cpu"))
         self.dropped.forget()
         self.dropped.in_row, self.dropped.total = loaded.dropped
         self._restored = loaded.parameters
