@@ -37,7 +37,7 @@ from torch import Tensor
 from lightning_scape.comm import under_way
 from lightning_scape.comm.gloo_threads import let_senders_finish
 from lightning_scape.comm.lost_ranks import explained_loss, forget_losses
-from lightning_scape.comm.work import Work
+from lightning_scape.comm.work import Work as Work
 from lightning_scape.comm.worker import Worker, end_groups_at_exit
 
 T = TypeVar("T")
@@ -351,6 +351,22 @@ class Communicator:
         with explained_loss():
             dist.all_gather_object(values, value, group=self.process_group)
         return values
+
+    def share(self, value: T) -> T:
+        """The value; where this rank's is empty or None, that of the first rank which has one. Collective.
+
+        For states that were collected on one rank. No more than a flag of each rank is sent where all have one.
+        """
+        have = self.all_gather_object(bool(value))
+        if all(have) or not any(have):
+            return value
+        first = have.index(True)
+        carried: list[Any] = [value if self.rank == first else None]
+        source = first if self.process_group is None else dist.get_global_rank(self.process_group, first)
+        with explained_loss():
+            dist.broadcast_object_list(carried, source, group=self.process_group)
+        shared: T = carried[0]
+        return shared
 
     def raise_on_all_ranks(self, act: Callable[[], T]) -> T:
         """Calls ``act`` and returns its result. If it fails on any rank, all ranks raise the first one's error."""
