@@ -173,7 +173,16 @@ class ScapeOptimizer(torch.optim.Optimizer):
         self._shared.consolidated = None
         self.engine.follow(self.param_groups)
         self.engine.step()
+        # To be replaced by the first message's flag.
+        self.stop_requested = any(self.communicator.all_gather_object(self._told_to_stop)) or self.stop_requested
         return loss
+
+    stop_requested = False
+    _told_to_stop = False
+
+    def request_stop(self) -> None:
+        """To be replaced."""
+        self._told_to_stop = True
 
     def clip_grad_norm(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
         """Records the factor by which the step scales the gradient so that its norm is at most ``max_norm``.
