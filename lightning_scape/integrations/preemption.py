@@ -8,37 +8,22 @@ fit ends after this batch, callbacks save what they save on an exception, the pr
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_scape.integrations import requeue, sparseloco, swap
+from lightning_scape.integrations import requeue
+from lightning_scape.integrations.sparseloco import stoppables
 
 _HANDLER = "_sigterm_notifier_fn"
-
-
-class Stoppable(Protocol):
-    """What brings the word to all ranks: an optimizer of SCAPE, or SparseLoCo around one."""
-
-    @property
-    def stop_requested(self) -> bool:
-        """After a step: whether some rank was told to stop; the same on all ranks."""
-
-    def request_stop(self) -> None:
-        """This rank was told to stop."""
 
 
 def ends_together(exception: BaseException) -> bool:
     """Whether it ends the fit on all ranks after the same step, so that they go on sending each other messages."""
     return isinstance(exception, SIGTERMException)
-
-
-def stoppables(optimizers: Any) -> list[Stoppable]:
-    """Those of a host's optimizers, wrapped or not."""
-    return [*swap.scape_optimizers(optimizers), *sparseloco.wrappers(optimizers)]
 
 
 class Preemption(Callback):
@@ -62,7 +47,7 @@ class Preemption(Callback):
         if trainer is None:
             return
         if first and trainer.strategy.launcher is not None:
-            trainer.strategy.launcher.kill(signum)  # type: ignore[arg-type] # those that it started, as Lightning does
+            trainer.strategy.launcher.kill(signum)  # those that it started, as Lightning does
         self._tell(trainer)
 
     def _tell(self, trainer: Trainer) -> None:

@@ -66,6 +66,12 @@ def wrappers(optimizers: Iterable[object]) -> list[SparseLoCo]:
     return [loco for loco in found if loco is not None]
 
 
+def stoppables(optimizers: Iterable[object]) -> list[ScapeOptimizer | SparseLoCo]:
+    """What brings the word to all ranks that one was told to stop, of a host's optimizers, wrapped or not."""
+    given = list(optimizers)
+    return [*swap.scape_optimizers(given), *wrappers(given)]
+
+
 def state_of(loco: SparseLoCo) -> dict[str, Any]:
     """The whole state on rank 0, nothing on the others. Collective."""
     loco.consolidate_state_dict()

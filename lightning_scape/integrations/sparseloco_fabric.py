@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_scape.checkpoint import saver
 from lightning_scape.integrations import advice, launching, sparseloco
 from lightning_scape.integrations.fabric import FabricScapeStrategy
+from lightning_scape.optimizer import ScapeOptimizer
 from lightning_scape.sparseloco import SparseLoCo
 from lightning_scape.sparseloco.config import Average, Reduction
 
@@ -167,6 +168,10 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
             if loco.progress.steps == self.total_steps:
                 loco.sync()
         return result
+
+    @override
+    def _stoppable(self) -> list[ScapeOptimizer | SparseLoCo]:
+        return list(self._wrappers)
 
     def sync(self) -> None:
         """Ends the windows that have begun: all ranks hold the same parameters afterwards. Collective."""
