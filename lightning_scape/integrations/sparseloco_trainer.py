@@ -150,9 +150,7 @@ class SparseLoCoStrategy(ScapeStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         if self._under_way:  # called again in mid-training: what the former ones have learned must not be lost
-            for loco in sparseloco.wrappers(self.optimizers):
-                loco.sync()
-                loco.close()
+            sparseloco.retire(sparseloco.wrappers(self.optimizers))
         DDPStrategy.setup_optimizers(self, trainer)
         self._interrupted = False
         self._steps: float | None = None

@@ -131,7 +131,7 @@ class SparseLoCo(Stoppable):
         self.dropped = DroppedWindows(config.max_skipped, speaks=comm.rank == shards.rank == 0)
         self.state: LocoState | None = None
         """Made at the first step, or by a load."""
-        self._number = setup.number_on(comm.process_group)
+        self.number = setup.number_on(comm.process_group)
         self._stop_word = StopWord(self.everyone)
         self._job: Job | Work | None = None
         self._record: ExchangeRecord | None = None
@@ -260,7 +260,7 @@ class SparseLoCo(Stoppable):
 
     def _here(self, changed: bool) -> tuple[Place, Settings]:
         settings, now = Settings.of(self.optimizer), self.progress
-        return Place(now.steps, now.in_window, changed, self._number, settings.digest), settings
+        return Place(now.steps, now.in_window, changed, self.number, settings.digest), settings
 
     def _begin(self, record: ExchangeRecord) -> None:
         """Counts an exchange that begins; with it a window ends."""
