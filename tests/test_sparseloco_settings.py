@@ -124,9 +124,9 @@ def test_what_an_optimizer_works_out_for_itself_is_no_setting() -> None:
             self.param_groups[0]["d"] = 1e-6
 
     optimizer = Adapts(nn.Linear(2, 2).parameters())
-    settings = Settings.of(optimizer)
+    settings = Settings.of(optimizer, [0])
     assert dict(settings.values) == {"lr of group 0": 1.0, "weight_decay of group 0": 0.0, "momentum of group 0": 0.0}
     optimizer.param_groups[0]["d"] = 0.5
-    assert Settings.of(optimizer).digest == settings.digest
+    assert Settings.of(optimizer, [0]).digest == settings.digest
     optimizer.param_groups[0]["lr"] = torch.tensor(2.0)
-    assert dict(Settings.of(optimizer).values)["lr of group 0"] == 2.0
+    assert dict(Settings.of(optimizer, [0]).values)["lr of group 0"] == 2.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -26,11 +26,18 @@ class Settings:
     """A rule that one breaks, as rule, value and remedy."""
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> Settings:
-        """As they are now. What an optimizer works out for itself and keeps in its groups is no setting."""
+    def of(cls, optimizer: torch.optim.Optimizer, groups: Collection[int]) -> Settings:
+        """As they are now. What an optimizer works out for itself and keeps in its groups is no setting.
+
+        Args:
+            optimizer: whose.
+            groups: numbers of those that were wrapped; others are none of our business.
+        """
         names = [*dict.fromkeys([*inspect.signature(type(optimizer).__init__).parameters, *_ALWAYS])]
         values, problem = [], None
         for number, group in enumerate(optimizer.param_groups):
+            if number not in groups:
+                continue
             known = {name: _plain(group[name]) for name in names if name in group and name != "params"}
             values += [(f"{name} of group {number}", value) for name, value in known.items() if value is not None]
             problem = problem or _problem(number, known)

@@ -259,7 +259,7 @@ class SparseLoCo(Stoppable):
         self._job = self.exchange.beside(state, flats, record, *place)
 
     def _here(self, changed: bool) -> tuple[Place, Settings]:
-        settings, now = Settings.of(self.optimizer), self.progress
+        settings, now = Settings.of(self.optimizer, self.parameters.groups), self.progress
         return Place(now.steps, now.in_window, changed, self.number, settings.digest), settings
 
     def _begin(self, record: ExchangeRecord) -> None:
