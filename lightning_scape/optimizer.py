@@ -384,7 +384,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
         A state of another number of ranks, or of ranks that hold a replica together, is resharded: moments, last steps
         and masters exactly, residuals so that their mean over replicas is kept. One of another block length or sparsity
-        drops the masks. One of AdamW, Adam or AdamS gives its moments. Each with a warning that says so.
+        drops the masks. One of AdamW, Adam or AdamS gives its moments. Each with a warning that says so. An empty state
+        counts as that of the first rank that has one: what :meth:`state_dict` gave on one rank.
 
         Raises:
             ValueError: parameters or groups differ in number, order or shape, or the format is newer than this
@@ -392,6 +393,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
             OSError: a sharded state cannot be read; on every rank.
         """
         self.drain()
+        if not isinstance(state_dict, SavedShards):
+            state_dict = self.engine.shards.share(self.engine.comm.share(state_dict))
         state = self.engine.allocate()
         snapshot, rank = self._snapshot(state), self.engine.comm.rank
         # All ranks load the same whole state, and raise the same errors. Each reads its own part of a directory.

@@ -35,10 +35,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_scape.comm import under_way
 from lightning_scape.comm.channel import Channel
 from lightning_scape.comm.gloo_threads import let_senders_finish
 from lightning_scape.comm.lost_ranks import explained_loss, forget_losses
 from lightning_scape.comm.pairs import all_gather_into, all_to_all_into
+from lightning_scape.comm.work import Work as Work
 from lightning_scape.comm.worker import Worker, end_groups_at_exit
 
 T = TypeVar("T")
@@ -149,45 +151,6 @@ def _buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
 
 
 @dataclass
-class Work:
-    """A message under way. It keeps the memory alive that it reads and writes."""
-
-    result: Tensor
-    """Its contents are undefined before :meth:`wait`."""
-    sent: Tensor | None = None
-    handle: Any = None
-    """Of torch or of the background thread; None: the message has arrived."""
-    stream: torch.cuda.Stream | None = None
-    """The side stream, where the message runs on it."""
-    waiting: Callable[[], contextlib.AbstractContextManager[None]] | None = None
-    """Surrounds the wait; by default an error is explained."""
-
-    def wait(self) -> Tensor:
-        """Returns the result; on CUDA the current stream waits, the host does not."""
-        if self.handle is not None:
-            handle, self.handle = self.handle, None
-            with (self.waiting or explained_loss)():
-                handle.wait()
-            self.sent = None
-        if self.stream is not None:
-            current = torch.cuda.current_stream(self.result.device)
-            current.wait_stream(self.stream)
-            # Allocated on the side stream, read on this one: the allocator must not hand it out again too early.
-            self.result.record_stream(current)
-            self.stream = None
-        return self.result
-
-    def __enter__(self) -> Work:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits for the message after an error inside: half a message left behind breaks every later one."""
-        if kind is not None and issubclass(kind, Exception):
-            with contextlib.suppress(Exception):
-                self.wait()
-
-
-@dataclass
 class Communicator:
     """The messages of one optimizer over one process group. With N = 1 nothing is sent.
 
@@ -220,6 +183,7 @@ class Communicator:
                 " on the ranks of its group."
             )
         self._side_stream: torch.cuda.Stream | None = None
+        under_way.settle(self.process_group, self.mask_group)  # of those who sent on the groups before
         if self.world_size > 1 and "gloo" in str(dist.get_backend(self.process_group)):
             end_groups_at_exit()
             let_senders_finish()
@@ -345,7 +309,9 @@ class Communicator:
                 handle = all_gather_into(full, shard, self.mask_group, async_op=True)
             else:
                 handle = worker.do(lambda: all_gather_into(full, shard, self.mask_group))
-        return Work(full, shard, handle, stream=self._side_stream)
+        work = Work(full, shard, handle, stream=self._side_stream)
+        under_way.note(self.mask_group, work)
+        return work
 
     def _merge_and_gather_mask(
         self, full: Tensor, own_part: Callable[[Tensor | None], Tensor], proposals: Tensor
@@ -414,6 +380,22 @@ class Communicator:
         with self._watched("set-up"):
             dist.all_gather_object(values, value, group=self.process_group)
         return values
+
+    def share(self, value: T) -> T:
+        """The value; where this rank's is empty or None, that of the first rank which has one. Collective.
+
+        For states that were collected on one rank. No more than a flag of each rank is sent where all have one.
+        """
+        have = self.all_gather_object(bool(value))
+        if all(have) or not any(have):
+            return value
+        first = have.index(True)
+        carried: list[Any] = [value if self.rank == first else None]
+        source = first if self.process_group is None else dist.get_global_rank(self.process_group, first)
+        with explained_loss():
+            dist.broadcast_object_list(carried, source, group=self.process_group)
+        shared: T = carried[0]
+        return shared
 
     def raise_on_all_ranks(self, act: Callable[[], T]) -> T:
         """Calls ``act`` and returns its result. If it fails on any rank, all ranks raise the first one's error."""

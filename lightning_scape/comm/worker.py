@@ -18,8 +18,8 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-LEAVE_SECONDS = 10.0
-"""Seconds to wait for a thread at exit."""
+from lightning_scape.comm import under_way
+from lightning_scape.comm.under_way import LEAVE_SECONDS
 
 
 class Job(Future[None]):
@@ -45,6 +45,7 @@ class Worker:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._jobs: _Jobs = SimpleQueue()
+        self._group = weakref.ref(group)
         self._thread = threading.Thread(target=_work_off, args=(self._jobs,), name="scape-mask", daemon=True)
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None).atexit = False  # with the group, the thread goes too
@@ -67,6 +68,8 @@ class Worker:
     def do(self, act: Callable[[], None]) -> Job:
         """Hands over ``act``; when the process is ending and the thread has left (a step at exit), does it here."""
         job = Job()
+        if (group := self._group()) is not None:
+            under_way.note(group, job)
         if self._thread.is_alive():
             self._jobs.put((job, act))
         else:

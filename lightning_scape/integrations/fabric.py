@@ -36,6 +36,7 @@ from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig
 from lightning_scape.integrations import advice, launching, rendezvous, swap, two_level
 from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.optimizer import ScapeOptimizer
+from lightning_scape.sparseloco import SparseLoCo
 
 
 class FabricScapeStrategy(DDPStrategy):
@@ -409,6 +410,22 @@ class FabricScapeStrategy(DDPStrategy):
     def _ours(self, value: Any) -> Any:
         """What holds the state of all ranks, where ``value`` is an optimizer that was set up here; else None."""
         return next(iter(swap.scape_optimizers([value])), None)
+
+    def request_stop(self) -> None:
+        """Says that this rank was told to stop (SIGTERM); may be called by a signal's handler.
+
+        All ranks learn it in the same step: see :attr:`stop_requested`.
+        """
+        for optimizer in self._stoppable():
+            optimizer.request_stop()
+
+    @property
+    def stop_requested(self) -> bool:
+        """After the optimizers' steps: whether all ranks stop here, for one of them was told to. The same on all."""
+        return any(optimizer.stop_requested for optimizer in self._stoppable())
+
+    def _stoppable(self) -> list[ScapeOptimizer | SparseLoCo]:
+        return list(self._scape_optimizers)
 
     def wait_for_checkpoint(self) -> None:
         """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""

@@ -146,10 +146,14 @@ def attach(trainer: Trainer) -> None:
         return
     requeue = Requeue(trainer)
     setattr(trainer._signal_connector, _HANDLER, requeue.note)
+    insert(trainer, requeue)
+
+
+def insert(trainer: Trainer, callback: Callback) -> None:
+    """Gives the Trainer a callback: after all that change with a batch, and before what saves by itself."""
     callbacks = callbacks_of(trainer)
-    # After all that change with a batch, and before what saves by itself.
-    first = next((index for index, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)), None)
-    callbacks.insert(len(callbacks) if first is None else first, requeue)
+    first = next((index for index, other in enumerate(callbacks) if isinstance(other, Checkpoint)), None)
+    callbacks.insert(len(callbacks) if first is None else first, callback)
 
 
 def detach(trainer: Trainer) -> None:

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_scape.checkpoint.inspection import resume_path
-from lightning_scape.integrations import requeue
+from lightning_scape.integrations import preemption, requeue
 
 Resume = Literal["auto"] | None
 _RANKS = "scape_ranks"
@@ -60,6 +60,7 @@ class Resumption:
         if trainer.state.fn != TrainerFn.FITTING:
             return
         requeue.attach(trainer)
+        preemption.attach(trainer)
         self._window, self._ranks = None, trainer.world_size
         if self._batches_per_step is not None:
             _check_accumulation(trainer)
@@ -74,6 +75,7 @@ class Resumption:
         """After a fit: the Trainer is as it was."""
         vars(trainer._checkpoint_connector).pop("resume_start", None)
         requeue.detach(trainer)
+        preemption.detach(trainer)
         if self._window is not None:
             trainer.accumulate_grad_batches = 1
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_scape import registration
-from lightning_scape.comm.collectives import ProcessGroup
+from lightning_scape.comm.collectives import Communicator, ProcessGroup
 from lightning_scape.integrations import swap
 from lightning_scape.optimizer import ScapeOptimizer
 from lightning_scape.planning import show_bytes
@@ -63,6 +63,26 @@ def wrappers(optimizers: Iterable[object]) -> list[SparseLoCo]:
     """Those around the optimizers, which may themselves be inside a host's wrappers; in order."""
     found = (SparseLoCo.of(swap.unwrap_optimizer(optimizer)) for optimizer in optimizers)
     return [loco for loco in found if loco is not None]
+
+
+def alive_everywhere(locos: Iterable[SparseLoCo]) -> list[SparseLoCo]:
+    """Those that live on all ranks, as they were built. Collective: each rank frees what is dropped in its own time."""
+    by_number = {loco.number: loco for loco in locos}
+    everywhere = set.intersection(*map(set, Communicator(None, None).all_gather_object([*by_number])))
+    return [by_number[number] for number in sorted(everywhere)]
+
+
+def retire(locos: Iterable[SparseLoCo]) -> None:
+    """Ends the windows of wrappers that others replace in mid-training, and closes them. Collective."""
+    for loco in locos:
+        loco.sync()
+        loco.close()
+
+
+def stoppables(optimizers: Iterable[object]) -> list[ScapeOptimizer | SparseLoCo]:
+    """What brings the word to all ranks that one was told to stop, of a host's optimizers, wrapped or not."""
+    given = list(optimizers)
+    return [*swap.scape_optimizers(given), *wrappers(given)]
 
 
 def state_of(loco: SparseLoCo) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_scape.checkpoint import saver
 from lightning_scape.integrations import advice, launching, sparseloco
 from lightning_scape.integrations.fabric import FabricScapeStrategy
+from lightning_scape.optimizer import ScapeOptimizer
 from lightning_scape.sparseloco import SparseLoCo
 from lightning_scape.sparseloco.config import Average, Reduction
 
@@ -35,7 +36,8 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
     wraps the optimizer, any of torch's, in a :class:`~lightning_scape.SparseLoCo`; optimizer and model stay what they
     are. ``fabric.backward``, ``no_backward_sync``, ``clip_gradients`` (of the rank's own gradient), ``save`` and
     ``load`` work as with DDP. Inside a window every rank has parameters of its own, and rank 0's are what ``save``
-    writes for the model. Call ``fabric.strategy.sync()`` at the end of training, or give ``total_steps``.
+    writes for the model. Call ``fabric.strategy.sync()`` at the end of training, or give ``total_steps``; and before
+    you set up another optimizer over the same parameters.
 
     Args:
         sync_every: H, steps from one exchange to the next.
@@ -149,6 +151,10 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
             pair for module in self.known_modules for pair in module.named_parameters()
         ]
         self._nodes.follow_replaced(optimizer)
+        given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for former in [loco for loco in self._wrappers if given & set(map(id, loco.parameters.tensors))]:
+            former.close()  # replaced in mid-training: after sync(), or the first step finds that ranks differ
+            self._wrappers.discard(former)
         group = self._nodes.side_group(self._mask_group, self._timeout)
         loco = sparseloco.wrap(optimizer, self.config, named, group, self._nodes.process_group)  # type: ignore[arg-type]
         self._wrappers.add(loco)
@@ -168,9 +174,13 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
                 loco.sync()
         return result
 
+    @override
+    def _stoppable(self) -> list[ScapeOptimizer | SparseLoCo]:
+        return list(self._wrappers)
+
     def sync(self) -> None:
         """Ends the windows that have begun: all ranks hold the same parameters afterwards. Collective."""
-        for loco in sorted(self._wrappers, key=lambda loco: loco.parameters.names):
+        for loco in sparseloco.alive_everywhere(self._wrappers):
             loco.sync()
 
     @override

@@ -136,6 +136,7 @@ class SparseLoCoStrategy(ScapeStrategy):
             batches_per_step=batches_per_step,
         )
         self.config = config  # type: ignore[assignment] # in place of SCAPE's, which nothing here reads
+        self._under_way = False
 
     def __repr__(self) -> str:
         """The options that differ from the defaults."""
@@ -148,6 +149,8 @@ class SparseLoCoStrategy(ScapeStrategy):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
+        if self._under_way:  # called again in mid-training: what the former ones have learned must not be lost
+            sparseloco.retire(sparseloco.wrappers(self.optimizers))
         DDPStrategy.setup_optimizers(self, trainer)
         self._interrupted = False
         self._steps: float | None = None
@@ -167,6 +170,7 @@ class SparseLoCoStrategy(ScapeStrategy):
             compare_lengths(trainer)
         for loco in wrappers:
             rank_zero_info(sparseloco.what_holds(loco))
+        self._under_way = True
         self._steps = steps = steps_of_run(trainer) if wrappers else None
         if wrappers and steps is not None and steps < wrappers[0].config.sync_every:
             rank_zero_warn(
@@ -184,7 +188,13 @@ class SparseLoCoStrategy(ScapeStrategy):
         """Ends the window that has begun: every rank leaves the fit with the same parameters."""
         for loco in sparseloco.wrappers(self.optimizers):
             loco.sync()
+        self._under_way = False
         DDPStrategy.on_train_end(self)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._under_way = False
+        super().on_exception(exception)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -219,16 +229,9 @@ class SparseLoCoStrategy(ScapeStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        # As Lightning does: without a state (emptied in `on_load_checkpoint`) an optimizer begins anew.
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             for loco in sparseloco.wrappers([optimizer]):
                 loco.load_state_dict(saved)
         if self._saved_rng is not None:
             set_rng_state(self._saved_rng)
-
-    @override
-    def teardown(self) -> None:
-        # After an exception the other ranks may never send what this one would wait for.
-        if not self._interrupted:
-            for loco in sparseloco.wrappers(self.optimizers):
-                loco.drain()
-        super().teardown()

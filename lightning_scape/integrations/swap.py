@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_scape.comm.collectives import ProcessGroup, world_size
+from lightning_scape.comm.under_way import settle
 from lightning_scape.config import ScapeConfig
 from lightning_scape.engine.parameters import problem_of_lazy
 from lightning_scape.optimizer import ScapeOptimizer
@@ -235,9 +236,10 @@ def sharded_scaler(scaler: GradScaler | None, process_group: ProcessGroup | None
 
 
 def drain(optimizers: Iterable[object]) -> None:
-    """Wait until nothing that the optimizers started is under way any more."""
+    """Wait until nothing is under way any more that the optimizers, or those they have replaced, started."""
     for optimizer in scape_optimizers(optimizers):
         optimizer.drain()
+    settle()
 
 
 def tell_error(optimizers: Iterable[object], error: BaseException) -> None:

@@ -45,7 +45,7 @@ from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
 from lightning_scape.engine.epoch_end import compare_ends
-from lightning_scape.integrations import advice, launching, rendezvous, swap, two_level
+from lightning_scape.integrations import advice, launching, preemption, rendezvous, swap, two_level
 from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.integrations.resume import Resume, Resumption
 from lightning_scape.integrations.run_length import compare_lengths, ends_epoch, steps_of_run
@@ -479,8 +479,9 @@ class ScapeStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         # Not super(): its advice on unused parameters is about DDP's reducer, which is not used here.
-        self._interrupted = True
-        swap.tell_error(self.optimizers, exception)
+        self._interrupted = not preemption.ends_together(exception)
+        if self._interrupted:
+            swap.tell_error(self.optimizers, exception)
 
     @override
     def teardown(self) -> None:

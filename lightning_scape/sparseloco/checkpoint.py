@@ -25,7 +25,7 @@ are lists then, by the place in the node, and ``ranks`` has N*L parts, a node's 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,7 @@ from lightning_scape.sparseloco import carried, rows
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
 from lightning_scape.sparseloco.state import LocoState
 
-__all__ = ["Live", "Loaded", "SavedShards", "consolidate", "load", "own_shards"]
+__all__ = ["InnerLoads", "Live", "Loaded", "SavedShards", "consolidate", "load", "own_shards"]
 
 FORMAT = 1
 
@@ -115,6 +115,35 @@ def _by_parameter(blocks: Tensor, layout: Layout, count: int) -> list[Tensor]:
     for piece, part in zip(pieces, piece_views(blocks, pieces), strict=True):
         parts[piece.segment.index] = part
     return parts
+
+
+class InnerLoads:
+    """Loads of the inner optimizer. Given a state that was collected from all ranks, it goes back to all of them.
+
+    Fabric's ``optimizer.state_dict()`` gives such a state on rank 0, and an empty one on the others.
+
+    Args:
+        optimizer: the inner optimizer.
+        load: takes up a whole state, on every rank.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, load: Callable[[Mapping[str, Any]], None]) -> None:
+        self._optimizer, self._load, self._own = optimizer, load, False
+        self.handle = optimizer.register_load_state_dict_pre_hook(self._before)
+
+    def load(self, inner: dict[str, Any]) -> None:
+        """Loads an inner state."""
+        self._own = True
+        try:
+            self._optimizer.load_state_dict(inner)
+        finally:
+            self._own = False
+
+    def _before(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        if self._own or (state_dict and KEY not in state_dict):
+            return None
+        self._load(state_dict)
+        return optimizer.state_dict()
 
 
 # ------------------------------------------------------------------------------------------------ saving

@@ -7,12 +7,18 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from lightning_scape.comm import under_way
 from lightning_scape.comm.collectives import Communicator
+from lightning_scape.comm.work import Work
+from lightning_scape.comm.worker import Job, Worker
 from lightning_scape.engine.block_wire import Wire
+from lightning_scape.engine.replicas import check_replicas
+from lightning_scape.engine.state import piece_views
 from lightning_scape.layout import Layout
 from lightning_scape.sparseloco import phase
 from lightning_scape.sparseloco.config import SparseLoCoConfig
-from lightning_scape.sparseloco.phase import Place
+from lightning_scape.sparseloco.phase import Opened, Place
+from lightning_scape.sparseloco.settings import Settings
 from lightning_scape.sparseloco.state import LocoState, Spans
 from lightning_scape.sparseloco.stats import ExchangeRecord
 
@@ -63,6 +69,7 @@ class Exchange:
         flats: Sequence[Tensor],
         record: ExchangeRecord,
         place: Place,
+        settings: Settings,
         *,
         unless_idle: bool = False,
     ) -> None:
@@ -70,7 +77,7 @@ class Exchange:
 
         ========= =============================================================================================
         norm      all-gather of the squared norm of ``delta = start - theta``, and of the place in the window; not
-                  finite: the window is dropped
+                  finite, or ranks are apart: nothing is folded
         fold      ``e = beta * e + delta``
         send      the q largest entries of each block of ``e`` leave it, quantized, for their owners: all-to-all
         average   the owner adds what arrives to ``u``, in rank order, over N
@@ -86,19 +93,43 @@ class Exchange:
             flats: every parameter at the end of the window, flat.
             record: takes the figures.
             place: where this rank stands.
+            settings: of this rank's optimizer.
             unless_idle: end after the first message if no rank has a window; on CUDA the host then waits for it.
+
+        Raises:
+            RuntimeError, ValueError: ranks are apart; on every rank, before anything is changed. On CUDA the host
+                learns it later (:meth:`~.phase.Opened.judge`); nothing is folded there either.
         """
         with record.phase("norm"):
-            record.openings = openings = self._open(state, flats, place)
-            record.norm = norm = self._norm(openings)
-        if unless_idle and phase.idle(phase.places(openings)):
+            openings = self._open(state, flats, place)
+            record.norm, apart = self._norm(openings)
+            record.opened = Opened(openings, apart, settings)
+            if openings.device.type != "cuda" and (record.opened.apart or settings.problem):
+                record.opened.judge(self.comm)
+        if unless_idle and record.opened.idle:
             record.idle = True
             self.comm.take_count()
             return
         with record.phase("fold"):
-            self._fold(state, flats, torch.isfinite(norm))
+            self._fold(state, flats, torch.isfinite(record.norm))
         self._reduce(state, record)
         record.bytes_sent, record.message_seconds = self.comm.take_count()
+
+    def beside(
+        self, state: LocoState, flats: Sequence[Tensor], record: ExchangeRecord, place: Place, settings: Settings
+    ) -> Job | Work | None:
+        """:meth:`run` beside what follows, with copies of the parameters; returns what to wait for."""
+        state.launched = copies = [flat.clone() for flat in flats]
+        group, device = self.comm.process_group, self.spans.device
+        if device.type == "cpu" and group is not None:
+            return Worker.of(group).do(lambda: self.run(state, copies, record, place, settings))
+        with self.comm.on_side_stream(device):  # the device orders the messages, the host waits for none
+            self.run(state, copies, record, place, settings)
+        if device.type != "cuda":
+            return None
+        work = Work(copies[0], keeps=(state, copies), stream=self.comm.side_stream(device))
+        under_way.note(group, work)
+        return work
 
     def _sharded(self, state: LocoState, record: ExchangeRecord) -> None:
         """From ``send`` to ``outer``, by way of the owners."""
@@ -125,7 +156,7 @@ class Exchange:
                     part -= self.config.outer_lr * self._mean(everyone[:, rows], part)
 
     def _open(self, state: LocoState, flats: Sequence[Tensor], at: Place) -> Tensor:
-        """``[N, 3]``: every rank's first message, see :mod:`.phase`."""
+        """``[N, 6]``: every rank's first message, see :mod:`.phase`."""
         total = torch.zeros(1, dtype=torch.float32, device=self.spans.device)
         for place, theta in self.spans.entries(flats):
             total += self._delta(state, place, theta).square_().sum()
@@ -140,10 +171,19 @@ class Exchange:
                         part -= self.config.outer_lr * error
                         error.zero_()
 
-    def _norm(self, openings: Tensor) -> Tensor:
-        """0-dim fp32: root mean square over replicas of the norm of ``delta``; not finite if any rank's is not."""
+    def _norm(self, openings: Tensor) -> tuple[Tensor, Tensor]:
+        """0-dim fp32: root mean square over replicas of the norm of ``delta``; not finite if any rank's is not.
+
+        And 0-dim bool: whether ranks are apart, those of this node included; the norm is NaN then.
+        """
         mean = phase.squares(openings).sum(dim=0, keepdim=True) / self.comm.world_size
-        return self._shards.all_gather_stacked(mean).sum(dim=0).sqrt_().view(())  # of all rows of a replica
+        apart = phase.apart(openings)
+        if self._shards.world_size > 1:  # of all rows of a replica
+            own = torch.cat([mean.view(torch.int32), apart.view(1).int(), openings[self.comm.rank, 2:]])
+            rows = self._shards.all_gather_stacked(own)
+            mean = rows[:, 0].contiguous().view(torch.float32).sum(dim=0, keepdim=True)
+            apart = rows[:, 1].any() | phase.apart(rows)
+        return torch.where(apart, torch.nan, mean.sqrt_()).view(()), apart
 
     def _delta(self, state: LocoState, place: slice, theta: Tensor) -> Tensor:
         """fp32: how far the parameters have come, the sign reversed."""
@@ -210,6 +250,17 @@ class Exchange:
                 gone_on = start + (theta.float() - before.float())
                 start = torch.where(torch.isfinite(gone_on), gone_on, start)
             theta.copy_(start)
+
+    def check_starts(self, state: LocoState, names: Sequence[str]) -> None:
+        """Raises on every rank where starting points differ. Collective, as the next."""
+        pieces = self.layout.everything().pieces
+        starts = [self.spans.reading(part) for part in piece_views(state.start, pieces)]
+        assert all(start.device == self.spans.device for start in starts)
+        self.check_equal(starts, [names[piece.segment.index] for piece in pieces])
+
+    def check_equal(self, flats: list[Tensor], names: Sequence[str]) -> None:
+        """Raises on every rank where any of the tensors differ between replicas."""
+        self._shards.raise_on_all_ranks(lambda: check_replicas(self.comm, flats, names))
 
     def error_norm(self, state: LocoState) -> Tensor:
         """0-dim, on the device: L2 norm of the error feedback."""

@@ -1,17 +1,21 @@
-"""Are all ranks at the same step when they exchange, with the parameters that were wrapped?
+"""Are all ranks at the same step of the same optimizer when they exchange, with the same settings?
 
 The first message of an exchange says it, beside the norm.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_scape.comm.collectives import Communicator
 from lightning_scape.engine.parameters import Parameters
+from lightning_scape.sparseloco.found_inf import OnItsWay
+from lightning_scape.sparseloco.settings import Settings
 
 MOST_NAMED = 8
 """Ranks that an error names."""
@@ -26,6 +30,10 @@ class Place(NamedTuple):
     """Inner steps since the last exchange began."""
     changed: bool = False
     """Whether the optimizer's parameters are no longer those that were wrapped."""
+    number: int = 0
+    """Of the wrapper, among those over the same ranks."""
+    digest: int = 0
+    """Of the optimizer's settings, 64 bits."""
 
 
 def changed(parameters: Parameters, param_groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -40,16 +48,16 @@ def changed(parameters: Parameters, param_groups: Sequence[Mapping[str, Any]]) -
 
 
 def opening(square: Tensor, place: Place) -> Tensor:
-    """A rank's first message, int32 ``[3]``; written without waiting for the device.
+    """A rank's first message, int32 ``[6]``; written without waiting for the device.
 
     Args:
         square: ``[1]`` fp32, squared norm of the pseudo-gradient.
         place: of this rank.
     """
-    message = torch.empty(3, dtype=torch.int32, device=square.device)
+    in_window = ~place.in_window if place.changed else place.in_window
+    words = [0, place.steps, in_window, place.number, *struct.unpack("=ii", struct.pack("=q", place.digest))]
+    message = torch.tensor(words, dtype=torch.int32, device="cpu").to(square.device, non_blocking=True)
     message[:1] = square.view(torch.int32)
-    message[1] = place.steps
-    message[2] = ~place.in_window if place.changed else place.in_window
     return message
 
 
@@ -60,8 +68,17 @@ def squares(openings: Tensor) -> Tensor:
 
 def places(openings: Tensor) -> list[Place]:
     """Of all ranks. On CUDA it waits for the device."""
-    rows = openings[:, 1:].tolist()
-    return [Place(steps, in_window if in_window >= 0 else ~in_window, in_window < 0) for steps, in_window in rows]
+    found = []
+    for steps, in_window, number, *digest in openings[:, 1:].tolist():
+        (whole,) = struct.unpack("=q", struct.pack("=ii", *digest))
+        found.append(Place(steps, in_window if in_window >= 0 else ~in_window, in_window < 0, number, whole))
+    return found
+
+
+def apart(openings: Tensor) -> Tensor:
+    """0-dim bool, on the device: whether ranks differ in what must be the same. Who has changed parameters may."""
+    facts = openings[:, 2:]
+    return (facts != facts[:1]).any() & (facts[:, 0] >= 0).all()
 
 
 def idle(everyone: Sequence[Place]) -> bool:
@@ -82,20 +99,75 @@ def check(everyone: Sequence[Place]) -> None:
             f" {_ranks(elsewhere)}. All ranks have ended the window with those that were wrapped: call close(), and"
             " wrap the optimizer anew on every rank."
         )
+    if len({place.number for place in everyone}) > 1:
+        named = _by_kind([f"SparseLoCo number {place.number}" for place in everyone])
+        raise RuntimeError(
+            f"All ranks must exchange for the same optimizer, got {named} (counted as they were built). Step the"
+            " optimizers in the same order on every rank, and build them in the same order. Nothing was exchanged."
+        )
     if len({place.in_window for place in everyone}) == 1:
         return
-    kinds = list(dict.fromkeys(everyone))
-    named = "; ".join(
-        f"{kind.steps} ({kind.in_window} since the last exchange) on"
-        f" {_ranks([rank for rank, place in enumerate(everyone) if place == kind])}"
-        for kind in kinds
-    )
+    named = _by_kind([f"{place.steps} ({place.in_window} since the last exchange)" for place in everyone])
     raise RuntimeError(
         f"All ranks must take the same number of steps, got {named}. A rank has skipped steps, or has fewer batches."
         " Give all ranks as many batches, and skip a step on all ranks or on none: use"
         " torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler in place of torch.amp.GradScaler, and skip no"
         " loss that is not finite on one rank alone (SparseLoCo drops such a window on all ranks)."
     )
+
+
+class Opened:
+    """The first messages of an exchange, on their way to the host.
+
+    Args:
+        openings: every rank's, ``[N, 6]``.
+        apart: :func:`apart`, of all rows of a replica.
+        settings: of this rank's optimizer, when it wrote its own.
+    """
+
+    def __init__(self, openings: Tensor, apart: Tensor, settings: Settings) -> None:
+        self._openings, self._apart, self._settings = OnItsWay(openings), OnItsWay(apart), settings
+
+    @property
+    def idle(self) -> bool:
+        """Whether no rank has begun a window. On CUDA it waits for the device, as the next."""
+        return idle(places(self._openings.read()))
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks differ in what must be the same."""
+        return bool(self._apart.read())
+
+    def judge(self, ranks: Communicator) -> None:
+        """:func:`check`, and the same of the optimizers' settings. Where those differ, a message says which.
+
+        Args:
+            ranks: those of the exchange, with nothing on its way.
+
+        Raises:
+            RuntimeError, ValueError: as :func:`check`; settings differ, or are none to train with. On every rank.
+        """
+        everyone = places(self._openings.read())
+        check(everyone)
+        if len({place.digest for place in everyone}) > 1:
+            named = _by_kind(self._settings.different(ranks.all_gather_object(self._settings.values)))
+            raise ValueError(
+                f"The inner optimizers must have the same settings on all ranks, got {named}. Let a scheduler go by a"
+                " number that is the same everywhere (log it with `sync_dist=True`), and change settings on every rank."
+            )
+        if self.apart and not any(place.changed for place in everyone):
+            raise RuntimeError(
+                "All ranks must be at the same step with the same settings, got a difference on other ranks of this"
+                " node: their errors name it."
+            )
+        if self._settings.problem is not None:
+            raise ValueError(self._settings.problem)
+
+
+def _by_kind(said: Sequence[str]) -> str:
+    """What ranks say, each once, with the ranks that say it."""
+    kinds = dict.fromkeys(said)
+    return "; ".join(f"{kind} on {_ranks([rank for rank, own in enumerate(said) if own == kind])}" for kind in kinds)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -35,20 +35,20 @@ def changed_since(
 
 
 def set_out_from_changed(
-    changed: Sequence[int],
+    restored: Sequence[Tensor],
     state: LocoState,
     parameters: Parameters,
     layout: Layout,
     ranks: Communicator,
     shards: Communicator,
 ) -> None:
-    """Makes the changed parameters the starting point: the window goes on from what the user has loaded.
+    """Makes parameters that were changed since a load the starting point: the window goes on from what the user loaded.
 
     Else the next exchange would take the change for a pseudo-gradient, of which only the largest entries are sent: all
     others would be undone. What ranks and owners still owe stays. Collective.
 
     Args:
-        changed: places of the parameters.
+        restored: every parameter, flat, as it was loaded.
         state: its starting point is changed.
         parameters: all of them, flattened.
         layout: blocks and shards.
@@ -59,6 +59,8 @@ def set_out_from_changed(
         RuntimeError: on every rank, if ranks have changed them differently.
     """
     flats, names = parameters.flat, parameters.names
+    if not (changed := changed_since(flats, restored, ranks, shards)):
+        return
     theirs = [flats[place] for place in changed], [names[place] for place in changed]
     shards.raise_on_all_ranks(lambda: check_replicas(ranks, *theirs))
     pieces = [piece for piece in layout.everything().pieces if piece.segment.index in set(changed)]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_scape.engine.ranges import profiler_range
 from lightning_scape.layout import Layout
+from lightning_scape.sparseloco.phase import Opened
 
 PHASES = ("norm", "fold", "send", "average", "return", "outer", "wait", "set_out")
 """Phases of an exchange, in order; also the names of the profiler ranges (``sparseloco::fold``, ...). ``wait`` is for
@@ -104,8 +105,10 @@ class ExchangeRecord:
 
     norm: Tensor | None = None
     """0-dim: see :attr:`ExchangeStats.delta_norm`; not finite where the window was dropped."""
-    openings: Tensor | None = None
-    """``[N, 3]``: every rank's first message, see :mod:`.phase`."""
+    opened: Opened | None = None
+    """Every rank's first message."""
+    window: int = 0
+    """Inner steps of the window that it ends."""
     idle: bool = False
     """Whether no rank had a window, so that nothing was exchanged."""
     step: int = 0

@@ -13,22 +13,25 @@ from torch import Tensor
 from lightning_scape.checkpoint.source import OwnShards
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined
 from lightning_scape.comm.lost_ranks import forget_losses
-from lightning_scape.comm.worker import Job, Worker
+from lightning_scape.comm.stop_word import Stoppable, StopWord
+from lightning_scape.comm.under_way import settle
+from lightning_scape.comm.work import Work
+from lightning_scape.comm.worker import Job
 from lightning_scape.engine.parameters import Parameters
-from lightning_scape.engine.replicas import check_replicas, check_same_setup_everywhere
-from lightning_scape.engine.state import piece_views
+from lightning_scape.engine.replicas import check_same_setup_everywhere
 from lightning_scape.layout import Layout
 from lightning_scape.sparseloco import checkpoint, phase, rows, setup
 from lightning_scape.sparseloco.config import Average, Reduction, SparseLoCoConfig
 from lightning_scape.sparseloco.exchange import Exchange
-from lightning_scape.sparseloco.found_inf import DroppedWindows, OnItsWay, clear_nonfinite
-from lightning_scape.sparseloco.phase import Place
-from lightning_scape.sparseloco.restored import changed_since, set_out_from_changed
+from lightning_scape.sparseloco.found_inf import DroppedWindows, clear_nonfinite
+from lightning_scape.sparseloco.phase import Opened, Place
+from lightning_scape.sparseloco.restored import set_out_from_changed
+from lightning_scape.sparseloco.settings import Settings
 from lightning_scape.sparseloco.state import LocoState, Progress
 from lightning_scape.sparseloco.stats import ExchangeRecord, ExchangeStats
 
 
-class SparseLoCo:
+class SparseLoCo(Stoppable):
     """Lets every rank train on its own for ``sync_every`` steps, then averages what they have learned, sparsely.
 
     The loop stays as it is::
@@ -128,19 +131,23 @@ class SparseLoCo:
         self.dropped = DroppedWindows(config.max_skipped, speaks=comm.rank == shards.rank == 0)
         self.state: LocoState | None = None
         """Made at the first step, or by a load."""
-        self._job: Job | None = None
+        self.number = setup.number_on(comm.process_group)
+        self._stop_word = StopWord(self.everyone)
+        self._job: Job | Work | None = None
         self._record: ExchangeRecord | None = None
         """Of the exchange under way."""
         self._ended: ExchangeRecord | None = None
         """Of the last one before it."""
         self._stats: ExchangeStats | None = None
-        self._openings: OnItsWay | None = None
+        self._opened: Opened | None = None
         self._consolidated: dict[str, Any] | None = None
         self._restored: list[Tensor] | None = None
         self._stepping = False
+        self._inner = checkpoint.InnerLoads(optimizer, self.load_state_dict)
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
+            self._inner.handle,
         ]
         SparseLoCo._of[optimizer] = weakref.ref(self)
 
@@ -167,7 +174,7 @@ class SparseLoCo:
         if self.state is None:
             self.parameters.flatten()
             self._wait_for_others()
-            self._compare(self.parameters.flat, self.parameters.names)
+            self.exchange.check_equal(self.parameters.flat, self.parameters.names)
             self.state = self.exchange.allocate()
             self.exchange.begin_at(self.state, self.parameters.flat)
         if phase.changed(self.parameters, self.optimizer.param_groups):
@@ -188,6 +195,7 @@ class SparseLoCo:
             self._launch()
             if not config.overlap_steps:
                 self._finish()
+        self.stop_requested = self._stop_word.ends()
 
     @torch.no_grad()
     def sync(self) -> None:
@@ -218,13 +226,12 @@ class SparseLoCo:
             self._finish()
         self._wait_for_others()
         self.parameters.flatten()
-        place = Place(progress.steps, progress.in_window, changed)
-        self.exchange.run(state, self.parameters.flat, record, place, unless_idle=True)
-        if not record.idle:
+        self.exchange.run(state, self.parameters.flat, record, *self._here(changed), unless_idle=True)
+        if record.idle:
+            self._opened = record.opened
+        else:
             self._begin(record)
             self._finish()
-        elif record.openings is not None:
-            self._openings = OnItsWay(record.openings)
 
     def _take_up_changes(self) -> None:
         """Takes up weights that the user has loaded since :meth:`load_state_dict`. Collective, once after a load."""
@@ -233,35 +240,31 @@ class SparseLoCo:
             return
         self._wait_for_others()
         self.parameters.flatten()
-        changed = changed_since(self.parameters.flat, restored, self.communicator, self.shards)
-        if changed:
-            set_out_from_changed(changed, self.state, self.parameters, self.layout, self.communicator, self.shards)
+        set_out_from_changed(restored, self.state, self.parameters, self.layout, self.communicator, self.shards)
 
     def _launch(self) -> None:
         """Begins an exchange: beside the next steps, or at once."""
-        state, device = self.state, self.parameters.device
+        state = self.state
         assert state is not None
         self.parameters.flatten()
         flats, record = self.parameters.flat, ExchangeRecord()
-        changed = phase.changed(self.parameters, self.optimizer.param_groups)
-        place = Place(self.progress.steps, self.progress.in_window, changed)
-        self._begin(record)
+        place = self._here(phase.changed(self.parameters, self.optimizer.param_groups))
         if not self.config.overlap_steps:
-            self.exchange.run(state, flats, record, place)
+            self.exchange.run(state, flats, record, *place)
+            self._begin(record)
             return
+        self._begin(record)
         if self._ended is not None and self._stats is None:
             self._ended.error_norm = self.exchange.error_norm(state)  # someone may ask for it until this one has ended
-        state.launched = copies = [flat.clone() for flat in flats]
-        group = self.communicator.process_group
-        if device.type == "cpu" and group is not None:
-            self._job = Worker.of(group).do(lambda: self.exchange.run(state, copies, record, place))
-            return
-        with self.communicator.on_side_stream(device):  # the device orders the messages, the host waits for none
-            self.exchange.run(state, copies, record, place)
+        self._job = self.exchange.beside(state, flats, record, *place)
+
+    def _here(self, changed: bool) -> tuple[Place, Settings]:
+        settings, now = Settings.of(self.optimizer, self.parameters.groups), self.progress
+        return Place(now.steps, now.in_window, changed, self.number, settings.digest), settings
 
     def _begin(self, record: ExchangeRecord) -> None:
         """Counts an exchange that begins; with it a window ends."""
-        self._record = record
+        self._record, record.window = record, self.progress.in_window
         self.progress.in_window = 0
         self.progress.exchanges += 1
         self.progress.under_way = True
@@ -272,7 +275,7 @@ class SparseLoCo:
         assert state is not None
         assert record is not None
         with record.phase("wait"):
-            self._wait()
+            self._wait(record)
         with record.phase("set_out"):
             self.parameters.flatten()
             self.exchange.set_out(state, self.parameters.flat)
@@ -282,46 +285,35 @@ class SparseLoCo:
         record.step, record.exchange = self.progress.steps, self.progress.exchanges
         every = self.config.check_replicas_every
         if every and self.progress.exchanges % every == 0:
-            self._check_replicas(state)
+            self._wait_for_others()
+            self.exchange.check_starts(state, self.parameters.names)
         assert record.norm is not None
         self.dropped.note(record.norm)
-        if record.openings is not None:
-            self._openings = OnItsWay(record.openings)
+        self._opened = record.opened
         if record.norm.device.type != "cuda":
             self._judge()
 
     def _judge(self) -> None:
         """Looks how the last exchange went: whether all ranks were at the same step, and their parameters finite."""
-        openings, self._openings = self._openings, None
-        if openings is not None:
-            phase.check(phase.places(openings.read()))
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.judge(self.communicator)
         if self.dropped.judge():
             clear_nonfinite(self.optimizer)
 
-    def _wait(self) -> None:
+    def _wait(self, record: ExchangeRecord) -> None:
         job, self._job = self._job, None
-        device = self.parameters.device
-        if job is not None:
-            job.wait()
-        elif self.config.overlap_steps and device.type == "cuda":
-            torch.cuda.current_stream(device).wait_stream(self.communicator.side_stream(device))
+        try:
+            if job is not None:
+                job.wait()
+        except BaseException:  # nothing was folded: the window goes on
+            self.progress.in_window += record.window
+            self.progress.under_way, self._record = False, None
+            raise
 
     def _wait_for_others(self) -> None:
         """Waits for exchanges of all wrappers that share the group: messages of two threads would meet there."""
-        worker = Worker.existing(self.communicator.process_group)
-        if worker is not None:
-            worker.do(lambda: None).wait()
-
-    def _check_replicas(self, state: LocoState) -> None:
-        self._wait_for_others()
-        pieces, device = self.layout.everything().pieces, self.parameters.device
-        starts = [self.exchange.spans.reading(part) for part in piece_views(state.start, pieces)]
-        names = [self.parameters.names[piece.segment.index] for piece in pieces]
-        assert all(start.device == device for start in starts)
-        self._compare(starts, names)
-
-    def _compare(self, flats: list[Tensor], names: list[str]) -> None:
-        self.shards.raise_on_all_ranks(lambda: check_replicas(self.communicator, flats, names))
+        settle(self.communicator.process_group)
 
     # ------------------------------------------------------------------------------------- life of the state
 
@@ -331,8 +323,9 @@ class SparseLoCo:
             self._job.wait()
 
     def close(self) -> None:
-        """Takes the hooks off the optimizer: it steps on its own from now on."""
-        self.drain()
+        """Takes the hooks off the optimizer: it steps on its own from now on. What is on its way arrives first."""
+        self._wait_for_others()
+        self._stop_word.close()
         for hook in self._hooks:
             hook.remove()
         SparseLoCo._of.pop(self.optimizer, None)
@@ -351,7 +344,7 @@ class SparseLoCo:
         self.parameters.rename(named_parameters)
 
     def bytes_per_exchange(self) -> int:
-        """Bytes that this rank sends in an exchange, the 12 bytes to each rank of its first message not counted."""
+        """Bytes that this rank sends in an exchange, the 24 bytes to each rank of its first message not counted."""
         return sum(self.config.message_bytes(self.layout.blocks, self.communicator.world_size))
 
     @property
@@ -412,18 +405,20 @@ class SparseLoCo:
 
         Load the model first: inside a window its parameters are another rank's. Where that is not possible, call
         :meth:`restore_parameters` afterwards. Other weights that you load before the first step, the same on all ranks,
-        become the starting point; a warning says so.
+        become the starting point; a warning says so. An empty state counts as that of the first rank that has one:
+        what :meth:`state_dict` gave on one rank.
 
         Raises:
             ValueError: parameters differ in number, order or shape, the inner optimizer is of another class, or the
                 format is newer than this package. Nothing has been changed then.
         """
         self.drain()
+        state_dict = self.everyone.share(state_dict)
         live = self._live(allocate=True)
         ranks = Communicator.alone() if isinstance(state_dict, Mapping) else self.everyone
         loaded = ranks.raise_on_all_ranks(lambda: checkpoint.load(live, state_dict))
-        self.optimizer.load_state_dict(rows.placed(loaded.inner, self.optimizer))
-        self._job = self._consolidated = self._record = self._ended = self._stats = self._openings = None
+        self._inner.load(rows.placed(loaded.inner, self.optimizer))
+        self._job = self._consolidated = self._record = self._ended = self._stats = self._opened = None
         self.state, self.progress = loaded.state, Progress(**loaded.progress)
         if self.progress.under_way:
             self._record = ExchangeRecord(norm=torch.tensor(self.progress.norm, dtype=torch.float32, device="cpu"))
@@ -466,7 +461,7 @@ class SparseLoCo:
                 flat.copy_(kept)
         self._judge()
         self._wait_for_others()
-        self._compare(self.parameters.flat, self.parameters.names)
+        self.exchange.check_equal(self.parameters.flat, self.parameters.names)
         self.exchange.begin_at(self.state, self.parameters.flat)
         self.progress.in_window = 0
 
