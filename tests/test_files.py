@@ -8,10 +8,12 @@ import io
 import os
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import warnings
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +200,70 @@ def test_the_newest_complete_checkpoint_is_found_and_torn_ones_are_named(tmp_pat
         warnings.simplefilter("ignore")
         assert newest_checkpoint(tmp_path, "*.ckpt") == tmp_path / ".2.ckpt.previous"
     verify(tmp_path / ".2.ckpt.previous")
+
+
+def test_the_newest_is_of_the_latest_step_whatever_the_times_of_files(tmp_path: Path) -> None:
+    """A copy, a restored backup or a clock that was set back made a resume begin from an older one."""
+    whole = {"step": 4, "optimizer": {"scape": {"step": 9, "mask_uses": 1}}}
+    contents = {
+        "trainer": {"global_step": 7, "step": 100},
+        "fabric": whole,
+        "litgpt": {"iter_num": 800, "step_count": 8},
+        "sparseloco": {"optimizer_states": [{"sparseloco": {"progress": {"steps": 6}}}]},
+        "user": OrderedDict(step=5),
+        "same": {"global_step": 5},
+        "weights": {"a": torch.ones(2)},
+        "odd": {"global_step": True, "step": -1},
+    }
+    for content, name in zip(contents.values(), contents, strict=True):
+        save_file(content, tmp_path / f"{name}.ckpt")
+    params, optimizer = build(CONFIG, torch.float32)
+    train(params, optimizer, 0, range(2))
+    save(tmp_path / "directory.ckpt", optimizer, {})
+    save(tmp_path / "counted.ckpt", optimizer, {}, global_step=3)
+    order = ["fabric", "litgpt", "trainer", "sparseloco", "same", "user", "counted", "directory", "odd", "weights"]
+    for age, name in enumerate(reversed(order)):
+        path = tmp_path / f"{name}.ckpt"
+        os.utime(path / "manifest.json" if path.is_dir() else path, ns=(0, 10**18 - age))
+    os.utime(tmp_path / "same.ckpt", ns=(0, 10**18 + 1))
+    os.utime(tmp_path / "odd.ckpt", ns=(0, 10**18 + 1))
+    for name in order:
+        assert newest_checkpoint(tmp_path, "*.ckpt") == tmp_path / f"{name}.ckpt"
+        path = tmp_path / f"{name}.ckpt"
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def test_a_damaged_one_of_the_latest_step_is_named_and_passed_over(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_file({"global_step": step, "w": torch.ones(9)}, tmp_path / f"{step}.ckpt")
+    content = bytearray((tmp_path / "3.ckpt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "3.ckpt").write_bytes(content)
+    (tmp_path / "2.ckpt").write_bytes(b"PK")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert newest_checkpoint(tmp_path) == tmp_path / "1.ckpt"
+    assert sorted(str(warning.message)[:12] for warning in caught) == ["Passed over:"] * 2
+    assert all(any(name in str(each.message) for each in caught) for name in ("2.ckpt", "3.ckpt"))
+
+
+def test_one_that_does_not_fit_into_memory_is_named_and_passed_over(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_file({"global_step": step}, tmp_path / f"{step}.ckpt")
+
+    def check(path: Path) -> None:
+        if path.name == "2.ckpt":
+            raise MemoryError
+
+    with pytest.warns(UserWarning, match=r"Passed over: .*2\.ckpt': MemoryError"):
+        assert newest_checkpoint(tmp_path, check=check) == tmp_path / "1.ckpt"
+
+
+def test_files_of_another_kind_are_left_to_their_users_check(tmp_path: Path) -> None:
+    for age, name in enumerate(("a.bin", "b.bin")):
+        (tmp_path / name).write_bytes(b"of another kind")
+        os.utime(tmp_path / name, ns=(0, 10**18 - age))
+    assert newest_checkpoint(tmp_path, check=lambda path: None) == tmp_path / "a.bin"
 
 
 def test_the_newest_of_litgpts_folders_is_the_file_in_it(tmp_path: Path) -> None:

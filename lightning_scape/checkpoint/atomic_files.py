@@ -1,9 +1,10 @@
 """Checkpoints on disk: each is whole or not there. Damage is found and named before anything is loaded.
 
-A file is written beside its place, synced, and renamed into it. It ends with a seal, the CRC-32 of all its other bytes,
-in the zip archive's comment, which other readers pass over. A directory (:mod:`.dcp`) is written likewise. Its
-``manifest.json`` is written last, and lists its files with their digests. Both are loaded by ``weights_only``: a
-checkpoint never executes code.
+A file is written beside its place, synced, and renamed into it (:mod:`.temporaries`). It ends with a seal, the CRC-32
+of all its other bytes, in the zip archive's comment, which other readers pass over. A directory (:mod:`.dcp`) is
+written likewise. Its ``manifest.json`` is written last, and lists its files with their digests. Both are loaded by
+``weights_only``: a checkpoint never executes code. A stranger may have made it: only regular files are opened, in a
+directory only those with a digest, and what a file says of its sizes is compared with the bytes that are there.
 """
 
 from __future__ import annotations
@@ -11,27 +12,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import pickle
-import shutil
+import re
 import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 
+from lightning_scape.checkpoint import pickles
+from lightning_scape.checkpoint.regular import CheckpointError as CheckpointError
+from lightning_scape.checkpoint.regular import Slice, open_regular, size_of
+from lightning_scape.checkpoint.temporaries import MANIFEST, check_replaceable, replacing
+
 FORMAT = 1
-MANIFEST = "manifest.json"
 _KIND = "lightning_scape sharded checkpoint"
 _CHUNK = 1 << 22
 _OLDER = "Load an older checkpoint: `lightning_scape.newest_checkpoint(folder)` finds the newest that is complete."
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is torn, damaged, foreign or newer than this package; names the file and what is wrong."""
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -45,29 +47,15 @@ def save_file(content: Any, path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     check_replaceable(path)
-    with explained_oserror(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = partial_of(path)
+    with explained_oserror(path), replacing(path) as file:
+        stream = _SealedFile(file)
         try:
-            with open(partial, "wb") as file:
-                stream = _SealedFile(file)
-                try:
-                    torch.save(content, stream)
-                except Exception:
-                    if stream.error is not None:  # torch hides the reason
-                        raise stream.error from None
-                    raise
-                stream.seal()
-                file.flush()
-                os.fsync(file.fileno())
-            if path.is_dir() and not path.is_symlink():  # a sharded checkpoint: removed only now that the new is whole
-                shutil.rmtree(path)
-            os.replace(partial, path)
-            sync_folder(path.parent)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
+            torch.save(content, stream)
+        except Exception:
+            if stream.error is not None:  # torch hides the reason
+                raise stream.error from None
             raise
+        stream.seal()
 
 
 class Recorder:
@@ -116,50 +104,6 @@ def _seal_of(crc: int) -> bytes:
     return _SEAL + f"{crc:08x}".encode()
 
 
-def check_replaceable(path: Path) -> None:
-    """Raises ``IsADirectoryError`` if a checkpoint would take the place of a directory that is none."""
-    if path.is_dir() and not path.is_symlink() and not (path / MANIFEST).exists() and any(path.iterdir()):
-        raise IsADirectoryError(
-            errno.EISDIR,
-            f"A checkpoint must take a free name or that of another checkpoint, got the directory {str(path)!r}, which"
-            " holds other things. Give the checkpoint a name inside it.",
-        )
-
-
-def partial_of(path: Path) -> Path:
-    """The path at which a checkpoint is written before it takes its place."""
-    return path.with_name(f".{path.name}.partial")
-
-
-def previous_of(path: Path) -> Path:
-    """The path of a replaced directory, until the new one is in its place."""
-    return path.with_name(f".{path.name}.previous")
-
-
-def replace_folder(partial: Path, path: Path) -> None:
-    """Puts a finished directory in the place of ``path``. At every moment one complete checkpoint has a name."""
-    previous = previous_of(path)
-    if previous.exists():
-        shutil.rmtree(previous)
-    if path.is_dir() and not path.is_symlink():
-        os.rename(path, previous)  # a directory cannot be replaced in one call
-    elif path.exists() or path.is_symlink():
-        path.unlink()
-    os.rename(partial, path)
-    sync_folder(path.parent)
-    shutil.rmtree(previous, ignore_errors=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames in the folder last through a power cut; a no-op where folders cannot be synced."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 @contextlib.contextmanager
 def explained_oserror(path: Path) -> Iterator[None]:
     """Adds to an OSError the checkpoint's path, and that earlier checkpoints are untouched."""
@@ -194,7 +138,7 @@ def explain_oserror(error: OSError, path: Path) -> OSError:
 def digest(path: Path) -> str:
     """128 bits of BLAKE2b over a file."""
     total = hashlib.blake2b(digest_size=16)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_CHUNK):
             total.update(chunk)
     return total.hexdigest()
@@ -205,29 +149,28 @@ def describe_files(folder: Path, names: list[str]) -> dict[str, list[Any]]:
     return {name: [(folder / name).stat().st_size, digest(folder / name)] for name in names}
 
 
-def write_manifest(folder: Path, files: dict[str, list[Any]], world_size: int) -> None:
-    """Marks the directory as complete."""
+def write_manifest(
+    folder: Path, files: dict[str, list[Any]], world_size: int, tensors: dict[str, Any] | None = None
+) -> None:
+    """Marks the directory as complete; ``tensors`` is its index (:mod:`.index`)."""
     content = {"kind": _KIND, "format": FORMAT, "world_size": world_size, "files": files}
+    if tensors is not None:
+        content["tensors"] = tensors
     body = json.dumps(content, indent=1, sort_keys=True)
     seal = hashlib.blake2b(body.encode(), digest_size=16).hexdigest()
-    partial = folder / f"{MANIFEST}.partial"
-    with open(partial, "w") as file:
-        file.write(body + "\n" + seal + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, folder / MANIFEST)
-    sync_folder(folder)
+    with replacing(folder / MANIFEST) as file:
+        file.write(f"{body}\n{seal}\n".encode())
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a sharded checkpoint. All its files are there and have their length.
+    """The manifest of a sharded checkpoint. All its files are there and have their length; its index is not checked.
 
     Raises:
         CheckpointError: the directory is torn, damaged, foreign or newer.
     """
     try:
-        with open(folder / MANIFEST, newline="") as file:
-            body, _, seal = file.read().removesuffix("\n").rpartition("\n")
+        with open_regular(folder / MANIFEST, inside=True) as file:
+            body, _, seal = file.read().decode().removesuffix("\n").rpartition("\n")
     except FileNotFoundError:
         raise CheckpointError(_why_no_manifest(folder)) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -238,18 +181,64 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"The checkpoint {str(folder)!r} is damaged: its manifest is not as it was written. {_OLDER}"
         )
-    content: dict[str, Any] = json.loads(body)
+    try:
+        content = json.loads(body, object_pairs_hook=_without_repeats, parse_constant=_no_number)
+        problem = _problem_of(content)
+    except (ValueError, RecursionError) as error:
+        problem = f"JSON that can be read, got {type(error).__name__}: {error}"
+    if problem is not None:
+        raise CheckpointError(f"The manifest of checkpoint {str(folder)!r} must hold {problem}. {_OLDER}")
     if content["format"] > FORMAT:
         raise CheckpointError(
             f"The format of {str(folder)!r} must be at most {FORMAT}, got {content['format']}: a newer lightning_scape"
             " wrote it. Upgrade this installation."
         )
     for name, (size, _) in content["files"].items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        found = size_of(folder / name)
         if found != size:
             state = "is missing" if found is None else f"has {found} bytes instead of {size}"
             raise CheckpointError(f"The checkpoint {str(folder)!r} is torn: {name} {state}. {_OLDER}")
-    return content
+    return dict(content)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name comes twice")
+    return found
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _problem_of(content: Any) -> str | None:
+    """What a manifest must hold and does not."""
+    if not isinstance(content, dict) or content.get("kind") != _KIND:
+        return f"the kind {_KIND!r}, got another one's"
+    for name in ("format", "world_size"):
+        value = content.get(name)
+        if type(value) is not int or not 1 <= value < 2**31:
+            return f"a whole number from 1 to 2**31 - 1 as `{name}`, got {str(value)[:100]}"
+    if content["format"] > FORMAT:  # whose rules are others
+        return None
+    listed = content.get("files")
+    if not isinstance(listed, dict):
+        return f"a dict of files, got a {type(listed).__name__}"
+    if len({name.casefold() for name in listed}) < len(listed):
+        return "files that differ in more than upper and lower case, got two that do not"
+    for name, described in listed.items():
+        if not _PLAIN.fullmatch(name) or name in (".", "..") or name.casefold() == MANIFEST:
+            return f"plain names of files in its folder, got {name[:100]!r}"
+        if not isinstance(described, list) or [type(value) for value in described] != [int, str]:
+            return f"a size and a digest of {name[:100]!r}, got something else"
+        if described[0] < 0 or not _DIGEST.fullmatch(described[1]):
+            return f"a size >= 0 and a digest of 32 digits of {name[:100]!r}, got others"
+    return None
+
+
+_PLAIN = re.compile(r"[^/\\\0\ud800-\udfff]{1,255}")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 def check_there(path: Path) -> None:
@@ -289,21 +278,59 @@ def check_digests(folder: Path, manifest: dict[str, Any], part: int = 0, of: int
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def load_file(path: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
+def load_file(path: str | os.PathLike[str], map_location: Any = "cpu", inside: bool = False) -> Any:
     """``torch.load`` by ``weights_only``, after every byte was compared with the file's checksums.
+
+    Args:
+        path: of the file.
+        map_location: as in ``torch.load``.
+        inside: see :func:`open_regular`.
 
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: it is torn, damaged, or holds what ``weights_only`` does not read.
     """
     path = Path(path)
-    with open(path, "rb") as file:
+    with open_regular(path, inside) as file:
         return load_stream(file, str(path), map_location)
 
 
 def load_stream(file: BinaryIO, name: str, map_location: Any = "cpu") -> Any:
     """:func:`load_file` for an open file; ``name`` is for errors."""
     _check_whole(file, name)
+    return _load(file, name, map_location)
+
+
+def load_part(file: BinaryIO, place: int, length: int, name: str) -> Any:
+    """:func:`load_file` for some bytes of an open file, which have a digest of their own."""
+    part = cast(BinaryIO, io.BufferedReader(Slice(file, place, length)))
+    _check_records(part, name, length, compare=False)
+    return _load(part, name, "cpu")
+
+
+def read_pickle(path: Path, inside: bool = False) -> Any:
+    """What the pickle of a file of ``torch.save`` says (:mod:`.pickles`); None if we cannot tell. Compares nothing.
+
+    Raises:
+        CheckpointError: the file is torn, damaged or none of torch.save.
+        OSError: it cannot be read.
+    """
+    with open_regular(path, inside) as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                (record,) = (info for info in archive.infolist() if info.filename.partition("/")[2] == "data.pkl")
+                if record.compress_type or record.file_size > os.fstat(file.fileno()).st_size:
+                    raise ValueError("its pickle is compressed")
+                with contextlib.suppress(pickles.UnknownOpcode):
+                    return pickles.read(archive.read(record))
+        except Exception as error:  # zipfile raises many kinds
+            raise CheckpointError(
+                f"The checkpoint {str(path)!r} is torn or damaged: {_first_line(error)} {_OLDER}"
+            ) from error
+    return None
+
+
+def _load(file: BinaryIO, name: str, map_location: Any) -> Any:
     file.seek(0)
     try:
         return torch.load(file, map_location=map_location, weights_only=True)
@@ -333,12 +360,12 @@ def _check_whole(file: BinaryIO, name: str) -> None:
         )
     file.seek(max(0, size - _SEAL_BYTES))
     seal = file.read()
-    if not seal.startswith(_SEAL):
-        _check_records(file, name, size)
-    elif seal != _seal_of(_crc_before(file, size - _SEAL_BYTES)):
+    sealed = seal.startswith(_SEAL)
+    if sealed and seal != _seal_of(_crc_before(file, size - _SEAL_BYTES)):
         raise CheckpointError(
             f"The checkpoint {name!r} ({size} bytes) is damaged: it is not as it was written (CRC-32). {_OLDER}"
         )
+    _check_records(file, name, size, compare=not sealed)
 
 
 def _crc_before(file: BinaryIO, end: int) -> int:
@@ -350,21 +377,29 @@ def _crc_before(file: BinaryIO, end: int) -> int:
     return zlib.crc32(b"\0\0", crc) if int.from_bytes(file.read(2), "little") == _SEAL_BYTES else -1
 
 
-def _check_records(file: BinaryIO, name: str, size: int) -> None:
-    """The zip archive's directory and the CRC-32 of each record, which torch writes and does not compare.
+def _check_records(file: BinaryIO, name: str, size: int, compare: bool) -> None:
+    """The zip archive's directory, and what its pickle says.
 
     Records are read by torch's own reader: where a directory is damaged, it may find other bytes than Python's does.
+
+    Args:
+        file: the archive.
+        name: for errors.
+        size: in bytes.
+        compare: also each record with its CRC-32, which torch writes and does not compare; else all has been compared.
     """
     file.seek(max(0, size - _END_BYTES))
     end = file.read()
     try:
         with zipfile.ZipFile(file) as archive:
-            records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            listed = archive.infolist()
+        records = {info.filename.partition("/")[2]: info for info in listed}
+        if len(records) < len(listed) or sum(info.file_size for info in listed) > size:
+            raise ValueError("its directory has a record twice, or larger ones than the file has room for")
         missing = "data.pkl" not in records
         # torch compresses no record. If one claims to be, torch's reader returns stale memory for it.
         packed = [n for n, info in records.items() if info.compress_type or info.compress_size != info.file_size]
-        written = {name: info.CRC for name, info in records.items()}
-        damaged = packed[0] if packed else None if missing else _damaged_record(file, written)
+        damaged = packed[0] if packed else None if missing else _damaged_record(file, records, compare)
     # Both raise many kinds of errors for a damaged directory.
     except Exception as error:
         raise CheckpointError(
@@ -379,22 +414,30 @@ def _check_records(file: BinaryIO, name: str, size: int) -> None:
             f"The file {name!r} must be a checkpoint of torch.save, got a zip archive without `data.pkl`. Check the"
             " path."
         )
-    if not (end.startswith(_END_OF_ARCHIVE) and end.endswith(b"\0\0")):
+    if compare and not (end.startswith(_END_OF_ARCHIVE) and end.endswith(b"\0\0")):
         raise CheckpointError(
             f"The checkpoint {name!r} ({size} bytes) is torn or damaged: it must end with its seal, or as torch.save"
             f" ends a file, got {end[-8:]!r} at its end. {_OLDER}"
         )
 
 
-def _damaged_record(file: BinaryIO, written: dict[str, int]) -> str | None:
-    """The first record that torch does not find, or whose CRC-32 is not the one written; None if all are well."""
+def _damaged_record(file: BinaryIO, records: dict[str, zipfile.ZipInfo], compare: bool) -> str | None:
+    """The first record that torch does not find, or whose CRC-32 is not the one written; None if all are well.
+
+    Raises:
+        ValueError: of what the pickle says.
+    """
     file.seek(0)
     reader = torch._C.PyTorchFileReader(file)
     names = reader.get_all_records()
-    odd = sorted(set(names) ^ set(written))
-    return (
-        odd[0] if odd else next((name for name in names if zlib.crc32(reader.get_record(name)) != written[name]), None)
-    )
+    for name in sorted(set(names) ^ set(records)):
+        return name
+    for name in names if compare else ():
+        if zlib.crc32(reader.get_record(name)) != records[name].CRC:
+            return name
+    with contextlib.suppress(pickles.UnknownOpcode):  # nor does torch know it
+        pickles.read(reader.get_record("data.pkl"))
+    return None
 
 
 def _first_line(error: BaseException) -> str:

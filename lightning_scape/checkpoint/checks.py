@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from lightning_scape.checkpoint.packed import KEY
 from lightning_scape.checkpoint.source import Source, held, residual_key, state_key
 from lightning_scape.config import WarmupShape
 from lightning_scape.engine.local_shards import is_sharded
@@ -70,13 +72,80 @@ def _check_facts(facts: Any) -> None:
         least = int(name in _FROM_ONE)
         if not isinstance(value, int) or not least <= value < 2**31:  # clocks are int32
             raise ValueError(
-                f"`{name}` of a SCAPE state must be a whole number from {least} to 2**31 - 1, got {value!r}. {_DAMAGED}"
+                f"`{name}` of a SCAPE state must be a whole number from {least} to 2**31 - 1, got {_said(value)}."
+                f" {_DAMAGED}"
             )
     shape = facts.get("warmup_shape", "geometric")
     if shape not in _SHAPES:
-        raise ValueError(f"`warmup_shape` of a SCAPE state must be one of {list(_SHAPES)}, got {shape!r}. {_DAMAGED}")
+        raise ValueError(
+            f"`warmup_shape` of a SCAPE state must be one of {list(_SHAPES)}, got {_said(shape)}. {_DAMAGED}"
+        )
     for name in ("config", "names"):
         _check_mapping(name, facts.get(name))
+
+
+def check_shards(common: Any, ranks: int) -> None:
+    """Checks the form of one optimizer's facts in a directory: what is read from it is looked for by them.
+
+    Args:
+        common: see :class:`~lightning_scape.checkpoint.source.OwnShards`.
+        ranks: that wrote the directory.
+
+    Raises:
+        ValueError: the first rule that they break.
+    """
+    _check_mapping("facts", common)
+    if KEY in common:  # SparseLoCo checks the rest itself
+        facts = common[KEY]
+        _check_mapping(KEY, facts)
+    else:
+        facts = common
+        _check_facts(facts)
+        _check_places(facts)
+    replicas, shards = facts.get("world_size"), facts.get("shards", 1)
+    if not _is_size(replicas) or not _is_size(shards) or replicas * shards > ranks:
+        raise ValueError(
+            f"A state in a directory of {ranks} ranks must be of no more, got `world_size` {_said(replicas)} and"
+            f" `shards` {_said(shards)}."
+            f" {_DAMAGED}"
+        )
+
+
+def _check_places(facts: Mapping[str, Any]) -> None:
+    """Checks shapes and memory orders of all parameters and masks, and the names of their tensors."""
+    shapes, strides, names = facts.get("shapes", {}), facts.get("strides", {}), facts.get("tensors")
+    _check_mapping("shapes", shapes)
+    _check_mapping("strides", strides)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"`tensors` of an optimizer state must be a list of names, got {_said(names)}. {_DAMAGED}")
+    masks = facts.get("mask_shapes")
+    masks = masks if isinstance(masks, list) else [facts.get("mask_shape")]
+    if not all(mask is None or (_is_shape(mask) and len(mask) == 2) for mask in masks):
+        raise ValueError(f"A mask's shape must be two whole numbers, got others. {_DAMAGED}")
+    if not all(_is_size(index) for index in shapes) or set(shapes) != set(strides):
+        raise ValueError(f"`shapes` and `strides` must be of the same parameters, got others. {_DAMAGED}")
+    for index, shape in shapes.items():
+        steps = strides[index]
+        if not _is_shape(shape) or not _is_shape(steps) or len(shape) != len(steps):
+            raise ValueError(f"Parameter {index} must have a shape and a memory order, got others. {_DAMAGED}")
+        last = sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
+        if math.prod(shape) and last != math.prod(shape) - 1:
+            raise ValueError(f"Parameter {index} must have each of its entries once in memory, got others. {_DAMAGED}")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_size, value))
+
+
+def _said(value: Any) -> str:
+    """A number or a name, or what else there is; a container may be of any size."""
+    if isinstance(value, str):
+        return repr(value[:100])
+    return repr(value) if value is None or isinstance(value, (int, float)) else type(value).__name__
 
 
 def check(source: Source, parameters: Parameters, groups: Sequence[Mapping[str, Any]]) -> list[str]:

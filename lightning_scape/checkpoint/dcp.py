@@ -4,55 +4,47 @@
 
     DIR/
       __0_0.distcp ... __{N-1}_0.distcp    each rank's tensors
-      .metadata                            which file holds which chunk of which tensor
+      .metadata                            which file holds which rows of which tensor, for torch's own reader
       meta.pt                              all that is not a tensor of the model or an optimizer (rank 0's)
       README.txt                           for who meets it with another strategy: what to run
-      manifest.json                        size and digest of every file; written last
+      manifest.json                        size and digest of every file, and what torch's index says (:mod:`.index`),
+                                           which is what we read; written last
 
 Ranks send each other plans, and no tensors. A tensor is cut into chunks along its first dimension. A rank that loads it
-reads the chunks that it needs; the number of ranks may be another. The directory is written as ``.DIR.partial`` and
-renamed when it is complete: ``DIR`` is whole or is not there. All ranks must see the same file system.
+reads the chunks that it needs; the number of ranks may be another. The directory is written beside its place, and is
+renamed when it is complete (:mod:`.temporaries`): ``DIR`` is whole or is not there. All ranks must see the same file
+system.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import os
-import pickle
-import shutil
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_scape.checkpoint import atomic_files as files
+from lightning_scape.checkpoint import index
+from lightning_scape.checkpoint.regular import open_regular
+from lightning_scape.checkpoint.temporaries import LOCKED, MANIFEST, NewFolder, check_replaceable
 from lightning_scape.comm.collectives import Communicator
 
 REST = "meta.pt"
 """As in Lightning's own sharded checkpoints."""
+_INDEX = ".metadata"
+"""Torch's."""
 
 
 class Chunk(NamedTuple):
@@ -81,6 +73,23 @@ class Chunk(NamedTuple):
         shape = self.tensor.shape
         return ChunkStorageMetadata(torch.Size((self.offset, *(0 for _ in shape[1:]))[: len(shape)]), shape)
 
+    def meets(self, first: int, rows: int) -> bool:
+        """Whether it has any of these rows of the whole tensor."""
+        return max(first, self.offset) < min(first + rows, self.offset + self._rows)
+
+    def fill(self, rows: Tensor, first: int) -> None:
+        """Takes its own from some rows of the whole tensor, which begin with row ``first``."""
+        if not self.tensor.dim():
+            self.tensor.detach().copy_(rows)
+            return
+        begin, end = max(first, self.offset), min(first + len(rows), self.offset + self._rows)
+        own = self.tensor.detach()[begin - self.offset : end - self.offset]
+        own.copy_(rows[begin - first : end - first])
+
+    @property
+    def _rows(self) -> int:
+        return len(self.tensor) if self.tensor.dim() else 1
+
     def copied(self) -> Chunk:
         """The same in host memory of its own, for a write that goes on while training does."""
         return self._replace(tensor=self.tensor.detach().to("cpu", copy=True))
@@ -102,26 +111,22 @@ def write_directory(path: Path, tensors: Mapping[str, Chunk], rest: bytes, commu
         IsADirectoryError: ``path`` is a directory that is no checkpoint.
         OSError: on every rank, if any could not write. What was at ``path`` is untouched, nothing else is left.
     """
-    communicator.raise_on_all_ranks(lambda: files.check_replaceable(path))
-    partial = files.partial_of(path)
+    communicator.raise_on_all_ranks(lambda: check_replaceable(path))
     lead = communicator.rank == 0
     with files.explained_oserror(path):
+        new = communicator.raise_on_all_ranks(lambda: NewFolder(path) if lead else None)
         try:
-            communicator.raise_on_all_ranks(lambda: _make_empty(partial) if lead else None)
-            communicator.raise_on_all_ranks(lambda: _find(partial))
-            own = _write_tensors(partial, tensors, communicator)
+            folder = Path(communicator.all_gather_object(str(new.path) if new is not None else "")[0])
+            communicator.raise_on_all_ranks(lambda: _find(folder))
+            writer = _Writer(folder)
+            own = _write_tensors(writer, tensors, communicator)
             listed = communicator.all_gather_object(own)
-            communicator.raise_on_all_ranks(lambda: _complete(partial, path, rest, listed) if lead else None)
-        except Exception:
-            if lead:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
-
-
-def _make_empty(folder: Path) -> None:
-    if folder.exists():  # of a run that was killed
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+            communicator.raise_on_all_ranks(
+                lambda: _complete(new, rest, listed, writer.index) if new is not None else None
+            )
+        finally:
+            if new is not None:
+                new.close()
 
 
 def _find(folder: Path) -> None:
@@ -129,9 +134,23 @@ def _find(folder: Path) -> None:
         raise OSError(f"all ranks must see the folder {str(folder.parent)!r}, got one that does not")
 
 
-def _write_tensors(folder: Path, tensors: Mapping[str, Chunk], communicator: Communicator) -> dict[str, list[Any]]:
-    writer = FileSystemWriter(folder)
-    writer.fs = _SpeakingFileSystem()
+class _Writer(FileSystemWriter):
+    """Torch's, which also gives its index (on rank 0)."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = _SpeakingFileSystem()
+        self.folder = folder
+        self.index: dict[str, Any] = {}
+
+    def finish(self, metadata: Metadata, results: Any) -> None:  # noqa: D102 - as in the base class
+        # torch 2.7 reads a directory only with this: each tensor's path in the state dict.
+        metadata.planner_data = {key: (key,) for key in metadata.state_dict_metadata}
+        super().finish(metadata, results)
+        self.index = index.of_torch(metadata)
+
+
+def _write_tensors(writer: _Writer, tensors: Mapping[str, Chunk], communicator: Communicator) -> dict[str, list[Any]]:
     try:
         with warnings.catch_warnings():  # that one process saves alone is meant
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -148,8 +167,8 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Chunk], communicator: Com
         if reason is not None:
             raise OSError(reason.errno, f"{reason.strerror or reason} (on rank {rank})") from None
         raise
-    mine = sorted(path.name for path in folder.glob(f"__{communicator.rank}_*.distcp"))
-    described: dict[str, list[Any]] = communicator.raise_on_all_ranks(lambda: files.describe_files(folder, mine))
+    mine = sorted(path.name for path in writer.folder.glob(f"__{communicator.rank}_*.distcp"))
+    described: dict[str, list[Any]] = communicator.raise_on_all_ranks(lambda: files.describe_files(writer.folder, mine))
     return described
 
 
@@ -159,7 +178,6 @@ def _oserror_in(error: BaseException | None) -> OSError | None:
     return error
 
 
-README = "README.txt"
 _README = """\
 This directory is one checkpoint, written by lightning_scape with state_dict_type="sharded".
 
@@ -173,19 +191,20 @@ strategies take that file as it is.
 """
 
 
-def _complete(partial: Path, path: Path, rest: bytes, listed: Iterable[dict[str, list[Any]]]) -> None:
-    for name, content in ((REST, rest), (README, _README.encode())):
-        with open(partial / name, "wb") as file:
+def _complete(new: NewFolder, rest: bytes, listed: Iterable[dict[str, list[Any]]], tensors: dict[str, Any]) -> None:
+    for name, content in ((REST, rest), (LOCKED, _README.encode())):
+        with open(new.path / name, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-    everything = files.describe_files(partial, [".metadata", REST, README])
+    everything = files.describe_files(new.path, [_INDEX, REST, LOCKED])
     world_size = 0
     for own in listed:
         everything |= own
         world_size += 1
-    files.write_manifest(partial, everything, world_size)
-    files.replace_folder(partial, path)
+    index.checked(tensors, {name: size for name, (size, _) in everything.items()})  # as whoever loads it will
+    files.write_manifest(new.path, everything, world_size, tensors)
+    new.take_place()
 
 
 class _SpeakingFileSystem(FileSystem):
@@ -250,9 +269,47 @@ class Directory:
         communicator.raise_on_all_ranks(
             lambda: files.check_digests(self.path, self.manifest, communicator.rank, communicator.world_size)
         )
-        self._reader = _Reader(self.path)
-        self._metadata = communicator.raise_on_all_ranks(self._reader.read_metadata)
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._index = communicator.raise_on_all_ranks(self._read_index)
+
+    def _read_index(self) -> dict[str, index.Entry]:
+        sizes = {name: size for name, (size, _) in self.manifest["files"].items()}
+        try:
+            if "tensors" in self.manifest:
+                return index.checked(self.manifest["tensors"], sizes)
+        except ValueError as error:
+            raise files.CheckpointError(
+                f"The manifest of {str(self.path)!r} must hold an index of tensors, got what is none: {error}. Load"
+                " another checkpoint."
+            ) from error
+        return self._read_torch_index(sizes)  # of version 0.2.0
+
+    def _read_torch_index(self, sizes: Mapping[str, int]) -> dict[str, index.Entry]:
+        try:
+            return index.checked(index.of_pickle(self._listed(_INDEX)), sizes)
+        except ValueError as error:
+            raise files.CheckpointError(
+                f"{str(self.path / _INDEX)!r} must be an index of torch.distributed.checkpoint, got what cannot be read"
+                f" as one: {error}. Load another checkpoint."
+            ) from error
+
+    def check_torch_index(self) -> None:
+        """Checks torch's index, which is not read here: torch's own reader executes what it names.
+
+        Raises:
+            CheckpointError: it is none, or says something else than ours.
+        """
+        if self._read_torch_index({name: size for name, (size, _) in self.manifest["files"].items()}) != self._index:
+            raise files.CheckpointError(
+                f"{str(self.path / _INDEX)!r} must say where tensors are as {MANIFEST} does, got another index."
+                " Load another checkpoint."
+            )
+
+    def _listed(self, name: str) -> bytes:
+        """The content of a file that has a digest."""
+        if name not in self.manifest["files"]:
+            raise ValueError("the manifest does not list it")
+        with open_regular(self.path / name, inside=True) as file:
+            return file.read()
 
     @property
     def world_size(self) -> int:
@@ -261,50 +318,55 @@ class Directory:
 
     def rest(self) -> Any:
         """The content of ``meta.pt``."""
-        return files.load_file(self.path / REST)
+        if REST not in self.manifest["files"]:
+            raise files.CheckpointError(
+                f"The manifest of {str(self.path)!r} must list {REST}, got one that does not. Load another checkpoint."
+            )
+        return files.load_file(self.path / REST, inside=True)
 
     def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]:
         """The shapes of tensors by key, for the keys with this prefix."""
-        found = self._metadata.state_dict_metadata.items()
-        return {
-            key: tuple(entry.size)
-            for key, entry in found
-            if isinstance(entry, TensorStorageMetadata) and key.startswith(prefix)
-        }
+        return {key: tuple(entry.shape) for key, entry in self._index.items() if key.startswith(prefix)}
 
     def find(self, key: str) -> Tensor | None:
         """A tensor's shape and dtype, as a tensor on ``meta``; None if there is none."""
-        entry = self._metadata.state_dict_metadata.get(key)
-        if not isinstance(entry, TensorStorageMetadata):
-            return None
-        return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        entry = self._index.get(key)
+        return None if entry is None else torch.empty(entry.shape, dtype=entry.dtype, device="meta")
 
     def read(self, targets: Mapping[str, Chunk]) -> None:
         """Fills the chunks' tensors, in place; converts dtypes.
 
         Raises:
             CheckpointError: a key is not there, or its tensor is of another size (nothing has been read then), or what
-                is there is no tensor.
+                is there is no tensor of the kind that the index speaks of.
         """
-        items: list[ReadItem] = []
+        wanted: list[tuple[index.Part, str]] = []
         for key, chunk in targets.items():
-            entry = self._metadata.state_dict_metadata.get(key)
-            if not isinstance(entry, TensorStorageMetadata) or entry.size != chunk.size:
-                found = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else "nothing"
+            entry = self._index.get(key)
+            if entry is None or entry.shape != chunk.size:
                 raise files.CheckpointError(
-                    f"The checkpoint {str(self.path)!r} must hold {key!r} of shape {tuple(chunk.size)}, got {found}."
-                    " Load it into the same model."
+                    f"The checkpoint {str(self.path)!r} must hold {key!r} of shape {tuple(chunk.size)}, got"
+                    f" {'nothing' if entry is None else tuple(entry.shape)}. Load it into the same model."
                 )
-            items += create_read_items_for_chunk_list(key, entry, [chunk.place])
-        try:
-            self._reader.read_data(LoadPlan(items), _ChunkLoadPlanner(targets)).wait()
-        except OSError:
-            raise
-        except Exception as error:  # torch raises whatever it trips over
-            raise files.CheckpointError(
-                f"The checkpoint {str(self.path)!r} must hold tensors, got what cannot be read as one:"
-                f" {type(error).__name__}: {error}. Load another checkpoint."
-            ) from error
+            wanted += [(part, key) for part in entry.parts if chunk.meets(part.first, part.rows)]
+        for name, group in itertools.groupby(sorted(wanted), key=lambda each: each[0].file):
+            with open_regular(self.path / name, inside=True) as file:
+                for part, key in group:
+                    targets[key].fill(self._load(file, part, key), part.first)
+
+    def _load(self, file: BinaryIO, part: index.Part, key: str) -> Tensor:
+        entry, name = self._index[key], f"{self.path / part.file}, {key}"
+        loaded = files.load_part(file, part.place, part.length, name)
+        shape = (part.rows, *entry.shape[1:]) if entry.shape else ()
+        got = type(loaded).__name__
+        if type(loaded) in (Tensor, torch.nn.Parameter):
+            kind = (loaded.dtype, tuple(loaded.shape), loaded.layout, loaded.device.type)
+            if kind == (entry.dtype, shape, torch.strided, "cpu"):
+                return cast(Tensor, loaded.detach())
+            got = f"one of {kind}"
+        raise files.CheckpointError(
+            f"{name!r} must hold a tensor of {entry.dtype} {shape}, got {got}. Load another checkpoint."
+        )
 
     def tensor(self, key: str) -> Tensor:
         """One whole tensor, in host memory."""
@@ -317,67 +379,6 @@ class Directory:
         if tensor.numel():
             self.read({key: Chunk.whole(tensor)})
         return tensor
-
-
-class _ChunkLoadPlanner(DefaultLoadPlanner):
-    def __init__(self, targets: Mapping[str, Chunk]) -> None:
-        super().__init__()
-        self.state_dict = dict(targets)
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        target: Tensor = self.state_dict[read_item.dest_index.fqn].tensor
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            target = target.narrow(dim, offset, length)
-        return target
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise AssertionError("only tensors are planned for; the base class would execute what it reads")
-
-
-class _Reader(FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Without executing anything, which the base class would."""
-        path = Path(self.path) / ".metadata"
-        with open(path, "rb") as file:
-            try:
-                metadata = _MetadataUnpickler(file).load()
-                assert isinstance(metadata, Metadata)
-            except Exception as error:
-                raise files.CheckpointError(
-                    f"{str(path)!r} must be an index of torch.distributed.checkpoint, got what cannot be read as one:"
-                    f" {type(error).__name__}: {error}. Load another checkpoint."
-                ) from error
-        return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes the dataclasses of torch's index, dtypes and sizes, and nothing else."""
-
-    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-    _NAMES = frozenset(
-        {
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-            "_StorageInfo",
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module in self._MODULES and name in self._NAMES:
-            return super().find_class(module, name)
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
-            return getattr(torch, name)
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return super().find_class(module, name)
-        if module.split(".")[0] == "pathlib" and name in ("Path", "PosixPath", "PurePosixPath"):
-            return Path
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
 def as_bytes(content: Any) -> bytes:

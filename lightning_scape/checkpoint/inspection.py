@@ -14,7 +14,10 @@ import torch
 
 from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint import packed
+from lightning_scape.checkpoint.rng import states_in
 from lightning_scape.checkpoint.saver import SavedContent
+from lightning_scape.checkpoint.steps import step_of
+from lightning_scape.checkpoint.temporaries import MANIFEST
 from lightning_scape.comm.collectives import Communicator, is_distributed, new_mask_group
 
 _LONGEST_CHECK = timedelta(hours=1)
@@ -25,7 +28,8 @@ def verify(path: str | os.PathLike[str]) -> None:
 
     Every byte is compared with its checksum, and all that is in the checkpoint is loaded; no more than its largest
     tensor (of SparseLoCo, than one rank's part) is kept in memory. Whether it fits a model only the model can tell. Of
-    a folder that LitGPT saved, its ``lit_model.pth``.
+    a folder that LitGPT saved, its ``lit_model.pth``. The index that a directory holds for torch's own reader, which
+    loading does not read, must say the same as ours: torch would execute what it names.
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
@@ -35,8 +39,11 @@ def verify(path: str | os.PathLike[str]) -> None:
     files.check_there(path)
     if path.is_dir():
         saved = SavedContent(path)
+        saved.directory.check_torch_index()
         for key in saved.directory.shapes():
             saved.directory.tensor(key)
+        for rank in range(saved.directory.world_size if saved.optimizers else 0):
+            states_in(saved.directory.tensor(f"rng.{rank}"))
         for shards in saved.optimizers.values():
             for _ in packed.parts(shards):  # unpickled, as loading does
                 pass
@@ -59,9 +66,12 @@ def newest_checkpoint(
     """The newest checkpoint in a folder that is complete and undamaged, to resume from after a crash.
 
     Looks at files and directories right in the folder that match ``pattern`` (of LitGPT's ``step-...`` folders, at the
-    ``lit_model.pth`` in them; other folders are left out), newest modification first, and reads each fully until one
-    passes; those that do not are named in a warning. Writes that a crash cut short count only if they are complete (a
-    directory may be, just before it takes its place). Call it on one rank, or before the launch.
+    ``lit_model.pth`` in them; other folders are left out). The newest is the one of the latest step, as the checkpoint
+    itself counts it: the Trainer's ``global_step``, else the steps of its optimizer of SCAPE or SparseLoCo, else an
+    entry ``step``, ``step_count`` or ``iter_num``. Of one step, the last written; those that tell no step come after
+    all that do. Reads each fully until one passes; those that do not, and those that cannot be read at all, are named
+    in a warning. Writes that a crash cut short count only if they are complete (a directory may be, just before it
+    takes its place). Call it on one rank, or before the launch.
 
     Args:
         folder: where checkpoints are.
@@ -83,7 +93,8 @@ def resume_path(
     wait for it as long as reading takes, up to an hour.
 
     Args:
-        places: folders with checkpoints, and single checkpoints; what does not exist is left out.
+        places: folders with checkpoints, and single checkpoints; what does not exist is left out. All of one run: what
+            another run ended with, which counts its own steps, is to be loaded where this gives None.
         pattern: of names in the folders, as in ``Path.glob``; ``"*.ckpt"`` is Lightning's.
         check: raises :class:`~lightning_scape.CheckpointError` or ``OSError`` for those to be passed over.
 
@@ -151,20 +162,37 @@ def _check_seen(rank: int, found: list[Path], chosen: _Chosen | None, by_rank_0:
         )
 
 
-def _newest(newest_first: Iterable[Path], check: Callable[[Path], None]) -> Path | None:
-    for path in newest_first:
+def _newest(last_written_first: Iterable[Path], check: Callable[[Path], None]) -> Path | None:
+    """The first that passes, by steps; a sort leaves those of one step as they came."""
+    found: list[tuple[int, Path]] = []
+    for path in last_written_first:
         try:
-            check(path)
-        except (files.CheckpointError, OSError) as error:
-            warnings.warn(f"Passed over: {error}", stacklevel=3)
-            continue
-        return path
-    return None
+            step = step_of(path)
+        except _UNREADABLE:
+            if not _passes(path, check):
+                continue
+            step = None  # a file of a kind that only its user knows
+        found.append((-1 if step is None else step, path))
+    return next((path for _, path in sorted(found, key=lambda each: -each[0]) if _passes(path, check)), None)
+
+
+_UNREADABLE = (files.CheckpointError, OSError, MemoryError, RuntimeError)
+"""The last two: of a machine that has too little memory for a checkpoint."""
+
+
+def _passes(path: Path, check: Callable[[Path], None]) -> bool:
+    try:
+        check(path)
+    except _UNREADABLE as error:
+        what = str(error) if str(path) in str(error) else f"{str(path)!r}: {type(error).__name__}: {error}"
+        warnings.warn(f"Passed over: {what}", stacklevel=3)
+        return False
+    return True
 
 
 def _candidates_at(place: Path, pattern: str) -> Iterator[Path]:
     inside = _checkpoint_in(place)
-    if inside.is_file() or (inside / files.MANIFEST).exists():
+    if (inside.exists() and not inside.is_dir()) or (inside / MANIFEST).exists():
         yield inside
     else:
         yield from _candidates(place, pattern)
@@ -174,11 +202,12 @@ def _candidates(folder: Path, pattern: str) -> Iterator[Path]:
     if not folder.is_dir():
         return
     for path in map(_checkpoint_in, folder.glob(pattern)):
-        is_one = not path.is_dir() or (path / files.MANIFEST).exists() or files.has_parts(path)
+        is_one = not path.is_dir() or (path / MANIFEST).exists() or files.has_parts(path)
         if is_one and not path.name.startswith("."):
             yield path
-    for unfinished in (*folder.glob(f".{pattern}.partial"), *folder.glob(f".{pattern}.previous")):
-        if unfinished.is_dir() and (unfinished / files.MANIFEST).exists():
+    ends = ("partial", "previous", "*.partial", "*.previous")  # version 0.2.0 wrote the first two
+    for unfinished in dict.fromkeys(path for end in ends for path in folder.glob(f".{pattern}.{end}")):
+        if unfinished.is_dir() and (unfinished / MANIFEST).exists():
             yield unfinished
 
 
@@ -190,5 +219,5 @@ def _checkpoint_in(path: Path) -> Path:
 
 def _modified(path: Path) -> int:
     with contextlib.suppress(OSError):
-        return (path / files.MANIFEST if path.is_dir() else path).stat().st_mtime_ns
+        return (path / MANIFEST if path.is_dir() else path).stat().st_mtime_ns
     return 0

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_scape.checkpoint import atomic_files as files
+from lightning_scape.checkpoint.checks import check_shards, check_whole
 from lightning_scape.checkpoint.dcp import REST, Chunk, Directory, as_bytes, write_directory
 from lightning_scape.checkpoint.foreign import as_adamw
 from lightning_scape.checkpoint.optimizer_state import merge_shards
@@ -78,17 +79,41 @@ class SavedContent:
 
     def __init__(self, path: Path, communicator: Communicator | None = None) -> None:
         self.directory = Directory(path, communicator)
-        table = self.directory.rest()
-        if not isinstance(table, dict) or not {"models", "optimizers", "rest"} <= set(table):
-            raise files.CheckpointError(
-                f"{str(path / REST)!r} must be lightning_scape's table of contents, got another file. Load another"
-                " checkpoint."
-            )
+        ranks = communicator or Communicator.alone()
+        table = ranks.raise_on_all_ranks(self._read_table)
         self._models: dict[str, dict[str, Any]] = table["models"]
         self.rest: dict[str, Any] = table["rest"]
         self.optimizers = {
             name: SavedShards(self.directory, name, common) for name, common in table["optimizers"].items()
         }
+
+    def _read_table(self) -> dict[str, Any]:
+        table: dict[str, Any] = self.directory.rest()
+        shapes = self.directory.shapes()
+        parts = [table.get(name) for name in ("models", "optimizers", "rest")] if isinstance(table, dict) else [None]
+        named = [*parts, *(value for part in parts[:2] if isinstance(part, dict) for value in part.values())]
+        if not all(isinstance(part, dict) and all(isinstance(key, str) for key in part) for part in named):
+            raise files.CheckpointError(
+                f"{str(self.directory.path / REST)!r} must be lightning_scape's table of contents, got another file."
+                " Load another checkpoint."
+            )
+        keys = [f"{name}.{key}" for name, kept in table["models"].items() for key, at in kept.items() if at is None]
+        if table["optimizers"]:
+            keys += (f"rng.{rank}" for rank in range(min(self.directory.world_size, len(shapes) + 1)))
+        try:
+            for key in keys:
+                if key not in shapes:
+                    raise ValueError(f"its index must hold {key[:100]!r}, got none")
+            for name, common in table["optimizers"].items():
+                check_shards(common, self.directory.world_size)
+                if PARTS_OF_RANKS not in common:
+                    SavedShards(self.directory, name, common).check_sizes()
+        except ValueError as error:
+            raise files.CheckpointError(
+                f"The checkpoint {str(self.directory.path)!r} must be whole, got one that is not: {error}. Load another"
+                " checkpoint."
+            ) from error
+        return table
 
     @property
     def names(self) -> set[str]:
@@ -199,7 +224,7 @@ def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
         CheckpointError: the checkpoint is torn, damaged, foreign or newer.
     """
     files.check_there(path)
-    if path.is_file():
+    if not path.is_dir():
         whole = files.load_file(path)
         return _with_adamw(whole, path) if optimizer == "adamw" else whole
     saved = SavedContent(path)
@@ -212,7 +237,7 @@ def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
     whole |= {name: saved.model(name) for name in saved.models}
     states = {name: merge_shards(shards) for name, shards in saved.optimizers.items()}
     if optimizer == "adamw":
-        states = {name: as_adamw(state) for name, state in states.items()}
+        states = {name: _adamw(state, path) for name, state in states.items()}
     elif saved.optimizers:
         world_size = saved.directory.world_size
         whole[RNG] = [saved.rng(rank, world_size) for rank in range(world_size)]
@@ -225,23 +250,30 @@ def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
 
 def _with_adamw(whole: Any, path: Path) -> dict[str, Any]:
     """A full checkpoint whose SCAPE states, the Trainer's list or Fabric's by name, are AdamW's."""
-    found = 0
+
+    def is_ours(value: Any) -> bool:
+        return isinstance(value, dict) and "scape" in value and "state" in value
 
     def convert(value: Any) -> Any:
-        nonlocal found
-        if isinstance(value, list):
-            return [convert(member) for member in value]
-        if not (isinstance(value, dict) and "scape" in value and "state" in value):
-            return value
-        found += 1
-        return as_adamw(value)
+        return _adamw(value, path) if is_ours(value) else value
 
-    converted = {name: convert(value) for name, value in whole.items()} if isinstance(whole, dict) else {}
-    if not found:
+    held = whole.items() if isinstance(whole, dict) else ()
+    if not any(is_ours(each) for _, value in held for each in (value if isinstance(value, list) else [value])):
         raise files.CheckpointError(
             f"{path} must hold an optimizer state of SCAPE, got none. Nothing needs converting."
         )
-    return converted
+    return {name: [convert(each) for each in v] if isinstance(v, list) else convert(v) for name, v in held}
+
+
+def _adamw(state: Any, path: Path) -> dict[str, Any]:
+    try:
+        check_whole(state)
+        return as_adamw(state)
+    except Exception as error:  # whatever a damaged state makes arithmetic trip over
+        raise files.CheckpointError(
+            f"{path} must hold a whole optimizer state of SCAPE, got one that is not: {type(error).__name__}: {error}."
+            " Convert another checkpoint."
+        ) from error
 
 
 def host_checkpoint(saved: SavedContent) -> dict[str, Any]:

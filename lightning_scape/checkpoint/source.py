@@ -174,15 +174,31 @@ class SavedShards:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All of the state, one tensor after another."""
-        indices = self.common["shapes"]
+        yield from ((key, self.tensor(key)) for key, _ in self._all())
+
+    def check_sizes(self) -> None:
+        """Checks that the directory holds all that the facts speak of, in the sizes that they give.
+
+        Raises:
+            ValueError: it does not.
+        """
+        held = self.directory.shapes(f"{self.key}.")
+        for key, shape in self._all():
+            found, size = held.get(f"{self.key}.{key}"), math.prod(shape)
+            if size and (found is None or math.prod(found) != size):
+                raise ValueError(f"{self.key}.{key} must have shape {tuple(shape)}, got {found or 'nothing'}")
+
+    def _all(self) -> Iterator[tuple[str, list[int]]]:
+        """The keys of all tensors, and their shapes."""
+        shapes = self.common["shapes"]
         for name in self.common["tensors"]:
-            yield from ((key, self.tensor(key)) for key in (state_key(index, name) for index in indices))
+            yield from ((state_key(index, name), shape) for index, shape in shapes.items())
         for rank in range(self.common["world_size"]):
-            yield from ((key, self.tensor(key)) for key in (residual_key(rank, index) for index in indices))
-        yield from ((key, self.tensor(key)) for key in self._mask_shapes())
+            yield from ((residual_key(rank, index), shape) for index, shape in shapes.items())
+        yield from ((key, shape) for key, shape in self._mask_shapes().items())
 
     def _mask_shapes(self) -> dict[str, list[int]]:
-        shapes: list[list[int]] = self.common.get("mask_shapes") or [self.common["mask_shape"]]
+        shapes: list[list[int] | None] = self.common.get("mask_shapes") or [self.common.get("mask_shape")]
         return {mask_key(shard, len(shapes)): shape for shard, shape in enumerate(shapes) if shape is not None}
 
     def _dtype_beside(self, key: str) -> torch.dtype:

@@ -197,8 +197,8 @@ class Writer:
             values: what JSON can hold.
         """
         line = json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **values})
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
+        with open(self.path, "ab", buffering=0) as file:  # in one call: another run may add lines at the same time
+            file.write(f"{line}\n".encode())
 
 
 def _check_regular(path: Path) -> None:

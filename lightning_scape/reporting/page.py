@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import base64
-import os
 from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lightning_scape.checkpoint.atomic_files import partial_of, sync_folder
+from lightning_scape.checkpoint.temporaries import replacing
 from lightning_scape.planning import show_bytes, show_seconds
 from lightning_scape.reporting.history import FIGURES, History, Run, last_values, total
 from lightning_scape.reporting.plots import MOST_POINTS, Plot, plots
@@ -56,16 +55,8 @@ def write_page(folder: Path) -> Path:
             " `report=...`, after a run."
         )
     path = folder / PAGE
-    partial = partial_of(path)
-    try:
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write(page(history))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    sync_folder(folder)
+    with replacing(path) as file:
+        file.write(page(history).encode())
     return path
 
 
