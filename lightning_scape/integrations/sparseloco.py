@@ -18,6 +18,8 @@ from lightning_scape.sparseloco.config import OF_THE_MESH
 
 OPTIONS = tuple(field.name for field in dataclasses.fields(SparseLoCoConfig))
 """Names of all options, in order."""
+_LET_GO = "_lightning_scape_let_go"
+"""Attribute of the user's optimizer, which it neither copies nor pickles: what has wrapped it in a fit."""
 
 
 def register(registry: Any, strategy: type) -> None:
@@ -49,6 +51,7 @@ def wrap(
     """
     if (former := SparseLoCo.of(optimizer)) is not None:  # of an earlier fit
         former.close()
+        vars(former.optimizer).pop(_LET_GO, None)
     if isinstance(optimizer, ScapeOptimizer):
         raise TypeError(
             "SparseLoCo must wrap an optimizer that works on one rank, got a ScapeOptimizer, which exchanges gradients"
@@ -64,6 +67,14 @@ def wrappers(optimizers: Iterable[object]) -> list[SparseLoCo]:
     """Those around the optimizers, which may themselves be inside a host's wrappers; in order."""
     found = (SparseLoCo.of(swap.unwrap_optimizer(optimizer)) for optimizer in optimizers)
     return [loco for loco in found if loco is not None]
+
+
+def let_go(optimizers: Iterable[object]) -> None:
+    """After a fit: the user's optimizers step on their own, as after a fit with DDP. The state can still be saved."""
+    for loco in wrappers(optimizers):
+        for hook in loco._hooks:
+            hook.remove()
+        vars(loco.optimizer)[_LET_GO] = loco  # its hooks have kept it alive
 
 
 def state_of(loco: SparseLoCo) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
-from lightning_scape.checkpoint.rng import set_rng_state
 from lightning_scape.integrations import advice, launching, sparseloco, swap
+from lightning_scape.integrations.dump import restore_schedulers
 from lightning_scape.integrations.resume import Resume
 from lightning_scape.integrations.run_length import compare_lengths, steps_of_run
 from lightning_scape.integrations.trainer import ScapeStrategy
@@ -148,8 +148,7 @@ class SparseLoCoStrategy(ScapeStrategy):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        DDPStrategy.setup_optimizers(self, trainer)
-        self._interrupted = False
+        swap.build_alike(lambda: DDPStrategy.setup_optimizers(self, trainer), lambda: self.optimizers)
         self._steps: float | None = None
         assert self.lightning_module is not None
         named = list(self.lightning_module.named_parameters())
@@ -211,6 +210,7 @@ class SparseLoCoStrategy(ScapeStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._dump.agree()
         for loco in sparseloco.wrappers([optimizer]):
             if self._state_dict_type == "sharded":
                 return loco.sharded_state_dict()  # type: ignore[return-value] # taken by save_checkpoint
@@ -218,17 +218,18 @@ class SparseLoCoStrategy(ScapeStrategy):
         return DDPStrategy.optimizer_state(self, optimizer)
 
     @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def _take_up(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             for loco in sparseloco.wrappers([optimizer]):
                 loco.load_state_dict(saved)
-        if self._saved_rng is not None:
-            set_rng_state(self._saved_rng)
+        restore_schedulers(checkpoint, [config.scheduler for config in self.lr_scheduler_configs])
 
     @override
-    def teardown(self) -> None:
-        # After an exception the other ranks may never send what this one would wait for.
-        if not self._interrupted:
-            for loco in sparseloco.wrappers(self.optimizers):
-                loco.drain()
-        super().teardown()
+    def _drain(self) -> None:
+        for loco in sparseloco.wrappers(self.optimizers):
+            loco.drain()
+
+    @override
+    def _give_back(self) -> None:
+        super()._give_back()
+        sparseloco.let_go(self.optimizers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -11,6 +11,18 @@ from lightning_scape.comm.collectives import ProcessGroup
 from lightning_scape.engine import local_shards
 from lightning_scape.engine.parameters import Parameters
 from lightning_scape.sparseloco.config import SparseLoCoConfig
+
+
+class NotCopied:
+    """A base for what holds process groups and messages under way."""
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses copies and pickles, in words that name what is held."""
+        raise TypeError(
+            f"A {type(self).__name__} must not be copied or pickled, got an attempt to copy one or what keeps it (a"
+            " model, a callback): it holds process groups and messages under way. Copy the optimizer inside, which is"
+            " yours, or save state_dict() and load it into one that is built anew."
+        )
 
 
 def check_optimizer(optimizer: object) -> None:

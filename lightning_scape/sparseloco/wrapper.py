@@ -28,7 +28,7 @@ from lightning_scape.sparseloco.state import LocoState, Progress
 from lightning_scape.sparseloco.stats import ExchangeRecord, ExchangeStats
 
 
-class SparseLoCo:
+class SparseLoCo(setup.NotCopied):
     """Lets every rank train on its own for ``sync_every`` steps, then averages what they have learned, sparsely.
 
     The loop stays as it is::
