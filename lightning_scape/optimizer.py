@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from lightning_scape.__about__ import __version__
+from lightning_scape.adams import AdamS
 from lightning_scape.checkpoint import optimizer_state as checkpoint
 from lightning_scape.checkpoint.source import OwnShards, SavedShards
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined
@@ -84,6 +87,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
         self._closed = False
+        self._dense: torch.optim.Optimizer | None = None
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._closed = True
         if not isinstance(config, ScapeConfig):
@@ -132,7 +136,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             ValueError: a setting that cannot be kept (``amsgrad``, ``maximize``, ``differentiable``, ``capturable``),
                 or an optimizer that has already stepped.
         """
-        check_convertible(optimizer)
+        Communicator(process_group, None).raise_on_all_ranks(lambda: check_convertible(optimizer))
         groups = [dict(group) for group in optimizer.param_groups]
         new = cls(
             groups,
@@ -148,6 +152,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         new.param_groups = optimizer.param_groups
         new.engine.follow(new.param_groups)
         new.defaults = optimizer.defaults
+        new._dense = optimizer
         return new
 
     # ------------------------------------------------------------------------------------------- the step
@@ -337,12 +342,28 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------- checkpoints
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Refuses to be copied: torch would copy only part of it."""
-        raise TypeError(
-            "A ScapeOptimizer must not be copied or pickled, got an attempt to: it holds process groups and messages"
-            " under way. Save state_dict() and load it into one that is built anew."
-        )
+    @property
+    def dense(self) -> torch.optim.Optimizer:
+        """What it stands in for: the optimizer that :meth:`from_optimizer` was given, or one over the same groups."""
+        if self._dense is None:
+            groups = [dict(group) for group in self.param_groups]
+            self._dense = torch.optim.AdamW(groups) if self.config.update == "adamw" else AdamS(groups)
+        return self._dense
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what a pickle gives, is a copy of :attr:`dense`: who copies a model that keeps it gets the same.
+
+        The moments lie on all ranks, and are not part of it: a warning says so.
+        """
+        own: ScapeOptimizer = self.__dict__.get("_optimizer", self)  # inside a host's wrapper, which imitates the class
+        if own.steps_taken:
+            warnings.warn(
+                f"A copy or pickle of a ScapeOptimizer is the {type(own.dense).__name__} that it stands in for, with"
+                " the same parameter groups and without moments: each rank holds a part of those. To go on from them,"
+                " save and load a checkpoint.",
+                stacklevel=3,
+            )
+        return operator.getitem, ((own.dense,), 0)  # a file with it needs nothing of this package
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collects the state of all ranks on rank ``to``, where :meth:`state_dict` then returns it. Collective.

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +134,6 @@ def test_step_returns_what_the_closure_returned_with_gradients_enabled() -> None
         return loss
 
     assert optimizer.step(closure).requires_grad
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
-def test_an_optimizer_is_not_copied(copied: Callable[[Any], Any]) -> None:
-    with pytest.raises(TypeError, match=r"must not be copied or pickled"):
-        copied(ScapeOptimizer(parameters(), config=ScapeConfig(sparsity_warmup_steps=0)))
 
 
 TESTS = str(Path(__file__).parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -78,8 +79,8 @@ class SavedContent:
     """
 
     def __init__(self, path: Path, communicator: Communicator | None = None) -> None:
-        self.directory = Directory(path, communicator)
         ranks = communicator or Communicator.alone()
+        self.directory = Directory(path, ranks)
         table = ranks.raise_on_all_ranks(self._read_table)
         self._models: dict[str, dict[str, Any]] = table["models"]
         self.rest: dict[str, Any] = table["rest"]
@@ -153,6 +154,10 @@ class Saver:
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For who copies or pickles a strategy: what is being written is left to this one."""
+        return {**self.__dict__, "_executor": None, "_pending": None}
+
     def save(self, path: Path, content: Content, communicator: Communicator) -> None:
         """Collective.
 
@@ -165,16 +170,19 @@ class Saver:
             OSError: this checkpoint, or the one before it that was written in the background, could not be written.
         """
         self.wait()
-        tensors = content.tensors(communicator.rank)
-        rest = as_bytes(content.table()) if communicator.rank == 0 else b""
+        tensors, rest = communicator.raise_on_all_ranks(lambda: _collected(content, communicator.rank))
         if not self.asynchronous:
             write_directory(path, tensors, rest, communicator)
             return
+
         # Lightning links to the checkpoint, and so needs its folder, before it is there.
-        make = path.parent.mkdir if communicator.rank == 0 else None
+        def prepare() -> dict[str, Chunk]:
+            if communicator.rank == 0:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            return {key: chunk.copied() for key, chunk in tensors.items()}
+
         with files.explained_oserror(path):
-            communicator.raise_on_all_ranks(lambda: make(parents=True, exist_ok=True) if make is not None else None)
-        copies = {key: chunk.copied() for key, chunk in tensors.items()}
+            copies = communicator.raise_on_all_ranks(prepare)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scape-checkpoint")
         self._pending = self._executor.submit(write_directory, path, copies, rest, communicator)
@@ -192,24 +200,41 @@ class Saver:
         except Exception as error:
             if raising:
                 raise
-            warnings.warn(f"The last checkpoint was not written: {error}", stacklevel=2)
+            with contextlib.suppress(Warning):  # where warnings are errors
+                warnings.warn(f"The last checkpoint was not written: {error}", stacklevel=2)
         finally:
             if self._executor is not None:
                 self._executor.shutdown()
                 self._executor = None
 
     def after(self, act: Callable[[], None]) -> None:
-        """Runs ``act`` once nothing is being written: an old checkpoint is removed only after the new one is there."""
+        """Runs ``act`` once nothing is being written: an old checkpoint is removed only after the new one is there.
+
+        It acts on rank 0, and the others know nothing of it: what the system refuses becomes a warning, for an error
+        would be that rank's alone.
+        """
         if self._pending is None or self._executor is None:
-            act()
+            _tried(act)
             return
         pending, executor = self._pending, self._executor
 
         def run() -> None:
             pending.result()
-            act()
+            _tried(act)
 
         self._pending = executor.submit(run)
+
+
+def _tried(remove: Callable[[], None]) -> None:
+    try:
+        remove()
+    except OSError as error:
+        warnings.warn(f"An old checkpoint must be removable, got {error!r}. Remove it by hand.", stacklevel=4)
+
+
+def _collected(content: Content, rank: int) -> tuple[dict[str, Chunk], bytes]:
+    """What a rank writes: its tensors, and rank 0 the rest."""
+    return content.tensors(rank), as_bytes(content.table()) if rank == 0 else b""
 
 
 def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
@@ -323,6 +348,20 @@ def check_saving(state_dict_type: str, async_save: bool, checkpoint_io: object |
         )
 
 
-def is_directory(path: str | PathLike[str]) -> bool:
-    """Whether a checkpoint is one that was saved with ``state_dict_type="sharded"``."""
-    return "://" not in str(path) and Path(path).is_dir()
+def is_directory(path: str | PathLike[str], ranks: Communicator | None = None) -> bool:
+    """Whether a checkpoint is one that was saved with ``state_dict_type="sharded"``.
+
+    Args:
+        path: of the checkpoint.
+        ranks: all that are about to load it, for a collective call; None asks this one alone.
+
+    Raises:
+        CheckpointError: not all ranks see the same there.
+    """
+    seen = (ranks or Communicator.alone()).all_gather_object("://" not in str(path) and Path(path).is_dir())
+    if any(seen) and not all(seen):
+        raise files.CheckpointError(
+            f"All ranks must see the same checkpoint, got a directory at {str(path)!r} on rank {seen.index(True)} and"
+            f" none on rank {seen.index(False)}. Save to a file system that all machines share."
+        )
+    return bool(seen[0])

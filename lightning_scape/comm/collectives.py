@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -40,6 +39,7 @@ from lightning_scape.comm.channel import Channel
 from lightning_scape.comm.gloo_threads import let_senders_finish
 from lightning_scape.comm.lost_ranks import explained_loss, forget_losses
 from lightning_scape.comm.pairs import all_gather_into, all_to_all_into
+from lightning_scape.comm.shared_errors import known_to, note_ranks, portable
 from lightning_scape.comm.work import Work as Work
 from lightning_scape.comm.worker import Worker, end_groups_at_exit
 
@@ -398,17 +398,24 @@ class Communicator:
         return shared
 
     def raise_on_all_ranks(self, act: Callable[[], T]) -> T:
-        """Calls ``act`` and returns its result. If it fails on any rank, all ranks raise the first one's error."""
+        """Calls ``act`` and returns its result. If it fails on any rank, all ranks raise the first one's error.
+
+        Such calls may lie in one another: what an inner one has raised on all ranks is not told again.
+        """
         result: list[T] = []
         error: Exception | None = None
         try:
             result.append(act())
         except Exception as raised:
+            if known_to(raised, self.world_size):
+                raise
             error = raised
-        for rank, failure in enumerate(self.all_gather_object(_portable(error))):
+        for rank, failure in enumerate(self.all_gather_object(portable(error))):
             if failure is not None:
                 if error is not None and rank == self.rank:
+                    note_ranks(error, self.world_size)
                     raise error
+                note_ranks(failure, self.world_size)
                 raise failure from RuntimeError(f"raised on rank {rank}")
         return result[0]
 
@@ -453,12 +460,3 @@ class Communicator:
     def count_bytes(self, kind: str, buffer_bytes: int) -> None:
         """Counts a message's bytes; a rank keeps 1/N of every buffer to itself."""
         self.bytes_sent[kind] += buffer_bytes * (self.world_size - 1) // self.world_size
-
-
-def _portable(error: Exception | None) -> Exception | None:
-    """The error as it can be sent."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error

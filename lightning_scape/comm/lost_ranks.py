@@ -47,6 +47,11 @@ def explained_messages() -> Iterator[None]:
         raise _explained(error) from error
 
 
+def is_explained(error: BaseException) -> bool:
+    """Whether an error is that of a message, explained here."""
+    return isinstance(error, RuntimeError) and _NO_ANSWER in str(error)
+
+
 def forget_losses() -> None:
     """Takes back what this rank has reported: a store may outlive its process group, and even a process (torchrun).
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -21,6 +22,10 @@ class SideGroup:
         self._backend = backend
         self._group: ProcessGroup | None = None
         self._made_beside: weakref.ref[ProcessGroup] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For who copies or pickles a strategy: a copy makes a group of its own."""
+        return {**self.__dict__, "_group": None, "_made_beside": None}
 
     def get(self, timeout: timedelta | None) -> ProcessGroup | None:
         """The group, made at the first call (collective) and when the default process group is another one."""

@@ -35,6 +35,10 @@ class PayoffCheck:
         self._seen: list[StepStats] = []
         self._judged: weakref.ref[ScapeOptimizer] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For who copies or pickles a strategy: a weak reference is not copied."""
+        return {**self.__dict__, "_judged": None}
+
     def look(self, optimizer: ScapeOptimizer, device: torch.device) -> str | None:
         """Call after each step of an optimizer; returns a sentence with the figures, at most once."""
         if optimizer.config.dense or device.type != "cpu" or len(self._seen) == self.steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,12 +30,14 @@ from typing_extensions import override
 from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
 from lightning_scape.checkpoint.saver import RNG, Content, SavedContent, Saver, replicated
-from lightning_scape.comm.collectives import Communicator, broadcast_tensors, is_distributed
+from lightning_scape.comm.collectives import Communicator, is_distributed
 from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.side_group import SideGroup
+from lightning_scape.comm.together import Together
 from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
 from lightning_scape.integrations import advice, launching, rendezvous, swap, two_level
 from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.integrations.schedulers import Restored, is_scheduler
 from lightning_scape.optimizer import ScapeOptimizer
 from lightning_scape.sparseloco import SparseLoCo
 
@@ -149,6 +152,7 @@ class FabricScapeStrategy(DDPStrategy):
             start_method=start_method,
         )
         self._backward_sync_control = _GradientSync()
+        self._together = Together()
         self.total_steps = total_steps
         self._mask_group = SideGroup()
         self._nodes = two_level.Nodes(self.config, wrap)
@@ -229,7 +233,7 @@ class FabricScapeStrategy(DDPStrategy):
         if self._nodes.several:
             self._nodes.shard(module, self.root_device, two_level.compute_dtype(self.precision.precision))
         else:
-            broadcast_tensors(swap.module_state(module))
+            swap.start_equal(module)
         self.known_modules.add(module)
         return module
 
@@ -305,7 +309,13 @@ class FabricScapeStrategy(DDPStrategy):
         state_dict = super().get_module_state_dict(module)
         if self._state_dict_type == "sharded" or not self._nodes.several:
             return state_dict
+        self._together.agree()
         return two_level.whole_state_dict(state_dict, keep=self.is_global_zero)
+
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._together.agree()
+        return super().get_optimizer_state(optimizer)
 
     @property
     @override
@@ -336,10 +346,13 @@ class FabricScapeStrategy(DDPStrategy):
                     " is written by torch.distributed.checkpoint, whole."
                 )
             shared = Path(self.broadcast(str(path)))
-            self._saver.save(shared, self._content(state), self._checkpoint_ranks())
+            with self._together.inside():
+                content = self._content(self._with_stand_ins(state))
+            self._saver.save(shared, content, self._checkpoint_ranks())
             return
         ranks = Communicator(None, None)
-        converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
+        with self._together.inside():
+            converted = self._convert_stateful_objects_in_state(self._with_stand_ins(state), filter=filter or {})
         if any(self._ours(value) for value in state.values()):
             converted[RNG] = ranks.all_gather_object(rng_state())
 
@@ -356,6 +369,7 @@ class FabricScapeStrategy(DDPStrategy):
                 offered = self._offered_parameters(value)
                 content.models[name] = replicated(self.get_module_state_dict(value), offered, self.global_rank)
             elif (ours := self._ours(value)) is not None:
+                self._together.agree()
                 content.optimizers[name] = ours.sharded_state_dict()
             else:
                 content.rest[name] = value.state_dict() if isinstance(value, _Stateful) else value
@@ -374,14 +388,48 @@ class FabricScapeStrategy(DDPStrategy):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         self._saver.wait()
-        if saver.is_directory(path):
+        ours = any(map(self._ours, state.values() if isinstance(state, dict) else [state]))
+        # Without one of ours a rank may read on its own, as with DDP.
+        ranks = Communicator(None, None) if ours else Communicator.alone()
+        if saver.is_directory(path, ranks):
             return self._load_directory(Path(path), state, strict)
-        rest = super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
-        if isinstance(state, dict) and any(self._ours(value) for value in state.values()):
+        read = functools.partial(super().load_checkpoint, path, weights_only=weights_only)
+        content = ranks.raise_on_all_ranks(read)
+        if not state:
+            return content
+        rest = ranks.raise_on_all_ranks(lambda: self._take_up(content, state, strict))
+        if ours and isinstance(state, dict):
             states = rest.pop(RNG, [])
             if len(states) == self.world_size:
                 set_rng_state(states[self.global_rank])
         return rest
+
+    def _with_stand_ins(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """With what gives and takes data alone in the place of schedulers."""
+        return {name: Restored(value) if self._is_scheduler(value) else value for name, value in state.items()}
+
+    def _is_scheduler(self, value: Any) -> bool:
+        return is_scheduler(value) and self._ours(value) is None
+
+    def _take_up(self, content: dict[str, Any], state: Any, strict: bool) -> dict[str, Any]:
+        """Loads a file's content into what was given for it, as Lightning does; returns the rest."""
+        if isinstance(state, Module):
+            self.load_module_state_dict(state, content, strict=strict)
+            return {}
+        if isinstance(state, Optimizer):
+            (self._ours(state) or state).load_state_dict(content)
+            return {}
+        _validate_keys_for_strict_loading(state.keys(), content.keys(), strict=strict)
+        for name, value in self._with_stand_ins(state).items():
+            if name not in content:
+                continue
+            if isinstance(value, Module):
+                self.load_module_state_dict(value, content.pop(name), strict=strict)
+            elif isinstance(value, (Optimizer, _Stateful)):
+                (self._ours(value) or value).load_state_dict(content.pop(name))
+            else:
+                state[name] = content.pop(name)
+        return content
 
     def _load_directory(self, path: Path, state: Any, strict: bool) -> dict[str, Any]:
         if not isinstance(state, dict) or not state:
@@ -392,15 +440,19 @@ class FabricScapeStrategy(DDPStrategy):
         saved = SavedContent(path, self._checkpoint_ranks())
         _validate_keys_for_strict_loading(state.keys(), saved.names, strict=strict)
         rest = dict(saved.rest)
-        for name, value in list(state.items()):
-            if isinstance(value, Module) and name in saved.models:
-                self.load_module_state_dict(value, saved.model(name), strict=strict)
-            elif name in saved.optimizers:
-                (self._ours(value) or value).load_state_dict(saved.optimizers[name])
-            elif name in rest and isinstance(value, _Stateful):
-                value.load_state_dict(rest.pop(name))
-            elif name in rest:
-                state[name] = rest.pop(name)
+
+        def take_up() -> None:
+            for name, value in self._with_stand_ins(state).items():
+                if isinstance(value, Module) and name in saved.models:
+                    self.load_module_state_dict(value, saved.model(name), strict=strict)
+                elif name in saved.optimizers:
+                    (self._ours(value) or value).load_state_dict(saved.optimizers[name])
+                elif name in rest and isinstance(value, _Stateful):
+                    value.load_state_dict(rest.pop(name))
+                elif name in rest:
+                    state[name] = rest.pop(name)
+
+        self._checkpoint_ranks().raise_on_all_ranks(take_up)
         if any(self._ours(value) for value in state.values()):
             generators = saved.rng(self.global_rank, self.world_size)
             if generators is not None:

@@ -7,6 +7,7 @@ to each other, too. So the strategy chooses, between the callbacks' set-up and t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_scape.checkpoint.inspection import resume_path
+from lightning_scape.comm.collectives import Communicator
 from lightning_scape.integrations import preemption, requeue
 
 Resume = Literal["auto"] | None
@@ -50,6 +52,7 @@ class Resumption:
         self._batches_per_step = batches_per_step
         self._window: int | None = None
         self._ranks = 1
+        self._trainer: Trainer | None = None
 
     def prepare(self, trainer: Trainer) -> None:
         """Before a fit: sets the accumulation, and has the newest checkpoint loaded.
@@ -57,7 +60,9 @@ class Resumption:
         Raises:
             ValueError: the Trainer does not go with the options; on every rank.
         """
+        self._trainer = trainer
         if trainer.state.fn != TrainerFn.FITTING:
+            _resume_by(trainer, None)
             return
         requeue.attach(trainer)
         preemption.attach(trainer)
@@ -66,13 +71,13 @@ class Resumption:
             _check_accumulation(trainer)
             self._window = _window(self._batches_per_step, trainer.world_size)
             trainer.accumulate_grad_batches = self._window
-        if self._resume is not None:
-            _load_newest(trainer, _folders(trainer))
-        elif SLURMEnvironment.detect():
-            _load_newest(trainer, None)
+        _resume_by(trainer, None if self._resume is None else _folders(trainer))
 
-    def finish(self, trainer: Trainer) -> None:
-        """After a fit: the Trainer is as it was."""
+    def finish(self) -> None:
+        """After a fit: the Trainer is as it was. Before one, and where another process runs it, nothing happens."""
+        trainer, self._trainer = self._trainer, None
+        if trainer is None:
+            return
         vars(trainer._checkpoint_connector).pop("resume_start", None)
         requeue.detach(trainer)
         preemption.detach(trainer)
@@ -148,26 +153,40 @@ def _folders(trainer: Trainer) -> list[str]:
     return folders
 
 
-def _load_newest(trainer: Trainer, folders: list[str] | None) -> None:
-    """Has the Trainer load the newest complete checkpoint; where there is none, what its user has named.
+def _resume_by(trainer: Trainer, folders: list[str] | None) -> None:
+    """Puts :func:`_resume_start` in its place; a partial, so that the Trainer can be copied."""
+    start = functools.partial(_resume_start, trainer, folders)
+    trainer._checkpoint_connector.resume_start = start  # type: ignore[method-assign]
+
+
+def _resume_start(
+    trainer: Trainer, folders: list[str] | None, checkpoint_path: Any = None, weights_only: bool | None = None
+) -> None:
+    """In the place of the connector's own: has the Trainer load the newest complete checkpoint, or what it was told.
+
+    Lightning has settled on ``checkpoint_path`` before the ranks have met, and each by what it sees on its disk.
 
     Args:
         trainer: which one.
         folders: where it saves; None: only where Lightning takes up what it saved at SLURM's signal. It looks at names
             alone, those of files that were cut off included.
+        checkpoint_path: what Lightning has settled on.
+        weights_only: as Lightning's.
     """
+    told = Communicator(None, None).all_gather_object(None if checkpoint_path is None else str(checkpoint_path))
+    looks = folders is not None or SLURMEnvironment.detect()
+    by_signal = looks and any(map(requeue.is_saved_by_signal, told))
+    newest = None
+    if by_signal or folders is not None:
+        places = [*(folders or []), *requeue.saved_by_signal(trainer)]
+        newest = resume_path(*places, pattern="*.ckpt")
+        if newest is None:
+            rank_zero_info(f"No checkpoint in {', '.join(folders or [trainer.default_root_dir])}: training begins.")
+    if newest is None and not by_signal and None in told and any(told):
+        there, missing = next((rank, path) for rank, path in enumerate(told) if path is not None), told.index(None)
+        raise FileNotFoundError(
+            f"All ranks must load the checkpoint, or none, got {there[1]!r} on rank {there[0]} and none on rank"
+            f" {missing}. Save to a file system that all machines share."
+        )
     connector = trainer._checkpoint_connector
-    own = connector.resume_start
-
-    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        by_signal = requeue.is_saved_by_signal(checkpoint_path)
-        newest = None
-        if by_signal or folders is not None:
-            places = [*(folders or []), *requeue.saved_by_signal(trainer)]
-            newest = resume_path(*places, pattern="*.ckpt")
-            if newest is None:
-                rank_zero_info(f"No checkpoint in {', '.join(folders or [trainer.default_root_dir])}: training begins.")
-        own(newest or (None if by_signal else checkpoint_path), weights_only)
-
-    # Lightning has settled on `ckpt_path` before the ranks have met, and asks the strategy only if there is one.
-    connector.resume_start = resume_start  # type: ignore[method-assign]
+    type(connector).resume_start(connector, newest or (None if by_signal else checkpoint_path), weights_only)

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_scape.__about__ import __version__
 from lightning_scape.integrations import sparseloco, swap
+from lightning_scape.integrations.ending import unseen
 from lightning_scape.reporting import History, write_page
 from lightning_scape.reporting.history import Writer
 
@@ -64,7 +65,7 @@ class ReportingCallback(Callback):
         if trainer.is_global_zero:
             try:
                 self._writer = Writer(self.report)
-            except OSError as error:
+            except Exception as error:  # a name that is none is no OSError
                 problem = (
                     f"`report` must name a folder that rank 0 can write to, got {str(self.report)!r}: {error}. Choose"
                     " another one."
@@ -160,14 +161,12 @@ class ReportingCallback(Callback):
         if self.report is None or not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING:
             return
         # Where ranks are forked, the process that started them hears of it, which has written nothing itself.
-        try:
+        with unseen(f"The report must be written to {str(self.report)!r}"):
             runs = History.read(self.report).runs
             if runs and runs[-1].end is None and runs[-1].about.get("time", 0.0) >= self._made:
                 text = f"{type(exception).__name__}: {exception}".strip(": ")
                 self._writer = self._writer or Writer(self.report)
                 self._end(trainer, text.splitlines()[0][:500])
-        except Exception as error:  # of any kind: the one that ends the fit is the one to be seen
-            rank_zero_warn(f"The report must be written to {str(self.report)!r}, got: {error}.")
 
     def _end(self, trainer: Trainer, how: str) -> None:
         """Writes the page. If that fails it is a warning: this rank alone would raise, and the others wait for it."""
@@ -187,7 +186,7 @@ class ReportingCallback(Callback):
             return
         try:
             self._writer.add(kind, step, values)
-        except OSError as error:
+        except Exception as error:  # this rank's alone: the others would wait for it
             self._writer = None
             rank_zero_warn(
                 f"The report's figures must be written to {str(self.report)!r}, got: {error}. The training goes on; the"

@@ -19,6 +19,8 @@ from lightning_scape.sparseloco.config import OF_THE_MESH
 
 OPTIONS = tuple(field.name for field in dataclasses.fields(SparseLoCoConfig))
 """Names of all options, in order."""
+_LET_GO = "_lightning_scape_let_go"
+"""Attribute of the user's optimizer, which it neither copies nor pickles: what has wrapped it in a fit."""
 
 
 register = registration.register_sparseloco
@@ -48,6 +50,7 @@ def wrap(
     """
     if (former := SparseLoCo.of(optimizer)) is not None:  # of an earlier fit
         former.close()
+        vars(former.optimizer).pop(_LET_GO, None)
     if isinstance(optimizer, ScapeOptimizer):
         raise TypeError(
             "SparseLoCo must wrap an optimizer that works on one rank, got a ScapeOptimizer, which exchanges gradients"
@@ -83,6 +86,14 @@ def stoppables(optimizers: Iterable[object]) -> list[ScapeOptimizer | SparseLoCo
     """What brings the word to all ranks that one was told to stop, of a host's optimizers, wrapped or not."""
     given = list(optimizers)
     return [*swap.scape_optimizers(given), *wrappers(given)]
+
+
+def let_go(optimizers: Iterable[object]) -> None:
+    """After a fit: the user's optimizers step on their own, as after a fit with DDP. The state can still be saved."""
+    for loco in wrappers(optimizers):
+        for hook in loco._hooks:
+            hook.remove()
+        vars(loco.optimizer)[_LET_GO] = loco  # its hooks have kept it alive
 
 
 def state_of(loco: SparseLoCo) -> dict[str, Any]:

@@ -219,6 +219,7 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._together.agree()
         for loco in sparseloco.wrappers([optimizer]):
             return sparseloco.state_of(loco)
         return DDPStrategy.get_optimizer_state(self, optimizer)
@@ -231,16 +232,8 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        if isinstance(state, Optimizer) and (loco := self._ours(state)) is not None:
-            loco.load_state_dict(super().load_checkpoint(path, weights_only=weights_only))
-            return {}
-        if not isinstance(state, dict):
-            return super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
-        # Lightning gives an optimizer its state: what is around it takes its place, which loads the ranks' states too.
-        stand_ins = {name: self._ours(value) or value for name, value in state.items()}
-        rest = super().load_checkpoint(path, stand_ins, strict=strict, weights_only=weights_only)
-        for value in stand_ins.values():  # a model that was loaded after it: inside a window rank 0's parameters
-            if isinstance(value, SparseLoCo):
-                value.restore_parameters()
-        state.update({name: value for name, value in stand_ins.items() if not isinstance(value, SparseLoCo)})
+        rest = super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
+        for value in state.values() if isinstance(state, dict) else ():
+            if isinstance(loco := self._ours(value), SparseLoCo):
+                loco.restore_parameters()  # a model that was loaded after it: inside a window rank 0's parameters
         return rest

@@ -28,6 +28,10 @@ class Exchanges:
         self._wrappers = sparseloco.wrappers(optimizers)
         self._seen = [loco.progress.exchanges for loco in self._wrappers]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For who copies or pickles a monitor: the optimizers stay with this one."""
+        return {"_wrappers": [], "_seen": []}
+
     def news(self) -> dict[str, float]:
         """Statistics of those that have ended since, flat; empty if none has."""
         metrics: dict[str, float] = {}

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
-from lightning_scape.checkpoint.rng import set_rng_state
 from lightning_scape.integrations import advice, launching, sparseloco, swap
+from lightning_scape.integrations.dump import restore_schedulers
 from lightning_scape.integrations.resume import Resume
 from lightning_scape.integrations.run_length import compare_lengths, steps_of_run
 from lightning_scape.integrations.trainer import ScapeStrategy
@@ -151,8 +151,7 @@ class SparseLoCoStrategy(ScapeStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         if self._under_way:  # called again in mid-training: what the former ones have learned must not be lost
             sparseloco.retire(sparseloco.wrappers(self.optimizers))
-        DDPStrategy.setup_optimizers(self, trainer)
-        self._interrupted = False
+        swap.build_alike(lambda: DDPStrategy.setup_optimizers(self, trainer), lambda: self.optimizers)
         self._steps: float | None = None
         assert self.lightning_module is not None
         named = list(self.lightning_module.named_parameters())
@@ -221,6 +220,7 @@ class SparseLoCoStrategy(ScapeStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._dump.agree()
         for loco in sparseloco.wrappers([optimizer]):
             if self._state_dict_type == "sharded":
                 return loco.sharded_state_dict()  # type: ignore[return-value] # taken by save_checkpoint
@@ -228,10 +228,19 @@ class SparseLoCoStrategy(ScapeStrategy):
         return DDPStrategy.optimizer_state(self, optimizer)
 
     @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def _take_up(self, checkpoint: Mapping[str, Any]) -> None:
         # As Lightning does: without a state (emptied in `on_load_checkpoint`) an optimizer begins anew.
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             for loco in sparseloco.wrappers([optimizer]):
                 loco.load_state_dict(saved)
-        if self._saved_rng is not None:
-            set_rng_state(self._saved_rng)
+        restore_schedulers(checkpoint, [config.scheduler for config in self.lr_scheduler_configs])
+
+    @override
+    def _drain(self) -> None:
+        for loco in sparseloco.wrappers(self.optimizers):
+            loco.drain()
+
+    @override
+    def _give_back(self) -> None:
+        super()._give_back()
+        sparseloco.let_go(self.optimizers)

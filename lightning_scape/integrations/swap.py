@@ -8,25 +8,31 @@ drain, scale. All of that is here, so that a strategy only holds its host's hook
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_scape.comm.collectives import ProcessGroup, world_size
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, broadcast_tensors, world_size
 from lightning_scape.comm.under_way import settle
 from lightning_scape.config import ScapeConfig
 from lightning_scape.engine.parameters import problem_of_lazy
+from lightning_scape.engine.replicas import check_same_setup
+from lightning_scape.integrations.schedulers import retarget_schedulers
 from lightning_scape.optimizer import ScapeOptimizer
 
 CONFIG_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(ScapeConfig)}
 """Every option's name and default, in the order of :class:`ScapeConfig`."""
+_trained: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""The user's optimizers that an earlier fit has trained."""
 
 
 def expect_steps(optimizers: Iterable[object], steps: float | None) -> None:
@@ -77,6 +83,30 @@ def resolve_config(config: ScapeConfig | None, options: Mapping[str, Any]) -> Sc
     return config
 
 
+def build_alike(build: Callable[[], None], optimizers: Callable[[], Iterable[object]]) -> None:
+    """Builds the user's optimizers, and sees to it that all ranks have the same kinds of them. Collective.
+
+    Args:
+        build: runs the user's code.
+        optimizers: gives what that has built.
+
+    Raises:
+        Exception: what ``build`` has raised on any rank; on every rank.
+        ValueError: ranks have other optimizers; on every rank.
+    """
+    ranks = Communicator(None, None)
+    ranks.raise_on_all_ranks(build)
+    names = [type(unwrap_optimizer(each)).__name__ for each in optimizers()]
+    # Lightning's Trainer has a stand-in where the user has built none.
+    first, *others = ranks.all_gather_object([name for name in names if name != "_MockOptimizer"])
+    for rank, kinds in enumerate(others, 1):
+        if kinds != first:
+            raise ValueError(
+                f"All ranks must build the same optimizers, got {', '.join(kinds) or 'none'} on rank {rank} and"
+                f" {', '.join(first) or 'none'} on rank 0. Return the same from `configure_optimizers` on every rank."
+            )
+
+
 def swap_optimizers(
     optimizers: Sequence[Optimizer],
     schedulers: Iterable[object],
@@ -108,33 +138,31 @@ def swap_optimizers(
     swaps = [(dense, ScapeOptimizer.from_optimizer(dense, config, process_group, **options)) for dense in optimizers]
     for dense, scape in swaps:
         _carry_over(dense, scape)
+        if dense in _trained:
+            warnings.warn(
+                "An optimizer that was trained before begins anew, got a second fit of the same"
+                f" {type(dense).__name__}: its learning rate goes on, its moments do not (with DDP they would). To go"
+                " on with all, load a checkpoint of the first fit.",
+                stacklevel=2,
+            )
     retarget_schedulers(schedulers, swaps)
     return [scape for _, scape in swaps]
 
 
-def retarget_schedulers(schedulers: Iterable[object], swaps: Sequence[tuple[Optimizer, Optimizer]]) -> None:
-    """Make each scheduler that drives an ``old`` optimizer drive the ``new`` one of its pair.
+def give_back(optimizers: Iterable[object], schedulers: Iterable[object]) -> None:
+    """After a fit: the user's schedulers drive the user's own optimizers again, whose groups are what training left.
 
-    Follows schedulers inside schedulers (SequentialLR, ChainedScheduler, a warm-up wrapper of the user's own). Sharing
-    the parameter groups would not be enough: a scheduler also watches whether its optimizer steps.
+    Args:
+        optimizers: those of the host.
+        schedulers: the host's.
     """
-    new_for = {id(old): new for old, new in swaps}
-    seen: set[int] = set()
-    waiting = list(schedulers)
-    while waiting:
-        scheduler = waiting.pop()
-        if id(scheduler) in seen:
-            continue
-        seen.add(id(scheduler))
-        if (new := new_for.get(id(_optimizer_of(scheduler)))) is not None:
-            scheduler.optimizer = new  # type: ignore[attr-defined]
-        for value in getattr(scheduler, "__dict__", {}).values():
-            members = value if isinstance(value, (list, tuple)) else (value,)
-            waiting += [member for member in members if _optimizer_of(member) is not None]
-
-
-def _optimizer_of(scheduler: object) -> object | None:
-    return scheduler.__dict__.get("optimizer") if hasattr(scheduler, "__dict__") else None
+    swaps = [(optimizer, optimizer.dense) for optimizer in scape_optimizers(optimizers)]
+    retarget_schedulers(schedulers, swaps)
+    for scape, dense in swaps:
+        if hasattr(scape, "_opt_called"):
+            dense._opt_called = scape._opt_called  # type: ignore[attr-defined]
+        if scape.steps_taken:
+            _trained.add(dense)
 
 
 def _carry_over(dense: Optimizer, scape: ScapeOptimizer) -> None:
@@ -253,6 +281,21 @@ def mark_masters_stale(optimizers: Iterable[object]) -> None:
     """Say that parameters were overwritten from outside, so that no master copy of them is used again."""
     for optimizer in scape_optimizers(optimizers):
         optimizer.mark_masters_stale()
+
+
+def start_equal(module: nn.Module) -> None:
+    """Gives all ranks the parameters and buffers of rank 0, as DDP's constructor does. Collective.
+
+    Raises:
+        ValueError: one has no shape yet, or ranks have built different modules; on every rank.
+    """
+    ranks = Communicator(None, None)
+    state = ranks.raise_on_all_ranks(lambda: module_state(module))
+    if ranks.world_size > 1:
+        setup = {"parameters and buffers": [(tuple(each.shape), str(each.dtype)) for each in state]}
+        device = state[0].device if state else torch.device("cpu")
+        check_same_setup(ranks, setup, None, device)
+    broadcast_tensors(state)
 
 
 def module_state(module: nn.Module) -> list[Tensor]:

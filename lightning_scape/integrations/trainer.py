@@ -8,6 +8,7 @@ gradient is reduced in the backward pass), and each optimizer is swapped for a :
 from __future__ import annotations
 
 import atexit
+import functools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,6 @@ from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -39,14 +39,16 @@ from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
-from lightning_scape.checkpoint.saver import RNG, SavedContent, Saver, host_checkpoint, host_content
-from lightning_scape.comm.collectives import Communicator, broadcast_tensors, is_distributed
+from lightning_scape.checkpoint.saver import RNG, Saver, host_content
+from lightning_scape.comm.collectives import Communicator, is_distributed
 from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
 from lightning_scape.engine.epoch_end import compare_ends
-from lightning_scape.integrations import advice, launching, preemption, rendezvous, swap, two_level
+from lightning_scape.integrations import advice, ending, launching, preemption, rendezvous, swap, two_level
 from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.integrations.density_bar import DensityBar
+from lightning_scape.integrations.dump import Dump, load_dump, restore_schedulers
 from lightning_scape.integrations.resume import Resume, Resumption
 from lightning_scape.integrations.run_length import compare_lengths, ends_epoch, steps_of_run
 from lightning_scape.integrations.shared_nans import SharedNans
@@ -169,7 +171,8 @@ class ScapeStrategy(DDPStrategy):
         self._resumption = Resumption(resume, batches_per_step)
         self._interrupted = False
         self._payoff = advice.PayoffCheck()
-        self._progress_bar: ProgressBar | None = None
+        self._progress_bar: DensityBar | None = None
+        self._dump = Dump()
         self._state_dict_type = state_dict_type
         self._saver = Saver(async_save)
         self._checkpoint_group = SideGroup("gloo")  # background writes must not meet the step's messages
@@ -198,8 +201,10 @@ class ScapeStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         launching.check_ranks(self.num_processes * self.num_nodes)
         super().setup_environment()
+        self._interrupted = False
         if self.lightning_module is not None:
-            self._resumption.prepare(self.lightning_module.trainer)
+            self._dump.attach(trainer := self.lightning_module.trainer)
+            Communicator(None, None).raise_on_all_ranks(lambda: self._resumption.prepare(trainer))
 
     @override
     def setup_distributed(self) -> None:
@@ -264,7 +269,7 @@ class ScapeStrategy(DDPStrategy):
     @override
     def _setup_model(self, model: Module) -> Module:  # type: ignore[override]
         """Makes all ranks equal to rank 0, as DDP's constructor does."""
-        broadcast_tensors(swap.module_state(model))
+        swap.start_equal(model)
         if self.world_size > 1 and swap.has_local_batch_norm(model):
             rank_zero_warn(
                 f"{type(self).__name__} sends no buffers after the start: the running statistics of BatchNorm will"
@@ -274,8 +279,7 @@ class ScapeStrategy(DDPStrategy):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        super().setup_optimizers(trainer)
-        self._interrupted = False
+        swap.build_alike(functools.partial(super().setup_optimizers, trainer), lambda: self.optimizers)
         # `configure_optimizers` may return None: Lightning then runs without an optimizer.
         if any(isinstance(optimizer, _MockOptimizer) for optimizer in self.optimizers):
             return
@@ -307,17 +311,7 @@ class ScapeStrategy(DDPStrategy):
         if warning := advice.too_short(optimizers[0], steps):
             rank_zero_warn(warning)
         if trainer.progress_bar_callback is not None:
-            self._show_density(trainer.progress_bar_callback)
-
-    def _show_density(self, bar: ProgressBar) -> None:
-        """Adds the density to what the progress bar shows, as long as the warm-up lasts."""
-        own_metrics, self._progress_bar = bar.get_metrics, bar
-
-        def get_metrics(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            return {**own_metrics(*args, **kwargs), **advice.densities(self.optimizers)}
-
-        # Logged with `prog_bar=True` it would be a tensor on the device, for which the bar waits.
-        bar.get_metrics = get_metrics  # type: ignore[method-assign]
+            self._progress_bar = DensityBar(trainer.progress_bar_callback, self)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -383,6 +377,7 @@ class ScapeStrategy(DDPStrategy):
         state_dict = super().lightning_module_state_dict()
         if self._state_dict_type == "sharded" or not self._nodes.several:
             return state_dict
+        self._dump.agree()
         return two_level.whole_state_dict(state_dict, keep=self.is_global_zero)
 
     @property
@@ -402,6 +397,7 @@ class ScapeStrategy(DDPStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._dump.agree()
         inner = swap.unwrap_optimizer(optimizer)
         if self._state_dict_type == "sharded" and isinstance(inner, ScapeOptimizer):
             return inner.sharded_state_dict()  # type: ignore[return-value] # taken by save_checkpoint
@@ -422,8 +418,9 @@ class ScapeStrategy(DDPStrategy):
             self._saver.save(path, content, self._checkpoint_ranks())
             return
         ranks = Communicator(None, None)
+        generators = ranks.all_gather_object(rng_state())  # on every rank, whatever its hooks have left of the rest
         if "optimizer_states" in checkpoint:
-            checkpoint[RNG] = ranks.all_gather_object(rng_state())
+            checkpoint[RNG] = generators
         ranks.raise_on_all_ranks(
             lambda: super(ScapeStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
         )
@@ -436,22 +433,19 @@ class ScapeStrategy(DDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         self._saver.wait()
-        self._saved_rng = None
-        if not saver.is_directory(checkpoint_path):
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-            states = checkpoint.pop(RNG, [])
-            if len(states) == self.world_size:
-                self._saved_rng = states[self.global_rank]
-            return self._resumption.adapt(checkpoint)
-        saved = SavedContent(Path(checkpoint_path), self._checkpoint_ranks())
-        self._saved_rng = saved.rng(self.global_rank, self.world_size)
-        return self._resumption.adapt(host_checkpoint(saved))
+        read = functools.partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
+        checkpoint, self._saved_rng = load_dump(checkpoint_path, read, self._checkpoint_ranks)
+        return self._resumption.adapt(checkpoint)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
+        Communicator(None, None).raise_on_all_ranks(lambda: self._take_up(checkpoint))
         if self._saved_rng is not None:
             set_rng_state(self._saved_rng)
+
+    def _take_up(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        restore_schedulers(checkpoint, [config.scheduler for config in self.lr_scheduler_configs])
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -465,7 +459,7 @@ class ScapeStrategy(DDPStrategy):
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        self._saver.after(lambda: super(ScapeStrategy, self).remove_checkpoint(filepath))
+        self._saver.after(functools.partial(super().remove_checkpoint, filepath))
 
     def wait_for_checkpoint(self) -> None:
         """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""
@@ -486,16 +480,22 @@ class ScapeStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         # After an exception the other ranks may never send what this one would wait for.
-        if not self._interrupted:
-            swap.drain(self.optimizers)
-        self._saver.finish(raising=not self._interrupted)
+        waits = () if self._interrupted else (self._drain,)
+        saved = functools.partial(self._saver.finish, raising=not self._interrupted)
+        ending.run_all((*waits, saved, self._give_back, self._resumption.finish, self._tear_down), self._interrupted)
+
+    def _drain(self) -> None:
+        swap.drain(self.optimizers)
+
+    def _give_back(self) -> None:
+        """What is the user's or the Trainer's is as it was."""
         vars(self.precision_plugin).pop("clip_gradients", None)
         self._shared_nans.detach(self.precision_plugin)
         if self._progress_bar is not None:
-            vars(self._progress_bar).pop("get_metrics", None)
-            self._progress_bar = None
-        if self.lightning_module is not None:
-            self._resumption.finish(self.lightning_module.trainer)
+            self._progress_bar.take_off()
+        swap.give_back(self.optimizers, [config.scheduler for config in self.lr_scheduler_configs])
+
+    def _tear_down(self) -> None:
         if not self._nodes.several:
             super().teardown()
             return

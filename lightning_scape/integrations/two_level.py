@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_scape.comm.collectives import (
+    Communicator,
     ProcessGroup,
     broadcast_tensors,
     is_distributed,
@@ -88,11 +89,18 @@ class Nodes:
         """
         size = ranks_of_node if self._asked == "node" else int(self._asked)
         ranks = world_size()
-        if (size > 1 and ranks_of_node % size) or ranks % size:
-            raise ValueError(
-                f"`local_group_size` must divide the ranks of a node, {ranks_of_node} (of {ranks} in all), got {size}."
-                ' Use "node" for all ranks of a node.'
-            )
+        # Of all ranks: machines may differ, and groups are made by all or none.
+        for size_there, ranks_there in Communicator(None, None).all_gather_object((size, ranks_of_node)):
+            if (size_there > 1 and ranks_there % size_there) or ranks % size_there:
+                raise ValueError(
+                    f"`local_group_size` must divide the ranks of a node, {ranks_there} (of {ranks} in all), got"
+                    f' {size_there}. Use "node" for all ranks of a node.'
+                )
+            if size_there != size:
+                raise ValueError(
+                    "`local_group_size` must be the same on all ranks, got"
+                    f" {min(size, size_there)} and {max(size, size_there)}. Give all nodes the same number of ranks."
+                )
         self.config = replace(self.config, local_group_size=size)
         if size == 1:
             self._forget()
@@ -170,8 +178,9 @@ class Nodes:
             group["params"] = [self._replaced.get(parameter, parameter) for parameter in group["params"]]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For launchers that pickle a strategy, before anything is set up."""
-        return {**self.__dict__, "_replaced": None}
+        """For who copies or pickles a strategy: process groups and the mesh are made anew when it is set up."""
+        left_out = ("_replaced", "mesh", "process_group", "mask_group", "_made_beside")
+        return {**self.__dict__, **dict.fromkeys(left_out)}
 
 
 def compute_dtype(precision: str) -> torch.dtype | None:

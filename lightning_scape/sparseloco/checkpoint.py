@@ -156,20 +156,35 @@ def consolidate(live: Live, to: int) -> dict[str, Any] | None:
         live: the state.
         to: among all ranks.
     """
-    used, replicas, shards = live.layout.used_blocks, live.communicator, live.shards
-    held = live.layout.rows_of(replicas.rank)
-    own = {
-        **live.part(),
-        "start": live.state.start[held][: max(0, used - held.start)].clone(),  # else all of its memory is saved
-        "owner_error": live.state.owner_error[: max(0, used - held.start)].clone(),
-    }
-    packed = pack(own)
+    used = live.layout.used_blocks
+    held = live.layout.rows_of(live.communicator.rank)
+
+    def packed_part() -> Tensor:
+        own = {
+            **live.part(),
+            "start": live.state.start[held][: max(0, used - held.start)].clone(),  # else all of its memory is saved
+            "owner_error": live.state.owner_error[: max(0, used - held.start)].clone(),
+        }
+        return pack(own)
+
+    packed = live.everyone.raise_on_all_ranks(packed_part)  # an optimizer of the user's own may hold anything
     sizes = live.everyone.all_gather_object((packed.numel(), live.place))
     longest = max(size for size, _ in sizes)
     padded = torch.nn.functional.pad(packed, (0, longest - packed.numel()))
     gathered = live.everyone.gather(padded, to, live.parameters.device)
-    if gathered is None:
-        return None
+    # Rank `to` unpacks what other ranks' optimizers hold: the others learn of it where it cannot.
+    return live.everyone.raise_on_all_ranks(lambda: None if gathered is None else _assembled(live, gathered, sizes))
+
+
+def _assembled(live: Live, gathered: list[Tensor], sizes: list[tuple[int, int]]) -> dict[str, Any]:
+    """The whole state from every rank's bytes.
+
+    Args:
+        live: this rank's.
+        gathered: every rank's packed part, padded.
+        sizes: length and place of each.
+    """
+    shards = live.shards
     ranks: list[dict[str, Any]] = [{}] * len(sizes)
     for part, (size, at) in zip(gathered, sizes, strict=True):
         ranks[at] = unpack(part[:size], part_key(at))

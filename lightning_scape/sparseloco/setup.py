@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,18 @@ def number_on(process_group: ProcessGroup | None) -> int:
         return 1
     _built[group] = _built.get(group, 0) + 1
     return _built[group]
+
+
+class NotCopied:
+    """A base for what holds process groups and messages under way."""
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses copies and pickles, in words that name what is held."""
+        raise TypeError(
+            f"A {type(self).__name__} must not be copied or pickled, got an attempt to copy one or what keeps it (a"
+            " model, a callback): it holds process groups and messages under way. Copy the optimizer inside, which is"
+            " yours, or save state_dict() and load it into one that is built anew."
+        )
 
 
 def check_optimizer(optimizer: object) -> None:

@@ -31,7 +31,7 @@ from lightning_scape.sparseloco.state import LocoState, Progress
 from lightning_scape.sparseloco.stats import ExchangeRecord, ExchangeStats
 
 
-class SparseLoCo(Stoppable):
+class SparseLoCo(setup.NotCopied, Stoppable):
     """Lets every rank train on its own for ``sync_every`` steps, then averages what they have learned, sparsely.
 
     The loop stays as it is::

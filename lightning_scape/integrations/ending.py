@@ -1,0 +1,49 @@
+"""The end of a run: every part of it is tried, and none of them hides the error that the run has ended with."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+
+
+def run_all(parts: Iterable[Callable[[], object]], quiet: bool) -> None:
+    """Calls each part, whatever becomes of the others.
+
+    Args:
+        parts: in order.
+        quiet: another error is on its way to the user, and must be what he sees: those of the parts become warnings.
+
+    Raises:
+        Exception: the first part's, unless ``quiet``; after all were called.
+    """
+    first: Exception | None = None
+    for part in parts:
+        try:
+            part()
+        except Exception as error:
+            if quiet or first is not None:
+                mention(f"At the end of the run, after another error: {type(error).__name__}: {error}")
+            else:
+                first = error
+    if first is not None:
+        raise first
+
+
+@contextlib.contextmanager
+def unseen(what: str) -> Iterator[None]:
+    """An error inside becomes a warning: the one that the run has ended with is the one to be seen.
+
+    Args:
+        what: must have been possible, as the beginning of a sentence.
+    """
+    try:
+        yield
+    except Exception as error:
+        mention(f"{what}, got {type(error).__name__}: {error}.")
+
+
+def mention(text: str) -> None:
+    """A warning that stays one where warnings are made errors: another error is on its way."""
+    with contextlib.suppress(Warning):
+        warnings.warn(text, stacklevel=3)
