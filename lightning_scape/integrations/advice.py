@@ -106,6 +106,24 @@ def densities(optimizers: Iterable[object]) -> dict[str, float]:
     }
 
 
+def show_densities(bar: Any, optimizers: Callable[[], Iterable[object]]) -> None:
+    """Adds :func:`densities` to what a progress bar shows. Remove its attribute ``get_metrics`` to end that.
+
+    Args:
+        bar: of the host, with a method ``get_metrics``; None: there is none.
+        optimizers: gives those of the host.
+    """
+    if bar is None:
+        return
+    own_metrics = bar.get_metrics
+
+    def get_metrics(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**own_metrics(*args, **kwargs), **densities(optimizers())}
+
+    # Logged with `prog_bar=True` it would be a tensor on the device, for which the bar waits.
+    bar.get_metrics = get_metrics
+
+
 def metric_prefix(index: int, optimizers: int) -> str:
     """Prefix of one optimizer's metrics: ``scape``, or ``scape-0``, ``scape-1``, ... if there are several."""
     return "scape" if optimizers == 1 else f"scape-{index}"

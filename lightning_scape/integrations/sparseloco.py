@@ -60,6 +60,12 @@ def wrap(
     return loco
 
 
+def let_go(loco: SparseLoCo) -> None:
+    """Takes the hooks off the optimizer, which steps on its own from now on; the state may still be saved."""
+    for hook in loco._hooks:
+        hook.remove()
+
+
 def wrappers(optimizers: Iterable[object]) -> list[SparseLoCo]:
     """Those around the optimizers, which may themselves be inside a host's wrappers; in order."""
     found = (SparseLoCo.of(swap.unwrap_optimizer(optimizer)) for optimizer in optimizers)

@@ -8,10 +8,8 @@ drain, scale. All of that is here, so that a strategy only holds its host's hook
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_scape.comm.collectives import ProcessGroup, world_size
 from lightning_scape.config import ScapeConfig
 from lightning_scape.engine.parameters import problem_of_lazy
+from lightning_scape.integrations import stand_in
 from lightning_scape.optimizer import ScapeOptimizer
 
 CONFIG_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(ScapeConfig)}
@@ -104,9 +103,13 @@ def swap_optimizers(
     """
     named = list(named_parameters)
     options: dict[str, Any] = {"mask_group": mask_group, "total_steps": total_steps, "named_parameters": named}
+    for dense in optimizers:
+        if (former := stand_in.standing_for(dense)) is not None:  # set up a second time
+            former.drain()
+            stand_in.give_back(dense)
     swaps = [(dense, ScapeOptimizer.from_optimizer(dense, config, process_group, **options)) for dense in optimizers]
     for dense, scape in swaps:
-        _carry_over(dense, scape)
+        stand_in.put_in_place(dense, scape)
     retarget_schedulers(schedulers, swaps)
     return [scape for _, scape in swaps]
 
@@ -136,34 +139,11 @@ def _optimizer_of(scheduler: object) -> object | None:
     return scheduler.__dict__.get("optimizer") if hasattr(scheduler, "__dict__") else None
 
 
-def _carry_over(dense: Optimizer, scape: ScapeOptimizer) -> None:
-    """Let the new optimizer go on where the old one stood with the user's hooks and with its scheduler."""
-    # Shared, not copied: the handles the user holds go on removing their hooks.
-    scape._optimizer_step_pre_hooks = dense._optimizer_step_pre_hooks
-    scape._optimizer_step_post_hooks = dense._optimizer_step_post_hooks
-    if not hasattr(dense.step, "_wrapped_by_lr_sched"):
-        return
-    # A scheduler warns of a missing optimizer step unless step() is marked and notes its calls, which the constructor
-    # of the scheduler arranged on the old optimizer (torch/optim/lr_scheduler.py, patch_track_step_called).
-    scape._opt_called = getattr(dense, "_opt_called", False)  # type: ignore[attr-defined]
-    step, owner = type(scape).step, weakref.ref(scape)
-
-    @wraps(step)
-    def tracked_step(*args: Any, **kwargs: Any) -> Any:
-        optimizer = owner()
-        assert optimizer is not None
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-        return step(optimizer, *args, **kwargs)
-
-    tracked_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    scape.step = tracked_step  # type: ignore[method-assign]
-
-
 def unwrap_optimizer(optimizer: object) -> object:
-    """The optimizer inside Lightning's or Fabric's wrappers, which imitate its class and so pass ``isinstance``."""
+    """The optimizer that steps: the one inside a host's wrappers, or in a swapped one's place."""
     while "_optimizer" in getattr(optimizer, "__dict__", {}):
         optimizer = optimizer.__dict__["_optimizer"]
-    return optimizer
+    return stand_in.standing_for(optimizer) or optimizer
 
 
 def scape_optimizers(optimizers: Iterable[object]) -> list[ScapeOptimizer]:
@@ -234,12 +214,6 @@ def sharded_scaler(scaler: GradScaler | None, process_group: ProcessGroup | None
     return sharded
 
 
-def drain(optimizers: Iterable[object]) -> None:
-    """Wait until nothing that the optimizers started is under way any more."""
-    for optimizer in scape_optimizers(optimizers):
-        optimizer.drain()
-
-
 def mark_masters_stale(optimizers: Iterable[object]) -> None:
     """Say that parameters were overwritten from outside, so that no master copy of them is used again."""
     for optimizer in scape_optimizers(optimizers):
@@ -256,12 +230,3 @@ def module_state(module: nn.Module) -> list[Tensor]:
         if is_lazy(tensor):
             raise ValueError(problem_of_lazy(name))
     return [*module.parameters(), *module.buffers()]
-
-
-def has_local_batch_norm(module: nn.Module) -> bool:
-    """Whether some BatchNorm keeps statistics that each rank computes from its own data alone."""
-    batch_norm = nn.modules.batchnorm._BatchNorm
-    return any(
-        isinstance(layer, batch_norm) and not isinstance(layer, nn.SyncBatchNorm) and layer.track_running_stats
-        for layer in module.modules()
-    )
