@@ -19,11 +19,17 @@ class OwnAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
+def with_own_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("build", "error", "words"),
     [
         (lambda p: torch.optim.SGD(p, lr=0.1), TypeError, r"must be torch.optim.AdamW.*got torch.optim.sgd.SGD"),
-        (lambda p: OwnAdamW(p), TypeError, r"must be torch.optim.AdamW.*OwnAdamW"),
+        (lambda p: OwnAdamW(p), TypeError, r"OwnAdamW, a subclass of AdamW with a `step` of its own"),
+        (lambda p: with_own_step(torch.optim.AdamW(p)), TypeError, "AdamW, an object with a `step` of its own"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), ValueError, "`amsgrad` must be False, got True"),
         (lambda p: torch.optim.AdamW(p, maximize=True), ValueError, "`maximize` must be False, got True"),
         (lambda p: torch.optim.Adam(p, differentiable=True), ValueError, "`differentiable` must be False, got True"),

@@ -146,7 +146,8 @@ def zip_of(path: Path, name: str) -> None:
         archive.writestr(name, "x")
 
 
-def test_a_checkpoint_never_executes_code(tmp_path: Path) -> None:
+def test_a_checkpoint_executes_code_only_for_a_user_who_asks(tmp_path: Path) -> None:
+    """As torch's `weights_only=False`, also of a file with our checksums, which are compared before."""
     bait = tmp_path / "executed"
 
     class Bait:
@@ -157,9 +158,18 @@ def test_a_checkpoint_never_executes_code(tmp_path: Path) -> None:
     for weights_only in (None, True):
         with pytest.raises(CheckpointError, match="only executing its code would load"):
             ScapeCheckpointIO().load_checkpoint(tmp_path / "c.ckpt", weights_only=weights_only)
-    with pytest.raises(ValueError, match="must be True or None under SCAPE, got False"):
-        ScapeCheckpointIO().load_checkpoint(tmp_path / "c.ckpt", weights_only=False)
     assert not bait.exists()
+    ScapeCheckpointIO().load_checkpoint(tmp_path / "c.ckpt", weights_only=False)
+    assert bait.exists()
+    ScapeCheckpointIO().save_checkpoint({"path": Path("a")}, tmp_path / "own.ckpt")
+    with pytest.raises(CheckpointError, match="load it with `weights_only=False`"):
+        ScapeCheckpointIO().load_checkpoint(tmp_path / "own.ckpt")
+    assert ScapeCheckpointIO().load_checkpoint(tmp_path / "own.ckpt", weights_only=False) == {"path": Path("a")}
+    damaged = bytearray((tmp_path / "own.ckpt").read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (tmp_path / "own.ckpt").write_bytes(damaged)
+    with pytest.raises(CheckpointError, match="is not as it was written"):
+        ScapeCheckpointIO().load_checkpoint(tmp_path / "own.ckpt", weights_only=False)
 
 
 def test_plain_torch_reads_the_file(tmp_path: Path) -> None:

@@ -70,7 +70,6 @@ def test_the_remedy_in_a_notebook_keeps_the_method(strategy: Any) -> None:
         ("static_graph", "the backward pass sends nothing"),
         ("gradient_as_bucket_view", "there are no buckets"),
         ("ddp_comm_hook", "the strategy's own options say what is sent"),
-        ("broadcast_buffers", "sync_batchnorm=True"),
     ],
 )
 def test_an_option_of_ddps_is_refused_as_not_needed(strategy: Any, option: str, why: str) -> None:
@@ -79,6 +78,12 @@ def test_an_option_of_ddps_is_refused_as_not_needed(strategy: Any, option: str, 
         strategy(**{option: True})
     with pytest.raises(TypeError, match="unexpected keyword argument 'sparseness'"):
         strategy(sparseness=0.9)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_whether_buffers_are_handed_on_is_yes_or_no(strategy: Any) -> None:
+    with pytest.raises(ValueError, match="`broadcast_buffers` must be True or False, got 'no'"):
+        strategy(broadcast_buffers="no")
 
 
 # --------------------------------------------------------------------------------------------------------- models

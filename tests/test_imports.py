@@ -38,7 +38,8 @@ MAY_IMPORT_LIGHTNING = {"integrations", "data", "litgpt_data", "litgpt_cli", "pl
 # What the hosts share knows neither.
 MAY_NOT_IMPORT_LIGHTNING = {
     *("integrations.swap", "integrations.advice", "integrations.rendezvous"),
-    *("integrations.two_level", "integrations.sparseloco"),
+    *("integrations.two_level", "integrations.sparseloco", "integrations.stand_in", "integrations.outsiders"),
+    *("integrations.buffers", "integrations.own_clipping"),
 }
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "litgpt", "pytorch_lightning"}
 MAY_IMPORT_TRITON = {

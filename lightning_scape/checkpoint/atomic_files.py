@@ -278,13 +278,16 @@ def check_digests(folder: Path, manifest: dict[str, Any], part: int = 0, of: int
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def load_file(path: str | os.PathLike[str], map_location: Any = "cpu", inside: bool = False) -> Any:
-    """``torch.load`` by ``weights_only``, after every byte was compared with the file's checksums.
+def load_file(
+    path: str | os.PathLike[str], map_location: Any = "cpu", inside: bool = False, weights_only: bool = True
+) -> Any:
+    """``torch.load``, after every byte was compared with the file's checksums.
 
     Args:
         path: of the file.
         map_location: as in ``torch.load``.
         inside: see :func:`open_regular`.
+        weights_only: False lets the file execute code, as torch does; for one that the user trusts.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -292,13 +295,13 @@ def load_file(path: str | os.PathLike[str], map_location: Any = "cpu", inside: b
     """
     path = Path(path)
     with open_regular(path, inside) as file:
-        return load_stream(file, str(path), map_location)
+        return load_stream(file, str(path), map_location, weights_only)
 
 
-def load_stream(file: BinaryIO, name: str, map_location: Any = "cpu") -> Any:
+def load_stream(file: BinaryIO, name: str, map_location: Any = "cpu", weights_only: bool = True) -> Any:
     """:func:`load_file` for an open file; ``name`` is for errors."""
     _check_whole(file, name)
-    return _load(file, name, map_location)
+    return _load(file, name, map_location, weights_only)
 
 
 def load_part(file: BinaryIO, place: int, length: int, name: str) -> Any:
@@ -330,15 +333,18 @@ def read_pickle(path: Path, inside: bool = False) -> Any:
     return None
 
 
-def _load(file: BinaryIO, name: str, map_location: Any) -> Any:
+def _load(file: BinaryIO, name: str, map_location: Any, weights_only: bool = True) -> Any:
     file.seek(0)
+    if not weights_only:
+        return torch.load(file, map_location=map_location, weights_only=False)  # what it raises may be the user's
     try:
         return torch.load(file, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"The checkpoint {name!r} must hold tensors, numbers, strings and containers of them, got what only"
             f" executing its code would load: {_first_line(error)} Trust a class of your own by"
-            " `torch.serialization.add_safe_globals([...])`, or save what the class holds instead."
+            " `torch.serialization.add_safe_globals([...])`, save what the class holds instead, or, if you trust the"
+            " file, load it with `weights_only=False`."
         ) from error
     except Exception as error:  # torch raises whatever it trips over
         raise CheckpointError(

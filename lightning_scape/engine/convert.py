@@ -39,9 +39,21 @@ def check_convertible(optimizer: torch.optim.Optimizer) -> None:
         ValueError: a setting that cannot be kept, or it has stepped already.
     """
     kind = type(optimizer)
-    # torch wraps `step` once per class (profiling): compare what is inside.
+    # torch wraps `step` once per class (profiling), and a scheduler once per object: compare what is inside.
     steps = {inspect.unwrap(accepted.step) for accepted in _ACCEPTED}
-    if not isinstance(optimizer, _ACCEPTED) or inspect.unwrap(kind.step) not in steps:
+    if (
+        isinstance(optimizer, _ACCEPTED)
+        and inspect.unwrap(getattr(optimizer.step, "__func__", optimizer.step)) not in steps
+    ):
+        base = next(accepted for accepted in kind.__mro__ if accepted in _ACCEPTED)
+        whose = "an object" if "step" in vars(optimizer) else f"a subclass of {base.__name__}"
+        raise TypeError(
+            "The optimizer must be torch.optim.AdamW, torch.optim.Adam or lightning_scape.AdamS with the step of that"
+            f" class, got {kind.__module__}.{kind.__qualname__}, {whose} with a `step` of its own: SCAPE's step would"
+            f" take its place, and what it does would be lost. Use {base.__name__} itself, or SparseLoCo, which keeps"
+            " any optimizer."
+        )
+    if not isinstance(optimizer, _ACCEPTED):
         raise TypeError(
             "The optimizer must be torch.optim.AdamW, torch.optim.Adam or lightning_scape.AdamS, got"
             f" {kind.__module__}.{kind.__qualname__}. SCAPE's masks come from the first moment of an Adam-class"

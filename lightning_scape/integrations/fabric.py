@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.fabric.utilities.types import _PATH, Optimizable, _Stateful
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,7 +37,10 @@ from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.comm.together import Together
 from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
 from lightning_scape.integrations import advice, launching, rendezvous, swap, two_level
+from lightning_scape.integrations.buffers import Buffers
 from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.integrations.outsiders import Watch
+from lightning_scape.integrations.own_clipping import watch_gradients
 from lightning_scape.integrations.schedulers import Restored, is_scheduler
 from lightning_scape.optimizer import ScapeOptimizer
 from lightning_scape.sparseloco import SparseLoCo
@@ -47,8 +51,9 @@ class FabricScapeStrategy(DDPStrategy):
 
     ``fabric.setup(model, optimizer)`` (or ``setup_module``, ``setup_optimizers``) makes all ranks' models equal
     and swaps AdamW, Adam or AdamS for a :class:`~lightning_scape.ScapeOptimizer`; the model is not wrapped. Build LR
-    schedulers on the optimizer that ``setup`` returns. ``fabric.backward``, ``no_backward_sync``, ``clip_gradients``
-    (which returns the norm of the averaged gradient), ``save`` and ``load`` work as with DDP.
+    schedulers on the optimizer that ``setup`` returns, or on the one that it was given, whose ``step`` is now the new
+    one's. ``fabric.backward``, ``no_backward_sync``, ``clip_gradients`` (which returns the norm of the averaged
+    gradient, and leaves ``p.grad`` as it is), ``save`` and ``load`` work as with DDP.
 
     Args:
         sparsity: share of the entries that is not sent in a step, in [0, 1). 0 is dense training, sharded.
@@ -90,6 +95,7 @@ class FabricScapeStrategy(DDPStrategy):
         wrap: with ``local_group_size`` above 1: class names of the modules that are gathered one at a time. Empty takes
             the members of the model's outermost ModuleLists. Modules to which you have applied ``fully_shard`` over
             ``strategy.device_mesh["shard"]`` stay as they are.
+        broadcast_buffers: hand rank 0's buffers on before each forward pass with gradients, as DDP does.
 
     Raises:
         ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
@@ -132,6 +138,7 @@ class FabricScapeStrategy(DDPStrategy):
         state_dict_type: saver.StateDictType = "full",
         async_save: bool = False,
         wrap: Sequence[str] = (),
+        broadcast_buffers: bool = False,
     ) -> None:
         given = locals()
         if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
@@ -158,6 +165,7 @@ class FabricScapeStrategy(DDPStrategy):
         self._nodes = two_level.Nodes(self.config, wrap)
         self._state_dict_type = state_dict_type
         self._saver = Saver(async_save)
+        self._buffers = Buffers(broadcast_buffers)
         self._checkpoint_group = SideGroup("gloo")  # background writes must not meet the step's messages
         self._forget()
 
@@ -165,12 +173,13 @@ class FabricScapeStrategy(DDPStrategy):
         # Weak: a model that the user drops must not be kept alive by the strategy.
         self._scape_optimizers: weakref.WeakSet[ScapeOptimizer] = weakref.WeakSet()
         self._told: weakref.WeakSet[ScapeOptimizer] = weakref.WeakSet()
-        self.known_modules: weakref.WeakSet[Module] = weakref.WeakSet()
-        """Modules that were set up."""
+        self.known_modules: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
+        """Modules that were set up, in order."""
+        self._watch: Watch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For launchers that pickle the strategy (spawn, forkserver), before anything is set up."""
-        left_out = ("_scape_optimizers", "_told", "known_modules")
+        left_out = ("_scape_optimizers", "_told", "known_modules", "_watch")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -234,7 +243,14 @@ class FabricScapeStrategy(DDPStrategy):
             self._nodes.shard(module, self.root_device, two_level.compute_dtype(self.precision.precision))
         else:
             swap.start_equal(module)
-        self.known_modules.add(module)
+        if module not in self.known_modules:
+            self._buffers.hand_on_before_forward(module)
+        self.known_modules[module] = None
+        if self.world_size > 1:
+            known = self.known_modules
+            remedy = "Give it to fabric.setup, or to fabric.setup_optimizers, and step it."
+            self._watch = self._watch or Watch(lambda: list(known), remedy)
+            self._watch.modules_changed()
         return module
 
     @override
@@ -250,6 +266,8 @@ class FabricScapeStrategy(DDPStrategy):
             mask_group=self._nodes.side_group(self._mask_group, self._timeout),
             total_steps=self.total_steps,
         )
+        if self.world_size > 1 and getattr(self.precision, "scaler", None) is None:
+            watch_gradients(scape, "`fabric.clip_gradients(model, optimizer, max_norm=...)`", rank_zero_warn)
         self._scape_optimizers.add(scape)
         return scape
 
@@ -259,12 +277,26 @@ class FabricScapeStrategy(DDPStrategy):
         if untold := self._scape_optimizers - self._told:
             self._told |= untold
             rank_zero_info(advice.what_holds(list(untold), self.total_steps, self._spelling()))
-        return super().optimizer_step(optimizer, **kwargs)
+        result = super().optimizer_step(optimizer, **kwargs)
+        self._look_at_buffers_in_time()
+        return result
 
+    def _look_at_buffers_in_time(self) -> None:
+        if self._buffers.count_step():
+            self._look_at_buffers("steps")
+
+    def _look_at_buffers(self, occasion: str) -> None:
+        if warning := self._buffers.compare(list(self.known_modules), type(self).__name__, occasion):
+            rank_zero_warn(warning)
+
+    # Fabric refuses `loss.backward()` where this is overridden: so it finds its own.
     @override
-    def backward(self, *args: Any, **kwargs: Any) -> None:
+    @wraps(DDPStrategy.backward)
+    def backward(  # type: ignore[override] # for the decorator
+        self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any
+    ) -> None:
         with explained_messages():
-            super().backward(*args, **kwargs)
+            super().backward(tensor, module, *args, **kwargs)
 
     def _spelling(self) -> advice.Spelling:
         """How the user writes the options."""
@@ -280,6 +312,8 @@ class FabricScapeStrategy(DDPStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Records the clipping factor of the coming step, and returns the norm of the averaged gradient.
+
+        ``p.grad`` stays as it is.
 
         With ``error_if_nonfinite`` a norm that is not finite is an error on every rank: at once on the CPU; on CUDA by
         the next step or checkpoint, after this step was skipped, so that the host does not wait for the device.
@@ -339,6 +373,7 @@ class FabricScapeStrategy(DDPStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
+        self._look_at_buffers("save")
         if self._state_dict_type == "sharded":
             if storage_options is not None or filter is not None:
                 raise TypeError(

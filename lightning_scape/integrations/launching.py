@@ -76,7 +76,6 @@ _OF_DDP = {
     "ddp_comm_state": "the strategy's own options say what is sent",
     "ddp_comm_wrapper": "the strategy's own options say what is sent",
     "model_averaging_period": "the strategy sees to it that ranks' parameters are equal",
-    "broadcast_buffers": "buffers are equal at the start and not sent again; for BatchNorm set `sync_batchnorm=True`",
     "init_sync": "parameters and buffers are always made equal at the start",
     "check_reduction": "the strategy checks its own messages",
     "mixed_precision": "the Trainer's `precision` says it",

@@ -62,6 +62,13 @@ def wrap(
     return loco
 
 
+def let_go(loco: SparseLoCo) -> None:
+    """After a fit: the user's optimizer steps on its own, as after one with DDP. The state can still be saved."""
+    for hook in loco._hooks:
+        hook.remove()
+    vars(loco.optimizer)[_LET_GO] = loco  # its hooks have kept it alive
+
+
 def wrappers(optimizers: Iterable[object]) -> list[SparseLoCo]:
     """Those around the optimizers, which may themselves be inside a host's wrappers; in order."""
     found = (SparseLoCo.of(swap.unwrap_optimizer(optimizer)) for optimizer in optimizers)
@@ -75,25 +82,10 @@ def alive_everywhere(locos: Iterable[SparseLoCo]) -> list[SparseLoCo]:
     return [by_number[number] for number in sorted(everywhere)]
 
 
-def retire(locos: Iterable[SparseLoCo]) -> None:
-    """Ends the windows of wrappers that others replace in mid-training, and closes them. Collective."""
-    for loco in locos:
-        loco.sync()
-        loco.close()
-
-
 def stoppables(optimizers: Iterable[object]) -> list[ScapeOptimizer | SparseLoCo]:
     """What brings the word to all ranks that one was told to stop, of a host's optimizers, wrapped or not."""
     given = list(optimizers)
     return [*swap.scape_optimizers(given), *wrappers(given)]
-
-
-def let_go(optimizers: Iterable[object]) -> None:
-    """After a fit: the user's optimizers step on their own, as after a fit with DDP. The state can still be saved."""
-    for loco in wrappers(optimizers):
-        for hook in loco._hooks:
-            hook.remove()
-        vars(loco.optimizer)[_LET_GO] = loco  # its hooks have kept it alive
 
 
 def state_of(loco: SparseLoCo) -> dict[str, Any]:

@@ -71,6 +71,7 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         async_save: write sharded checkpoints while training goes on; see :class:`FabricScapeStrategy`.
         wrap: with ``local_group_size`` above 1: class names of the modules that are gathered one at a time; see
             :class:`FabricScapeStrategy`.
+        broadcast_buffers: hand rank 0's buffers on before each forward pass with gradients, as DDP does.
 
     Raises:
         ValueError: an option is outside its rule.
@@ -107,6 +108,7 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         state_dict_type: saver.StateDictType = "full",
         async_save: bool = False,
         wrap: Sequence[str] = (),
+        broadcast_buffers: bool = False,
     ) -> None:
         config = sparseloco.config_of(locals())
         super().__init__(
@@ -124,6 +126,7 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
             local_group_size=local_group_size,
             reshard_after_forward=reshard_after_forward,
             wrap=wrap,
+            broadcast_buffers=broadcast_buffers,
         )
         self.config = config  # type: ignore[assignment] # in place of SCAPE's, which nothing here reads
 
@@ -172,6 +175,7 @@ class FabricSparseLoCoStrategy(FabricScapeStrategy):
         for loco in sparseloco.wrappers([optimizer]):
             if loco.progress.steps == self.total_steps:
                 loco.sync()
+        self._look_at_buffers_in_time()
         return result
 
     @override

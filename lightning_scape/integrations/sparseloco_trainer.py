@@ -14,11 +14,8 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -29,6 +26,7 @@ from lightning_scape.integrations.dump import restore_schedulers
 from lightning_scape.integrations.resume import Resume
 from lightning_scape.integrations.run_length import compare_lengths, steps_of_run
 from lightning_scape.integrations.trainer import ScapeStrategy
+from lightning_scape.integrations.unwrapped import Attached, UnwrappedStrategy
 from lightning_scape.sparseloco.config import Average, Reduction
 
 
@@ -79,6 +77,7 @@ class SparseLoCoStrategy(ScapeStrategy):
             :class:`ScapeStrategy`.
         resume: ``"auto"``: fit goes on from the newest complete checkpoint; see :class:`ScapeStrategy`.
         batches_per_step: of all ranks, in one optimizer step of all; see :class:`ScapeStrategy`.
+        broadcast_buffers: hand rank 0's buffers on before each training step, as DDP does: a message in every step.
 
     Raises:
         ValueError: an option is outside its rule.
@@ -116,6 +115,7 @@ class SparseLoCoStrategy(ScapeStrategy):
         wrap: Sequence[str] = (),
         resume: Resume = None,
         batches_per_step: int | None = None,
+        broadcast_buffers: bool = False,
     ) -> None:
         config = sparseloco.config_of(locals())
         super().__init__(
@@ -134,9 +134,9 @@ class SparseLoCoStrategy(ScapeStrategy):
             wrap=wrap,
             resume=resume,
             batches_per_step=batches_per_step,
+            broadcast_buffers=broadcast_buffers,
         )
         self.config = config  # type: ignore[assignment] # in place of SCAPE's, which nothing here reads
-        self._under_way = False
 
     def __repr__(self) -> str:
         """The options that differ from the defaults."""
@@ -148,28 +148,31 @@ class SparseLoCoStrategy(ScapeStrategy):
         sparseloco.register(strategy_registry, cls)
 
     @override
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        if self._under_way:  # called again in mid-training: what the former ones have learned must not be lost
-            sparseloco.retire(sparseloco.wrappers(self.optimizers))
-        swap.build_alike(lambda: DDPStrategy.setup_optimizers(self, trainer), lambda: self.optimizers)
-        self._steps: float | None = None
+    def _attach(self, optimizer: Optimizer) -> Attached:
         assert self.lightning_module is not None
-        named = list(self.lightning_module.named_parameters())
-        for optimizer in self.optimizers:
-            if not isinstance(optimizer, _MockOptimizer):  # `configure_optimizers` may return None
-                group = self._nodes.side_group(self._mask_group, self._timeout)
-                sparseloco.wrap(optimizer, self.config, named, group, self._nodes.process_group)  # type: ignore[arg-type]
+        named, nodes = self.lightning_module.named_parameters(), self._nodes
+        group = nodes.side_group(self._mask_group, self._timeout)
+        loco = sparseloco.wrap(optimizer, self.config, named, group, nodes.process_group)  # type: ignore[arg-type]
+        return Attached(optimizer, optimizer, loco)
+
+    @override
+    def _detach(self, attached: Attached) -> None:
+        attached.method.sync()  # inside a window ranks differ
+        attached.method.close()
+
+    @override
+    def _give_back(self, attached: Attached) -> None:
+        sparseloco.let_go(attached.method)
 
     @override
     def on_train_start(self) -> None:
-        DDPStrategy.on_train_start(self)
+        UnwrappedStrategy.on_train_start(self)
         assert self.lightning_module is not None
         wrappers, trainer = sparseloco.wrappers(self.optimizers), self.lightning_module.trainer
         if wrappers:
             compare_lengths(trainer)
         for loco in wrappers:
             rank_zero_info(sparseloco.what_holds(loco))
-        self._under_way = True
         self._steps = steps = steps_of_run(trainer) if wrappers else None
         if wrappers and steps is not None and steps < wrappers[0].config.sync_every:
             rank_zero_warn(
@@ -185,19 +188,13 @@ class SparseLoCoStrategy(ScapeStrategy):
     @override
     def on_train_end(self) -> None:
         """Ends the window that has begun: every rank leaves the fit with the same parameters."""
-        for loco in sparseloco.wrappers(self.optimizers):
-            loco.sync()
-        self._under_way = False
-        DDPStrategy.on_train_end(self)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        self._under_way = False
-        super().on_exception(exception)
+        for each in self._attached:
+            each.method.sync()
+        super().on_train_end()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        result = DDPStrategy.optimizer_step(self, optimizer, *args, **kwargs)
+        result = UnwrappedStrategy.optimizer_step(self, optimizer, *args, **kwargs)
         assert self.lightning_module is not None
         # The step counts only afterwards. What is saved at the end of the fit is then the model that it ends with.
         if self.lightning_module.automatic_optimization and self._steps == self.lightning_module.global_step + 1:
@@ -207,7 +204,7 @@ class SparseLoCoStrategy(ScapeStrategy):
 
     @override
     def setup_precision_plugin(self) -> None:
-        DDPStrategy.setup_precision_plugin(self)  # each rank clips its own gradient, as the plugin does it
+        UnwrappedStrategy.setup_precision_plugin(self)  # each rank clips its own gradient, as the plugin does it
         if isinstance(self.precision_plugin, MixedPrecision):
             self.precision_plugin.scaler = swap.sharded_scaler(self.precision_plugin.scaler)
 
@@ -225,7 +222,7 @@ class SparseLoCoStrategy(ScapeStrategy):
             if self._state_dict_type == "sharded":
                 return loco.sharded_state_dict()  # type: ignore[return-value] # taken by save_checkpoint
             return sparseloco.state_of(loco)
-        return DDPStrategy.optimizer_state(self, optimizer)
+        return UnwrappedStrategy.optimizer_state(self, optimizer)
 
     @override
     def _take_up(self, checkpoint: Mapping[str, Any]) -> None:
@@ -234,13 +231,3 @@ class SparseLoCoStrategy(ScapeStrategy):
             for loco in sparseloco.wrappers([optimizer]):
                 loco.load_state_dict(saved)
         restore_schedulers(checkpoint, [config.scheduler for config in self.lr_scheduler_configs])
-
-    @override
-    def _drain(self) -> None:
-        for loco in sparseloco.wrappers(self.optimizers):
-            loco.drain()
-
-    @override
-    def _give_back(self) -> None:
-        super()._give_back()
-        sparseloco.let_go(self.optimizers)

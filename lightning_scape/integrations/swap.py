@@ -12,7 +12,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import wraps
 from typing import Any
 
 import torch
@@ -22,10 +21,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, broadcast_tensors, world_size
-from lightning_scape.comm.under_way import settle
 from lightning_scape.config import ScapeConfig
 from lightning_scape.engine.parameters import problem_of_lazy
 from lightning_scape.engine.replicas import check_same_setup
+from lightning_scape.integrations import stand_in
 from lightning_scape.integrations.schedulers import retarget_schedulers
 from lightning_scape.optimizer import ScapeOptimizer
 
@@ -135,9 +134,13 @@ def swap_optimizers(
     """
     named = list(named_parameters)
     options: dict[str, Any] = {"mask_group": mask_group, "total_steps": total_steps, "named_parameters": named}
+    for dense in optimizers:
+        if (former := stand_in.standing_for(dense)) is not None:  # set up a second time
+            former.drain()
+            stand_in.give_back(dense)
     swaps = [(dense, ScapeOptimizer.from_optimizer(dense, config, process_group, **options)) for dense in optimizers]
     for dense, scape in swaps:
-        _carry_over(dense, scape)
+        stand_in.put_in_place(dense, scape)
         if dense in _trained:
             warnings.warn(
                 "An optimizer that was trained before begins anew, got a second fit of the same"
@@ -149,50 +152,18 @@ def swap_optimizers(
     return [scape for _, scape in swaps]
 
 
-def give_back(optimizers: Iterable[object], schedulers: Iterable[object]) -> None:
-    """After a fit: the user's schedulers drive the user's own optimizers again, whose groups are what training left.
-
-    Args:
-        optimizers: those of the host.
-        schedulers: the host's.
-    """
-    swaps = [(optimizer, optimizer.dense) for optimizer in scape_optimizers(optimizers)]
-    retarget_schedulers(schedulers, swaps)
-    for scape, dense in swaps:
-        if hasattr(scape, "_opt_called"):
-            dense._opt_called = scape._opt_called  # type: ignore[attr-defined]
-        if scape.steps_taken:
-            _trained.add(dense)
-
-
-def _carry_over(dense: Optimizer, scape: ScapeOptimizer) -> None:
-    """Let the new optimizer go on where the old one stood with the user's hooks and with its scheduler."""
-    # Shared, not copied: the handles the user holds go on removing their hooks.
-    scape._optimizer_step_pre_hooks = dense._optimizer_step_pre_hooks
-    scape._optimizer_step_post_hooks = dense._optimizer_step_post_hooks
-    if not hasattr(dense.step, "_wrapped_by_lr_sched"):
-        return
-    # A scheduler warns of a missing optimizer step unless step() is marked and notes its calls, which the constructor
-    # of the scheduler arranged on the old optimizer (torch/optim/lr_scheduler.py, patch_track_step_called).
-    scape._opt_called = getattr(dense, "_opt_called", False)  # type: ignore[attr-defined]
-    step, owner = type(scape).step, weakref.ref(scape)
-
-    @wraps(step)
-    def tracked_step(*args: Any, **kwargs: Any) -> Any:
-        optimizer = owner()
-        assert optimizer is not None
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-        return step(optimizer, *args, **kwargs)
-
-    tracked_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    scape.step = tracked_step  # type: ignore[method-assign]
+def give_back(dense: Optimizer, scape: ScapeOptimizer) -> None:
+    """After a fit: the user's optimizer is torch's again, and its groups are what training left."""
+    stand_in.give_back(dense)
+    if scape.steps_taken:
+        _trained.add(dense)
 
 
 def unwrap_optimizer(optimizer: object) -> object:
-    """The optimizer inside Lightning's or Fabric's wrappers, which imitate its class and so pass ``isinstance``."""
+    """The optimizer that steps: the one inside a host's wrappers, or in a swapped one's place."""
     while "_optimizer" in getattr(optimizer, "__dict__", {}):
         optimizer = optimizer.__dict__["_optimizer"]
-    return optimizer
+    return stand_in.standing_for(optimizer) or optimizer
 
 
 def scape_optimizers(optimizers: Iterable[object]) -> list[ScapeOptimizer]:
@@ -263,13 +234,6 @@ def sharded_scaler(scaler: GradScaler | None, process_group: ProcessGroup | None
     return sharded
 
 
-def drain(optimizers: Iterable[object]) -> None:
-    """Wait until nothing is under way any more that the optimizers, or those they have replaced, started."""
-    for optimizer in scape_optimizers(optimizers):
-        optimizer.drain()
-    settle()
-
-
 def tell_error(optimizers: Iterable[object], error: BaseException) -> None:
     """Tells the other ranks of an error that ends training on this one, in case they wait for its next step."""
     for optimizer in scape_optimizers(optimizers):
@@ -308,12 +272,3 @@ def module_state(module: nn.Module) -> list[Tensor]:
         if is_lazy(tensor):
             raise ValueError(problem_of_lazy(name))
     return [*module.parameters(), *module.buffers()]
-
-
-def has_local_batch_norm(module: nn.Module) -> bool:
-    """Whether some BatchNorm keeps statistics that each rank computes from its own data alone."""
-    batch_norm = nn.modules.batchnorm._BatchNorm
-    return any(
-        isinstance(layer, batch_norm) and not isinstance(layer, nn.SyncBatchNorm) and layer.track_running_stats
-        for layer in module.modules()
-    )

@@ -25,15 +25,12 @@ from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -43,19 +40,24 @@ from lightning_scape.checkpoint.saver import RNG, Saver, host_content
 from lightning_scape.comm.collectives import Communicator, is_distributed
 from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.side_group import SideGroup
+from lightning_scape.comm.under_way import settle
 from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
 from lightning_scape.engine.epoch_end import compare_ends
 from lightning_scape.integrations import advice, ending, launching, preemption, rendezvous, swap, two_level
-from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO, explain_directories
 from lightning_scape.integrations.density_bar import DensityBar
 from lightning_scape.integrations.dump import Dump, load_dump, restore_schedulers
+from lightning_scape.integrations.own_clipping import watch_gradients
 from lightning_scape.integrations.resume import Resume, Resumption
 from lightning_scape.integrations.run_length import compare_lengths, ends_epoch, steps_of_run
 from lightning_scape.integrations.shared_nans import SharedNans
+from lightning_scape.integrations.unwrapped import Attached, UnwrappedStrategy
 from lightning_scape.optimizer import ScapeOptimizer
 
+explain_directories()
 
-class ScapeStrategy(DDPStrategy):
+
+class ScapeStrategy(UnwrappedStrategy):
     """Data-parallel training that sends 1% of the entries each step (SCAPE, arXiv 2607.01678).
 
     ``Trainer(strategy=ScapeStrategy(sparsity=0.99))``, or ``Trainer(strategy="scape")`` for the defaults, and nothing
@@ -63,10 +65,11 @@ class ScapeStrategy(DDPStrategy):
     :class:`~lightning_scape.ScapeOptimizer` with the same parameter groups. Schedulers, gradient accumulation,
     ``gradient_clip_val``, every precision, callbacks and checkpoints work as they do with DDP.
 
-    Two things to know. Buffers are equal on all ranks at the start and are not sent again, so the running statistics
-    of BatchNorm drift apart and a checkpoint holds rank 0's: train with ``Trainer(sync_batchnorm=True)`` where it
-    matters. And saving a checkpoint is collective: when one rank alone fails and a callback saves on exceptions, the
-    others are waited for until ``timeout``.
+    Three things to know. Buffers are equal on all ranks at the start and are not sent again, unless
+    ``broadcast_buffers`` is set: BatchNorm's statistics (or train with ``Trainer(sync_batchnorm=True)``), and what else
+    a module updates from its own batch. A warning says which differ. Clipping leaves ``p.grad`` as it is: the factor
+    acts in the step, on the averaged gradient. And saving a checkpoint is collective: when one rank alone fails and a
+    callback saves on exceptions, the others are waited for until ``timeout``.
 
     Args:
         sparsity: share of the entries that is not sent in a step, in [0, 1). 0 is dense training, sharded.
@@ -109,6 +112,7 @@ class ScapeStrategy(DDPStrategy):
         resume: ``"auto"``: fit goes on from the newest complete checkpoint in the folders of its ModelCheckpoints, on
             any number of ranks; where there is none, from the Trainer's ``ckpt_path``.
         batches_per_step: of all ranks, in one optimizer step. ``accumulate_grad_batches`` follows the number of ranks.
+        broadcast_buffers: hand rank 0's buffers on before each training step, as DDP does.
 
     Raises:
         ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
@@ -152,11 +156,13 @@ class ScapeStrategy(DDPStrategy):
         wrap: Sequence[str] = (),
         resume: Resume = None,
         batches_per_step: int | None = None,
+        broadcast_buffers: bool = False,
     ) -> None:
         given = locals()
         saver.check_saving(state_dict_type, async_save, checkpoint_io)
         self.config = swap.resolve_config(config, {name: given[name] for name in swap.CONFIG_DEFAULTS})
         super().__init__(
+            broadcast_buffers=broadcast_buffers,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -262,37 +268,34 @@ class ScapeStrategy(DDPStrategy):
         return self._shared_nans.hold()
 
     @override
-    def configure_ddp(self) -> None:
-        assert self.model is not None
-        self.model = self._setup_model(self.model)
-
-    @override
-    def _setup_model(self, model: Module) -> Module:  # type: ignore[override]
-        """Makes all ranks equal to rank 0, as DDP's constructor does."""
-        swap.start_equal(model)
-        if self.world_size > 1 and swap.has_local_batch_norm(model):
-            rank_zero_warn(
-                f"{type(self).__name__} sends no buffers after the start: the running statistics of BatchNorm will"
-                " differ between ranks and checkpoints hold rank 0's. Set `Trainer(sync_batchnorm=True)` to share them."
-            )
-        return model
-
-    @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        swap.build_alike(functools.partial(super().setup_optimizers, trainer), lambda: self.optimizers)
-        # `configure_optimizers` may return None: Lightning then runs without an optimizer.
-        if any(isinstance(optimizer, _MockOptimizer) for optimizer in self.optimizers):
-            return
+        self._interrupted = False
+        super().setup_optimizers(trainer)
+
+    @override
+    def _attach(self, optimizer: Optimizer) -> Attached:
         assert self.lightning_module is not None
-        scape_optimizers = swap.swap_optimizers(
-            self.optimizers,
-            [config.scheduler for config in self.lr_scheduler_configs],
+        (scape,) = swap.swap_optimizers(
+            [optimizer],
+            [],
             self._nodes.config,
             named_parameters=self.lightning_module.named_parameters(),
             process_group=self._nodes.process_group,
             mask_group=self._nodes.side_group(self._mask_group, self._timeout),
+            total_steps=self._steps,
         )
-        self.optimizers = [*scape_optimizers]
+        if self.world_size > 1 and getattr(self.precision_plugin, "scaler", None) is None:
+            watch_gradients(scape, "`self.clip_gradients(optimizer, gradient_clip_val=...)`", rank_zero_warn)
+        return Attached(optimizer, scape, scape)
+
+    @override
+    def _detach(self, attached: Attached) -> None:
+        attached.method.drain()
+        self._give_back(attached)
+
+    @override
+    def _give_back(self, attached: Attached) -> None:
+        swap.give_back(attached.given, attached.method)
 
     @override
     def on_train_start(self) -> None:
@@ -305,7 +308,7 @@ class ScapeStrategy(DDPStrategy):
         # Not in `setup_optimizers`: to know the steps there, Lightning would load the data too early. Their random
         # numbers would be others, and a checkpoint in the middle of an epoch could not set them back.
         compare_lengths(trainer)
-        steps = steps_of_run(trainer)
+        self._steps = steps = steps_of_run(trainer)
         swap.expect_steps(optimizers, steps)
         rank_zero_info(advice.what_holds(optimizers, steps, advice.as_call(type(self).__name__)))
         if warning := advice.too_short(optimizers[0], steps):
@@ -406,6 +409,7 @@ class ScapeStrategy(DDPStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
+        self._look_at_buffers("save")
         self._resumption.record(checkpoint)
         if self._state_dict_type == "sharded":
             if storage_options is not None:
@@ -482,18 +486,20 @@ class ScapeStrategy(DDPStrategy):
         # After an exception the other ranks may never send what this one would wait for.
         waits = () if self._interrupted else (self._drain,)
         saved = functools.partial(self._saver.finish, raising=not self._interrupted)
-        ending.run_all((*waits, saved, self._give_back, self._resumption.finish, self._tear_down), self._interrupted)
+        parts = (*waits, self._end_attachment, saved, self._put_back, self._resumption.finish, self._tear_down)
+        ending.run_all(parts, self._interrupted)
 
     def _drain(self) -> None:
-        swap.drain(self.optimizers)
+        for each in self._attached:
+            each.method.drain()
+        settle()
 
-    def _give_back(self) -> None:
-        """What is the user's or the Trainer's is as it was."""
+    def _put_back(self) -> None:
+        """What is the Trainer's is as it was."""
         vars(self.precision_plugin).pop("clip_gradients", None)
         self._shared_nans.detach(self.precision_plugin)
         if self._progress_bar is not None:
             self._progress_bar.take_off()
-        swap.give_back(self.optimizers, [config.scheduler for config in self.lr_scheduler_configs])
 
     def _tear_down(self) -> None:
         if not self._nodes.several:

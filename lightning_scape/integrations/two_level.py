@@ -342,6 +342,10 @@ class ThroughForward(nn.Module):
         with explained_messages():
             return self.module(*args, **kwargs)
 
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """As DDP's: inside, backward passes add gradients up and send none."""
+        return without_gradient_sync(self.module)
+
 
 def explain_forward(precision: Any) -> None:
     """A message that fails in a forward pass under this plugin of Fabric says what that means."""
