@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,10 +21,8 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -35,8 +32,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
-from lightning_scape.checkpoint.rng import rng_state, set_rng_state
-from lightning_scape.checkpoint.saver import RNG, Saver, host_content
 from lightning_scape.comm.collectives import Communicator, is_distributed
 from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.side_group import SideGroup
@@ -44,20 +39,16 @@ from lightning_scape.comm.under_way import settle
 from lightning_scape.config import CatchUp, ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
 from lightning_scape.engine.epoch_end import compare_ends
 from lightning_scape.integrations import advice, ending, launching, preemption, rendezvous, swap, two_level
-from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO, explain_directories
 from lightning_scape.integrations.density_bar import DensityBar
-from lightning_scape.integrations.dump import Dump, load_dump, restore_schedulers
 from lightning_scape.integrations.own_clipping import watch_gradients
 from lightning_scape.integrations.resume import Resume, Resumption
 from lightning_scape.integrations.run_length import compare_lengths, ends_epoch, steps_of_run
 from lightning_scape.integrations.shared_nans import SharedNans
-from lightning_scape.integrations.unwrapped import Attached, UnwrappedStrategy
-from lightning_scape.optimizer import ScapeOptimizer
-
-explain_directories()
+from lightning_scape.integrations.trainer_checkpoints import TrainerCheckpoints
+from lightning_scape.integrations.unwrapped import Attached
 
 
-class ScapeStrategy(UnwrappedStrategy):
+class ScapeStrategy(TrainerCheckpoints):
     """Data-parallel training that sends 1% of the entries each step (SCAPE, arXiv 2607.01678).
 
     ``Trainer(strategy=ScapeStrategy(sparsity=0.99))``, or ``Trainer(strategy="scape")`` for the defaults, and nothing
@@ -162,6 +153,10 @@ class ScapeStrategy(UnwrappedStrategy):
         saver.check_saving(state_dict_type, async_save, checkpoint_io)
         self.config = swap.resolve_config(config, {name: given[name] for name in swap.CONFIG_DEFAULTS})
         super().__init__(
+            nodes=two_level.Nodes(self.config, wrap),
+            resumption=Resumption(resume, batches_per_step),
+            state_dict_type=state_dict_type,
+            async_save=async_save,
             broadcast_buffers=broadcast_buffers,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -173,17 +168,10 @@ class ScapeStrategy(UnwrappedStrategy):
             start_method=start_method,
         )
         self._mask_group = SideGroup()
-        self._nodes = two_level.Nodes(self.config, wrap)
-        self._resumption = Resumption(resume, batches_per_step)
         self._interrupted = False
         self._payoff = advice.PayoffCheck()
         self._progress_bar: DensityBar | None = None
-        self._dump = Dump()
-        self._state_dict_type = state_dict_type
-        self._saver = Saver(async_save)
-        self._checkpoint_group = SideGroup("gloo")  # background writes must not meet the step's messages
-        self._ends_group = SideGroup("gloo")  # nor those of each batch
-        self._saved_rng: Tensor | None = None
+        self._ends_group = SideGroup("gloo")  # each batch's messages must not meet the step's
         self._shared_nans = SharedNans()
 
     def __repr__(self) -> str:
@@ -367,110 +355,6 @@ class ScapeStrategy(UnwrappedStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict=strict)
         swap.mark_masters_stale(self.optimizers)
-
-    # --------------------------------------------------------------------------------------------- checkpoints
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return self._nodes.several  # a module on the meta device has no memory before
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        state_dict = super().lightning_module_state_dict()
-        if self._state_dict_type == "sharded" or not self._nodes.several:
-            return state_dict
-        self._dump.agree()
-        return two_level.whole_state_dict(state_dict, keep=self.is_global_zero)
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        """What writes and reads a checkpoint that is one file."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = ScapeCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):  # which keeps the one it was given, if any
-            self._checkpoint_io.checkpoint_io = ScapeCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        saver.check_saving(self._state_dict_type, self._saver.asynchronous, io)
-        self._checkpoint_io = io
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._dump.agree()
-        inner = swap.unwrap_optimizer(optimizer)
-        if self._state_dict_type == "sharded" and isinstance(inner, ScapeOptimizer):
-            return inner.sharded_state_dict()  # type: ignore[return-value] # taken by save_checkpoint
-        return super().optimizer_state(optimizer)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
-        self._look_at_buffers("save")
-        self._resumption.record(checkpoint)
-        if self._state_dict_type == "sharded":
-            if storage_options is not None:
-                raise TypeError(
-                    '`storage_options` must be None with state_dict_type="sharded", got'
-                    f" {storage_options!r}: a directory is written by torch.distributed.checkpoint."
-                )
-            path = Path(self.broadcast(str(filepath)))
-            content = host_content(checkpoint, self._offered_parameters(), self.global_rank)
-            self._saver.save(path, content, self._checkpoint_ranks())
-            return
-        ranks = Communicator(None, None)
-        generators = ranks.all_gather_object(rng_state())  # on every rank, whatever its hooks have left of the rest
-        if "optimizer_states" in checkpoint:
-            checkpoint[RNG] = generators
-        ranks.raise_on_all_ranks(
-            lambda: super(ScapeStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
-        )
-
-    def _offered_parameters(self) -> list[str]:
-        """Names of the parameters that this rank may write into a directory: any rank, where all hold the same."""
-        assert self.lightning_module is not None
-        return [name for name, _ in self.lightning_module.named_parameters()]
-
-    @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        self._saver.wait()
-        read = functools.partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
-        checkpoint, self._saved_rng = load_dump(checkpoint_path, read, self._checkpoint_ranks)
-        return self._resumption.adapt(checkpoint)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        Communicator(None, None).raise_on_all_ranks(lambda: self._take_up(checkpoint))
-        if self._saved_rng is not None:
-            set_rng_state(self._saved_rng)
-
-    def _take_up(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        restore_schedulers(checkpoint, [config.scheduler for config in self.lr_scheduler_configs])
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._saved_rng is not None:
-            # In the middle of an epoch: what has been drawn since, to set data loaders up again, was drawn before.
-            assert self.lightning_module is not None
-            if self.lightning_module.trainer.fit_loop.restarted_mid_epoch:
-                set_rng_state(self._saved_rng)
-            self._saved_rng = None
-        return super().training_step(*args, **kwargs)
-
-    @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
-        self._saver.after(functools.partial(super().remove_checkpoint, filepath))
-
-    def wait_for_checkpoint(self) -> None:
-        """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""
-        self._saver.wait()
-
-    def _checkpoint_ranks(self) -> Communicator:
-        return Communicator(self._checkpoint_group.get(self._timeout), None)
 
     # ------------------------------------------------------------------------------------------------- the end
 
