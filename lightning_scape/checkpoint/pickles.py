@@ -199,7 +199,7 @@ class _Machine:
         (state,) = self._last(1)
         made = self.stack[-1]
         if not isinstance(made, Made):
-            raise ValueError(f"it changes a {type(made).__name__}")
+            raise ValueError("it sets attributes of what it has not made")
         made.state = state
 
 
