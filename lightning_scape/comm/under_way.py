@@ -13,6 +13,8 @@ import atexit
 import contextlib
 import threading
 import weakref
+from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -50,17 +52,24 @@ def settle(*groups: dist.ProcessGroup | None) -> None:
 
     An error is its owner's, who raises it when he waits. A group that is broken fails with the next message.
     """
-    chosen = [group or dist.group.WORLD for group in groups] if groups else list(_of)
-    for group in chosen:
-        for message in _of.pop(group, []) if group is not None else []:
-            with contextlib.suppress(Exception):
-                message.wait()
+    for group in [group or dist.group.WORLD for group in groups] if groups else list(_of):
+        if group is None:
+            continue
+        _wait(_of.get(group, []))
+        _of.pop(group, None)  # only now: who interrupts this leaves it as it was
+
+
+def _wait(messages: Iterable[Message]) -> None:
+    for message in messages:
+        with contextlib.suppress(Exception):
+            message.wait()
 
 
 def _settle_at_exit() -> None:
-    """For ``LEAVE_SECONDS`` at most: other ranks may be gone."""
-    if not any(not message.done() for messages in _of.values() for message in messages):
+    """For ``LEAVE_SECONDS`` at most: other ranks may be gone. Threads are waited for where they are ended."""
+    messages = [message for each in _of.values() for message in each if not isinstance(message, Future)]
+    if all(message.done() for message in messages):
         return
-    settling = threading.Thread(target=settle, daemon=True)
+    settling = threading.Thread(target=_wait, args=(messages,), daemon=True)
     settling.start()
     settling.join(LEAVE_SECONDS)

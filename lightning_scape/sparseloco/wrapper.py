@@ -47,7 +47,8 @@ class SparseLoCo(setup.NotCopied, Stoppable):
     The exchange runs in a hook of the optimizer's ``step``. It is :meth:`~.exchange.Exchange.run`. After it all ranks
     hold the same parameters, bit for bit; between exchanges they differ. Every rank needs data of its own, clips the
     norm of its own gradient, and must take the same number of steps; :meth:`sync` raises an error on all ranks where
-    they have not. Schedulers, and the optimizer's state, stay each rank's own; nothing of them is sent.
+    they have not. The optimizer's state stays each rank's own, and is not sent. Its settings (lr, betas, ...) must be
+    the same when ranks exchange; else all raise an error, and nothing is folded.
 
     Constructing is collective, and parameters must be equal on all ranks at the first step.
 
@@ -412,7 +413,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
             ValueError: parameters differ in number, order or shape, the inner optimizer is of another class, or the
                 format is newer than this package. Nothing has been changed then.
         """
-        self.drain()
+        self._wait_for_others()
         state_dict = self.everyone.share(state_dict)
         live = self._live(allocate=True)
         ranks = Communicator.alone() if isinstance(state_dict, Mapping) else self.everyone
@@ -471,8 +472,8 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         Args:
             allocate: fresh buffers, for a load.
         """
-        if self._job is not None:
-            self._job.wait()
+        if not allocate:
+            self.drain()
         self._wait_for_others()
         if not allocate and self._restored is not None:  # a load whose first step is still to come, also after this
             self._take_up_changes()
