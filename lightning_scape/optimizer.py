@@ -17,7 +17,7 @@ from lightning_scape.__about__ import __version__
 from lightning_scape.adams import AdamS
 from lightning_scape.checkpoint import optimizer_state as checkpoint
 from lightning_scape.checkpoint.source import OwnShards, SavedShards
-from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_mask_group
 from lightning_scape.config import ScapeConfig
 from lightning_scape.engine import local_shards
 from lightning_scape.engine.convert import check_convertible, with_fitting_update
@@ -102,7 +102,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         given = [parameter for group in self.param_groups for parameter in group["params"]]  # frozen ones included
         if process_group is None and local_shards.holds_everything(given):
             communicator = communicator or Communicator.alone()
-        comm = communicator or Communicator.of_optimizer(process_group, mask_group)
+        comm = communicator or Communicator.of_optimizer(process_group, mask_group or new_mask_group(process_group))
         shards = local_shards.shard_communicator(given)
         problem = parameters.problem(self.param_groups) or local_shards.problem(
             parameters.names, parameters.tensors, config.local_group_size, process_group

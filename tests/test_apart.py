@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from trainer_helpers import MARKS, Regression, make_trainer, weights
 
-from lightning_scape import ScapeConfig, ScapeOptimizer
+from lightning_scape import ScapeConfig, ScapeOptimizer, SparseLoCoStrategy
 from lightning_scape.engine.first_message import Standing, difference
 
 pytestmark = MARKS
@@ -348,8 +348,28 @@ def fit_and_leave_out(rank: int, world_size: int) -> None:
     make_trainer().fit(LeavesOut())
 
 
-def test_under_the_trainer_batches_are_compared_too(run_ranks: RunRanks) -> None:
+def test_under_the_trainer_a_step_is_told_from_the_next_backward_pass(run_ranks: RunRanks) -> None:
     for text in texts(run_ranks(fit_and_leave_out, 2, expect_errors=True, timeout=60.0)):
+        assert "got step 3 of optimizer 0 at batch 3 on rank 0 and a backward pass after step 2 on rank 1" in text
+
+
+class OwnStep(Regression):
+    """With automatic optimization: one rank passes a batch over."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx == 2 and self.global_rank == 1:
+            optimizer_closure()
+            self.zero_grad()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+
+def fit_with_own_step(rank: int, world_size: int) -> None:
+    make_trainer().fit(OwnStep())
+
+
+def test_under_the_trainer_batches_are_compared_too(run_ranks: RunRanks) -> None:
+    for text in texts(run_ranks(fit_with_own_step, 2, expect_errors=True, timeout=60.0)):
         assert "step 3 of optimizer 0 at batch 3 on rank 0 and step 3 of optimizer 0 at batch 4 on rank 1" in text
 
 
@@ -377,3 +397,22 @@ def test_an_error_in_the_module_of_one_rank_reaches_the_others_while_its_process
     assert "got an error on rank 1 in place of its message" in str(first)
     assert 'KeyError: "the model\'s own mistake"' in str(first)
     assert time.monotonic() - began < 60
+
+
+# ------------------------------------------------------------------------------------------- SparseLoCo
+
+
+def fail_between_exchanges(rank: int, world_size: int) -> None:
+    """An error of one rank in the middle of its window, while the others come to the exchange."""
+    strategy = SparseLoCoStrategy(sync_every=3)
+    try:
+        make_trainer(strategy).fit(FailsOnOneRank())
+    except KeyError:
+        time.sleep(20)
+        raise
+
+
+def test_an_error_before_an_exchange_of_sparseloco_reaches_those_that_wait_in_it(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(fail_between_exchanges, 2, expect_errors=True, timeout=100.0)
+    assert isinstance(second, KeyError)
+    assert "got an error on rank 1 in place of its message (the exchange at step 3 of SparseLoCo" in str(first)

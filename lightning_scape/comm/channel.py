@@ -135,6 +135,7 @@ class Channel:
             self._store.set(f"rank {self.rank}", str(at))
         if at.waiting and (verdict := self._judge(at)) and at is self._at:
             self.verdict = verdict
+            self._store.set("verdict", verdict)
             self._cut()
 
     def explain(self) -> str:
@@ -148,6 +149,8 @@ class Channel:
 
     def _judge(self, at: At) -> str | None:
         """Whether the message that this rank waits in cannot be answered, and why."""
+        if self._store.check(["verdict"]):  # another rank's, who was the second to come
+            return self._store.get("verdict").decode()
         mine = f"{self.rank}|{at.what}"
         first = self._store.compare_set(f"message {at.message}", "", mine).decode()
         rank, what = first.split("|", 1)

@@ -189,20 +189,25 @@ class Communicator:
             let_senders_finish()
 
     @classmethod
-    def of_optimizer(cls, process_group: ProcessGroup | None, mask_group: ProcessGroup | None = None) -> Communicator:
+    def of_optimizer(
+        cls,
+        process_group: ProcessGroup | None,
+        mask_group: ProcessGroup | None = None,
+        own_group: ProcessGroup | None = None,
+    ) -> Communicator:
         """The messages of one more optimizer over a group's ranks, on a group that no other code uses. Collective.
 
         Args:
             process_group: the data-parallel ranks; None is the default group.
-            mask_group: for the mask exchange; None makes one.
+            mask_group: for the mask exchange.
+            own_group: over the same ranks, for optimizers alone; None makes one.
         """
-        mask_group = mask_group or new_mask_group(process_group)
-        base = process_group or (dist.group.WORLD if is_distributed() else None)
+        base = own_group or process_group or (dist.group.WORLD if is_distributed() else None)
         if base is None or world_size(base) == 1 or "gloo" not in str(dist.get_backend(base)):
-            return cls(process_group, mask_group)
+            return cls(own_group or process_group, mask_group)
         channel = Channel.known(base)
         if channel is None:
-            group = new_mask_group(process_group)
+            group = own_group or new_mask_group(process_group)
             assert group is not None
             channel = Channel.beside(base, group)
         return cls(channel.group, mask_group, channel=channel, number=channel.next_number())
@@ -449,13 +454,17 @@ class Communicator:
 
     @contextlib.contextmanager
     def telling_errors(self) -> Iterator[None]:
-        """Ranks that wait for this one learn of an error inside: it has come in place of this rank's next message."""
+        """Ranks that wait for this one learn of an error inside."""
         try:
             yield
         except BaseException as error:
-            if self.channel is not None:
-                self.channel.raised(error)
+            self.tell_error(error)
             raise
+
+    def tell_error(self, error: BaseException) -> None:
+        """Tells ranks that wait for this one of an error, which has come in place of this rank's next message."""
+        if self.channel is not None:
+            self.channel.raised(error)
 
     def count_bytes(self, kind: str, buffer_bytes: int) -> None:
         """Counts a message's bytes; a rank keeps 1/N of every buffer to itself."""

@@ -18,7 +18,7 @@ from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator, Work
 from lightning_scape.config import ScapeConfig
 from lightning_scape.engine.clipping import GradientClipping
-from lightning_scape.engine.first_message import Standing, describe, problem_of, settings
+from lightning_scape.engine.first_message import BACKWARD, Standing, describe, problem_of, settings
 from lightning_scape.engine.mask import Masks, SparsitySchedule
 from lightning_scape.engine.parameters import Parameters
 from lightning_scape.engine.participation import Participants, Participation
@@ -286,6 +286,20 @@ class Engine:
                 finite = self.clipping.all_finite(grads, self.device, self._standing(error))
             self.clipping.remember(self.parameters.raw_gradients())
         return finite
+
+    @property
+    def ranks(self) -> int:
+        """All that train together."""
+        return self.comm.world_size * self.shards.world_size
+
+    def norm_after_backward(self, grads: Sequence[Tensor]) -> Tensor:
+        """Of these gradients: not finite if any rank's is not. Its message is told from the first one of a step."""
+        self.comm.place = f"a backward pass after step {self.calls} of optimizer {self.comm.number}"
+        measured = ops.squared_norm(grads).view(1) if grads else torch.zeros(1, dtype=torch.float32, device=self.device)
+        standing = self._standing(None)._replace(optimizer=BACKWARD)
+        with self.comm.telling_errors():
+            answer = self.clipping.first_message.exchange(measured, [], standing)
+            return self.clipping.first_message.over_shards(answer.measured.sum().sqrt(), answer)[0]
 
     def drop_gradients(self) -> None:
         """Before gradients are cleared: notes whether a step has used them, and forgets what was recorded of them."""

@@ -14,10 +14,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
 
-from lightning_scape import ops
-from lightning_scape.comm.collectives import Communicator
 from lightning_scape.engine.local_shards import local
 from lightning_scape.integrations import swap
 from lightning_scape.optimizer import ScapeOptimizer
@@ -26,7 +23,7 @@ _HOOK = "post_backward"
 
 
 class SharedNans:
-    """Shares them right after a backward pass, before any hook sees the gradients: one message of 8 bytes.
+    """Shares them right after a backward pass, before any hook sees the gradients: one small message.
 
     Nothing is sent for a module with automatic optimization that has no ``on_after_backward``: there the step itself is
     skipped on all ranks.
@@ -62,32 +59,16 @@ class SharedNans:
             self._held = held
 
 
-def _share_of(optimizers: Sequence[ScapeOptimizer]) -> None:
-    parameters = [tensor for optimizer in optimizers for tensor in optimizer.engine.parameters.tensors]
-    if not parameters:
-        return
-    first = optimizers[0]
-    ranks = first.communicator if first.engine.shards.world_size == 1 else Communicator(None, None)
-    share([local(p.grad) for p in parameters if p.grad is not None], ranks, first.engine.device)
-
-
 @torch.no_grad()
-def share(grads: Sequence[Tensor], ranks: Communicator, device: torch.device) -> None:
-    """Makes the first entry of each gradient NaN if some rank has one that is not finite. Collective.
-
-    Args:
-        grads: of this rank; changed in place.
-        ranks: all that share the gradients.
-        device: theirs, where there are none.
-    """
-    if ranks.world_size == 1:
+def _share_of(optimizers: Sequence[ScapeOptimizer]) -> None:
+    """Makes the first entry of each gradient NaN if some rank has one that is not finite. Collective."""
+    grads = [local(p.grad) for each in optimizers for p in each.engine.parameters.tensors if p.grad is not None]
+    if not optimizers or optimizers[0].engine.ranks == 1:
         return
     given = [grad for grad in grads if grad.numel()]
-    square = ops.squared_norm(given) if given else torch.zeros((), dtype=torch.float32, device=device)
-    ranks.place = "a backward pass"
-    total = ranks.all_reduce_sum(square.view(1)).view(())
-    poison = torch.where(torch.isfinite(total), -0.0, torch.nan)  # x + -0.0 is x, for every x
-    if device.type == "cpu" and not bool(poison.isnan()):
+    norm = optimizers[0].engine.norm_after_backward(given)
+    poison = torch.where(torch.isfinite(norm), -0.0, torch.nan)  # x + -0.0 is x, for every x
+    if poison.device.type == "cpu" and not bool(poison.isnan()):
         return
     for grad in given:
         grad[(0,) * grad.dim()] += poison

@@ -234,13 +234,6 @@ def sharded_scaler(scaler: GradScaler | None, process_group: ProcessGroup | None
     return sharded
 
 
-def tell_error(optimizers: Iterable[object], error: BaseException) -> None:
-    """Tells the other ranks of an error that ends training on this one, in case they wait for its next step."""
-    for optimizer in scape_optimizers(optimizers):
-        if optimizer.communicator.channel is not None:
-            optimizer.communicator.channel.raised(error)
-
-
 def mark_masters_stale(optimizers: Iterable[object]) -> None:
     """Say that parameters were overwritten from outside, so that no master copy of them is used again."""
     for optimizer in scape_optimizers(optimizers):

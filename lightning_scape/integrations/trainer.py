@@ -362,8 +362,8 @@ class ScapeStrategy(TrainerCheckpoints):
     def on_exception(self, exception: BaseException) -> None:
         # Not super(): its advice on unused parameters is about DDP's reducer, which is not used here.
         self._interrupted = not preemption.ends_together(exception)
-        if self._interrupted:
-            swap.tell_error(self.optimizers, exception)
+        for each in self._attached if self._interrupted else []:
+            each.method.communicator.tell_error(exception)  # others may wait for this rank's next step
 
     @override
     def teardown(self) -> None:

@@ -45,9 +45,8 @@ def communicators(
         shards = Communicator(new_mask_group(shards.process_group), None)
     if process_group is None and local_shards.holds_everything(tensors):
         return Communicator.alone(), shards
-    if overlaps and world_size(process_group) > 1:
-        process_group = exchange_group or new_mask_group(process_group)
-    return Communicator(process_group, None), shards
+    own = (exchange_group or new_mask_group(process_group)) if overlaps and world_size(process_group) > 1 else None
+    return Communicator.of_optimizer(process_group, own_group=own), shards
 
 
 # ------------------------------------------------------------------------------------------------ saving
