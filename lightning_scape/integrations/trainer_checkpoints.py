@@ -96,6 +96,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
         self._look_at_buffers("save")
+        checkpoint = {**checkpoint}  # a callback may have kept the one that its hook was given
         self._resumption.record(checkpoint)
         if self._state_dict_type == "sharded":
             if storage_options is not None:
