@@ -58,10 +58,11 @@ def install(run: str) -> None:
     torch.optim.SGD = SGD  # type: ignore[misc]
     # Lightning's thread that watches started ranks looks every 5 seconds, and its tests wait for its end.
     _ChildProcessObserver.__init__.__defaults__ = (0.05,)
-    for host, connector, ddp in ((0, _AcceleratorConnector, DDPStrategy), (1, _Connector, FabricDDP)):
-        strategy = STRATEGIES[run][host] if run in STRATEGIES else None
-        connector._choose_strategy = _choosing(connector._choose_strategy, strategy)
-        connector._init_strategy = _making(connector._init_strategy, strategy, ddp)
+    trainer, fabric = STRATEGIES.get(run, (None, None))
+    _AcceleratorConnector._choose_strategy = _choosing(_AcceleratorConnector._choose_strategy, trainer)
+    _AcceleratorConnector._init_strategy = _making(_AcceleratorConnector._init_strategy, trainer, DDPStrategy)
+    _Connector._choose_strategy = _choosing(_Connector._choose_strategy, fabric)
+    _Connector._init_strategy = _making(_Connector._init_strategy, fabric, FabricDDP)
 
 
 def _choosing(usual: Callable[[Any], Any], strategy: Callable[..., Any] | None) -> Callable[[Any], Any]:
@@ -77,7 +78,7 @@ def _making(usual: Callable[[Any], None], strategy: Callable[..., Any] | None, d
     def make(connector: Any) -> None:
         global ranks_of_test
         usual(connector)
-        devices, given = connector._parallel_devices, connector.strategy
+        devices, given = vars(connector)["_parallel_devices"], connector.strategy
         ranks_of_test = max(ranks_of_test, len(devices))
         # DDP by its name or by a test's hand, on CPUs; the control's own is left.
         if strategy is None or strategy is ddp or type(given) is not ddp or any(d.type != "cpu" for d in devices):
