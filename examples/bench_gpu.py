@@ -166,7 +166,7 @@ class Alone(Communicator):
         """A mask of all blocks, of which the other ranks' part is used."""
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+        return tensor.mul_(self.world_size)  # as if all ranks had sent the same
 
     def all_to_all(self, values: torch.Tensor) -> Work:
         return Work(values.clone().view(self.world_size, -1, values.shape[1]))
@@ -197,8 +197,8 @@ class Alone(Communicator):
 
 
 def scape(parameters: list[torch.nn.Parameter], ranks: int, **options: Any) -> ScapeOptimizer:
-    with patch("lightning_scape.optimizer.Communicator", lambda *_: Alone(ranks)):
-        optimizer = ScapeOptimizer(parameters, config=ScapeConfig(**{"sparsity_warmup_steps": 0, **options}))
+    config = ScapeConfig(**{"sparsity_warmup_steps": 0, **options})
+    optimizer = ScapeOptimizer(parameters, config=config, communicator=Alone(ranks))
     assert isinstance(optimizer.communicator, Alone)
     optimizer.communicator.others = some_mask(optimizer.engine.layout, optimizer.config.quota, parameters[0].device)
     return optimizer

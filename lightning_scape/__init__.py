@@ -49,7 +49,7 @@ __all__ = [
     "resume_path",
 ]
 
-_HOMES = {
+HOMES = {
     "AdamS": "adams",
     "CheckpointError": "checkpoint.atomic_files",
     "ExchangeStats": "sparseloco",
@@ -76,11 +76,11 @@ if not TYPE_CHECKING:  # to a type checker a name that is not there must stay an
 
     def __getattr__(name: str) -> Any:
         """A public name, or a module of this package."""
-        if name not in _HOMES:
+        if name not in HOMES:
             if find_spec(f"{__name__}.{name}") is None:
                 raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
             return import_module(f"{__name__}.{name}")
-        globals()[name] = value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value = getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
         return value
 
 

@@ -39,7 +39,7 @@ import lightning_scape
 
 TESTS = Path(__file__).resolve().parent
 PRELOADED = ["torch", "torch.distributed", "pytest", "hypothesis"]
-PRELOADED += sorted({f"lightning_scape.{home}" for home in lightning_scape._HOMES.values()})
+PRELOADED += sorted({f"lightning_scape.{home}" for home in lightning_scape.HOMES.values()})
 STACK_DUMP_SIGNAL = signal.SIGUSR1
 STACK_DUMP_SECONDS = 0.3
 

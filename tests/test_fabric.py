@@ -241,13 +241,15 @@ def test_on_cuda_a_norm_that_must_be_finite_is_refused_by_the_next_step() -> Non
     """Where reading it at once would stop the host; what a device has found is set by hand here."""
     clipping = GradientClipping(ScapeConfig(), Communicator.alone())
     arrived = arrived_event()
-    clipping.found_inf = torch.ones(()), arrived, True
+    # Its scale, whether ranks were together, and how many were told to stop.
+    clipping.found_inf = torch.tensor([1.0, 1.0, 0.0]), arrived, True, None
     clipping.wait_found_inf()
     assert not clipping.last_skipped
-    clipping.found_inf = torch.zeros(()), arrived, True
+    clipping.found_inf = torch.tensor([0.0, 1.0, 1.0]), arrived, True, None
     with pytest.raises(RuntimeError, match="must be finite, got NaN or inf in the step before, which was skipped"):
         clipping.wait_found_inf()
     assert clipping.last_skipped
+    assert clipping.first_message.stopping
     clipping.wait_found_inf()  # said once
 
 

@@ -105,7 +105,7 @@ def test_every_public_name_has_its_home_where_type_checkers_see_it() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert seen == lightning_scape._HOMES
+    assert seen == lightning_scape.HOMES
     assert sorted({*seen, "__version__"}) == sorted(lightning_scape.__all__)
     assert set(lightning_scape.__all__) <= set(dir(lightning_scape))
 

@@ -119,8 +119,8 @@ def test_replicas_are_bitwise_equal_under_every_option(
 def train_with_flags(rank: int, world_size: int, on_device: bool, options: dict[str, Any]) -> list[Tensor]:
     real = GradientClipping.measure
 
-    def measure(self: GradientClipping, grads: Any, device: torch.device, *, sketch: bool) -> Tensor:
-        norm = real(self, grads, device, sketch=sketch)
+    def measure(self: GradientClipping, grads: Any, device: torch.device, standing: Any, *, sketch: bool) -> Tensor:
+        norm = real(self, grads, device, standing, sketch=sketch)
         if on_device and self.present is None:
             self.present = torch.ones(len(grads))
         return norm

@@ -132,7 +132,8 @@ def test_a_report_that_cannot_be_ended_hides_no_error(tmp_path: Path) -> None:
 
     class Spoils(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            (tmp_path / "figures.jsonl").write_text('{"kind": "run", "step": 0, "time": "never"}\n', encoding="utf-8")
+            (tmp_path / "figures.jsonl").unlink()
+            (tmp_path / "figures.jsonl").mkdir()
 
     trainer = make_trainer(callbacks=[monitor, Spoils()])
     with pytest.raises(KeyError, match="the model's own mistake"), pytest.warns(UserWarning, match="The report must"):

@@ -422,10 +422,11 @@ def torch_file(path: Path, data: bytes, records: dict[str, bytes] | None = None,
     content = file.getvalue()
     if seal:
         end = content[:-2] + b"\0\0"
-        stream = files._SealedFile(io.BytesIO())
+        sealed = io.BytesIO()
+        stream = files.SealedFile(sealed)
         stream.write(end)
         stream.seal()
-        content = stream._file.getvalue()
+        content = sealed.getvalue()
     path.write_bytes(content)
 
 

@@ -30,7 +30,7 @@ def _replaced(rank: int, world_size: int, votes: int) -> None:
     del optimizer
     gc.collect()
     under_way.settle()
-    assert all(message.done() for messages in under_way._of.values() for message in messages)
+    assert under_way.settled()
 
 
 @pytest.mark.parametrize("votes", [0, 2])

@@ -48,7 +48,7 @@ def save_file(content: Any, path: str | os.PathLike[str]) -> None:
     path = Path(path)
     check_replaceable(path)
     with explained_oserror(path), replacing(path) as file:
-        stream = _SealedFile(file)
+        stream = SealedFile(file)
         try:
             torch.save(content, stream)
         except Exception:
@@ -77,7 +77,7 @@ class Recorder:
         return getattr(self._file, name)
 
 
-class _SealedFile(Recorder):
+class SealedFile(Recorder):
     """A file that torch.save writes from its begin to its end, and that is then given its seal."""
 
     crc = 0

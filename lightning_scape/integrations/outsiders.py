@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_scape.integrations.swap import unwrap_optimizer
 from lightning_scape.optimizer import ScapeOptimizer
 from lightning_scape.sparseloco import SparseLoCo
 
@@ -69,7 +70,8 @@ class Watch:
                 )
 
 
-def _look(optimizer: Optimizer, *_: Any) -> None:
+def _look(stepping: Optimizer, *_: Any) -> None:
+    optimizer: Any = unwrap_optimizer(stepping)  # torch's hooks see a host's wrapper once that was copied
     if isinstance(optimizer, ScapeOptimizer) or SparseLoCo.of(optimizer) is not None:
         return
     for watch in list(Watch._all):

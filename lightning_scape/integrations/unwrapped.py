@@ -122,14 +122,14 @@ class UnwrappedStrategy(DDPStrategy):
         else:
             self._attached, self._steps = [], None
             self._buffers.forget()
+        self._attaching = False  # until it is known that all ranks have built the same
+        swap.build_alike(functools.partial(super().setup_optimizers, trainer), lambda: self.optimizers)
+        self._attaching = True
         if self._watch is None and self.world_size > 1:
             self._watch = Watch(
                 lambda: [self.lightning_module] if self.lightning_module is not None else [],
                 "Return it from configure_optimizers, or put it into `trainer.optimizers`, on all ranks.",
             )
-        self._attaching = False  # until it is known that all ranks have built the same
-        swap.build_alike(functools.partial(super().setup_optimizers, trainer), lambda: self.optimizers)
-        self._attaching = True
         self.optimizers = self.optimizers
         self._steer()
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_scape.config import ScapeConfig
 from lightning_scape.engine.clipping import SKETCH_WIDTHS
+from lightning_scape.engine.first_message import DIGITS
 from lightning_scape.engine.participation import packed_size
 from lightning_scape.engine.value_wire import packed_bytes
 from lightning_scape.layout import Layout
@@ -270,7 +271,7 @@ def scape_bytes(numels: Sequence[int], ranks: int, config: ScapeConfig, *, param
         "parameters": blocks * sent * parameter_bytes if parameter_bytes < 4 else values,
         "mask": 0 if config.dense else blocks * sent * position,
         "votes": blocks * (config.votes * (position + 1) + 1) if config.votes else 0,
-        "norm": 2 * 4 * (norm_entries + packed_size(len(numels) + 1, ranks)),
+        "norm": 2 * 4 * (norm_entries + packed_size(len(numels) + 2, ranks) + DIGITS),
     }
     counted = {kind: size * (ranks - 1) // ranks for kind, size in buffers.items()}
     counted["mask"] //= mask_interval
