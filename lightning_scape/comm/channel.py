@@ -17,19 +17,23 @@ import secrets
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # without marks for mypy
 
+T = TypeVar("T")
 LOOK_SECONDS = 0.5
 """Between two looks of the watch."""
 WAITING_SECONDS = 2.0
 """How long a rank waits before it says so in the store."""
 QUIET_SECONDS = 5.0
 """How long a rank sends nothing before it says so."""
+ANSWER_SECONDS = 3.0
+"""How long an answer of the store is waited for where a message has failed."""
 _NOBODY_SENDS = 0x5CA9E
 """A tag of no message."""
 
@@ -67,6 +71,7 @@ class Channel:
         self._since = time.monotonic()
         self._told: At | None = None
         self._error: str | None = None
+        self._told_error: str | None = None
         self.longest = 0
         """Numbers of the longest first message of a step so far."""
         self.verdict: str | None = None
@@ -96,8 +101,7 @@ class Channel:
 
     def enter(self, what: str, *, begins: bool) -> None:
         """This rank is inside a message from now on: a new one, or one that it has begun before."""
-        if self._error is not None:
-            self._take_back_error()
+        self._error = None  # after all this rank goes on
         self._at = At(self._at.message + begins, what, True)
 
     def leave(self) -> None:
@@ -105,21 +109,19 @@ class Channel:
         self._at = self._at._replace(waiting=False)
 
     def raised(self, error: BaseException) -> None:
-        """Tells ranks that wait for this one's next message that an error has come in its place."""
+        """Tells ranks that wait for this one's next message that an error has come in its place; by the watch, soon."""
         self._error = f"{self._at.message}|{self.rank}|{type(error).__name__}: {str(error)[:300]}"
-        with contextlib.suppress(Exception):  # whatever ails the store, the error is what the user must see
-            self._store.set("error", self._error)
-
-    def _take_back_error(self) -> None:
-        """After all this rank goes on."""
-        self._error = None
-        with contextlib.suppress(Exception):
-            self._store.delete_key("error")
 
     # ------------------------------------------------------------------------------------------- what the watch does
 
     def look(self) -> None:
-        """Of the watch's thread, now and then."""
+        """Of the watch's thread, now and then. The main thread asks nothing of the store, which may not answer."""
+        if self._error is not self._told_error:
+            self._told_error = self._error
+            if self._told_error is None:
+                self._store.delete_key("error")
+            else:
+                self._store.set("error", self._told_error)
         at = self._at
         if at is not self._seen:
             self._seen, self._since = at, time.monotonic()
@@ -140,11 +142,13 @@ class Channel:
 
     def explain(self) -> str:
         """After a message has failed: finds the :attr:`verdict`; where there is none, says what others did last."""
-        with contextlib.suppress(Exception):  # the store may be gone
-            self._store.set(f"rank {self.rank}", str(self._at._replace(waiting=True)))
-            self.verdict = self.verdict or self._judge(self._at)
-            if self.verdict is None and (others := self._others()):
-                return f" {others} If a rank left out a step that others take, take it on all ranks or on none."
+        return asked(self._explain, ANSWER_SECONDS) or ""
+
+    def _explain(self) -> str:
+        self._store.set(f"rank {self.rank}", str(self._at._replace(waiting=True)))
+        self.verdict = self.verdict or self._judge(self._at)
+        if self.verdict is None and (others := self._others()):
+            return f" {others} If a rank left out a step that others take, take it on all ranks or on none."
         return ""
 
     def _judge(self, at: At) -> str | None:
@@ -188,6 +192,20 @@ class Channel:
             receive = dist.irecv(nothing, group=self.group, group_src=(self.rank + 1) % self._ranks, tag=_NOBODY_SENDS)
             assert receive is not None
             receive.wait(timedelta(seconds=0.01))
+
+
+def asked(ask: Callable[[], T], seconds: float) -> T | None:
+    """What ``ask`` gives, if it does in time: a store may not answer at all. None, too, where it fails."""
+    found: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(Exception):  # its host is gone, or the process group was destroyed
+            found.append(ask())
+
+    asking = threading.Thread(target=run, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return found[0] if found else None
 
 
 class _Watch:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
-from lightning_scape.comm.channel import Channel
+from lightning_scape.comm.channel import Channel, asked
 
 GRACE_SECONDS = 1.5
 """How long after a failure the other ranks may report it, too. Who does not is named."""
@@ -77,21 +76,13 @@ def _explained(error: RuntimeError, channel: Channel | None = None) -> RuntimeEr
 
 def _who_is_missing() -> str:
     """A sentence. Every rank whose message failed says so in the store; who has not is named."""
-    found: list[list[int]] = []
-
-    def ask() -> None:
-        with contextlib.suppress(RuntimeError, ValueError):  # the host is gone, or the process group was destroyed
-            found.append(_roll_call())
-
-    asking = threading.Thread(target=ask, daemon=True)  # the store may not answer at all
-    asking.start()
-    asking.join(2 * GRACE_SECONDS)
-    if not found:
+    silent = asked(_roll_call, 2 * GRACE_SECONDS)
+    if silent is None:
         return "The store where ranks report does not answer: rank 0, which keeps it unless torchrun does, may be lost."
-    missing = ", ".join(map(str, found[0]))
+    missing = ", ".join(map(str, silent))
     if not missing:
         return "All ranks have reported this: none of them is lost, and the network is the likely reason."
-    if len(found[0]) == 1:
+    if len(silent) == 1:
         return f"Rank {missing} has not reported within {GRACE_SECONDS} s."
     return (
         f"Ranks {missing} have not reported within {GRACE_SECONDS} s: one of them or more is lost, and the others may"
