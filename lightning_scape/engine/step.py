@@ -309,6 +309,7 @@ class Engine:
         with self.comm.telling_errors():
             answer = self.clipping.first_message.exchange(measured, [], standing)
             return self.clipping.first_message.over_shards(answer.measured.sum().sqrt(), answer)[0]
+
     def _measured(self) -> None:
         self.clipping.remember(self.parameters.raw_gradients())
         self._used = True  # by all ranks, also those without gradients; what follows is decided by the same norm
