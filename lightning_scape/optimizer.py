@@ -226,6 +226,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         """Clears gradients, and what was recorded about them. Residuals are kept: they are not yet sent."""
         self.engine.drop_gradients()
         super().zero_grad(set_to_none)
+        self.engine.gradients_cleared()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

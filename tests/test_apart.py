@@ -45,6 +45,7 @@ def test_any_difference_in_standing_is_seen_by_every_rank() -> None:
         one._replace(left_out=1),
         one._replace(batch=3),
         one._replace(compared=False),
+        one._replace(max_norm=1.0),
         one._replace(groups=((0.9, 0.999, 1.0001e-3, 1e-8, 0.1, 0.0),)),
         one._replace(problem="no"),
     ]
@@ -87,6 +88,44 @@ def test_optimizers_that_step_in_another_order_are_an_error_on_every_rank(run_ra
     for text in texts(run_ranks(step_in_another_order, 2, clip, expect_errors=True, timeout=60.0)):
         assert "step 3 of optimizer 0 on rank 0 and step 3 of optimizer 1 on rank 1" in text
         assert "Take a step on all ranks or on none: `optimizer.all_finite()`" in text
+
+
+def step_unlike_models_in_another_order(rank: int, world_size: int, clip: bool) -> None:
+    """From the first step on: no earlier message says how long those of the other optimizer are."""
+    pairs = []
+    for count in (1, 300):
+        parameters = [nn.Parameter(torch.ones(40)) for _ in range(count)]
+        pairs.append((parameters, ScapeOptimizer(parameters, lr=0.1, config=CONFIG)))
+    for parameters, optimizer in reversed(pairs) if rank == 1 else pairs:
+        for parameter in parameters:
+            give_gradient(parameter, rank, 0)
+        if clip:
+            optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_another_order_from_the_first_step_on_is_an_error_and_no_abort(run_ranks: RunRanks, clip: bool) -> None:
+    for text in texts(run_ranks(step_unlike_models_in_another_order, 2, clip, expect_errors=True, timeout=60.0)):
+        assert "step 1 of optimizer 0 on rank 0 and step 1 of optimizer 1 on rank 1" in text
+
+
+def clip_on_one_rank(rank: int, world_size: int, until: int, rule: str) -> None:
+    """Rank 1 clips in the steps before ``until`` alone, as by a look at its own norm."""
+    parameter = nn.Parameter(torch.ones(300))
+    config = ScapeConfig(sparsity=0.5, sparsity_warmup_steps=0, clip_norm=rule)
+    optimizer = ScapeOptimizer([parameter], lr=0.1, config=config)
+    for step in range(3):
+        give_gradient(parameter, rank, step)
+        if rank == 0 or step < until:
+            optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("until", "rule"), [(0, "sketch"), (2, "sketch"), (2, "local")])
+def test_ranks_that_do_not_clip_alike_are_an_error_and_no_abort(run_ranks: RunRanks, until: int, rule: str) -> None:
+    for text in texts(run_ranks(clip_on_one_rank, 2, until, rule, expect_errors=True, timeout=60.0)):
+        assert "got max_norm=1.0 on rank 0 and max_norm=None on rank 1" in text
 
 
 def leave_out_a_step(rank: int, world_size: int) -> None:
@@ -253,6 +292,39 @@ def ask_all_ranks(rank: int, world_size: int, clip: bool) -> tuple[list[int], to
             optimizer.step()
             taken.append(step)
     return taken, parameter.detach()
+
+
+def ask_without_gradients(rank: int, world_size: int, clip: bool) -> int:
+    """Rank 1 has none, and clears none."""
+    parameter, optimizer = make()
+    for step in range(4):
+        optimizer.zero_grad()
+        if rank == 0:
+            give_gradient(parameter, rank, step)
+            parameter.grad[3] += torch.inf if step == 2 else 0.0
+        finite = optimizer.clip_grad_norm(1.0).isfinite() if clip else optimizer.all_finite()
+        if finite:
+            optimizer.step()
+    return optimizer.steps_taken
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_step_left_out_on_all_ranks_is_no_difference(run_ranks: RunRanks, clip: bool) -> None:
+    assert run_ranks(ask_without_gradients, 2, clip, timeout=60.0) == [3, 3]
+
+
+def clear_twice_on_one_rank(rank: int, world_size: int) -> int:
+    parameter, optimizer = make()
+    for step in range(3):
+        for _ in range(1 + rank):
+            optimizer.zero_grad(set_to_none=False)
+        (parameter * step).sum().backward()
+        optimizer.step()
+    return optimizer.steps_taken
+
+
+def test_zeros_that_are_cleared_are_no_step_left_out(run_ranks: RunRanks) -> None:
+    assert run_ranks(clear_twice_on_one_rank, 2, timeout=60.0) == [3, 3]
 
 
 @pytest.mark.parametrize("clip", [False, True])

@@ -150,6 +150,8 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
 
     for step in range(3):
         set_gradients(params, rank, step)
+        if clip:  # before the first sketch of all ranks compare where they are: it is longer than what was sent so far
+            optimizer.clip_grad_norm(1.0)
         optimizer.step()
         optimizer.zero_grad()
     for name in (

@@ -72,8 +72,10 @@ class Channel:
         self._told: At | None = None
         self._error: str | None = None
         self._told_error: str | None = None
-        self.longest = 0
-        """Numbers of the longest first message of a step so far."""
+        self.length = 0
+        """Numbers of every all-reduce. Where ranks are apart their messages must fit: gloo aborts the process else."""
+        self.sketched = 0
+        """How many of them the sketches need that were sent so far."""
         self.verdict: str | None = None
         """Why no message can be answered any more."""
         _Watch.over(self)

@@ -226,12 +226,16 @@ class Communicator:
         return counted
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, in place."""
-        if self.world_size > 1:
-            with self._message("norm"):
-                dist.all_reduce(tensor, group=self.process_group)
-            self.count_bytes("norm", 2 * tensor.numel() * tensor.element_size())
-        return tensor
+        """Sum over ranks of a vector, which may be overwritten. On a channel it travels with zeros behind it."""
+        if self.world_size == 1:
+            return tensor
+        numbers = len(tensor)
+        if self.channel is not None and numbers < self.channel.length:
+            tensor = torch.cat([tensor, tensor.new_zeros(self.channel.length - numbers)])
+        with self._message("norm"):
+            dist.all_reduce(tensor, group=self.process_group)
+        self.count_bytes("norm", 2 * tensor.numel() * tensor.element_size())
+        return tensor[:numbers]
 
     def all_to_all(self, values: Tensor) -> Work:
         """Sends shard j of ``values [N*R, q]`` to rank j; ``[N, R, q]`` arrive, the other ranks' values for this shard.

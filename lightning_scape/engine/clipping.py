@@ -85,6 +85,7 @@ class GradientClipping:
                 f"`max_norm` must be > 0, got {max_norm!r}. To train without clipping, don't call clip_grad_norm"
                 " (Trainer: gradient_clip_val=None)."
             )
+        standing = standing._replace(max_norm=max_norm)
         self.norm = self.measure(grads, device, standing, sketch=self.rule == "sketch")
         # clamp: a factor that underflows to 0 would read as "skip".
         self._factor = (max_norm / (self.norm + 1e-6)).clamp(min=_TINY, max=1.0)

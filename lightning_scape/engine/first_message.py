@@ -20,7 +20,7 @@ from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.engine.epoch_end import EpochEnd
 from lightning_scape.engine.parameters import HYPERPARAMETERS, problem_of_group
-from lightning_scape.engine.participation import count_flags, pack_flags
+from lightning_scape.engine.participation import count_flags, pack_flags, packed_size
 
 DIGITS = 3
 """Numbers of a digest."""
@@ -43,6 +43,8 @@ class Standing(NamedTuple):
     """Whether its parameters were compared with the other ranks' since they were loaded."""
     groups: tuple[tuple[float, ...], ...] = ()
     """The numbers of every parameter group, by :data:`~.parameters.HYPERPARAMETERS`."""
+    max_norm: float | None = None
+    """By which it clips; None: it does not."""
     problem: str | None = None
     """An error that this rank must raise instead of taking the step."""
 
@@ -103,6 +105,12 @@ class FirstMessage:
         self.stopping = False
         """Whether some rank had been, at the last first message."""
 
+    def expect(self, flags: int) -> None:
+        """Says for how many parameters there will be flags. All ranks do so before the first message."""
+        if (channel := self.communicator.channel) is not None:
+            length = 1 + packed_size(flags + 2, self.communicator.world_size) + DIGITS
+            channel.length = max(channel.length, length + channel.sketched)
+
     def exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> Answer:
         """Collective.
 
@@ -116,15 +124,24 @@ class FirstMessage:
                 :meth:`raise_apart` does that later, and the step is one that changes nothing.
             ValueError: ranks run out of batches at different steps.
         """
-        ranks, device = self.communicator.world_size, measured.device
-        if ranks == 1:
+        if self.communicator.world_size == 1:
             return self._alone(measured, flags)
+        channel, longer = self.communicator.channel, len(measured) - 1
+        if channel is not None and longer > channel.sketched:
+            if measured.device.type == "cpu":  # a rank that sends no sketch would have no room for this one
+                known = self._exchange(measured.new_zeros(1), flags, standing)
+                if known.error is not None:
+                    return known
+            channel.length, channel.sketched = channel.length - channel.sketched + longer, longer
+        return self._exchange(measured, flags, standing)
+
+    def _exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> Answer:
+        ranks, device = self.communicator.world_size, measured.device
         packed = pack_flags([*flags, self.epoch_end.reached, self.stop], ranks)
         digest = standing.digest(ranks)
-        length = measured.numel() + packed.numel() + DIGITS
-        carried = ops.to_device(torch.cat([packed, digest, self._padding(length)]), device)
+        carried = ops.to_device(torch.cat([packed, digest]), device)
         sums = self.communicator.all_reduce_sum(torch.cat([measured, carried]))
-        measured, packed, digests = sums[:length].split([measured.numel(), packed.numel(), DIGITS])
+        measured, packed, digests = sums.split([len(measured), len(packed), DIGITS])
         counts = count_flags(packed, len(flags) + 2, ranks)
         together = (digests == ops.to_device(digest, device) * ranks).all()
         error: Exception | None = None
@@ -167,17 +184,6 @@ class FirstMessage:
                 self.shards.raise_on_all_ranks(lambda: _raise(answer.error))
         return torch.linalg.vector_norm(everyone[:, 0]), answer._replace(together=together, stops=stops)
 
-    def _padding(self, length: int) -> Tensor:
-        """Zeros that make all first messages of a channel as long as the longest so far.
-
-        Where ranks have stepped different optimizers, the messages must still fit: gloo aborts the process otherwise.
-        """
-        channel = self.communicator.channel
-        if channel is None:
-            return torch.empty(0, dtype=torch.float32, device="cpu")
-        channel.longest = max(channel.longest, length)
-        return torch.zeros(channel.longest - length, dtype=torch.float32, device="cpu")
-
     def raise_apart(self, standing: Standing) -> None:
         """Raises what is wrong, on every rank, from every rank's standing. Collective: all know that it is so."""
         everyone: list[Standing] = self.communicator.all_gather_object(standing)
@@ -207,6 +213,12 @@ def difference(everyone: Sequence[Standing]) -> str:
     other = everyone[rank]
     if Standing._fields[place] == "groups":
         return _unequal_groups(first.groups, other.groups, rank)
+    if Standing._fields[place] == "max_norm":
+        return (
+            f"All ranks must clip by the same norm or not at all, got max_norm={first.max_norm} on rank 0 and"
+            f" max_norm={other.max_norm} on rank {rank}. Nothing of this step was applied. Don't decide by a rank's own"
+            " gradients: clip_grad_norm() goes by their mean over all ranks, and changes nothing where it is small."
+        )
     return (
         f"All ranks must take the same steps, got {_where(first)} on rank 0 and {_where(other)} on rank {rank}. Nothing"
         " of this step was applied. A rank has left out a step that others take (a plain GradScaler, a look at its own"

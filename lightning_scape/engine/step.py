@@ -63,6 +63,7 @@ class Engine:
         self.state: ScapeState | None = None
         """Made at the first step, or by a load."""
         self.clipping = GradientClipping(config, comm, self.shards)
+        self.clipping.first_message.expect(len(numels))
         self.participants = Participants(self.layout, len(numels))
         schedule = SparsitySchedule.of(config, total_steps)
         self.masks = Masks(config, self.layout, comm, schedule)
@@ -80,7 +81,9 @@ class Engine:
         self.left_out = 0
         """Gradients that were dropped before a step used them."""
         self._used = True
-        """Whether the last step has used the gradients that there are."""
+        """Whether all ranks have used the gradients that there are, or none was there."""
+        self._cleared: list[int | None] = []
+        """:meth:`_versions` after gradients were cleared."""
 
     @property
     def device(self) -> torch.device:
@@ -200,7 +203,13 @@ class Engine:
         """What must be the same on all ranks in this step."""
         groups = self.shard.param_groups
         return Standing(
-            self.comm.number, self.calls, self.left_out, self.batch, self._compared, settings(groups), describe(error)
+            self.comm.number,
+            self.calls,
+            self.left_out,
+            self.batch,
+            self._compared,
+            settings(groups),
+            problem=describe(error),
         )
 
     @property
@@ -272,7 +281,7 @@ class Engine:
                 norm = self.clipping.record_norm(
                     grads, max_norm, self.device, self._standing(error), strict=error_if_nonfinite
                 )
-            self.clipping.remember(self.parameters.raw_gradients())
+            self._measured()
         self._clip_seconds = time.perf_counter() - began
         return norm
 
@@ -284,7 +293,7 @@ class Engine:
             grads, error = self._gradients()
             with self._raising(error):
                 finite = self.clipping.all_finite(grads, self.device, self._standing(error))
-            self.clipping.remember(self.parameters.raw_gradients())
+            self._measured()
         return finite
 
     @property
@@ -301,12 +310,25 @@ class Engine:
             answer = self.clipping.first_message.exchange(measured, [], standing)
             return self.clipping.first_message.over_shards(answer.measured.sum().sqrt(), answer)[0]
 
+    def _measured(self) -> None:
+        self.clipping.remember(self.parameters.raw_gradients())
+        self._used = True  # by all ranks, also those without gradients; what follows is decided by the same norm
+
     def drop_gradients(self) -> None:
         """Before gradients are cleared: notes whether a step has used them, and forgets what was recorded of them."""
-        if not self._used and any(parameter.grad is not None for parameter in self.parameters.tensors):
+        changed = self._versions() != self._cleared
+        if not self._used and changed and any(p.grad is not None for p in self.parameters.tensors):
             self.left_out += 1
         self._used = False
         self.clipping.forget()
+
+    def gradients_cleared(self) -> None:
+        """After that."""
+        self._cleared = self._versions()
+
+    def _versions(self) -> list[int | None]:
+        """How often each gradient was written."""
+        return [None if parameter.grad is None else parameter.grad._version for parameter in self.parameters.tensors]
 
     def stats(self) -> StepStats | None:
         """See :attr:`ScapeOptimizer.stats`."""
