@@ -186,7 +186,7 @@ def raise_in_the_middle(rank: int, world_size: int) -> None:
     try:
         optimizer.step()
     except RuntimeError:
-        time.sleep(20 * rank)
+        time.sleep(8 * rank)
         raise
 
 
@@ -458,7 +458,7 @@ def fit_and_fail(rank: int, world_size: int) -> None:
     try:
         make_trainer().fit(FailsOnOneRank())
     except KeyError:
-        time.sleep(20)
+        time.sleep(8)
         raise
 
 
@@ -480,7 +480,7 @@ def fail_between_exchanges(rank: int, world_size: int) -> None:
     try:
         make_trainer(strategy).fit(FailsOnOneRank())
     except KeyError:
-        time.sleep(20)
+        time.sleep(8)
         raise
 
 
