@@ -226,16 +226,16 @@ class Communicator:
         return counted
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks of a vector, which may be overwritten. On a channel it travels with zeros behind it."""
+        """Sum over ranks; the tensor may be overwritten. On a channel it travels with zeros behind it."""
         if self.world_size == 1:
             return tensor
-        numbers = len(tensor)
-        if self.channel is not None and numbers < self.channel.length:
-            tensor = torch.cat([tensor, tensor.new_zeros(self.channel.length - numbers)])
+        sent = tensor
+        if self.channel is not None and tensor.numel() < self.channel.length:
+            sent = torch.cat([tensor.view(-1), tensor.new_zeros(self.channel.length - tensor.numel())])
         with self._message("norm"):
-            dist.all_reduce(tensor, group=self.process_group)
-        self.count_bytes("norm", 2 * tensor.numel() * tensor.element_size())
-        return tensor[:numbers]
+            dist.all_reduce(sent, group=self.process_group)
+        self.count_bytes("norm", 2 * sent.numel() * sent.element_size())
+        return sent.view(-1)[: tensor.numel()].view(tensor.shape)
 
     def all_to_all(self, values: Tensor) -> Work:
         """Sends shard j of ``values [N*R, q]`` to rank j; ``[N, R, q]`` arrive, the other ranks' values for this shard.

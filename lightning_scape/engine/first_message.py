@@ -129,7 +129,9 @@ class FirstMessage:
         channel, longer = self.communicator.channel, len(measured) - 1
         if channel is not None and longer > channel.sketched:
             if measured.device.type == "cpu":  # a rank that sends no sketch would have no room for this one
+                counted = self.communicator.bytes_sent["norm"]
                 known = self._exchange(measured.new_zeros(1), flags, standing)
+                self.communicator.bytes_sent["norm"] = counted  # once in a process: set-up is not counted
                 if known.error is not None:
                     return known
             channel.length, channel.sketched = channel.length - channel.sketched + longer, longer
