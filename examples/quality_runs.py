@@ -16,6 +16,8 @@ SIZES = {
     "0.2M": {"n_layer": 2, "n_embd": 72, "n_head": 2, "intermediate_size": 216},
     "1M": {"n_layer": 4, "n_embd": 128, "n_head": 4, "intermediate_size": 384},
     "3M": {"n_layer": 6, "n_embd": 192, "n_head": 6, "intermediate_size": 576},
+    "10M": {"n_layer": 8, "n_embd": 320, "n_head": 5, "intermediate_size": 960},
+    "30M": {"n_layer": 10, "n_embd": 512, "n_head": 8, "intermediate_size": 1536},
 }
 BETAS = (0.9, 0.95)
 TORCH_BETAS = (0.9, 0.999)
@@ -216,6 +218,8 @@ def in_turns(*lists: list[Run]) -> list[Run]:
 
 
 BOTH_BETAS = [BETAS, TORCH_BETAS]
+LARGE: dict[str, Any] = {"batch": 4, "context": 128}
+"""Of a rank, where a step takes seconds."""
 DIGITS: dict[str, Any] = {"steps": 1500, "betas": TORCH_BETAS}
 DROP_IN: dict[str, list[Run]] = {
     "drop_in_short": in_turns(
@@ -247,6 +251,7 @@ DROP_IN: dict[str, list[Run]] = {
         *sweep([DENSE[0], scape(0.9)], [4e-3], range(5, 10), size="0.2M", steps=10_000, betas=TORCH_BETAS),
     ],
     "drop_in_1M": drop_in(2e-3, [4e-3], sparsities=[0.99], size="1M", batch=4, steps=6000),
+    "drop_in_10M_rates": sweep(DENSE[:1], [1e-3, 2e-3, 5e-4], size="10M", steps=600, **LARGE),
 }
 """SCAPE with AdamW's settings, unchanged."""
 SUITES: dict[str, list[Run]] = {
