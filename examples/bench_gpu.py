@@ -36,9 +36,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, __version__, ops
 from lightning_scape.comm.collectives import Communicator, Work
-from lightning_scape.config import Quota
-from lightning_scape.engine.stats import PHASES, StepRecord
-from lightning_scape.layout import Layout
+from lightning_scape.core.layout import Layout
+from lightning_scape.core.quota import Quota
+from lightning_scape.scape.stats import PHASES, StepRecord
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"124M": (124, 768), "345M": (345, 1024), "500M": (500, 1280), "1.8B": (1800, 2048)}

@@ -32,9 +32,9 @@ from simulated_ranks import DenseRanks, Ranks, SimulatedRanks
 from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.engine.mask import Masks, Ranking
-from lightning_scape.engine.participation import Participation
-from lightning_scape.engine.state import ScapeState
+from lightning_scape.scape.mask import Masks, Ranking
+from lightning_scape.scape.participation import Participation
+from lightning_scape.scape.state import ScapeState
 
 OUT = Path(__file__).parent / "results" / "quality"
 MAX_NORM = 1.0

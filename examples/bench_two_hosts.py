@@ -131,8 +131,8 @@ def work(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from lightning_scape import plan
     from lightning_scape.planning import measure as measuring
+    from lightning_scape.tools import plan
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))

@@ -156,7 +156,7 @@ class Machine:
         self._process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "lightning_scape.tool", "torchrun", *self._options]
+        command = [sys.executable, "-m", "lightning_scape", "torchrun", *self._options]
         with open(self._out / f"{self.name}.log", "a") as log:
             self._process = self._start(command, stdout=log, stderr=subprocess.STDOUT)
 

@@ -11,7 +11,7 @@ set -euo pipefail
 out=${1:-out/litgpt_finetune}
 steps=${STEPS:-60}
 python=${PYTHON:-python}
-scape=("$python" -m lightning_scape.cli) # the same as the command litgpt-scape
+scape=("$python" -m lightning_scape.tools.cli) # the same as the command litgpt-scape
 read -ra extra <<< "${EXTRA:-}"
 mkdir -p "$out"
 

@@ -15,7 +15,7 @@ import matplotlib
 from quality_runs import BETAS, Run, Setting, results, run_of
 
 from lightning_scape import ScapeConfig
-from lightning_scape.engine.mask import SparsitySchedule
+from lightning_scape.scape.mask import SparsitySchedule
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scape.comm.collectives import Communicator, Work
-from lightning_scape.config import ScapeConfig
-from lightning_scape.optimizer import ScapeOptimizer
+from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.optimizer import ScapeOptimizer
 
 
 class Meeting:

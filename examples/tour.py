@@ -24,8 +24,9 @@ import matplotlib
 import torch
 from torch import Tensor, nn
 
-from lightning_scape import PythonSource, ScapeMonitor, ScapeStrategy, newest_checkpoint, tool
+from lightning_scape import PythonSource, ScapeMonitor, ScapeStrategy, newest_checkpoint
 from lightning_scape.reporting import History
+from lightning_scape.tools import commands
 
 SHORT = "--short" in sys.argv  # for tests: the same tour with fewer steps
 STEPS = 40 if SHORT else 400
@@ -38,7 +39,7 @@ warnings.filterwarnings("ignore", ".*does not have many workers.*")
 warnings.filterwarnings("ignore", ".*`IterableDataset` has `__len__` defined.*")
 warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")  # the report lies in it
 
-tool.main(["doctor"])
+commands.main(["doctor"])
 
 
 # %% 2. A model, as for any other strategy
@@ -175,7 +176,7 @@ print(f"\nDrawn: {OUT / 'loss_over_bytes.png'}")
 # nodes, their link, and how long forward and backward take on one of them.
 
 print("\nA plan for eight nodes on 1 Gbit/s:\n")
-tool.main(
+commands.main(
     ["plan", "--model", "pythia-160m", "--nodes", "8", "--bandwidth", "1gbit", "--step-compute", "0.8s"]
     + ["--sparsity", "0.9", "0.99"]
 )

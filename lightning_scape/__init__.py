@@ -8,23 +8,24 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.registration import register_with_lightning
+from lightning_scape.hosts.registration import register_with_lightning
+from lightning_scape.moved import import_old_names
 
 if TYPE_CHECKING:
-    from lightning_scape.adams import AdamS
     from lightning_scape.checkpoint.atomic_files import CheckpointError
     from lightning_scape.checkpoint.inspection import newest_checkpoint, resume_path
     from lightning_scape.comm.restarts import init_process_group
-    from lightning_scape.config import ScapeConfig
     from lightning_scape.data import PythonSource
-    from lightning_scape.engine.stats import StepStats
-    from lightning_scape.integrations.fabric import FabricScapeStrategy
-    from lightning_scape.integrations.monitor import ScapeMonitor
-    from lightning_scape.integrations.sparseloco_fabric import FabricSparseLoCoStrategy
-    from lightning_scape.integrations.sparseloco_monitor import SparseLoCoMonitor
-    from lightning_scape.integrations.sparseloco_trainer import SparseLoCoStrategy
-    from lightning_scape.integrations.trainer import ScapeStrategy
-    from lightning_scape.optimizer import ScapeOptimizer
+    from lightning_scape.hosts.fabric import FabricScapeStrategy
+    from lightning_scape.hosts.monitor import ScapeMonitor
+    from lightning_scape.hosts.sparseloco_fabric import FabricSparseLoCoStrategy
+    from lightning_scape.hosts.sparseloco_monitor import SparseLoCoMonitor
+    from lightning_scape.hosts.sparseloco_trainer import SparseLoCoStrategy
+    from lightning_scape.hosts.trainer import ScapeStrategy
+    from lightning_scape.scape.adams import AdamS
+    from lightning_scape.scape.config import ScapeConfig
+    from lightning_scape.scape.optimizer import ScapeOptimizer
+    from lightning_scape.scape.stats import StepStats
     from lightning_scape.sparseloco import ExchangeStats, SparseLoCo, SparseLoCoConfig
 
 __all__ = [
@@ -50,21 +51,21 @@ __all__ = [
 ]
 
 HOMES = {
-    "AdamS": "adams",
+    "AdamS": "scape.adams",
     "CheckpointError": "checkpoint.atomic_files",
     "ExchangeStats": "sparseloco",
-    "FabricScapeStrategy": "integrations.fabric",
-    "FabricSparseLoCoStrategy": "integrations.sparseloco_fabric",
+    "FabricScapeStrategy": "hosts.fabric",
+    "FabricSparseLoCoStrategy": "hosts.sparseloco_fabric",
     "PythonSource": "data",
-    "ScapeConfig": "config",
-    "ScapeMonitor": "integrations.monitor",
-    "ScapeOptimizer": "optimizer",
-    "ScapeStrategy": "integrations.trainer",
+    "ScapeConfig": "scape.config",
+    "ScapeMonitor": "hosts.monitor",
+    "ScapeOptimizer": "scape.optimizer",
+    "ScapeStrategy": "hosts.trainer",
     "SparseLoCo": "sparseloco",
     "SparseLoCoConfig": "sparseloco",
-    "SparseLoCoMonitor": "integrations.sparseloco_monitor",
-    "SparseLoCoStrategy": "integrations.sparseloco_trainer",
-    "StepStats": "engine.stats",
+    "SparseLoCoMonitor": "hosts.sparseloco_monitor",
+    "SparseLoCoStrategy": "hosts.sparseloco_trainer",
+    "StepStats": "scape.stats",
     "init_process_group": "comm.restarts",
     "newest_checkpoint": "checkpoint.inspection",
     "resume_path": "checkpoint.inspection",
@@ -88,5 +89,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+import_old_names()
 # No entry point registers strategies: `strategy="scape"` works once this package is imported.
 register_with_lightning()

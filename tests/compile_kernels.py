@@ -22,10 +22,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.engine.clipping import SKETCH_WIDTHS, random_signs
-from lightning_scape.layout import Layout
+from lightning_scape.core.layout import Layout
 from lightning_scape.ops import cuda, cuda_launch
 from lightning_scape.ops.naive_wire import GROUP
+from lightning_scape.scape.clipping import SKETCH_WIDTHS, random_signs
 
 NAMES = {
     torch.float32: "fp32",

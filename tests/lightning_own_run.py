@@ -25,7 +25,12 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
-from lightning_scape import FabricScapeStrategy, FabricSparseLoCoStrategy, ScapeStrategy, SparseLoCoStrategy
+from lightning_scape import (
+    FabricScapeStrategy,
+    FabricSparseLoCoStrategy,
+    ScapeStrategy,
+    SparseLoCoStrategy,
+)
 
 RUN = "LIGHTNING_OWN_RUN"
 """Which run a process is part of."""

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import without_lightning  # noqa: F401
 
-from lightning_scape.config import ScapeConfig
-from lightning_scape.optimizer import ScapeOptimizer
+from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.optimizer import ScapeOptimizer
 
 
 def main(steps: int, timeout: float, sparsity: float) -> None:

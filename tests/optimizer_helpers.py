@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_scape import ScapeOptimizer, ops
 from lightning_scape.comm.collectives import Work
-from lightning_scape.engine.state import piece_views
+from lightning_scape.core.tensors import piece_views
 
 RunRanks = Callable[..., list[Any]]
 SIZES = ((37, 11), (5,), (1,), (300, 7), (3, 3, 3), (641,))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ScapeConfig, ScapeOptimizer
-from lightning_scape.integrations import swap
+from lightning_scape.hosts import swap
 
 CHANGE_ROUNDING = 2e-4
 """A part in 2**9 of the longest change in :func:`train_on`: where kernel and twin differ in the last place before a

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_scape.adams import AdamS
+from lightning_scape.scape.adams import AdamS
 
 SHAPES = [(7,), (3, 5), (), (2, 3, 4)]
 

@@ -12,7 +12,7 @@ from torch import nn
 from trainer_helpers import MARKS, Regression, make_trainer, weights
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, SparseLoCoStrategy
-from lightning_scape.engine.first_message import Standing, difference
+from lightning_scape.scape.first_message import Standing, difference
 
 pytestmark = MARKS
 RunRanks = Callable[..., list[Any]]

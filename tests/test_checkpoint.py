@@ -15,7 +15,7 @@ from optimizer_helpers import SIZES, gradients, parameters, set_gradients, value
 from torch import Tensor
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer
-from lightning_scape.engine.state import piece_views
+from lightning_scape.core.tensors import piece_views
 
 RunRanks = Callable[..., list[Any]]
 

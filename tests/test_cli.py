@@ -24,7 +24,8 @@ pytest.importorskip("jsonargparse")
 
 from warm_python import warm_python
 
-from lightning_scape import FabricScapeStrategy, ScapeConfig, litgpt_cli
+from lightning_scape import FabricScapeStrategy, ScapeConfig
+from lightning_scape.tools import litgpt_cli
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "configs" / "tiny_cpu.yaml"
@@ -54,7 +55,7 @@ def run_module(module: str, *arguments: str, code: int = 0, timeout: float = 150
 
 def run_tiny(out: Path, steps: int, *options: str, python: str | None = None) -> str:
     return run_module(
-        "lightning_scape.cli",
+        "lightning_scape.tools.cli",
         "pretrain",
         f"--config={TINY}",
         f"--out_dir={out}",
@@ -119,7 +120,7 @@ def test_the_saved_hyperparameters_record_every_option(straight: tuple[Path, str
     assert recorded(straight[0] / checkpoint) == ScapeConfig(sparsity=0.8).as_dict()
     litgpts = yaml.safe_load((straight[0] / checkpoint / "hyperparameters.yaml").read_text())
     assert litgpts["train"]["max_tokens"] == 8 * STEP
-    assert litgpts["data"]["class_path"] == "lightning_scape.litgpt_data.LitGPTPythonSource"
+    assert litgpts["data"]["class_path"] == "lightning_scape.hosts.litgpt_data.LitGPTPythonSource"
 
 
 def test_a_resumed_run_takes_its_options_from_the_checkpoint_and_ends_bitwise_the_same(

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from lightning_scape.console import ends_quietly
+from lightning_scape.tools.console import ends_quietly
 
-COMMANDS = [["lightning_scape.tool", "--help"]]
+COMMANDS = [["lightning_scape.tools.commands", "--help"]]
 MORE_COMMANDS = [
-    ["lightning_scape.cli", "pretrain", "--help"],
-    ["lightning_scape.plan", "--help"],
-    ["lightning_scape.doctor", "--help"],
+    ["lightning_scape.tools.cli", "pretrain", "--help"],
+    ["lightning_scape.tools.plan", "--help"],
+    ["lightning_scape.tools.doctor", "--help"],
 ]
 
 

@@ -34,10 +34,19 @@ from rank_checks import CHANGE_ROUNDING, train_on
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.engine.clipping import SKETCH_WIDTHS, random_signs
-from lightning_scape.layout import Layout
-from lightning_scape.ops import chunked, cpu, cpu_arrays, cpu_kernels, cpu_ranking, cpu_update, cpu_wire, naive
+from lightning_scape.core.layout import Layout
+from lightning_scape.ops import (
+    chunked,
+    cpu,
+    cpu_arrays,
+    cpu_kernels,
+    cpu_ranking,
+    cpu_update,
+    cpu_wire,
+    naive,
+)
 from lightning_scape.ops.naive_wire import GROUP
+from lightning_scape.scape.clipping import SKETCH_WIDTHS, random_signs
 
 FLOATS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 STATES = st.sampled_from([torch.float32, torch.float64])
@@ -606,8 +615,8 @@ def test_two_ranks_train_alike_in_numba_and_by_reference(
 
 COLD_START = """
 import time, torch, without_lightning
-from lightning_scape.config import ScapeConfig
-from lightning_scape.optimizer import ScapeOptimizer
+from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.optimizer import ScapeOptimizer
 parameters = [torch.nn.Parameter(torch.randn(300, 20))]
 optimizer = ScapeOptimizer(parameters, config=ScapeConfig(sparsity=0.99, sparsity_warmup_steps=0, update="adamw"))
 parameters[0].grad = torch.randn(300, 20)
@@ -634,8 +643,8 @@ def test_compiling_is_announced_once_and_kept(tmp_path: Path) -> None:
 STEP_AT_EXIT = """
 import atexit, torch, without_lightning
 torch.set_num_threads(2)
-from lightning_scape.config import ScapeConfig
-from lightning_scape.optimizer import ScapeOptimizer
+from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.optimizer import ScapeOptimizer
 parameter = torch.nn.Parameter(torch.randn(200_000))
 optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.99, sparsity_warmup_steps=0))
 def last():

@@ -28,7 +28,13 @@ from test_checkpoint import build, everything, train
 from test_sharded import load, numbered
 from trainer_helpers import GivenRanks, Regression, make_trainer
 
-from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy, newest_checkpoint
+from lightning_scape import (
+    FabricScapeStrategy,
+    ScapeConfig,
+    ScapeOptimizer,
+    ScapeStrategy,
+    newest_checkpoint,
+)
 from lightning_scape.checkpoint.atomic_files import load_file, save_file
 from lightning_scape.checkpoint.inspection import verify
 from lightning_scape.checkpoint.saver import Content, Saver

@@ -19,7 +19,7 @@ from doc_pages import ROOT, Block, blocks
 from doc_runs import SHORT, execute
 
 import lightning_scape
-from lightning_scape import litgpt_cli, tool
+from lightning_scape.tools import commands, litgpt_cli
 
 RunRanks = Callable[..., list[Any]]
 PYTHON, BASH = blocks("python"), blocks("bash")
@@ -102,7 +102,7 @@ RUN_BY = {
 """By how a command begins (the longest counts): the test that runs it or its short form."""
 
 
-def commands(block: Block) -> Iterator[list[str]]:
+def commands_of(block: Block) -> Iterator[list[str]]:
     """The single commands of a block, as words, without variables in front and the virtual environment's folder."""
     for line in block.text.replace("\\\n", " ").splitlines():
         for part in line.split("&&"):
@@ -127,7 +127,7 @@ def test_every_command_is_run_by_a_test_or_says_why_not(block: Block) -> None:
         for name in re.findall(r"tests/\w+\.py", block.not_run):
             assert (ROOT / name).is_file()
         return
-    for words in commands(block):
+    for words in commands_of(block):
         assert runner(words) is not None, (
             f"{shlex.join(words)}: no test is named in RUN_BY, and no <!-- not run: ... -->"
         )
@@ -138,17 +138,17 @@ def test_the_tests_that_run_commands_are_there() -> None:
         file, _, function = where.partition(": ")
         if function:
             assert f"def {function}(" in (ROOT / "tests" / file).read_text(), start
-    starts = [" ".join(words) for block in BASH if block.not_run is None for words in commands(block)]
+    starts = [" ".join(words) for block in BASH if block.not_run is None for words in commands_of(block)]
     assert [start for start in RUN_BY if not any(line.startswith(start) for line in starts)] == []
 
 
-HERE = [words for block in BASH for words in commands(block) if runner(words) == "here"]
+HERE = [words for block in BASH for words in commands_of(block) if runner(words) == "here"]
 
 
 @pytest.mark.parametrize("words", [*{" ".join(words): words for words in HERE}.values()], ids=" ".join)
 def test_what_runs_here_succeeds(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert words[0] == "lightning-scape"
-    assert tool.main(words[1:]) == 0
+    assert commands.main(words[1:]) == 0
     output = capsys.readouterr().out
     assert (lightning_scape.__version__ if words[1] == "--version" else "Use SCAPE 0.99") in output
 
@@ -156,7 +156,7 @@ def test_what_runs_here_succeeds(words: list[str], capsys: pytest.CaptureFixture
 def test_the_plan_that_a_page_shows_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     (shown,) = [block for block in blocks("text") if block.page == "docs/planning.md"]
     (plan,) = {" ".join(words): words for words in HERE if words[1] == "plan"}.values()
-    assert tool.main(plan[1:]) == 0
+    assert commands.main(plan[1:]) == 0
     assert shown.text.removesuffix("...\n") in capsys.readouterr().out
 
 
@@ -189,11 +189,11 @@ def _python(words: list[str]) -> str | None:
 def _lightning_scape(words: list[str]) -> str | None:
     if words[0] == "--version":
         return None
-    if words[0] not in tool.COMMANDS:
+    if words[0] not in commands.COMMANDS:
         return f"no command {words[0]}"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        tool.main([words[0], "--help"])
+        commands.main([words[0], "--help"])
     missing = [flag for flag in _flags(words) if f"--{flag}" not in printed.getvalue()]
     return f"{words[0]} has no {missing}" if missing else None
 
@@ -240,7 +240,7 @@ def _torchrun(words: list[str]) -> str | None:
 
 
 def test_options_in_our_help_of_torchrun_are_torchruns() -> None:
-    assert _torchrun(re.findall(r"--[\w-]+", tool.TORCHRUN)) is None
+    assert _torchrun(re.findall(r"--[\w-]+", commands.TORCHRUN)) is None
 
 
 def _sbatch(words: list[str]) -> str | None:
@@ -264,9 +264,9 @@ CHECKS: dict[str, Callable[[list[str]], str | None]] = {
 @pytest.mark.parametrize("block", BASH, ids=lambda block: block.name)
 def test_what_a_command_names_is_there(block: Block) -> None:
     pytest.importorskip("litgpt", reason="commands of LitGPT's are checked against it")
-    if any("train.py" in word for words in commands(block) for word in words):
+    if any("train.py" in word for words in commands_of(block) for word in words):
         assert block.not_run  # the reader's own script
-    found = [problem(words) for words in commands(block) if words[:2] != ["python", "train.py"]]
+    found = [problem(words) for words in commands_of(block) if words[:2] != ["python", "train.py"]]
     assert [text for text in found if text] == []
 
 

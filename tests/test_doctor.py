@@ -19,13 +19,13 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from lightning_scape import doctor, tool
 from lightning_scape.comm.round_trips import neighbours
-from lightning_scape.diagnosis import host, network, packages, ranks
-from lightning_scape.diagnosis.findings import Finding, exit_status, report
-from lightning_scape.diagnosis.meeting import Place
-from lightning_scape.diagnosis.network import Interface
-from lightning_scape.diagnosis.ranks import Trip
+from lightning_scape.tools import commands, doctor
+from lightning_scape.tools.diagnosis import host, network, packages, ranks
+from lightning_scape.tools.diagnosis.findings import Finding, exit_status, report
+from lightning_scape.tools.diagnosis.meeting import Place
+from lightning_scape.tools.diagnosis.network import Interface
+from lightning_scape.tools.diagnosis.ranks import Trip
 
 RunRanks = Callable[..., list[Any]]
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def look(rank: int, world_size: int, port: int, options: tuple[str, ...], enviro
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **environ)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        status = tool.main(["doctor", *options])
+        status = commands.main(["doctor", *options])
     return status, printed.getvalue()
 
 
@@ -389,7 +389,7 @@ def test_one_process_looks_at_its_host_and_says_how_to_look_at_the_network(
 ) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert tool.main(["doctor"]) == 0
+    assert commands.main(["doctor"]) == 0
     said = capsys.readouterr().out
     assert [line for line in said.splitlines() if line in ("Installed", "This host", "Network", "Ranks")] == [
         "Installed",

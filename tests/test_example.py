@@ -23,7 +23,7 @@ from warm_python import warm_python
 
 import lightning_scape
 from lightning_scape import ScapeConfig
-from lightning_scape.engine.mask import SparsitySchedule
+from lightning_scape.scape.mask import SparsitySchedule
 
 RunRanks = Callable[..., list[Any]]
 ROOT = Path(__file__).parents[1]

@@ -209,7 +209,9 @@ def test_lm_eval_and_litgpt_agree_on_the_bits_per_byte_of_a_checkpoint(tmp_path:
         return done.stdout
 
     short = ("--devices=1", "--train.max_tokens=40960", "--train.lr_warmup_steps=2", "--eval.max_iters=1")
-    run("-m", "lightning_scape.cli", "pretrain", "--config=configs/tiny_cpu.yaml", *short, f"--out_dir={tmp_path}")
+    run(
+        "-m", "lightning_scape.tools.cli", "pretrain", "--config=configs/tiny_cpu.yaml", *short, f"--out_dir={tmp_path}"
+    )
     checkpoint = tmp_path / "final"
     before = sorted(checkpoint.iterdir())
     output = run(EXAMPLES / "evaluate_litgpt.py", checkpoint, "--max-bytes=5000")

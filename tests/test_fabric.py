@@ -25,7 +25,7 @@ from warm_python import warm_python
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.engine.clipping import GradientClipping
+from lightning_scape.scape.clipping import GradientClipping
 
 RunRanks = Callable[..., list[Any]]
 WIDTH = 9

@@ -32,7 +32,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from trainer_helpers import BATCHES, Regression, loader, make_trainer, ours, weights
 
 from lightning_scape import ScapeMonitor, ScapeOptimizer, ScapeStrategy
-from lightning_scape.engine.stats import PHASES
+from lightning_scape.scape.stats import PHASES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:No seed found"),

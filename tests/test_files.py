@@ -23,10 +23,11 @@ import torch
 from test_checkpoint import build, build_state, everything, train
 from test_sharded import assert_equal, mutate, save
 
-from lightning_scape import CheckpointError, ScapeConfig, newest_checkpoint, tool
+from lightning_scape import CheckpointError, ScapeConfig, newest_checkpoint
 from lightning_scape.checkpoint.atomic_files import load_file, load_stream, save_file
 from lightning_scape.checkpoint.inspection import verify
-from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.tools import commands
 
 CONFIG = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
 
@@ -294,7 +295,7 @@ def test_the_newest_of_litgpts_folders_is_the_file_in_it(tmp_path: Path) -> None
 def test_the_tool_checks_all_that_it_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"a": 1}, tmp_path / "good")
     (tmp_path / "bad").write_bytes(b"PK")
-    assert tool.main(["verify", str(tmp_path / "none"), str(tmp_path / "bad"), str(tmp_path / "good")]) == 1
+    assert commands.main(["verify", str(tmp_path / "none"), str(tmp_path / "bad"), str(tmp_path / "good")]) == 1
     said = capsys.readouterr()
     assert f"must be at '{tmp_path}/none', got nothing there" in said.err
     assert f"{tmp_path}/bad'" in said.err
@@ -305,10 +306,10 @@ def test_the_tool_does_not_write_over_what_it_reads(tmp_path: Path, capsys: pyte
     save_file({"a": 1}, tmp_path / "c")
     before = (tmp_path / "c").read_bytes()
     for target in (tmp_path / "c", tmp_path / "." / "c", tmp_path):
-        assert tool.main(["consolidate", str(tmp_path / "c"), str(target)]) == 1
+        assert commands.main(["consolidate", str(tmp_path / "c"), str(target)]) == 1
         assert "FILE must be a free name or another file, got" in capsys.readouterr().err
     assert (tmp_path / "c").read_bytes() == before
-    assert tool.main(["consolidate", str(tmp_path / "none"), str(tmp_path / "d")]) == 1
+    assert commands.main(["consolidate", str(tmp_path / "none"), str(tmp_path / "d")]) == 1
     assert "got nothing there" in capsys.readouterr().err
 
 

@@ -43,7 +43,7 @@ def test_a_long_function_is_found() -> None:
 
 def test_the_step_fits_one_screen() -> None:
     """Its body, as it stands in the file."""
-    tree = ast.parse((ROOT / "engine" / "step.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "scape" / "step.py").read_text(encoding="utf-8"))
     (step,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "step")
     assert step.end_lineno is not None
     assert step.end_lineno - step.body[1].lineno + 1 <= 50

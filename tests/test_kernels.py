@@ -20,7 +20,16 @@ from kernel_checks import FAR, SWEEPING_RANKS, SWEEPS, FarAway, KernelChecks, as
 from rank_checks import CHANGE_ROUNDING, train_on, train_scaled
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.ops import chunked, cpu, cuda, cuda_gradients, cuda_launch, cuda_masks, cuda_update, naive
+from lightning_scape.ops import (
+    chunked,
+    cpu,
+    cuda,
+    cuda_gradients,
+    cuda_launch,
+    cuda_masks,
+    cuda_update,
+    naive,
+)
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"),

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_scape.layout import Layout, Piece
+from lightning_scape.core.layout import Layout, Piece
 
 
 def test_example_of_the_docstring() -> None:

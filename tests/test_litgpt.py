@@ -30,8 +30,15 @@ from litgpt.pretrain import main as pretrain_main
 from litgpt.pretrain import setup as pretrain_setup
 from litgpt.utils import chunked_cross_entropy
 
-from lightning_scape import FabricScapeStrategy, PythonSource, ScapeConfig, ScapeOptimizer, ScapeStrategy, litgpt_cli
-from lightning_scape.litgpt_data import LitGPTPythonSource
+from lightning_scape import (
+    FabricScapeStrategy,
+    PythonSource,
+    ScapeConfig,
+    ScapeOptimizer,
+    ScapeStrategy,
+)
+from lightning_scape.hosts.litgpt_data import LitGPTPythonSource
+from lightning_scape.tools import litgpt_cli
 
 RunRanks = Callable[..., list[Any]]
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -435,7 +442,7 @@ def run_files(rank: int, world_size: int, folder: str, names: list[str]) -> None
         if "n_query_groups" in read(name)["model_config"]:
             shrunk["n_query_groups"] = 2
         options = {f"model_config.{key}": value for key, value in shrunk.items()} | {
-            "data": "lightning_scape.litgpt_data.LitGPTPythonSource",
+            "data": "lightning_scape.hosts.litgpt_data.LitGPTPythonSource",
             "data.max_bytes": 300_000,
             "devices": world_size,
             "num_nodes": 1,

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lightning_scape import ScapeConfig
 from lightning_scape.comm.collectives import Communicator, Work
-from lightning_scape.engine.mask import Masks, SparsitySchedule
-from lightning_scape.engine.state import ScapeState
-from lightning_scape.layout import Layout
+from lightning_scape.core.layout import Layout
+from lightning_scape.scape.mask import Masks, SparsitySchedule
+from lightning_scape.scape.state import ScapeState
 
 CPU = torch.device("cpu")
 SECONDS = 0.02

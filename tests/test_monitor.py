@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from trainer_helpers import BATCHES, Regression, TwoOptimizers, make_trainer
 
 from lightning_scape import ScapeConfig, ScapeMonitor, ScapeOptimizer, ScapeStrategy, StepStats
-from lightning_scape.integrations.monitor import collect_metrics
+from lightning_scape.hosts.monitor import collect_metrics
 
 
 class Recorder(DummyLogger):

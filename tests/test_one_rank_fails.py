@@ -14,12 +14,17 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from trainer_helpers import MARKS, Regression, make_trainer
 
-from lightning_scape import FabricScapeStrategy, FabricSparseLoCoStrategy, ScapeStrategy, SparseLoCoStrategy
+from lightning_scape import (
+    FabricScapeStrategy,
+    FabricSparseLoCoStrategy,
+    ScapeStrategy,
+    SparseLoCoStrategy,
+)
 from lightning_scape.checkpoint import saver
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.together import together
-from lightning_scape.integrations import swap
-from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.hosts import swap
+from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
 
 pytestmark = MARKS
 SOON = 20.0

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.engine.clipping import SKETCH_WIDTHS, random_signs, sketch_deviation
-from lightning_scape.layout import Layout
+from lightning_scape.core.layout import Layout
+from lightning_scape.scape.clipping import SKETCH_WIDTHS, random_signs, sketch_deviation
 
 ONE, ZERO = torch.ones(()), torch.zeros(())
 

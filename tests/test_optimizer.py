@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.comm import collectives
-from lightning_scape.engine.first_message import DIGITS
-from lightning_scape.engine.participation import pack_flags
-from lightning_scape.engine.state import piece_views
+from lightning_scape.core.tensors import piece_views
+from lightning_scape.scape.first_message import DIGITS
+from lightning_scape.scape.participation import pack_flags
 
 # ------------------------------------------------------------------------------------------- density 1 is dense AdamS
 

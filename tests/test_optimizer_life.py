@@ -14,7 +14,7 @@ from optimizer_helpers import FP32, RunRanks, parameters, set_gradients
 from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer
-from lightning_scape.engine.state import piece_views
+from lightning_scape.core.tensors import piece_views
 
 # ------------------------------------------------------------------------------------------------------------ figures
 
@@ -141,8 +141,8 @@ ENDS = """
 import os, sys, torch
 import torch.distributed as dist
 import without_lightning
-from lightning_scape.config import ScapeConfig
-from lightning_scape.optimizer import ScapeOptimizer
+from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.optimizer import ScapeOptimizer
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 torch.manual_seed(0)
@@ -162,7 +162,7 @@ def last():
     optimizer.step()
     optimizer.drain()
     print("stepped")
-import atexit, without_lightning, lightning_scape.optimizer
+import atexit, without_lightning, lightning_scape.scape.optimizer
 atexit.register(last)
 """
 

@@ -15,7 +15,7 @@ import lightning_scape
 ANSWERED_AT_ONCE = """
 import contextlib, io, sys
 import lightning_scape
-from lightning_scape import cli, tool
+from lightning_scape.tools import cli, commands
 
 def run(main, *words):
     sys.argv = ["command", *words]
@@ -27,11 +27,11 @@ def run(main, *words):
     assert out.getvalue(), words
     return status or 0
 
-commands = [["--version"], ["--help"], *([name, "--help"] for name in tool.COMMANDS)]
-helped = [run(tool.main, *words) for words in commands]
+asked = [["--version"], ["--help"], *([name, "--help"] for name in commands.COMMANDS)]
+helped = [run(commands.main, *words) for words in asked]
 wrong = [["pln"], ["torchrun"], ["plan", "--nodes", "x"], ["doctor", "--timeout=x"]]
-wrong += [[name, "--nonsens"] for name in tool.COMMANDS if name != "torchrun"]
-mistyped = [run(tool.main, *words) for words in wrong]
+wrong += [[name, "--nonsens"] for name in commands.COMMANDS if name != "torchrun"]
+mistyped = [run(commands.main, *words) for words in wrong]
 helped += [run(cli.main, word) for word in ("--help", "-h", "--version")]
 assert set(helped) == {0} and set(mistyped) == {2}, (helped, mistyped)
 slow = {"torch", "numpy", "lightning", "matplotlib", "litgpt", "yaml"} & set(sys.modules)
@@ -58,7 +58,7 @@ lightning_scape.SparseLoCoStrategy = lambda **options: options
 lightning_scape.ScapeStrategy = lambda **options: options
 assert StrategyRegistry["scape"]() == StrategyRegistry["sparseloco"]() == {{}}
 assert StrategyRegistry["scape_notebook"]() == {{"start_method": "fork"}}
-assert not [finder for finder in sys.meta_path if type(finder).__module__ == "lightning_scape.registration"]
+assert not [finder for finder in sys.meta_path if type(finder).__module__ == "lightning_scape.hosts.registration"]
 assert lightning.__loader__.get_source("lightning") == "import lightning.fabric, lightning.pytorch" + chr(10)
 """
 
@@ -111,6 +111,6 @@ def test_every_public_name_has_its_home_where_type_checkers_see_it() -> None:
 
 
 def test_modules_are_attributes_and_other_names_are_not() -> None:
-    assert lightning_scape.layout.__name__ == "lightning_scape.layout"
+    assert lightning_scape.core.layout.__name__ == "lightning_scape.core.layout"
     with pytest.raises(AttributeError, match="module 'lightning_scape' has no attribute 'ScapeStrateg'"):
         lightning_scape.ScapeStrateg  # noqa: B018

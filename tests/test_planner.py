@@ -16,11 +16,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_scape import ScapeConfig, ScapeOptimizer, StepStats, plan, tool
-from lightning_scape import arguments as words
+from lightning_scape import ScapeConfig, ScapeOptimizer, StepStats
 from lightning_scape import planning as planner
 from lightning_scape.planning import measure as measuring
 from lightning_scape.planning.cost_model import Job, Link, Machine, Weight
+from lightning_scape.tools import arguments as words
+from lightning_scape.tools import commands, plan
 
 WEIGHTS = (Weight(50_000, None, False), *(Weight(30_000, i) for i in range(4)), Weight(50_000))
 JOB = Job(weights=WEIGHTS, ranks=8, step_compute=0.01)
@@ -349,7 +350,7 @@ def test_the_messages_are_never_said_to_take_longer_than_the_step_that_they_are_
 
 
 def run_tool(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    status = tool.main(["plan", *arguments])
+    status = commands.main(["plan", *arguments])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 
@@ -513,14 +514,14 @@ def test_what_cannot_be_planned_is_an_error_with_a_remedy(capsys: Any, arguments
 )
 def test_a_missing_or_wrong_option_is_named(capsys: Any, arguments: str, message: str) -> None:
     with pytest.raises(SystemExit):
-        tool.main(["plan", *arguments.split()])
+        commands.main(["plan", *arguments.split()])
     assert message in capsys.readouterr().err
 
 
 def test_the_tool_lists_its_commands_and_rejects_others(capsys: Any) -> None:
-    assert tool.main([]) == 0
+    assert commands.main([]) == 0
     assert "plan" in capsys.readouterr().out
-    assert tool.main(["dance"]) == 2
+    assert commands.main(["dance"]) == 2
     assert "got 'dance'" in capsys.readouterr().err
 
 

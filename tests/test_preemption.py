@@ -18,9 +18,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from trainer_helpers import BATCHES, MARKS, GivenRanks, Regression, make_trainer, weights
 
-from lightning_scape import FabricScapeStrategy, FabricSparseLoCoStrategy, ScapeStrategy, SparseLoCoStrategy
+from lightning_scape import (
+    FabricScapeStrategy,
+    FabricSparseLoCoStrategy,
+    ScapeStrategy,
+    SparseLoCoStrategy,
+)
 from lightning_scape.comm import stop_word
-from lightning_scape.integrations.preemption import Preemption
+from lightning_scape.hosts.preemption import Preemption
 
 pytestmark = MARKS
 EPOCHS = 20

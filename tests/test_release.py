@@ -67,7 +67,7 @@ def test_wheel_and_sdist_build_install_and_train(tmp_path: Path, kind: str) -> N
     target = tmp_path / "installed"
     run(*install, target, {"whl": wheel, "gz": sdist}[kind], cwd=tmp_path)
     assert run(sys.executable, script, target, cwd=script.parent, path=target).strip().endswith(version)
-    tool = (sys.executable, "-m", "lightning_scape.tool", "--version")
+    tool = (sys.executable, "-m", "lightning_scape", "--version")
     assert run(*tool, cwd=target.parent, path=target).strip() == version
 
 

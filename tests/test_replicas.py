@@ -20,7 +20,7 @@ from optimizer_helpers import (
 from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer
-from lightning_scape.engine.clipping import GradientClipping
+from lightning_scape.scape.clipping import GradientClipping
 
 # ------------------------------------------------------------------------------------------------ replicas stay equal
 

@@ -20,12 +20,13 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from trainer_helpers import MARKS, Regression, TwoOptimizers, make_trainer
 
-from lightning_scape import ScapeMonitor, SparseLoCoMonitor, SparseLoCoStrategy, tool
-from lightning_scape.integrations import run_report
+from lightning_scape import ScapeMonitor, SparseLoCoMonitor, SparseLoCoStrategy
+from lightning_scape.hosts import run_report
 from lightning_scape.reporting import FIGURES, PAGE, History, write_page
 from lightning_scape.reporting import history as histories
 from lightning_scape.reporting import page as pages
 from lightning_scape.reporting.plots import MOST_POINTS, plots, thinned
+from lightning_scape.tools import commands
 
 pytest.importorskip("matplotlib", reason="reports are drawn with matplotlib")
 pytestmark = MARKS
@@ -295,16 +296,16 @@ def test_a_line_that_was_torn_costs_no_other_and_is_told(tmp_path: Path) -> None
 
 def test_a_page_of_a_run_that_was_killed_can_be_made_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path, run_line(0), point(1), point(2))
-    assert tool.main(["report", str(tmp_path)]) == 0
+    assert commands.main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / PAGE}\n"
     assert "ended not yet, or it was killed" in Page((tmp_path / PAGE).read_text()).text
     with open(tmp_path / FIGURES, "a") as file:
         file.write('\n{"kind": "poi')
-    assert tool.main(["report", str(tmp_path)]) == 0
+    assert commands.main(["report", str(tmp_path)]) == 0
     said = capsys.readouterr()
     assert said.out == f"{tmp_path / PAGE}\n"
     assert said.err.startswith(f"lightning-scape: passed over: {tmp_path / FIGURES}, line 4: it must be JSON")
-    assert tool.main(["report", str(tmp_path / "nothing")]) == 1
+    assert commands.main(["report", str(tmp_path / "nothing")]) == 1
     assert "got no figures in" in capsys.readouterr().err
 
 
@@ -490,7 +491,7 @@ def test_the_command_without_matplotlib_says_what_to_install(
 ) -> None:
     """It ended in a traceback."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert tool.main(["report", "x"]) == 1
+    assert commands.main(["report", "x"]) == 1
     assert "`lightning-scape report` needs matplotlib. Install it: pip install 'lightning" in capsys.readouterr().err
 
 

@@ -20,8 +20,9 @@ from test_doctor import free_port
 from trainer_helpers import MARKS, Regression
 from warm_python import warm_python
 
-from lightning_scape import ScapeStrategy, tool
-from lightning_scape.integrations import requeue
+from lightning_scape import ScapeStrategy
+from lightning_scape.hosts import requeue
+from lightning_scape.tools import commands
 
 ROOT = Path(__file__).resolve().parents[1]
 JOB = str(ROOT / "tests" / "requeue_job.py")
@@ -83,7 +84,7 @@ def test_ranks_that_get_the_signal_in_different_steps_save_the_same_one(
     assert start(stopped, 11, [5, 7], method=method, **options) == [0, 0]
     assert (stopped / "scontrol.txt").read_text() == "requeue 77\n"
     checkpoint = stopped / "hpc_ckpt_1.ckpt"
-    tool.main(["verify", str(checkpoint)])  # and so it was there when the job was requeued
+    commands.main(["verify", str(checkpoint)])  # and so it was there when the job was requeued
     if not options:
         saved = torch.load(checkpoint, weights_only=True)
         assert saved["global_step"] == saved_at

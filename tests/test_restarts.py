@@ -19,9 +19,10 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from trainer_helpers import MARKS, Regression, make_trainer
 
-from lightning_scape import CheckpointError, ScapeStrategy, SparseLoCoStrategy, resume_path, tool
+from lightning_scape import CheckpointError, ScapeStrategy, SparseLoCoStrategy, resume_path
 from lightning_scape.comm.restarts import agree_on_name
-from lightning_scape.integrations.resume import rescaled
+from lightning_scape.hosts.resume import rescaled
+from lightning_scape.tools import commands
 
 RunRanks = Callable[..., list[Any]]
 pytestmark = MARKS
@@ -335,5 +336,5 @@ def test_lightning_scape_torchrun_is_torchrun_with_a_new_store_at_each_start(mon
         monkeypatch.delenv(variable, raising=False)
         if before is not None:
             monkeypatch.setenv(variable, before)
-        assert tool.main(["torchrun", "--nnodes=1:2", "train.py", "--help"]) == 0
+        assert commands.main(["torchrun", "--nnodes=1:2", "train.py", "--help"]) == 0
     assert seen == [(["--nnodes=1:2", "train.py", "--help"], "1"), (["--nnodes=1:2", "train.py", "--help"], "0")]

@@ -20,7 +20,7 @@ from trainer_helpers import GivenRanks
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
 from lightning_scape.checkpoint.saver import consolidate
-from lightning_scape.integrations import swap
+from lightning_scape.hosts import swap
 
 RunRanks = Callable[..., list[Any]]
 WIDTH, STEPS, EPOCH, ACCUMULATE = 9, 11, 7, 2

@@ -18,7 +18,7 @@ from test_cli import ROOT, STEP, TINY, load, run_module
 from test_sharded import assert_equal
 from warm_python import warm_python
 
-from lightning_scape import litgpt_cli
+from lightning_scape.tools import litgpt_cli
 
 STEPS = 16
 OPTIONS = (
@@ -35,7 +35,7 @@ def run_until_killed(out: Path) -> None:
     launched = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK", "LT_STRATEGY", litgpt_cli.OPTIONS_VARIABLE)
     environ = {name: value for name, value in os.environ.items() if name not in launched}
     environ |= {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [warm_python(), "-m", "lightning_scape.cli", *OPTIONS, f"--out_dir={out}"]
+    command = [warm_python(), "-m", "lightning_scape.tools.cli", *OPTIONS, f"--out_dir={out}"]
     with subprocess.Popen(
         command, cwd=ROOT, env=environ, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as run:
@@ -50,10 +50,10 @@ def run_until_killed(out: Path) -> None:
 
 
 def test_a_run_that_was_killed_resumes_and_ends_bitwise_as_one_that_was_not(tmp_path: Path) -> None:
-    run_module("lightning_scape.cli", *OPTIONS, f"--out_dir={tmp_path / 'straight'}")
+    run_module("lightning_scape.tools.cli", *OPTIONS, f"--out_dir={tmp_path / 'straight'}")
     run_until_killed(tmp_path / "killed")
     assert not (tmp_path / "killed" / "final").exists()
-    output = run_module("lightning_scape.cli", *OPTIONS, f"--out_dir={tmp_path / 'killed'}", "--resume=auto")
+    output = run_module("lightning_scape.tools.cli", *OPTIONS, f"--out_dir={tmp_path / 'killed'}", "--resume=auto")
     assert "Resuming training from" in output
     straight, resumed = load(tmp_path / "straight" / "final"), load(tmp_path / "killed" / "final")
     assert straight["step_count"] == resumed["step_count"] == STEPS

@@ -15,8 +15,8 @@ from torch.multiprocessing import ProcessRaisedException
 from trainer_helpers import MARKS, Regression, loader, make_trainer
 
 from lightning_scape import ScapeMonitor, ScapeStrategy, SparseLoCoStrategy
-from lightning_scape.integrations import ending
-from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.hosts import ending
+from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
 
 pytestmark = MARKS
 STRATEGIES = [ScapeStrategy, SparseLoCoStrategy]

@@ -14,8 +14,8 @@ from torch.optim import lr_scheduler
 from trainer_helpers import MARKS, Regression, make_trainer
 
 from lightning_scape import FabricScapeStrategy, ScapeStrategy, SparseLoCoStrategy
-from lightning_scape.integrations import sparseloco
-from lightning_scape.integrations.schedulers import as_data, retarget_schedulers, with_live
+from lightning_scape.hosts import sparseloco
+from lightning_scape.hosts.schedulers import as_data, retarget_schedulers, with_live
 
 pytestmark = MARKS
 

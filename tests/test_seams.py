@@ -129,7 +129,7 @@ def test_no_private_name_of_the_package_is_used(path: Path) -> None:
         "self._count(3)",
         "ranks[0]._layout",
         "build()._state",
-        "from lightning_scape.engine.clipping import _measure",
+        "from lightning_scape.scape.clipping import _measure",
         "from lightning_scape._hidden import shown",
         "import lightning_scape._hidden",
         "from lightning_scape.ops import cuda\ncuda._launch()",

@@ -23,8 +23,8 @@ from lightning_scape.checkpoint.dcp import Directory
 from lightning_scape.checkpoint.inspection import verify
 from lightning_scape.checkpoint.saver import Content, SavedContent, Saver, consolidate
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.engine.state import piece_views
-from lightning_scape.tool import main
+from lightning_scape.core.tensors import piece_views
+from lightning_scape.tools.commands import main
 
 RunRanks = Callable[..., list[Any]]
 CONFIG = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update="adams")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scape.comm.collectives import Work, new_mask_group
-from lightning_scape.integrations.sparseloco import what_holds
+from lightning_scape.hosts.sparseloco import what_holds
 from lightning_scape.sparseloco import SparseLoCo, SparseLoCoConfig
 
 EXACT: dict[str, Any] = {"density": 1.0, "bits": None, "error_decay": 1.0, "outer_lr": 1.0}

@@ -21,7 +21,8 @@ pytest.importorskip("jsonargparse")
 
 from litgpt.pretrain import setup as pretrain_setup
 
-from lightning_scape import SparseLoCoConfig, litgpt_cli
+from lightning_scape import SparseLoCoConfig
+from lightning_scape.tools import litgpt_cli
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "configs" / "sparseloco_tiny_cpu.yaml"

@@ -16,7 +16,7 @@ from lightning_scape import SparseLoCo
 from lightning_scape.checkpoint.inspection import verify
 from lightning_scape.checkpoint.saver import Content, SavedContent, Saver
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.engine.local_shards import local
+from lightning_scape.core.local_shards import local
 
 SHAPES = ((5, 3), (7,), (1, 4))
 """Rows that do not divide by two, and one row: a rank of each node holds nothing of it."""

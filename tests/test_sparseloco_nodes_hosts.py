@@ -16,7 +16,7 @@ from trainer_helpers import MARKS, GivenRanks, make_trainer
 from two_level_helpers import whole
 
 from lightning_scape import FabricSparseLoCoStrategy, SparseLoCo, SparseLoCoStrategy
-from lightning_scape.integrations import sparseloco
+from lightning_scape.hosts import sparseloco
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
 OPTIONS: dict[str, Any] = {"sync_every": 3, "density": 1 / 4, "local_group_size": 2}

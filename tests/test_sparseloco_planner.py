@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_scape import SparseLoCo, SparseLoCoConfig, plan
+from lightning_scape import SparseLoCo, SparseLoCoConfig
 from lightning_scape import planning as planner
 from lightning_scape.planning.cost_model import Job, Link, Machine, Weight
+from lightning_scape.tools import plan
 
 WEIGHTS = (Weight(5_000_000, None, False), *(Weight(3_000_000, i) for i in range(4)), Weight(5_000_000))
 JOB = Job(weights=WEIGHTS, ranks=4, step_compute=0.3)

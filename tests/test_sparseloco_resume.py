@@ -13,12 +13,13 @@ import torch
 from test_sparseloco import SPARSE, flat, gradient, model
 from torch import Tensor
 
-from lightning_scape import ScapeConfig, ScapeOptimizer, tool
+from lightning_scape import ScapeConfig, ScapeOptimizer
 from lightning_scape.checkpoint.atomic_files import CheckpointError
 from lightning_scape.checkpoint.dcp import Chunk, as_bytes
 from lightning_scape.checkpoint.saver import Content, SavedContent, Saver, consolidate
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.sparseloco import SparseLoCo
+from lightning_scape.tools import commands
 
 STEPS, AFTER = 14, 5
 """Steps in all, and those before the checkpoint: in the middle of the second window of three."""
@@ -412,7 +413,7 @@ def test_verify_reads_what_loading_reads_of_every_ranks_part(tmp_path: Path, cap
     for tensor, complaint in ((packed, None), (bad, said)):
         shards.tensors["rank.0"] = Chunk.whole(tensor)
         Saver(asynchronous=False).save(path, Content(optimizers={"loco": shards}), Communicator.alone())
-        assert tool.main(["verify", str(path)]) == (0 if complaint is None else 1)
+        assert commands.main(["verify", str(path)]) == (0 if complaint is None else 1)
         assert complaint is None or complaint in capsys.readouterr().err
         if complaint is not None:
             with pytest.raises(CheckpointError, match=complaint):

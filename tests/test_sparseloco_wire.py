@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_scape.engine.block_wire import Wire, pack, unpack
 from lightning_scape.sparseloco import SparseLoCoConfig
+from lightning_scape.wire.blocks import Wire, pack, unpack
 
 SHAPES = [(256, 4), (256, 256), (4096, 64), (1024, 4), (64, 7), (1, 1)]
 

@@ -26,7 +26,7 @@ from test_sharded import mutate, numbered, save
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from lightning_scape import CheckpointError, ScapeConfig, newest_checkpoint, resume_path, tool
+from lightning_scape import CheckpointError, ScapeConfig, newest_checkpoint, resume_path
 from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint import dcp, pickles
 from lightning_scape.checkpoint.inspection import verify
@@ -34,6 +34,7 @@ from lightning_scape.checkpoint.rng import set_rng_state
 from lightning_scape.checkpoint.saver import SavedContent, consolidate
 from lightning_scape.checkpoint.steps import step_of
 from lightning_scape.comm.collectives import Communicator
+from lightning_scape.tools import commands
 
 WEIGHTS = torch.arange(12.0).reshape(3, 4)
 
@@ -576,7 +577,7 @@ def test_converting_a_state_of_odd_shape_is_refused_in_words(tmp_path: Path, sta
         files.save_file(content, tmp_path / "c.ckpt")
         verify(tmp_path / "c.ckpt")
         arguments = ["consolidate", "--optimizer", "adamw", str(tmp_path / "c.ckpt"), str(tmp_path / "out")]
-        assert tool.main(arguments) == 1
+        assert commands.main(arguments) == 1
         assert not (tmp_path / "out").exists()
 
 

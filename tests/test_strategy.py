@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from trainer_helpers import BATCHES, MARKS, SCHEDULERS, Regression, TwoOptimizers, loader, make_trainer, ours, weights
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ScapeStrategy
-from lightning_scape.integrations import swap
+from lightning_scape.hosts import swap
 
 pytestmark = MARKS
 

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 from trainer_helpers import BATCH, BATCHES, MARKS, Regression, TwoOptimizers, loader, make_trainer
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ScapeStrategy
-from lightning_scape.engine.stats import StepRecord
-from lightning_scape.integrations import advice, swap
+from lightning_scape.hosts import advice, swap
 from lightning_scape.planning import show_bytes
+from lightning_scape.scape.stats import StepRecord
 
 pytestmark = MARKS
 

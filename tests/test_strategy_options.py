@@ -23,7 +23,7 @@ from warm_python import warm_python
 
 import lightning_scape
 from lightning_scape import ScapeConfig, ScapeStrategy
-from lightning_scape.integrations import rendezvous
+from lightning_scape.hosts import rendezvous
 
 pytestmark = MARKS
 

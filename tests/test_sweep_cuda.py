@@ -14,7 +14,7 @@ from kernel_checks import FAR, FarAway, assert_same_bits, awkward
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.layout import Layout, Piece, Region
+from lightning_scape.core.layout import Layout, Piece, Region
 from lightning_scape.ops import cuda, cuda_launch, naive
 
 pytestmark = [

@@ -16,7 +16,7 @@ from trainer_helpers import MARKS, Regression, make_trainer, weights
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ScapeStrategy
 from lightning_scape.checkpoint.atomic_files import load_file
-from lightning_scape.tool import main
+from lightning_scape.tools.commands import main
 
 RunRanks = Callable[..., list[Any]]
 pytestmark = MARKS

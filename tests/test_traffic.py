@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from lightning_scape import ScapeConfig, ops
-from lightning_scape.layout import Layout
+from lightning_scape.core.layout import Layout
 from lightning_scape.ops import cuda, cuda_launch
 from lightning_scape.planning.cost_model import scape_traffic
 

@@ -129,7 +129,7 @@ def slurm_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "srun": 'while [[ $1 == -* ]]; do shift; done; exec "$@"',
         "scontrol": '[[ "$1 $2" == "show hostnames" ]] && tr , "\\n" <<<"$3"',
         "python": f'exec "{warm_python()}" "$@"',
-        "litgpt-scape": f'exec "{warm_python()}" -m lightning_scape.cli "$@"',
+        "litgpt-scape": f'exec "{warm_python()}" -m lightning_scape.tools.cli "$@"',
     }
     for name, body in tools.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
@@ -180,7 +180,7 @@ def test_plan_measures_the_link_between_the_hosts(hosts: Hosts) -> None:
     pytest.importorskip("litgpt")
     torchrun = [warm_python(), "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     torchrun += [f"--master-addr={hosts[0].address}", "--master-port=29508"]
-    plan = ("-m", "lightning_scape.plan", "--model=pythia-14m", "--measure", "--context=32", "--sparsity=0.99")
+    plan = ("-m", "lightning_scape", "plan", "--model=pythia-14m", "--measure", "--context=32", "--sparsity=0.99")
     ended = run_on(hosts, torchrun, [{}, {}], arguments=[(f"--node-rank={rank}", *plan) for rank in range(2)])
     assert [end.status for end in ended] == [0, 0], ended[0].output + ended[1].output
     found = re.search(r"14.1M parameters on 2 ranks \(1 per node\), ([0-9.]+) Gbit/s", ended[0].output)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from two_level_helpers import Holder, gradient, make_mesh, mean_gradient, node_of, sharded, whole
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer
-from lightning_scape.engine.local_shards import local, rows_of
+from lightning_scape.core.local_shards import local, rows_of
 
 SHAPES = ((37, 11), (5,), (1,), (13, 3, 2), (640,), (1, 9))
 """Two of them have a single row: on all ranks of a node but the first, their shard is empty."""

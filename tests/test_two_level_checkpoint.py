@@ -21,7 +21,7 @@ from two_level_helpers import Holder, gradient, make_mesh, mean_gradient, node_o
 from lightning_scape import ScapeConfig, ScapeOptimizer
 from lightning_scape.checkpoint.saver import Content, SavedContent, Saver, consolidate
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.engine.state import piece_views
+from lightning_scape.core.tensors import piece_views
 
 pytestmark = MARKS
 CONFIG = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update="adamw")

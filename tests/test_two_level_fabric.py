@@ -16,7 +16,7 @@ from trainer_helpers import MARKS, GivenRanks
 from two_level_helpers import make_mesh, whole
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer
-from lightning_scape.integrations import advice, swap
+from lightning_scape.hosts import advice, swap
 
 pytestmark = MARKS
 

@@ -15,7 +15,7 @@ from two_level_helpers import Holder, gradient, make_mesh, sharded
 
 from lightning_scape.checkpoint.saver import Content, SavedContent, Saver
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.engine.local_shards import local
+from lightning_scape.core.local_shards import local
 
 SHAPES = ((40, 7), (40,), (2, 40))
 

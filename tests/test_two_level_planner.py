@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lightning_scape import plan
 from lightning_scape import planning as planner
 from lightning_scape.planning.cost_model import Job, Link, Machine, Weight
+from lightning_scape.tools import plan
 
 WEIGHTS = (
     Weight(50_000_000, multiplied=False),

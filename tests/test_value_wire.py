@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape import planning as planner
-from lightning_scape.engine.block_wire import Wire
-from lightning_scape.engine.value_wire import GROUP, ValueWire, packed_bytes
+from lightning_scape.wire.blocks import Wire
+from lightning_scape.wire.values import GROUP, ValueWire, packed_bytes
 
 SHAPES = ((33, 30), (7,), (3, 101))
 NUMELS = [990, 7, 303]

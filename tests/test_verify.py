@@ -14,11 +14,12 @@ import torch
 from test_checkpoint import build
 from test_sharded import assert_equal, save
 
-from lightning_scape import CheckpointError, ScapeConfig, tool
+from lightning_scape import CheckpointError, ScapeConfig
 from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint.inspection import verify
 from lightning_scape.checkpoint.saver import SavedContent
-from lightning_scape.integrations.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.tools import commands
 
 CONTENT = {"weights": torch.arange(40.0), "step": 3, "of": {"bf16": torch.ones(3, 5, dtype=torch.bfloat16)}}
 NEAR_THE_END = 400
@@ -132,7 +133,7 @@ def test_verify_refuses_what_loading_refuses_a_file_that_executes_code(tmp_path:
     torch.save({"state_dict": Bait(bait)}, tmp_path / "plain")
     files.save_file({"state_dict": Bait(bait)}, tmp_path / "sealed")
     for name in ("plain", "sealed"):
-        assert tool.main(["verify", str(tmp_path / name)]) == 1
+        assert commands.main(["verify", str(tmp_path / name)]) == 1
         said = capsys.readouterr()
         assert "only executing its code would load" in said.err
         assert "complete" not in said.out
@@ -151,14 +152,14 @@ def test_verify_refuses_a_directory_that_executes_code(tmp_path: Path, capsys: A
     if name == "__0_0.distcp":  # of the length that the index speaks of
         (path / name).write_bytes((path / name).read_bytes().ljust(size, b"\0"))
     files.write_manifest(path, files.describe_files(path, [".metadata", "__0_0.distcp", "meta.pt"]), 1)
-    assert tool.main(["verify", str(path)]) == 1
+    assert commands.main(["verify", str(path)]) == 1
     assert str(path) in capsys.readouterr().err
     assert not bait.exists()
 
 
 def test_verify_reads_a_large_tensor_without_keeping_it(tmp_path: Path, capsys: Any) -> None:
     files.save_file({"weights": torch.zeros((1 << 24) + 16), "small": torch.ones(3)}, tmp_path / "c.ckpt")
-    assert tool.main(["verify", str(tmp_path / "c.ckpt")]) == 0
+    assert commands.main(["verify", str(tmp_path / "c.ckpt")]) == 0
     assert "c.ckpt: complete and undamaged, and it loads" in capsys.readouterr().out
 
 

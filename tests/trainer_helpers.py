@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_scape import AdamS, ScapeOptimizer, ScapeStrategy
-from lightning_scape.integrations import swap
+from lightning_scape.hosts import swap
 
 MARKS = [
     pytest.mark.filterwarnings("ignore:LightningCLI's args parameter"),  # it looks at sys.argv, which is pytest's

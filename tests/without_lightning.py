@@ -1,6 +1,7 @@
 """Import it first in a new interpreter: `lightning_scape`'s modules then come without the Trainer's and Fabric's.
 
-What needs none of these begins in half the time. Names come from their modules: `lightning_scape.config.ScapeConfig`.
+What needs none of these begins in half the time. Names come from their modules:
+`lightning_scape.scape.config.ScapeConfig`.
 """
 
 import sys

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lightning_scape.checkpoint.packed import KEY
 from lightning_scape.checkpoint.source import Source, held, residual_key, state_key
-from lightning_scape.config import WarmupShape
-from lightning_scape.engine.local_shards import is_sharded
-from lightning_scape.engine.parameters import Parameters, problem_of_group
+from lightning_scape.core.local_shards import is_sharded
+from lightning_scape.core.parameters import Parameters, problem_of_group
+from lightning_scape.scape.config import WarmupShape
 
 FORMAT = 1
 """The version of a state's facts and tensors, in memory and in a directory."""

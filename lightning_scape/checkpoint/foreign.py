@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_scape.checkpoint.snapshot import Snapshot
 from lightning_scape.checkpoint.source import Source, has_second, state_key
+from lightning_scape.scape.snapshot import Snapshot
 
 _GUESS_COUNTS = 10
 """Steps for which a guessed second moment counts: about as many gradients as a first moment remembers."""

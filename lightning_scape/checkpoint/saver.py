@@ -17,12 +17,12 @@ from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint.checks import check_shards, check_whole
 from lightning_scape.checkpoint.dcp import REST, Chunk, Directory, as_bytes, write_directory
 from lightning_scape.checkpoint.foreign import as_adamw
-from lightning_scape.checkpoint.optimizer_state import merge_shards
 from lightning_scape.checkpoint.packed import KEY as PARTS_OF_RANKS
 from lightning_scape.checkpoint.rng import rng_state
 from lightning_scape.checkpoint.source import OwnShards, SavedShards
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.engine.local_shards import first_row, is_sharded, local
+from lightning_scape.core.local_shards import first_row, is_sharded, local
+from lightning_scape.scape.optimizer_state import merge_shards
 
 RNG = "scape_rng"
 """Key of the ranks' random number generators in a checkpoint that is one file."""

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from lightning_scape.checkpoint.dcp import Chunk, Directory
-from lightning_scape.engine.parameters import Parameters
-from lightning_scape.engine.state import SHARD_TENSORS, flatten_like
+from lightning_scape.core.parameters import Parameters
+from lightning_scape.core.tensors import flatten_like
+from lightning_scape.scape.state import SHARD_TENSORS
 
 _OLDER_NAMES = {"local_exp_avg_sum": "evidence", "local_exp_avg_sq": "noise"}
 SAVED_AS = {name: _OLDER_NAMES.get(name, name) for name in SHARD_TENSORS}

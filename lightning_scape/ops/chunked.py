@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_scape.layout import Piece, Region
+from lightning_scape.core.layout import Piece, Region
 from lightning_scape.ops import naive
 from lightning_scape.ops.naive import (
     AdamWStep,

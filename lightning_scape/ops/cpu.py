@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_scape.layout import Region
+from lightning_scape.core.layout import Region
 from lightning_scape.ops import (
     chunked,
     cpu_kernels,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import ParamSpec
 
-from lightning_scape.layout import Piece
+from lightning_scape.core.layout import Piece
 from lightning_scape.ops import chunked, naive
 
 _P = ParamSpec("_P")

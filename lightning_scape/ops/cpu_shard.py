@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_scape.layout import Piece
+from lightning_scape.core.layout import Piece
 from lightning_scape.ops import chunked, cpu_update, naive
 from lightning_scape.ops.cpu_arrays import (
     GRAIN,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_scape.layout import Region
+from lightning_scape.core.layout import Region
 from lightning_scape.ops.cpu_arrays import like
 from lightning_scape.ops.cpu_kernels import compact, fade_part, fold_and_square_part, fold_part
 from lightning_scape.ops.cpu_masks import write_positions, write_proposals

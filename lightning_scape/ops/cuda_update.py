@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_scape.layout import Piece
+from lightning_scape.core.layout import Piece
 from lightning_scape.ops import chunked, naive
 from lightning_scape.ops import cuda_launch as launching
 from lightning_scape.ops.cuda_masks import cells

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from lightning_scape.layout import Piece, Region
+from lightning_scape.core.layout import Piece, Region
 from lightning_scape.ops.naive_masks import merge, position_dtype, proposal_bytes, propose, select, votes_in
 from lightning_scape.ops.naive_params import gather_params, renew_masters, scatter_params
 from lightning_scape.ops.naive_wire import (

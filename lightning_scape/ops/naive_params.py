@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_scape.layout import Piece
+from lightning_scape.core.layout import Piece
 
 
 def gather_params(

@@ -7,19 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from lightning_scape.config import ScapeConfig
-from lightning_scape.planning.cost_model import (
-    Job,
-    Link,
-    Machine,
-    Prediction,
-    Weight,
-    compute_only,
-    ddp,
-    fsdp,
-    scape,
-)
+from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, Weight, compute_only, ddp, fsdp, scape
 from lightning_scape.planning.local_steps import sparseloco
+from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 
 

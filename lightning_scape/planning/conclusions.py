@@ -10,16 +10,9 @@ from typing import Any, TypedDict
 
 from typing_extensions import Unpack
 
-from lightning_scape.config import ScapeConfig
-from lightning_scape.planning.cost_model import (
-    Job,
-    Link,
-    Machine,
-    Prediction,
-    predict,
-    scape,
-)
+from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, predict, scape
 from lightning_scape.planning.two_level import predict_nodes
+from lightning_scape.scape.config import ScapeConfig
 
 WORTH = 1.1
 """Speed-up from which sparse training is advised."""

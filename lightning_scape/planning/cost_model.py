@@ -31,12 +31,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_scape.config import ScapeConfig
-from lightning_scape.engine.clipping import SKETCH_WIDTHS
-from lightning_scape.engine.first_message import DIGITS
-from lightning_scape.engine.participation import packed_size
-from lightning_scape.engine.value_wire import packed_bytes
-from lightning_scape.layout import Layout
+from lightning_scape.core.layout import Layout
+from lightning_scape.scape.clipping import SKETCH_WIDTHS
+from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.first_message import DIGITS
+from lightning_scape.scape.participation import packed_size
+from lightning_scape.wire.values import packed_bytes
 
 PEER_SECONDS = 2e-6
 """What each further peer of an all-to-all costs."""

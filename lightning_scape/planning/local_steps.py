@@ -10,17 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lightning_scape.layout import Layout
+from lightning_scape.core.layout import Layout
 from lightning_scape.planning.conclusions import COSTS_QUALITY, SPARSEST, WORTH, advice, show_bytes, show_seconds
-from lightning_scape.planning.cost_model import (
-    PEER_SECONDS,
-    Job,
-    Link,
-    Machine,
-    Prediction,
-    compute_only,
-    nodes_share,
-)
+from lightning_scape.planning.cost_model import PEER_SECONDS, Job, Link, Machine, Prediction, compute_only, nodes_share
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 
 EXCHANGE_WORK = 14.0

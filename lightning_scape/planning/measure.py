@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.config import ScapeConfig
-from lightning_scape.engine.clipping import SKETCH_WIDTHS
-from lightning_scape.optimizer import ScapeOptimizer
 from lightning_scape.planning import cost_model as planner
 from lightning_scape.planning.cost_model import Link, Machine
+from lightning_scape.scape.clipping import SKETCH_WIDTHS
+from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.optimizer import ScapeOptimizer
 
 CPU = torch.device("cpu")
 

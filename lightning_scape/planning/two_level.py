@@ -14,17 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from lightning_scape.config import ScapeConfig
-from lightning_scape.planning.cost_model import (
-    BACKWARD_SHARE,
-    Job,
-    Link,
-    Machine,
-    Prediction,
-    Weight,
-    fsdp,
-    scape,
-)
+from lightning_scape.planning.cost_model import BACKWARD_SHARE, Job, Link, Machine, Prediction, Weight, fsdp, scape
+from lightning_scape.scape.config import ScapeConfig
 
 _NO_OPTIMIZER = Machine(adamw=0.0, clip=0.0)
 

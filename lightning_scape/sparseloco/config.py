@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_scape.config import Quota, check_local_group_size, quota_for
-from lightning_scape.engine.block_wire import Wire
+from lightning_scape.core.quota import Quota, check_local_group_size, quota_for
+from lightning_scape.wire.blocks import Wire
 
 Average = Literal["all", "geometric", "senders"]
 Reduction = Literal["sharded", "gathered"]

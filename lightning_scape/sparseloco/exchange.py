@@ -7,20 +7,21 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from lightning_scape import ops
 from lightning_scape.comm import under_way
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.work import Work
 from lightning_scape.comm.worker import Job, Worker
-from lightning_scape.engine.block_wire import Wire
-from lightning_scape.engine.replicas import check_replicas
-from lightning_scape.engine.state import piece_views
-from lightning_scape.layout import Layout
+from lightning_scape.core.layout import Layout
+from lightning_scape.core.replicas import check_replicas
+from lightning_scape.core.tensors import piece_views
 from lightning_scape.sparseloco import phase
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 from lightning_scape.sparseloco.phase import Opened, Place
 from lightning_scape.sparseloco.settings import Settings
 from lightning_scape.sparseloco.state import LocoState, Spans
 from lightning_scape.sparseloco.stats import ExchangeRecord
+from lightning_scape.wire.blocks import Wire
 
 
 class Exchange:
@@ -261,7 +262,7 @@ class Exchange:
 
     def check_equal(self, flats: list[Tensor], names: Sequence[str]) -> None:
         """Raises on every rank where any of the tensors differ between replicas."""
-        self._shards.raise_on_all_ranks(lambda: check_replicas(self.comm, flats, names))
+        self._shards.raise_on_all_ranks(lambda: check_replicas(self.comm, flats, names, ops.checksum))
 
     def error_norm(self, state: LocoState) -> Tensor:
         """0-dim, on the device: L2 norm of the error feedback."""

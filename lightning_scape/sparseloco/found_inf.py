@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_scape.engine.local_shards import local
+from lightning_scape.core.local_shards import local
 
 
 class OnItsWay:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.engine.parameters import Parameters
+from lightning_scape.core.parameters import Parameters
 from lightning_scape.sparseloco.found_inf import OnItsWay
 from lightning_scape.sparseloco.settings import Settings
 

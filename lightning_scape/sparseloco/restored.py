@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.engine.parameters import Parameters
-from lightning_scape.engine.replicas import check_replicas
-from lightning_scape.engine.state import piece_views
-from lightning_scape.layout import Layout
+from lightning_scape.core.layout import Layout
+from lightning_scape.core.parameters import Parameters
+from lightning_scape.core.replicas import check_replicas
+from lightning_scape.core.tensors import piece_views
 from lightning_scape.sparseloco.state import LocoState
 
 
@@ -62,7 +63,7 @@ def set_out_from_changed(
     if not (changed := changed_since(flats, restored, ranks, shards)):
         return
     theirs = [flats[place] for place in changed], [names[place] for place in changed]
-    shards.raise_on_all_ranks(lambda: check_replicas(ranks, *theirs))
+    shards.raise_on_all_ranks(lambda: check_replicas(ranks, *theirs, ops.checksum))
     pieces = [piece for piece in layout.everything().pieces if piece.segment.index in set(changed)]
     for piece, start in zip(pieces, piece_views(state.start, pieces), strict=True):
         start.copy_(flats[piece.segment.index])

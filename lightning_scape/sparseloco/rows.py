@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, new_mask_group, world_size
-from lightning_scape.engine import local_shards
-from lightning_scape.engine.parameters import Parameters
-from lightning_scape.layout import Layout
+from lightning_scape.core import local_shards
+from lightning_scape.core.layout import Layout
+from lightning_scape.core.parameters import Parameters
 
 Part = Mapping[str, Any]
 """A rank's part of a state: see :mod:`lightning_scape.sparseloco.checkpoint`."""

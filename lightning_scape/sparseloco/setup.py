@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from lightning_scape.__about__ import __version__
 from lightning_scape.comm.collectives import ProcessGroup, is_distributed
-from lightning_scape.engine import local_shards
-from lightning_scape.engine.parameters import Parameters
+from lightning_scape.core import local_shards
+from lightning_scape.core.parameters import Parameters
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 
 _built: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()

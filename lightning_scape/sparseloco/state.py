@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_scape.layout import Layout, Piece
+from lightning_scape.core.layout import Layout, Piece
 
 DEVICE_CHUNK, HOST_CHUNK = 1 << 24, 1 << 20
 """Entries worked on at a time: no temporary has the size of the parameters."""

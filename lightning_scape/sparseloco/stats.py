@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields
 
 from torch import Tensor
 
-from lightning_scape.engine.ranges import profiler_range
-from lightning_scape.layout import Layout
+from lightning_scape.core.layout import Layout
+from lightning_scape.core.ranges import profiler_range
 from lightning_scape.sparseloco.phase import Opened
 
 PHASES = ("norm", "fold", "send", "average", "return", "outer", "wait", "set_out")

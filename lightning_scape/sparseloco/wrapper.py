@@ -17,9 +17,9 @@ from lightning_scape.comm.stop_word import Stoppable, StopWord
 from lightning_scape.comm.under_way import settle
 from lightning_scape.comm.work import Work
 from lightning_scape.comm.worker import Job
-from lightning_scape.engine.parameters import Parameters
-from lightning_scape.engine.replicas import check_same_setup_everywhere
-from lightning_scape.layout import Layout
+from lightning_scape.core.layout import Layout
+from lightning_scape.core.parameters import Parameters
+from lightning_scape.core.replicas import check_same_setup_everywhere
 from lightning_scape.sparseloco import checkpoint, phase, rows, setup
 from lightning_scape.sparseloco.config import Average, Reduction, SparseLoCoConfig
 from lightning_scape.sparseloco.exchange import Exchange

@@ -16,9 +16,9 @@ from rank_checks import CHANGE_ROUNDING, train_on, train_scaled
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ScapeStrategy
-from lightning_scape.engine.region import SAMPLE_INTERVAL
-from lightning_scape.engine.stats import PHASES
 from lightning_scape.ops import cuda
+from lightning_scape.scape.region import SAMPLE_INTERVAL
+from lightning_scape.scape.stats import PHASES
 
 pytestmark = pytest.mark.gpu
 PART = 64 << 20

@@ -1,0 +1,1 @@
+"""What all methods stand on: parameters, their layout in blocks, shards and replicas."""

@@ -1,0 +1,232 @@
+"""The parameters that an optimizer is over: which, of what dtype, under which name, and what must hold of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from lightning_scape.core.local_shards import first_entry, local
+from lightning_scape.core.tensors import flatten, flatten_like, is_dense
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""dtypes of parameters that can be trained, and carried by the wire."""
+
+HYPERPARAMETERS = ("lr", "eps", "weight_decay", "bias_correction")
+"""Of a parameter group, besides its betas: the numbers that a step goes by."""
+
+_LEAST_EPS = torch.finfo(torch.float32).tiny
+
+
+@dataclass
+class Parameters:
+    """The trainable parameters of all groups, each once, in order. Lists run in parallel.
+
+    ``indices`` are their positions among *all* parameters, frozen ones included, as in a torch state dict.
+    """
+
+    tensors: list[Tensor]
+    """As the user gave them, in their whole shape: plain ones, or DTensors of which a rank holds rows."""
+    groups: list[int]
+    indices: list[int]
+    names: list[str]
+    flat: list[Tensor] = field(default_factory=list)
+    """Flat views of their memory, from :meth:`flatten`."""
+
+    def __post_init__(self) -> None:
+        self._strides: list[tuple[int, ...]] = []
+        self._known: set[int] = set()
+        self._places: list[tuple[int, torch.dtype]] = []
+
+    @classmethod
+    def of(cls, param_groups: Sequence[dict[str, Any]]) -> Parameters:
+        """Takes those that require grad now; tied ones (the same object twice) count once."""
+        found = cls([], [], [], [])
+        seen: set[int] = set()
+        index = 0
+        for number, group in enumerate(param_groups):
+            given = group.get("param_names") or []
+            for place, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    found.tensors.append(parameter)
+                    found.groups.append(number)
+                    found.indices.append(index)
+                    found.names.append(given[place] if place < len(given) else f"parameter {index}")
+                index += 1
+        found._strides = [() if is_lazy(parameter) else parameter.stride() for parameter in found.local]
+        found._known = {id(parameter) for parameter in found.tensors}
+        return found
+
+    @property
+    def local(self) -> list[Tensor]:
+        """What this rank holds of each, and trains: rows of a DTensor, all of a plain parameter."""
+        return [local(parameter) for parameter in self.tensors]
+
+    def first_entry(self, place: int) -> int:
+        """Where in the flat whole parameter, the one at ``place``, this rank's entries begin."""
+        return first_entry(self.tensors[place])
+
+    def raw_gradients(self) -> list[Tensor | None]:
+        """This rank's gradients as the backward pass left them; None where there is none."""
+        return [None if parameter.grad is None else local(parameter.grad) for parameter in self.tensors]
+
+    def flatten(self) -> None:
+        """Makes the flat views; anew where ``module.to()`` has put a parameter into other memory.
+
+        The views keep the memory alive, so that the same address is the same memory.
+
+        Raises:
+            ValueError: a parameter's memory order has changed.
+        """
+        here = self.local
+        strides = [parameter.stride() for parameter in here]
+        if strides != self._strides:
+            name, stride, found = next(
+                given for given in zip(self.names, self._strides, strides, strict=True) if given[1] != given[2]
+            )
+            raise ValueError(
+                f"Parameters must keep their memory order, got {name!r} with strides {found} instead of {stride}."
+                " Change the memory format before building the optimizer."
+            )
+        places = [(parameter.data_ptr(), parameter.dtype) for parameter in here]
+        if places != self._places:
+            self.flat, self._places = [flatten(parameter) for parameter in here], places
+
+    def gradients(self, param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor | None]:
+        """Flat gradients, in order; None where there is none on this rank.
+
+        Raises:
+            ValueError: a parameter was frozen or unfrozen since the optimizer was built, or a gradient is sparse.
+        """
+        for group in param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad != (id(parameter) in self._known):
+                    change = "frozen then" if parameter.requires_grad else "trained then, and is frozen now"
+                    raise ValueError(
+                        "Parameters must be frozen or unfrozen before the optimizer is built, got one of shape"
+                        f" {tuple(parameter.shape)} that was {change}. Build a new optimizer after the change: the"
+                        " residual of a parameter would be lost, or never come to be."
+                    )
+        given = zip(self.raw_gradients(), self.local, strict=True)
+        return [None if grad is None else flatten_like(grad, parameter) for grad, parameter in given]
+
+    def rename(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes the names given; a tied parameter keeps its first, one not mentioned the name it has."""
+        names: dict[int, str] = {}
+        for name, parameter in named_parameters:
+            names.setdefault(id(parameter), name)
+        self.names[:] = [names.get(id(p), name) for p, name in zip(self.tensors, self.names, strict=True)]
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are (checked to be one place)."""
+        return self.tensors[0].device if self.tensors else torch.device("cpu")
+
+    @property
+    def _dtypes(self) -> set[torch.dtype]:
+        return {parameter.dtype for parameter in self.tensors}
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """In which updated values travel whole: the parameters' own; of mixed ones, the narrowest that holds all."""
+        return reduce(torch.promote_types, self._dtypes)
+
+    def travel_as_changes(self, dtype: torch.dtype) -> bool:
+        """Whether their changes are sent, rounded to ``dtype``, in place of their values: if it is narrower than all.
+
+        Of changes packed into bytes ``dtype`` is uint8.
+
+        A change is rounded once, by a part in 2**9 for bf16, and every rank adds the same to the same parameter. Where
+        masters are kept, parameters are roundings of them: then the values must come.
+        """
+        return dtype.itemsize < self.wire_dtype.itemsize and not self.need_masters
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Of momentum and masters: fp32, or fp64 if a parameter is."""
+        return torch.promote_types(self.wire_dtype, torch.float32)
+
+    @property
+    def need_masters(self) -> bool:
+        """Whether some are narrower than the arithmetic, so that small updates would be rounded away."""
+        return self._dtypes != {self.state_dtype}
+
+    def describe(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...], str]]:
+        """Group, shape, strides and dtype of each: what must be the same on all ranks."""
+        return [
+            (group, (), (), "lazy") if is_lazy(p) else (group, tuple(p.shape), p.stride(), str(p.dtype))
+            for p, group in zip(self.local, self.groups, strict=True)
+        ]
+
+    def problem(self, param_groups: Sequence[dict[str, Any]]) -> str | None:
+        """The first rule that a parameter or a group breaks, as rule, value and remedy; None if all hold."""
+        for group in param_groups:
+            if (found := problem_of_group(group)) is not None:
+                return found
+        if not self.tensors:
+            return (
+                "At least one parameter must require grad, got none that does. Unfreeze what is to be trained before"
+                " building the optimizer."
+            )
+        for name, parameter in zip(self.names, self.local, strict=True):
+            if (found := _problem_of_parameter(name, parameter, self.device)) is not None:
+                return found
+        return None
+
+
+def problem_of_lazy(name: str) -> str:
+    """The rule that a lazy module's parameter breaks."""
+    return (
+        f"Parameters must have their shape, got {name}, which a lazy module has not initialized yet. Run one batch"
+        " through the model before the training, as with DDP."
+    )
+
+
+def _problem_of_parameter(name: str, parameter: Tensor, device: torch.device) -> str | None:
+    if is_lazy(parameter):
+        return problem_of_lazy(name)
+    shape = tuple(parameter.shape)
+    if parameter.layout != torch.strided:
+        return f"Parameters must be dense, got {name} of shape {shape} with layout {parameter.layout}. Make it dense."
+    if parameter.dtype not in DTYPES:
+        supported = ", ".join(map(str, DTYPES))
+        return (
+            f"Parameters must be one of {supported}, got {name} of shape {shape} in {parameter.dtype}, which the wire"
+            " cannot carry. Convert it (a complex one: to its real view), or freeze it before building the optimizer."
+        )
+    if parameter.device != device:
+        return (
+            f"Parameters must be on one device, got {name} on {parameter.device} and others on {device}. SCAPE shards"
+            " the optimizer, not the model: put the whole model on each rank's device."
+        )
+    if not is_dense(parameter):
+        return (
+            f"Parameters must fill their memory without overlap or gap, got {name} of shape {shape} with strides"
+            f" {parameter.stride()}. Make it contiguous before building the optimizer."
+        )
+    return None
+
+
+def problem_of_group(group: Mapping[str, Any]) -> str | None:
+    """The first rule that a group's options break, None if all hold."""
+    betas = group["betas"]
+    rules = (
+        (float(group["lr"]) >= 0, "lr", ">= 0", group["lr"]),
+        (len(betas) == 2 and all(0 <= float(b) < 1 for b in betas), "betas", "two numbers in [0, 1)", betas),
+        (float(group["eps"]) >= _LEAST_EPS, "eps", f"at least {_LEAST_EPS:g}", group["eps"]),
+        (float(group["weight_decay"]) >= 0, "weight_decay", ">= 0", group["weight_decay"]),
+    )
+    for holds, name, rule, value in rules:
+        if not holds:
+            return f"`{name}` must be {rule}, got {value!r}. Change it in the parameter group."
+    if group.get("maximize"):
+        return "`maximize` must be False, got True. Negate the loss instead."
+    if group.get("amsgrad"):
+        return "`amsgrad` must be False, got True: there is no second moment whose maximum could be taken. Drop it."
+    return None

@@ -1,1 +1,0 @@
-"""The step: norm, masks, folding, exchange, update and write-back, on tensors."""

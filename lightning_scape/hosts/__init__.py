@@ -1,0 +1,1 @@
+"""The hosts: Lightning's Trainer, Fabric and LitGPT."""

@@ -1,0 +1,217 @@
+"""Checkpoints under Fabric: one file or a directory, saved and loaded by all ranks together."""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies.strategy import _validate_keys_for_strict_loading
+from lightning.fabric.utilities.types import _PATH, _Stateful
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_scape.checkpoint import saver
+from lightning_scape.checkpoint.rng import rng_state, set_rng_state
+from lightning_scape.checkpoint.saver import RNG, Content, SavedContent, Saver, replicated
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.comm.side_group import SideGroup
+from lightning_scape.comm.together import Together
+from lightning_scape.hosts import swap, two_level
+from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.hosts.schedulers import Restored, is_scheduler
+
+
+class FabricCheckpoints(DDPStrategy):
+    """Base of Fabric's strategies.
+
+    Args:
+        nodes: which ranks hold a replica together.
+        state_dict_type: ``"full"`` or ``"sharded"``.
+        async_save: write directories in the background.
+        options: DDPStrategy's.
+    """
+
+    def __init__(
+        self, *, nodes: two_level.Nodes, state_dict_type: saver.StateDictType, async_save: bool, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self._nodes, self._state_dict_type = nodes, state_dict_type
+        self._saver, self._together = Saver(async_save), Together()
+        self._checkpoint_group = SideGroup("gloo")  # background writes must not meet the step's messages
+
+    @abstractmethod
+    def _look_at_buffers(self, occasion: str) -> None:
+        """Before a save: are the modules' buffers equal on all ranks? Collective."""
+
+    @override
+    def get_module_state_dict(self, module: Module) -> dict[str, Any]:
+        state_dict = super().get_module_state_dict(module)
+        if self._state_dict_type == "sharded" or not self._nodes.several:
+            return state_dict
+        self._together.agree()
+        return two_level.whole_state_dict(state_dict, keep=self.is_global_zero)
+
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._together.agree()
+        return super().get_optimizer_state(optimizer)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes and reads a checkpoint that is one file."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = ScapeCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        saver.check_saving(self._state_dict_type, self._saver.asynchronous, io)
+        self._checkpoint_io = io
+
+    @override
+    def save_checkpoint(
+        self,
+        path: _PATH,
+        state: dict[str, Module | Optimizer | Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
+        self._look_at_buffers("save")
+        if self._state_dict_type == "sharded":
+            if storage_options is not None or filter is not None:
+                raise TypeError(
+                    '`storage_options` and `filter` must be None with state_dict_type="sharded", got one: a directory'
+                    " is written by torch.distributed.checkpoint, whole."
+                )
+            shared = Path(self.broadcast(str(path)))
+            with self._together.inside():
+                content = self._content(self._with_stand_ins(state))
+            self._saver.save(shared, content, self._checkpoint_ranks())
+            return
+        ranks = Communicator(None, None)
+        with self._together.inside():
+            converted = self._convert_stateful_objects_in_state(self._with_stand_ins(state), filter=filter or {})
+        if any(self._ours(value) for value in state.values()):
+            converted[RNG] = ranks.all_gather_object(rng_state())
+
+        def write() -> None:
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint=converted, path=path, storage_options=storage_options)
+
+        ranks.raise_on_all_ranks(write)
+
+    def _content(self, state: Mapping[str, Any]) -> Content:
+        content = Content()
+        for name, value in state.items():
+            if isinstance(value, Module):
+                offered = self._offered_parameters(value)
+                content.models[name] = replicated(self.get_module_state_dict(value), offered, self.global_rank)
+            elif (ours := self._ours(value)) is not None:
+                self._together.agree()
+                content.optimizers[name] = ours.sharded_state_dict()
+            else:
+                content.rest[name] = value.state_dict() if isinstance(value, _Stateful) else value
+        return content
+
+    def _offered_parameters(self, module: Module) -> list[str]:
+        """Names of the parameters that this rank may write into a directory: any rank, where all hold the same."""
+        return [name for name, _ in module.named_parameters()]
+
+    @override
+    def load_checkpoint(
+        self,
+        path: _PATH,
+        state: Module | Optimizer | dict[str, Module | Optimizer | Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        self._saver.wait()
+        ours = any(map(self._ours, state.values() if isinstance(state, dict) else [state]))
+        # Without one of ours a rank may read on its own, as with DDP.
+        ranks = Communicator(None, None) if ours else Communicator.alone()
+        if saver.is_directory(path, ranks):
+            return self._load_directory(Path(path), state, strict)
+        read = functools.partial(super().load_checkpoint, path, weights_only=weights_only)
+        content = ranks.raise_on_all_ranks(read)
+        if not state:
+            return content
+        rest = ranks.raise_on_all_ranks(lambda: self._take_up(content, state, strict))
+        if ours and isinstance(state, dict):
+            states = rest.pop(RNG, [])
+            if len(states) == self.world_size:
+                set_rng_state(states[self.global_rank])
+        return rest
+
+    def _with_stand_ins(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """With what gives and takes data alone in the place of schedulers."""
+        return {name: Restored(value) if self._is_scheduler(value) else value for name, value in state.items()}
+
+    def _is_scheduler(self, value: Any) -> bool:
+        return is_scheduler(value) and self._ours(value) is None
+
+    def _take_up(self, content: dict[str, Any], state: Any, strict: bool) -> dict[str, Any]:
+        """Loads a file's content into what was given for it, as Lightning does; returns the rest."""
+        if isinstance(state, Module):
+            self.load_module_state_dict(state, content, strict=strict)
+            return {}
+        if isinstance(state, Optimizer):
+            (self._ours(state) or state).load_state_dict(content)
+            return {}
+        _validate_keys_for_strict_loading(state.keys(), content.keys(), strict=strict)
+        for name, value in self._with_stand_ins(state).items():
+            if name not in content:
+                continue
+            if isinstance(value, Module):
+                self.load_module_state_dict(value, content.pop(name), strict=strict)
+            elif isinstance(value, (Optimizer, _Stateful)):
+                (self._ours(value) or value).load_state_dict(content.pop(name))
+            else:
+                state[name] = content.pop(name)
+        return content
+
+    def _load_directory(self, path: Path, state: Any, strict: bool) -> dict[str, Any]:
+        if not isinstance(state, dict) or not state:
+            raise ValueError(
+                f"A sharded checkpoint must be loaded into a state, got {type(state).__name__} for {str(path)!r}. Call"
+                " `fabric.load(path, {'model': model, ...})`, or make it one file by `lightning-scape consolidate`."
+            )
+        saved = SavedContent(path, self._checkpoint_ranks())
+        _validate_keys_for_strict_loading(state.keys(), saved.names, strict=strict)
+        rest = dict(saved.rest)
+
+        def take_up() -> None:
+            for name, value in self._with_stand_ins(state).items():
+                if isinstance(value, Module) and name in saved.models:
+                    self.load_module_state_dict(value, saved.model(name), strict=strict)
+                elif name in saved.optimizers:
+                    (self._ours(value) or value).load_state_dict(saved.optimizers[name])
+                elif name in rest and isinstance(value, _Stateful):
+                    value.load_state_dict(rest.pop(name))
+                elif name in rest:
+                    state[name] = rest.pop(name)
+
+        self._checkpoint_ranks().raise_on_all_ranks(take_up)
+        if any(self._ours(value) for value in state.values()):
+            generators = saved.rng(self.global_rank, self.world_size)
+            if generators is not None:
+                set_rng_state(generators)
+        return rest
+
+    def _ours(self, value: Any) -> Any:
+        """What holds the state of all ranks, where ``value`` is an optimizer that was set up here; else None."""
+        return next(iter(swap.scape_optimizers([value])), None)
+
+    def wait_for_checkpoint(self) -> None:
+        """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""
+        self._saver.wait()
+
+    def _checkpoint_ranks(self) -> Communicator:
+        return Communicator(self._checkpoint_group.get(self._timeout), None)

@@ -1,0 +1,68 @@
+"""Finds out that a rank changes its gradients itself, as torch's ``clip_grad_norm_`` does. Knows no host.
+
+Under DDP gradients are averaged by then, here they are each rank's own: clipping them is another training. A gradient's
+version counts the changes of it in place; it is noted when the backward pass has written it, and compared after the
+step. Only the first steps are watched: after them the backward pass is as it was.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_scape.core.local_shards import local
+from lightning_scape.scape.optimizer import ScapeOptimizer
+
+STEPS = 100
+
+
+def watch_gradients(optimizer: ScapeOptimizer, clip: str, say: Callable[[str], object], steps: int = STEPS) -> None:
+    """Says once, after one of the first steps, if gradients change between backward pass and step.
+
+    Args:
+        optimizer: whose gradients; not one of a GradScaler's, which changes them as well.
+        clip: the call that clips the averaged gradient, for the user.
+        say: takes a sentence.
+        steps: after these, the watch ends.
+    """
+    parameters = optimizer.engine.parameters
+    written: dict[int, tuple[int, int]] = {}
+    left = steps
+
+    def note(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            written[id(parameter)] = _version(parameter.grad)
+
+    def compare(*_: Any) -> None:
+        nonlocal left
+        left -= 1
+        changed = [
+            name
+            for name, parameter in zip(parameters.names, parameters.tensors, strict=True)
+            if parameter.grad is not None
+            and id(parameter) in written
+            and written[id(parameter)] != _version(parameter.grad)
+        ]
+        written.clear()
+        if changed:
+            say(
+                "Gradients should stay as the backward pass leaves them until the step, got another one for"
+                f" {changed[0]!r}."
+                " Under SCAPE a rank has only its own gradient, not the average that it has under DDP: torch's"
+                " clip_grad_norm_ and clip_grad_value_ clip each rank's by itself, which is another training. Clip by"
+                f" {clip}. (A change that is the same factor on all ranks does no harm.)"
+            )
+        if changed or left == 0:
+            end()
+
+    handles = [each.register_post_accumulate_grad_hook(note) for each in parameters.tensors]
+    handles.append(optimizer.register_step_post_hook(compare))
+    end = weakref.finalize(optimizer, lambda: [handle.remove() for handle in handles])
+
+
+def _version(grad: Tensor) -> tuple[int, int]:
+    own = local(grad)
+    return own._version, own.data_ptr()

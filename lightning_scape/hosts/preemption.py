@@ -1,0 +1,99 @@
+"""SIGTERM: one rank, or all, are told to end, such as those of a machine that is taken away.
+
+Lightning's handler sends a message to all ranks, wherever its rank is then: between messages that others wait for. So
+during a fit the handler here only tells the optimizers, which bring the word to all ranks (SCAPE's with the next step's
+first message). All ranks learn it in the same step. Then each sets Lightning's own flag, and all goes on as there: the
+fit ends after this batch, callbacks save what they save on an exception, the process exits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_scape.hosts import requeue
+from lightning_scape.hosts.sparseloco import stoppables
+
+_HANDLER = "_sigterm_notifier_fn"
+_BROADCAST = "_broadcast_sigterm_tensor"
+
+
+def ends_together(exception: BaseException) -> bool:
+    """Whether it ends the fit on all ranks after the same step, so that they go on sending each other messages."""
+    return isinstance(exception, SIGTERMException)
+
+
+class Preemption(Callback):
+    """Notes the signal in the place of Lightning's handler, and sets Lightning's flag on all ranks at once.
+
+    Args:
+        trainer: whose signal it is.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer: Trainer | None = trainer
+        self._noted = False
+        self._own = getattr(trainer.fit_loop.epoch_loop, _BROADCAST)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is nobody's handler."""
+        return {"_trainer": None, "_noted": False, "_own": None}
+
+    def note(self, signum: int, frame: Any) -> None:
+        """What Lightning registers as the handler."""
+        trainer, first, self._noted = self._trainer, not self._noted, True
+        if trainer is None:
+            return
+        if first and trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signum)  # those that it started, as Lightning does
+        self._tell(trainer)
+
+    def before_batch(self) -> None:
+        """In the place of Lightning's broadcast of rank 0's flag before each batch: the steps' messages bring the word.
+
+        One message less for each batch; and a rank that has left a step out comes to the next one, which tells.
+        """
+        if self._trainer is not None and not stoppables(self._trainer.optimizers):
+            self._own()
+
+    def _tell(self, trainer: Trainer) -> None:
+        told = stoppables(trainer.optimizers)
+        for each in told:
+            each.request_stop()
+        if not told and trainer.training:  # without an optimizer no rank waits for another
+            trainer._signal_connector.received_sigterm = True
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._noted:  # perhaps before the optimizers were there
+            self._tell(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        connector = trainer._signal_connector
+        if not connector.received_sigterm and any(each.stop_requested for each in stoppables(trainer.optimizers)):
+            rank_zero_info(f"SIGTERM on some rank: all ranks end after step {trainer.global_step}.")
+            connector.received_sigterm = True
+
+
+def attach(trainer: Trainer) -> None:
+    """Before Lightning registers its handlers for a fit."""
+    detach(trainer)
+    preemption = Preemption(trainer)
+    setattr(trainer._signal_connector, _HANDLER, preemption.note)
+    setattr(trainer.fit_loop.epoch_loop, _BROADCAST, preemption.before_batch)
+    requeue.insert(trainer, preemption)
+
+
+def detach(trainer: Trainer) -> None:
+    """After a fit: the Trainer is as it was."""
+    vars(trainer._signal_connector).pop(_HANDLER, None)
+    vars(trainer.fit_loop.epoch_loop).pop(_BROADCAST, None)
+    callbacks = requeue.callbacks_of(trainer)
+    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Preemption)]

@@ -1,0 +1,182 @@
+"""SLURM's signal that a job's time is nearly over: all ranks save after the same step, then Lightning requeues the job.
+
+Lightning saves in the signal's handler, wherever its rank is then: in the middle of a step, or a step ahead of others.
+But a checkpoint is made by all ranks together, between two steps. So the handler here only notes the signal. After a
+batch a rank that has had it leaves the number of exchanges that it has begun in the job's store, and looks whether all
+ranks have left theirs. All save once ``last + 1`` exchanges have ended, where ``last`` is the largest number left. No
+rank has gone past that: to end one more, a rank needs a message that the last one sent after it had left its number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined] # without marks for mypy
+from typing_extensions import override
+
+from lightning_scape.comm.collectives import is_distributed
+from lightning_scape.hosts import sparseloco, swap
+
+_KEY = "lightning_scape/requeue"
+_HANDLER = "_slurm_sigusr_handler_fn"
+_FITS = itertools.count()
+"""Of this process: all ranks count alike, and no fit meets what an earlier one left in the store."""
+_PATIENCE = 20
+"""Exchanges after which a rank says whose word is missing."""
+
+
+class Exchanges(NamedTuple):
+    """Those of all optimizers; each has messages between all ranks."""
+
+    begun: int
+    ended: int
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> Exchanges:
+        """So far."""
+        states = [optimizer.engine.state for optimizer in swap.scape_optimizers(trainer.optimizers)]
+        progress = [loco.progress for loco in sparseloco.wrappers(trainer.optimizers)]
+        begun = sum(state.calls for state in states if state is not None) + sum(p.exchanges for p in progress)
+        return cls(begun, begun - sum(p.under_way for p in progress))
+
+
+class Requeue(Callback):
+    """Notes the signal in the place of Lightning's handler, and calls that one when all ranks are ready for it.
+
+    Args:
+        trainer: whose signal it is.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._own = getattr(trainer._signal_connector, _HANDLER)
+        self._fit, self._obeyed = next(_FITS), 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._noted: tuple[int, Any] | None = None
+        self._store: PrefixStore | None = None
+        self._looked, self._looks = -1, 0
+
+    def note(self, signum: int, frame: Any) -> None:
+        """What Lightning registers as the handler."""
+        self._noted = self._noted or (signum, frame)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._noted is None:
+            return
+        exchanges = Exchanges.of(trainer)
+        if exchanges.ended == self._looked:
+            return
+        if torch.cuda.is_initialized():  # else the host would count exchanges that it has only queued
+            torch.cuda.synchronize()
+        self._looked = exchanges.ended
+        last = self._last(exchanges, trainer)
+        if last is None or exchanges.ended <= last:
+            return
+        rank_zero_info(f"SLURM's signal {self._noted[0]}: all ranks save after step {trainer.global_step}.")
+        noted = self._noted
+        self._forget()
+        self._obeyed += 1
+        with _waiting_for_files(trainer):
+            self._own(*noted)
+
+    def _last(self, exchanges: Exchanges, trainer: Trainer) -> int | None:
+        """The largest number of exchanges begun at which a rank has left word; None until all have."""
+        if self._store is None:
+            root = dist.distributed_c10d._get_default_store() if is_distributed() else HashStore()
+            self._store = PrefixStore(f"{_KEY}/{self._fit}/{self._obeyed}", root)
+            self._store.set(str(trainer.global_rank), str(exchanges.begun))
+        ranks = [str(rank) for rank in range(trainer.world_size)]
+        if not self._store.check(ranks):  # answered after what this rank has left is there
+            self._looks += 1
+            if self._looks == _PATIENCE:
+                store = self._store
+                missing = [rank for rank in ranks if not store.check([rank])]
+                warnings.warn(
+                    f"All ranks must get SLURM's signal, got no word of it from rank {', '.join(missing)}: nothing is"
+                    ' saved until they have had it. Write `--signal=SIGUSR1@300`, without "B:".',
+                    stacklevel=2,
+                )
+            return None
+        return max(int(self._store.get(rank)) for rank in ranks)
+
+
+@contextlib.contextmanager
+def _waiting_for_files(trainer: Trainer) -> Iterator[None]:
+    """Within it ``save_checkpoint`` returns when the checkpoint is there: the job may end right after it."""
+    save, before = trainer.save_checkpoint, vars(trainer).get("save_checkpoint")
+
+    def save_and_wait(*args: Any, **kwargs: Any) -> None:
+        save(*args, **kwargs)
+        strategy: Any = trainer.strategy
+        strategy.wait_for_checkpoint()
+        if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
+            strategy.checkpoint_io.teardown()  # it waits; the next save starts it again
+        trainer.strategy.barrier()
+
+    trainer.save_checkpoint = save_and_wait  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        vars(trainer).pop("save_checkpoint")
+        if before is not None:
+            trainer.save_checkpoint = before  # type: ignore[method-assign]
+
+
+def attach(trainer: Trainer) -> None:
+    """Before Lightning registers its handlers for a fit; nothing happens without SLURM and its ``auto_requeue``."""
+    detach(trainer)
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+        return
+    requeue = Requeue(trainer)
+    setattr(trainer._signal_connector, _HANDLER, requeue.note)
+    insert(trainer, requeue)
+
+
+def insert(trainer: Trainer, callback: Callback) -> None:
+    """Gives the Trainer a callback: after all that change with a batch, and before what saves by itself."""
+    callbacks = callbacks_of(trainer)
+    first = next((index for index, other in enumerate(callbacks) if isinstance(other, Checkpoint)), None)
+    callbacks.insert(len(callbacks) if first is None else first, callback)
+
+
+def detach(trainer: Trainer) -> None:
+    """After a fit: the Trainer is as it was."""
+    vars(trainer._signal_connector).pop(_HANDLER, None)
+    callbacks = callbacks_of(trainer)
+    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Requeue)]
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """The Trainer's own list."""
+    found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set by its connector
+    return found
+
+
+def saved_by_signal(trainer: Trainer) -> list[str]:
+    """Checkpoints that Lightning has saved at such signals, where it looks for them: only under SLURM."""
+    folder = Path(trainer.default_root_dir)
+    if not SLURMEnvironment.detect() or not folder.is_dir():
+        return []
+    return [str(path) for path in folder.glob("hpc_ckpt_*.ckpt")]
+
+
+def is_saved_by_signal(path: Any) -> bool:
+    """Whether a checkpoint has the name that Lightning gives those."""
+    return path is not None and Path(path).name.startswith("hpc_ckpt_")

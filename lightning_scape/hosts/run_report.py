@@ -1,0 +1,231 @@
+"""The report of a run under the Trainer: what both monitors keep of it, and when its page is written."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_scape.__about__ import __version__
+from lightning_scape.hosts import sparseloco, swap
+from lightning_scape.hosts.ending import unseen
+from lightning_scape.reporting import History, write_page
+from lightning_scape.reporting.history import Writer
+
+
+class ReportingCallback(Callback):
+    """A monitor that can also write a report of the run; its points are those that the monitor reports.
+
+    Rank 0 adds each point to ``figures.jsonl`` in the folder at once, and writes ``report.html`` from all that is in
+    there when the fit ends, also by an exception. Where the process is killed, the figures are there, and
+    ``lightning-scape report FOLDER`` makes the page.
+
+    Args:
+        report: the folder; None for no report.
+
+    Raises:
+        ModuleNotFoundError: a report is asked for, and matplotlib is not installed.
+        ValueError: ``report`` is empty.
+    """
+
+    def __init__(self, report: str | os.PathLike[str] | None = None) -> None:
+        if report is not None and not os.fspath(report):
+            raise ValueError("`report` must name a folder, got ''. Write `report=\"report\"`, or leave it out.")
+        if report is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ModuleNotFoundError(
+                f"`report={os.fspath(report)!r}` draws with matplotlib, got a Python without it. Install"
+                " lightning-scape[plots], or leave `report` out."
+            )
+        self.report = None if report is None else Path(report)
+        self._made = time.time() - 1e-3  # times in the file are rounded
+        self._writer: Writer | None = None
+        self._loss: Tensor | None = None
+        self._losses = 0
+        self._clock = _Clock()
+        self._last = -1
+        self._before: dict[str, Tensor] = {}
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Raises on every rank if rank 0 cannot write to the folder."""
+        if self.report is None or stage != "fit":
+            return
+        problem = None
+        if trainer.is_global_zero:
+            try:
+                self._writer = Writer(self.report)
+            except Exception as error:  # a name that is none is no OSError
+                problem = (
+                    f"`report` must name a folder that rank 0 can write to, got {str(self.report)!r}: {error}. Choose"
+                    " another one."
+                )
+        if problem := trainer.strategy.broadcast(problem):
+            raise ValueError(problem)
+
+    def begin_report(self, trainer: Trainer, method: str) -> None:
+        """The fit begins, with all optimizers in their places.
+
+        Args:
+            trainer: whose fit it is.
+            method: ``"scape"`` or ``"sparseloco"``.
+        """
+        self._last, self._loss, self._losses = -1, None, 0
+        step = steps_taken(trainer)  # of the checkpoint, where the fit goes on from one
+        self._clock.start(step)
+        about = {"method": method, "ranks": trainer.world_size, "strategy": repr(trainer.strategy)}
+        self._add("run", step, {**about, "version": __version__})
+
+    def note_batch(self, trainer: Trainer, pl_module: LightningModule, outputs: Any) -> None:
+        """Adds a batch's loss to the mean of the coming point; nothing waits for the device."""
+        if self._writer is None:
+            return
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            # Lightning has divided it by the number of batches of a step.
+            batches = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            loss = loss.detach().reshape(()).to(torch.float32) * batches
+            self._loss = loss if self._loss is None else self._loss + loss
+            self._losses += 1
+
+    def publish(
+        self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float], shown: Sequence[str]
+    ) -> None:
+        """Gives figures to every logger, to the progress bar and to the report.
+
+        Args:
+            trainer: whose fit it is; a batch has just ended.
+            pl_module: its module.
+            metrics: by their names in the logger; empty: nothing is to be told.
+            shown: names, without prefix, of those that the progress bar shows, where they are finite.
+        """
+        if not metrics:
+            return
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        bar = {
+            name: value for name, value in metrics.items() if name.rpartition("/")[2] in shown and math.isfinite(value)
+        }
+        pl_module.log_dict(bar, prog_bar=True, logger=False, on_step=True, on_epoch=False)
+        self._note_point(trainer, metrics)
+
+    def _note_point(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        step = steps_taken(trainer)
+        if self._writer is None or step == self._last or not metrics:
+            return
+        self._last = step
+        loss = None if self._loss is None else float(self._loss) / self._losses
+        self._loss, self._losses = None, 0
+        self._add("point", step, {"loss": loss, "step_seconds": self._clock.per_step(step), "metrics": metrics})
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._clock.pause()
+        if self._writer is not None:  # nothing is computed for it: the validation has no results yet
+            self._before = dict(trainer.callback_metrics)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._clock.go_on()
+        if self._writer is None or trainer.sanity_checking:
+            return
+        # Whatever their names, those that the validation has logged: what training logged is there too, unchanged.
+        logged = trainer.callback_metrics.items()
+        metrics = {name: float(value) for name, value in logged if self._before.get(name) is not value}
+        self._before = {}
+        if metrics:
+            self._add("validation", steps_taken(trainer), {"metrics": metrics})
+
+    def last_metrics(self, trainer: Trainer) -> dict[str, float]:
+        """The newest figures of the monitor's optimizers, for a last point."""
+        raise NotImplementedError
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._writer is not None:
+            self._note_point(trainer, self.last_metrics(trainer))
+            self._end(trainer, "finished")
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self.report is None or not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING:
+            return
+        # Where ranks are forked, the process that started them hears of it, which has written nothing itself.
+        with unseen(f"The report must be written to {str(self.report)!r}"):
+            runs = History.read(self.report).runs
+            if runs and runs[-1].end is None and runs[-1].about.get("time", 0.0) >= self._made:
+                text = f"{type(exception).__name__}: {exception}".strip(": ")
+                self._writer = self._writer or Writer(self.report)
+                self._end(trainer, text.splitlines()[0][:500])
+
+    def _end(self, trainer: Trainer, how: str) -> None:
+        """Writes the page. If that fails it is a warning: this rank alone would raise, and the others wait for it."""
+        assert self.report is not None
+        self._add("end", steps_taken(trainer), {"how": how})
+        self._writer = None
+        try:
+            write_page(self.report)
+        except Exception as error:
+            rank_zero_warn(
+                f"The report's page must be written to {str(self.report)!r}, got {type(error).__name__}: {error}. Its"
+                f" figures are there: run `lightning-scape report {self.report}` when that is mended."
+            )
+
+    def _add(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        if self._writer is None:
+            return
+        try:
+            self._writer.add(kind, step, values)
+        except Exception as error:  # this rank's alone: the others would wait for it
+            self._writer = None
+            rank_zero_warn(
+                f"The report's figures must be written to {str(self.report)!r}, got: {error}. The training goes on; the"
+                " report ends here."
+            )
+
+
+def steps_taken(trainer: Trainer) -> int:
+    """Steps of the first optimizer since the training began, those before the checkpoint included.
+
+    Lightning's own counts are no such axis: ``global_step`` adds up all optimizers, and what the loggers get is one too
+    low after a checkpoint that was saved inside an epoch.
+    """
+    for optimizer in swap.scape_optimizers(trainer.optimizers):
+        return optimizer.steps_taken
+    for loco in sparseloco.wrappers(trainer.optimizers):
+        return loco.progress.steps
+    return 0
+
+
+class _Clock:
+    """Mean seconds of a step from one point to the next, validation not counted."""
+
+    def __init__(self) -> None:
+        self._began = self._paused_at = 0.0
+        self._step = 0
+
+    def start(self, step: int) -> None:
+        self._began, self._step = time.perf_counter(), step
+
+    def pause(self) -> None:
+        self._paused_at = time.perf_counter()
+
+    def go_on(self) -> None:
+        self._began += time.perf_counter() - self._paused_at
+
+    def per_step(self, step: int) -> float | None:
+        """None where no step was taken since."""
+        now, steps = time.perf_counter(), step - self._step
+        seconds = (now - self._began) / steps if steps > 0 else None
+        self.start(step)
+        return seconds

@@ -1,0 +1,74 @@
+"""A gradient that is not finite on one rank is not finite on any, where a module may look at its gradients.
+
+Under DDP gradients are averaged in the backward pass. So a module that leaves a step out because its gradient is NaN
+does so on all ranks. Under SCAPE each rank sees its own gradient, and would decide for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_scape.core.local_shards import local
+from lightning_scape.hosts import swap
+from lightning_scape.scape.optimizer import ScapeOptimizer
+
+_HOOK = "post_backward"
+
+
+class SharedNans:
+    """Shares them right after a backward pass, before any hook sees the gradients: one small message.
+
+    Nothing is sent for a module with automatic optimization that has no ``on_after_backward``: there the step itself is
+    skipped on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._held = False
+
+    def attach(self, plugin: Precision, module: LightningModule, optimizers: Callable[[], Iterable[object]]) -> None:
+        """Acts from now on in the plugin's own hook, the first after the backward pass."""
+        if module.automatic_optimization and not is_overridden("on_after_backward", module):
+            return
+        own = getattr(plugin, _HOOK)
+
+        def post_backward(*args: Any, **kwargs: Any) -> Any:
+            if not self._held:
+                _share_of(swap.scape_optimizers(optimizers()))
+            return own(*args, **kwargs)
+
+        setattr(plugin, _HOOK, post_backward)
+
+    def detach(self, plugin: Precision) -> None:
+        """The plugin is as it was."""
+        vars(plugin).pop(_HOOK, None)
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Inside, backward passes add gradients up, and nothing is shared."""
+        held, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = held
+
+
+@torch.no_grad()
+def _share_of(optimizers: Sequence[ScapeOptimizer]) -> None:
+    """Makes the first entry of each gradient NaN if some rank has one that is not finite. Collective."""
+    grads = [local(p.grad) for each in optimizers for p in each.engine.parameters.tensors if p.grad is not None]
+    if not optimizers or optimizers[0].engine.ranks == 1:
+        return
+    given = [grad for grad in grads if grad.numel()]
+    norm = optimizers[0].engine.norm_after_backward(given)
+    poison = torch.where(torch.isfinite(norm), -0.0, torch.nan)  # x + -0.0 is x, for every x
+    if poison.device.type == "cpu" and not bool(poison.isnan()):
+        return
+    for grad in given:
+        grad[(0,) * grad.dim()] += poison

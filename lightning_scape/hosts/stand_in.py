@@ -1,0 +1,87 @@
+"""The user's optimizer after it was swapped: what is asked of it, the ScapeOptimizer in its place does. Knows no host.
+
+A module may keep the optimizer that it returned, a Fabric script the one that it gave away. Under DDP either may be
+stepped, for gradients are averaged before. Here its own step would take this rank's gradient, and ranks would train
+apart without a word. So its methods are passed on, on the object alone: its class and its copies stay torch's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_scape.scape.optimizer import ScapeOptimizer
+
+_PASSED_ON = ("zero_grad", "state_dict", "load_state_dict", "consolidate_state_dict", "add_param_group")
+_HERE = "_scape_stand_in"
+
+
+@dataclass
+class _StandIn:
+    scape: ScapeOptimizer
+    own_step: Any
+    """What the object had as a ``step`` of its own (a scheduler puts one there), None: its class's."""
+
+
+def put_in_place(dense: Optimizer, scape: ScapeOptimizer) -> None:
+    """From now on ``scape`` does what ``dense`` is asked to. It lives as long as ``dense`` does."""
+    _carry_over(dense, scape)
+
+    @wraps(scape.step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return scape.step(*args, **kwargs)
+
+    own = vars(dense)
+    own[_HERE] = _StandIn(scape, own.get("step"))
+    # A scheduler that is built on the old optimizer finds its step marked, and asks `_opt_called`, which ours keeps.
+    own["step"] = step
+    own.update({name: getattr(scape, name) for name in _PASSED_ON})
+
+
+def standing_for(optimizer: object) -> ScapeOptimizer | None:
+    """The one in the place of a swapped optimizer; None: it was not swapped."""
+    found = getattr(optimizer, "__dict__", {}).get(_HERE)
+    return None if found is None else found.scape
+
+
+def give_back(dense: Optimizer) -> None:
+    """Makes a swapped optimizer torch's again; does nothing to another."""
+    own = vars(dense)
+    found = own.pop(_HERE, None)
+    if found is None:
+        return
+    for name in ("step", *_PASSED_ON):
+        own.pop(name, None)
+    if found.own_step is not None:
+        own["step"] = found.own_step
+
+
+def _carry_over(dense: Optimizer, scape: ScapeOptimizer) -> None:
+    """Lets the new optimizer go on where the old one stood with the user's hooks and with its schedulers."""
+    # Shared, not copied: the handles the user holds go on removing their hooks.
+    scape._optimizer_step_pre_hooks = dense._optimizer_step_pre_hooks
+    scape._optimizer_step_post_hooks = dense._optimizer_step_post_hooks
+    # A scheduler warns of a missing optimizer step unless step() is marked and notes its calls, which the constructor
+    # of the scheduler arranges on its optimizer (torch/optim/lr_scheduler.py, patch_track_step_called). Whichever of
+    # the two a scheduler holds, before or after the swap, it finds both.
+    called = getattr(dense, "_opt_called", False)
+    scape._opt_called = called  # type: ignore[attr-defined]
+    step: Callable[..., Any] = type(scape).step
+    owner, former = weakref.ref(scape), weakref.ref(dense)
+
+    @wraps(step)
+    def tracked_step(*args: Any, **kwargs: Any) -> Any:
+        optimizer = owner()
+        assert optimizer is not None
+        for each in (optimizer, former()):
+            if each is not None:
+                each._opt_called = True  # type: ignore[attr-defined]
+        return step(optimizer, *args, **kwargs)
+
+    tracked_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    scape.step = tracked_step  # type: ignore[method-assign]

@@ -1,0 +1,405 @@
+"""ScapeStrategy: SCAPE as a strategy of ``lightning.pytorch.Trainer``.
+
+Launching, environments, samplers and checkpoint files are DDPStrategy's. What differs: the module is not wrapped (no
+gradient is reduced in the backward pass), and each optimizer is swapped for a :class:`ScapeOptimizer`, in whose
+``step()`` everything happens.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.distributed import _destroy_dist_connection
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_scape.checkpoint import saver
+from lightning_scape.comm.collectives import Communicator, is_distributed
+from lightning_scape.comm.lost_ranks import explained_messages
+from lightning_scape.comm.side_group import SideGroup
+from lightning_scape.comm.under_way import settle
+from lightning_scape.hosts import advice, ending, launching, preemption, rendezvous, swap, two_level
+from lightning_scape.hosts.density_bar import DensityBar
+from lightning_scape.hosts.own_clipping import watch_gradients
+from lightning_scape.hosts.resume import Resume, Resumption
+from lightning_scape.hosts.run_length import compare_lengths, ends_epoch, steps_of_run
+from lightning_scape.hosts.shared_nans import SharedNans
+from lightning_scape.hosts.trainer_checkpoints import TrainerCheckpoints
+from lightning_scape.hosts.unwrapped import Attached
+from lightning_scape.scape.config import (
+    CatchUp,
+    ClipNorm,
+    MaskStatistic,
+    ScapeConfig,
+    SecondMoment,
+    Update,
+    WireDtype,
+)
+from lightning_scape.scape.epoch_end import compare_ends
+
+
+class ScapeStrategy(TrainerCheckpoints):
+    """Data-parallel training that sends 1% of the entries each step (SCAPE, arXiv 2607.01678).
+
+    ``Trainer(strategy=ScapeStrategy(sparsity=0.99))``, or ``Trainer(strategy="scape")`` for the defaults, and nothing
+    else changes: return AdamW, Adam or AdamS from ``configure_optimizers`` and they are swapped for a
+    :class:`~lightning_scape.ScapeOptimizer` with the same parameter groups. Schedulers, gradient accumulation,
+    ``gradient_clip_val``, every precision, callbacks and checkpoints work as they do with DDP.
+
+    Three things to know. Buffers are equal on all ranks at the start and are not sent again, unless
+    ``broadcast_buffers`` is set: BatchNorm's statistics (or train with ``Trainer(sync_batchnorm=True)``), and what else
+    a module updates from its own batch. A warning says which differ. Clipping leaves ``p.grad`` as it is: the factor
+    acts in the step, on the averaged gradient. And saving a checkpoint is collective: when one rank alone fails and a
+    callback saves on exceptions, the others are waited for until ``timeout``.
+
+    Args:
+        sparsity: share of the entries that is not sent in a step, in [0, 1). 0 is dense training, sharded.
+        config: all options at once, instead of one by one; an option given both ways must be the same.
+        update: ``"adamw"`` or ``"adams"``; None fits the optimizer given. See :class:`~lightning_scape.ScapeConfig`, as
+            for all options down to ``block_size``.
+        dense_steps: number of first steps that send everything.
+        sparsity_warmup_steps: steps over which the density falls from 1 to ``1 - sparsity``; 0 is none. None is 4,950
+            at 99% and 1,424 at 90%; with the update of AdamS 1,000, or all steps of a shorter run.
+        mask_interval: steps for which one mask is used.
+        mask_statistic: what ranks the entries.
+        mask_votes: entries per block that every rank proposes; None chooses.
+        second_moment: what an entry is divided by that was not visited in the step before.
+        catch_up: how far such an entry goes.
+        wire_dtype: how values travel to their owner, and the changes of wider parameters back.
+        bias_correction: divide the first moments by ``1 - beta1**t``.
+        clip_norm: how ``gradient_clip_val`` measures the averaged gradient.
+        local_group_size: ranks of a node that hold one replica together, sharded by FSDP2; ``"node"`` takes all ranks
+            of a node. SCAPE then runs between the nodes.
+        reshard_after_forward: with ``local_group_size`` above 1: free gathered parameters between forward and backward.
+        residual_dtype: dtype of the error-feedback residual.
+        residual_device: where the residual lives.
+        max_skipped: consecutive skipped steps (a gradient is not finite) that raise an error.
+        check_replicas_every: steps between two comparisons of all ranks' parameters; 0: the first step only.
+        block_size: block length, None for the best.
+        accelerator: as in DDPStrategy, as for all that follow.
+        parallel_devices: this node's devices.
+        cluster_environment: how ranks find each other.
+        checkpoint_io: how checkpoints are written.
+        precision_plugin: the precision.
+        process_group_backend: ``"gloo"``, ``"nccl"``; None goes by the device.
+        timeout: how long a collective waits for the other ranks; a number counts seconds.
+        start_method: how processes are started; a notebook needs `"fork"`.
+        state_dict_type: ``"full"``, a checkpoint is one file; ``"sharded"``, a directory into which each rank writes
+            its own part, in parallel. Either is loaded, whatever is set here.
+        async_save: write sharded checkpoints while training goes on.
+        wrap: with ``local_group_size`` above 1: class names of the modules that are gathered one at a time. Empty takes
+            the members of the model's outermost ModuleLists. Modules to which you have applied ``fully_shard`` over
+            ``strategy.device_mesh["shard"]`` stay as they are.
+        resume: ``"auto"``: fit goes on from the newest complete checkpoint in the folders of its ModelCheckpoints, on
+            any number of ranks; where there is none, from the Trainer's ``ckpt_path``.
+        batches_per_step: of all ranks, in one optimizer step. ``accumulate_grad_batches`` follows the number of ranks.
+        broadcast_buffers: hand rank 0's buffers on before each training step, as DDP does.
+
+    Raises:
+        ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
+        TypeError: an option of DDP's that is not needed here.
+    """
+
+    @launching.refuses_options_of_ddp
+    def __init__(
+        self,
+        sparsity: float = 0.99,
+        *,
+        config: ScapeConfig | None = None,
+        update: Update | None = None,
+        dense_steps: int = 0,
+        sparsity_warmup_steps: int | None = None,
+        mask_interval: int = 1,
+        mask_statistic: MaskStatistic = "residual",
+        mask_votes: int | None = None,
+        second_moment: SecondMoment = "measured",
+        catch_up: CatchUp = "implicit",
+        wire_dtype: WireDtype = "bf16",
+        bias_correction: bool = False,
+        clip_norm: ClipNorm = "sketch",
+        local_group_size: int | Literal["node"] = 1,
+        reshard_after_forward: bool = True,
+        residual_dtype: torch.dtype | str = "float32",
+        residual_device: torch.device | str | None = None,
+        max_skipped: int = 10,
+        check_replicas_every: int = 0,
+        block_size: int | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        state_dict_type: saver.StateDictType = "full",
+        async_save: bool = False,
+        wrap: Sequence[str] = (),
+        resume: Resume = None,
+        batches_per_step: int | None = None,
+        broadcast_buffers: bool = False,
+    ) -> None:
+        given = locals()
+        saver.check_saving(state_dict_type, async_save, checkpoint_io)
+        self.config = swap.resolve_config(config, {name: given[name] for name in swap.CONFIG_DEFAULTS})
+        super().__init__(
+            nodes=two_level.Nodes(self.config, wrap),
+            resumption=Resumption(resume, batches_per_step),
+            state_dict_type=state_dict_type,
+            async_save=async_save,
+            broadcast_buffers=broadcast_buffers,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=launching.as_timeout(timeout),
+            start_method=start_method,
+        )
+        self._mask_group = SideGroup()
+        self._interrupted = False
+        self._payoff = advice.PayoffCheck()
+        self._progress_bar: DensityBar | None = None
+        self._ends_group = SideGroup("gloo")  # each batch's messages must not meet the step's
+        self._shared_nans = SharedNans()
+
+    def __repr__(self) -> str:
+        """The options that differ from the defaults, and a remedy where the package is not the one we extend."""
+        # pytorch_lightning's Trainer rejects us by printing us; this is the only word we get in.
+        foreign = "pytorch_lightning" in sys.modules
+        remedy = " for lightning.pytorch.Trainer; use `from lightning.pytorch import Trainer`" if foreign else ""
+        return f"<{type(self).__name__}({advice.chosen(self.config)}){remedy}>"
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        launching.register(strategy_registry, cls)
+
+    @override
+    def _configure_launcher(self) -> None:
+        launching.check_start_method(type(self).__name__, self._start_method)
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        launching.check_ranks(self.num_processes * self.num_nodes)
+        super().setup_environment()
+        self._interrupted = False
+        if self.lightning_module is not None:
+            self._dump.attach(trainer := self.lightning_module.trainer)
+            Communicator(None, None).raise_on_all_ranks(lambda: self._resumption.prepare(trainer))
+
+    @override
+    def setup_distributed(self) -> None:
+        starting = not is_distributed()
+        with rendezvous.explained_rendezvous(self.cluster_environment):
+            self.set_world_ranks()
+            backend = self._get_process_group_backend()
+            rendezvous.start_process_group(self.cluster_environment, backend, self._timeout, self.root_device)
+            super().setup_distributed()
+        if starting:
+            # Lightning does so for NCCL alone. A thread of gloo that still holds the last message's tensors when the
+            # interpreter ends aborts the process (seen with plain DDP, too: torch 2.13, 4 of 40 runs).
+            atexit.register(_destroy_dist_connection)
+        self._nodes.set_up(self.num_processes, self.root_device, self._timeout)  # collective, as the next
+        if not self._nodes.several:
+            self._mask_group.get(self._timeout)
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """With ``local_group_size`` above 1: nodes (``"replicate"``) times ranks of a node (``"shard"``)."""
+        return self._nodes.mesh
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        if not self._nodes.several:
+            super().setup(trainer)
+            return
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        # For evaluation too: the model may not fit on one rank.
+        self._nodes.shard(self.model, self.root_device, two_level.compute_dtype(self.precision_plugin.precision))
+        self.model = two_level.ThroughForward(self.model)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    @override
+    def tensor_init_context(  # type: ignore[override]
+        self, empty_init: bool | None = None
+    ) -> AbstractContextManager[None]:
+        if empty_init and self._nodes.several:
+            return two_level.on_meta(self.precision_plugin.tensor_init_context())
+        return super().tensor_init_context(empty_init)
+
+    @override
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        if self._nodes.several:
+            assert self.lightning_module is not None
+            return two_level.without_gradient_sync(self.lightning_module)
+        return self._shared_nans.hold()
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        self._interrupted = False
+        super().setup_optimizers(trainer)
+
+    @override
+    def _attach(self, optimizer: Optimizer) -> Attached:
+        assert self.lightning_module is not None
+        (scape,) = swap.swap_optimizers(
+            [optimizer],
+            [],
+            self._nodes.config,
+            named_parameters=self.lightning_module.named_parameters(),
+            process_group=self._nodes.process_group,
+            mask_group=self._nodes.side_group(self._mask_group, self._timeout),
+            total_steps=self._steps,
+        )
+        if self.world_size > 1 and getattr(self.precision_plugin, "scaler", None) is None:
+            watch_gradients(scape, "`self.clip_gradients(optimizer, gradient_clip_val=...)`", rank_zero_warn)
+        return Attached(optimizer, scape, scape)
+
+    @override
+    def _detach(self, attached: Attached) -> None:
+        attached.method.drain()
+        self._give_back(attached)
+
+    @override
+    def _give_back(self, attached: Attached) -> None:
+        swap.give_back(attached.given, attached.method)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        optimizers = swap.scape_optimizers(self.optimizers)
+        if not optimizers:
+            return
+        # Not in `setup_optimizers`: to know the steps there, Lightning would load the data too early. Their random
+        # numbers would be others, and a checkpoint in the middle of an epoch could not set them back.
+        compare_lengths(trainer)
+        self._steps = steps = steps_of_run(trainer)
+        swap.expect_steps(optimizers, steps)
+        rank_zero_info(advice.what_holds(optimizers, steps, advice.as_call(type(self).__name__)))
+        if warning := advice.too_short(optimizers[0], steps):
+            rank_zero_warn(warning)
+        if trainer.progress_bar_callback is not None:
+            self._progress_bar = DensityBar(trainer.progress_bar_callback, self)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.num_training_batches < math.inf or not trainer.lightning_module.automatic_optimization:
+            return
+        ends_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0  # on the ranks that go on
+        if not (ends_step and self._steps_compare_ends):  # Lightning itself sends a message with every batch
+            ranks = Communicator(self._ends_group.get(self._timeout), None)
+            compare_ends(ranks, batch_idx + 1, ends_epoch(trainer, ends_step))
+
+    @property
+    def _steps_compare_ends(self) -> bool:
+        """Whether a step's own message says that an epoch ends: in time, and at no cost to the host."""
+        return not self._nodes.several and self.root_device.type != "cuda"
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        for scape_optimizer in swap.scape_optimizers([optimizer]):
+            scape_optimizer.announce_batch(ready, ends_epoch(trainer) if self._steps_compare_ends else None)
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        for scape_optimizer in swap.scape_optimizers([optimizer]):
+            if verdict := self._payoff.look(scape_optimizer, self.root_device):
+                rank_zero_warn(f'{verdict} Use `strategy="ddp"`, or see `lightning-scape plan --help`.')
+        return result
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with explained_messages():  # those of a sharded module
+            return super().backward(*args, **kwargs)
+
+    @override
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        plugin = self.precision_plugin
+        # Lightning asks the plugin to clip and never the strategy; its class must keep its name, by which the state of
+        # the scaler is filed in checkpoints.
+        plugin.clip_gradients = swap.clip_gradients  # type: ignore[method-assign]
+        if isinstance(plugin, MixedPrecision):
+            plugin.scaler = swap.sharded_scaler(plugin.scaler)
+        if self.lightning_module is not None and self.optimizers:
+            self._shared_nans.attach(plugin, self.lightning_module, lambda: self.optimizers)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict=strict)
+        swap.mark_masters_stale(self.optimizers)
+
+    # ------------------------------------------------------------------------------------------------- the end
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        # Not super(): its advice on unused parameters is about DDP's reducer, which is not used here.
+        self._interrupted = not preemption.ends_together(exception)
+        for each in self._attached if self._interrupted else []:
+            each.method.communicator.tell_error(exception)  # others may wait for this rank's next step
+
+    @override
+    def teardown(self) -> None:
+        # After an exception the other ranks may never send what this one would wait for.
+        waits = () if self._interrupted else (self._drain,)
+        saved = functools.partial(self._saver.finish, raising=not self._interrupted)
+        parts = (*waits, self._end_attachment, saved, self._put_back, self._resumption.finish, self._tear_down)
+        ending.run_all(parts, self._interrupted)
+
+    def _drain(self) -> None:
+        for each in self._attached:
+            each.method.drain()
+        settle()
+
+    def _put_back(self) -> None:
+        """What is the Trainer's is as it was."""
+        vars(self.precision_plugin).pop("clip_gradients", None)
+        self._shared_nans.detach(self.precision_plugin)
+        if self._progress_bar is not None:
+            self._progress_bar.take_off()
+
+    def _tear_down(self) -> None:
+        if not self._nodes.several:
+            super().teardown()
+            return
+        # Not super(): it moves the module to the CPU, and a sharded one stays where its mesh is.
+        self.model = self.lightning_module
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            part.teardown()

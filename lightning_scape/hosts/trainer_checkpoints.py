@@ -1,0 +1,160 @@
+"""Checkpoints under the Trainer: one file or a directory, saved and loaded by all ranks together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_scape.checkpoint import saver
+from lightning_scape.checkpoint.rng import rng_state, set_rng_state
+from lightning_scape.checkpoint.saver import RNG, Saver, host_content
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.comm.side_group import SideGroup
+from lightning_scape.hosts import swap, two_level
+from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO, explain_directories
+from lightning_scape.hosts.dump import Dump, load_dump, restore_schedulers
+from lightning_scape.hosts.resume import Resumption
+from lightning_scape.hosts.unwrapped import UnwrappedStrategy
+from lightning_scape.scape.optimizer import ScapeOptimizer
+
+explain_directories()
+
+
+class TrainerCheckpoints(UnwrappedStrategy):
+    """Base of the Trainer's strategies.
+
+    Args:
+        nodes: which ranks hold a replica together.
+        resumption: where a fit goes on.
+        state_dict_type: ``"full"`` or ``"sharded"``.
+        async_save: write directories in the background.
+        options: UnwrappedStrategy's.
+    """
+
+    def __init__(
+        self,
+        *,
+        nodes: two_level.Nodes,
+        resumption: Resumption,
+        state_dict_type: saver.StateDictType,
+        async_save: bool,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self._nodes, self._resumption = nodes, resumption
+        self._state_dict_type = state_dict_type
+        self._saver, self._dump = Saver(async_save), Dump()
+        self._checkpoint_group = SideGroup("gloo")  # background writes must not meet the step's messages
+        self._saved_rng: Tensor | None = None
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self._nodes.several  # a module on the meta device has no memory before
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state_dict = super().lightning_module_state_dict()
+        if self._state_dict_type == "sharded" or not self._nodes.several:
+            return state_dict
+        self._dump.agree()
+        return two_level.whole_state_dict(state_dict, keep=self.is_global_zero)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes and reads a checkpoint that is one file."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = ScapeCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):  # which keeps the one it was given, if any
+            self._checkpoint_io.checkpoint_io = ScapeCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        saver.check_saving(self._state_dict_type, self._saver.asynchronous, io)
+        self._checkpoint_io = io
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self._dump.agree()
+        inner = swap.unwrap_optimizer(optimizer)
+        if self._state_dict_type == "sharded" and isinstance(inner, ScapeOptimizer):
+            return inner.sharded_state_dict()  # type: ignore[return-value] # taken by save_checkpoint
+        return super().optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
+        self._look_at_buffers("save")
+        checkpoint = {**checkpoint}  # a callback may have kept the one that its hook was given
+        self._resumption.record(checkpoint)
+        if self._state_dict_type == "sharded":
+            if storage_options is not None:
+                raise TypeError(
+                    '`storage_options` must be None with state_dict_type="sharded", got'
+                    f" {storage_options!r}: a directory is written by torch.distributed.checkpoint."
+                )
+            path = Path(self.broadcast(str(filepath)))
+            content = host_content(checkpoint, self._offered_parameters(), self.global_rank)
+            self._saver.save(path, content, self._checkpoint_ranks())
+            return
+        ranks = Communicator(None, None)
+        generators = ranks.all_gather_object(rng_state())  # on every rank, whatever its hooks have left of the rest
+        if "optimizer_states" in checkpoint:
+            checkpoint[RNG] = generators
+        ranks.raise_on_all_ranks(
+            lambda: super(TrainerCheckpoints, self).save_checkpoint(checkpoint, filepath, storage_options)
+        )
+
+    def _offered_parameters(self) -> list[str]:
+        """Names of the parameters that this rank may write into a directory: any rank, where all hold the same."""
+        assert self.lightning_module is not None
+        return [name for name, _ in self.lightning_module.named_parameters()]
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        self._saver.wait()
+        read = functools.partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
+        checkpoint, self._saved_rng = load_dump(checkpoint_path, read, self._checkpoint_ranks)
+        return self._resumption.adapt(checkpoint)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        Communicator(None, None).raise_on_all_ranks(lambda: self._take_up(checkpoint))
+        if self._saved_rng is not None:
+            set_rng_state(self._saved_rng)
+
+    def _take_up(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        restore_schedulers(checkpoint, [config.scheduler for config in self.lr_scheduler_configs])
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._saved_rng is not None:
+            # In the middle of an epoch: what has been drawn since, to set data loaders up again, was drawn before.
+            assert self.lightning_module is not None
+            if self.lightning_module.trainer.fit_loop.restarted_mid_epoch:
+                set_rng_state(self._saved_rng)
+            self._saved_rng = None
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        self._saver.after(functools.partial(super().remove_checkpoint, filepath))
+
+    def wait_for_checkpoint(self) -> None:
+        """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""
+        self._saver.wait()
+
+    def _checkpoint_ranks(self) -> Communicator:
+        return Communicator(self._checkpoint_group.get(self._timeout), None)

@@ -1,0 +1,187 @@
+"""DDPStrategy without the wrapper around the module, and with what users of the wrapper rely on."""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_scape.hosts import swap
+from lightning_scape.hosts.buffers import Buffers
+from lightning_scape.hosts.outsiders import Watch
+from lightning_scape.hosts.schedulers import retarget_schedulers
+
+
+@dataclass
+class Attached:
+    """One of the user's optimizers under the method."""
+
+    given: Optimizer
+    steps: Optimizer
+    """What the Trainer steps: the one in its place, or itself."""
+    method: Any
+    """What holds the method's state."""
+
+
+class UnwrappedStrategy(DDPStrategy):
+    """Base of the Trainer's strategies: which optimizers are under the method, and what becomes of buffers.
+
+    Every optimizer comes through :attr:`optimizers`: those of ``configure_optimizers``, those of another
+    ``setup_optimizers`` in mid-training, and what a callback puts there. From the beginning of a fit to its teardown
+    they are put under the method, and those that leave are let go; both are collective.
+
+    Args:
+        broadcast_buffers: hand rank 0's buffers on before each training step.
+        options: DDPStrategy's.
+    """
+
+    def __init__(self, *, broadcast_buffers: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self._buffers = Buffers(broadcast_buffers)
+        self._attached: list[Attached] = []
+        self._attaching = False
+        self._watch: Watch | None = None
+        self._steps: float | None = None
+        """Of the run, where they are known; set when the training starts."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What Lightning copies and pickles of a strategy, without what belongs to this process."""
+        return {**super().__getstate__(), "_attached": [], "_attaching": False, "_watch": None}
+
+    # ------------------------------------------------------------------------------------------- the module
+
+    @override
+    def configure_ddp(self) -> None:
+        assert self.model is not None
+        self.model = self._setup_model(self.model)
+
+    @override
+    def _setup_model(self, model: Module) -> Module:  # type: ignore[override]
+        """Makes all ranks equal to rank 0, as DDP's constructor does."""
+        swap.start_equal(model)
+        if warning := self._buffers.at_start(model, type(self).__name__):
+            rank_zero_warn(warning)
+        if not hasattr(model, "no_sync"):  # of DDP's wrapper: nothing is sent in the backward pass
+            model.no_sync = nullcontext  # type: ignore[assignment]
+        return model
+
+    # --------------------------------------------------------------------------------------- the optimizers
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        """Those that the Trainer steps. What is assigned in a fit is put under the method; collective then."""
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = self._attach_all(optimizers) if self._attaching else list(optimizers)
+        self._lightning_optimizers = [LightningOptimizer._to_lightning_optimizer(o, self) for o in self._optimizers]
+
+    def _attach_all(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        inner: list[Any] = [swap.unwrap_optimizer(each) for each in optimizers]
+        for each in self._attached:
+            if not any(each.steps is one for one in inner):
+                self._detach(each)
+        self._attached = [each for each in self._attached if any(each.steps is one for one in inner)]
+        attached = {id(each.steps) for each in self._attached}
+        for place, one in enumerate(inner):
+            # `configure_optimizers` may return None: Lightning then runs without an optimizer.
+            if not isinstance(one, _MockOptimizer) and id(one) not in attached:
+                self._attached.append(new := self._attach(one))
+                inner[place] = new.steps
+        return inner
+
+    @abstractmethod
+    def _attach(self, optimizer: Optimizer) -> Attached:
+        """Puts one of the user's under the method. Collective."""
+
+    @abstractmethod
+    def _detach(self, attached: Attached) -> None:
+        """Lets one go while the training goes on without it. Collective."""
+
+    @abstractmethod
+    def _give_back(self, attached: Attached) -> None:
+        """Makes the user's optimizer torch's again. Sends nothing."""
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        if self._attaching:  # again, in mid-training: the user's schedulers may come with the user's optimizers
+            self._steer(back=True)
+        else:
+            self._attached, self._steps = [], None
+            self._buffers.forget()
+        self._attaching = False  # until it is known that all ranks have built the same
+        swap.build_alike(functools.partial(super().setup_optimizers, trainer), lambda: self.optimizers)
+        self._attaching = True
+        if self._watch is None and self.world_size > 1:
+            self._watch = Watch(
+                lambda: [self.lightning_module] if self.lightning_module is not None else [],
+                "Return it from configure_optimizers, or put it into `trainer.optimizers`, on all ranks.",
+            )
+        self.optimizers = self.optimizers
+        self._steer()
+
+    def _steer(self, back: bool = False) -> None:
+        """Makes the schedulers drive what the Trainer steps, or what the user has built."""
+        pairs = [(each.given, each.steps) for each in self._attached]
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        retarget_schedulers(schedulers, [(b, a) for a, b in pairs] if back else pairs)
+
+    def _end_attachment(self) -> None:
+        """The fit is over: the user's optimizers are torch's again. Sends nothing; a checkpoint may still be saved."""
+        self._attaching = False
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
+        for each in self._attached:
+            self._give_back(each)
+        self._steer(back=True)
+        if self.lightning_module is not None and vars(self.lightning_module).get("no_sync") is nullcontext:
+            del self.lightning_module.no_sync
+
+    # ------------------------------------------------------------------------------------------- the buffers
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        self._buffers.hand_on(self.lightning_module)
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        if self._buffers.count_step():
+            self._look_at_buffers("steps")
+        return result
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._attaching:
+            assert self.lightning_module is not None
+            self._buffers.hand_on(self.lightning_module)
+            if not self.lightning_module.trainer.sanity_checking:
+                self._look_at_buffers("validation")
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._look_at_buffers("end")
+
+    def _look_at_buffers(self, occasion: str) -> None:
+        if not self._attaching or self.lightning_module is None:
+            return
+        if warning := self._buffers.compare([self.lightning_module], type(self).__name__, occasion):
+            rank_zero_warn(warning)

@@ -1,1 +1,0 @@
-"""Lightning Trainer and Lightning Fabric."""

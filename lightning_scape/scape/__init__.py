@@ -1,0 +1,1 @@
+"""SCAPE: its configuration, its optimizer and what a step does."""

@@ -1,0 +1,248 @@
+"""The step's scale: one clipping factor for all ranks; 0 if a gradient is not finite (docs/design.md, 3.2)."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_scape import ops
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.first_message import Answer, FirstMessage, Standing
+
+SKETCH_WIDTHS = (4093, 4091, 4079, 4073, 4057, 4051, 4049, 4027)
+"""Buckets of the norm sketch: the largest primes below 4096, so that no matrix is as wide as all of them."""
+_CHUNK = 1 << 16
+"""Entries with the same width of the sketch; the signs take twice as many floats."""
+_TINY = torch.finfo(torch.float32).tiny
+
+
+class GradientClipping:
+    """Measures the averaged gradient's norm and keeps what was decided until the step that uses it.
+
+    Nothing here touches a gradient or a residual: :func:`ops.fold` applies what is recorded.
+
+    Args:
+        config: ``clip_norm`` and ``max_skipped`` are used.
+        communicator: whose ranks' gradients are averaged.
+        shards: the ranks that hold the other rows of the same gradient; None: there are none.
+    """
+
+    def __init__(self, config: ScapeConfig, communicator: Communicator, shards: Communicator | None = None) -> None:
+        self.rule = config.clip_norm
+        self.max_skipped = config.max_skipped
+        self.communicator = communicator
+        self.first_message = FirstMessage(communicator, shards)
+        self.shards = shards or Communicator.alone()
+        self.skipped_in_row = 0
+        self.skipped_total = 0
+        self.last_skipped = False
+        self.norm: Tensor | None = None
+        """Norm measured for the current gradient (0-dim fp32), None before."""
+        self.present: Tensor | None = None
+        """fp32 ``[parameters]``: 1 for those that have a gradient on some rank, else 0; measured with the norm. None:
+        the host knows that all of them have."""
+        self.clip_value: float | None = None
+        self._factor: Tensor | None = None
+        self._measured: list[tuple[Tensor | None, int]] = []
+        """The gradients that the recorded norm is of, and their versions then."""
+        self._signs: Tensor | None = None
+        self._strict = False
+        self._answer: Answer | None = None
+        self._standing: Standing | None = None
+        self.found_inf: tuple[Tensor, torch.cuda.Event, bool, Standing | None] | None = None
+        """On CUDA, of the step before: its scale, whether ranks were together, and how many were told to stop, on their
+        way to host memory; the event behind which they are there; whether its norm must be finite; its standing."""
+
+    def forget(self) -> None:
+        """Drops what was recorded: the gradient it was measured on is gone."""
+        self.norm = self.present = self._factor = self.clip_value = self._answer = self._standing = None
+        self._measured = []
+        self._strict = False
+
+    def record_norm(
+        self,
+        grads: Sequence[Tensor | None],
+        max_norm: float,
+        device: torch.device,
+        standing: Standing,
+        *,
+        strict: bool = False,
+    ) -> Tensor:
+        """Measures the norm and records the factor ``min(1, max_norm / norm)``. Returns the norm, 0-dim fp32.
+
+        Raises:
+            RuntimeError: ``strict``, and it is not finite: at once on the CPU, on CUDA by :meth:`wait_found_inf`. Or
+                ranks are apart (see :meth:`FirstMessage.exchange`).
+        """
+        if not max_norm > 0:
+            raise ValueError(
+                f"`max_norm` must be > 0, got {max_norm!r}. To train without clipping, don't call clip_grad_norm"
+                " (Trainer: gradient_clip_val=None)."
+            )
+        standing = standing._replace(max_norm=max_norm)
+        self.norm = self.measure(grads, device, standing, sketch=self.rule == "sketch")
+        # clamp: a factor that underflows to 0 would read as "skip".
+        self._factor = (max_norm / (self.norm + 1e-6)).clamp(min=_TINY, max=1.0)
+        self._strict = strict
+        if strict and device.type != "cuda" and not bool(torch.isfinite(self.norm)):
+            _refuse(f"got {float(self.norm)}")
+        return self.norm
+
+    def remember(self, grads: Sequence[Tensor | None]) -> None:
+        """Notes which gradients the recorded norm is of; :meth:`check_unchanged` takes the same tensors."""
+        self._measured = [(grad, 0 if grad is None else grad._version) for grad in grads]
+
+    def check_unchanged(self, grads: Sequence[Tensor | None]) -> None:
+        """Raises ``RuntimeError`` if a gradient has changed since :meth:`remember`: it may not be finite any more."""
+        for place, (grad, (known, version)) in enumerate(zip(grads, self._measured, strict=False)):
+            if grad is not known or (grad is not None and grad._version != version):
+                raise RuntimeError(
+                    "Gradients must stay as they are between clip_grad_norm() and step(), got another one for parameter"
+                    f" {place}: neither its norm nor that it is finite is known. Clip last, or call the optimizer's"
+                    " zero_grad() to drop what was clipped."
+                )
+
+    def record_value(self, clip_value: float) -> None:
+        """Records the bound to which gradients are clamped elementwise at the fold."""
+        if not clip_value > 0:
+            raise ValueError(f"`clip_value` must be > 0, got {clip_value!r}. To train without clipping, don't call it.")
+        self.clip_value = float(clip_value)
+
+    def scale(self, grads: Sequence[Tensor | None], device: torch.device, standing: Standing) -> Tensor:
+        """What the step's gradient is multiplied with: the recorded factor, 1 without one, 0 if it is not finite.
+
+        0-dim fp32 on ``device``, the same on all ranks: a NaN or inf on any of them makes the norm not finite
+        on every one. 0, too, where ranks are apart: then nothing is folded.
+        """
+        if self.norm is None:
+            self.norm = self.measure(grads, device, standing, sketch=False)
+        factor = torch.ones_like(self.norm) if self._factor is None else self._factor
+        usable = torch.isfinite(self.norm)
+        if self._answer is not None and device.type == "cuda":
+            usable = usable & (self._answer.together != 0)
+        return torch.where(usable, factor, torch.zeros_like(factor))
+
+    def all_finite(self, grads: Sequence[Tensor | None], device: torch.device, standing: Standing) -> bool:
+        """Whether the gradients of all ranks are finite; the step uses what was measured for it."""
+        if self.norm is None:
+            self.norm = self.measure(grads, device, standing, sketch=False)
+        return bool(torch.isfinite(self.norm))
+
+    def measure(
+        self, grads: Sequence[Tensor | None], device: torch.device, standing: Standing, *, sketch: bool
+    ) -> Tensor:
+        """The norm; notes in :attr:`present` which parameters have a gradient. The step's first message carries both.
+
+        Raises:
+            RuntimeError, ValueError: as :meth:`FirstMessage.exchange`.
+        """
+        world_size = self.communicator.world_size
+        flags = [grad is not None for grad in grads]
+        if sketch and world_size > 1:
+            if self._signs is None or self._signs.device != device:
+                self._signs = ops.to_device(random_signs(2 * _CHUNK), device)
+            measured = ops.sketch(grads, self._signs, SKETCH_WIDTHS)
+        else:
+            given = [grad for grad in grads if grad is not None and grad.numel()]
+            measured = ops.squared_norm(given).view(1) if given else torch.zeros(1, dtype=torch.float32, device=device)
+        answer = self.first_message.exchange(measured, flags, standing)
+        mean = answer.measured / world_size
+        norm = torch.linalg.vector_norm(mean) if sketch and world_size > 1 else mean.sum().sqrt()
+        norm, answer = self.first_message.over_shards(norm, answer)
+        self._answer, self._standing, self.present = answer, standing, answer.present
+        return norm
+
+    # ------------------------------------------------------------------------------------- skipped steps
+
+    def record_found_inf(self, scale: Tensor) -> None:
+        """Notes whether the step with this scale was skipped, and forgets what was recorded for it.
+
+        On the CPU at once; on CUDA when :meth:`wait_found_inf` is called, for reading it now would stop the host.
+
+        Raises:
+            FloatingPointError: ``max_skipped`` steps in a row were skipped (on every rank in the same step).
+        """
+        strict, standing, answer = self._strict, self._standing, self._answer
+        self.forget()
+        if scale.device.type != "cuda":
+            self._count(scale)
+            return
+        assert answer is not None
+        on_host = torch.empty(3, dtype=scale.dtype, device="cpu", pin_memory=True)
+        on_host.copy_(
+            torch.stack([scale, answer.together.to(scale.dtype), answer.stops.to(scale.dtype)]), non_blocking=True
+        )
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(scale.device))
+        self.found_inf = (on_host, event, strict, standing)
+
+    def wait_found_inf(self) -> None:
+        """Reads whether the last step was skipped, where that was still on the device; the step is long over by now.
+
+        Raises:
+            FloatingPointError: as :meth:`record_found_inf`.
+            RuntimeError: the step was skipped, and its norm was recorded as one that must be finite; or ranks were
+                apart in it.
+        """
+        if self.found_inf is not None:
+            on_host, event, strict, standing = self.found_inf
+            self.found_inf = None
+            event.synchronize()
+            on_host, together, stops = on_host.unbind()
+            self.first_message.stopping = bool(stops)
+            if not together:
+                assert standing is not None
+                self.first_message.raise_apart(standing)
+            if strict and float(on_host) == 0.0:
+                self.last_skipped = True
+                _refuse("got NaN or inf in the step before, which was skipped")
+            self._count(on_host)
+
+    def drop_found_inf(self) -> None:
+        """Forgets whether the last step was skipped: another state is loaded."""
+        self.found_inf = None
+
+    def _count(self, scale_on_host: Tensor) -> None:
+        self.last_skipped = float(scale_on_host) == 0.0
+        if not self.last_skipped:
+            self.skipped_in_row = 0
+            return
+        self.skipped_total += 1
+        self.skipped_in_row += 1
+        if self.skipped_in_row >= self.max_skipped:
+            raise FloatingPointError(
+                f"The gradient norm must be finite, got NaN or inf in {self.skipped_in_row} steps in a row"
+                f" (max_skipped={self.max_skipped}); parameters and residuals are as before the first of them. Lower"
+                " the learning rate, clip gradients, or look for a bad batch; raise `max_skipped` to wait longer."
+            )
+        if self.communicator.rank == 0 and self.shards.rank == 0:
+            warnings.warn(
+                f"The gradient norm was not finite on at least one rank: step skipped on all ranks, nothing lost"
+                f" ({self.skipped_in_row} in a row, {self.skipped_total} in total; an error at"
+                f" {self.max_skipped} in a row).",
+                stacklevel=4,
+            )
+
+
+def _refuse(what: str) -> NoReturn:
+    raise RuntimeError(
+        f"The norm of the averaged gradient must be finite, {what} (on every rank). Pass `error_if_nonfinite=False` to"
+        " let the optimizer skip such a step on all ranks."
+    )
+
+
+def sketch_deviation(width: int = SKETCH_WIDTHS[0]) -> float:
+    """Relative standard deviation of the sketched norm, ``sqrt(1 / (2 W))``: 0.011."""
+    return math.sqrt(1 / (2 * width))
+
+
+def random_signs(count: int) -> Tensor:
+    """The same +1 and -1 on every rank, fp32."""
+    generator = torch.Generator("cpu").manual_seed(0x5CA9E)
+    return torch.randint(0, 2, (count,), generator=generator, dtype=torch.int64, device="cpu").mul_(2).sub_(1).float()

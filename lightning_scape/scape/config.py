@@ -1,0 +1,308 @@
+"""What a user may choose, validated once, frozen afterwards.
+
+Symbols: ``rho = 1 - sparsity`` is the density, ``B`` the block length, ``q`` the entries sent per block.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+
+from lightning_scape.core.quota import MAX_BLOCK, Quota, check_local_group_size, density_of, quota_for
+
+MaskStatistic = Literal["residual", "first_moment"]
+WireDtype = Literal["bf16", "fp32", "int8", "int4"]
+ClipNorm = Literal["sketch", "local"]
+SecondMoment = Literal["measured", "reconstructed"]
+CatchUp = Literal["implicit", "summed"]
+Update = Literal["adamw", "adams"]
+WarmupShape = Literal["waits", "geometric"]
+
+STEPS_PER_WAIT = 50
+"""Default warm-up with the update of AdamW: after so many steps an entry waits for one step more. At densities above 1%
+the wait grows more slowly, by the root of the density: there the bytes of a warm-up count less."""
+WARMUP_STEPS = 1000
+"""Default length of the warm-up with the update of AdamS; a shorter run warms up to its end."""
+_FEW = 5
+"""Above this many sent entries per block, proposals no longer pay for their bytes and their ranking."""
+
+_WIRE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_WIRE_BITS = {"int8": 8, "int4": 4}
+_RESIDUAL_DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass(kw_only=True, frozen=True)
+class ScapeConfig:
+    """Every option of SCAPE (arXiv 2607.01678); immutable, checked when made.
+
+    Raises:
+        ValueError: an option is outside its rule; the message gives rule, value and remedy.
+    """
+
+    sparsity: float = 0.99
+    """Share of the entries that is NOT sent in a step, in [0, 1). 0 is dense training, sharded."""
+
+    update: Update | None = None
+    """The update of an entry. ``"adamw"`` divides by AdamW's second moment, so that learning rate, betas and eps mean
+    what they mean in torch. ``"adams"`` is SCAPE's paper: AdamS, without a second moment. None takes the one that fits
+    the optimizer given: ``"adamw"`` for AdamW and Adam, ``"adams"`` for AdamS."""
+
+    dense_steps: int = 0
+    """Number of first steps that send everything (>= 0)."""
+
+    sparsity_warmup_steps: int | None = None
+    """Steps, after the dense ones, in which the density falls from 1 to 1 - sparsity. 0 sends what `sparsity` says from
+    the first step. A number gives a geometric fall in so many steps. None, with the update of AdamW, lets the wait of
+    an entry grow by one step in every 50 steps (158 at 90%), so that it has 4,950 steps at 99% and 1,424 at 90%
+    (docs/design.md, 3.3). None, with the update of AdamS, is a geometric fall in 1,000 steps, or in all steps of a
+    shorter run."""
+
+    mask_interval: int = 1
+    """Steps for which one mask is used before the next is made. Keep 1 unless you measure otherwise."""
+
+    mask_statistic: MaskStatistic = "residual"
+    """What ranks the entries: ``"residual"`` (sum of the local first moments since the entry's last visit, up to the
+    ends of the window; no memory) or ``"first_moment"`` (the local first moments themselves, added up; 8P/N bytes)."""
+
+    mask_votes: int | None = None
+    """Entries per block that every rank proposes to the owner, each with position and 8-bit value. The owner adds
+    them to its own statistic and picks the mask. 0: the owner uses its own statistic alone. None: as many as are sent
+    per block, if these are at most 5 (sparsity 0.98 and more, unless you set `block_size`) and residuals are ranked;
+    else 0."""
+
+    second_moment: SecondMoment = "measured"
+    """With ``update="adams"``: what an entry not visited in the step before is divided by. ``"measured"`` floors the
+    denominator with the owner's own running mean square of its gradient, or, at densities above 5%, a share of it (4P/N
+    bytes, no message). ``"reconstructed"`` takes it from the synchronized buffer alone, as the paper does.
+    ``update="adamw"`` always measures (4P/N bytes)."""
+
+    catch_up: CatchUp = "implicit"
+    """How an entry makes up for the ``tau`` steps since its last visit: ``"implicit"`` goes ``tau`` times along the new
+    first moment (backward Euler). ``"summed"`` goes along the sum of the ``tau`` first moments of AdamS. The first is
+    stable up to a higher curvature: 5 times at tau = 2, twice at tau = 10, the same at tau = 100."""
+
+    wire_dtype: WireDtype = "bf16"
+    """How values travel to their owner: ``"bf16"`` (2 bytes), ``"int8"`` or ``"int4"`` (1.03 or 0.53 bytes: 64 values
+    share a scale), or ``"fp32"``; the rounding error stays in the residual. Where
+    all parameters are wider than that, they come back as changes in it (bf16: rounded by a part in 512), else, and
+    where fp32 masters are kept, as values in their own dtype."""
+
+    bias_correction: bool = False
+    """With ``update="adams"``: divide the first moments by ``1 - beta1**t``, as the code of AdamS does, its paper does
+    not. With ``catch_up="implicit"`` an entry that waits remembers longer than that: its first visits take it less far.
+    ``update="adamw"`` always corrects both moments, as torch does."""
+
+    clip_norm: ClipNorm = "sketch"
+    """How ``gradient_clip_val`` measures the averaged gradient: ``"sketch"`` (estimate of its true norm, one standard
+    deviation 1.1%, one 16 KB message) or ``"local"`` (root mean square of the ranks' own norms, never too small)."""
+
+    local_group_size: int | Literal["node"] = 1
+    """Ranks of a node that hold one replica of the model together, sharded by FSDP2 (``fully_shard``), which averages
+    their gradients densely; SCAPE runs between the nodes. ``"node"`` takes all ranks of a node. 1: every rank holds
+    the whole model. A strategy shards the model; under plain torchrun call ``fully_shard`` yourself."""
+
+    reshard_after_forward: bool = True
+    """With ``local_group_size`` above 1: True frees a block's gathered parameters after its forward pass and gathers
+    them again for the backward pass (ZeRO-3's memory). False keeps them in between (ZeRO-2's)."""
+
+    # A name: jsonargparse (LightningCLI) takes no dtype as the default inside a nested `config:` block.
+    residual_dtype: torch.dtype | str = "float32"
+    """dtype of the error-feedback residual: ``torch.float32`` or ``torch.float64``, or their names."""
+
+    residual_device: torch.device | str | None = None
+    """Where the residual lives; None is the parameters' own device."""
+
+    max_skipped: int = 10
+    """A step with a gradient norm that is not finite is skipped on all ranks. This many consecutive skipped steps raise
+    an error."""
+
+    check_replicas_every: int = 0
+    """Steps between two comparisons of all ranks' parameters, bit for bit; 0 compares only at the first step. If
+    something changes a parameter on one rank alone, it stays different where changes come back (see ``wire_dtype``)."""
+
+    block_size: int | None = None
+    """Block length B; None takes the largest B <= 256 for which (1 - sparsity) * B is a whole number, the nearest
+    where there is none, and 1 / (1 - sparsity) below a density of 1/256."""
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.sparsity) or not 0.0 <= self.sparsity < 1.0:
+            raise ValueError(
+                f"`sparsity` must be a number in [0, 1), got {self.sparsity!r}. It is the share of entries that is not"
+                " sent: 0.99 sends 1% of them; use 0 to send everything."
+            )
+        for name, least in _LEAST_WHOLE.items():
+            value = getattr(self, name)
+            if value is None and name in _CHOSEN_BY_NONE:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"`{name}` must be a whole number >= {least}, got {value!r}. Use {least} or more, as an int."
+                )
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices and not (value is None and name in _CHOSEN_BY_NONE):
+                raise ValueError(
+                    f"`{name}` must be one of {', '.join(map(repr, choices))}, got {value!r}. Use {choices[0]!r} if"
+                    " unsure."
+                )
+        for name, usual in (("bias_correction", False), ("reshard_after_forward", True)):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"`{name}` must be True or False, got {value!r}. Pass a bool; {usual} if unsure.")
+        check_local_group_size(self.local_group_size)
+        object.__setattr__(self, "residual_dtype", _as_dtype(self.residual_dtype))
+        if self.residual_device is not None:
+            object.__setattr__(self, "residual_device", _as_device(self.residual_device))
+        self._check_block_size()
+        votes = self.mask_votes
+        if votes is not None and (isinstance(votes, bool) or not isinstance(votes, int) or votes < 0):
+            raise ValueError(f"`mask_votes` must be None or a whole number >= 0, got {votes!r}. None chooses it.")
+        if self.votes > self.quota.block_size:
+            raise ValueError(
+                f"`mask_votes` must be at most the block length {self.quota.block_size}, got {self.mask_votes}. As many"
+                f" as are sent per block ({self.quota.sent}) is a good number."
+            )
+        if self.votes and self.mask_statistic != "residual":
+            raise ValueError(
+                f"`mask_votes` must be 0 with mask_statistic={self.mask_statistic!r}, got {self.mask_votes}: ranks vote"
+                " with their residuals. Use mask_statistic='residual', or no votes."
+            )
+        if self.update == "adamw" and self.second_moment != "measured":
+            raise ValueError(
+                f"`second_moment` must be 'measured' with the update of AdamW, got {self.second_moment!r}: it divides"
+                " by a mean square that the synchronized buffer does not hold. Leave it out, or set update='adams'."
+            )
+        if self.dense and self.sparsity_warmup_steps:
+            raise ValueError(
+                f"`sparsity_warmup_steps` must be 0 when sparsity is 0, got {self.sparsity_warmup_steps}: there is no"
+                " sparsity to warm up to. Raise `sparsity` or drop the warm-up."
+            )
+
+    def _check_block_size(self) -> None:
+        if self.block_size is None:
+            if density_of(self.sparsity) * MAX_BLOCK < 1:
+                raise ValueError(
+                    f"`sparsity` must leave at least one entry in {MAX_BLOCK}, got {self.sparsity!r}. Lower it to at"
+                    f" most {1 - 1 / MAX_BLOCK:.6f}."
+                )
+            return
+        if (
+            isinstance(self.block_size, bool)
+            or not isinstance(self.block_size, int)
+            or not 1 <= self.block_size <= MAX_BLOCK
+        ):
+            raise ValueError(
+                f"`block_size` must be None or a whole number from 1 to {MAX_BLOCK}, got {self.block_size!r}. None"
+                " chooses it."
+            )
+        if density_of(self.sparsity) * self.block_size < 1:
+            raise ValueError(
+                f"`block_size` must hold at least one sent entry, got (1 - {self.sparsity}) * {self.block_size}."
+                f" Use block_size >= {math.ceil(1 / density_of(self.sparsity))}, or None."
+            )
+
+    @property
+    def dense(self) -> bool:
+        """Whether everything is sent at every step."""
+        return self.sparsity == 0.0
+
+    @property
+    def warmup_steps(self) -> int:
+        """`sparsity_warmup_steps`, its default for a run of unknown length filled in."""
+        return self.warmup_within(None)
+
+    @property
+    def warmup_shape(self) -> WarmupShape:
+        """How the density falls: ``"waits"`` lets the wait 1 / density grow evenly, ``"geometric"`` its logarithm."""
+        return "waits" if self.sparsity_warmup_steps is None and self.update != "adams" else "geometric"
+
+    def warmup_within(self, steps: float | None) -> int:
+        """The same for a run of ``steps`` steps; None or infinity is not known."""
+        if self.sparsity_warmup_steps is not None:
+            return self.sparsity_warmup_steps
+        if self.dense:
+            return 0
+        if self.warmup_shape == "waits":
+            density = self.quota.density
+            return math.ceil(STEPS_PER_WAIT * max(1.0, 10 * math.sqrt(density)) * (1 / density - 1))
+        return WARMUP_STEPS if steps is None else int(max(0, min(WARMUP_STEPS, steps - self.dense_steps)))
+
+    @property
+    def votes(self) -> int:
+        """Entries per block that a rank proposes."""
+        if self.mask_votes is not None:
+            return self.mask_votes
+        few = self.quota.sent <= _FEW and not self.dense
+        return self.quota.sent if few and self.mask_statistic == "residual" else 0
+
+    @property
+    def measures_noise(self) -> bool:
+        """Whether the owner keeps a running mean square of its own gradient, for the update of AdamS."""
+        return self.update != "adamw" and self.second_moment == "measured" and not self.dense
+
+    @property
+    def quota(self) -> Quota:
+        """Block length and entries sent per block, once all warm-up is over (docs/design.md, 3.1)."""
+        return quota_for(self.sparsity, self.block_size)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All options as plain numbers, strings and None (what a checkpoint may hold)."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            name: str(value) if isinstance(value, (torch.dtype, torch.device)) else value
+            for name, value in values.items()
+        }
+
+    @property
+    def values_dtype(self) -> torch.dtype:
+        """The torch dtype that ``wire_dtype`` names; fp32 for those that are packed into fewer bits."""
+        return _WIRE_DTYPES.get(self.wire_dtype, torch.float32)
+
+    @property
+    def wire_bits(self) -> int | None:
+        """Bits of a value on the wire where values are packed, else None."""
+        return _WIRE_BITS.get(self.wire_dtype)
+
+
+_LEAST_WHOLE = {
+    "dense_steps": 0,
+    "sparsity_warmup_steps": 0,
+    "mask_interval": 1,
+    "max_skipped": 1,
+    "check_replicas_every": 0,
+}
+_CHOSEN_BY_NONE = ("sparsity_warmup_steps", "update")
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "update": get_args(Update),
+    "mask_statistic": get_args(MaskStatistic),
+    "second_moment": get_args(SecondMoment),
+    "catch_up": get_args(CatchUp),
+    "wire_dtype": get_args(WireDtype),
+    "clip_norm": get_args(ClipNorm),
+}
+
+
+def _as_device(value: torch.device | str) -> torch.device:
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"`residual_device` must be None or name a device, got {value!r}. Use None, 'cpu' or 'cuda'."
+        ) from error
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _as_dtype(value: torch.dtype | str) -> torch.dtype:
+    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if dtype not in _RESIDUAL_DTYPES:
+        raise ValueError(
+            f"`residual_dtype` must be torch.float32 or torch.float64, got {value!r}: a narrower residual would lose"
+            " gradient mass at every step."
+        )
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,82 @@
+"""Which optimizers ScapeOptimizer can take over, and what is said of those it cannot."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from dataclasses import replace
+
+import torch
+
+from lightning_scape.scape.adams import AdamS
+from lightning_scape.scape.config import ScapeConfig
+
+_ACCEPTED = (torch.optim.AdamW, torch.optim.Adam, AdamS)
+_NOT_KEPT = {
+    "amsgrad": "the maximum of a second moment that is estimated would only grow",
+    "maximize": "negate the loss instead",
+    "differentiable": "the step changes parameters in place, outside autograd",
+    "capturable": "the step exchanges messages and cannot be captured in a CUDA graph",
+}
+
+
+def with_fitting_update(config: ScapeConfig, optimizer: torch.optim.Optimizer) -> ScapeConfig:
+    """The configuration with the optimizer's own update, unless it names one.
+
+    Raises:
+        ValueError: an option that does not go with this update.
+    """
+    if config.update is not None:
+        return config
+    return replace(config, update="adams" if isinstance(optimizer, AdamS) else "adamw")
+
+
+def check_convertible(optimizer: torch.optim.Optimizer) -> None:
+    """Raises unless the optimizer is an AdamW, Adam or AdamS, fresh, and with settings that can be kept.
+
+    Raises:
+        TypeError: another kind of optimizer, or one with a step of its own.
+        ValueError: a setting that cannot be kept, or it has stepped already.
+    """
+    kind = type(optimizer)
+    # torch wraps `step` once per class (profiling), and a scheduler once per object: compare what is inside.
+    steps = {inspect.unwrap(accepted.step) for accepted in _ACCEPTED}
+    if (
+        isinstance(optimizer, _ACCEPTED)
+        and inspect.unwrap(getattr(optimizer.step, "__func__", optimizer.step)) not in steps
+    ):
+        base = next(accepted for accepted in kind.__mro__ if accepted in _ACCEPTED)
+        whose = "an object" if "step" in vars(optimizer) else f"a subclass of {base.__name__}"
+        raise TypeError(
+            "The optimizer must be torch.optim.AdamW, torch.optim.Adam or lightning_scape.AdamS with the step of that"
+            f" class, got {kind.__module__}.{kind.__qualname__}, {whose} with a `step` of its own: SCAPE's step would"
+            f" take its place, and what it does would be lost. Use {base.__name__} itself, or SparseLoCo, which keeps"
+            " any optimizer."
+        )
+    if not isinstance(optimizer, _ACCEPTED):
+        raise TypeError(
+            "The optimizer must be torch.optim.AdamW, torch.optim.Adam or lightning_scape.AdamS, got"
+            f" {kind.__module__}.{kind.__qualname__}. SCAPE's masks come from the first moment of an Adam-class"
+            " optimizer: return one of these from configure_optimizers()."
+        )
+    for group in optimizer.param_groups:
+        for name, why in _NOT_KEPT.items():
+            if group.get(name):
+                raise ValueError(
+                    f"`{name}` must be False, got {group[name]!r}: {why}. Build {kind.__name__} without it."
+                )
+        if isinstance(optimizer, torch.optim.Adam) and group["weight_decay"] and not _decoupled(optimizer, group):
+            warnings.warn(
+                f"Adam's weight_decay={group['weight_decay']} is an L2 term in the gradient; SCAPE decays weights"
+                " decoupled, as AdamW does, with the same value. Use AdamW to say so, or set it to 0.",
+                stacklevel=4,
+            )
+    if optimizer.state:
+        raise ValueError(
+            "The optimizer must not have stepped yet, got one with state. Build the ScapeOptimizer first, then load the"
+            " checkpoint into it: it takes the first moments of an Adam-class state."
+        )
+
+
+def _decoupled(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> bool:
+    return isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))

@@ -1,0 +1,251 @@
+"""The first message of a step: the norm, and whether all ranks are at the same step with the same settings.
+
+One all-reduce. Besides the measured norm it carries a digest of what must be the same on all ranks (:class:`Standing`),
+and flags: which parameters have a gradient on this rank, whether its epoch ends, whether it was told to stop.
+
+A digest is three whole numbers ``x``, small enough that fp32 adds up those of ``N`` ranks exactly. Where all are equal,
+``sum(x) = N x`` on every rank. Where not, that holds on some rank by chance alone, once in ``2**60`` steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_scape import ops
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.core.parameters import HYPERPARAMETERS, problem_of_group
+from lightning_scape.scape.epoch_end import EpochEnd
+from lightning_scape.scape.participation import count_flags, pack_flags, packed_size
+
+DIGITS = 3
+"""Numbers of a digest."""
+BACKWARD = -1
+"""In place of an optimizer's number: the message of a backward pass, after which modules may look at gradients."""
+
+
+class Standing(NamedTuple):
+    """Where a rank is, and with which settings: what must be the same on all ranks."""
+
+    optimizer: int
+    """Its number among those of the process."""
+    step: int
+    """Calls of ``step()`` before this one."""
+    left_out: int = 0
+    """Gradients that ``zero_grad()`` has dropped, and no step has used."""
+    batch: int | None = None
+    """Of the epoch, where the host has said it."""
+    compared: bool = True
+    """Whether its parameters were compared with the other ranks' since they were loaded."""
+    groups: tuple[tuple[float, ...], ...] = ()
+    """The numbers of every parameter group, by :data:`~.parameters.HYPERPARAMETERS`."""
+    max_norm: float | None = None
+    """By which it clips; None: it does not."""
+    problem: str | None = None
+    """An error that this rank must raise instead of taking the step."""
+
+    def digest(self, ranks: int) -> Tensor:
+        """fp32 ``[DIGITS]``, on the CPU."""
+        bits = 24 - (ranks - 1).bit_length()
+        number = int.from_bytes(blake2b(repr(self).encode(), digest_size=3 * DIGITS).digest(), "little")
+        digits = [(number >> 24 * place) % (1 << bits) for place in range(DIGITS)]
+        return torch.tensor(digits, dtype=torch.float32, device="cpu")
+
+
+def settings(param_groups: Sequence[dict[str, Any]]) -> tuple[tuple[float, ...], ...]:
+    """The numbers of every group. A tensor on CUDA makes the host wait for it, a float does not."""
+    return tuple(
+        (*map(float, group["betas"]), *(float(group.get(name) or 0.0) for name in HYPERPARAMETERS))
+        for group in param_groups
+    )
+
+
+def describe(error: Exception | None) -> str | None:
+    """An error as a :attr:`Standing.problem`."""
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def problem_of(param_groups: Sequence[dict[str, Any]]) -> str | None:
+    """The first rule that a group breaks by now, None if all hold."""
+    return next((problem for group in param_groups if (problem := problem_of_group(group)) is not None), None)
+
+
+class Answer(NamedTuple):
+    """What all ranks know after the first message."""
+
+    measured: Tensor
+    """The sum over ranks of what each has measured."""
+    present: Tensor | None
+    """fp32 ``[parameters]``: 1 for those with a gradient on some rank, else 0. None: the host knows that all have."""
+    together: Tensor
+    """0-dim bool: whether all ranks are at the same step."""
+    stops: Tensor
+    """0-dim: ranks that were told to stop."""
+    error: Exception | None = None
+    """On the CPU, where several ranks hold a replica: what :meth:`FirstMessage.over_shards` raises on all of them."""
+
+
+class FirstMessage:
+    """Sends it, and compares.
+
+    Args:
+        communicator: the ranks whose gradients are averaged.
+        shards: the ranks that hold the other rows of the same gradient; None: there are none.
+    """
+
+    def __init__(self, communicator: Communicator, shards: Communicator | None = None) -> None:
+        self.communicator, self.shards = communicator, shards or Communicator.alone()
+        self.epoch_end = EpochEnd(communicator)
+        self.stop = False
+        """Whether this rank was told to stop."""
+        self.stopping = False
+        """Whether some rank had been, at the last first message."""
+
+    def expect(self, flags: int) -> None:
+        """Says for how many parameters there will be flags. All ranks do so before the first message."""
+        if (channel := self.communicator.channel) is not None:
+            length = 1 + packed_size(flags + 2, self.communicator.world_size) + DIGITS
+            channel.length = max(channel.length, length + channel.sketched)
+
+    def exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> Answer:
+        """Collective.
+
+        Args:
+            measured: fp32 ``[n]``, to be summed.
+            flags: which parameters have a gradient on this rank.
+            standing: of this rank.
+
+        Raises:
+            RuntimeError: ranks are at different steps, or with different settings; on every rank, naming them. On CUDA
+                :meth:`raise_apart` does that later, and the step is one that changes nothing.
+            ValueError: ranks run out of batches at different steps.
+        """
+        if self.communicator.world_size == 1:
+            return self._alone(measured, flags)
+        channel, longer = self.communicator.channel, len(measured) - 1
+        if channel is not None and longer > channel.sketched:
+            if measured.device.type == "cpu":  # a rank that sends no sketch would have no room for this one
+                counted = self.communicator.bytes_sent["norm"]
+                known = self._exchange(measured.new_zeros(1), flags, standing)
+                self.communicator.bytes_sent["norm"] = counted  # once in a process: set-up is not counted
+                if known.error is not None:
+                    return known
+            channel.length, channel.sketched = channel.length - channel.sketched + longer, longer
+        return self._exchange(measured, flags, standing)
+
+    def _exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> Answer:
+        ranks, device = self.communicator.world_size, measured.device
+        packed = pack_flags([*flags, self.epoch_end.reached, self.stop], ranks)
+        digest = standing.digest(ranks)
+        carried = ops.to_device(torch.cat([packed, digest]), device)
+        sums = self.communicator.all_reduce_sum(torch.cat([measured, carried]))
+        measured, packed, digests = sums.split([len(measured), len(packed), DIGITS])
+        counts = count_flags(packed, len(flags) + 2, ranks)
+        together = (digests == ops.to_device(digest, device) * ranks).all()
+        error: Exception | None = None
+        try:
+            if device.type == "cpu":
+                self.stopping = bool(counts[-1])
+                if not together:
+                    self.raise_apart(standing)
+            self.epoch_end.compare(counts[-2])
+        except (RuntimeError, ValueError) as raised:
+            if self.shards.world_size == 1:
+                raise
+            error = raised
+        present = (counts[:-2] != 0).float()
+        unknown = device.type != "cpu" or not bool(present.all())
+        return Answer(measured, present if unknown else None, together, counts[-1], error)
+
+    def _alone(self, measured: Tensor, flags: Sequence[bool]) -> Answer:
+        self.stopping = self.stop
+        present = None if all(flags) else torch.tensor(flags, dtype=torch.float32, device="cpu")
+        known = torch.ones_like(measured[0]), torch.full_like(measured[0], self.stop)
+        return Answer(measured, None if present is None else ops.to_device(present, measured.device), *known)
+
+    def over_shards(self, norm: Tensor, answer: Answer) -> tuple[Tensor, Answer]:
+        """The norm of the whole gradient, from those of its rows; what any row's ranks know, all do. Collective.
+
+        Args:
+            norm: 0-dim fp32, of this rank's rows.
+            answer: of the ranks with the same rows.
+        """
+        if self.shards.world_size == 1:
+            return norm, answer
+        well = answer.together if answer.error is None else torch.zeros_like(norm)
+        facts = torch.stack([norm, well.to(norm.dtype), answer.stops.to(norm.dtype)])
+        everyone = self.shards.all_gather_stacked(facts)
+        together, stops = everyone[:, 1].all(), everyone[:, 2].sum()
+        if norm.device.type == "cpu":
+            self.stopping = bool(stops)
+            if not together:
+                self.shards.raise_on_all_ranks(lambda: _raise(answer.error))
+        return torch.linalg.vector_norm(everyone[:, 0]), answer._replace(together=together, stops=stops)
+
+    def raise_apart(self, standing: Standing) -> None:
+        """Raises what is wrong, on every rank, from every rank's standing. Collective: all know that it is so."""
+        everyone: list[Standing] = self.communicator.all_gather_object(standing)
+        for rank, other in enumerate(everyone):
+            if other.problem is not None:
+                raise RuntimeError(f"All ranks must be able to step, got an error on rank {rank}: {other.problem}")
+        raise RuntimeError(difference(everyone))
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def difference(everyone: Sequence[Standing]) -> str:
+    """The error's text where standings differ, naming the first thing that does."""
+    first = everyone[0]
+    found = [
+        (place, rank)
+        for rank, other in enumerate(everyone)
+        for place, (a, b) in enumerate(zip(first, other, strict=True))
+        if a != b
+    ]
+    if not found:
+        return "All ranks must take the same steps, got ranks apart among those that hold other rows of the parameters."
+    place, rank = min(found)
+    other = everyone[rank]
+    if Standing._fields[place] == "groups":
+        return _unequal_groups(first.groups, other.groups, rank)
+    if Standing._fields[place] == "max_norm":
+        return (
+            f"All ranks must clip by the same norm or not at all, got max_norm={first.max_norm} on rank 0 and"
+            f" max_norm={other.max_norm} on rank {rank}. Nothing of this step was applied. Don't decide by a rank's own"
+            " gradients: clip_grad_norm() goes by their mean over all ranks, and changes nothing where it is small."
+        )
+    return (
+        f"All ranks must take the same steps, got {_where(first)} on rank 0 and {_where(other)} on rank {rank}. Nothing"
+        " of this step was applied. A rank has left out a step that others take (a plain GradScaler, a look at its own"
+        " gradients, an error that was caught), or steps its optimizers in another order. Take a step on all ranks or"
+        " on none: `optimizer.all_finite()` asks all of them. Restart all ranks from the newest checkpoint."
+    )
+
+
+def _where(standing: Standing) -> str:
+    optimizer = f" of optimizer {standing.optimizer}"
+    batch = "" if standing.batch is None else f" at batch {standing.batch}"
+    left_out = f" after {standing.left_out} gradients that no step used" if standing.left_out else ""
+    if standing.optimizer == BACKWARD:
+        return f"a backward pass after step {standing.step}{left_out}"
+    return f"step {standing.step + 1}{optimizer}{batch}{left_out}"
+
+
+def _unequal_groups(reference: tuple[tuple[float, ...], ...], other: tuple[tuple[float, ...], ...], rank: int) -> str:
+    names = ("beta1", "beta2", *HYPERPARAMETERS)
+    group = next((i for i, (a, b) in enumerate(zip(reference, other, strict=False)) if a != b), 0)
+    pairs = zip(names, reference[group], other[group], strict=True)
+    name, mine, theirs = next(pair for pair in pairs if pair[1] != pair[2])
+    return (
+        f"Parameter groups must have the same numbers on all ranks, got {name} = {mine!r} on rank 0 and {theirs!r} on"
+        f" rank {rank} (group {group}). Nothing of this step was applied. Each owner would train its entries at a rate"
+        " of its own. Set them alike on every rank: a scheduler that goes by a loss must get the mean over all ranks"
+        " (`self.log(..., sync_dist=True)`), a callback must not run on one rank alone."
+    )

@@ -1,0 +1,458 @@
+"""ScapeOptimizer: torch's interface of the step of SCAPE (arXiv 2607.01678)."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from lightning_scape.__about__ import __version__
+from lightning_scape.checkpoint.source import OwnShards, SavedShards
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_mask_group
+from lightning_scape.core import local_shards
+from lightning_scape.core.parameters import Parameters
+from lightning_scape.core.replicas import check_same_setup_everywhere
+from lightning_scape.scape import optimizer_state as checkpoint
+from lightning_scape.scape.adams import AdamS
+from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.convert import check_convertible, with_fitting_update
+from lightning_scape.scape.mask import SparsitySchedule
+from lightning_scape.scape.state import ScapeState
+from lightning_scape.scape.stats import StepStats
+from lightning_scape.scape.step import Engine
+
+
+@dataclass
+class _Shared:
+    """Fabric runs methods with a wrapper for ``self``: an attribute set there would be lost."""
+
+    consolidated: dict[str, Any] | None = None
+
+
+class ScapeOptimizer(torch.optim.Optimizer):
+    r"""AdamW or AdamS with sharded state, whose ranks exchange ``1 - sparsity`` of the entries per step.
+
+    Every rank holds all parameters and a residual (fp32, P entries): its gradients that are not yet sent. Rank j owns
+    one N-th of the entries, with their moments, last steps and, for narrow parameters, fp32 master weights. The step is
+    :meth:`lightning_scape.scape.step.Engine.step`.
+
+    Entries outside the mask are left bitwise as they are. Ranks hold bitwise equal parameters after every step. Works
+    under plain ``torchrun`` as well as under Lightning; with one rank nothing is sent. A parameter without a gradient
+    on every rank is left alone, as torch leaves it. Without one on some ranks only, it counts as zeros there.
+
+    To keep an AdamW's settings, use :meth:`from_optimizer`. Built directly, it is AdamS unless ``config.update`` says
+    ``"adamw"``.
+
+    Constructing is collective: all ranks of ``process_group`` must do it, with the same parameters and config, and
+    parameters must be equal on all ranks at the first step.
+
+    Args:
+        params: parameters or parameter groups: dense, float, on one device. Frozen ones (``requires_grad=False``) are
+            left out for good. After ``fully_shard`` over the ranks of a node (a 1-D mesh) they are DTensors: SCAPE then
+            runs between the nodes, on the rows that this rank holds (docs/design.md, 6).
+        lr, betas, eps, weight_decay: of AdamW or AdamS, per group; weight decay is decoupled.
+        config: all options of SCAPE.
+        process_group: data-parallel ranks; None is the default group (no group: one rank). For DTensors the ranks
+            that hold the same rows, one of each node: ``mesh["replicate"].get_group()``; None where there is one node.
+        mask_group: group for the mask exchange; None makes one.
+        communicator: sends the messages, in place of one over the two groups (simulated ranks, another transport).
+        total_steps: steps of the run, where known: the default warm-up of AdamS's update is no longer than that.
+        named_parameters: of the module, for error messages and checkpoints.
+
+    Raises:
+        TypeError, ValueError: a parameter or an option cannot be kept, or ranks differ; the same on every rank.
+        RuntimeError: several ranks were launched, and no process group is up.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        *,
+        config: ScapeConfig,
+        process_group: ProcessGroup | None = None,
+        mask_group: ProcessGroup | None = None,
+        communicator: Communicator | None = None,
+        total_steps: float | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] = (),
+    ) -> None:
+        self._closed = False
+        self._dense: torch.optim.Optimizer | None = None
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._closed = True
+        if not isinstance(config, ScapeConfig):
+            raise TypeError(
+                f"`config` must be a ScapeConfig, got {type(config).__name__}. Pass ScapeConfig(sparsity=...)."
+            )
+        self.config = config if config.update is not None else replace(config, update="adams")
+        parameters = Parameters.of(self.param_groups)
+        parameters.rename(named_parameters)
+        if communicator is None:
+            check_joined()
+        given = [parameter for group in self.param_groups for parameter in group["params"]]  # frozen ones included
+        if process_group is None and local_shards.holds_everything(given):
+            communicator = communicator or Communicator.alone()
+        comm = communicator or Communicator.of_optimizer(process_group, mask_group or new_mask_group(process_group))
+        shards = local_shards.shard_communicator(given)
+        problem = parameters.problem(self.param_groups) or local_shards.problem(
+            parameters.names, parameters.tensors, config.local_group_size, process_group
+        )
+        setup = _describe(self.config, parameters, self.param_groups)
+        check_same_setup_everywhere(comm, shards, setup, problem, parameters.device)
+        self.engine = Engine(self.param_groups, parameters, self.config, comm, total_steps, shards)
+        """The step and its state. Not for users; tests, benchmarks and simulated ranks look at training through it."""
+        self._shared = _Shared()
+
+    @classmethod
+    def from_optimizer(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        config: ScapeConfig,
+        process_group: ProcessGroup | None = None,
+        *,
+        mask_group: ProcessGroup | None = None,
+        total_steps: float | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] = (),
+    ) -> ScapeOptimizer:
+        """Takes over the parameters and settings of a torch ``AdamW`` or ``Adam``, or an :class:`AdamS`.
+
+        lr, betas, eps and weight decay are kept per group, and the group dicts are shared by reference, so that whoever
+        holds them (an LR scheduler) goes on steering. The update is the optimizer's own, unless ``config.update`` names
+        one. ``fused`` and ``foreach`` are ways to compute and are dropped. An ``AdamS(bias_correction=True)`` keeps its
+        bias correction.
+
+        Raises:
+            TypeError: another kind of optimizer.
+            ValueError: a setting that cannot be kept (``amsgrad``, ``maximize``, ``differentiable``, ``capturable``),
+                or an optimizer that has already stepped.
+        """
+        Communicator(process_group, None).raise_on_all_ranks(lambda: check_convertible(optimizer))
+        groups = [dict(group) for group in optimizer.param_groups]
+        new = cls(
+            groups,
+            config=with_fitting_update(config, optimizer),
+            process_group=process_group,
+            mask_group=mask_group,
+            total_steps=total_steps,
+            named_parameters=named_parameters,
+        )
+        for shared, own in zip(optimizer.param_groups, new.param_groups, strict=True):
+            for name, value in own.items():
+                shared.setdefault(name, value)
+        new.param_groups = optimizer.param_groups
+        new.engine.follow(new.param_groups)
+        new.defaults = optimizer.defaults
+        new._dense = optimizer
+        return new
+
+    # ------------------------------------------------------------------------------------------- the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step: :meth:`lightning_scape.scape.step.Engine.step` has its phases.
+
+        Args:
+            closure: evaluated first, with gradients enabled (forward, backward, clipping).
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            FloatingPointError: ``max_skipped`` consecutive steps had a gradient that is not finite.
+            RuntimeError: replicas differ (first step, and every ``check_replicas_every``), or gradients have changed
+                since they were clipped.
+            RuntimeError: ranks are at different steps, or with different settings; nothing of the step is applied then.
+            ValueError: ranks run out of batches at different steps (see :meth:`announce_batch`).
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._shared.consolidated = None
+        self.engine.follow(self.param_groups)
+        with self.engine.comm.telling_errors():
+            self.engine.step()
+        return loss
+
+    def clip_grad_norm(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Records the factor by which the step scales the gradient so that its norm is at most ``max_norm``.
+
+        The norm is that of the gradient averaged over ranks, which none of them holds: see ``clip_norm``. Gradients
+        stay as they are; the factor is applied when the step folds them in. Collective. Call it last before
+        :meth:`step`, which refuses gradients that have changed since (RuntimeError).
+
+        Returns:
+            The norm before clipping, 0-dim fp32; not finite if any rank's gradient is not, and the step will be
+            skipped.
+
+        Raises:
+            RuntimeError: ``error_if_nonfinite``, and the norm is not finite; on every rank. On CUDA the next step (or
+                checkpoint) raises it, after this one was skipped: to know it now, the host would have to wait.
+        """
+        self.engine.follow(self.param_groups)
+        return self.engine.clip_grad_norm(float(max_norm), error_if_nonfinite=error_if_nonfinite)
+
+    def all_finite(self) -> bool:
+        """Whether the gradients of all ranks are finite: by it all of them take a step, or none does. Collective.
+
+        ::
+
+            loss.backward()
+            if optimizer.all_finite():  # not: all(p.grad.isfinite().all() for p in ...), which each rank answers alone
+                optimizer.step()
+
+        Costs no message of its own: the step goes by what was measured here. On CUDA the host waits. Ask it after the
+        backward pass and in place of ``clip_grad_norm``, or after it. A step that is taken without asking is skipped on
+        all ranks where a gradient is not finite.
+        """
+        self.engine.follow(self.param_groups)
+        return self.engine.all_finite()
+
+    def clip_grad_value(self, clip_value: float) -> None:
+        """Records that the step clamps every rank's gradient to ``[-clip_value, clip_value]`` before folding it in."""
+        self.engine.clipping.record_value(float(clip_value))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients, and what was recorded about them. Residuals are kept: they are not yet sent."""
+        self.engine.drop_gradients()
+        super().zero_grad(set_to_none)
+        self.engine.gradients_cleared()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """False. A GradScaler asks it in its ``step()``, on every rank: the one that decides alone is refused there.
+
+        Raises:
+            RuntimeError: a plain ``torch.amp.GradScaler`` asks, and there are several ranks.
+        """
+        asks = sys._getframe(1).f_locals.get("self")
+        if isinstance(asks, GradScaler) and asks.is_enabled() and self.engine.comm.world_size > 1:
+            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+            if not isinstance(asks, ShardedGradScaler):
+                raise RuntimeError(
+                    "All ranks must skip the same steps, got a GradScaler, by which each rank decides for itself. Use"
+                    " torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler with the same arguments."
+                )
+        return False
+
+    # --------------------------------------------------------------------------------- life of the state
+
+    def drain(self) -> None:
+        """Waits for the mask exchange under way, if any, so that process groups may be torn down."""
+        self.engine.masks.wait()
+
+    def mark_masters_stale(self) -> None:
+        """Tells that parameters were overwritten from outside, before a checkpoint is to hold their masters anew.
+
+        Not needed for training: where the owner updates an entry, it takes the parameter in place of a master that does
+        not round to it.
+        """
+        self.engine.mark_masters_stale()
+        self._shared.consolidated = None
+
+    def name_parameters(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Gives parameters names, for error messages and checkpoints; tied ones keep their first."""
+        self.engine.parameters.rename(named_parameters)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while constructing: shards are cut once.
+
+        Raises:
+            ValueError: the optimizer is built already.
+        """
+        if self._closed:
+            raise ValueError(
+                "Parameter groups must be given when the optimizer is built, got another one afterwards: residuals and"
+                " shards are laid out over all parameters at once. Build a new ScapeOptimizer over all groups."
+            )
+        super().add_param_group(param_group)
+
+    @property
+    def schedule(self) -> SparsitySchedule:
+        """How many entries of a block are sent at which step."""
+        return self.engine.masks.schedule
+
+    @property
+    def steps_taken(self) -> int:
+        """Calls of :meth:`step` so far, skipped and restored ones included; the schedule counts them."""
+        return self.engine.calls
+
+    def expect_steps(self, total_steps: float | None) -> None:
+        """Fits the default warm-up of AdamS's update into a run of ``total_steps`` steps; None is not known.
+
+        For hosts that learn it after they have built the optimizer. Once a step was taken or loaded it does nothing.
+        """
+        if not self.steps_taken:
+            self.engine.masks.schedule = SparsitySchedule.of(self.config, total_steps)
+
+    def announce_batch(self, batches: int, last: bool | None = None) -> None:
+        """Says, before a step, how many batches of the epoch this rank has had, and whether that is all of them.
+
+        For hosts. The step raises on every rank where ranks are at different batches (``RuntimeError``), or where only
+        some are at their last one (``ValueError``): they would leave the others waiting. It costs no message of its
+        own. With ``last`` the host waits for the norm on CUDA; None does not say. All ranks announce a step, or none.
+        """
+        self.engine.batch = batches
+        if last is not None:
+            self.engine.clipping.first_message.epoch_end.announce(batches, last)
+
+    def request_stop(self) -> None:
+        """Says that this rank was told to stop; the next step's first message tells all ranks."""
+        self.engine.clipping.first_message.stop = True
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether some rank had called :meth:`request_stop` before the last step's first message.
+
+        The same on all ranks after the same step; on CUDA one step later, so that the host does not wait.
+        """
+        return self.engine.clipping.first_message.stopping
+
+    def bytes_per_step(self, sent: int | None = None) -> int:
+        """Bytes that this rank sends in a step, the norm's message (clipping) not counted.
+
+        Args:
+            sent: entries per block, q; None is the number at the end of the warm-up.
+        """
+        return self.engine.bytes_per_step(sent)
+
+    @property
+    def communicator(self) -> Communicator:
+        """Sends this optimizer's messages."""
+        return self.engine.comm
+
+    @property
+    def stats(self) -> StepStats | None:
+        """Figures of the last step, None before the first.
+
+        Made when asked for (then kept until the next step): reads the whole residual once, and on CUDA waits for the
+        device. Do not ask at every step.
+        """
+        return self.engine.stats()
+
+    # ------------------------------------------------------------------------------------- checkpoints
+
+    @property
+    def dense(self) -> torch.optim.Optimizer:
+        """What it stands in for: the optimizer that :meth:`from_optimizer` was given, or one over the same groups."""
+        if self._dense is None:
+            groups = [dict(group) for group in self.param_groups]
+            self._dense = torch.optim.AdamW(groups) if self.config.update == "adamw" else AdamS(groups)
+        return self._dense
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what a pickle gives, is a copy of :attr:`dense`: who copies a model that keeps it gets the same.
+
+        The moments lie on all ranks, and are not part of it: a warning says so.
+        """
+        own: ScapeOptimizer = self.__dict__.get("_optimizer", self)  # inside a host's wrapper, which imitates the class
+        if own.steps_taken:
+            warnings.warn(
+                f"A copy or pickle of a ScapeOptimizer is the {type(own.dense).__name__} that it stands in for, with"
+                " the same parameter groups and without moments: each rank holds a part of those. To go on from them,"
+                " save and load a checkpoint.",
+                stacklevel=3,
+            )
+        return operator.getitem, ((own.dense,), 0)  # a file with it needs nothing of this package
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collects the state of all ranks on rank ``to``, where :meth:`state_dict` then returns it. Collective.
+
+        The whole state takes about ``(4 N + 16) P`` bytes of host memory there, residuals of all ranks included (with
+        the update of AdamS ``4 P`` more: what AdamW would need to go on from it). To
+        collect it takes little more: all ranks' residuals of one parameter at a time.
+        """
+        snapshot = self._snapshot(self.engine.settled_state())
+        self._shared.consolidated = checkpoint.consolidate(snapshot, self.engine.comm, to)
+
+    def sharded_state_dict(self) -> OwnShards:
+        """This rank's part of the state, as :func:`lightning_scape.checkpoint.dcp.write_directory` takes it; views.
+
+        Nothing is sent, and no rank ever holds the whole state.
+        """
+        groups = super().state_dict()["param_groups"]
+        return checkpoint.own_shards(self._snapshot(self.engine.settled_state()), self.engine.comm, groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, by parameter, independent of the number of ranks: tensors, numbers and strings only.
+
+        Raises:
+            RuntimeError: with several ranks, :meth:`consolidate_state_dict` was not called since the last step.
+        """
+        if self.engine.comm.world_size == self.engine.shards.world_size == 1:
+            self.consolidate_state_dict()
+        if self._shared.consolidated is None:
+            raise RuntimeError(
+                "The state must be collected from all ranks before it is read, got a call of state_dict() on rank"
+                f" {self.engine.comm.rank} without it. Call consolidate_state_dict(to=0) on every rank, then"
+                " state_dict() on rank 0."
+            )
+        # Groups as they are now: a scheduler may have moved on since.
+        return {**self._shared.consolidated, "param_groups": super().state_dict()["param_groups"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any] | SavedShards) -> None:
+        """Takes this rank's part of a whole state, or of a sharded one. Call on every rank, with the same state.
+
+        A state of another number of ranks, or of ranks that hold a replica together, is resharded: moments, last steps
+        and masters exactly, residuals so that their mean over replicas is kept. One of another block length or sparsity
+        drops the masks. One of AdamW, Adam or AdamS gives its moments. Each with a warning that says so. An empty state
+        counts as that of the first rank that has one: what :meth:`state_dict` gave on one rank.
+
+        Raises:
+            ValueError: parameters or groups differ in number, order or shape, or the format is newer than this
+                package. Nothing has been changed then.
+            OSError: a sharded state cannot be read; on every rank.
+        """
+        self.drain()
+        if not isinstance(state_dict, SavedShards):
+            state_dict = self.engine.shards.share(self.engine.comm.share(state_dict))
+        state = self.engine.allocate()
+        snapshot, rank = self._snapshot(state), self.engine.comm.rank
+        # All ranks load the same whole state, and raise the same errors. Each reads its own part of a directory.
+        ranks = self.engine.comm if isinstance(state_dict, SavedShards) else Communicator.alone()
+        loaded = self.engine.shards.raise_on_all_ranks(
+            lambda: ranks.raise_on_all_ranks(lambda: checkpoint.load(snapshot, state_dict, rank, self.param_groups))
+        )
+        loaded.take_up(snapshot)
+        for group, saved in zip(self.param_groups, loaded.param_groups, strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+        self.engine.replace_state(state)
+        self._shared.consolidated = None
+
+    def _snapshot(self, state: ScapeState) -> checkpoint.Snapshot:
+        engine = self.engine
+        return checkpoint.Snapshot(
+            state, engine.layout, self.config, engine.parameters, engine.masks, engine.clipping, engine.shards
+        )
+
+
+def _describe(config: ScapeConfig, parameters: Parameters, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """What must be the same on all ranks."""
+    plain = config.as_dict()
+    if config.residual_device is not None:  # each rank has its own index
+        plain["residual_device"] = torch.device(config.residual_device).type
+    names = ("lr", "betas", "eps", "weight_decay", "bias_correction")
+    return {
+        "lightning_scape's version": __version__,
+        "config": [f"{name}={value!r}" for name, value in plain.items()],
+        "parameters (group, shape, strides, dtype)": parameters.describe(),
+        # As numbers: a tensor's text names its device, and leaves out digits.
+        "parameter groups": [{name: _plain(group.get(name, False)) for name in names} for group in groups],
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return float(value) if isinstance(value, (int, float, Tensor)) else str(value)

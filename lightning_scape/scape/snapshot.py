@@ -1,0 +1,69 @@
+"""The live side of a checkpoint: an optimizer's objects, and the place of each saved tensor in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_scape.checkpoint.dcp import Chunk
+from lightning_scape.checkpoint.source import SAVED_AS
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.core.layout import Layout, Piece
+from lightning_scape.core.parameters import Parameters
+from lightning_scape.scape.clipping import GradientClipping
+from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.mask import Masks
+from lightning_scape.scape.state import ScapeState
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The live objects that make up an optimizer's state."""
+
+    state: ScapeState
+    layout: Layout
+    config: ScapeConfig
+    parameters: Parameters
+    masks: Masks
+    clipping: GradientClipping
+    shards: Communicator = field(default_factory=Communicator.alone)
+    """The ranks that hold the other rows of the same replica."""
+
+    def shard(self) -> Iterator[tuple[str, Tensor]]:
+        """The shard's tensors, flat, each with the name that it is saved by."""
+        for name, saved_as in SAVED_AS.items():
+            tensor: Tensor | None = getattr(self.state, name)
+            if tensor is not None:
+                yield saved_as, tensor.view(-1)
+
+    def chunks(self, key_of: Callable[[int], str], blocks: Tensor, pieces: Iterable[Piece]) -> dict[str, Chunk]:
+        """Each piece's entries in ``blocks`` (flat), as a chunk of its whole parameter.
+
+        Args:
+            key_of: gives the chunk's key, from the parameter's number.
+            blocks: all blocks, or the shard's; the pieces count the same ones.
+            pieces: one chunk each.
+        """
+        found = {}
+        for piece in pieces:
+            place = piece.segment.index
+            first, whole = self.parameters.first_entry(place), self.parameters.tensors[place].numel()
+            entries = blocks[piece.of_blocks(self.layout.block_size)]
+            found[key_of(self.parameters.indices[place])] = Chunk(entries, first + piece.start, whole)
+        return found
+
+    def missed(self) -> dict[int, int]:
+        """By parameter, the number of steps in which no rank had a gradient for it; zeros are left out."""
+        missed = [] if self.state.missed is None else self.state.missed.tolist()  # a checkpoint waits anyhow
+        return {index: count for index, count in zip(self.parameters.indices, missed, strict=False) if count}
+
+    def set_steps(self, step: int, missed: Mapping[int, int]) -> None:
+        """Sets the step, also as the last step of all entries (right for pads), and the missed steps."""
+        self.state.step.fill_(step)
+        self.state.last_step.fill_(step)
+        if any(missed.values()):
+            counts = [missed.get(index, 0) for index in self.parameters.indices]
+            self.state.missed = torch.tensor(counts, dtype=torch.int32, device="cpu").to(self.state.step.device)

@@ -1,0 +1,90 @@
+"""The state of a rank between steps: its residual over all parameters, and the optimizer state of its own shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_scape import ops
+from lightning_scape.core.layout import Layout
+from lightning_scape.scape.config import ScapeConfig
+
+SHARD_TENSORS = (
+    *("exp_avg", "last_step", "master"),
+    *("local_exp_avg", "local_exp_avg_sum", "local_exp_avg_sq", "exp_avg_sq", "change_error"),
+)
+"""Names of the shard's tensors, each ``[R, B]`` or None."""
+
+
+@dataclass
+class ScapeState:
+    """Buffers of one rank. ``blocks`` counts all blocks, ``R`` those of a shard, ``B`` is the block length."""
+
+    residual: Tensor
+    """``[blocks, B]`` fp32 (or fp64): gradients that this rank has computed and not yet sent."""
+    exp_avg: Tensor
+    """``[R, B]`` fp32 (fp64 for fp64 parameters): m of AdamS."""
+    last_step: Tensor
+    """``[R, B]`` int32: the parameter's step of each entry's last update, 0 before the first."""
+    step: Tensor
+    """0-dim int32 on the parameters' device: t, steps taken and not skipped."""
+    calls: int = 0
+    """Calls of ``step()``, skipped ones included; the sparsity schedule goes by it."""
+    master: Tensor | None = None
+    """``[R, B]`` fp32 weights, when a parameter is narrower than that; made at the first step."""
+    local_exp_avg: Tensor | None = None
+    """``[R, B]`` fp32, ``mask_statistic="first_moment"`` only: first moment of this rank's own gradient."""
+    local_exp_avg_sum: Tensor | None = None
+    """``[R, B]`` fp32, likewise: that moment summed since each entry's last visit."""
+    local_exp_avg_sq: Tensor | None = None
+    """``[R, B]`` fp32 (fp64), ``update="adams"`` and ``second_moment="measured"`` only: running mean square of this
+    rank's own gradient, divided by N. It estimates the noise of the averaged gradient."""
+    local_samples: int = 0
+    """Number of gradients in ``local_exp_avg_sq``."""
+    sampled: bool = False
+    """Whether the last step was one of them."""
+    exp_avg_sq: Tensor | None = None
+    """``[R, B]`` fp32 (fp64), ``update="adamw"`` only: v of AdamW, the running mean square of the averaged gradient,
+    not corrected for its start at zero. Entries that are not visited take this rank's own gradient for it."""
+    exp_avg_sq_since: int = 0
+    """The step at whose end ``exp_avg_sq`` was zero."""
+    change_error: Tensor | None = None
+    """``[R, B]`` fp32 (fp64), where changes of parameters travel in 8 or 4 bits: what their rounding has left, to be
+    sent with the next change. Made at the first step."""
+    missed: Tensor | None = None
+    """int32 ``[parameters]``: number of steps in which no rank had a gradient for the parameter. Its own step is
+    ``step`` minus this. None stands for zeros."""
+
+    @classmethod
+    def allocate(cls, layout: Layout, config: ScapeConfig, dtype: torch.dtype, device: torch.device) -> ScapeState:
+        """All zeros."""
+        shard = (layout.shard_blocks, layout.block_size)
+        home = config.residual_device if config.residual_device is not None else device
+        assert isinstance(config.residual_dtype, torch.dtype)
+        local = config.mask_statistic == "first_moment"
+        return cls(
+            residual=torch.zeros(layout.blocks, layout.block_size, dtype=config.residual_dtype, device=home),
+            exp_avg=torch.zeros(shard, dtype=dtype, device=device),
+            last_step=torch.zeros(shard, dtype=torch.int32, device=device),
+            step=torch.zeros((), dtype=torch.int32, device=device),
+            local_exp_avg=torch.zeros(shard, dtype=torch.float32, device=home) if local else None,
+            local_exp_avg_sum=torch.zeros(shard, dtype=torch.float32, device=home) if local else None,
+            local_exp_avg_sq=torch.zeros(shard, dtype=dtype, device=device) if config.measures_noise else None,
+            exp_avg_sq=torch.zeros(shard, dtype=dtype, device=device) if config.update == "adamw" else None,
+        )
+
+    def steps_of(self, parameter: Tensor) -> Tensor:
+        """int32 ``[n]``: steps taken of the parameters at the places ``parameter [n]``; 0-dim if no step was missed."""
+        return self.step if self.missed is None else self.step - self.missed[parameter]
+
+    def refresh_master(self, flats: Sequence[Tensor], layout: Layout, rank: int) -> None:
+        """Reads the shard's master weights from the parameters. Keeps a master that rounds to the parameter's value.
+
+        So a checkpoint's parameters and masters may be loaded in either order.
+        """
+        if self.master is None:
+            self.master = torch.zeros_like(self.exp_avg)
+        ops.renew_masters(flats, layout.local(rank).pieces, None, self.master, layout.block_size)

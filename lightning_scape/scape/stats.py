@@ -1,0 +1,146 @@
+"""Figures of the last step, which tell a user whether SCAPE helps here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+
+from torch import Tensor
+
+from lightning_scape import ops
+from lightning_scape.core.layout import Layout, Piece
+from lightning_scape.core.ranges import profiler_range
+
+PHASES = ("norm", "wait", "mask", "sweep", "exchange", "update", "write", "launch")
+"""Phases of a step, in order; also the names of the profiler ranges (``scape::sweep``, ...). The own shard's part of
+``sweep`` comes after ``exchange`` has begun, while values travel."""
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """Figures of one step on one rank. Bytes are those this rank sent, counted from the tensors themselves."""
+
+    step: int
+    """Calls of ``step()`` so far, this one included."""
+    bytes_values: int
+    bytes_parameters: int
+    bytes_mask: int
+    bytes_votes: int
+    bytes_norm: int
+    bytes_dense: int
+    """Bytes that a ring all-reduce of the whole gradient (DDP) would have sent, in the parameters' own dtypes."""
+    density: float
+    """Entries sent / P."""
+    mask_churn: float
+    """Share of this shard's entries in the mask that were not in the previous one, 0 to 1."""
+    residual_norm: float
+    """L2 norm of this rank's residual after the step."""
+    energy_captured: float
+    """Share of the squared norm of this rank's residual (gradient folded in) that the step sent, 0 to 1."""
+    exchange_wait: float
+    """Seconds the host waited for the mask. On the CPU 0 means that it travelled wholly behind the compute; on CUDA the
+    device waits in the host's stead, which a profiler shows and this figure does not."""
+    grad_norm: float
+    """Norm of the averaged gradient before clipping: the sketch's estimate, or, with ``clip_norm="local"`` or without
+    clipping, the root mean square of the ranks' own norms (an over-estimate)."""
+    clip_factor: float
+    """Factor of the gradient; 0 in a skipped step."""
+    skipped: bool
+    """Whether the step was skipped because the norm was not finite."""
+    skipped_total: int
+    """Steps skipped so far; on CUDA up to the step before, for the host learns of a skip one step late."""
+    message_seconds: float
+    """Seconds of the host inside the step's own messages (norm, values, parameters), waiting for other ranks included;
+    on CUDA the time to queue them."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the host by phase (:data:`PHASES`). On CUDA that is the time to queue the work, not to do it."""
+
+    @property
+    def bytes_total(self) -> int:
+        """All bytes this rank sent in the step."""
+        return self.bytes_values + self.bytes_parameters + self.bytes_mask + self.bytes_votes + self.bytes_norm
+
+    @property
+    def compression(self) -> float:
+        """``bytes_dense / bytes_total``; NaN where nothing is sent because there is one rank."""
+        return self.bytes_dense / self.bytes_total if self.bytes_total else float("nan")
+
+    def as_dict(self, prefix: str = "scape") -> dict[str, float]:
+        """Flat metric names for a logger: ``scape/density``, ``scape/seconds/sweep``, ..."""
+        flat = {f.name: float(getattr(self, f.name)) for f in fields(self) if f.name != "seconds"}
+        flat |= {"bytes_total": float(self.bytes_total), "compression": self.compression}
+        flat |= {f"seconds/{phase}": value for phase, value in self.seconds.items()}
+        return {f"{prefix}/{name}": value for name, value in flat.items()}
+
+
+@dataclass
+class StepRecord:
+    """Raw figures of a step, for :class:`StepStats`. Tensors stay on the device until someone asks."""
+
+    clip_seconds: float = 0.0
+    """Spent on measuring the norm before the step."""
+    exchange_wait: float = 0.0
+    sent: int = 0
+    """q of the step."""
+    norm: Tensor | None = None
+    scale: Tensor | None = None
+    sent_energy: Tensor | None = None
+    """Squared norm of what this rank sent."""
+    again: Tensor | None = None
+    """Entries of the shard, pads included, that were visited in the step before too."""
+    skipped_total: int = 0
+    message_seconds: float = 0.0
+    bytes_sent: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    def __post_init__(self) -> None:
+        self.seconds["norm"] = self.clip_seconds
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A profiler range (torch's and, where CUDA is in use, NVTX for Nsight), and the host's seconds."""
+        began = time.perf_counter()
+        with profiler_range(f"scape::{name}"):
+            yield
+        self.seconds[name] += time.perf_counter() - began
+
+    def summary(
+        self, step: int, residual: Tensor, parameters: Sequence[Tensor], layout: Layout, shard_pieces: Sequence[Piece]
+    ) -> StepStats:
+        """The figures. Reads the whole residual once, and waits for the device.
+
+        Args:
+            step: calls of ``step()`` so far.
+            residual: this rank's, as the step left it.
+            parameters: those trained.
+            layout: theirs.
+            shard_pieces: what lies in this rank's shard.
+        """
+        assert self.norm is not None
+        assert self.scale is not None
+        assert self.sent_energy is not None
+        assert self.again is not None
+        left, sent, scale = (float(x) for x in (ops.squared_norm([residual]), self.sent_energy, self.scale))
+        mine = sum(piece.kept(self.sent, layout.block_size) for piece in shard_pieces)
+        everywhere = sum(piece.kept(self.sent, layout.block_size) for piece in layout.everything().pieces)
+        pads = layout.shard_blocks * self.sent - mine  # the same ones at every step
+        again = max(0.0, float(self.again) - pads)
+        dense = 2 * (layout.world_size - 1) * sum(p.numel() * p.element_size() for p in parameters)
+        return StepStats(
+            step=step,
+            **{f"bytes_{kind}": size for kind, size in self.bytes_sent.items()},
+            bytes_dense=dense // layout.world_size,
+            density=everywhere / max(1, layout.numel),
+            mask_churn=1 - again / mine if mine and scale else 0.0,
+            residual_norm=left**0.5,
+            energy_captured=sent / (sent + left) if sent + left > 0 else 0.0,
+            exchange_wait=self.exchange_wait,
+            grad_norm=float(self.norm),
+            clip_factor=scale,
+            skipped=scale == 0.0,
+            skipped_total=self.skipped_total,
+            message_seconds=self.message_seconds,
+            seconds=dict(self.seconds),
+        )

@@ -1,0 +1,1 @@
+"""The command lines: plan, doctor, report, litgpt-scape."""

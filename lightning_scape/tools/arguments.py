@@ -1,0 +1,214 @@
+"""What the commands are given: read, checked and explained (``--help``) before anything heavy is imported."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+BYTES_PER_SECOND = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+_NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?"
+_PLAN = """Predicts, before anything is launched, what a step will take and whether SCAPE pays.
+
+lightning-scape plan --model pythia-160m --nodes 8 --gpus-per-node 1 --bandwidth 10gbit --step-compute 0.8s
+lightning-scape plan --model pythia-14m --nodes 2 --bandwidth 1gbit --measure     # computes and optimizers, here
+torchrun ... -m lightning_scape plan --model pythia-14m --measure                 # the link too, on all nodes
+"""
+_DOCTOR = """Says what does not work here, what is slow, and what to do about it.
+
+lightning-scape doctor                                          # this host alone
+torchrun --nnodes 2 --nproc_per_node 1 --node_rank 0 --master_addr HOST -m lightning_scape doctor    # on every node
+
+Under torchrun every rank runs it, and rank 0 reports: whether the ranks reach each other, and how fast. One process
+for each node is enough. The exit status is 0 where everything works (what is slow is said), else 1, on every rank.
+"""
+
+
+def plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Of ``lightning-scape plan``; ends the process with status 2 where one is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-scape plan", description=_PLAN, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="name of a LitGPT configuration, such as pythia-160m")
+    add("--nodes", type=count, default=None, help="machines, at least 2; under torchrun, all of them")
+    add("--gpus-per-node", type=count, default=None, help="ranks of each machine (default: 1, or torchrun's)")
+    add("--bandwidth", type=bandwidth, default=None, help="of each node's link: 10gbit, 100mbit (bits per second)")
+    add("--latency", type=seconds, default=50e-6, help="of one hop, software included (default: 50us)")
+    add("--step-compute", type=compute_seconds, default=None, help="forward and backward of a rank's step: 0.8s, 350ms")
+    add("--measure", action="store_true", help="measure compute and optimizers here and, under torchrun, the link")
+    add("--batch-size", type=count, default=2, help="with --measure: sequences of a rank's step")
+    add("--context", type=count, default=128, help="with --measure: tokens of a sequence")
+    add("--memory-bandwidth", type=positive, default=1500.0, help="without --measure: of the device, GB/s (1500)")
+    add("--memory", type=positive, default=80.0, help="of a rank's device, GB; advice is what fits (default: 80)")
+    add("--node-bandwidth", type=positive, default=200.0, help="between the ranks of a node, GB/s (default: 200)")
+    add("--precision", choices=PRECISIONS, default="32-true", help="of the training, and of what is measured")
+    add("--no-clipping", action="store_true", help="the gradient norm is not clipped")
+    add("--sparsity", type=sparsity, nargs="+", default=[0.0, 0.9, 0.99, 0.999], help="which to predict")
+    add("--plot", type=Path, default=None, help="draw step time over bandwidth and over ranks into this file (.png)")
+    args = parser.parse_args(arguments)
+    try:
+        _check(args)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What no option can check alone; fills in the numbers of nodes and of their ranks."""
+    ranks = launched()
+    if args.nodes is None:
+        if ranks == 1:
+            raise ValueError("--nodes must be given without torchrun. Say on how many machines you want to train.")
+        args.gpus_per_node = args.gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if ranks % args.gpus_per_node:
+            raise ValueError(
+                f"--gpus-per-node must divide the number of ranks that were launched, {ranks}, got"
+                f" {args.gpus_per_node}. Leave it out: torchrun knows it."
+            )
+        args.nodes = ranks // args.gpus_per_node
+    args.gpus_per_node = args.gpus_per_node or 1
+    if not args.measure and args.step_compute is None:
+        raise ValueError("--step-compute must be given, or --measure. Time the forward and backward pass of one rank.")
+    measures_link = args.measure and ranks > 1
+    if args.bandwidth is None and not measures_link:
+        raise ValueError("--bandwidth must be given, or --measure under torchrun, which measures it.")
+    if args.nodes * args.gpus_per_node == 1:
+        raise ValueError("--nodes times --gpus-per-node must be at least 2 ranks, got 1. One alone sends nothing.")
+    if args.nodes == 1 and (args.bandwidth is not None or not measures_link):
+        raise ValueError(
+            "--nodes must be at least 2, got 1: a plan is about the link between machines. On one machine stay with DDP"
+            " or FSDP over its own interconnect, or launch --measure with torchrun there, without --bandwidth."
+        )
+    if args.plot is not None and not int(os.environ.get("RANK", "0")):
+        check_plot(args.plot)
+
+
+def launched() -> int:
+    """Ranks that torchrun has launched."""
+    return int(os.environ.get("WORLD_SIZE") or "1")
+
+
+def bandwidth(text: str) -> float:
+    """Bytes per second: ``"10gbit"`` is 1.25e9."""
+    found = re.fullmatch(rf"({_NUMBER})\s*(kbit|mbit|gbit)(/s|ps)?", text.strip().lower())
+    value = float(found[1]) * BYTES_PER_SECOND[found[2]] if found else 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"a bandwidth must be a number > 0 with kbit, mbit or gbit, got {text!r}. Write 10gbit."
+        )
+    return value
+
+
+def seconds(text: str) -> float:
+    """``"350ms"`` is 0.35."""
+    found = re.fullmatch(rf"({_NUMBER})\s*(s|ms|us)?", text.strip().lower())
+    value = float(found[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[found[2] or "s"] if found else math.inf
+    if value == math.inf:
+        raise argparse.ArgumentTypeError(f"a time must be a number >= 0 with s, ms or us, got {text!r}. Write 0.8s.")
+    return value
+
+
+def compute_seconds(text: str) -> float:
+    """Likewise, but not 0."""
+    value = seconds(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"a time of compute must be > 0, got {text!r}. Time one rank's step alone.")
+    return value
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    value = _number(text)
+    if not (value >= 1 and value.is_integer()):
+        raise argparse.ArgumentTypeError(f"it must be a whole number >= 1, got {text!r}. Give at least 1.")
+    return int(value)
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    value = _number(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"it must be a finite number > 0, got {text!r}. Give it in GB, without unit.")
+    return value
+
+
+def sparsity(text: str) -> float:
+    """A number in [0, 1)."""
+    value = _number(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(
+            f"a sparsity must be a number in [0, 1), got {text!r}. Write 0.99 to send 1% of the entries."
+        )
+    return value
+
+
+def _number(text: str) -> float:
+    """NaN, which obeys no rule, for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def check_plot(path: Path) -> None:
+    """Finds out, before anything is measured, whether a plot can be written there; makes its folder.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    import_matplotlib("`--plot`")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    suffixes = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.is_dir() or path.suffix[1:].lower() not in suffixes:
+        what = "a directory" if path.is_dir() else f"the suffix {path.suffix!r}"
+        raise ValueError(
+            f"--plot must name a file that ends in one of .{', .'.join(suffixes)}, got {str(path)!r}, {what}. Write"
+            " plan.png."
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):  # permissions say too little: the folder may be read-only
+            pass
+        if path.exists():
+            path.open("ab").close()
+    except OSError as error:
+        raise ValueError(
+            f"--plot must name a file that can be written, got {str(path)!r}: {error}. Choose another folder."
+        ) from error
+
+
+def import_matplotlib(used_for: str) -> None:
+    """Without a screen. Raises ``ValueError`` where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError(f"{used_for} needs matplotlib. Install it: pip install 'lightning-scape[plots]'.") from error
+    matplotlib.use("Agg")
+
+
+def doctor_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Of ``lightning-scape doctor``; likewise."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-scape doctor", description=_DOCTOR, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--timeout", type=_waiting_time, default=60.0, help="seconds for which ranks wait for each other (default: 60)"
+    )
+    return parser.parse_args(arguments)
+
+
+def _waiting_time(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"it must be a number of seconds from 1 to 3600, got {text!r}. Try 60.")
+    return value

@@ -1,0 +1,322 @@
+"""``lightning-scape plan``: predicts what a step will take and whether SCAPE pays; under torchrun it measures."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import math
+import os
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_scape import planning as planner
+from lightning_scape.comm.collectives import is_distributed
+from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, Weight
+from lightning_scape.planning.measure import CPU, measure_compute, measure_link, measure_machine
+from lightning_scape.tools.arguments import import_matplotlib, launched, plan_arguments
+from lightning_scape.tools.console import ends_quietly
+
+
+@ends_quietly
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    return run(plan_arguments(arguments))
+
+
+def run(args: Namespace) -> int:
+    """The same, with its arguments read."""
+    try:
+        weights = model_weights(args.model)
+        machine, link, step_compute, assumed = _inputs(args)
+        if int(os.environ.get("RANK", "0")):
+            return 0  # every rank measured; one reports
+        job = Job(
+            weights=weights,
+            ranks=args.nodes * args.gpus_per_node,
+            ranks_per_node=_ranks_per_node(args.nodes * args.gpus_per_node, args.gpus_per_node),
+            step_compute=step_compute,
+            parameter_bytes=2 if args.precision == "bf16-true" else 4,
+            clip=not args.no_clipping,
+        )
+        inside = Link(bandwidth=args.node_bandwidth * 1e9, latency=5e-6) if job.ranks_per_node > 1 else None
+        predictions = _predict(job, link, machine, args.sparsity, inside)
+        if inside is not None:
+            assumed.append(f"a rank reaches the others of its node at {args.node_bandwidth:g} GB/s")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(report(args.model, job, link, machine, predictions, assumed, memory=args.memory * 1e9, inside=inside))
+    if args.plot is not None:
+        plot(args.plot, args.model, job, link, machine, args.sparsity)
+        print(f"\nplotted to {args.plot}")
+    return 0
+
+
+def _predict(
+    job: Job, link: Link, machine: Machine, sparsities: Sequence[float], inside: Link | None
+) -> list[Prediction]:
+    """Of all methods; those that shard inside a node too, where nodes have several ranks."""
+    flat = planner.predict(job, link, machine, sparsities)
+    return flat if inside is None else flat + planner.predict_nodes(job, link, machine, inside, sparsities)
+
+
+def _ranks_per_node(ranks: int, on_each: int) -> int:
+    """Ranks that share one node's link. On one machine each rank has its own link, the one that was measured."""
+    return on_each if on_each < ranks else 1
+
+
+# ---------------------------------------------------------------------------------------------------- the model
+
+
+def build_model(name: str) -> nn.Module:
+    """A LitGPT model.
+
+    Raises:
+        ValueError: LitGPT is not installed, or knows no such configuration.
+    """
+    try:
+        from litgpt import GPT, Config
+    except ImportError as error:
+        raise ValueError("`--model` needs LitGPT. Install it: pip install 'lightning-scape[litgpt]'.") from error
+    try:
+        config = Config.from_name(_known_name(name))
+    except ValueError as error:
+        raise ValueError(f"`--model` must name a LitGPT configuration, got {name!r}. {_near_names(name)}") from error
+    model: nn.Module = GPT(config)
+    return model
+
+
+def _litgpt_names() -> dict[str, str]:
+    """LitGPT's configurations, by their names in small letters."""
+    from litgpt.config import configs
+
+    return {config["name"].lower(): config["name"] for config in configs}
+
+
+def _known_name(name: str) -> str:
+    """The name as LitGPT spells it; an organization before it and the case of its letters do not matter."""
+    return _litgpt_names().get(name.rpartition("/")[2].lower(), name)
+
+
+def _near_names(name: str) -> str:
+    known = _litgpt_names()
+    near = difflib.get_close_matches(name.rpartition("/")[2].lower(), known, n=3, cutoff=0.5)
+    return f"Did you mean {' or '.join(known[each] for each in near)}?" if near else "Such as pythia-160m."
+
+
+def model_weights(name: str) -> tuple[Weight, ...]:
+    """Shapes of a LitGPT model, in the order of the forward pass; nothing is allocated."""
+    with torch.device("meta"):
+        return weights_of(build_model(name))
+
+
+def weights_of(model: nn.Module) -> tuple[Weight, ...]:
+    """Likewise, of a LitGPT model that exists. The head is registered first and used last."""
+    found = []
+    for name, parameter in model.named_parameters():
+        block = re.search(r"\.h\.(\d+)\.", f".{name}")
+        is_head, is_embedding = name.startswith("lm_head"), ".wte." in f".{name}"
+        place = (1 if block else 2) if not is_embedding else 0
+        weight = Weight(parameter.numel(), int(block[1]) if block else None, not is_embedding and parameter.dim() > 1)
+        found.append((3 if is_head else place, weight))
+    return tuple(weight for _, weight in sorted(found, key=lambda entry: entry[0]))
+
+
+# ---------------------------------------------------------------------------------------------------- measuring
+
+
+def _inputs(args: Namespace) -> tuple[Machine, Link, float, list[str]]:
+    """What is measured where it was asked for and assumed elsewhere, with a line on each."""
+    link, step_compute = None, args.step_compute
+    if args.measure:
+        machine, link, measured, where = _measure(args)
+        what = "compute and optimizers" if step_compute is None else "optimizers"
+        step_compute = measured if step_compute is None else step_compute
+        assumed = [f"{what} measured on {where}, in {args.precision}"]
+    else:
+        machine = Machine.of_memory(args.memory_bandwidth * 1e9)
+        assumed = [f"optimizers take what their memory traffic takes at {args.memory_bandwidth:g} GB/s"]
+    if link is None or args.bandwidth is not None:
+        known = link or Link(bandwidth=args.bandwidth, latency=args.latency)
+        link = replace(known, bandwidth=args.bandwidth * TCP_SHARE)
+        assumed.append(f"{1 - TCP_SHARE:.0%} of the link's bandwidth goes to protocol headers")
+    if args.nodes == 1:
+        assumed.append("every rank counts as a node: the link was measured between the ranks of one machine")
+    if link.copy_seconds == 0:
+        assumed.append(f"a hop takes {planner.show_seconds(link.latency)}; moving bytes costs the processor nothing")
+    return machine, link, step_compute, assumed
+
+
+def _measure(args: Namespace) -> tuple[Machine, Link | None, float, str]:
+    """Optimizers, the link between the ranks (None: one rank), forward and backward, and on what: CUDA if it is there.
+
+    Raises:
+        ValueError: the model is not known, or takes no sequences of ``--context`` tokens.
+    """
+    device, where = CPU, "this machine's CPU"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        where = torch.cuda.get_device_name(device)
+    model = build_model(args.model).to(device, torch.bfloat16 if args.precision == "bf16-true" else torch.float32)
+    longest = int(model.config.block_size)  # type: ignore[union-attr,arg-type]
+    if args.context > longest:
+        raise ValueError(f"`--context` must be at most {longest} for {args.model}, got {args.context}. Shorten it.")
+    with _process_group(device):
+        link = None
+        if is_distributed():
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            link = measure_link(device=device, ranks_per_node=_ranks_per_node(launched(), local))
+        step_compute = measure_compute(model, args.batch_size, args.context, precision=args.precision)
+        machine = measure_machine(list(model.parameters()), args.sparsity)
+    return machine, link, step_compute, where
+
+
+@contextlib.contextmanager
+def _process_group(device: torch.device) -> Iterator[None]:
+    """Joins the ranks that torchrun has launched, if any and unless they are."""
+    if launched() == 1 or is_distributed():
+        yield
+        return
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# --------------------------------------------------------------------------------------------------- reporting
+
+
+def report(
+    model: str,
+    job: Job,
+    link: Link,
+    machine: Machine,
+    predictions: Sequence[Prediction],
+    assumed: Sequence[str],
+    *,
+    memory: float = math.inf,
+    inside: Link | None = None,
+) -> str:
+    """Tables in Markdown, the advice first. ``inside`` is the link between a node's ranks, where it has several."""
+    alone, shared = predictions[0].seconds, inside is not None
+    local = planner.predict_local(job, link, machine)
+    lines = [
+        f"{model}: {job.parameters / 1e6:.1f}M parameters on {job.ranks} ranks ({job.ranks_per_node} per node),"
+        f" {link.bandwidth * 8e-9:.3g} Gbit/s, forward and backward {planner.show_seconds(job.step_compute)}",
+        "",
+        planner.which_method(predictions, local, memory),
+        "",
+        "| method | step | over compute only | sent per rank and step"
+        f"{' | sent per network card' if shared else ''} | memory per rank* | as fast as dense below | pays below |",
+        "|---" * (7 + shared) + "|",
+    ]
+    for p in predictions:
+        even, pays = "-", "-"
+        if p.sparsity is not None:
+            where: dict[str, Any] = {"memory": memory, "inside": inside, "whole_nodes": p.group_size > 1}
+            even = show_turning_point(job, link, machine, p.sparsity, **where)
+            pays = show_turning_point(job, link, machine, p.sparsity, speedup=planner.WORTH, **where)
+        needed = planner.show_bytes(p.memory) + (", too much" if p.memory > memory else "")
+        lines.append(
+            f"| {p.method} | {planner.show_seconds(p.seconds)} | {p.seconds / alone:.2f}x"
+            f" | {planner.show_bytes(p.bytes_sent)}{f' | {planner.show_bytes(p.on_card)}' if shared else ''} | {needed}"
+            f" | {even} | {pays} |"
+        )
+    narrow = [
+        f"{planner.show_seconds(p.seconds)} and {planner.show_bytes(p.bytes_sent)} at sparsity {p.sparsity:g}"
+        for p in planner.in_four_bits(job, link, machine, predictions)
+        if p.memory <= memory
+    ]
+    lines += ["", f'With wire_dtype="int4" a step takes {", ".join(narrow)}.'] if narrow else []
+    lines += ["", *local_lines(local, alone, memory)]
+    sparsities = [p.sparsity for p in predictions if p.sparsity is not None and p.group_size == 1]
+    lines += ["", "The same work per rank on more ranks:", ""]
+    scaling = planner.scaling(job, link, machine, sparsities)
+    methods = [p.method for p in predictions]
+    lines += [f"| ranks | {' | '.join(methods)} |", "|---" * (len(methods) + 1) + "|"]
+    for ranks, row in scaling.items():
+        row += planner.predict_nodes(replace(job, ranks=ranks), link, machine, inside, sparsities) if inside else []
+        lines.append(f"| {ranks} | {' | '.join(planner.show_seconds(p.seconds) for p in row)} |")
+    fits = "" if memory == math.inf else f" that fit into {planner.show_bytes(memory)} (all, if none does)"
+    lines += [
+        "",
+        "Compute only: no messages, and the whole of AdamW on every rank; what shards the optimizer may take less.",
+        "",
+        "\\* parameters, gradients, optimizer and buffers; activations come on top. The last columns: the bandwidth",
+        f"below which it is as fast as the best of the dense methods{fits}, and {planner.WORTH}x as fast.",
+        "",
+        "Assumed: " + "; ".join([*assumed, *ASSUMPTIONS]) + ".",
+    ]
+    return "\n".join(lines)
+
+
+def local_lines(local: Sequence[Prediction], alone: float, memory: float) -> list[str]:
+    """SparseLoCo's table in Markdown: a step on average over a window of H. ``alone`` is compute only, in seconds."""
+    lines = ["| SparseLoCo | step, on average | over compute only | sent per rank and step | memory per rank* |"]
+    lines += ["|---|---|---|---|---|"]
+    for p in local:
+        lines.append(
+            f"| H = {p.method.partition('=')[2]} | {planner.show_seconds(p.seconds)} | {p.seconds / alone:.2f}x"
+            f" | {planner.show_bytes(p.bytes_sent)}"
+            f" | {planner.show_bytes(p.memory)}{', too much' if p.memory > memory else ''} |"
+        )
+    return lines
+
+
+TCP_SHARE = 0.95
+ASSUMPTIONS = (
+    "equally fast ranks",
+    "backward is two thirds of the compute",
+    "rings for all-reduce, all-gather and reduce-scatter, each node's link used once a pass",
+    "an all-to-all crosses a node's link with the bytes of all its ranks",
+    "SCAPE's ranks form one flat group, unless the line names a local_group_size",
+)
+
+
+def show_turning_point(job: Job, link: Link, machine: Machine, sparsity: float, **which: Any) -> str:
+    """The bandwidth below which SCAPE is so fast, or ``"above"`` that from which on it is."""
+    below = planner.break_even_bandwidth(job, link, machine, sparsity, **which)
+    above = planner.least_bandwidth(job, link, machine, sparsity, **which)
+    return planner.show_bandwidth(below) if above is None else f"above {planner.show_bandwidth(above)}"
+
+
+def plot(path: Path, model: str, job: Job, link: Link, machine: Machine, sparsities: Sequence[float]) -> None:
+    """Step time over the link's bandwidth, and over the number of ranks.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    import_matplotlib("`--plot`")
+    import matplotlib.pyplot as plt
+
+    figure, (over_bandwidth, over_ranks) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    bits = [10 ** (7 + 0.05 * i) for i in range(101)]
+    rows = [planner.predict(job, replace(link, bandwidth=b / 8), machine, sparsities) for b in bits]
+    scaling = planner.scaling(job, link, machine, sparsities)
+    styles: dict[bool, dict[str, Any]] = {True: {"linewidth": 2}, False: {"linestyle": "--"}}
+    for index, first in enumerate(rows[0]):
+        style = styles[first.is_scape]
+        over_bandwidth.plot(bits, [row[index].seconds for row in rows], label=first.method, **style)
+        over_ranks.plot([*scaling], [row[index].seconds for row in scaling.values()], marker=".", **style)
+    over_bandwidth.axvline(link.bandwidth * 8, color="lightgray", zorder=0)
+    over_bandwidth.set(xscale="log", yscale="log", xlabel="bandwidth, bit/s", ylabel="seconds per step")
+    over_ranks.set(xscale="log", yscale="log", xlabel="ranks, the same work each")
+    over_bandwidth.legend(fontsize="small")
+    figure.suptitle(f"{model}, predicted; left: {job.ranks} ranks, right: {link.bandwidth * 8e-9:.3g} Gbit/s")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

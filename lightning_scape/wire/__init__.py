@@ -1,0 +1,1 @@
+"""How values are packed for a message."""
