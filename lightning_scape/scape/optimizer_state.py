@@ -51,6 +51,7 @@ from lightning_scape.checkpoint.source import (
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.local_shards import numels_of
+from lightning_scape.scape.config import REMOVED_OPTIONS
 from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.scape.snapshot import Snapshot
 
@@ -417,6 +418,11 @@ def _differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]
         f"{name}={saved.get(name)!r} (now {value!r})"
         for name, value in mine.items()
         if name not in silent and repr(saved.get(name)) != repr(value)
+    ]
+    differ += [
+        f"{name}={saved[name]!r} (now always {removed.now!r})"
+        for name, removed in REMOVED_OPTIONS.items()
+        if name in saved and repr(saved[name]) != repr(removed.now)
     ]
     if not differ:
         return []

@@ -96,17 +96,17 @@ class OwnShard:
     def _step(self, state: ScapeState, theta: Tensor, own: Tensor | None, mean: Tensor, part: Participation) -> Tensor:
         step = self._participants.steps(state, self.rows)
         hyper, corrections = self._hyperparameters.at(step, self.param_groups, theta.dtype, state.exp_avg_sq_since)
-        implicit, group = self._config.catch_up == "implicit", self._hyperparameters.group_of_row()
+        group = self._hyperparameters.group_of_row()
         scale = part.of_rows(self.rows)
         if state.exp_avg_sq is not None:
             shard = ops.ShardState(theta, state.exp_avg, state.exp_avg_sq, state.last_step)
             numbers = ops.RowNumbers(step, scale, hyper, corrections.first, corrections.second, group)
-            return ops.update_adamw(shard, own, mean, numbers, self._layout.world_size, implicit)
+            return ops.update_adamw(shard, own, mean, numbers, self._layout.world_size, True)
         shard = ops.ShardState(theta, state.exp_avg, state.local_exp_avg_sq, state.last_step)
         first = corrections.first if corrections.corrected else 1.0
         numbers = ops.RowNumbers(step, scale, hyper, first, None, group)
         floor = min(1.0, MEAN_SQUARE_FLOOR * self._layout.block_size / mean.shape[1])
-        return ops.update_adams(shard, own, mean, numbers, floor, implicit)
+        return ops.update_adams(shard, own, mean, numbers, floor, True)
 
 
 def _of_those(message: Tensor, scale: Tensor) -> Tensor:
