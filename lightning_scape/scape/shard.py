@@ -101,12 +101,12 @@ class OwnShard:
         if state.exp_avg_sq is not None:
             shard = ops.ShardState(theta, state.exp_avg, state.exp_avg_sq, state.last_step)
             numbers = ops.RowNumbers(step, scale, hyper, corrections.first, corrections.second, group)
-            return ops.update_adamw(shard, own, mean, numbers, self._layout.world_size, True)
+            return ops.update_adamw(shard, own, mean, numbers, self._layout.world_size)
         shard = ops.ShardState(theta, state.exp_avg, state.local_exp_avg_sq, state.last_step)
         first = corrections.first if corrections.corrected else 1.0
         numbers = ops.RowNumbers(step, scale, hyper, first, None, group)
         floor = min(1.0, MEAN_SQUARE_FLOOR * self._layout.block_size / mean.shape[1])
-        return ops.update_adams(shard, own, mean, numbers, floor, True)
+        return ops.update_adams(shard, own, mean, numbers, floor)
 
 
 def _of_those(message: Tensor, scale: Tensor) -> Tensor:
