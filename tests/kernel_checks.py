@@ -13,9 +13,11 @@ from torch import Tensor
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.core.layout import Layout, Piece, Region, Segment
-from lightning_scape.ops import cuda, naive
+from lightning_scape.ops import naive
+from lightning_scape.ops.cuda import gradients, launch
 from lightning_scape.ops.naive import chunked
 from lightning_scape.ops.naive.wire import GROUP
+from lightning_scape.ops.registry import CUDA
 from lightning_scape.scape.clipping import SKETCH_WIDTHS, random_signs
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -263,9 +265,9 @@ class KernelChecks:
     """Inherit, and say what is checked, and on which device."""
 
     device = "cpu"
-    module: Any = cuda
+    module: Any = CUDA
     choice = "cuda"
-    caches: Sequence[Any] = (cuda._cached_table, cuda._cached_chunks, cuda._sketch_plan)
+    caches: Sequence[Any] = (launch.cached_table, launch.cached_chunks, gradients.sketch_plan)
 
     @pytest.fixture
     def either(self, request: pytest.FixtureRequest) -> Any:

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from lightning_scape import ops
 from lightning_scape.core.layout import Layout
-from lightning_scape.ops import cpu, naive
+from lightning_scape.ops import naive
 from lightning_scape.ops.cpu import arrays as cpu_arrays
 from lightning_scape.ops.cpu import kernels as cpu_kernels
 from lightning_scape.ops.cpu import ranking as cpu_ranking
@@ -43,6 +43,8 @@ from lightning_scape.ops.cpu import update as cpu_update
 from lightning_scape.ops.cpu import wire as cpu_wire
 from lightning_scape.ops.naive import chunked
 from lightning_scape.ops.naive.wire import GROUP
+from lightning_scape.ops.registry import CHUNKED
+from lightning_scape.ops.registry import CPU as cpu
 from lightning_scape.scape.clipping import SKETCH_WIDTHS, random_signs
 
 FLOATS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -255,7 +257,7 @@ def test_sweep_in_chunks_equals_the_definition(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(chunked, "_chunk", lambda tensor: 700)
     for rank in (None, 0, 1, 2):
         job = SweepJob.draw(rank, 2, 2, 5)
-        ours, theirs = job.swept(chunked, "cpu"), job.by_parts()
+        ours, theirs = job.swept(CHUNKED, "cpu"), job.by_parts()
         for mine, twin in zip(flattened(ours), flattened(theirs), strict=True):
             if isinstance(mine, Tensor):
                 assert_same_bits(mine, twin)
@@ -265,7 +267,7 @@ def test_operations_in_chunks_equal_the_definition(monkeypatch: pytest.MonkeyPat
     """They serve without numba. Chunks of 1,024 entries are 20 rows here."""
     monkeypatch.setattr(chunked, "_chunk", lambda tensor: 1024)
     results = []
-    for module in (chunked, naive):
+    for module in (CHUNKED, naive):
         generator = torch.Generator().manual_seed(6)
         residual, second = torch.rand(2, 61, 50, generator=generator)
         grads: list[Tensor | None] = [torch.randn(2000, generator=generator), torch.randn(1000, generator=generator)]
@@ -305,7 +307,8 @@ def test_compiled_code_is_kept_until_one_of_the_files_changes(tmp_path: Path) ->
     (tmp_path / "lightning_scape" / "__init__.py").write_text("")  # the loops need no Lightning: 5 s for each process
     script = (
         "import torch\n"
-        "from lightning_scape.ops.cpu import kernels as cpu_kernels\nfrom lightning_scape.ops import cpu\n"
+        "from lightning_scape.ops.cpu import kernels as cpu_kernels\n"
+        "from lightning_scape.ops.registry import CPU as cpu\n"
         "residual = torch.zeros(2)\n"
         "cpu.fold([residual], [torch.tensor([5.0, -5.0])], torch.ones(()), 2.0)\n"
         "print(residual.tolist(), sum(cpu_kernels.fold.stats.cache_hits.values()))\n"
@@ -546,7 +549,8 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 def test_a_forked_process_has_threads_of_its_own() -> None:
     script = (
         "import os, torch, without_lightning\n"
-        "from lightning_scape.ops import cpu\n"
+        "import lightning_scape.ops.cpu\n"
+        "from lightning_scape.ops.registry import CPU as cpu\n"
         "ones = torch.ones(2000, 200)\n"
         "def work():\n"
         "    assert cpu.select(ones, 2)[-1].tolist() == [0, 1]\n"
@@ -579,8 +583,8 @@ def test_without_numba_the_reference_serves_and_says_so_once(
     ops._cpu.cache_clear()
     monkeypatch.setattr(ops, "find_spec", lambda _: None)
     try:
-        assert ops._implementation(on_cuda=False) is chunked
-        assert ops._implementation(on_cuda=False) is chunked
+        assert ops._implementation(on_cuda=False) is CHUNKED
+        assert ops._implementation(on_cuda=False) is CHUNKED
         assert [str(warning.message).split(". ")[-1] for warning in recwarn] == ["Install lightning-scape[cpu]."]
         with ops.using("cpu"), pytest.raises(ModuleNotFoundError, match="need numba"):
             ops.select(torch.zeros(1, 4), 1)

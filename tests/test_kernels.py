@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import os
 import subprocess
@@ -20,12 +21,13 @@ from kernel_checks import FAR, SWEEPING_RANKS, SWEEPS, FarAway, KernelChecks, as
 from rank_checks import CHANGE_ROUNDING, train_on, train_scaled
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.ops import cpu, cuda, naive
+from lightning_scape.ops import naive
 from lightning_scape.ops.cuda import gradients as cuda_gradients
 from lightning_scape.ops.cuda import launch as cuda_launch
 from lightning_scape.ops.cuda import masks as cuda_masks
 from lightning_scape.ops.cuda import update as cuda_update
-from lightning_scape.ops.naive import chunked
+from lightning_scape.ops.registry import CHUNKED, CPU, NAIVE, OPERATIONS
+from lightning_scape.ops.registry import CUDA as cuda
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"),
@@ -64,14 +66,23 @@ def test_twins_have_the_same_signature(operation) -> None:
     assert getattr(ops, name) is operation
 
 
-def test_every_public_function_of_the_reference_is_dispatched_and_has_a_twin() -> None:
-    public = {name for name in naive.__all__ if inspect.isfunction(getattr(naive, name))}
-    helpers = {"position_dtype", "to_device", "proposal_bytes", "votes_in"}
+def test_every_operation_is_called_by_the_name_of_its_definition() -> None:
+    assert [operation.__name__ for operation in ops.DISPATCHED] == list(OPERATIONS)
+    for operation in ops.DISPATCHED:
+        name = operation.__name__
+        assert getattr(ops, name) is operation
+        assert getattr(NAIVE, name) is getattr(naive, name) is OPERATIONS[name] is inspect.unwrap(operation)
+
+
+def test_every_public_function_of_the_reference_is_an_operation_or_a_known_helper() -> None:
+    functions = {name: value for name, value in vars(naive).items() if inspect.isfunction(value)}
+    ours = {name for name, value in functions.items() if value.__module__.startswith("lightning_scape.ops.naive.")}
+    helpers = {"position_dtype", "to_device", "proposal_bytes", "votes_in", "proposals_of", "group_bytes", "column"}
+    helpers |= {"draw", "within", "feed_error_back", "to_scale", "from_scale", "column_and_row_sums"}
     rules = {"adams_step", "adamw_step"}  # pure: the same for all
-    assert public - helpers - rules == {operation.__name__ for operation in ops.DISPATCHED}
-    assert public - {"proposal_bytes", "votes_in"} < set(cuda.__all__)
+    assert ours - helpers - {"checksum_of_sums"} - rules == OPERATIONS.keys()
     for name in rules:
-        assert getattr(ops, name) is getattr(naive, name) is getattr(cpu, name) is getattr(cuda, name)
+        assert getattr(ops, name) is getattr(naive, name)
 
 
 WITH_EXAMPLES = (
@@ -89,10 +100,10 @@ def test_docstring_has_an_example(name: str) -> None:
 
 
 def test_cpu_tensors_go_through_numba_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("lightning_scape.ops.cpu")  # now: it registers its operations
     used: list[str] = []
-    for module in (chunked, cpu, cuda):
-        name = module.__name__.split(".")[-1]
-        monkeypatch.setattr(module, "select", functools.partial(lambda name, *_: used.append(name), name))
+    for backend in (CHUNKED, CPU, cuda):
+        monkeypatch.setattr(backend, "select", functools.partial(lambda name, *_: used.append(name), backend.name))
     ops.select(torch.zeros(1, 4), 1)
     with ops.using("cuda"):
         ops.select(torch.zeros(1, 4), 1)
@@ -119,7 +130,7 @@ def test_without_triton_the_reference_serves_and_says_so(monkeypatch: pytest.Mon
     monkeypatch.setattr(ops, "find_spec", lambda _: None)
     try:
         with pytest.warns(UserWarning, match="Install lightning-scape"):
-            assert ops._implementation(on_cuda=True) is chunked
+            assert ops._implementation(on_cuda=True) is CHUNKED
         with ops.using("cuda"), pytest.raises(ModuleNotFoundError, match="need Triton"):
             ops.select(torch.zeros(1, 4), 1)
     finally:

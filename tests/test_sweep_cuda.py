@@ -15,8 +15,9 @@ from torch import Tensor
 
 from lightning_scape import ops
 from lightning_scape.core.layout import Layout, Piece, Region
-from lightning_scape.ops import cuda, naive
+from lightning_scape.ops import naive
 from lightning_scape.ops.cuda import launch as cuda_launch
+from lightning_scape.ops.registry import CUDA as cuda
 
 pytestmark = [
     pytest.mark.skipif(

@@ -15,69 +15,29 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from types import ModuleType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import ParamSpec
 
-from lightning_scape.ops import naive
-from lightning_scape.ops.naive import (
-    AdamWStep,
-    Hyper,
-    RowNumbers,
-    SecondMoment,
-    ShardState,
-    TauStep,
-    adams_step,
-    adamw_step,
-    chunked,
-    position_dtype,
-    proposal_bytes,
-    to_device,
-)
+from lightning_scape.ops.naive import chunked  # noqa: F401  it registers what serves where no faster back end does
+from lightning_scape.ops.naive.masks import position_dtype as position_dtype
+from lightning_scape.ops.naive.masks import proposal_bytes as proposal_bytes
 from lightning_scape.ops.naive.rules import SELECTED_BY_TURNS
+from lightning_scape.ops.naive.rules import AdamWStep as AdamWStep
+from lightning_scape.ops.naive.rules import Hyper as Hyper
+from lightning_scape.ops.naive.rules import RowNumbers as RowNumbers
+from lightning_scape.ops.naive.rules import SecondMoment as SecondMoment
+from lightning_scape.ops.naive.rules import ShardState as ShardState
+from lightning_scape.ops.naive.rules import TauStep as TauStep
+from lightning_scape.ops.naive.rules import adams_step as adams_step
+from lightning_scape.ops.naive.rules import adamw_step as adamw_step
+from lightning_scape.ops.naive.tables import to_device as to_device
+from lightning_scape.ops.registry import CHUNKED, CPU, CUDA, OPERATIONS, Backend
 
-__all__ = [
-    "DISPATCHED",
-    "AdamWStep",
-    "Hyper",
-    "RowNumbers",
-    "SecondMoment",
-    "ShardState",
-    "TauStep",
-    "accumulate_exp_avg",
-    "accumulate_exp_avg_sq",
-    "adams_step",
-    "adamw_step",
-    "changes",
-    "checksum",
-    "compact",
-    "dequantize",
-    "fold",
-    "gather_blocks",
-    "gather_params",
-    "mean",
-    "merge",
-    "position_dtype",
-    "proposal_bytes",
-    "propose",
-    "quantize",
-    "quantize_with_error",
-    "renew_masters",
-    "scatter_blocks",
-    "scatter_params",
-    "select",
-    "sketch",
-    "squared_norm",
-    "sweep",
-    "sweep_selects",
-    "to_device",
-    "update_adams",
-    "update_adamw",
-    "using",
-]
+if TYPE_CHECKING:  # every operation, as its definition has it
+    from lightning_scape.ops.naive import *  # noqa: F403
 
 VARIABLE = "LIGHTNING_SCAPE_OPS"
 """Environment variable: which implementation to use, one of :data:`CHOICES`."""
@@ -114,12 +74,12 @@ def _dispatched(twin: Callable[_P, _T]) -> Callable[_P, _T]:
     return operation
 
 
-def _implementation(on_cuda: bool) -> ModuleType:
+def _implementation(on_cuda: bool) -> Backend:
     choice = _chosen[-1] if _chosen else _checked(os.environ.get(VARIABLE, "auto"), f"${VARIABLE}")
     if choice == "naive":
-        return chunked
+        return CHUNKED
     if choice == "auto":
-        return (_cuda() if on_cuda else _cpu()) or chunked
+        return (_cuda() if on_cuda else _cpu()) or CHUNKED
     found = _cuda() if choice == "cuda" else _cpu()
     if found is None:
         needs, extra = ("Triton", "gpu") if choice == "cuda" else ("numba", "cpu")
@@ -131,7 +91,7 @@ def _implementation(on_cuda: bool) -> ModuleType:
 
 
 @functools.cache
-def _cuda() -> ModuleType | None:
+def _cuda() -> Backend | None:
     if find_spec("triton") is None:
         warnings.warn(
             "SCAPE's kernels need Triton, got a Python without it: steps on the GPU run in plain PyTorch, in several"
@@ -139,13 +99,13 @@ def _cuda() -> ModuleType | None:
             stacklevel=4,
         )
         return None
-    from lightning_scape.ops import cuda
+    import lightning_scape.ops.cuda  # noqa: F401  it registers what it has
 
-    return cuda
+    return CUDA
 
 
 @functools.cache
-def _cpu() -> ModuleType | None:
+def _cpu() -> Backend | None:
     if find_spec("numba") is None:
         warnings.warn(
             "SCAPE's operations on a CPU need numba, got a Python without it: steps run in plain PyTorch, and take"
@@ -157,7 +117,7 @@ def _cpu() -> ModuleType | None:
 
     if not cpu.are_compiled() and os.environ.get("LOCAL_RANK", "0") == "0":
         print("SCAPE compiles its operations for this CPU, once: some 15 seconds of one core.", file=sys.stderr)
-    return cpu
+    return CPU
 
 
 def sweep_selects(sent: int, device: torch.device) -> bool:
@@ -183,53 +143,6 @@ def _checked(choice: str, name: str) -> str:
     return choice
 
 
-squared_norm = _dispatched(naive.squared_norm)
-sketch = _dispatched(naive.sketch)
-fold = _dispatched(naive.fold)
-accumulate_exp_avg = _dispatched(naive.accumulate_exp_avg)
-accumulate_exp_avg_sq = _dispatched(naive.accumulate_exp_avg_sq)
-propose = _dispatched(naive.propose)
-merge = _dispatched(naive.merge)
-select = _dispatched(naive.select)
-gather_blocks = _dispatched(naive.gather_blocks)
-scatter_blocks = _dispatched(naive.scatter_blocks)
-compact = _dispatched(naive.compact)
-quantize = _dispatched(naive.quantize)
-quantize_with_error = _dispatched(naive.quantize_with_error)
-dequantize = _dispatched(naive.dequantize)
-sweep = _dispatched(naive.sweep)
-mean = _dispatched(naive.mean)
-update_adams = _dispatched(naive.update_adams)
-update_adamw = _dispatched(naive.update_adamw)
-changes = _dispatched(naive.changes)
-gather_params = _dispatched(naive.gather_params)
-renew_masters = _dispatched(naive.renew_masters)
-scatter_params = _dispatched(naive.scatter_params)
-checksum = _dispatched(naive.checksum)
-
-DISPATCHED = (
-    squared_norm,
-    sketch,
-    fold,
-    accumulate_exp_avg,
-    accumulate_exp_avg_sq,
-    propose,
-    merge,
-    select,
-    gather_blocks,
-    scatter_blocks,
-    compact,
-    quantize,
-    quantize_with_error,
-    dequantize,
-    sweep,
-    mean,
-    update_adams,
-    update_adamw,
-    changes,
-    gather_params,
-    renew_masters,
-    scatter_params,
-    checksum,
-)
-"""Every operation that has several implementations."""
+DISPATCHED = tuple(map(_dispatched, OPERATIONS.values()))
+"""Every operation: what it does is said in :mod:`.naive`, its name is one of this module."""
+globals().update({operation.__name__: operation for operation in DISPATCHED})

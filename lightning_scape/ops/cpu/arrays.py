@@ -15,7 +15,7 @@ from typing_extensions import ParamSpec
 
 from lightning_scape.core.layout import Piece
 from lightning_scape.ops import naive
-from lightning_scape.ops.naive import chunked
+from lightning_scape.ops.registry import CHUNKED, CPU
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -43,16 +43,16 @@ def all_fit(values: Iterable[object]) -> bool:
     return True
 
 
-def where_it_fits(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Calls the twin instead where a tensor is not what the loops can read."""
-    twin: Callable[_P, _T] = getattr(chunked, function.__name__)
+def implements(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Registers an operation. Where a tensor is not what the loops can read, its twin serves."""
+    twin: Callable[_P, _T] = getattr(CHUNKED, function.__name__)
 
     @functools.wraps(function)
     def operation(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         known = all_fit(args) and all_fit(kwargs.values())
         return function(*args, **kwargs) if known else twin(*args, **kwargs)
 
-    return operation
+    return CPU.implements(operation)
 
 
 def array(tensor: Tensor) -> Any:

@@ -83,18 +83,6 @@ def fade_part(moment, keep, largest):
         moment[e] = largest if value > largest else value
 
 
-@jit
-def accumulate_exp_avg(exp_avg, exp_avg_sum, grad, beta1, weight, bound, clip, first, last):
-    """See :func:`naive.accumulate_exp_avg`; ``weight`` is ``(1 - beta1) * scale``."""
-    exp_avg, exp_avg_sum, grad = exp_avg[first:last], exp_avg_sum[first:last], grad[first:last]
-    for e in range(len(exp_avg)):
-        value = widen(grad[e])
-        if clip:
-            value = clamp(value, bound)
-        exp_avg[e] = exp_avg[e] * beta1 + weight * exp_avg.dtype.type(value)
-        exp_avg_sum[e] += exp_avg[e]
-
-
 @jit(fastmath={"reassoc", "nsz"})
 def squares(table, partials, chunk, like_grad, first, last):
     """``table [n, 3]``: address; chunks of all before, entries. One sum for each chunk; its order never changes.

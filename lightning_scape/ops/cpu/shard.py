@@ -16,18 +16,18 @@ from lightning_scape.ops.cpu import update as cpu_update
 from lightning_scape.ops.cpu.arrays import (
     GRAIN,
     array,
+    implements,
     in_parallel,
     like,
     or_empty,
     pieces_table,
     rows_of_a_thread,
     scalar,
-    where_it_fits,
 )
 from lightning_scape.ops.naive import RowNumbers, ShardState, chunked, position_dtype
 
 
-@where_it_fits
+@implements
 def update_adams(
     shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, floor: float = 1.0
 ) -> Tensor:
@@ -36,7 +36,7 @@ def update_adams(
     return _update(shard, mask, mean, numbers, (divisor, divisor), (floor,))
 
 
-@where_it_fits
+@implements
 def update_adamw(shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int) -> Tensor:
     """See :func:`naive.update_adamw`."""
     assert shard.exp_avg_sq is not None
@@ -80,7 +80,7 @@ def _by_row(numbers: RowNumbers, corrections: tuple[Tensor, Tensor]) -> tuple[An
     return (groups, *(array(tensor.reshape(-1)) for tensor in rest))
 
 
-@where_it_fits
+@implements
 def mean(contributions: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """See :func:`naive.mean`."""
     first = contributions[0]
@@ -92,7 +92,7 @@ def mean(contributions: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return total
 
 
-@where_it_fits
+@implements
 def changes(theta: Tensor, before: Tensor, dtype: torch.dtype) -> Tensor:
     """See :func:`naive.changes`."""
     out = torch.empty(theta.shape, dtype=dtype, device="cpu")
@@ -104,7 +104,7 @@ def changes(theta: Tensor, before: Tensor, dtype: torch.dtype) -> Tensor:
 # --------------------------------------------------------------------------- parameters: each a flat tensor of its own
 
 
-@where_it_fits
+@implements
 def gather_params(
     flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int
 ) -> None:
@@ -117,7 +117,7 @@ def gather_params(
         in_parallel(loop, count, GRAIN)
 
 
-@where_it_fits
+@implements
 def renew_masters(
     flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, masters: Tensor, block_size: int
 ) -> None:
@@ -130,7 +130,7 @@ def renew_masters(
         in_parallel(loop, count, GRAIN)
 
 
-@where_it_fits
+@implements
 def scatter_params(
     flats: Sequence[Tensor],
     pieces: Sequence[Piece],
@@ -154,7 +154,7 @@ def scatter_params(
         in_parallel(loop, count, GRAIN)
 
 
-@where_it_fits
+@implements
 def gather_blocks(matrix: Tensor, mask: Tensor | None) -> Tensor:
     """See :func:`naive.gather_blocks`."""
     if mask is None:
@@ -166,7 +166,7 @@ def gather_blocks(matrix: Tensor, mask: Tensor | None) -> Tensor:
     return out
 
 
-@where_it_fits
+@implements
 def scatter_blocks(matrix: Tensor, mask: Tensor | None, values: Tensor, add: bool = False) -> None:
     """See :func:`naive.scatter_blocks`."""
     if mask is None:

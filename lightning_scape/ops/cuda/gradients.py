@@ -13,6 +13,7 @@ from lightning_scape.ops import naive
 from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.numbers import clamp, pointer, widen
 from lightning_scape.ops.naive import chunked, to_device
+from lightning_scape.ops.registry import CUDA
 
 _SKETCH_ROWS, _SKETCH_COLUMNS = 8, 256
 """Entries of a chunk that a program of :func:`sketch` reads at a time."""
@@ -38,6 +39,7 @@ def _squares_kernel(
     tl.store(partials + program, tl.sum(value * value, axis=0).to(tl.float32))
 
 
+@CUDA.implements
 def squared_norm(grads: Sequence[Tensor]) -> Tensor:
     """See :func:`naive.squared_norm`. One pass, one launch per dtype."""
     partials = []
@@ -101,6 +103,7 @@ def _sketch_kernel(
     tl.store(partials + tl.program_id(0) * BUCKETS + bucket, sums, mask=bucket < BUCKETS)
 
 
+@CUDA.implements
 def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int]) -> Tensor:
     """See :func:`naive.sketch`. Each bucket is summed by one program in a fixed order: no atomic additions."""
     buckets, length = max(widths), signs.numel() // 2
@@ -192,6 +195,7 @@ def _fold_kernel(
             tl.store(target + offsets, there + value.to(RESIDUAL) * factor.to(RESIDUAL), mask=inside)
 
 
+@CUDA.implements
 def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor, clip_value: float | None) -> None:
     """See :func:`naive.fold`. One launch for all tensors of a dtype and alignment."""
     pairs = [(r, launching.dense(g)) for r, g in zip(residuals, grads, strict=True) if g is not None and g.numel()]
@@ -220,58 +224,6 @@ def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Ten
             CHUNK=launching.STREAM_CHUNK,
             num_warps=8,
         )
-
-
-@triton.jit
-def _first_moment_kernel(
-    exp_avg,
-    exp_avg_sum,
-    grad,
-    scale,
-    beta1,
-    one_minus_beta1,
-    clip_value,
-    numel,
-    GRAD: tl.constexpr,
-    CLIP: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    factor = tl.load(scale)
-    if factor != 0:
-        entry = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-        inside = entry < numel
-        value = widen(tl.load(grad + entry, mask=inside, other=0), GRAD)
-        if CLIP:
-            value = clamp(value, tl.load(clip_value))
-        first = tl.load(exp_avg + entry, mask=inside, other=0)
-        first = tl.load(beta1) * first + tl.load(one_minus_beta1) * factor * value.to(tl.float32)
-        tl.store(exp_avg + entry, first, mask=inside)
-        tl.store(exp_avg_sum + entry, tl.load(exp_avg_sum + entry, mask=inside, other=0) + first, mask=inside)
-
-
-def accumulate_exp_avg(
-    exp_avg: Tensor, exp_avg_sum: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
-) -> None:
-    """See :func:`naive.accumulate_exp_avg`."""
-    if grad.device != exp_avg.device or exp_avg.dtype != torch.float32:
-        chunked.accumulate_exp_avg(exp_avg, exp_avg_sum, grad, beta1, scale, clip_value)
-        return
-    launching.launch(
-        _first_moment_kernel,
-        triton.cdiv(exp_avg.numel(), launching.STREAM_CHUNK),
-        exp_avg,
-        exp_avg_sum,
-        launching.raw(launching.dense(grad)),
-        scale.to(exp_avg.device),
-        exp_avg.new_full((), beta1),
-        exp_avg.new_full((), 1 - beta1),
-        scale if clip_value is None else launching.bound(clip_value, grad.dtype, exp_avg.device),
-        exp_avg.numel(),
-        GRAD=launching.DTYPES[grad.dtype],
-        CLIP=clip_value is not None,
-        CHUNK=launching.STREAM_CHUNK,
-        num_warps=8,
-    )
 
 
 @triton.jit
@@ -309,6 +261,7 @@ def _second_moment_kernel(
         tl.store(target, tl.minimum(moved, tl.load(limit)), mask=inside)
 
 
+@CUDA.implements
 def accumulate_exp_avg_sq(
     moments: Sequence[Tensor],
     grads: Sequence[Tensor | None],

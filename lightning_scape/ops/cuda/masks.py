@@ -12,6 +12,7 @@ from lightning_scape.ops.cuda.numbers import clamp, divide, narrow, widen
 from lightning_scape.ops.naive import chunked, position_dtype
 from lightning_scape.ops.naive import masks as naive_masks
 from lightning_scape.ops.naive.rules import SELECTED_BY_TURNS
+from lightning_scape.ops.registry import CUDA
 
 _SELECT_TILE = 1024
 """Entries of whole rows that a warp of :func:`select` holds in registers; longer rows are shared by several warps."""
@@ -68,6 +69,7 @@ def store_largest(
         keys = tl.where(keys == top[:, None], -1, keys)  # no two keys of a row are equal
 
 
+@CUDA.implements
 def select(statistic: Tensor, sent: int) -> Tensor:
     """See :func:`naive.select`; bitwise. One read of the statistic, one write of the mask."""
     blocks, length = statistic.shape
@@ -114,6 +116,7 @@ def selection(matrix: Tensor) -> dict[str, Any]:
     }
 
 
+@CUDA.implements
 def propose(residual: Tensor, votes: int) -> Tensor:
     """See :func:`naive.propose`; bitwise."""
     return naive_masks.proposals_of(residual, select(residual, votes))
@@ -160,6 +163,7 @@ def _merge_kernel(
     store_largest(bits, chosen, row, rows, sent, position, LENGTH, LOW, KEPT_BITS, OUT)
 
 
+@CUDA.implements
 def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) -> Tensor:
     """See :func:`naive.merge`; bitwise. One launch, one read of the residual and of each proposal."""
     if not is_small(residual, max(votes, sent)):
@@ -220,6 +224,7 @@ def cells(mask, first, inside, sent, MASKED: tl.constexpr, CHUNK: tl.constexpr):
     return row, column
 
 
+@CUDA.implements
 def compact(
     residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor, out: Tensor | None = None
 ) -> Tensor:

@@ -23,6 +23,7 @@ from lightning_scape.ops.cuda.masks import (
 )
 from lightning_scape.ops.cuda.numbers import clamp, divide, narrow, pointer, widen
 from lightning_scape.ops.naive import SecondMoment, votes_in
+from lightning_scape.ops.registry import CUDA
 
 _FEW = 4
 """Up to so many entries a block are taken out of the registers by turns. More are taken out of the cache."""
@@ -242,6 +243,7 @@ def _code(bits, exponent):
     return (rounded.to(tl.int32) & 0xFF).to(tl.uint8)
 
 
+@CUDA.implements
 def sweep(
     region: Region,
     residual: Tensor,

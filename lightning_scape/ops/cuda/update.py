@@ -12,7 +12,8 @@ from lightning_scape.ops import naive
 from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.masks import cells
 from lightning_scape.ops.cuda.numbers import divide, narrow, pointer, root, widen
-from lightning_scape.ops.naive import RowNumbers, ShardState, chunked
+from lightning_scape.ops.naive import RowNumbers, ShardState
+from lightning_scape.ops.registry import CUDA
 
 _UPDATE_CHUNK = 512
 """Entries a program updates. Of more, not all of what an update computes with would fit into registers."""
@@ -134,6 +135,7 @@ def _update_kernel(
         tl.store(of_last_step, now, mask=inside)
 
 
+@CUDA.implements
 def update_adams(
     shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, floor: float = 1.0
 ) -> Tensor:
@@ -145,6 +147,7 @@ def update_adams(
     return _update(shard, mask, mean, numbers, (divisor, divisor), theta.new_full((), floor), 1, **rule)
 
 
+@CUDA.implements
 def update_adamw(shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int) -> Tensor:
     """See :func:`naive.update_adamw`. One launch; what it reads of the moments and the last steps it writes back."""
     assert shard.exp_avg_sq is not None
@@ -257,6 +260,7 @@ def _exchange_kernel(
         tl.store(values + place, narrow(value, VALUES), mask=inside)
 
 
+@CUDA.implements
 def gather_params(
     flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int
 ) -> None:
@@ -264,6 +268,7 @@ def gather_params(
     _exchange(flats, pieces, mask, out, block_size, to_parameter=False)
 
 
+@CUDA.implements
 def renew_masters(
     flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, masters: Tensor, block_size: int
 ) -> None:
@@ -271,6 +276,7 @@ def renew_masters(
     _exchange(flats, pieces, mask, masters, block_size, to_parameter=False, renew=True)
 
 
+@CUDA.implements
 def scatter_params(
     flats: Sequence[Tensor],
     pieces: Sequence[Piece],
@@ -326,8 +332,3 @@ def _exchange(
             CHUNK=launching.PICK_CHUNK,
             num_warps=4,
         )
-
-
-def checksum(flat: Tensor) -> Tensor:
-    """See :func:`naive.checksum`; bitwise."""
-    return chunked.checksum(flat)

@@ -8,6 +8,7 @@ from torch import Tensor
 from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.numbers import divide
 from lightning_scape.ops.naive.wire import GROUP, LEAST_SCALE, feed_error_back, group_bytes
+from lightning_scape.ops.registry import CUDA
 
 _GROUPS = 32
 """Groups of a program: 2,048 values, 16 for each of 128 threads."""
@@ -74,6 +75,7 @@ def _quantize_kernel(
     tl.store(target + (WIDTH - 1), (scale >> 8).to(tl.uint8), mask=group < total)
 
 
+@CUDA.implements
 def quantize(values: Tensor, bits: int) -> Tensor:
     """See :func:`naive.quantize`. One launch; values are read and written once."""
     assert values.dtype == torch.float32
@@ -101,6 +103,7 @@ def quantize(values: Tensor, bits: int) -> Tensor:
     return message
 
 
+@CUDA.implements
 def quantize_with_error(error: Tensor, mask: Tensor | None, values: Tensor, scale: Tensor, bits: int) -> Tensor:
     """See :func:`naive.quantize_with_error`."""
     return feed_error_back(quantize, error, mask, values, scale, bits)
@@ -138,6 +141,7 @@ def _dequantize_kernel(
         tl.store(target + 1, steps.to(tl.float32) * negative, mask=there & (entry + 1 < count))
 
 
+@CUDA.implements
 def dequantize(message: Tensor, bits: int, count: int) -> Tensor:
     """See :func:`naive.dequantize`. One launch."""
     shards, groups, width = message.shape

@@ -16,61 +16,10 @@ from torch import Tensor
 
 from lightning_scape.core.layout import Piece, Region
 from lightning_scape.ops import naive
-from lightning_scape.ops.naive import (
-    AdamWStep,
-    Hyper,
-    RowNumbers,
-    SecondMoment,
-    ShardState,
-    TauStep,
-    adams_step,
-    adamw_step,
-    changes,
-    gather_blocks,
-    mean,
-    position_dtype,
-    quantize_with_error,
-    scatter_blocks,
-    sketch,
-    to_device,
-)
+from lightning_scape.ops.naive.masks import position_dtype, proposal_bytes
+from lightning_scape.ops.naive.rules import RowNumbers, SecondMoment, ShardState
 from lightning_scape.ops.naive.wire import GROUP, group_bytes
-
-__all__ = [
-    "AdamWStep",
-    "Hyper",
-    "RowNumbers",
-    "SecondMoment",
-    "ShardState",
-    "TauStep",
-    "accumulate_exp_avg",
-    "accumulate_exp_avg_sq",
-    "adams_step",
-    "adamw_step",
-    "changes",
-    "checksum",
-    "compact",
-    "dequantize",
-    "fold",
-    "gather_blocks",
-    "gather_params",
-    "mean",
-    "merge",
-    "position_dtype",
-    "propose",
-    "quantize",
-    "quantize_with_error",
-    "renew_masters",
-    "scatter_blocks",
-    "scatter_params",
-    "select",
-    "sketch",
-    "squared_norm",
-    "sweep",
-    "to_device",
-    "update_adams",
-    "update_adamw",
-]
+from lightning_scape.ops.registry import CHUNKED
 
 
 def _chunk(tensor: Tensor) -> int:
@@ -89,11 +38,13 @@ def _row_slices(matrix: Tensor, rows: slice | None = None) -> Iterator[slice]:
 # ------------------------------------------------------------------------------------------------ gradients
 
 
+@CHUNKED.implements
 def squared_norm(grads: Sequence[Tensor]) -> Tensor:
     """See :func:`naive.squared_norm`."""
     return naive.squared_norm([part for grad in grads for part in grad.reshape(-1).split(_chunk(grad))])
 
 
+@CHUNKED.implements
 def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor, clip_value: float | None) -> None:
     """See :func:`naive.fold`."""
     for residual, grad in zip(residuals, grads, strict=True):
@@ -102,6 +53,7 @@ def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Ten
             naive.fold(residual.split(size), grad.split(size), scale, clip_value)
 
 
+@CHUNKED.implements
 def accumulate_exp_avg(
     exp_avg: Tensor, exp_avg_sum: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
 ) -> None:
@@ -111,6 +63,7 @@ def accumulate_exp_avg(
         naive.accumulate_exp_avg(first, total, part, beta1, scale, clip_value)
 
 
+@CHUNKED.implements
 def accumulate_exp_avg_sq(
     moments: Sequence[Tensor],
     grads: Sequence[Tensor | None],
@@ -130,6 +83,7 @@ def accumulate_exp_avg_sq(
 # ---------------------------------------------------------------------------------------------------- masks
 
 
+@CHUNKED.implements
 def select(statistic: Tensor, sent: int) -> Tensor:
     """See :func:`naive.select`."""
     blocks, length = statistic.shape
@@ -139,15 +93,17 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     return chosen
 
 
+@CHUNKED.implements
 def propose(residual: Tensor, votes: int) -> Tensor:
     """See :func:`naive.propose`."""
     blocks, length = residual.shape
-    proposals = torch.empty(blocks, naive.proposal_bytes(votes, length), dtype=torch.uint8, device=residual.device)
+    proposals = torch.empty(blocks, proposal_bytes(votes, length), dtype=torch.uint8, device=residual.device)
     for rows in _row_slices(residual):
         proposals[rows] = naive.propose(residual[rows], votes)
     return proposals
 
 
+@CHUNKED.implements
 def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) -> Tensor:
     """See :func:`naive.merge`."""
     blocks, length = residual.shape
@@ -160,6 +116,7 @@ def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) 
 # --------------------------------------------------------------------------------------------------- blocks
 
 
+@CHUNKED.implements
 def compact(
     residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor, out: Tensor | None = None
 ) -> Tensor:
@@ -173,6 +130,7 @@ def compact(
     return values
 
 
+@CHUNKED.implements
 def quantize(values: Tensor, bits: int) -> Tensor:
     """See :func:`naive.quantize`."""
     shards, count = values.shape
@@ -183,6 +141,7 @@ def quantize(values: Tensor, bits: int) -> Tensor:
     return message
 
 
+@CHUNKED.implements
 def dequantize(message: Tensor, bits: int, count: int) -> Tensor:
     """See :func:`naive.dequantize`."""
     values = torch.empty(len(message), count, dtype=torch.float32, device=message.device)
@@ -200,6 +159,7 @@ def _group_slices(values: Tensor) -> Iterator[tuple[slice, slice]]:
         yield slice(first, first + step), slice(first * GROUP, min((first + step) * GROUP, count))
 
 
+@CHUNKED.implements
 def sweep(
     region: Region,
     residual: Tensor,
@@ -257,6 +217,7 @@ def _part_of(grad: Tensor | None, whole: Piece, part: Piece) -> Tensor | None:
 # -------------------------------------------------------------------------------------------------- updates
 
 
+@CHUNKED.implements
 def update_adams(
     shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, floor: float = 1.0
 ) -> Tensor:
@@ -268,6 +229,7 @@ def update_adams(
     return again
 
 
+@CHUNKED.implements
 def update_adamw(shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int) -> Tensor:
     """See :func:`naive.update_adamw`."""
     again = torch.zeros((), dtype=torch.int64, device=mean.device)
@@ -295,6 +257,7 @@ def _of_rows(value: Any, rows: slice) -> Any:
 # ----------------------------------------------------------------------------------------------- parameters
 
 
+@CHUNKED.implements
 def gather_params(
     flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int
 ) -> None:
@@ -302,6 +265,7 @@ def gather_params(
     naive.gather_params(flats, list(_small(pieces, out, block_size)), mask, out, block_size)
 
 
+@CHUNKED.implements
 def renew_masters(
     flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, masters: Tensor, block_size: int
 ) -> None:
@@ -309,6 +273,7 @@ def renew_masters(
     naive.renew_masters(flats, list(_small(pieces, masters, block_size)), mask, masters, block_size)
 
 
+@CHUNKED.implements
 def scatter_params(
     flats: Sequence[Tensor],
     pieces: Sequence[Piece],
@@ -331,6 +296,7 @@ def _small(pieces: Sequence[Piece], values: Tensor, block_size: int) -> Iterator
             yield part
 
 
+@CHUNKED.implements
 def checksum(flat: Tensor) -> Tensor:
     """See :func:`naive.checksum`."""
     parts = flat.split(_chunk(flat))

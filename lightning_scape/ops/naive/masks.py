@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_scape.ops.registry import operation
+
 MAGNITUDE_BITS = 0x7FFFFFFF
 """All bits of an fp32 but its sign; as an integer, these order finite magnitudes (and rank inf, NaN above them)."""
 
@@ -24,6 +26,7 @@ def votes_in(width: int, block_size: int) -> int:
     return (width - 1) // (position_dtype(block_size).itemsize + 1)
 
 
+@operation
 def select(statistic: Tensor, sent: int) -> Tensor:
     """Positions of the ``sent`` largest magnitudes of each block, largest first (docs/design.md, 3.1).
 
@@ -49,6 +52,7 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     return (low - (keys.topk(sent, dim=1).values & low)).to(position_dtype(length))
 
 
+@operation
 def propose(residual: Tensor, votes: int) -> Tensor:
     """A rank's proposals: the ``votes`` largest magnitudes of each block, as one row of bytes (docs/design.md, 3).
 
@@ -76,6 +80,7 @@ def proposals_of(residual: Tensor, chosen: Tensor) -> Tensor:
     return torch.cat([chosen.view(torch.uint8), codes.view(torch.uint8), exponent.to(torch.uint8)], dim=1)
 
 
+@operation
 def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) -> Tensor:
     """The next mask of a shard, from its owner's residual and what the other ranks' proposals add to it.
 

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_scape.core.layout import Piece
+from lightning_scape.ops.registry import operation
 
 
+@operation
 def gather_params(
     flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int
 ) -> None:
@@ -28,6 +30,7 @@ def gather_params(
         _kept(out, piece, block_size).copy_(_masked(flats, piece, mask, block_size))
 
 
+@operation
 def renew_masters(
     flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, masters: Tensor, block_size: int
 ) -> None:
@@ -47,6 +50,7 @@ def renew_masters(
         master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.to(master.dtype)))
 
 
+@operation
 def scatter_params(
     flats: Sequence[Tensor],
     pieces: Sequence[Piece],

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from lightning_scape.ops.registry import operation
+
 GROUP = 64
 """Values that share a scale: 66 bytes for 64 values in 8 bits, 34 in 4 bits."""
 LEAST_SCALE = 1e-30
@@ -28,11 +30,13 @@ def group_bytes(bits: int) -> int:
     return GROUP * bits // 8 + _SCALE_BYTES
 
 
+@operation
 def gather_blocks(matrix: Tensor, mask: Tensor | None) -> Tensor:
     """``[R, q]``: the masked entries of ``matrix [R, B]`` (all of it, not copied, for ``mask=None``)."""
     return matrix if mask is None else matrix.gather(1, mask.long())
 
 
+@operation
 def scatter_blocks(matrix: Tensor, mask: Tensor | None, values: Tensor, add: bool = False) -> None:
     """Overwrites the masked entries of ``matrix [R, B]`` with ``values [R, q]``, or adds these."""
     values = values.to(matrix.dtype)
@@ -44,6 +48,7 @@ def scatter_blocks(matrix: Tensor, mask: Tensor | None, values: Tensor, add: boo
         matrix.scatter_(1, mask.long(), values)
 
 
+@operation
 def quantize(values: Tensor, bits: int) -> Tensor:
     """Takes values out, rounded for the wire; the rounding error stays behind.
 
@@ -76,6 +81,7 @@ def quantize(values: Tensor, bits: int) -> Tensor:
     return torch.cat([codes, scale.view(torch.uint8)], dim=1).view(shards, -1, group_bytes(bits))
 
 
+@operation
 def quantize_with_error(error: Tensor, mask: Tensor | None, values: Tensor, scale: Tensor, bits: int) -> Tensor:
     """:func:`quantize` with error feedback: what earlier rounding has left is sent too, and what is left now is kept.
 
@@ -111,6 +117,7 @@ def feed_error_back(
     return message
 
 
+@operation
 def dequantize(message: Tensor, bits: int, count: int) -> Tensor:
     """The values of a message, as they were sent. A zero is -0.0: adding it leaves every number as it is.
 
@@ -144,6 +151,7 @@ def from_scale(scale: Tensor) -> Tensor:
     return (scale.to(torch.int32) << 16).view(torch.float32)
 
 
+@operation
 def mean(contributions: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The mean over ranks, summed in ``dtype`` (fp32 or fp64) in the order of the list: a new tensor of their shape."""
     total = contributions[0].to(dtype, copy=True)
@@ -152,6 +160,7 @@ def mean(contributions: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return total.div_(len(contributions))
 
 
+@operation
 def changes(theta: Tensor, before: Tensor, dtype: torch.dtype) -> Tensor:
     """``theta - before``, both fp32 or fp64, rounded to ``dtype``; -0.0 where both are equal.
 

@@ -1,0 +1,137 @@
+"""Gradients in plain PyTorch: their norm, and what they are added to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from lightning_scape.ops.registry import operation
+
+
+@operation
+def squared_norm(grads: Sequence[Tensor]) -> Tensor:
+    """Sum of squares of all entries: 0-dim fp32; inf or NaN if any entry is (or if the sum overflows)."""
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+    return torch.stack([norm.float() for norm in norms]).square().sum()
+
+
+@operation
+def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int]) -> Tensor:
+    """Signed bucket sums of a gradient, linear in it (AMS sketch: Alon, Matias, Szegedy 1996; docs/design.md, 3.2).
+
+    Entry ``i`` of a chunk goes to bucket ``(i mod w + r) mod W`` with sign ``s * signs[i + o]``; ``w`` (one of
+    ``widths``, of which W is the largest), ``r``, ``o`` and ``s`` change pseudo-randomly from chunk to chunk. Widths
+    should be different primes: with one power of two, whole columns of a matrix would fall into one bucket. The
+    expected square of the sketch's norm is the square of the gradient's norm, with a relative standard deviation of
+    ``sqrt(2 / W)`` (half of it for the norm).
+
+    Args:
+        grads: flat gradients, any float dtype; None is a gradient of zeros.
+        signs: fp32 ``[2 L]`` of +1 and -1; L is the length of a chunk.
+        widths: buckets used, by chunk.
+
+    Returns:
+        fp32 ``[W]``. A NaN or inf in the gradient makes the sum over it not finite.
+    """
+    buckets = torch.zeros(max(widths), dtype=torch.float32, device=signs.device)
+    length = signs.numel() // 2
+    for index, grad in enumerate(grads):
+        for number, chunk in enumerate([] if grad is None else grad.split(length)):
+            width, rotation, offset, sign = draw(index, number, length, widths)
+            signed = chunk.float() * signs[offset : offset + chunk.numel()]
+            rows = -(-signed.numel() // width)
+            columns = F.pad(signed, (0, rows * width - signed.numel())).view(rows, width).sum(0)
+            buckets += sign * F.pad(columns, (0, buckets.numel() - width)).roll(rotation)
+    return buckets
+
+
+def draw(index: int, number: int, length: int, widths: Sequence[int]) -> tuple[int, int, int, int]:
+    """Width, rotation, offset and sign of a gradient's chunk in :func:`sketch`, pseudo-randomly."""
+    mixed = _mix(index, number)
+    return widths[(mixed >> 24) % len(widths)], (mixed >> 32) % max(widths), mixed % length, 1 - 2 * (mixed >> 63)
+
+
+def _mix(a: int, b: int) -> int:
+    """64 well-mixed bits of two small integers (the finalizer of splitmix64)."""
+    z = (a * 0x9E3779B97F4A7C15 + b * 0xD1B54A32D192ED03 + 0x8CB92BA72F3D8DD7) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return z ^ (z >> 31)
+
+
+@operation
+def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor, clip_value: float | None) -> None:
+    """``residual += scale * grad``, in place; ``clip_value`` first clamps the gradient to ``[-v, v]``.
+
+    Example: residual ``[1, 1]``, gradient ``[3, -8]``, scale 0.5 and ``clip_value=4`` give ``[2.5, -1]``.
+
+    Args:
+        residuals: flat, the residual's dtype; one per gradient.
+        grads: flat, any float dtype; None is a gradient of zeros. Left as they are.
+        scale: 0 folds nothing, even where a gradient is not finite.
+        clip_value: v > 0, or None.
+    """
+    for residual, grad in zip(residuals, grads, strict=True):
+        if grad is not None:
+            folded = residual + _scaled(grad, scale, clip_value, residual)
+            residual.copy_(torch.where(scale.to(residual) != 0, folded, residual))
+
+
+def _scaled(grad: Tensor, scale: Tensor, clip_value: float | None, like: Tensor) -> Tensor:
+    """``scale * clamp(grad)``, with the dtype and on the device of ``like``."""
+    if clip_value is not None:
+        bound = within(clip_value, grad.dtype)
+        grad = grad.clamp(-bound, bound)
+    return scale.to(like) * grad.to(like)
+
+
+def within(bound: float, dtype: torch.dtype) -> float:
+    """A bound that torch can write in a dtype (it refuses 1e5 in fp16)."""
+    return min(bound, torch.finfo(dtype).max)
+
+
+@operation
+def accumulate_exp_avg(
+    exp_avg: Tensor, exp_avg_sum: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
+) -> None:
+    """One step of a rank's own first moment, and its sum since each entry's last visit (``"first_moment"``).
+
+    ``exp_avg = beta1 * exp_avg + ((1 - beta1) * scale) * grad``, then ``exp_avg_sum += exp_avg``; all flat, in place.
+    A scale of 0 changes nothing.
+    """
+    weight = (1 - beta1) * scale.to(exp_avg)
+    moved = beta1 * exp_avg + _scaled(grad, weight, clip_value, exp_avg)
+    exp_avg.copy_(torch.where(weight != 0, moved, exp_avg))
+    exp_avg_sum.copy_(torch.where(weight != 0, exp_avg_sum + exp_avg, exp_avg_sum))
+
+
+@operation
+def accumulate_exp_avg_sq(
+    moments: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    weights: Sequence[float],
+    ranks: int,
+    scale: Tensor,
+    clip_value: float | None,
+) -> None:
+    """AdamW's second moment from the owner's own gradient: ``v = (1 - w) * v + w * (scale * grad)**2 / N``, in place.
+
+    An average over N ranks whose gradients are noise has an N-th of one rank's mean square. What the ranks have in
+    common is added where the entry is visited: :func:`adamw_step`. It stays finite.
+
+    Args:
+        moments: v of each piece of the shard, flat, fp32 or fp64.
+        grads: each piece's gradient, flat, any float dtype; None is a gradient of zeros.
+        weights: of each piece's gradient, in (0, 1]: ``1 - beta2``, or 1/n for the mean of n samples.
+        ranks: N.
+        scale: 0-dim, or one for each piece. 0 changes nothing.
+        clip_value: first clamps the gradient to ``[-v, v]``; v > 0, or None.
+    """
+    scales = [scale] * len(moments) if scale.dim() == 0 else scale.unbind()
+    for moment, grad, weight, own in zip(moments, grads, weights, scales, strict=True):
+        value = _scaled(moment.new_zeros(()) if grad is None else grad, own, clip_value, moment)
+        moved = (1 - weight) * moment + (weight / ranks) * value.square()
+        moment.copy_(torch.where(own.to(moment) != 0, moved.clamp(max=torch.finfo(moment.dtype).max), moment))
