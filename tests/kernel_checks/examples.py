@@ -1,0 +1,103 @@
+"""The examples of the operations' docstrings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernel_checks.inputs import (
+    BOTH,
+    Checks,
+    assert_same_bits,
+)
+from lightning_scape import ops
+from lightning_scape.core.layout import Layout
+
+
+class ExampleChecks(Checks):
+    """By the definition, and by the implementation."""
+
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_example_of_select(self, either: Any) -> None:
+        statistic = torch.tensor([[3.0, -5, 0, 0], [0, 0, 0, 0]], device=self.device)
+        assert either.select(statistic, 2).tolist() == [[1, 0], [0, 1]]
+
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_example_of_fold(self, either: Any) -> None:
+        residual = torch.tensor([1.0, 1.0], device=self.device)
+        either.fold([residual], [torch.tensor([3.0, -8.0], device=self.device)], self.scalar(0.5), 4.0)
+        assert residual.tolist() == [2.5, -1.0]
+
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_example_of_compact(self, either: Any) -> None:
+        residual = torch.tensor([[1.00390625, 5.0]], device=self.device)
+        mask = torch.tensor([[0]], dtype=torch.uint8, device=self.device)
+        sent = either.compact(residual, mask, torch.bfloat16, self.scalar(1.0))
+        assert sent.dtype is torch.bfloat16
+        assert sent.tolist() == [[1.0]]
+        assert residual.tolist() == [[0.00390625, 5.0]]
+
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_example_of_update(self, either: Any) -> None:
+        theta, total = (torch.tensor([[v]], device=self.device) for v in (3.0, -2.0))
+        momentum, last_step = torch.zeros(1, 2, device=self.device), torch.zeros(1, 2, device=self.device).int()
+        numbers = (torch.tensor(v, dtype=torch.float64, device=self.device) for v in (1.0, 0.0, 0.0, 1e-30, 0.0))
+        single = ops.Hyper.of(torch.float32, *numbers)
+        mask = torch.tensor([[1]], dtype=torch.uint8, device=self.device)
+        step = self.scalar(1, torch.int32)
+        shard, numbers = (
+            ops.ShardState(theta, momentum, None, last_step),
+            ops.RowNumbers(step, self.scalar(1.0), single, 1.0),
+        )
+        again = either.update_adams(shard, mask, total, numbers)
+        assert (theta.tolist(), momentum.tolist(), last_step.tolist(), int(again)) == (
+            [[4.0]],
+            [[0.0, -2.0]],
+            [[0, 1]],
+            1,
+        )
+
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_example_of_update_adamw(self, either: Any) -> None:
+        theta, total = (torch.tensor([[v]], device=self.device) for v in (3.0, -2.0))
+        exp_avg, exp_avg_sq = torch.zeros(1, 2, device=self.device), torch.zeros(1, 2, device=self.device)
+        last_step = torch.zeros(1, 2, dtype=torch.int32, device=self.device)
+        numbers = (torch.tensor(v, dtype=torch.float64, device=self.device) for v in (1.0, 0.0, 0.0, 1e-30, 0.0))
+        single, one = ops.Hyper.of(torch.float32, *numbers), self.scalar(1.0)
+        mask = torch.tensor([[1]], dtype=torch.uint8, device=self.device)
+        shard = ops.ShardState(theta, exp_avg, exp_avg_sq, last_step)
+        row_numbers = ops.RowNumbers(self.scalar(1, torch.int32), one, single, one, one)
+        again = either.update_adamw(shard, mask, total, row_numbers, 1)
+        assert (theta.tolist(), exp_avg.tolist(), exp_avg_sq.tolist()) == ([[4.0]], [[0.0, -2.0]], [[0.0, 4.0]])
+        assert (last_step.tolist(), int(again)) == ([[0, 1]], 1)
+
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_example_of_gather(self, either: Any) -> None:
+        flats = [torch.tensor([5.0, 6.0, 7.0], device=self.device), torch.tensor([8.0], device=self.device)]
+        mask = torch.tensor([[1], [0], [0]], dtype=torch.uint8, device=self.device)
+        out = torch.zeros(3, 1, device=self.device)
+        either.gather_params(flats, list(Layout([3, 1], [0, 0], 2, 1).everything().pieces), mask, out, 2)
+        assert out.tolist() == [[6.0], [7.0], [8.0]]
+        either.scatter_params(flats, list(Layout([3, 1], [0, 0], 2, 1).everything().pieces), mask, -out, 2)
+        assert [flat.tolist() for flat in flats] == [[5.0, -6.0, -7.0], [-8.0]]
+        changes = torch.full((3, 1), 0.5, dtype=torch.bfloat16, device=self.device)
+        either.scatter_params(flats, list(Layout([3, 1], [0, 0], 2, 1).everything().pieces), mask, changes, 2, True)
+        assert [flat.tolist() for flat in flats] == [[5.0, -5.5, -6.5], [-7.5]]
+
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_example_of_renewed_masters(self, either: Any) -> None:
+        parameter = torch.tensor([1.0, 3.0], dtype=torch.bfloat16, device=self.device)
+        masters = torch.tensor([[1.001, 2.0]], device=self.device)
+        either.renew_masters([parameter], list(Layout([2], [0], 2, 1).everything().pieces), None, masters, 2)
+        assert_same_bits(masters.cpu(), torch.tensor([[1.001, 3.0]]))
+
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_example_of_quantize_and_dequantize(self, either: Any) -> None:
+        values = torch.tensor([[3.5, -7.0, 0.25]], device=self.device)
+        message = either.quantize(values, 4)
+        assert message.dtype is torch.uint8
+        assert message.tolist() == [[[0x0B, *[0x77] * 31, 0x80, 0x3F]]]
+        assert values.tolist() == [[-0.5, 0.0, 0.25]]
+        assert_same_bits(either.dequantize(message, 4, 3).cpu(), torch.tensor([[4.0, -7.0, -0.0]]))

@@ -1,0 +1,59 @@
+"""Checks of what ranks entries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernel_checks.inputs import (
+    Checks,
+    assert_same_bits,
+    awkward,
+)
+from lightning_scape.ops import naive
+
+
+class MaskChecks(Checks):
+    """Selection, proposals, and the masks they make."""
+
+    @pytest.mark.parametrize(
+        ("rows", "length", "sent"),
+        [(23, 200, 2), (9, 250, 25), (5, 256, 32), (9, 100, 1), (9, 8, 8), (3, 1000, 1), (2, 256, 256), (2, 5000, 3)],
+    )
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_select_equals_its_twin(self, rows: int, length: int, sent: int, dtype: torch.dtype) -> None:
+        statistic = awkward(rows, length).to(dtype)
+        assert_same_bits(self.module.select(statistic.to(self.device), sent).cpu(), naive.select(statistic, sent))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_select_ranks_narrow_statistics(self, dtype: torch.dtype) -> None:
+        statistic = awkward(9, 100).to(dtype)
+        assert_same_bits(self.module.select(statistic.to(self.device), 4).cpu(), naive.select(statistic, 4))
+
+    def test_select_of_an_empty_shard_is_empty(self) -> None:
+        assert self.module.select(torch.zeros(0, 200, device=self.device), 2).shape == (0, 2)
+
+    def test_select_reads_rows_that_lie_apart(self) -> None:
+        wide = awkward(9, 300)
+        assert_same_bits(
+            self.module.select(wide.to(self.device)[:, :200], 2).cpu(), naive.select(wide[:, :200].contiguous(), 2)
+        )
+
+    @pytest.mark.parametrize(("length", "votes", "sent"), [(200, 2, 2), (250, 25, 40), (1000, 3, 1), (16, 16, 16)])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_votes_and_the_elected_equal_their_twins(
+        self, length: int, votes: int, sent: int, dtype: torch.dtype
+    ) -> None:
+        residuals = [torch.randn(40, length, dtype=dtype) for _ in range(3)]
+        residuals[2][7:9] = torch.tensor([[0.0], [1e-40]])  # a proposal of zeros, and one of denormals
+        proposals = torch.stack([naive.propose(residual, votes) for residual in residuals])
+        for residual, proposal in zip(residuals, proposals, strict=True):
+            assert torch.equal(self.module.propose(residual.to(self.device), votes).cpu(), proposal)
+        for own, residual in enumerate(residuals):
+            chosen = self.module.merge(residual.to(self.device), proposals.to(self.device), own, votes, sent)
+            assert torch.equal(chosen.cpu(), naive.merge(residual, proposals, own, votes, sent))
+
+    def test_the_elected_of_an_empty_shard_are_none(self) -> None:
+        empty = torch.zeros(0, 200, device=self.device)
+        proposals = torch.zeros(2, 0, 7, dtype=torch.uint8, device=self.device)
+        assert self.module.merge(empty, proposals, 0, 2, 2).shape == (0, 2)

@@ -1,0 +1,225 @@
+"""Checks of the sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_checks.inputs import (
+    FLOATS,
+    Checks,
+    assert_same_bits,
+    copied,
+)
+from lightning_scape import ops
+from lightning_scape.core.layout import Layout, Region
+from lightning_scape.ops import naive
+
+SWEPT = [
+    (torch.float32, torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32, torch.float32),
+    (torch.float16, torch.float32, torch.float16),
+    (torch.float64, torch.float64, torch.float64),
+    (torch.bfloat16, torch.float64, torch.bfloat16),
+    (torch.float64, torch.float32, torch.bfloat16),
+]
+"""Dtypes of gradients, residual and wire. Each combination is compiled, so not all of them."""
+
+
+class SweepJob(NamedTuple):
+    """A sweep's arguments, on the host. What it must not touch holds 7."""
+
+    region: Region
+    residual: Tensor
+    grads: list[Tensor | None] | None
+    scale: Tensor
+    mask: Tensor | None
+    values: Tensor
+    second: Tensor | None
+    weights: list[float]
+    proposals: Tensor | None
+    next_mask: Tensor | None
+    clip_value: float | None = None
+
+    @classmethod
+    def draw(
+        cls,
+        rank: int | None,
+        sent: int | None,
+        votes: int | None,
+        elected: int | None,
+        *,
+        sizes: Sequence[int] = (3000, 77, 4096, 5, 40, 1300),
+        length: int = 200,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        state: torch.dtype = torch.float32,
+        wire: torch.dtype = torch.bfloat16,
+    ) -> SweepJob:
+        """All rows (None), those of other ranks (0 and 2) or those of rank 1; every fifth piece has no gradient."""
+        generator = torch.Generator().manual_seed(seed)
+        layout = Layout(sizes, [0] * len(sizes), length, 3)
+        region = layout.everything() if rank is None else layout.local(1) if rank == 1 else layout.remote(rank)
+        rows = layout.shard_blocks if rank == 1 else layout.blocks
+        residual = torch.randn(rows, length, generator=generator, dtype=state)
+        grads = [torch.randn(piece.numel, generator=generator).to(dtype) for piece in region.pieces]
+        for pads in cls.pads(region, residual):
+            pads.zero_()
+        mask = None if sent is None else naive.select(residual * torch.randn(rows, length, generator=generator), sent)
+        votes_width = naive.proposal_bytes(votes or 0, length)
+        positions = naive.position_dtype(length)
+        return cls(
+            region,
+            residual,
+            [None if i % 5 == 1 else grad for i, grad in enumerate(grads)],
+            torch.tensor(1.0),
+            mask,
+            torch.full((rows, length if sent is None else sent), 7.0, dtype=wire),
+            torch.rand(rows, length, generator=generator, dtype=state),
+            [0.1, 1e-3, 0.5, 0.05, 1.0, 0.2, 0.3, 0.4][: len(grads)],
+            None if votes is None else torch.full((rows, votes_width), 7, dtype=torch.uint8),
+            None if elected is None else torch.full((rows, elected), 7, dtype=positions),
+        )
+
+    @staticmethod
+    def pads(region: Region, residual: Tensor) -> Iterator[Tensor]:
+        """The pads behind the pieces."""
+        length = residual.shape[1]
+        for piece in region.pieces:
+            rows = residual[piece.row : piece.row + piece.blocks].view(-1)
+            yield rows[piece.numel : piece.blocks * length]
+
+    def swept(self, module: Any, device: str) -> SweepJob:
+        """What a sweep on a device makes of copies."""
+        own = copied(self, device)
+        second = None if own.second is None else ops.SecondMoment(own.second, own.weights, 3)
+        module.sweep(
+            own.region,
+            own.residual,
+            own.grads,
+            own.scale,
+            own.mask,
+            own.values,
+            clip_value=own.clip_value,
+            second_moment=second,
+            proposals=own.proposals,
+            next_mask=own.next_mask,
+        )
+        return copied(own, "cpu")
+
+    def by_parts(self) -> SweepJob:
+        """What the separate operations of the definition make of copies."""
+        own, length = copied(self, "cpu"), self.residual.shape[1]
+        for place, piece in enumerate(own.region.pieces if own.grads is not None else ()):
+            entries = slice(piece.row * length, piece.row * length + piece.numel)
+            scale = own.scale[piece.row] if own.scale.dim() else own.scale
+            naive.fold([own.residual.view(-1)[entries]], [own.grads[place]], scale, own.clip_value)
+            if own.second is not None:
+                rest = [own.grads[place]], [own.weights[place]], 3, scale, own.clip_value
+                naive.accumulate_exp_avg_sq([own.second.view(-1)[entries]], *rest)
+        for row in (row for rows in own.region.rows for row in range(rows.start, rows.stop)):
+            one, scale = slice(row, row + 1), own.scale[row] if own.scale.dim() else own.scale
+            part = None if own.mask is None else own.mask[one]
+            own.values[one] = naive.compact(own.residual[one], part, own.values.dtype, scale)
+            if own.proposals is not None:
+                votes = (own.proposals.shape[1] - 1) // (2 if length <= 256 else 3)
+                own.proposals[one] = naive.propose(own.residual[one], votes)
+            if own.next_mask is not None:
+                own.next_mask[one] = naive.select(own.residual[one], own.next_mask.shape[1])
+        return own
+
+
+SWEEPING_RANKS = (None, 0, 1, 2)
+SWEEPS = ((2, 2, None), (25, None, 25), (None, 3, 40), (1, None, None))
+"""Entries sent per block, votes, and entries of the next mask."""
+
+
+class SweepChecks(Checks):
+    """Of one pass over memory."""
+
+    @pytest.mark.parametrize("rank", SWEEPING_RANKS)
+    @pytest.mark.parametrize(("sent", "votes", "elected"), SWEEPS)
+    def test_sweep_equals_its_parts(
+        self, rank: int | None, sent: int | None, votes: int | None, elected: int | None
+    ) -> None:
+        job = SweepJob.draw(rank, sent, votes, elected)
+        self.compare_sweep(job)
+        self.compare_sweep(job._replace(clip_value=0.3, scale=torch.tensor(0.7)))
+        self.compare_sweep(job._replace(second=None, scale=torch.tensor(-0.5)))
+
+    @pytest.mark.parametrize(("dtype", "residual_dtype", "wire"), SWEPT)
+    def test_sweep_of_any_dtypes_equals_its_parts(
+        self, dtype: torch.dtype, residual_dtype: torch.dtype, wire: torch.dtype
+    ) -> None:
+        job = SweepJob.draw(None, 3, 2, None, dtype=dtype, state=residual_dtype, wire=wire)
+        self.compare_sweep(job._replace(scale=torch.tensor(0.7), clip_value=0.6))
+
+    def test_sweep_takes_gradients_of_several_dtypes(self) -> None:
+        job = SweepJob.draw(0, 2, 2, None)
+        assert job.grads is not None
+        assert sum(grad is not None for grad in job.grads) > 2
+        mixed = [grad if grad is None else grad.to(FLOATS[i % 4]) for i, grad in enumerate(job.grads)]
+        self.compare_sweep(job._replace(grads=mixed))
+
+    @pytest.mark.parametrize("rank", [None, 1])
+    def test_sweep_of_a_skipped_step_only_ranks(self, rank: int | None) -> None:
+        job = SweepJob.draw(rank, 2, 2, 7)
+        assert job.grads is not None
+        bad = [grad if grad is None else torch.full_like(grad, float("nan")) for grad in job.grads]
+        skipped = job._replace(grads=bad, scale=torch.tensor(0.0))
+        after = self.compare_sweep(skipped)
+        assert_same_bits(after.residual, job.residual)
+        assert after.second is not None
+        assert job.second is not None
+        assert_same_bits(after.second, job.second)
+        for rows in job.region.rows:
+            assert not after.values[rows].any()
+
+    def test_sweep_by_rows_leaves_alone_the_pieces_whose_scale_is_zero(self) -> None:
+        job = SweepJob.draw(None, 2, 2, 5)
+        scale = torch.ones(len(job.residual))
+        for number, piece in enumerate(job.region.pieces):
+            scale[piece.row : piece.row + piece.blocks] = (0.0, 0.5, 1.0)[number % 3]
+        assert job.grads is not None
+        bad = [g if g is None or i % 3 else torch.full_like(g, float("inf")) for i, g in enumerate(job.grads)]
+        after = self.compare_sweep(job._replace(grads=bad, scale=scale))
+        still = scale == 0
+        assert_same_bits(after.residual[still], job.residual[still])
+        assert not torch.equal(after.residual[~still], job.residual[~still])
+
+    def test_sweep_without_gradients_compacts_and_ranks(self) -> None:
+        job = SweepJob.draw(2, 2, 3, None)._replace(grads=None)
+        after = self.compare_sweep(job)
+        assert after.second is not None
+        assert job.second is not None
+        assert_same_bits(after.second, job.second)
+
+    def test_sweep_of_zeros_denormals_and_huge_numbers_equals_its_parts(self) -> None:
+        job = SweepJob.draw(None, 3, 3, 3)
+        odd = torch.tensor([0.0, -0.0, 1e-40, -1e-45, 3.4e38, -3.4e38, 65520.0, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 2.0])
+        residual = odd[torch.randint(0, 10, job.residual.shape)]
+        for blocks in SweepJob.pads(job.region, residual):
+            blocks.zero_()
+        assert job.grads is not None
+        grads = [g if g is None else odd[torch.randint(0, 4, g.shape)] for g in job.grads]
+        self.compare_sweep(job._replace(residual=residual, grads=grads))
+
+    def test_sweep_of_an_empty_region_does_nothing(self) -> None:
+        job = SweepJob.draw(None, 2, 2, 2)._replace(region=Region((), ()), grads=[], weights=[])
+        after = self.compare_sweep(job)
+        assert_same_bits(after.residual, job.residual)
+
+    def compare_sweep(self, job: SweepJob) -> SweepJob:
+        """By the implementation, the twin, and its parts: bitwise, but for second moments where they round."""
+        ours, theirs, parts = job.swept(self.module, self.device), job.swept(naive, "cpu"), job.by_parts()
+        for name in ("residual", "values", "proposals", "next_mask", "second"):
+            mine, twin, part = (getattr(each, name) for each in (ours, theirs, parts))
+            assert (mine is None) == (twin is None) == (part is None)
+            if mine is not None:
+                assert_same_bits(twin, part)
+                (self.assert_same_moments if name == "second" else assert_same_bits)(mine, twin)
+        return ours

@@ -1,0 +1,180 @@
+"""Checks of an owner's update."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_checks.inputs import (
+    Checks,
+    assert_same_bits,
+    hyper,
+)
+from lightning_scape import ops
+from lightning_scape.ops import naive
+
+
+class Shard(NamedTuple):
+    """A shard in the middle of a training, and what a step does to it: by row, or the same for all rows."""
+
+    ROWS = 300
+
+    theta: Tensor
+    first: Tensor
+    second: Tensor
+    last_step: Tensor
+    mask: Tensor | None
+    total: Tensor
+    step: Tensor
+    scale: Tensor
+    lr: Any
+    group: Tensor | None
+
+    @classmethod
+    def draw(cls, masked: bool, by_row: bool, dtype: torch.dtype) -> Shard:
+        """Entries have waited for one step, a few, or thousands. A third of the rows stays out of a step by row."""
+        rows, length, generator = cls.ROWS, 20, torch.Generator().manual_seed(1)
+        first, statistic = (torch.randn(rows, length, generator=generator, dtype=dtype) for _ in range(2))
+        second = torch.rand(rows, length, generator=generator, dtype=dtype)
+        second *= 10 ** (-6 * torch.rand(rows, length, generator=generator, dtype=dtype))
+        tau = torch.randint(1, 6, (rows, length), generator=generator)
+        tau[::7] = torch.randint(1, 4900, (len(tau[::7]), length), generator=generator)
+        sent = 3 if masked else length
+        theta, total = (torch.randn(rows, sent, generator=generator, dtype=dtype) for _ in range(2))
+        total[0], second[1], scale = 0.0, 0.0, torch.ones(())
+        # Pads, all zeros: a checkpoint leaves their clocks ahead where their parameter has missed steps.
+        statistic[::11, 0], tau[::11, 0], tau[::22, 0] = 1e9, 0, -3
+        for zeros in (first, second, theta, total):
+            zeros[::11, 0] = 0.0
+        step, lr, group = torch.tensor(5000), 1e-3, None
+        if by_row:
+            step, lr = torch.randint(4900, 5000, (rows,), generator=generator), torch.linspace(1e-4, 1e-2, 7)
+            group = torch.randint(0, 7, (rows,), generator=generator).int()
+            scale = torch.rand(rows, generator=generator) + 0.1
+            scale[2::3], total[2::3] = 0.0, float("nan")
+        last_step = ((step.unsqueeze(1) if by_row else step) - tau).int()
+        mask = naive.select(statistic, sent) if masked else None
+        return cls(theta, first, second, last_step, mask, total, step.int(), scale, lr, group)
+
+
+class UpdateChecks(Checks):
+    """Of both updates."""
+
+    @pytest.mark.parametrize("masked", [True, False])
+    @pytest.mark.parametrize("by_row", [True, False])
+    @pytest.mark.parametrize("correction", [1.0, 0.3, "scalar", "rows"])
+    def test_update_equals_its_twin_within_rounding(self, masked: bool, by_row: bool, correction: Any) -> None:
+        self.compare_update(masked, by_row, correction, torch.float32, rtol=2e-6)
+
+    def test_update_in_fp64_equals_its_twin_within_rounding(self) -> None:
+        self.compare_update(True, False, 1.0, torch.float64, rtol=1e-14)
+
+    @pytest.mark.parametrize("masked", [True, False])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_update_with_measured_noise_equals_its_twin_within_rounding(self, masked: bool, dtype: torch.dtype) -> None:
+        rtol = 2e-6 if dtype is torch.float32 else 1e-14
+        self.compare_update(masked, False, 0.3, dtype, rtol=rtol, noisy=True)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize("noisy", [True, False])
+    def test_update_by_row_equals_its_twin_within_rounding(self, noisy: bool, dtype: torch.dtype) -> None:
+        rtol = 2e-6 if dtype is torch.float32 else 1e-14
+        self.compare_update(True, True, "rows", dtype, rtol=rtol, noisy=noisy)
+
+    @pytest.mark.parametrize("decay", [0.0, 1000.0, 1500.0])  # 1 - lr * decay is 1, 0, -0.5
+    @pytest.mark.parametrize("beta1", [0.0, 0.999])
+    def test_update_with_extreme_hyperparameters(self, decay: float, beta1: float) -> None:
+        self.compare_update(True, False, 1.0, torch.float32, rtol=2e-6, decay=decay, beta1=beta1)
+
+    @pytest.mark.parametrize("masked", [True, False])
+    @pytest.mark.parametrize("by_row", [True, False])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_adamws_update_equals_its_twin_within_rounding(
+        self, masked: bool, by_row: bool, dtype: torch.dtype
+    ) -> None:
+        rtol = 2e-6 if dtype is torch.float32 else 1e-14
+        self.compare_adamw(masked, by_row, dtype, rtol, ranks=1 if masked == by_row else 4)
+
+    @pytest.mark.parametrize("decay", [0.0, 1000.0, 1500.0])
+    @pytest.mark.parametrize("beta1", [0.0, 0.999])
+    @pytest.mark.parametrize("masked", [True, False])
+    def test_adamws_update_with_extreme_hyperparameters(self, decay: float, beta1: float, masked: bool) -> None:
+        self.compare_adamw(masked, False, torch.float32, 2e-6, ranks=4, decay=decay, beta1=beta1)
+
+    @pytest.mark.parametrize("masked", [True, False])
+    def test_adamws_second_moment_stays_finite_whatever_arrives(self, masked: bool) -> None:
+        """Squares beyond fp32, of what arrives and of what the owner has seen: their difference must not be NaN."""
+        sizes = torch.tensor([0.0, 1.0, 1e15, 1e19, 3e19, 3e38])
+        total = sizes.view(6, 1).expand(6, 12).contiguous()
+        second = sizes.square().clamp(max=3.4e38).view(1, 6).expand(6, 6).repeat(1, 2).contiguous()
+        last_step = torch.tensor([[8] * 6 + [0] * 6] * 6, dtype=torch.int32)
+        mask = torch.arange(12, dtype=torch.uint8).expand(6, 12).contiguous() if masked else None
+        state = torch.zeros(6, 12), torch.zeros(6, 12), second, last_step
+        one = hyper("cpu", torch.float32)
+        half = torch.tensor(0.5)
+        row_numbers = ops.RowNumbers(torch.tensor(9, dtype=torch.int32), torch.ones(()), one, half, half)
+        _, ((ours_after, theirs_after), *_) = self.both(
+            "update_adamw", ops.ShardState(*state), mask, total, row_numbers, 4
+        )
+        for ours, theirs in zip(ours_after, theirs_after, strict=True):
+            assert ours.isfinite().all()
+            torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
+
+    def compare_adamw(
+        self, masked: bool, by_row: bool, dtype: torch.dtype, rtol: float, ranks: int, **options: float
+    ) -> None:
+        shard = Shard.draw(masked, by_row, dtype)
+        corrections = torch.tensor(0.6, dtype=dtype), torch.tensor(0.3, dtype=dtype)
+        if by_row:
+            corrections = (
+                torch.linspace(0.1, 1, Shard.ROWS, dtype=dtype),
+                torch.linspace(0.05, 1, Shard.ROWS, dtype=dtype),
+            )
+        self.compare_step("update_adamw", shard, shard.second, corrections, (ranks,), rtol, **options)
+
+    def compare_update(
+        self,
+        masked: bool,
+        by_row: bool,
+        correction: Any,
+        dtype: torch.dtype,
+        rtol: float,
+        noisy: bool = False,
+        **options: float,
+    ) -> None:
+        shard = Shard.draw(masked, by_row, dtype)
+        divisor = {"scalar": torch.tensor(0.3, dtype=dtype), "rows": torch.linspace(0.1, 1, Shard.ROWS, dtype=dtype)}
+        given = divisor.get(correction, correction) if isinstance(correction, str) else correction
+        noise = shard.second * 3 if noisy else None
+        self.compare_step("update_adams", shard, noise, (given, None), (0.375,), rtol, **options)
+
+    def compare_step(
+        self,
+        name: str,
+        shard: Shard,
+        second: Tensor | None,
+        corrections: tuple[Any, Any],
+        rest: tuple[Any, ...],
+        rtol: float,
+        **options: float,
+    ) -> None:
+        single = hyper("cpu", shard.theta.dtype, shard.lr, **options)
+        numbers = ops.RowNumbers(shard.step, shard.scale, single, *corrections, shard.group)
+        state = ops.ShardState(shard.theta, shard.first, second, shard.last_step)
+        (ours, again), ((after, twins), *_) = self.both(name, state, shard.mask, shard.total, numbers, *rest)
+        assert int(ours) == int(again)
+        still = shard.scale.expand(Shard.ROWS) == 0
+        for field, mine, twin, old in zip(state._fields, after, twins, state, strict=True):
+            if old is None:
+                continue
+            if old.is_floating_point():
+                # Differences of nearly equal numbers keep the absolute error of what they are made of.
+                torch.testing.assert_close(mine, twin, rtol=rtol, atol=10 * rtol if field == "theta" else rtol)
+            else:
+                assert torch.equal(mine, twin)
+            assert_same_bits(mine[still], old[still])
+            reads_only = name == "update_adams" and field == "exp_avg_sq"
+            assert torch.equal(mine[~still], old[~still]) == reads_only
