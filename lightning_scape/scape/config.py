@@ -5,7 +5,9 @@ Symbols: ``rho = 1 - sparsity`` is the density, ``B`` the block length, ``q`` th
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -28,6 +30,13 @@ WARMUP_STEPS = 1000
 """Default length of the warm-up with the update of AdamS; a shorter run warms up to its end."""
 _FEW = 5
 """Above this many sent entries per block, proposals no longer pay for their bytes and their ranking."""
+
+REMOVED_OPTIONS = {
+    "mask_interval": "Leave it out: every step has a mask of its own. Those that served several trained worse.",
+}
+"""Options that earlier versions had, and what to do."""
+REMOVED_VALUES = {"mask_interval": 1}
+"""What holds in their place."""
 
 _WIRE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _WIRE_BITS = {"int8": 8, "int4": 4}
@@ -59,9 +68,6 @@ class ScapeConfig:
     an entry grow by one step in every 50 steps (158 at 90%), so that it has 4,950 steps at 99% and 1,424 at 90%
     (docs/design.md, 3.3). None, with the update of AdamS, is a geometric fall in 1,000 steps, or in all steps of a
     shorter run."""
-
-    mask_interval: int = 1
-    """Steps for which one mask is used before the next is made. Keep 1 unless you measure otherwise."""
 
     mask_statistic: MaskStatistic = "residual"
     """What ranks the entries: ``"residual"`` (sum of the local first moments since the entry's last visit, up to the
@@ -266,10 +272,21 @@ class ScapeConfig:
         return _WIRE_BITS.get(self.wire_dtype)
 
 
+def _naming_removed(plain: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(plain)
+    def checked(self: ScapeConfig, /, *args: Any, **options: Any) -> None:
+        for name in REMOVED_OPTIONS.keys() & options.keys():
+            raise ValueError(f"`{name}` is no longer an option, got {options[name]!r}. {REMOVED_OPTIONS[name]}")
+        plain(self, *args, **options)
+
+    return checked
+
+
+ScapeConfig.__init__ = _naming_removed(ScapeConfig.__init__)  # type: ignore[method-assign]
+
 _LEAST_WHOLE = {
     "dense_steps": 0,
     "sparsity_warmup_steps": 0,
-    "mask_interval": 1,
     "max_skipped": 1,
     "check_replicas_every": 0,
 }
