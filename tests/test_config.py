@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_scape import ScapeConfig
-from lightning_scape.core.quota import Quota, quota_for
-from lightning_scape.scape.config import MAX_BYTE_BLOCK
+from lightning_scape.core.quota import MAX_BYTE_BLOCK, Quota, quota_for
 
 
 @pytest.mark.parametrize(
