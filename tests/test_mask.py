@@ -95,7 +95,7 @@ def test_first_step_makes_its_own_mask_and_only_it_waits_for_two() -> None:
 def test_a_mask_whose_step_failed_before_it_departed_is_dropped() -> None:
     comm, masks, state = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
     first, _ = take(masks, state, 0)
-    assert masks.ranking(0, state) is not None
+    assert masks.ranking_after(begun(state, 0)) is not None
     assert masks.wait() == 0.0  # nobody sends it: waiting would be for ever
     assert comm.waits == 1
     assert masks.active is first
