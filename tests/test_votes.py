@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.comm import collectives
-from lightning_scape.scape.region import SAMPLE_INTERVAL, SAMPLE_WEIGHT
+from lightning_scape.scape.shard import SAMPLE_INTERVAL, SAMPLE_WEIGHT
 
 RunRanks = Callable[..., list[Any]]
 

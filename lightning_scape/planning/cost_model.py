@@ -35,7 +35,7 @@ from lightning_scape.core.layout import Layout
 from lightning_scape.scape.clipping import SKETCH_WIDTHS
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.first_message import DIGITS
-from lightning_scape.scape.participation import packed_size
+from lightning_scape.wire.flags import packed_size
 from lightning_scape.wire.values import packed_bytes
 
 PEER_SECONDS = 2e-6
@@ -265,7 +265,7 @@ def scape_bytes(numels: Sequence[int], ranks: int, config: ScapeConfig, *, param
     if config.wire_bits is not None:
         values = ranks * packed_bytes(blocks // ranks * sent, config.wire_bits)
     norm_entries = max(SKETCH_WIDTHS) if clip and config.clip_norm == "sketch" else 1
-    mask_interval, position = config.mask_interval, 1 if block_size <= 256 else 2
+    position = 1 if block_size <= 256 else 2
     buffers = {
         "values": values,
         "parameters": blocks * sent * parameter_bytes if parameter_bytes < 4 else values,
@@ -273,10 +273,7 @@ def scape_bytes(numels: Sequence[int], ranks: int, config: ScapeConfig, *, param
         "votes": blocks * (config.votes * (position + 1) + 1) if config.votes else 0,
         "norm": 2 * 4 * (norm_entries + packed_size(len(numels) + 2, ranks) + DIGITS),
     }
-    counted = {kind: size * (ranks - 1) // ranks for kind, size in buffers.items()}
-    counted["mask"] //= mask_interval
-    counted["votes"] //= mask_interval
-    return counted
+    return {kind: size * (ranks - 1) // ranks for kind, size in buffers.items()}
 
 
 def _memory(job: Job, state: float, whole_gradient: bool = True) -> int:

@@ -48,6 +48,7 @@ class Removed(NamedTuple):
 
 REMOVED_OPTIONS = {
     "catch_up": Removed("implicit", "an entry goes `tau` times along its new first moment, which was 'implicit'"),
+    "mask_interval": Removed(1, "every step has a mask of its own"),
     "residual_dtype": Removed("torch.float32", "the residual is fp32"),
 }
 """Options of earlier versions, which measured worse or equal."""
@@ -104,9 +105,6 @@ class ScapeConfig:
     an entry grow by one step in every 50 steps (158 at 90%), so that it has 4,950 steps at 99% and 1,424 at 90%
     (docs/design.md, 3.3). None, with the update of AdamS, is a geometric fall in 1,000 steps, or in all steps of a
     shorter run."""
-
-    mask_interval: int = 1
-    """Steps for which one mask is used before the next is made. Keep 1 unless you measure otherwise."""
 
     mask_statistic: MaskStatistic = "residual"
     """What ranks the entries: ``"residual"`` (sum of the local first moments since the entry's last visit, up to the
@@ -301,7 +299,6 @@ class ScapeConfig:
 _LEAST_WHOLE = {
     "dense_steps": 0,
     "sparsity_warmup_steps": 0,
-    "mask_interval": 1,
     "max_skipped": 1,
     "check_replicas_every": 0,
 }

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from lightning_scape.core.layout import Region
 from lightning_scape.ops import naive
-from lightning_scape.ops.chunked import checksum
+from lightning_scape.ops.naive.chunked import checksum
 from lightning_scape.ops.cpu import kernels as cpu_kernels
 from lightning_scape.ops.cpu import masks as cpu_masks
 from lightning_scape.ops.cpu import numbers as cpu_numbers
