@@ -308,10 +308,11 @@ def selecting(optimizer: ScapeOptimizer, clock: Clock) -> float:
     assert engine.state is not None
     engine.masks.restore(None)
     scale = engine.participants.of(engine.state, torch.ones((), device=engine.device), None)
-    step = Step(engine.state, optimizer.param_groups, None, None, StepRecord(), scale)
+    sent = engine.masks.schedule.sent(engine.calls)
+    step = Step(engine.state, optimizer.param_groups, [], None, StepRecord(), scale, sent)
     clock.get_ahead()
     begin = clock.mark()
-    engine.masks.made_now(step)
+    engine.masks.make_now(step)
     return clock.microseconds(begin, clock.mark())
 
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.scape.mask import Masks
-from lightning_scape.scape.state import Ranking, Step, StepMask
+from lightning_scape.scape.state import Ranking, Step
 
 OUT = Path(__file__).parent / "results" / "quality"
 MAX_NORM = 1.0
@@ -164,8 +164,8 @@ def mask_delay(ranks: SimulatedRanks, steps: int) -> None:
 class NoDelay(Masks):
     """Every step makes its own mask."""
 
-    def at_hand(self, step: Step) -> StepMask | None:
-        return super().at_hand(step) if self.sends_all(step.number) else None
+    def missing(self, step: Step) -> bool:
+        return super().missing(step) or not self.sends_all(step.number)
 
     def ranking_after(self, step: Step) -> Ranking | None:
         return None
