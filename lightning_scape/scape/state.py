@@ -168,7 +168,7 @@ class Step:
         return self.state.calls
 
     def parts(self, region: Region) -> list[Tensor | None]:
-        """The gradient of each piece; of a whole parameter as it is: a slice takes longer than the work on a small one."""
+        """The gradient of each piece; of a whole parameter as it is, for a slice of a small one takes long."""
         parts: list[Tensor | None] = []
         for piece in region.pieces:
             grad = self.grads[piece.segment.index]
