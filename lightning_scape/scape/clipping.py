@@ -127,7 +127,7 @@ class GradientClipping:
     def record_found_inf(self, scale: Tensor) -> None:
         """Notes whether the step with this scale was skipped, and forgets what was recorded for it.
 
-        On the CPU at once; on CUDA when :meth:`wait_found_inf` is called, for reading it now would stop the host.
+        On the CPU at once; on CUDA when :meth:`wait_found_inf` is called, for reading it now would make the CPU wait.
 
         Raises:
             FloatingPointError: ``max_skipped`` steps in a row were skipped (on every rank in the same step).

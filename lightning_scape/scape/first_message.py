@@ -38,7 +38,7 @@ class Standing(NamedTuple):
     left_out: int = 0
     """Gradients that ``zero_grad()`` has dropped, and no step has used."""
     batch: int | None = None
-    """Of the epoch, where the host has said it."""
+    """Of the epoch, where the Trainer has said it."""
     compared: bool = True
     """Whether its parameters were compared with the other ranks' since they were loaded."""
     groups: tuple[tuple[float, ...], ...] = ()
@@ -57,7 +57,7 @@ class Standing(NamedTuple):
 
 
 def settings(param_groups: Sequence[dict[str, Any]]) -> tuple[tuple[float, ...], ...]:
-    """The numbers of every group. A tensor on CUDA makes the host wait for it, a float does not."""
+    """The numbers of every group. A tensor on CUDA makes the CPU wait for it, a float does not."""
     return tuple(
         (*map(float, group["betas"]), *(float(group.get(name) or 0.0) for name in HYPERPARAMETERS))
         for group in param_groups
