@@ -121,8 +121,8 @@ def stop_and_go(rank: int, world_size: int, at: int, config: ScapeConfig, dtype:
         (4, {"dense_steps": 1, "sparsity_warmup_steps": 6}, torch.bfloat16),
         (4, {"sparsity_warmup_steps": None, "update": "adamw"}, torch.float32),
         (5, {"mask_statistic": "first_moment", "bias_correction": True}, torch.float32),
-        (5, {"mask_statistic": "first_moment", "catch_up": "summed", "update": "adamw"}, torch.float32),
-        (5, {"residual_dtype": torch.float64, "update": "adamw"}, torch.float64),
+        (5, {"mask_statistic": "first_moment", "update": "adamw"}, torch.float32),
+        (5, {"update": "adamw"}, torch.float64),
         (5, {"mask_votes": 3}, torch.float32),
         (9, {"second_moment": "reconstructed"}, torch.float32),
     ],
@@ -336,6 +336,24 @@ def test_another_block_length_drops_the_mask_and_says_so() -> None:
     before, after = optimizer.state_dict(), other.state_dict()
     for index, residual in before["scape"]["residuals"][0].items():
         assert torch.equal(residual, after["scape"]["residuals"][0][index])
+
+
+@pytest.mark.parametrize(("catch_up", "told"), [("implicit", False), ("summed", True)])
+def test_options_of_earlier_versions_in_a_checkpoint_are_told_of_where_they_were_chosen(
+    catch_up: str, told: bool
+) -> None:
+    params, optimizer = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0), torch.float32)
+    train(params, optimizer, 0, range(4))
+    _, other = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0), torch.float32)
+    state = optimizer.state_dict()
+    state["scape"] = {**state["scape"], "config": {**state["scape"]["config"], "catch_up": catch_up}}
+    state["scape"]["config"]["residual_dtype"] = "torch.float32"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        other.load_state_dict(state)
+    texts = [str(warning.message) for warning in caught]
+    assert any("other options: catch_up='summed' (now always 'implicit')" in text for text in texts) == told
+    assert any("other options" in text for text in texts) == told
 
 
 def test_the_state_read_is_the_state_of_now() -> None:

@@ -29,7 +29,7 @@ def accumulate(rank: int, world_size: int, split: int) -> list[Tensor]:
     model = nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 3)).double()
     optimizer = ScapeOptimizer(
         model.parameters(),
-        config=ScapeConfig(sparsity=0.9, wire_dtype="fp32", residual_dtype="float64", sparsity_warmup_steps=0),
+        config=ScapeConfig(sparsity=0.9, wire_dtype="fp32", sparsity_warmup_steps=0),
     )
     torch.manual_seed(rank)
     for _ in range(5):

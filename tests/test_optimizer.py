@@ -222,8 +222,7 @@ def test_one_rank_sends_nothing_and_needs_no_process_group() -> None:
 # --------------------------------------------------------------------------------- what stands still, what catches up
 
 
-@pytest.mark.parametrize("options", [{}, {"catch_up": "summed"}])
-def test_unmasked_entries_stand_still_and_a_visit_catches_up(options: dict[str, Any]) -> None:
+def test_unmasked_entries_stand_still_and_a_visit_catches_up() -> None:
     # One block of 10, one entry sent. Entry 0 alone has a gradient for five steps; entry 3 gets a tiny one in the
     # sixth, hence a place in the mask of the seventh, where its decay of seven steps is made up for.
     parameter = nn.Parameter(torch.full((10,), 2.0, dtype=torch.float64))
@@ -231,10 +230,8 @@ def test_unmasked_entries_stand_still_and_a_visit_catches_up(options: dict[str, 
         sparsity=0.9,
         block_size=10,
         wire_dtype="fp32",
-        residual_dtype=torch.float64,
         second_moment="reconstructed",
         sparsity_warmup_steps=0,
-        **options,
     )
     lr, decay, tiny = 0.1, 0.5, 2.0**-10
     optimizer = ScapeOptimizer([parameter], lr=lr, weight_decay=decay, config=config)
@@ -257,10 +254,7 @@ def test_unmasked_entries_stand_still_and_a_visit_catches_up(options: dict[str, 
     assert (old[1:] == 2.0).all()
     step(None, 0.0)
     assert state.last_step.view(-1).tolist() == [6, 0, 0, 7, 0, 0, 0, 0, 0, 0]
-    moments = [0.0]
-    for _ in range(7):
-        moments.append(0.9 * moments[-1] + 0.1 * tiny / 7)
-    moved = sum(moments) if options else 7 * (0.7 / (0.9 + 0.7)) * tiny / 7
+    moved = 7 * (0.7 / (0.9 + 0.7)) * tiny / 7
     expected = 2.0 * (1 - lr * decay) ** 7 - lr * moved / ((0.05 * tiny**2 / 7) ** 0.5 + 1e-8)
     assert float(parameter.detach()[3]) == pytest.approx(expected, rel=1e-9)
     others = [i for i in range(10) if i != 3]
@@ -272,11 +266,11 @@ def has_gradient(place: int, rank: int, step: int) -> bool:
     return {3: rank == 0 and step % 3 != 1, 5: step >= 3}.get(place, True)
 
 
-def step_beside_the_op(rank: int, world_size: int, options: dict[str, Any]) -> int:
+def step_beside_the_op(rank: int, world_size: int) -> int:
     """Each step, entry by entry: what the op makes of the shard's state, and nothing where nothing was visited."""
     params, lrs = parameters(), (3e-2, 1e-2)
     groups = [{"params": params[:2], "lr": lrs[0], "betas": (0.8, 0.99)}, {"params": params[2:], "lr": lrs[1]}]
-    config = ScapeConfig(sparsity=0.9, update="adamw", dense_steps=2, sparsity_warmup_steps=2, **options, **FP32)
+    config = ScapeConfig(sparsity=0.9, update="adamw", dense_steps=2, sparsity_warmup_steps=2, **FP32)
     optimizer = ScapeOptimizer(groups, config=config)
     totals: list[Tensor] = []
     real = optimizer.engine.shard.update
@@ -328,10 +322,8 @@ def step_beside_the_op(rank: int, world_size: int, options: dict[str, Any]) -> i
                 torch.float32, lr, torch.tensor(beta1).double(), torch.tensor(beta2).double(), eps, decay
             )
             corrections = torch.tensor(1 - beta1 ** taken[place]), torch.tensor(1 - beta2 ** taken[place])
-            tau, implicit = (taken[place] - clock).float(), config.catch_up == "implicit"
-            new = ops.adamw_step(
-                theta, first, second, tau, arrived, numbers, corrections, world_size, mask is None, implicit
-            )
+            tau = (taken[place] - clock).float()
+            new = ops.adamw_step(theta, first, second, tau, arrived, numbers, corrections, world_size, mask is None)
             there = chosen != 0
             visited += int((there & (tau > 1)).sum())
             for a, b, c in zip((now, *after[:2]), new, (theta, first, second), strict=True):
@@ -342,7 +334,6 @@ def step_beside_the_op(rank: int, world_size: int, options: dict[str, Any]) -> i
     return visited
 
 
-@pytest.mark.parametrize("options", [{}, {"catch_up": "summed"}])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_is_the_op_on_what_the_owner_has(run_ranks: RunRanks, world_size: int, options: dict[str, Any]) -> None:
-    assert min(run_ranks(step_beside_the_op, world_size, options)) > 100
+def test_a_step_is_the_op_on_what_the_owner_has(run_ranks: RunRanks, world_size: int) -> None:
+    assert min(run_ranks(step_beside_the_op, world_size)) > 100

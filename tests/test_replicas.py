@@ -97,11 +97,10 @@ def test_replicas_are_bitwise_equal_after_every_step(
     [
         (torch.bfloat16, {}),
         (torch.float16, {"wire_dtype": "fp32", "update": "adamw"}),
-        (torch.float64, {"residual_dtype": torch.float64, "update": "adamw"}),
+        (torch.float64, {"update": "adamw"}),
         (torch.float32, {"mask_statistic": "first_moment"}),
-        (torch.float32, {"mask_statistic": "first_moment", "update": "adamw", "catch_up": "summed"}),
+        (torch.float32, {"mask_statistic": "first_moment", "update": "adamw"}),
         (torch.float32, {"second_moment": "reconstructed"}),
-        (torch.float32, {"catch_up": "summed"}),
         (torch.bfloat16, {"mask_votes": 2, "update": "adamw"}),
         (torch.float32, {"mask_votes": 250}),
         (torch.float32, {"update": "adamw"}),

@@ -287,7 +287,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
     def expect_steps(self, total_steps: float | None) -> None:
         """Fits the default warm-up of AdamS's update into a run of ``total_steps`` steps; None is not known.
 
-        Called by the Trainer's strategy, which learns it after the optimizer is built. Once a step was taken or loaded it does nothing.
+        Called by the Trainer's strategy, which learns it late. Once a step was taken or loaded it does nothing.
         """
         if not self.steps_taken:
             self.engine.masks.schedule = SparsitySchedule.of(self.config, total_steps)
@@ -295,9 +295,10 @@ class ScapeOptimizer(torch.optim.Optimizer):
     def announce_batch(self, batches: int, last: bool | None = None) -> None:
         """Says, before a step, how many batches of the epoch this rank has had, and whether that is all of them.
 
-        Called by the Trainer's strategy. The step raises on every rank where ranks are at different batches (``RuntimeError``), or where only
-        some are at their last one (``ValueError``): they would leave the others waiting. It costs no message of its
-        own. With ``last`` the CPU waits for the norm on CUDA; None does not say. All ranks announce a step, or none.
+        Called by the Trainer's strategy. The step raises on every rank where ranks are at different batches
+        (``RuntimeError``), or where only some are at their last one (``ValueError``): they would leave the others
+        waiting. It costs no message. With ``last`` the CPU waits for the norm on CUDA; None does not say. All ranks
+        announce a step, or none.
         """
         self.engine.batch = batches
         if last is not None:

@@ -51,7 +51,7 @@ from lightning_scape.checkpoint.source import (
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.local_shards import numels_of
-from lightning_scape.scape.config import REMOVED_VALUES
+from lightning_scape.scape.config import REMOVED_OPTIONS
 from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.scape.snapshot import Snapshot
 
@@ -411,16 +411,16 @@ def _differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]
     silent = ["residual_device", "max_skipped", "check_replicas_every", "local_group_size", "reshard_after_forward"]
     if mine["sparsity_warmup_steps"] is None:  # then the checkpoint's holds
         silent.append("sparsity_warmup_steps")
-    mine = {**REMOVED_VALUES, **mine}
-    saved = {
-        **REMOVED_VALUES,
-        **saved,
-        "update": saved.get("update", "adams"),
-    }  # the only one before there was a choice
+    saved = {**saved, "update": saved.get("update", "adams")}  # the only one before there was a choice
     differ = [
         f"{name}={saved.get(name)!r} (now {value!r})"
         for name, value in mine.items()
         if name not in silent and repr(saved.get(name)) != repr(value)
+    ]
+    differ += [
+        f"{name}={saved[name]!r} (now always {removed.now!r})"
+        for name, removed in REMOVED_OPTIONS.items()
+        if name in saved and repr(saved[name]) != repr(removed.now)
     ]
     if not differ:
         return []

@@ -171,13 +171,13 @@ class Shard:
         state, mask, scale = step.state, step.mask.mine, step.scale.mine
         number = self._participants.steps(state)
         hyper, corrections = self._hyperparameters.at(number, step.groups, theta.dtype, state.exp_avg_sq_since)
-        implicit, group = self._config.catch_up == "implicit", self._hyperparameters.group_of_row()
+        group = self._hyperparameters.group_of_row()
         if state.exp_avg_sq is not None:
             shard = ops.ShardState(theta, state.exp_avg, state.exp_avg_sq, state.last_step)
             numbers = ops.RowNumbers(number, scale, hyper, corrections.first, corrections.second, group)
-            return ops.update_adamw(shard, mask, mean, numbers, self._layout.world_size, implicit)
+            return ops.update_adamw(shard, mask, mean, numbers, self._layout.world_size, True)
         shard = ops.ShardState(theta, state.exp_avg, state.local_exp_avg_sq, state.last_step)
         first = corrections.first if corrections.corrected else 1.0
         numbers = ops.RowNumbers(number, scale, hyper, first, None, group)
         floor = min(1.0, MEAN_SQUARE_FLOOR * self._layout.block_size / step.sent)
-        return ops.update_adams(shard, mask, mean, numbers, floor, implicit)
+        return ops.update_adams(shard, mask, mean, numbers, floor, True)

@@ -65,10 +65,9 @@ class ScapeState:
         """All zeros."""
         shard = (layout.shard_blocks, layout.block_size)
         home = config.residual_device if config.residual_device is not None else device
-        assert isinstance(config.residual_dtype, torch.dtype)
         local = config.mask_statistic == "first_moment"
         return cls(
-            residual=torch.zeros(layout.blocks, layout.block_size, dtype=config.residual_dtype, device=home),
+            residual=torch.zeros(layout.blocks, layout.block_size, dtype=torch.float32, device=home),
             exp_avg=torch.zeros(shard, dtype=dtype, device=device),
             last_step=torch.zeros(shard, dtype=torch.int32, device=device),
             step=torch.zeros((), dtype=torch.int32, device=device),

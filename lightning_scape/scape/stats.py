@@ -40,7 +40,7 @@ class StepStats:
     energy_captured: float
     """Share of the squared norm of this rank's residual (gradient folded in) that the step sent, 0 to 1."""
     exchange_wait: float
-    """Seconds the CPU waited for the mask. Without CUDA 0 means that it travelled wholly behind the compute; with it the
+    """Seconds the CPU waited for the mask. Without CUDA 0 means that it travelled wholly behind compute; with it the
     GPU waits in the CPU's stead, which a profiler shows and this figure does not."""
     grad_norm: float
     """Norm of the averaged gradient before clipping: the sketch's estimate, or, with ``clip_norm="local"`` or without

@@ -35,7 +35,7 @@ from typing_extensions import override
 from lightning_scape.hosts.advice import Spelling
 from lightning_scape.hosts.fabric import FabricScapeStrategy
 from lightning_scape.hosts.sparseloco_fabric import FabricSparseLoCoStrategy
-from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.config import REMOVED_OPTIONS, ScapeConfig, refuse_removed
 from lightning_scape.sparseloco import SparseLoCoConfig
 
 COMMANDS = ("pretrain", "finetune_full")
@@ -84,7 +84,7 @@ def main() -> None:
         _check_environment(method)
         in_files, rest = take_sections(rest, method)
         config, total_steps = _resolve(rest, given, in_files, method)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         _fail(str(error))
     with scape_strategy(config, total_steps):
         _run_litgpt(rest, help_too=True)
@@ -160,6 +160,8 @@ def split_arguments(arguments: Sequence[str], method: Method = SCAPE) -> tuple[d
 
 
 def _check_name(name: str, received: str, method: Method) -> None:
+    if method is SCAPE:
+        refuse_removed(name, received)
     if name not in method.hints:
         known = ", ".join(method.hints)
         raise ValueError(f"An option of {method.title} must be one of {known}; {received}. Use one of these names.")
@@ -347,7 +349,10 @@ def find_recorded(parsed: Any, method: Method = SCAPE) -> Recorded | None:
         return None
     folder = Path(checkpoint) if Path(checkpoint).is_dir() else Path(checkpoint).parent
     file = folder / "hyperparameters.yaml"
-    return Recorded(file, _check_section(_read_mapping(str(file)).get(method.name, {}), file, method))
+    section = _read_mapping(str(file)).get(method.name, {})
+    if method is SCAPE and isinstance(section, dict):  # an earlier version's: its optimizer warns where they differ
+        section = {name: value for name, value in section.items() if name not in REMOVED_OPTIONS}
+    return Recorded(file, _check_section(section, file, method))
 
 
 def _asks_for_help(arguments: Sequence[str]) -> bool:
@@ -373,7 +378,7 @@ def _tell_resumed(recorded: Recorded, given: Mapping[str, Any], in_files: Mappin
         return
     print(f"{title}: options are those of the checkpoint, from {recorded.file}.", file=sys.stderr)
     saved = method.config(**recorded.options).as_dict()
-    # By way of the config: "float32" and "torch.float32" are the same option.
+    # By way of the config: it may write an option in another way than it was given.
     wanted = method.config(**{**recorded.options, **in_files, **given}).as_dict()
     for name in (name for name in wanted if wanted[name] != saved[name]):
         value = wanted[name]
