@@ -184,7 +184,7 @@ class Alone(Communicator):
         elect()
         return Work(full, stream=self.side_stream(full.device) if full.is_cuda else None)
 
-    def exchange_votes(self, proposals: torch.Tensor) -> torch.Tensor:
+    def exchange_proposals(self, proposals: torch.Tensor) -> torch.Tensor:
         received = proposals.clone().view(self.world_size, -1, proposals.shape[1])
         received[..., -1] = 0  # the scale: those for other shards' blocks must not count, pads lie elsewhere
         return received

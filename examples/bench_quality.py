@@ -213,16 +213,16 @@ def vote_bits(ranks: SimulatedRanks, bits: int) -> None:
     levels = (1 << (bits - 1)) - 1
 
     def coarse(plain: Callable[..., Any], votes: int) -> Callable[..., Any]:
-        def exchange_votes(proposals: Tensor) -> Any:
+        def exchange_proposals(proposals: Tensor) -> Any:
             codes = proposals[:, -votes - 1 : -1].view(torch.int8)
             codes.copy_((codes.float() * (levels / 127)).round().mul(127 / levels).round())
             return plain(proposals)
 
-        return exchange_votes
+        return exchange_proposals
 
     for optimizer in ranks.optimizers:
         comm = optimizer.communicator
-        comm.exchange_votes = coarse(comm.exchange_votes, optimizer.config.votes)  # type: ignore[method-assign]
+        comm.exchange_proposals = coarse(comm.exchange_proposals, optimizer.config.votes)  # type: ignore[method-assign]
 
 
 class EmaShard:

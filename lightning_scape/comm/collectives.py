@@ -307,7 +307,7 @@ class Communicator:
         """Runs ``elect`` on the mask group's own thread; on CUDA at once, for there a stream orders the messages.
 
         Args:
-            elect: calls :meth:`exchange_votes` with the proposals, then :meth:`gather_elected` into ``full``.
+            elect: calls :meth:`exchange_proposals` with the proposals, then :meth:`gather_elected` into ``full``.
             full: ``[N*R, q]``, the next mask; what is waited for.
             proposals: ``[N*R, W]``, this rank's for all shards.
         """
@@ -319,7 +319,7 @@ class Communicator:
         assert self.mask_group is not None
         return Work(full, handle=Worker.of(self.mask_group).do(elect), waiting=contextlib.nullcontext)
 
-    def exchange_votes(self, proposals: Tensor) -> Tensor:
+    def exchange_proposals(self, proposals: Tensor) -> Tensor:
         """``[N, R, W]``: every rank's proposals for this rank's shard, of ``[N*R, W]``. Waits."""
         received = torch.empty_like(proposals)
         with explained_loss():

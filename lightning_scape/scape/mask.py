@@ -183,7 +183,7 @@ class Masks:
     def _elect(self, state: ScapeState, proposals: Tensor, full: Tensor) -> None:
         """Behind forward and backward, on the CPU on a thread: fills ``full``, the next mask of all ranks."""
         residual = state.residual[self._my_rows]
-        received = self._comm.exchange_votes(proposals).to(residual.device)
+        received = self._comm.exchange_proposals(proposals).to(residual.device)
         mine = ops.merge(residual, received, self._comm.rank, self._config.votes, full.shape[1])
         self._comm.gather_elected(full, mine.to(full.device))
 
