@@ -49,7 +49,6 @@ class Removed(NamedTuple):
 REMOVED_OPTIONS = {
     "mask_interval": Removed(1, "each step has a mask of its own, for one that served several trained worse"),
     "catch_up": Removed("implicit", "an entry goes `tau` times along its new first moment, which was 'implicit'"),
-    "mask_interval": Removed(1, "every step has a mask of its own"),
     "residual_dtype": Removed("torch.float32", "the residual is fp32"),
 }
 """Options of earlier versions, which measured worse or equal."""
