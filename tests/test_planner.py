@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -515,7 +516,18 @@ def test_what_cannot_be_planned_is_an_error_with_a_remedy(capsys: Any, arguments
 def test_a_missing_or_wrong_option_is_named(capsys: Any, arguments: str, message: str) -> None:
     with pytest.raises(SystemExit):
         commands.main(["plan", *arguments.split()])
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("lightning-scape plan: error: ")  # nothing stands before it
+    assert message in said
+
+
+def test_an_error_of_torchrun_names_the_command_that_was_given(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tool"])
+    with pytest.raises(SystemExit):
+        commands.main(["torchrun", "--nnodes"])
+    assert "usage: lightning-scape torchrun " in capsys.readouterr().err
 
 
 def test_the_tool_lists_its_commands_and_rejects_others(capsys: Any) -> None:
