@@ -22,6 +22,7 @@ from lightning_scape.core.ranges import profiler_range
 from lightning_scape.core.replicas import check_replicas
 from lightning_scape.scape.clipping import GradientClipping
 from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.cost import message_bytes
 from lightning_scape.scape.first_message import BACKWARD, Standing, describe, problem_of, settings
 from lightning_scape.scape.mask import Masks, SparsitySchedule
 from lightning_scape.scape.participation import Participants, Participation
@@ -29,7 +30,6 @@ from lightning_scape.scape.region import LocalRegion, RemoteRegion
 from lightning_scape.scape.shard import OwnShard
 from lightning_scape.scape.state import ScapeState
 from lightning_scape.scape.stats import StepRecord, StepStats
-from lightning_scape.wire.values import packed_bytes
 
 
 class Engine:
@@ -375,15 +375,5 @@ class Engine:
 
     def bytes_per_step(self, sent: int | None = None) -> int:
         """See :meth:`ScapeOptimizer.bytes_per_step`."""
-        quota, ranks = self.config.quota, self.comm.world_size
-        sent = quota.sent if sent is None else sent
-        own = self.layout.shard_blocks * sent
-        there, back = own * self.config.values_dtype.itemsize, own * self.parameters.wire_dtype.itemsize
-        if self.config.wire_bits is not None:
-            there = packed_bytes(own, self.config.wire_bits)
-        back = there if self.shard.as_changes else back
-        per_block = 0
-        if sent < quota.block_size:
-            per_block += sent * ops.position_dtype(quota.block_size).itemsize
-            per_block += ops.proposal_bytes(self.config.votes, quota.block_size)
-        return (ranks * (there + back) + self.layout.blocks * per_block) * (ranks - 1) // ranks
+        back = None if self.shard.as_changes else self.parameters.wire_dtype.itemsize
+        return sum(message_bytes(self.config, self.layout.blocks, self.comm.world_size, back, sent).values())
