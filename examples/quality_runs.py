@@ -154,12 +154,9 @@ VARIED: list[dict[str, Any]] = [
     {"vote_bits": 2},
     {"second_moment": "reconstructed"},
     {"second_moment": "reconstructed", "mask_votes": 0},
-    {"catch_up": "summed"},
     {"plain_update": True},
     {"mask_delay": 0},
     {"mask_delay": 2},
-    {"mask_interval": 4},
-    {"mask_interval": 16},
     {"block_size": 100},
     {"block_size": 1000},
     {"wire_dtype": "fp32"},
@@ -263,8 +260,8 @@ SUITES: dict[str, list[Run]] = {
         *sweep((paper(**options) for options in VARIED), [4e-3], size="0.03M"),
     ],
     "seeds": sweep([DENSE[1], paper(), *(paper(**options) for options in VARIED[:7])], [4e-3], (0, 1, 2), size="0.03M"),
-    "catch_up": sweep(
-        [DENSE[1], *(paper(**rate, **way) for rate in HALF_AND_90 for way in ({}, {"catch_up": "summed"}))],
+    "waits": sweep(
+        [DENSE[1], *(paper(**rate) for rate in HALF_AND_90)],
         [4e-3],
         range(4),
         size="0.03M",

@@ -23,8 +23,9 @@ from triton.compiler import ASTSource, compile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.core.layout import Layout
-from lightning_scape.ops import cuda, cuda_launch
-from lightning_scape.ops.naive_wire import GROUP
+from lightning_scape.ops import cuda
+from lightning_scape.ops.cuda import launch as cuda_launch
+from lightning_scape.ops.naive.wire import GROUP
 from lightning_scape.scape.clipping import SKETCH_WIDTHS, random_signs
 
 NAMES = {
@@ -108,15 +109,12 @@ def record() -> dict[str, Launch]:
                         sparsity_warmup_steps=0,
                     ),
                 )
-            plain = ScapeConfig(
-                catch_up="summed", second_moment="reconstructed", dense_steps=1, sparsity_warmup_steps=0
-            )
+            plain = ScapeConfig(second_moment="reconstructed", dense_steps=1, sparsity_warmup_steps=0)
             steps(dtypes, plain, groups=1)
             steps(dtypes, ScapeConfig(dense_steps=1, sparsity_warmup_steps=0), groups=1)
         for dtype in (torch.float32, torch.float64):
             steps([dtype], ScapeConfig(dense_steps=1, sparsity_warmup_steps=0, update="adamw"))
-        summed = ScapeConfig(catch_up="summed", sparsity_warmup_steps=0, update="adamw")
-        steps([torch.float32], summed, groups=1, gap=True)
+        steps([torch.float32], ScapeConfig(sparsity_warmup_steps=0, update="adamw"), groups=1, gap=True)
         for dtype in (torch.float32, torch.float64):  # as it is with several ranks
             pieces = list(Layout([300], [0], 100, 1).everything().pieces)
             for mask in (None, torch.zeros(3, 1, dtype=torch.uint8)):

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.core.layout import Layout, Piece, Region, Segment
-from lightning_scape.ops import chunked, cuda, naive
-from lightning_scape.ops.naive_wire import GROUP
+from lightning_scape.ops import cuda, naive
+from lightning_scape.ops.naive import chunked
+from lightning_scape.ops.naive.wire import GROUP
 from lightning_scape.scape.clipping import SKETCH_WIDTHS, random_signs
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

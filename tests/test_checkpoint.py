@@ -85,7 +85,7 @@ def everything(params: list[Any], optimizer: ScapeOptimizer) -> list[Tensor]:
         part
         for t in (state.exp_avg, state.master, state.exp_avg_sq, state.last_step)
         if t is not None
-        for part in piece_views(t, optimizer.engine.local.pieces)
+        for part in piece_views(t, optimizer.engine.shard.region.pieces)
     ]
     missed = [0] * len(params) if state.missed is None else state.missed.tolist()
     counts = torch.tensor([state.calls, state.exp_avg_sq_since, optimizer.schedule.warmup_steps, *missed])
@@ -117,13 +117,12 @@ def stop_and_go(rank: int, world_size: int, at: int, config: ScapeConfig, dtype:
         (5, {}, torch.bfloat16),
         (1, {"sparsity": 0.99, "wire_dtype": "fp32", "update": "adamw"}, torch.float32),
         (5, {"sparsity": 0.999, "update": "adamw"}, torch.bfloat16),
-        (5, {"mask_interval": 4}, torch.float32),
         (2, {"dense_steps": 4, "update": "adamw"}, torch.float32),
         (4, {"dense_steps": 1, "sparsity_warmup_steps": 6}, torch.bfloat16),
         (4, {"sparsity_warmup_steps": None, "update": "adamw"}, torch.float32),
         (5, {"mask_statistic": "first_moment", "bias_correction": True}, torch.float32),
-        (5, {"mask_statistic": "first_moment", "catch_up": "summed", "update": "adamw"}, torch.float32),
-        (5, {"residual_dtype": torch.float64, "update": "adamw"}, torch.float64),
+        (5, {"mask_statistic": "first_moment", "update": "adamw"}, torch.float32),
+        (5, {"update": "adamw"}, torch.float64),
         (5, {"mask_votes": 3}, torch.float32),
         (9, {"second_moment": "reconstructed"}, torch.float32),
     ],
@@ -140,7 +139,7 @@ def test_resume_equals_never_having_stopped_bit_for_bit(
 def test_resume_right_after_a_skipped_step_is_exact(run_ranks: RunRanks, update: str) -> None:
     config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update=update)
     run_ranks(stop_and_go, 2, 5, config, torch.float32, 4)
-    run_ranks(stop_and_go, 2, 1, replace(config, mask_interval=3), torch.float32, 0)
+    run_ranks(stop_and_go, 2, 1, config, torch.float32, 0)
 
 
 def write_state(rank: int, world_size: int, steps: int, config: ScapeConfig) -> tuple[bytes, Tensor]:
@@ -339,6 +338,24 @@ def test_another_block_length_drops_the_mask_and_says_so() -> None:
         assert torch.equal(residual, after["scape"]["residuals"][0][index])
 
 
+@pytest.mark.parametrize(("catch_up", "told"), [("implicit", False), ("summed", True)])
+def test_options_of_earlier_versions_in_a_checkpoint_are_told_of_where_they_were_chosen(
+    catch_up: str, told: bool
+) -> None:
+    params, optimizer = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0), torch.float32)
+    train(params, optimizer, 0, range(4))
+    _, other = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0), torch.float32)
+    state = optimizer.state_dict()
+    state["scape"] = {**state["scape"], "config": {**state["scape"]["config"], "catch_up": catch_up}}
+    state["scape"]["config"]["residual_dtype"] = "torch.float32"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        other.load_state_dict(state)
+    texts = [str(warning.message) for warning in caught]
+    assert any("other options: catch_up='summed' (now always 'implicit')" in text for text in texts) == told
+    assert any("other options" in text for text in texts) == told
+
+
 def test_the_state_read_is_the_state_of_now() -> None:
     params, optimizer = build(ScapeConfig(sparsity=0.0), torch.bfloat16)
     train(params, optimizer, 0, range(2))
@@ -441,7 +458,7 @@ def test_a_run_that_turns_sparse_measures_its_noise_from_the_start() -> None:
         warnings.simplefilter("ignore")
         optimizer.load_state_dict(state)
     train(params, optimizer, 0, range(5, 6))  # no step at which a sample would be due
-    noise = optimizer.engine.settled_state().local_exp_avg_sq
+    noise = optimizer.engine.state_at_rest().local_exp_avg_sq
     assert noise is not None
     grad = torch.cat([p.grad.reshape(-1) for p in params]) * optimizer.stats.clip_factor  # type: ignore[union-attr]
     assert float(noise.sum()) == pytest.approx(float(grad.square().sum()), rel=1e-5)

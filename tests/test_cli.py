@@ -130,7 +130,7 @@ def test_a_resumed_run_takes_its_options_from_the_checkpoint_and_ends_bitwise_th
     output = run_tiny(tmp_path, 8, "--resume=auto")
     assert "SCAPE: options are those of the checkpoint" in output
     assert "sparsity is 0.8 by the checkpoint, not 0.9 as in the configuration file" in output
-    assert "residual_dtype" not in output.split("model_name")[0]
+    assert "residual_device" not in output.split("model_name")[0]
     assert "options differ" not in output
     before, after = load(straight[0] / "final"), load(tmp_path / "final")
     assert recorded(tmp_path / "final")["sparsity"] == 0.8
@@ -218,6 +218,7 @@ def test_every_option_of_the_config_can_be_given() -> None:
             "pretrain --scape.sparcity 0.9",
             "must be one of sparsity, update, .*; got '--scape.sparcity'.* mean sparsity?",
         ),
+        ("pretrain --scape.catch_up=implicit", "`catch_up` is no option any more, got '--scape.catch_up.*Leave it out"),
         ("pretrain --scape {}", "must be one of sparsity, .*; got '--scape'"),
         ("pretrain --scape.sparsity", "--scape.sparsity must be followed by a value, got none"),
         ("pretrain --scape.sparsity --seed 1", "--scape.sparsity must be followed by a value, got none"),
@@ -332,6 +333,14 @@ def test_the_command_line_goes_before_the_checkpoint_and_that_before_the_file(
     assert seen[-1][0] == ScapeConfig(sparsity=0.7, dense_steps=9, wire_dtype="fp32")
 
 
+def test_options_of_an_earlier_version_that_a_checkpoint_records_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seen: list[Any]
+) -> None:
+    make_checkpoint(tmp_path, "scape: {sparsity: 0.8, catch_up: implicit, residual_dtype: torch.float32}\n")
+    start(monkeypatch, "pretrain", "pythia-14m", f"--out_dir={tmp_path}", "--resume=auto")
+    assert seen[-1][0] == ScapeConfig(sparsity=0.8)
+
+
 def test_a_checkpoint_of_plain_litgpt_leaves_the_given_options(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seen: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -352,7 +361,7 @@ def test_nothing_to_resume_from_is_left_to_litgpt(
 def test_started_processes_find_the_options_in_the_environment(
     monkeypatch: pytest.MonkeyPatch, seen: list[Any]
 ) -> None:
-    config = ScapeConfig(sparsity=0.8, residual_dtype="float64")
+    config = ScapeConfig(sparsity=0.8, residual_device="cpu")
     passed_on = json.dumps({"options": config.as_dict(), "total_steps": 600})
     monkeypatch.setenv(litgpt_cli.OPTIONS_VARIABLE, f"{os.getppid()} {passed_on}")
     start(monkeypatch, "pretrain", "pythia-14m")

@@ -35,17 +35,14 @@ from torch import Tensor
 
 from lightning_scape import ops
 from lightning_scape.core.layout import Layout
-from lightning_scape.ops import (
-    chunked,
-    cpu,
-    cpu_arrays,
-    cpu_kernels,
-    cpu_ranking,
-    cpu_update,
-    cpu_wire,
-    naive,
-)
-from lightning_scape.ops.naive_wire import GROUP
+from lightning_scape.ops import cpu, naive
+from lightning_scape.ops.cpu import arrays as cpu_arrays
+from lightning_scape.ops.cpu import kernels as cpu_kernels
+from lightning_scape.ops.cpu import ranking as cpu_ranking
+from lightning_scape.ops.cpu import update as cpu_update
+from lightning_scape.ops.cpu import wire as cpu_wire
+from lightning_scape.ops.naive import chunked
+from lightning_scape.ops.naive.wire import GROUP
 from lightning_scape.scape.clipping import SKETCH_WIDTHS, random_signs
 
 FLOATS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -308,7 +305,7 @@ def test_compiled_code_is_kept_until_one_of_the_files_changes(tmp_path: Path) ->
     (tmp_path / "lightning_scape" / "__init__.py").write_text("")  # the loops need no Lightning: 5 s for each process
     script = (
         "import torch\n"
-        "from lightning_scape.ops import cpu, cpu_kernels\n"
+        "from lightning_scape.ops.cpu import kernels as cpu_kernels\nfrom lightning_scape.ops import cpu\n"
         "residual = torch.zeros(2)\n"
         "cpu.fold([residual], [torch.tensor([5.0, -5.0])], torch.ones(()), 2.0)\n"
         "print(residual.tolist(), sum(cpu_kernels.fold.stats.cache_hits.values()))\n"
@@ -323,7 +320,7 @@ def test_compiled_code_is_kept_until_one_of_the_files_changes(tmp_path: Path) ->
 
     assert run().strip() == "[2.0, -2.0] 0"
     assert run().strip() == "[2.0, -2.0] 1"
-    helpers = tmp_path / "lightning_scape" / "ops" / "cpu_numbers.py"
+    helpers = tmp_path / "lightning_scape" / "ops" / "cpu" / "numbers.py"
     helpers.write_text(
         helpers.read_text().replace("value = limit if value > limit", "value = limit + 1 if value > limit")
     )

@@ -250,7 +250,7 @@ def test_compare_repeats_runs_of_another_configuration_or_version(
         patch.setattr(lightning_scape, "__version__", "0.0.9")
         assert not example.is_done(path, args)
     as_dict = lightning_scape.ScapeConfig.as_dict
-    monkeypatch.setattr(lightning_scape.ScapeConfig, "as_dict", lambda self: {**as_dict(self), "catch_up": "summed"})
+    monkeypatch.setattr(lightning_scape.ScapeConfig, "as_dict", lambda self: {**as_dict(self), "max_skipped": 11})
     assert not example.is_done(path, args)
 
 

@@ -42,9 +42,9 @@ def test_every_option_of_the_config_is_an_argument_of_the_same_type_and_default(
 
 def test_options_reach_the_config_by_name_by_position_and_as_a_whole() -> None:
     assert ScapeStrategy(0.9).config == ScapeStrategy(sparsity=0.9).config == ScapeConfig(sparsity=0.9)
-    config = ScapeConfig(sparsity=0.9, dense_steps=3)
+    config = ScapeConfig(sparsity=0.9, dense_steps=3, residual_device=torch.device("cpu"))
     assert ScapeStrategy(config=config).config is config
-    assert ScapeStrategy(config=config, dense_steps=3, residual_dtype="float32").config is config
+    assert ScapeStrategy(config=config, dense_steps=3, residual_device="cpu").config is config
 
 
 def test_an_option_given_differently_in_config_and_by_name_is_an_error() -> None:
@@ -97,7 +97,7 @@ def run_cli(folder: Path, strategy: str) -> LightningCLI:
 
 def test_a_yaml_file_sets_every_kind_of_option(tmp_path: Path) -> None:
     options = (
-        "{sparsity: 0.9, dense_steps: 2, wire_dtype: fp32, bias_correction: true, residual_dtype: float64,"
+        "{sparsity: 0.9, dense_steps: 2, wire_dtype: fp32, bias_correction: true,"
         " residual_device: cpu, block_size: 50, start_method: fork, timeout: '0:10:00'}"
     )
     cli = run_cli(tmp_path, f"{{class_path: lightning_scape.ScapeStrategy, init_args: {options}}}")
@@ -106,7 +106,6 @@ def test_a_yaml_file_sets_every_kind_of_option(tmp_path: Path) -> None:
         dense_steps=2,
         wire_dtype="fp32",
         bias_correction=True,
-        residual_dtype=torch.float64,
         residual_device="cpu",
         block_size=50,
     )
@@ -121,11 +120,11 @@ def test_a_yaml_file_may_leave_warm_up_and_update_open(tmp_path: Path, warmup: i
     assert cli.trainer.strategy.config == ScapeConfig(sparsity_warmup_steps=warmup, update=update)
 
 
-@pytest.mark.parametrize("dtype", ["", ", residual_dtype: float64"])
-def test_a_yaml_file_may_give_the_config_as_a_block(tmp_path: Path, dtype: str) -> None:
-    config = f"{{sparsity: 0.9, wire_dtype: fp32{dtype}}}"
+@pytest.mark.parametrize("device", ["", ", residual_device: cpu"])
+def test_a_yaml_file_may_give_the_config_as_a_block(tmp_path: Path, device: str) -> None:
+    config = f"{{sparsity: 0.9, wire_dtype: fp32{device}}}"
     cli = run_cli(tmp_path, f"{{class_path: lightning_scape.ScapeStrategy, init_args: {{config: {config}}}}}")
-    expected = ScapeConfig(sparsity=0.9, wire_dtype="fp32", residual_dtype="float64" if dtype else "float32")
+    expected = ScapeConfig(sparsity=0.9, wire_dtype="fp32", residual_device="cpu" if device else None)
     assert cli.trainer.strategy.config == expected
 
 

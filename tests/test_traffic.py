@@ -18,7 +18,8 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from lightning_scape import ScapeConfig, ops
 from lightning_scape.core.layout import Layout
-from lightning_scape.ops import cuda, cuda_launch
+from lightning_scape.ops import cuda
+from lightning_scape.ops.cuda import launch as cuda_launch
 from lightning_scape.planning import scape_traffic
 
 pytestmark = [

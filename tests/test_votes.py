@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.comm import collectives
-from lightning_scape.scape.region import SAMPLE_INTERVAL, SAMPLE_WEIGHT
+from lightning_scape.scape.shard import SAMPLE_INTERVAL, SAMPLE_WEIGHT
 
 RunRanks = Callable[..., list[Any]]
 
@@ -147,7 +147,6 @@ def test_votes_are_one_message_more_and_counted(run_ranks: RunRanks, options: di
         ({"mask_votes": 201}, "at most the block length 200, got 201"),
         ({"mask_votes": 1, "mask_statistic": "first_moment"}, "ranks vote with their residuals"),
         ({"second_moment": "ema"}, "`second_moment` must be one of 'measured', 'reconstructed'"),
-        ({"catch_up": "half"}, "`catch_up` must be one of 'implicit', 'summed'"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:

@@ -67,7 +67,7 @@ def resolve_config(config: ScapeConfig | None, options: Mapping[str, Any]) -> Sc
             " pass the options themselves: `ScapeStrategy(sparsity=0.99)`."
         )
     given = {name: value for name, value in options.items() if value != CONFIG_DEFAULTS[name]}
-    # By way of a ScapeConfig: "float32" and torch.float32 are the same option.
+    # By way of a ScapeConfig: "cpu" and torch.device("cpu") are the same option.
     merged = replace(config, **given)
     clashes = [
         f"{name}={value!r} (config: {getattr(config, name)!r})"

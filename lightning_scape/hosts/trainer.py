@@ -36,6 +36,7 @@ from lightning_scape.comm.collectives import Communicator, is_distributed
 from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.comm.under_way import settle
+from lightning_scape.core.epoch_end import compare_ends
 from lightning_scape.hosts import advice, ending, launching, preemption, rendezvous, swap, two_level
 from lightning_scape.hosts.density_bar import DensityBar
 from lightning_scape.hosts.own_clipping import watch_gradients
@@ -45,15 +46,14 @@ from lightning_scape.hosts.shared_nans import SharedNans
 from lightning_scape.hosts.trainer_checkpoints import TrainerCheckpoints
 from lightning_scape.hosts.unwrapped import Attached
 from lightning_scape.scape.config import (
-    CatchUp,
     ClipNorm,
     MaskStatistic,
     ScapeConfig,
     SecondMoment,
     Update,
     WireDtype,
+    refuses_removed,
 )
-from lightning_scape.scape.epoch_end import compare_ends
 
 
 class ScapeStrategy(TrainerCheckpoints):
@@ -78,18 +78,15 @@ class ScapeStrategy(TrainerCheckpoints):
         dense_steps: number of first steps that send everything.
         sparsity_warmup_steps: steps over which the density falls from 1 to ``1 - sparsity``; 0 is none. None is 4,950
             at 99% and 1,424 at 90%; with the update of AdamS 1,000, or all steps of a shorter run.
-        mask_interval: steps for which one mask is used.
         mask_statistic: what ranks the entries.
         mask_votes: entries per block that every rank proposes; None chooses.
         second_moment: what an entry is divided by that was not visited in the step before.
-        catch_up: how far such an entry goes.
         wire_dtype: how values travel to their owner, and the changes of wider parameters back.
         bias_correction: divide the first moments by ``1 - beta1**t``.
         clip_norm: how ``gradient_clip_val`` measures the averaged gradient.
         local_group_size: ranks of a node that hold one replica together, sharded by FSDP2; ``"node"`` takes all ranks
             of a node. SCAPE then runs between the nodes.
         reshard_after_forward: with ``local_group_size`` above 1: free gathered parameters between forward and backward.
-        residual_dtype: dtype of the error-feedback residual.
         residual_device: where the residual lives.
         max_skipped: consecutive skipped steps (a gradient is not finite) that raise an error.
         check_replicas_every: steps between two comparisons of all ranks' parameters; 0: the first step only.
@@ -115,10 +112,11 @@ class ScapeStrategy(TrainerCheckpoints):
 
     Raises:
         ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
-        TypeError: an option of DDP's that is not needed here.
+        TypeError: an option of DDP's that is not needed here, or one of earlier versions.
     """
 
     @launching.refuses_options_of_ddp
+    @refuses_removed
     def __init__(
         self,
         sparsity: float = 0.99,
@@ -127,17 +125,14 @@ class ScapeStrategy(TrainerCheckpoints):
         update: Update | None = None,
         dense_steps: int = 0,
         sparsity_warmup_steps: int | None = None,
-        mask_interval: int = 1,
         mask_statistic: MaskStatistic = "residual",
         mask_votes: int | None = None,
         second_moment: SecondMoment = "measured",
-        catch_up: CatchUp = "implicit",
         wire_dtype: WireDtype = "bf16",
         bias_correction: bool = False,
         clip_norm: ClipNorm = "sketch",
         local_group_size: int | Literal["node"] = 1,
         reshard_after_forward: bool = True,
-        residual_dtype: torch.dtype | str = "float32",
         residual_device: torch.device | str | None = None,
         max_skipped: int = 10,
         check_replicas_every: int = 0,

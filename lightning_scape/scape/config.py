@@ -5,11 +5,14 @@ Symbols: ``rho = 1 - sparsity`` is the density, ``B`` the block length, ``q`` th
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
+from typing_extensions import ParamSpec
 
 from lightning_scape.core.quota import MAX_BLOCK, Quota, check_local_group_size, density_of, quota_for
 
@@ -17,7 +20,6 @@ MaskStatistic = Literal["residual", "first_moment"]
 WireDtype = Literal["bf16", "fp32", "int8", "int4"]
 ClipNorm = Literal["sketch", "local"]
 SecondMoment = Literal["measured", "reconstructed"]
-CatchUp = Literal["implicit", "summed"]
 Update = Literal["adamw", "adams"]
 WarmupShape = Literal["waits", "geometric"]
 
@@ -31,15 +33,59 @@ _FEW = 5
 
 _WIRE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _WIRE_BITS = {"int8": 8, "int4": 4}
-_RESIDUAL_DTYPES = (torch.float32, torch.float64)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
+class Removed(NamedTuple):
+    """An option that is no option any more."""
+
+    now: object
+    """The value that holds for all, as ``as_dict`` had it."""
+    sentence: str
+    """What that means."""
+
+
+REMOVED_OPTIONS = {
+    "catch_up": Removed("implicit", "an entry goes `tau` times along its new first moment, which was 'implicit'"),
+    "mask_interval": Removed(1, "every step has a mask of its own"),
+    "residual_dtype": Removed("torch.float32", "the residual is fp32"),
+}
+"""Options of earlier versions, which measured worse or equal."""
+
+
+def refuse_removed(name: str, received: str) -> None:
+    """Raises TypeError where an option is no option any more; ``received`` says what was given."""
+    if name in REMOVED_OPTIONS:
+        raise TypeError(f"`{name}` is no option any more, {received}: {REMOVED_OPTIONS[name].sentence}. Leave it out.")
+
+
+def refuses_removed(constructor: Callable[_P, None]) -> Callable[_P, None]:
+    """Gives a constructor an error for options that are no options any more."""
+
+    @functools.wraps(constructor)
+    def construct(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        for name, value in kwargs.items():
+            refuse_removed(name, f"got {value!r}")
+        constructor(*args, **kwargs)
+
+    return construct
+
+
+def _with_removed(config: type[_T]) -> type[_T]:
+    """:func:`refuses_removed` for a dataclass."""
+    config.__init__ = refuses_removed(config.__init__)  # type: ignore[method-assign]
+    return config
+
+
+@_with_removed
 @dataclass(kw_only=True, frozen=True)
 class ScapeConfig:
     """Every option of SCAPE (arXiv 2607.01678); immutable, checked when made.
 
     Raises:
         ValueError: an option is outside its rule; the message gives rule, value and remedy.
+        TypeError: an option of :data:`REMOVED_OPTIONS` is given; the message says what holds now.
     """
 
     sparsity: float = 0.99
@@ -60,9 +106,6 @@ class ScapeConfig:
     (docs/design.md, 3.3). None, with the update of AdamS, is a geometric fall in 1,000 steps, or in all steps of a
     shorter run."""
 
-    mask_interval: int = 1
-    """Steps for which one mask is used before the next is made. Keep 1 unless you measure otherwise."""
-
     mask_statistic: MaskStatistic = "residual"
     """What ranks the entries: ``"residual"`` (sum of the local first moments since the entry's last visit, up to the
     ends of the window; no memory) or ``"first_moment"`` (the local first moments themselves, added up; 8P/N bytes)."""
@@ -79,11 +122,6 @@ class ScapeConfig:
     bytes, no message). ``"reconstructed"`` takes it from the synchronized buffer alone, as the paper does.
     ``update="adamw"`` always measures (4P/N bytes)."""
 
-    catch_up: CatchUp = "implicit"
-    """How an entry makes up for the ``tau`` steps since its last visit: ``"implicit"`` goes ``tau`` times along the new
-    first moment (backward Euler). ``"summed"`` goes along the sum of the ``tau`` first moments of AdamS. The first is
-    stable up to a higher curvature: 5 times at tau = 2, twice at tau = 10, the same at tau = 100."""
-
     wire_dtype: WireDtype = "bf16"
     """How values travel to their owner: ``"bf16"`` (2 bytes), ``"int8"`` or ``"int4"`` (1.03 or 0.53 bytes: 64 values
     share a scale), or ``"fp32"``; the rounding error stays in the residual. Where
@@ -92,7 +130,7 @@ class ScapeConfig:
 
     bias_correction: bool = False
     """With ``update="adams"``: divide the first moments by ``1 - beta1**t``, as the code of AdamS does, its paper does
-    not. With ``catch_up="implicit"`` an entry that waits remembers longer than that: its first visits take it less far.
+    not. An entry that waits remembers longer than that: its first visits take it less far.
     ``update="adamw"`` always corrects both moments, as torch does."""
 
     clip_norm: ClipNorm = "sketch"
@@ -107,10 +145,6 @@ class ScapeConfig:
     reshard_after_forward: bool = True
     """With ``local_group_size`` above 1: True frees a block's gathered parameters after its forward pass and gathers
     them again for the backward pass (ZeRO-3's memory). False keeps them in between (ZeRO-2's)."""
-
-    # A name: jsonargparse (LightningCLI) takes no dtype as the default inside a nested `config:` block.
-    residual_dtype: torch.dtype | str = "float32"
-    """dtype of the error-feedback residual: ``torch.float32`` or ``torch.float64``, or their names."""
 
     residual_device: torch.device | str | None = None
     """Where the residual lives; None is the parameters' own device."""
@@ -152,7 +186,6 @@ class ScapeConfig:
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"`{name}` must be True or False, got {value!r}. Pass a bool; {usual} if unsure.")
         check_local_group_size(self.local_group_size)
-        object.__setattr__(self, "residual_dtype", _as_dtype(self.residual_dtype))
         if self.residual_device is not None:
             object.__setattr__(self, "residual_device", _as_device(self.residual_device))
         self._check_block_size()
@@ -250,10 +283,7 @@ class ScapeConfig:
     def as_dict(self) -> dict[str, Any]:
         """All options as plain numbers, strings and None (what a checkpoint may hold)."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {
-            name: str(value) if isinstance(value, (torch.dtype, torch.device)) else value
-            for name, value in values.items()
-        }
+        return {name: str(value) if isinstance(value, torch.device) else value for name, value in values.items()}
 
     @property
     def values_dtype(self) -> torch.dtype:
@@ -269,7 +299,6 @@ class ScapeConfig:
 _LEAST_WHOLE = {
     "dense_steps": 0,
     "sparsity_warmup_steps": 0,
-    "mask_interval": 1,
     "max_skipped": 1,
     "check_replicas_every": 0,
 }
@@ -278,7 +307,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "update": get_args(Update),
     "mask_statistic": get_args(MaskStatistic),
     "second_moment": get_args(SecondMoment),
-    "catch_up": get_args(CatchUp),
     "wire_dtype": get_args(WireDtype),
     "clip_norm": get_args(ClipNorm),
 }
@@ -295,14 +323,3 @@ def _as_device(value: torch.device | str) -> torch.device:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _as_dtype(value: torch.dtype | str) -> torch.dtype:
-    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    if dtype not in _RESIDUAL_DTYPES:
-        raise ValueError(
-            f"`residual_dtype` must be torch.float32 or torch.float64, got {value!r}: a narrower residual would lose"
-            " gradient mass at every step."
-        )
-    assert isinstance(dtype, torch.dtype)
-    return dtype

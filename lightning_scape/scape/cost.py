@@ -9,7 +9,7 @@ from lightning_scape.core.layout import Layout
 from lightning_scape.scape.clipping import SKETCH_WIDTHS
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.first_message import DIGITS
-from lightning_scape.scape.participation import packed_size
+from lightning_scape.wire.flags import packed_size
 from lightning_scape.wire.values import packed_bytes
 
 PACKING_BYTES = 66

@@ -109,7 +109,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         )
         setup = _describe(self.config, parameters, self.param_groups)
         check_same_setup_everywhere(comm, shards, setup, problem, parameters.device)
-        self.engine = Engine(self.param_groups, parameters, self.config, comm, total_steps, shards)
+        self.engine = Engine(parameters, self.config, comm, total_steps, shards)
         """The step and its state. Not for users; tests, benchmarks and simulated ranks look at training through it."""
         self._shared = _Shared()
 
@@ -150,7 +150,6 @@ class ScapeOptimizer(torch.optim.Optimizer):
             for name, value in own.items():
                 shared.setdefault(name, value)
         new.param_groups = optimizer.param_groups
-        new.engine.follow(new.param_groups)
         new.defaults = optimizer.defaults
         new._dense = optimizer
         return new
@@ -179,9 +178,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._shared.consolidated = None
-        self.engine.follow(self.param_groups)
-        with self.engine.comm.telling_errors():
-            self.engine.step()
+        with self.engine.telling():
+            self.engine.step(self.param_groups)
         return loss
 
     def clip_grad_norm(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
@@ -199,8 +197,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             RuntimeError: ``error_if_nonfinite``, and the norm is not finite; on every rank. On CUDA the next step (or
                 checkpoint) raises it, after this one was skipped: to know it now, the host would have to wait.
         """
-        self.engine.follow(self.param_groups)
-        return self.engine.clip_grad_norm(float(max_norm), error_if_nonfinite=error_if_nonfinite)
+        return self.engine.clip_grad_norm(self.param_groups, float(max_norm), error_if_nonfinite=error_if_nonfinite)
 
     def all_finite(self) -> bool:
         """Whether the gradients of all ranks are finite: by it all of them take a step, or none does. Collective.
@@ -215,8 +212,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         backward pass and in place of ``clip_grad_norm``, or after it. A step that is taken without asking is skipped on
         all ranks where a gradient is not finite.
         """
-        self.engine.follow(self.param_groups)
-        return self.engine.all_finite()
+        return self.engine.all_finite(self.param_groups)
 
     def clip_grad_value(self, clip_value: float) -> None:
         """Records that the step clamps every rank's gradient to ``[-clip_value, clip_value]`` before folding it in."""
@@ -305,11 +301,11 @@ class ScapeOptimizer(torch.optim.Optimizer):
         """
         self.engine.batch = batches
         if last is not None:
-            self.engine.clipping.first_message.epoch_end.announce(batches, last)
+            self.engine.first_message.epoch_end.announce(batches, last)
 
     def request_stop(self) -> None:
         """Says that this rank was told to stop; the next step's first message tells all ranks."""
-        self.engine.clipping.first_message.stop = True
+        self.engine.first_message.stop = True
 
     @property
     def stop_requested(self) -> bool:
@@ -317,7 +313,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
         The same on all ranks after the same step; on CUDA one step later, so that the host does not wait.
         """
-        return self.engine.clipping.first_message.stopping
+        return self.engine.first_message.stopping
 
     def bytes_per_step(self, sent: int | None = None) -> int:
         """Bytes that this rank sends in a step, the norm's message (clipping) not counted.
@@ -373,7 +369,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         the update of AdamS ``4 P`` more: what AdamW would need to go on from it). To
         collect it takes little more: all ranks' residuals of one parameter at a time.
         """
-        snapshot = self._snapshot(self.engine.settled_state())
+        snapshot = self._snapshot(self.engine.state_at_rest())
         self._shared.consolidated = checkpoint.consolidate(snapshot, self.engine.comm, to)
 
     def sharded_state_dict(self) -> OwnShards:
@@ -382,7 +378,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         Nothing is sent, and no rank ever holds the whole state.
         """
         groups = super().state_dict()["param_groups"]
-        return checkpoint.own_shards(self._snapshot(self.engine.settled_state()), self.engine.comm, groups)
+        return checkpoint.own_shards(self._snapshot(self.engine.state_at_rest()), self.engine.comm, groups)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, by parameter, independent of the number of ranks: tensors, numbers and strings only.

@@ -36,7 +36,7 @@ from typing_extensions import override
 from lightning_scape.hosts.advice import Spelling
 from lightning_scape.hosts.fabric import FabricScapeStrategy
 from lightning_scape.hosts.sparseloco_fabric import FabricSparseLoCoStrategy
-from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.config import REMOVED_OPTIONS, ScapeConfig, refuse_removed
 from lightning_scape.sparseloco import SparseLoCoConfig
 
 COMMANDS = ("pretrain", "finetune_full")
@@ -65,6 +65,8 @@ class Method(NamedTuple):
     """A dataclass with ``as_dict()``: the options and their defaults."""
     strategy: type[FabricScapeStrategy]
     """Of Fabric; takes the options by name, and ``total_steps``."""
+    removed: Mapping[str, Any] = {}
+    """Options that earlier versions had: an error, but in a checkpoint, whose optimizer warns where they mattered."""
     told: frozenset[str] | None = None
     """Options that the strategy's first line tells, so that only others are told here; None: all that matter."""
 
@@ -75,6 +77,7 @@ METHODS = {
         "SCAPE",
         ScapeConfig,
         LitGPTScapeStrategy,
+        REMOVED_OPTIONS,
         frozenset({"sparsity", "sparsity_warmup_steps", "dense_steps", "update"}),
     ),
     "sparseloco": Method("SparseLoCo", SparseLoCoConfig, FabricSparseLoCoStrategy),
@@ -93,7 +96,7 @@ def main() -> None:
         in_files, rest = take_sections(rest)
         name, config, total_steps = _received() or _resolve(rest, given, in_files)
         _check_environment(name)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         _fail(str(error))
     with scape_strategy(config, total_steps):
         _run_litgpt(rest, help_too=True)
@@ -170,6 +173,8 @@ def _kind(hint: Any) -> str:
 
 
 def _check_name(option: str, received: str, name: str) -> None:
+    if option in METHODS[name].removed:
+        refuse_removed(option, received)
     known = [field.name for field in fields(METHODS[name].config)]
     if option not in known:
         (near,) = get_close_matches(option, known, n=1) or [""]
@@ -252,8 +257,8 @@ def _read_mapping(source: str | Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _sections(content: Mapping[str, Any], source: str | Path) -> Options:
-    """Those of our methods that a file has."""
+def _sections(content: Mapping[str, Any], source: str | Path, recorded: bool = False) -> Options:
+    """Those of our methods that a file has; one that a checkpoint's run has recorded may be an earlier version's."""
     found: Options = {}
     for name in METHODS.keys() & content.keys():
         section = content[name]
@@ -263,6 +268,8 @@ def _sections(content: Mapping[str, Any], source: str | Path) -> Options:
                 f"`{name}:` in {source} must be a mapping, got {section!r}. Write the options under it, one a line:"
                 f" `{first.name}: {first.default}`."
             )
+        if recorded:
+            section = {option: value for option, value in section.items() if option not in METHODS[name].removed}
         for option in section:
             _check_name(option, f"got {option!r} under `{name}:` in {source}", name)
         found[name] = {option: _read_value(value) for option, value in section.items()}
@@ -287,7 +294,7 @@ def _resolve(rest: Sequence[str], given: Options, in_files: Options) -> tuple[st
     parsed = _parse(rest)
     checkpoint = None if parsed is None else find_recorded(parsed)
     total_steps = None if parsed is None else steps_of_run(rest[0], parsed)
-    recorded = {} if checkpoint is None else _sections(_read_mapping(checkpoint), checkpoint)
+    recorded = {} if checkpoint is None else _sections(_read_mapping(checkpoint), checkpoint, recorded=True)
     name = method_asked_for(given, in_files, recorded)
     by_hand, by_file, saved = (options.get(name, {}) for options in (given, in_files, recorded))
     config = METHODS[name].config(**{**by_file, **saved, **by_hand})
@@ -399,7 +406,7 @@ def _tell_resumed(
         print(f"{title}: {file} records no options of {title}; those given now hold.", file=sys.stderr)
         return
     print(f"{title}: options are those of the checkpoint, from {file}.", file=sys.stderr)
-    # By way of the config: "float32" and "torch.float32" are the same option.
+    # By way of the config: it may write an option in another way than it was given.
     recorded, wanted = config(**saved).as_dict(), config(**{**saved, **by_file, **by_hand}).as_dict()
     for option, value in wanted.items():
         before = recorded[option]

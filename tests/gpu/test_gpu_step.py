@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ScapeStrategy
 from lightning_scape.ops import cuda
-from lightning_scape.scape.region import SAMPLE_INTERVAL
+from lightning_scape.scape.shard import SAMPLE_INTERVAL
 from lightning_scape.scape.stats import PHASES
 
 pytestmark = pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The loops of an owner's update and of its way into the parameters, compiled by numba: see :mod:`.cpu_kernels`.
+"""The loops of an owner's update and of its way into the parameters, compiled by numba: see :mod:`.kernels`.
 
 What they touch lies far apart. So the places of some hundred entries are computed first, and their cache lines are
 asked for (:func:`_prefetch_places`): the core waits for many at once. Where most cache lines have a masked entry, the
@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from lightning_scape.ops.cpu_numbers import CACHE_LINE, array_at, jit, larger, narrow, overlap, prefetch_line, widen
+from lightning_scape.ops.cpu.numbers import CACHE_LINE, array_at, jit, larger, narrow, overlap, prefetch_line, widen
 
 _TILE = 512
 """Entries that an update reads before it computes: their cache misses overlap."""

@@ -1,4 +1,4 @@
-"""The operations of :mod:`.naive`, a few rows or entries at a time: no temporary has the size of the parameters.
+"""The operations of :mod:`..naive`, a few rows or entries at a time: no temporary has the size of the parameters.
 
 They serve where no faster implementation does. Results are the same, but for the order of a norm's summation.
 ``mean``, ``changes`` and ``quantize_with_error`` have temporaries of the size of what is sent.
@@ -34,7 +34,7 @@ from lightning_scape.ops.naive import (
     sketch,
     to_device,
 )
-from lightning_scape.ops.naive_wire import GROUP, group_bytes
+from lightning_scape.ops.naive.wire import GROUP, group_bytes
 
 __all__ = [
     "AdamWStep",

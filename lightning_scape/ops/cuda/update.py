@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_scape.core.layout import Piece
-from lightning_scape.ops import chunked, naive
-from lightning_scape.ops import cuda_launch as launching
-from lightning_scape.ops.cuda_masks import cells
-from lightning_scape.ops.cuda_numbers import divide, narrow, pointer, root, widen
-from lightning_scape.ops.naive import Hyper, RowNumbers, ShardState
+from lightning_scape.ops import naive
+from lightning_scape.ops.cuda import launch as launching
+from lightning_scape.ops.cuda.masks import cells
+from lightning_scape.ops.cuda.numbers import divide, narrow, pointer, root, widen
+from lightning_scape.ops.naive import Hyper, RowNumbers, ShardState, chunked
 
 _UPDATE_CHUNK = 512
 """Entries a program updates. Of more, not all of what an update computes with would fit into registers."""

@@ -1,4 +1,4 @@
-"""What an owner does with its shard, and all ranks with their parameters: a part of :mod:`.cpu`."""
+"""What an owner does with its shard, and all ranks with their parameters: a part of :mod:`..cpu`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_scape.core.layout import Piece
-from lightning_scape.ops import chunked, cpu_update, naive
-from lightning_scape.ops.cpu_arrays import (
+from lightning_scape.ops import naive
+from lightning_scape.ops.cpu import update as cpu_update
+from lightning_scape.ops.cpu.arrays import (
     GRAIN,
     array,
     in_parallel,
@@ -23,7 +24,7 @@ from lightning_scape.ops.cpu_arrays import (
     scalar,
     where_it_fits,
 )
-from lightning_scape.ops.naive import Hyper, RowNumbers, ShardState, position_dtype
+from lightning_scape.ops.naive import Hyper, RowNumbers, ShardState, chunked, position_dtype
 
 
 @where_it_fits

@@ -18,18 +18,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lightning_scape.core.layout import Piece, Region
-from lightning_scape.ops.naive_masks import merge, position_dtype, proposal_bytes, propose, select, votes_in
-from lightning_scape.ops.naive_params import gather_params, renew_masters, scatter_params
-from lightning_scape.ops.naive_wire import (
-    changes,
-    dequantize,
-    gather_blocks,
-    mean,
-    quantize,
-    quantize_with_error,
-    scatter_blocks,
-)
-from lightning_scape.ops.rules import (
+from lightning_scape.ops.naive.masks import merge, position_dtype, proposal_bytes, propose, select, votes_in
+from lightning_scape.ops.naive.params import gather_params, renew_masters, scatter_params
+from lightning_scape.ops.naive.rules import (
     LONGEST_MOVE,
     AdamWStep,
     Hyper,
@@ -40,6 +31,15 @@ from lightning_scape.ops.rules import (
     adams_step,
     adamw_step,
     column,
+)
+from lightning_scape.ops.naive.wire import (
+    changes,
+    dequantize,
+    gather_blocks,
+    mean,
+    quantize,
+    quantize_with_error,
+    scatter_blocks,
 )
 
 __all__ = [
