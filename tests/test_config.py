@@ -90,7 +90,6 @@ def test_config_is_frozen_and_keyword_only() -> None:
             {"catch_up": "summed"},
             "`catch_up` is no option any more, got 'summed': an entry goes `tau` .* Leave it",
         ),
-        ({"mask_interval": 4}, "`mask_interval` is no option any more, got 4: each step .* Leave it out"),
         (
             {"residual_dtype": torch.float32},
             "`residual_dtype` is no option any more, got torch.float32: .*. Leave",
