@@ -38,6 +38,7 @@ from lightning_scape import ScapeConfig, ScapeOptimizer, __version__, ops
 from lightning_scape.comm.collectives import Communicator, Work
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.quota import Quota
+from lightning_scape.scape.state import Step
 from lightning_scape.scape.stats import PHASES, StepRecord
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -174,23 +175,24 @@ class Alone(Communicator):
     def all_gather(self, shard: torch.Tensor) -> Work:
         return Work(shard.repeat(self.world_size, 1))
 
-    def exchange_mask(
-        self,
-        full: Callable[[], torch.Tensor],
-        own_part: Callable[[torch.Tensor | None], torch.Tensor],
-        device: torch.device,
-        proposals: torch.Tensor | None = None,
-    ) -> Work:
+    def gather_mask(self, mine: torch.Tensor) -> Work:
+        full = mine.new_empty((self.world_size * mine.shape[0], mine.shape[1]))
+        self.gather_elected(full, mine)
+        return Work(full, stream=self.side_stream(mine.device) if mine.is_cuda else None)
+
+    def in_background(self, elect: Callable[[], None], full: torch.Tensor, proposals: torch.Tensor) -> Work:
+        elect()
+        return Work(full, stream=self.side_stream(full.device) if full.is_cuda else None)
+
+    def exchange_proposals(self, proposals: torch.Tensor) -> torch.Tensor:
+        received = proposals.clone().view(self.world_size, -1, proposals.shape[1])
+        received[..., -1] = 0  # the scale: those for other shards' blocks must not count, pads lie elsewhere
+        return received
+
+    def gather_elected(self, full: torch.Tensor, mine: torch.Tensor) -> None:
         assert self.others is not None
-        with self.on_side_stream(device):
-            received = None
-            if proposals is not None:
-                received = proposals.clone().view(self.world_size, -1, proposals.shape[1])
-                received[..., -1] = 0  # the scale: those for other shards' blocks must not count, pads lie elsewhere
-            shard = own_part(received)
-            mask = full().copy_(self.others)
-            mask[: shard.shape[0]] = shard
-        return Work(mask, stream=self.side_stream(device) if device.type == "cuda" else None)
+        full.copy_(self.others)
+        full[: mine.shape[0]] = mine
 
     def all_gather_stacked(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unsqueeze(0).expand(self.world_size, *tensor.shape)
@@ -304,10 +306,13 @@ def selecting(optimizer: ScapeOptimizer, clock: Clock) -> float:
     """Microseconds of making a mask on its own, as the first sparse step does: ranking, proposals, merge."""
     engine = optimizer.engine
     assert engine.state is not None
-    engine.masks.restore(None, 0)
+    engine.masks.restore(None)
+    scale = engine.participants.of(engine.state, torch.ones((), device=engine.device), None)
+    sent = engine.masks.schedule.sent(engine.calls)
+    step = Step(engine.state, optimizer.param_groups, [], None, StepRecord(), scale, sent)
     clock.get_ahead()
     begin = clock.mark()
-    engine.masks.current(engine.state.calls, engine.state)
+    engine.masks.make_now(step)
     return clock.microseconds(begin, clock.mark())
 
 

@@ -32,9 +32,8 @@ from simulated_ranks import DenseRanks, Ranks, SimulatedRanks
 from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.scape.mask import Masks, Ranking
-from lightning_scape.scape.participation import Participation
-from lightning_scape.scape.state import ScapeState
+from lightning_scape.scape.mask import Masks
+from lightning_scape.scape.state import Ranking, Step
 
 OUT = Path(__file__).parent / "results" / "quality"
 MAX_NORM = 1.0
@@ -165,10 +164,10 @@ def mask_delay(ranks: SimulatedRanks, steps: int) -> None:
 class NoDelay(Masks):
     """Every step makes its own mask."""
 
-    def missing(self, step: int) -> bool:
-        return not self.sends_all(step)
+    def missing(self, step: Step) -> bool:
+        return super().missing(step) or not self.sends_all(step.number)
 
-    def ranking(self, step: int, state: ScapeState) -> Ranking | None:
+    def ranking_after(self, step: Step) -> Ranking | None:
         return None
 
 
@@ -214,17 +213,16 @@ def vote_bits(ranks: SimulatedRanks, bits: int) -> None:
     levels = (1 << (bits - 1)) - 1
 
     def coarse(plain: Callable[..., Any], votes: int) -> Callable[..., Any]:
-        def exchange_mask(full: Any, own_part: Any, device: Any, proposals: Any = None) -> Any:
-            if proposals is not None:
-                codes = proposals[:, -votes - 1 : -1].view(torch.int8)
-                codes.copy_((codes.float() * (levels / 127)).round().mul(127 / levels).round())
-            return plain(full, own_part, device, proposals)
+        def exchange_proposals(proposals: Tensor) -> Any:
+            codes = proposals[:, -votes - 1 : -1].view(torch.int8)
+            codes.copy_((codes.float() * (levels / 127)).round().mul(127 / levels).round())
+            return plain(proposals)
 
-        return exchange_mask
+        return exchange_proposals
 
     for optimizer in ranks.optimizers:
         comm = optimizer.communicator
-        comm.exchange_mask = coarse(comm.exchange_mask, optimizer.config.votes)  # type: ignore[method-assign]
+        comm.exchange_proposals = coarse(comm.exchange_proposals, optimizer.config.votes)  # type: ignore[method-assign]
 
 
 class EmaShard:
@@ -237,18 +235,16 @@ class EmaShard:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)
 
-    def update(
-        self, state: ScapeState, mask: Tensor | None, total: Tensor, part: Participation
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, step: Step, total: Tensor) -> Tensor:
+        state, mask = step.state, step.mask.mine
         if self.mean is None:
             self.mean = torch.zeros_like(state.exp_avg)
-        own = None if mask is None else mask[self.plain.rows]
-        tau = state.step + 1 - ops.gather_blocks(state.last_step, own)
+        tau = state.step + 1 - ops.gather_blocks(state.last_step, mask)
         sample = total.square() / tau
-        old = ops.gather_blocks(self.mean, own)
-        ops.scatter_blocks(self.mean, own, torch.where(old == 0, sample, old + self.weight * (sample - old)))
+        old = ops.gather_blocks(self.mean, mask)
+        ops.scatter_blocks(self.mean, mask, torch.where(old == 0, sample, old + self.weight * (sample - old)))
         measured, state.local_exp_avg_sq = state.local_exp_avg_sq, self.mean
-        updated: tuple[Tensor, Tensor] = self.plain.update(state, mask, total, part)
+        updated: Tensor = self.plain.update(step, total)
         state.local_exp_avg_sq = measured
         return updated
 

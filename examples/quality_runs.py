@@ -157,8 +157,6 @@ VARIED: list[dict[str, Any]] = [
     {"plain_update": True},
     {"mask_delay": 0},
     {"mask_delay": 2},
-    {"mask_interval": 4},
-    {"mask_interval": 16},
     {"block_size": 100},
     {"block_size": 1000},
     {"wire_dtype": "fp32"},

@@ -109,20 +109,22 @@ class LocalCommunicator(Communicator):
         self.count_bytes("parameters", full.numel() * full.element_size())
         return Work(full.fill_(-0.0) if self.others_add else full)
 
-    def exchange_mask(
-        self,
-        full: Callable[[], Tensor],
-        own_part: Callable[[Tensor | None], Tensor],
-        device: torch.device,
-        proposals: Tensor | None = None,
-    ) -> Work:
-        received = None
-        if proposals is not None:
-            self.count_bytes("votes", proposals.numel() * proposals.element_size())
-            received = self._all_to_all(proposals)
-        mask = torch.cat(self.meeting.share(self.rank, own_part(received)))
+    def gather_mask(self, mine: Tensor) -> Work:
+        mask = torch.cat(self.meeting.share(self.rank, mine))
         self.count_bytes("mask", mask.numel() * mask.element_size())
         return Work(mask)
+
+    def in_background(self, elect: Callable[[], None], full: Tensor, proposals: Tensor) -> Work:
+        self.count_bytes("mask", full.numel() * full.element_size())
+        self.count_bytes("votes", proposals.numel() * proposals.element_size())
+        elect()  # in turns with the other ranks
+        return Work(full)
+
+    def exchange_proposals(self, proposals: Tensor) -> Tensor:
+        return self._all_to_all(proposals)
+
+    def gather_elected(self, full: Tensor, mine: Tensor) -> None:
+        torch.cat(self.meeting.share(self.rank, mine), out=full)
 
     def gather(self, flat: Tensor, to: int, device: torch.device) -> list[Tensor] | None:
         parts = self.meeting.share(self.rank, flat.clone())

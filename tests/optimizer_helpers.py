@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_scape import ScapeOptimizer, ops
 from lightning_scape.comm.collectives import Work
 from lightning_scape.core.tensors import piece_views
+from lightning_scape.scape.state import Step
 
 RunRanks = Callable[..., list[Any]]
 SIZES = ((37, 11), (5,), (1,), (300, 7), (3, 3, 3), (641,))
@@ -76,19 +77,19 @@ class Ledger:
     def __init__(self, optimizer: ScapeOptimizer) -> None:
         self.optimizer = optimizer
         self.sent: Tensor | None = None
-        self._all_to_all, self._sweep = optimizer.communicator.all_to_all, optimizer.engine.local.sweep
+        self._all_to_all, self._take = optimizer.communicator.all_to_all, optimizer.engine.shard.take
         optimizer.communicator.all_to_all = self.all_to_all  # type: ignore[method-assign]
-        optimizer.engine.local.sweep = self.sweep  # type: ignore[method-assign]
+        optimizer.engine.shard.take = self.take  # type: ignore[method-assign]
 
     def all_to_all(self, sent: Tensor) -> Work:
-        for rows in self.optimizer.engine.remote.rows:
+        for rows in self.optimizer.engine.outgoing.region.rows:
             self._enter(rows, sent[rows])
         return self._all_to_all(sent)
 
-    def sweep(self, *args: Any) -> Tensor:
-        own = self._sweep(*args)
-        self._enter(self.optimizer.engine.local.rows, own)
-        return own
+    def take(self, step: Step) -> Tensor:
+        mine = self._take(step)
+        self._enter(self.optimizer.engine.shard.rows, mine)
+        return mine
 
     def _enter(self, rows: slice, values: Tensor) -> None:
         state, mask = self.optimizer.engine.state, self.optimizer.engine.masks.active

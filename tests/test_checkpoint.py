@@ -85,7 +85,7 @@ def everything(params: list[Any], optimizer: ScapeOptimizer) -> list[Tensor]:
         part
         for t in (state.exp_avg, state.master, state.exp_avg_sq, state.last_step)
         if t is not None
-        for part in piece_views(t, optimizer.engine.local.pieces)
+        for part in piece_views(t, optimizer.engine.shard.region.pieces)
     ]
     missed = [0] * len(params) if state.missed is None else state.missed.tolist()
     counts = torch.tensor([state.calls, state.exp_avg_sq_since, optimizer.schedule.warmup_steps, *missed])
@@ -117,7 +117,6 @@ def stop_and_go(rank: int, world_size: int, at: int, config: ScapeConfig, dtype:
         (5, {}, torch.bfloat16),
         (1, {"sparsity": 0.99, "wire_dtype": "fp32", "update": "adamw"}, torch.float32),
         (5, {"sparsity": 0.999, "update": "adamw"}, torch.bfloat16),
-        (5, {"mask_interval": 4}, torch.float32),
         (2, {"dense_steps": 4, "update": "adamw"}, torch.float32),
         (4, {"dense_steps": 1, "sparsity_warmup_steps": 6}, torch.bfloat16),
         (4, {"sparsity_warmup_steps": None, "update": "adamw"}, torch.float32),
@@ -140,7 +139,7 @@ def test_resume_equals_never_having_stopped_bit_for_bit(
 def test_resume_right_after_a_skipped_step_is_exact(run_ranks: RunRanks, update: str) -> None:
     config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update=update)
     run_ranks(stop_and_go, 2, 5, config, torch.float32, 4)
-    run_ranks(stop_and_go, 2, 1, replace(config, mask_interval=3), torch.float32, 0)
+    run_ranks(stop_and_go, 2, 1, config, torch.float32, 0)
 
 
 def write_state(rank: int, world_size: int, steps: int, config: ScapeConfig) -> tuple[bytes, Tensor]:
@@ -459,7 +458,7 @@ def test_a_run_that_turns_sparse_measures_its_noise_from_the_start() -> None:
         warnings.simplefilter("ignore")
         optimizer.load_state_dict(state)
     train(params, optimizer, 0, range(5, 6))  # no step at which a sample would be due
-    noise = optimizer.engine.settled_state().local_exp_avg_sq
+    noise = optimizer.engine.state_at_rest().local_exp_avg_sq
     assert noise is not None
     grad = torch.cat([p.grad.reshape(-1) for p in params]) * optimizer.stats.clip_factor  # type: ignore[union-attr]
     assert float(noise.sum()) == pytest.approx(float(grad.square().sum()), rel=1e-5)

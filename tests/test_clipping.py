@@ -213,7 +213,7 @@ def test_a_skipped_step_keeps_sums_and_second_moment(run_ranks: RunRanks, statis
 @pytest.mark.parametrize("dense_steps", [0, 2])
 def test_a_mask_made_in_a_step_that_is_skipped_is_made_anew(dense_steps: int) -> None:
     params = parameters()
-    config = ScapeConfig(sparsity=0.9, mask_interval=4, dense_steps=dense_steps, sparsity_warmup_steps=0)
+    config = ScapeConfig(sparsity=0.9, dense_steps=dense_steps, sparsity_warmup_steps=0)
     optimizer = ScapeOptimizer(params, config=config)
     for step in range(dense_steps + 3):
         set_gradients(params, 0, step)

@@ -126,7 +126,7 @@ def _order_of_a_step(rank: int, world: int, sparsity: float, number: int) -> lis
     for step in range(number + 1):
         optimizer.drain()
         if step == number:
-            for name in ("all_to_all", "all_gather", "exchange_mask"):
+            for name in ("all_to_all", "all_gather", "gather_mask", "in_background"):
                 say(Communicator, name)
             for name in ("fold", "accumulate_exp_avg_sq", "select", "propose", "merge", "update_adamw"):
                 say(ops, name)
@@ -139,15 +139,15 @@ def _order_of_a_step(rank: int, world: int, sparsity: float, number: int) -> lis
     return said
 
 
-WRITE = ["all_gather", "scatter_params", "wait", "scatter_params", "exchange_mask"]
+WRITE = ["all_gather", "scatter_params", "wait", "scatter_params"]
 """The owners' updates: a rank applies its own while the others' travel. Then the next mask's exchange begins."""
 
 
 @pytest.mark.parametrize(
     ("sparsity", "remote", "local", "afterwards"),
     [
-        (0.9, "sweep with fold", "sweep with fold, squares, next mask", ["wait"]),
-        (0.99, "sweep with fold, proposals", "sweep with fold, squares", ["merge", "wait"]),
+        (0.9, "sweep with fold", "sweep with fold, squares, next mask", ["gather_mask", "wait"]),
+        (0.99, "sweep with fold, proposals", "sweep with fold, squares", ["in_background", "merge", "wait"]),
     ],
 )
 def test_a_step_works_while_its_messages_travel(
@@ -155,15 +155,22 @@ def test_a_step_works_while_its_messages_travel(
 ) -> None:
     """It sweeps its own shard while the values of the others' travel, and applies its update while theirs come."""
     for order in run_ranks(_order_of_a_step, 2, sparsity, 2):
-        assert order[: -len(afterwards)] == [remote, "all_to_all", local, "wait", "update_adamw", *WRITE]
-        assert sorted(order[-len(afterwards) :]) == afterwards  # the merge is on a thread of its own
+        then = [remote, "all_to_all", local, "wait", "update_adamw", *WRITE]
+        assert order[: len(then) + 1] == [*then, afterwards[0]]
+        assert sorted(order[len(then) :]) == afterwards  # the merge is on a thread of its own
 
 
 @pytest.mark.parametrize(
     ("sparsity", "ranking", "remote", "local", "afterwards"),
     [
-        (0.9, ["select", "exchange_mask", "wait"], "sweep", "sweep, next mask", ["wait"]),
-        (0.99, ["propose", "exchange_mask", "merge", "wait"], "sweep, proposals", "sweep", ["merge", "wait"]),
+        (0.9, ["select", "gather_mask", "wait"], "sweep", "sweep, next mask", ["gather_mask", "wait"]),
+        (
+            0.99,
+            ["propose", "in_background", "merge", "wait"],
+            "sweep, proposals",
+            "sweep",
+            ["in_background", "merge", "wait"],
+        ),
     ],
 )
 def test_the_first_sparse_step_folds_all_before_it_ranks_and_waits_for_its_own_mask(
@@ -173,9 +180,10 @@ def test_the_first_sparse_step_folds_all_before_it_ranks_and_waits_for_its_own_m
         begin = ["fold", "fold", "accumulate_exp_avg_sq"]
         assert order[:3] == begin
         assert order[3:4] + sorted(order[4 : 3 + len(ranking)]) == ranking[:1] + sorted(ranking[1:])
-        then = order[3 + len(ranking) : -len(afterwards)]
-        assert then == [remote, "all_to_all", local, "wait", "update_adamw", *WRITE]
-        assert sorted(order[-len(afterwards) :]) == afterwards
+        then = [remote, "all_to_all", local, "wait", "update_adamw", *WRITE]
+        rest = order[3 + len(ranking) :]
+        assert rest[: len(then) + 1] == [*then, afterwards[0]]
+        assert sorted(rest[len(then) :]) == afterwards
 
 
 class OnADevice(Communicator):
@@ -185,9 +193,9 @@ class OnADevice(Communicator):
         super().__init__(None, None)
         self.said = said
 
-    def exchange_mask(self, full: Any, own_part: Any, device: torch.device, proposals: Any = None) -> collectives.Work:
+    def gather_mask(self, mine: Tensor) -> collectives.Work:
         self.said.append("exchange")
-        return collectives.Work(own_part(None))
+        return collectives.Work(mine)
 
 
 def test_a_masks_exchange_is_launched_when_the_parameters_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,9 +237,7 @@ def _after_an_error(rank: int, world: int, where: str) -> tuple[bool, float, Ten
         step(number)
     engine = optimizer.engine
     name = where.split()[-1]
-    home = {"remote": engine.remote, "local": engine.local, "own": engine.shard, "next": engine.masks}.get(
-        where.split()[0], ops
-    )
+    home = {"outgoing": engine.outgoing, "shard": engine.shard, "next": engine.masks}.get(where.split()[0], ops)
     real, real_sweep = getattr(home, name), ops.sweep
 
     def late(*args: Any, **kwargs: Any) -> None:
@@ -263,7 +269,7 @@ def _after_an_error(rank: int, world: int, where: str) -> tuple[bool, float, Ten
     return failed, waited, parameter.detach().clone()
 
 
-@pytest.mark.parametrize("where", ["remote sweep", "local sweep", "own update", "scatter_params", "next launch"])
+@pytest.mark.parametrize("where", ["outgoing take", "shard take", "shard update", "scatter_params", "next launch"])
 def test_an_error_beside_a_message_breaks_no_later_one(run_ranks: Any, where: str) -> None:
     (failed, waited, first), (also, also_waited, second) = run_ranks(_after_an_error, 2, where)
     assert failed

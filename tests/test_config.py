@@ -56,7 +56,6 @@ def test_given_block_size_is_used() -> None:
         ({"dense_steps": 1.5}, "`dense_steps` must be a whole number >= 0, got 1.5"),
         ({"sparsity_warmup_steps": -3}, "`sparsity_warmup_steps` must be a whole number >= 0, got -3"),
         ({"sparsity": 0.0, "sparsity_warmup_steps": 3}, "`sparsity_warmup_steps` must be 0 when sparsity is 0, got 3"),
-        ({"mask_interval": 0}, "`mask_interval` must be a whole number >= 1, got 0"),
         ({"max_skipped": 0}, "`max_skipped` must be a whole number >= 1, got 0"),
         ({"check_replicas_every": -1}, "`check_replicas_every` must be a whole number >= 0, got -1"),
         ({"mask_statistic": "gradient"}, "`mask_statistic` must be one of 'residual', 'first_moment', got 'gradient'"),
@@ -95,6 +94,10 @@ def test_config_is_frozen_and_keyword_only() -> None:
             {"residual_dtype": torch.float32},
             "`residual_dtype` is no option any more, got torch.float32: .*. Leave",
         ),
+        (
+            {"mask_interval": 4},
+            "`mask_interval` is no option any more, got 4: each step has a mask of its own.*. Leave it out",
+        ),
     ],
 )
 @pytest.mark.parametrize("takes", [ScapeConfig, ScapeStrategy, FabricScapeStrategy])
@@ -110,3 +113,15 @@ def test_as_dict_holds_only_plain_values_and_builds_the_same_config() -> None:
     plain = config.as_dict()
     assert all(value is None or isinstance(value, (int, float, str)) for value in plain.values())
     assert ScapeConfig(**plain) == config
+
+
+def test_the_letter_of_the_paper_is_one_choice() -> None:
+    config = ScapeConfig.paper(0.9)
+    assert (config.sparsity, config.update, config.warmup_steps, config.votes) == (0.9, "adams", 0, 0)
+    assert (config.mask_statistic, config.second_moment, config.bias_correction) == (
+        "first_moment",
+        "reconstructed",
+        False,
+    )
+    assert not config.measures_noise
+    assert ScapeConfig.paper().sparsity == ScapeConfig().sparsity

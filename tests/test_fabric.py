@@ -26,6 +26,7 @@ from warm_python import warm_python
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.scape.clipping import GradientClipping
+from lightning_scape.scape.first_message import FirstMessage
 
 RunRanks = Callable[..., list[Any]]
 WIDTH = 9
@@ -239,7 +240,7 @@ def test_clipping_returns_the_norm_and_tells_all_ranks_of_a_nan(run_ranks: RunRa
 
 def test_on_cuda_a_norm_that_must_be_finite_is_refused_by_the_next_step() -> None:
     """Where reading it at once would stop the host; what a device has found is set by hand here."""
-    clipping = GradientClipping(ScapeConfig(), Communicator.alone())
+    clipping = GradientClipping(ScapeConfig(), FirstMessage(Communicator.alone(), Communicator.alone(), 1))
     arrived = arrived_event()
     # Its scale, whether ranks were together, and how many were told to stop.
     clipping.found_inf = torch.tensor([1.0, 1.0, 0.0]), arrived, True, None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,8 @@ from lightning_scape import ScapeConfig
 from lightning_scape.comm.collectives import Communicator, Work
 from lightning_scape.core.layout import Layout
 from lightning_scape.scape.mask import Masks, SparsitySchedule
-from lightning_scape.scape.state import ScapeState
+from lightning_scape.scape.state import Scale, ScapeState, Step
+from lightning_scape.scape.stats import StepRecord
 
 CPU = torch.device("cpu")
 SECONDS = 0.02
@@ -29,15 +29,9 @@ class Numbered(Communicator):
         self.made = 0
         self.waits = 0
 
-    def exchange_mask(
-        self,
-        full: Callable[[], Tensor],
-        own_part: Callable[[Tensor | None], Tensor],
-        device: torch.device,
-        proposals: Tensor | None = None,
-    ) -> Work:
+    def gather_mask(self, mine: Tensor) -> Work:
         self.made += 1
-        return Work(full().fill_(self.made), handle=SimpleNamespace(wait=self.wait))
+        return Work(torch.full_like(mine, self.made), handle=SimpleNamespace(wait=self.wait))
 
     def wait(self) -> None:
         self.waits += 1
@@ -50,17 +44,25 @@ def build(config: ScapeConfig) -> tuple[Numbered, Masks, ScapeState]:
     return comm, masks, ScapeState.allocate(layout, config, torch.float32, CPU)
 
 
-def take(masks: Masks, state: ScapeState, step: int) -> tuple[Tensor | None, float]:
+def begun(masks: Masks, state: ScapeState, number: int) -> Step:
+    state.calls, one, sent = number, torch.ones(()), masks.schedule.sent(number)
+    return Step(state, [], [], None, StepRecord(), Scale(one, one, one, one), sent)
+
+
+def take(masks: Masks, state: ScapeState, number: int) -> tuple[Tensor | None, float]:
     """The mask that a step uses, and the seconds that it waits, as the engine does."""
-    waited = masks.wait()
-    mask, more = masks.current(step, state)
-    return mask, waited + more
+    step = begun(masks, state, number)
+    step.record.exchange_wait = masks.wait()
+    if masks.missing(step):
+        masks.make_now(step)
+    return masks.of(step).everyone, step.record.exchange_wait
 
 
-def send(masks: Masks, state: ScapeState, step: int) -> None:
+def send(masks: Masks, state: ScapeState, number: int) -> None:
     """The second half of a step: it ranks for the next mask, and launches its exchange."""
-    masks.ranking(step, state)
-    masks.launch(state)
+    step = begun(masks, state, number)
+    step.ranking = masks.ranking_after(step)
+    masks.launch(step)
 
 
 def run(config: ScapeConfig, steps: int) -> list[int | None]:
@@ -94,7 +96,7 @@ def test_first_step_makes_its_own_mask_and_only_it_waits_for_two() -> None:
 def test_a_mask_whose_step_failed_before_it_departed_is_dropped() -> None:
     comm, masks, state = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
     first, _ = take(masks, state, 0)
-    assert masks.ranking(0, state) is not None
+    assert masks.ranking_after(begun(masks, state, 0)) is not None
     assert masks.wait() == 0.0  # nobody sends it: waiting would be for ever
     assert comm.waits == 1
     assert masks.active is first
@@ -118,20 +120,16 @@ def test_a_mask_that_fails_to_come_is_waited_for_once() -> None:
     assert masks.wait() == 0.0
 
 
-def test_interval_reuses_a_mask() -> None:
-    assert run(ScapeConfig(sparsity=0.9, mask_interval=3, sparsity_warmup_steps=0), 8) == [1, 1, 1, 2, 2, 2, 3, 3]
-
-
-def test_a_mask_that_was_saved_serves_the_rest_of_its_interval() -> None:
-    _, masks, state = build(ScapeConfig(sparsity=0.9, mask_interval=3, sparsity_warmup_steps=0))
+def test_a_mask_that_was_saved_serves_the_next_step() -> None:
+    _, masks, state = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
     saved = torch.full((3, masks.schedule.sent(0)), 9)
-    masks.restore(saved, 1)
+    masks.restore(saved)
     used = []
-    for step in range(5, 9):
+    for step in range(5, 8):
         mask, _ = take(masks, state, step)
         used.append(int(mask[0, 0]))  # type: ignore[index]
         send(masks, state, step)
-    assert used == [9, 9, 1, 1]
+    assert used == [9, 1, 2]
 
 
 def test_no_mask_is_made_for_or_from_a_dense_step() -> None:
@@ -140,9 +138,8 @@ def test_no_mask_is_made_for_or_from_a_dense_step() -> None:
     assert run(ScapeConfig(sparsity=0.0), 3) == [None, None, None]
 
 
-def test_a_change_of_density_makes_a_new_mask_before_the_interval_is_over() -> None:
-    config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=2, mask_interval=10)
-    assert run(config, 6) == [1, 2, 3, 3, 3, 3]
+def test_each_step_of_a_warm_up_has_a_mask_of_its_density() -> None:
+    assert run(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=2), 6) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_step_that_makes_its_own_mask_ranks_the_residual_as_it_is() -> None:
@@ -151,25 +148,26 @@ def test_a_step_that_makes_its_own_mask_ranks_the_residual_as_it_is() -> None:
     masks = Masks(config, layout, Communicator.alone(), SparsitySchedule.of(config))
     state = ScapeState.allocate(layout, config, torch.float32, CPU)
     state.residual[torch.arange(4), torch.tensor([3, 0, 9, 5])] = -1.0
-    assert masks.missing(0)
-    mask, _ = masks.current(0, state)
+    step = begun(masks, state, 0)
+    assert masks.missing(step)
+    masks.make_now(step)
+    mask = masks.of(step).everyone
     assert mask is not None
     assert mask.view(-1).tolist() == [3, 0, 9, 5]
 
 
-@pytest.mark.parametrize("interval", [1, 4])
-def test_a_skipped_step_drops_the_mask_that_it_made_for_itself_and_the_one_after(interval: int) -> None:
-    comm, masks, state = build(ScapeConfig(sparsity=0.9, mask_interval=interval, sparsity_warmup_steps=0))
+def test_a_skipped_step_drops_the_mask_that_it_made_for_itself_and_the_one_after() -> None:
+    comm, masks, state = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
     take(masks, state, 0)
     send(masks, state, 0)
     masks.drop_unproven()
     assert masks.active is None
     assert masks.pending is None
-    assert comm.waits == comm.made == (2 if interval == 1 else 1)  # what is under way comes first
-    assert masks.missing(1)
+    assert comm.waits == comm.made == 2  # what is under way comes first
+    assert masks.missing(begun(masks, state, 1))
     take(masks, state, 1)
     send(masks, state, 1)
-    assert comm.made == (4 if interval == 1 else 2)
+    assert comm.made == 4
 
 
 def test_a_skipped_step_keeps_a_mask_that_was_made_before_it() -> None:

@@ -170,6 +170,6 @@ def test_weights_that_were_swapped_and_swapped_back_keep_their_masters(sparsity:
     set_gradients(params, 0, 3)
     optimizer.step()
     assert torch.equal(state.master[unvisited & (state.last_step < 4)], kept[unvisited & (state.last_step < 4)])
-    rounded = [piece.of_blocks(optimizer.engine.layout.block_size) for piece in optimizer.engine.local.pieces]
+    rounded = [piece.of_blocks(optimizer.engine.layout.block_size) for piece in optimizer.engine.shard.region.pieces]
     for rows, p in zip(rounded, params, strict=True):
         assert torch.equal(state.master.view(-1)[rows].bfloat16(), p.detach().view(-1))

@@ -14,7 +14,8 @@ from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.comm import collectives
 from lightning_scape.core.tensors import piece_views
 from lightning_scape.scape.first_message import DIGITS
-from lightning_scape.scape.participation import pack_flags
+from lightning_scape.scape.state import Step
+from lightning_scape.wire.flags import pack_flags
 
 # ------------------------------------------------------------------------------------------- density 1 is dense AdamS
 
@@ -89,9 +90,9 @@ def test_sent_plus_residual_equals_clipped_gradients_to_fp32_rounding(run_ranks:
 # --------------------------------------------------------------------- the mask: whose, when, how many, what it costs
 
 
-def train_watching_masks(rank: int, world_size: int, interval: int) -> dict[str, Any]:
+def train_watching_masks(rank: int, world_size: int) -> dict[str, Any]:
     params = parameters()
-    config = ScapeConfig(sparsity=0.9, mask_interval=interval, sparsity_warmup_steps=0)
+    config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
     quota = config.quota
     optimizer = ScapeOptimizer(params, config=config)
     expected: Tensor | None = None
@@ -107,13 +108,11 @@ def train_watching_masks(rank: int, world_size: int, interval: int) -> dict[str,
         assert mask is not None
         assert mask.shape == (optimizer.engine.layout.blocks, quota.sent)
         assert all(row.unique().numel() == quota.sent for row in mask)
-        if expected is not None and step % interval == 0:
+        if expected is not None:
             assert torch.equal(mask, expected), f"step {step} did not use the mask made in step {step - 1}"
-        if step % interval:
-            assert torch.equal(mask, seen[-1])
         seen.append(mask.clone())
         # Each owner's choice, from its own residual after this step: the mask of the next.
-        own = ops.select(state.residual[optimizer.engine.local.rows], quota.sent)
+        own = ops.select(state.residual[optimizer.engine.shard.rows], quota.sent)
         expected = torch.cat(gathered(own))
         inside = torch.zeros(optimizer.engine.layout.blocks, quota.block_size, dtype=torch.bool)
         inside.scatter_(1, mask.long(), True)
@@ -125,12 +124,9 @@ def train_watching_masks(rank: int, world_size: int, interval: int) -> dict[str,
     return {"seen": len(seen)}
 
 
-@pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_mask_of_a_step_was_made_by_its_owners_one_step_before(
-    run_ranks: RunRanks, world_size: int, interval: int
-) -> None:
-    run_ranks(train_watching_masks, world_size, interval)
+def test_mask_of_a_step_was_made_by_its_owners_one_step_before(run_ranks: RunRanks, world_size: int) -> None:
+    run_ranks(train_watching_masks, world_size)
 
 
 def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch.dtype, clip: bool) -> dict[str, Any]:
@@ -270,21 +266,21 @@ def has_gradient(place: int, rank: int, step: int) -> bool:
     return {3: rank == 0 and step % 3 != 1, 5: step >= 3}.get(place, True)
 
 
-def step_beside_the_op(rank: int, world_size: int, options: dict[str, Any]) -> int:
+def step_beside_the_op(rank: int, world_size: int) -> int:
     """Each step, entry by entry: what the op makes of the shard's state, and nothing where nothing was visited."""
     params, lrs = parameters(), (3e-2, 1e-2)
     groups = [{"params": params[:2], "lr": lrs[0], "betas": (0.8, 0.99)}, {"params": params[2:], "lr": lrs[1]}]
-    config = ScapeConfig(sparsity=0.9, update="adamw", dense_steps=2, sparsity_warmup_steps=2, **options, **FP32)
+    config = ScapeConfig(sparsity=0.9, update="adamw", dense_steps=2, sparsity_warmup_steps=2, **FP32)
     optimizer = ScapeOptimizer(groups, config=config)
     totals: list[Tensor] = []
     real = optimizer.engine.shard.update
 
-    def update(state: Any, mask: Tensor | None, mean: Tensor, part: Any) -> tuple[Tensor, Tensor]:
+    def update(step: Step, mean: Tensor) -> Tensor:
         totals.append(mean.clone())
-        return real(state, mask, mean, part)
+        return real(step, mean)
 
     optimizer.engine.shard.update = update  # type: ignore[method-assign]
-    pieces, taken, visited = optimizer.engine.local.pieces, [0] * len(params), 0
+    pieces, taken, visited = optimizer.engine.shard.region.pieces, [0] * len(params), 0
     state = optimizer.engine.state = optimizer.engine.allocate()
     for step in range(9):
         set_gradients(params, rank, step)
@@ -300,7 +296,7 @@ def step_beside_the_op(rank: int, world_size: int, options: dict[str, Any]) -> i
         factor = torch.tensor(optimizer.stats.clip_factor)
         assert factor < 1
         mask, inside, total = optimizer.engine.masks.active, torch.zeros_like(shard[0]), torch.zeros_like(shard[0])
-        own = None if mask is None else mask[optimizer.engine.local.rows]
+        own = None if mask is None else mask[optimizer.engine.shard.rows]
         ops.scatter_blocks(inside, own, torch.ones_like(totals[-1]))
         ops.scatter_blocks(total, own, totals[-1])
         matrices = (*shard, inside, total, state.exp_avg, state.exp_avg_sq, state.last_step)
@@ -338,7 +334,6 @@ def step_beside_the_op(rank: int, world_size: int, options: dict[str, Any]) -> i
     return visited
 
 
-@pytest.mark.parametrize("options", [{}, {"mask_interval": 2}])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_is_the_op_on_what_the_owner_has(run_ranks: RunRanks, world_size: int, options: dict[str, Any]) -> None:
-    assert min(run_ranks(step_beside_the_op, world_size, options)) > 100
+def test_a_step_is_the_op_on_what_the_owner_has(run_ranks: RunRanks, world_size: int) -> None:
+    assert min(run_ranks(step_beside_the_op, world_size)) > 100

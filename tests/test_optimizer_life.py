@@ -101,7 +101,7 @@ def test_masters_that_round_to_their_parameter_survive_a_reload() -> None:
     kept = state.master.clone()
     optimizer.mark_masters_stale()  # as when the same checkpoint's parameters are loaded after its optimizer
     params[0].data.view(-1)[7] = 3.0
-    assert optimizer.engine.settled_state() is state
+    assert optimizer.engine.state_at_rest() is state
     kept.view(-1)[7] = 3.0
     assert torch.equal(state.master, kept)
 

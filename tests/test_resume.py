@@ -24,9 +24,7 @@ from lightning_scape.hosts import swap
 
 RunRanks = Callable[..., list[Any]]
 WIDTH, STEPS, EPOCH, ACCUMULATE = 9, 11, 7, 2
-CONFIG = ScapeConfig(
-    sparsity=0.9, block_size=10, dense_steps=2, sparsity_warmup_steps=3, mask_interval=2, check_replicas_every=1
-)
+CONFIG = ScapeConfig(sparsity=0.9, block_size=10, dense_steps=2, sparsity_warmup_steps=3, check_replicas_every=1)
 UPDATES = {"32-true": "adamw", "bf16-true": "adamw", "bf16-mixed": "adams"}
 """What each precision is tested with; AdamW is what the hosts are given."""
 BAD_STEP = 7

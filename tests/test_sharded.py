@@ -176,7 +176,7 @@ def stop_and_go_everywhere(rank: int, world_size: int, folder: str, config: Scap
         for a, b in zip(expected, everything(again, other), strict=True):
             assert torch.equal(a, b), f"resumed after step {step}"
         assert other.engine.clipping.skipped_total == 1
-    return int(optimizer.engine.settled_state().step)
+    return int(optimizer.engine.state_at_rest().step)
 
 
 @pytest.mark.parametrize("config", [CONFIG, replace(ADAMW, dense_steps=1, sparsity_warmup_steps=3)], ids=name_of)

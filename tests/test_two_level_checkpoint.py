@@ -65,7 +65,7 @@ def everything(optimizer: ScapeOptimizer) -> list[Tensor]:
         part
         for tensor in (state.exp_avg, state.exp_avg_sq, state.last_step, state.master)
         if tensor is not None
-        for part in piece_views(tensor, engine.local.pieces)
+        for part in piece_views(tensor, engine.shard.region.pieces)
     ]
     held = [state.residual, state.step, mask, missed]
     return [each for each in held if each is not None] + shard + engine.parameters.local

@@ -18,7 +18,7 @@ from trainer_helpers import MARKS, WIDTH, Regression, make_trainer
 from lightning_scape import ScapeConfig, ScapeOptimizer, ScapeStrategy, SparseLoCoStrategy
 from lightning_scape.checkpoint import saver
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.scape.epoch_end import EpochEnd
+from lightning_scape.core.epoch_end import EpochEnd
 
 RunRanks = Callable[..., list[Any]]
 pytestmark = MARKS

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape import planning as planner
+from lightning_scape.scape.state import Step
 from lightning_scape.wire.blocks import Wire
 from lightning_scape.wire.values import GROUP, ValueWire, packed_bytes
 
@@ -131,34 +132,36 @@ def _conserved(rank: int, world_size: int, wire: str) -> tuple[Tensor, Tensor]:
     config = ScapeConfig(sparsity=0.9, wire_dtype=wire, update="adamw", sparsity_warmup_steps=0)  # type: ignore[arg-type]
     optimizer = ScapeOptimizer(params, lr=1e-2, config=config)
     engine = optimizer.engine
-    remote, shard, got = engine.remote, engine.shard, []
-    pack, update = remote.pack, shard.wire.pack_with_error if shard.wire is not None else None
-    lost = []
+    outgoing, shard, got = engine.outgoing, engine.shard, []
+    take, pack, update = outgoing.take, outgoing.wire.pack, shard.wire.pack_with_error
+    lost, there = [], []
 
-    def watched(state: Any, mask: Any, values: Tensor, device: torch.device) -> Tensor:
-        before = state.residual.double()
-        total = before.scatter_add(1, mask.long(), values.double())
-        message = pack(state, mask, values, device)
-        assert remote.wire is not None
-        sent = remote.wire.read(message, len(values) // world_size, values.shape[1], world_size)  # by their owners
-        assert all(map(torch.equal, remote.sent(message, values.shape[1]), (sent[rows] for rows in remote.rows)))
-        after = state.residual.double().scatter_add(1, mask.long(), sent.double())
-        lost.append(float((after - total).abs().max()))
+    def packed(values: Tensor, shards: int) -> Tensor:
+        assert engine.state is not None
+        assert engine.masks.active is not None
+        there.append(engine.state.residual.double().scatter_add(1, engine.masks.active.long(), values.double()))
+        return pack(values, shards)
+
+    def watched(step: Step) -> Tensor:
+        message, mask = take(step), step.mask.everyone
+        assert mask is not None
+        sent = outgoing.wire.read(message, len(mask) // world_size, step.sent, world_size)  # by their owners
+        rows = outgoing.region.rows
+        assert all(map(torch.equal, outgoing.sent(step, message), (sent[each] for each in rows)))
+        after = step.state.residual.double().scatter_add(1, mask.long(), sent.double())
+        lost.append(float((after - there[-1]).abs().max()))
         return message
 
     def watched_changes(error: Tensor, mask: Tensor, values: Tensor, scale: Tensor) -> Tensor:
         due = (values + error.gather(1, mask.long())).double()
         elsewhere = error.scatter(1, mask.long(), 0.0)
-        assert update is not None
         message = update(error, mask, values, scale)
-        assert shard.wire is not None
         sent = shard.wire.read(message, *values.shape).double()
         assert torch.equal(error.scatter(1, mask.long(), 0.0), elsewhere)
         got.append(float((sent + error.gather(1, mask.long()).double() - due).abs().max()))
         return message
 
-    remote.pack = watched  # type: ignore[method-assign]
-    assert shard.wire is not None
+    outgoing.take, outgoing.wire.pack = watched, packed  # type: ignore[method-assign]
     shard.wire.pack_with_error = watched_changes  # type: ignore[method-assign]
     for number in range(4):
         step(params, optimizer, rank, number)

@@ -48,7 +48,7 @@ ProcessGroup = dist.ProcessGroup
 KINDS = ("norm", "values", "parameters", "mask", "votes")
 
 
-def new_mask_group(
+def new_group_like(
     process_group: ProcessGroup | None = None, *, backend: str | None = None, timeout: timedelta | None = None
 ) -> ProcessGroup | None:
     """A second group over the ranks of ``process_group``, for the mask exchange alone. All of its ranks must call.
@@ -156,7 +156,7 @@ class Communicator:
 
     Args:
         process_group: the data-parallel ranks; None is the default group, or no group where none is up.
-        mask_group: group for the mask exchange, from :func:`new_mask_group`.
+        mask_group: group for the mask exchange, from :func:`new_group_like`.
     """
 
     process_group: ProcessGroup | None
@@ -164,7 +164,7 @@ class Communicator:
     bytes_sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     """Bytes that this rank sent since :meth:`take_count`, by kind."""
     seconds: float = 0.0
-    """Seconds of the host inside messages since then, waiting for other ranks included; the mask's are left out."""
+    """Seconds of the CPU inside messages since then, waiting for other ranks included; the mask's are left out."""
     at_once: bool = False
     """Whether to wait for every message where it is launched, so that ``seconds`` holds its whole time."""
     channel: Channel | None = None
@@ -207,7 +207,7 @@ class Communicator:
             return cls(own_group or process_group, mask_group)
         channel = Channel.known(base)
         if channel is None:
-            group = own_group or new_mask_group(process_group)
+            group = own_group or new_group_like(process_group)
             assert group is not None
             channel = Channel.beside(base, group)
         return cls(channel.group, mask_group, channel=channel, number=channel.next_number())
@@ -287,59 +287,49 @@ class Communicator:
             self._side_stream = torch.cuda.Stream(device)
         return self._side_stream
 
-    def exchange_mask(
-        self,
-        full: Callable[[], Tensor],
-        own_part: Callable[[Tensor | None], Tensor],
-        device: torch.device,
-        proposals: Tensor | None = None,
-    ) -> Work:
-        """Launches the exchange of the next mask, in the background.
-
-        Args:
-            full: makes the memory for every rank's part of the mask, ``[N*R, q]``.
-            own_part: makes this rank's part ``[R, q]`` from the proposals for its shard ``[N, R, W]`` (None: none).
-            device: the parameters'.
-            proposals: ``[N*R, W]``, this rank's for all shards; None for none. They are exchanged first.
-        """
-        with self.on_side_stream(device):
-            if self.world_size == 1:
-                return Work(own_part(None), stream=self._side_stream)
-            if proposals is None:
-                return self._gather_mask(full(), own_part(None))
-            # Moved here, where the side stream owns the copy.
-            return self._merge_and_gather_mask(full(), own_part, proposals.to(device))
-
-    def _gather_mask(self, full: Tensor, shard: Tensor) -> Work:
+    def gather_mask(self, mine: Tensor) -> Work:
+        """``[N*R, q]`` arrive: every rank's rows ``[R, q]`` of the next mask. Behind what the group's thread sends."""
+        if self.world_size == 1:
+            return Work(mine, stream=self._side_stream)
+        full = mine.new_empty((self.world_size * mine.shape[0], mine.shape[1]))
         self.count_bytes("mask", full.numel() * full.element_size())
         worker = Worker.existing(self.mask_group)
         with explained_loss():
             if worker is None:
-                handle = all_gather_into(full, shard, self.mask_group, async_op=True)
+                handle = all_gather_into(full, mine, self.mask_group, async_op=True)
             else:
-                handle = worker.do(lambda: all_gather_into(full, shard, self.mask_group))
-        work = Work(full, shard, handle, stream=self._side_stream)
+                handle = worker.do(lambda: all_gather_into(full, mine, self.mask_group))
+        work = Work(full, mine, handle, stream=self._side_stream)
         under_way.note(self.mask_group, work)
         return work
 
-    def _merge_and_gather_mask(
-        self, full: Tensor, own_part: Callable[[Tensor | None], Tensor], proposals: Tensor
-    ) -> Work:
-        def messages() -> None:
-            received = torch.empty_like(proposals)
-            with explained_loss():
-                all_to_all_into(received, proposals, self.mask_group)
-            shard = own_part(received.view(self.world_size, -1, proposals.shape[1]))
-            with explained_loss():
-                all_gather_into(full, shard, self.mask_group)
+    def in_background(self, elect: Callable[[], None], full: Tensor, proposals: Tensor) -> Work:
+        """Runs ``elect`` on the mask group's own thread; on CUDA at once, for there a stream orders the messages.
 
+        Args:
+            elect: calls :meth:`exchange_proposals` with the proposals, then :meth:`gather_elected` into ``full``.
+            full: ``[N*R, q]``, the next mask; what is waited for.
+            proposals: ``[N*R, W]``, this rank's for all shards.
+        """
         self.count_bytes("mask", full.numel() * full.element_size())
         self.count_bytes("votes", proposals.numel() * proposals.element_size())
-        if proposals.device.type == "cuda":  # the stream orders the messages, the host waits for none
-            messages()
+        if proposals.device.type == "cuda":
+            elect()
             return Work(full, stream=self._side_stream)
         assert self.mask_group is not None
-        return Work(full, handle=Worker.of(self.mask_group).do(messages), waiting=contextlib.nullcontext)
+        return Work(full, handle=Worker.of(self.mask_group).do(elect), waiting=contextlib.nullcontext)
+
+    def exchange_proposals(self, proposals: Tensor) -> Tensor:
+        """``[N, R, W]``: every rank's proposals for this rank's shard, of ``[N*R, W]``. Waits."""
+        received = torch.empty_like(proposals)
+        with explained_loss():
+            all_to_all_into(received, proposals, self.mask_group)
+        return received.view(self.world_size, -1, proposals.shape[1])
+
+    def gather_elected(self, full: Tensor, mine: Tensor) -> None:
+        """Fills ``full [N*R, q]`` with every rank's rows ``[R, q]``. Waits."""
+        with explained_loss():
+            all_gather_into(full, mine, self.mask_group)
 
     def gather(self, flat: Tensor, to: int, device: torch.device) -> list[Tensor] | None:
         """Every rank's ``flat`` (same length on all) on rank ``to`` in host memory, None elsewhere; for checkpoints.

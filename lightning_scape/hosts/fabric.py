@@ -66,7 +66,6 @@ class FabricScapeStrategy(FabricCheckpoints):
         dense_steps: number of first steps that send everything.
         sparsity_warmup_steps: steps over which the density falls from 1 to ``1 - sparsity``; 0 is none. None is 4,950
             at 99% and 1,424 at 90%; with the update of AdamS 1,000, or ``total_steps`` where that is less.
-        mask_interval: steps for which one mask is used.
         mask_statistic: what ranks the entries.
         mask_votes: entries per block that every rank proposes; None chooses.
         second_moment: what an entry is divided by that was not visited in the step before.
@@ -113,7 +112,6 @@ class FabricScapeStrategy(FabricCheckpoints):
         update: Update | None = None,
         dense_steps: int = 0,
         sparsity_warmup_steps: int | None = None,
-        mask_interval: int = 1,
         mask_statistic: MaskStatistic = "residual",
         mask_votes: int | None = None,
         second_moment: SecondMoment = "measured",

@@ -7,7 +7,7 @@ import math
 from lightning.pytorch import Trainer
 
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.scape.epoch_end import check_lengths
+from lightning_scape.core.epoch_end import check_lengths
 
 
 def steps_of_run(trainer: Trainer) -> float | None:

@@ -66,7 +66,7 @@ def _share_of(optimizers: Sequence[ScapeOptimizer]) -> None:
     if not optimizers or optimizers[0].engine.ranks == 1:
         return
     given = [grad for grad in grads if grad.numel()]
-    norm = optimizers[0].engine.norm_after_backward(given)
+    norm = optimizers[0].engine.norm_after_backward(optimizers[0].param_groups, given)
     poison = torch.where(torch.isfinite(norm), -0.0, torch.nan)  # x + -0.0 is x, for every x
     if poison.device.type == "cpu" and not bool(poison.isnan()):
         return

@@ -36,6 +36,7 @@ from lightning_scape.comm.collectives import Communicator, is_distributed
 from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.comm.under_way import settle
+from lightning_scape.core.epoch_end import compare_ends
 from lightning_scape.hosts import advice, ending, launching, preemption, rendezvous, swap, two_level
 from lightning_scape.hosts.density_bar import DensityBar
 from lightning_scape.hosts.own_clipping import watch_gradients
@@ -53,7 +54,6 @@ from lightning_scape.scape.config import (
     WireDtype,
     refuses_removed,
 )
-from lightning_scape.scape.epoch_end import compare_ends
 
 
 class ScapeStrategy(TrainerCheckpoints):
@@ -78,7 +78,6 @@ class ScapeStrategy(TrainerCheckpoints):
         dense_steps: number of first steps that send everything.
         sparsity_warmup_steps: steps over which the density falls from 1 to ``1 - sparsity``; 0 is none. None is 4,950
             at 99% and 1,424 at 90%; with the update of AdamS 1,000, or all steps of a shorter run.
-        mask_interval: steps for which one mask is used.
         mask_statistic: what ranks the entries.
         mask_votes: entries per block that every rank proposes; None chooses.
         second_moment: what an entry is divided by that was not visited in the step before.
@@ -126,7 +125,6 @@ class ScapeStrategy(TrainerCheckpoints):
         update: Update | None = None,
         dense_steps: int = 0,
         sparsity_warmup_steps: int | None = None,
-        mask_interval: int = 1,
         mask_statistic: MaskStatistic = "residual",
         mask_votes: int | None = None,
         second_moment: SecondMoment = "measured",

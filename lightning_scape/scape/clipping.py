@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.comm.collectives import Communicator
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.first_message import Answer, FirstMessage, Standing
 
@@ -29,31 +28,23 @@ class GradientClipping:
 
     Args:
         config: ``clip_norm`` and ``max_skipped`` are used.
-        communicator: whose ranks' gradients are averaged.
-        shards: the ranks that hold the other rows of the same gradient; None: there are none.
+        first_message: carries what is measured.
     """
 
-    def __init__(self, config: ScapeConfig, communicator: Communicator, shards: Communicator | None = None) -> None:
-        self.rule = config.clip_norm
-        self.max_skipped = config.max_skipped
-        self.communicator = communicator
-        self.first_message = FirstMessage(communicator, shards)
-        self.shards = shards or Communicator.alone()
+    def __init__(self, config: ScapeConfig, first_message: FirstMessage) -> None:
+        self.rule, self.max_skipped = config.clip_norm, config.max_skipped
+        self.first_message = first_message
         self.skipped_in_row = 0
         self.skipped_total = 0
         self.last_skipped = False
-        self.norm: Tensor | None = None
-        """Norm measured for the current gradient (0-dim fp32), None before."""
-        self.present: Tensor | None = None
-        """fp32 ``[parameters]``: 1 for those that have a gradient on some rank, else 0; measured with the norm. None:
-        the host knows that all of them have."""
+        self.answer: Answer | None = None
+        """Of the first message for the current gradient, None before."""
         self.clip_value: float | None = None
         self._factor: Tensor | None = None
         self._measured: list[tuple[Tensor | None, int]] = []
         """The gradients that the recorded norm is of, and their versions then."""
         self._signs: Tensor | None = None
         self._strict = False
-        self._answer: Answer | None = None
         self._standing: Standing | None = None
         self.found_inf: tuple[Tensor, torch.cuda.Event, bool, Standing | None] | None = None
         """On CUDA, of the step before: its scale, whether ranks were together, and how many were told to stop, on their
@@ -61,38 +52,55 @@ class GradientClipping:
 
     def forget(self) -> None:
         """Drops what was recorded: the gradient it was measured on is gone."""
-        self.norm = self.present = self._factor = self.clip_value = self._answer = self._standing = None
+        self.answer = self._factor = self.clip_value = self._standing = None
         self._measured = []
         self._strict = False
 
-    def record_norm(
-        self,
-        grads: Sequence[Tensor | None],
-        max_norm: float,
-        device: torch.device,
-        standing: Standing,
-        *,
-        strict: bool = False,
-    ) -> Tensor:
-        """Measures the norm and records the factor ``min(1, max_norm / norm)``. Returns the norm, 0-dim fp32.
+    def measure(self, grads: Sequence[Tensor | None], device: torch.device, standing: Standing) -> Answer:
+        """Measures the norm, and sends the step's first message: a sketch where there is a norm to clip by.
 
         Raises:
-            RuntimeError: ``strict``, and it is not finite: at once on the CPU, on CUDA by :meth:`wait_found_inf`. Or
-                ranks are apart (see :meth:`FirstMessage.exchange`).
+            RuntimeError, ValueError: as :meth:`FirstMessage.exchange`.
         """
-        if not max_norm > 0:
-            raise ValueError(
-                f"`max_norm` must be > 0, got {max_norm!r}. To train without clipping, don't call clip_grad_norm"
-                " (Trainer: gradient_clip_val=None)."
-            )
-        standing = standing._replace(max_norm=max_norm)
-        self.norm = self.measure(grads, device, standing, sketch=self.rule == "sketch")
+        sketch = standing.max_norm is not None and self.rule == "sketch"
+        if sketch and self.first_message.communicator.world_size > 1:
+            if self._signs is None or self._signs.device != device:
+                self._signs = ops.to_device(random_signs(2 * _CHUNK), device)
+            measured = ops.sketch(grads, self._signs, SKETCH_WIDTHS)
+        else:
+            measured = squared_norm(grads, device)
+        self.answer = self.first_message.exchange(measured, [grad is not None for grad in grads], standing)
+        self._standing = standing
+        return self.answer
+
+    def clip(self, max_norm: float, *, strict: bool = False) -> Tensor:
+        """Records the factor ``min(1, max_norm / norm)``. Returns the norm, which was measured: 0-dim fp32.
+
+        Raises:
+            RuntimeError: ``strict``, and it is not finite: at once on the CPU, on CUDA by :meth:`wait_found_inf`.
+        """
+        assert self.answer is not None
+        norm = self.answer.norm
         # clamp: a factor that underflows to 0 would read as "skip".
-        self._factor = (max_norm / (self.norm + 1e-6)).clamp(min=_TINY, max=1.0)
+        self._factor = (max_norm / (norm + 1e-6)).clamp(min=_TINY, max=1.0)
         self._strict = strict
-        if strict and device.type != "cuda" and not bool(torch.isfinite(self.norm)):
-            _refuse(f"got {float(self.norm)}")
-        return self.norm
+        if strict and not norm.is_cuda and not bool(torch.isfinite(norm)):
+            _refuse(f"got {float(norm)}")
+        return norm
+
+    def scale(self) -> Tensor:
+        """What the step's gradient is multiplied with: the recorded factor, 1 without one, 0 if it is not finite.
+
+        0-dim fp32, the same on all ranks: a NaN or inf on any of them makes the norm not finite on every one. 0, too,
+        where ranks are apart: then nothing is folded.
+        """
+        assert self.answer is not None
+        norm = self.answer.norm
+        factor = torch.ones_like(norm) if self._factor is None else self._factor
+        usable = torch.isfinite(norm)
+        if norm.is_cuda:
+            usable = usable & (self.answer.together != 0)
+        return torch.where(usable, factor, torch.zeros_like(factor))
 
     def remember(self, grads: Sequence[Tensor | None]) -> None:
         """Notes which gradients the recorded norm is of; :meth:`check_unchanged` takes the same tensors."""
@@ -114,61 +122,17 @@ class GradientClipping:
             raise ValueError(f"`clip_value` must be > 0, got {clip_value!r}. To train without clipping, don't call it.")
         self.clip_value = float(clip_value)
 
-    def scale(self, grads: Sequence[Tensor | None], device: torch.device, standing: Standing) -> Tensor:
-        """What the step's gradient is multiplied with: the recorded factor, 1 without one, 0 if it is not finite.
-
-        0-dim fp32 on ``device``, the same on all ranks: a NaN or inf on any of them makes the norm not finite
-        on every one. 0, too, where ranks are apart: then nothing is folded.
-        """
-        if self.norm is None:
-            self.norm = self.measure(grads, device, standing, sketch=False)
-        factor = torch.ones_like(self.norm) if self._factor is None else self._factor
-        usable = torch.isfinite(self.norm)
-        if self._answer is not None and device.type == "cuda":
-            usable = usable & (self._answer.together != 0)
-        return torch.where(usable, factor, torch.zeros_like(factor))
-
-    def all_finite(self, grads: Sequence[Tensor | None], device: torch.device, standing: Standing) -> bool:
-        """Whether the gradients of all ranks are finite; the step uses what was measured for it."""
-        if self.norm is None:
-            self.norm = self.measure(grads, device, standing, sketch=False)
-        return bool(torch.isfinite(self.norm))
-
-    def measure(
-        self, grads: Sequence[Tensor | None], device: torch.device, standing: Standing, *, sketch: bool
-    ) -> Tensor:
-        """The norm; notes in :attr:`present` which parameters have a gradient. The step's first message carries both.
-
-        Raises:
-            RuntimeError, ValueError: as :meth:`FirstMessage.exchange`.
-        """
-        world_size = self.communicator.world_size
-        flags = [grad is not None for grad in grads]
-        if sketch and world_size > 1:
-            if self._signs is None or self._signs.device != device:
-                self._signs = ops.to_device(random_signs(2 * _CHUNK), device)
-            measured = ops.sketch(grads, self._signs, SKETCH_WIDTHS)
-        else:
-            given = [grad for grad in grads if grad is not None and grad.numel()]
-            measured = ops.squared_norm(given).view(1) if given else torch.zeros(1, dtype=torch.float32, device=device)
-        answer = self.first_message.exchange(measured, flags, standing)
-        mean = answer.measured / world_size
-        norm = torch.linalg.vector_norm(mean) if sketch and world_size > 1 else mean.sum().sqrt()
-        norm, answer = self.first_message.over_shards(norm, answer)
-        self._answer, self._standing, self.present = answer, standing, answer.present
-        return norm
-
     # ------------------------------------------------------------------------------------- skipped steps
 
     def record_found_inf(self, scale: Tensor) -> None:
         """Notes whether the step with this scale was skipped, and forgets what was recorded for it.
 
-        On the CPU at once; on CUDA when :meth:`wait_found_inf` is called, for reading it now would stop the host.
+        On the CPU at once; on CUDA when :meth:`wait_found_inf` is called, for reading it now would make the CPU wait.
 
         Raises:
             FloatingPointError: ``max_skipped`` steps in a row were skipped (on every rank in the same step).
         """
-        strict, standing, answer = self._strict, self._standing, self._answer
+        strict, standing, answer = self._strict, self._standing, self.answer
         self.forget()
         if scale.device.type != "cuda":
             self._count(scale)
@@ -221,13 +185,28 @@ class GradientClipping:
                 f" (max_skipped={self.max_skipped}); parameters and residuals are as before the first of them. Lower"
                 " the learning rate, clip gradients, or look for a bad batch; raise `max_skipped` to wait longer."
             )
-        if self.communicator.rank == 0 and self.shards.rank == 0:
+        if self.first_message.communicator.rank == 0 and self.first_message.shards.rank == 0:
             warnings.warn(
                 f"The gradient norm was not finite on at least one rank: step skipped on all ranks, nothing lost"
                 f" ({self.skipped_in_row} in a row, {self.skipped_total} in total; an error at"
                 f" {self.max_skipped} in a row).",
                 stacklevel=4,
             )
+
+
+def check_max_norm(max_norm: float) -> None:
+    """Raises ``ValueError`` unless gradients can be clipped to this norm."""
+    if not max_norm > 0:
+        raise ValueError(
+            f"`max_norm` must be > 0, got {max_norm!r}. To train without clipping, don't call clip_grad_norm"
+            " (Trainer: gradient_clip_val=None)."
+        )
+
+
+def squared_norm(grads: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """fp32 ``[1]``, of all gradients together."""
+    given = [grad for grad in grads if grad is not None and grad.numel()]
+    return ops.squared_norm(given).view(1) if given else torch.zeros(1, dtype=torch.float32, device=device)
 
 
 def _refuse(what: str) -> NoReturn:

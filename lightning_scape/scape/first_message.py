@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator
+from lightning_scape.core.epoch_end import EpochEnd
 from lightning_scape.core.parameters import HYPERPARAMETERS, problem_of_group
-from lightning_scape.scape.epoch_end import EpochEnd
-from lightning_scape.scape.participation import count_flags, pack_flags, packed_size
+from lightning_scape.wire.flags import count_flags, pack_flags, packed_size
 
 DIGITS = 3
 """Numbers of a digest."""
@@ -38,7 +38,7 @@ class Standing(NamedTuple):
     left_out: int = 0
     """Gradients that ``zero_grad()`` has dropped, and no step has used."""
     batch: int | None = None
-    """Of the epoch, where the host has said it."""
+    """Of the epoch, where the Trainer has said it."""
     compared: bool = True
     """Whether its parameters were compared with the other ranks' since they were loaded."""
     groups: tuple[tuple[float, ...], ...] = ()
@@ -57,7 +57,7 @@ class Standing(NamedTuple):
 
 
 def settings(param_groups: Sequence[dict[str, Any]]) -> tuple[tuple[float, ...], ...]:
-    """The numbers of every group. A tensor on CUDA makes the host wait for it, a float does not."""
+    """The numbers of every group. A tensor on CUDA makes the CPU wait for it, a float does not."""
     return tuple(
         (*map(float, group["betas"]), *(float(group.get(name) or 0.0) for name in HYPERPARAMETERS))
         for group in param_groups
@@ -77,16 +77,14 @@ def problem_of(param_groups: Sequence[dict[str, Any]]) -> str | None:
 class Answer(NamedTuple):
     """What all ranks know after the first message."""
 
-    measured: Tensor
-    """The sum over ranks of what each has measured."""
+    norm: Tensor
+    """0-dim fp32, of the averaged gradient, as it was measured."""
     present: Tensor | None
-    """fp32 ``[parameters]``: 1 for those with a gradient on some rank, else 0. None: the host knows that all have."""
+    """fp32 ``[parameters]``: 1 for those with a gradient on some rank, else 0. None: the CPU knows that all have."""
     together: Tensor
     """0-dim bool: whether all ranks are at the same step."""
     stops: Tensor
     """0-dim: ranks that were told to stop."""
-    error: Exception | None = None
-    """On the CPU, where several ranks hold a replica: what :meth:`FirstMessage.over_shards` raises on all of them."""
 
 
 class FirstMessage:
@@ -94,28 +92,26 @@ class FirstMessage:
 
     Args:
         communicator: the ranks whose gradients are averaged.
-        shards: the ranks that hold the other rows of the same gradient; None: there are none.
+        shards: the ranks that hold the other rows of the same gradient.
+        parameters: for how many there are flags.
     """
 
-    def __init__(self, communicator: Communicator, shards: Communicator | None = None) -> None:
-        self.communicator, self.shards = communicator, shards or Communicator.alone()
+    def __init__(self, communicator: Communicator, shards: Communicator, parameters: int) -> None:
+        self.communicator, self.shards = communicator, shards
         self.epoch_end = EpochEnd(communicator)
         self.stop = False
         """Whether this rank was told to stop."""
         self.stopping = False
         """Whether some rank had been, at the last first message."""
-
-    def expect(self, flags: int) -> None:
-        """Says for how many parameters there will be flags. All ranks do so before the first message."""
-        if (channel := self.communicator.channel) is not None:
-            length = 1 + packed_size(flags + 2, self.communicator.world_size) + DIGITS
+        if (channel := communicator.channel) is not None:
+            length = 1 + packed_size(parameters + 2, communicator.world_size) + DIGITS
             channel.length = max(channel.length, length + channel.sketched)
 
     def exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> Answer:
         """Collective.
 
         Args:
-            measured: fp32 ``[n]``, to be summed.
+            measured: fp32 ``[n]``, of this rank's gradients, to be summed: a sketch, or, with n = 1, the squared norm.
             flags: which parameters have a gradient on this rank.
             standing: of this rank.
 
@@ -125,28 +121,27 @@ class FirstMessage:
             ValueError: ranks run out of batches at different steps.
         """
         if self.communicator.world_size == 1:
-            return self._alone(measured, flags)
+            return self._over_shards(self._alone(measured, flags), None)
         channel, longer = self.communicator.channel, len(measured) - 1
         if channel is not None and longer > channel.sketched:
             if measured.device.type == "cpu":  # a rank that sends no sketch would have no room for this one
                 counted = self.communicator.bytes_sent["norm"]
-                known = self._exchange(measured.new_zeros(1), flags, standing)
+                answer, error = self._exchange(measured.new_zeros(1), flags, standing)
                 self.communicator.bytes_sent["norm"] = counted  # once in a process: set-up is not counted
-                if known.error is not None:
-                    return known
+                if error is not None:
+                    return self._over_shards(answer, error)
             channel.length, channel.sketched = channel.length - channel.sketched + longer, longer
-        return self._exchange(measured, flags, standing)
+        return self._over_shards(*self._exchange(measured, flags, standing))
 
-    def _exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> Answer:
-        ranks, device = self.communicator.world_size, measured.device
-        packed = pack_flags([*flags, self.epoch_end.reached, self.stop], ranks)
-        digest = standing.digest(ranks)
+    def _exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> tuple[Answer, Exception | None]:
+        """The answer of the ranks with the same rows. On the CPU, an error that ranks with other rows must know of."""
+        ranks, device, error = self.communicator.world_size, measured.device, None
+        packed, digest = pack_flags([*flags, self.epoch_end.reached, self.stop], ranks), standing.digest(ranks)
         carried = ops.to_device(torch.cat([packed, digest]), device)
         sums = self.communicator.all_reduce_sum(torch.cat([measured, carried]))
         measured, packed, digests = sums.split([len(measured), len(packed), DIGITS])
         counts = count_flags(packed, len(flags) + 2, ranks)
         together = (digests == ops.to_device(digest, device) * ranks).all()
-        error: Exception | None = None
         try:
             if device.type == "cpu":
                 self.stopping = bool(counts[-1])
@@ -159,32 +154,31 @@ class FirstMessage:
             error = raised
         present = (counts[:-2] != 0).float()
         unknown = device.type != "cpu" or not bool(present.all())
-        return Answer(measured, present if unknown else None, together, counts[-1], error)
+        mean = measured / ranks
+        norm = mean.sum().sqrt() if len(mean) == 1 else torch.linalg.vector_norm(mean)
+        return Answer(norm, present if unknown else None, together, counts[-1]), error
 
     def _alone(self, measured: Tensor, flags: Sequence[bool]) -> Answer:
         self.stopping = self.stop
         present = None if all(flags) else torch.tensor(flags, dtype=torch.float32, device="cpu")
         known = torch.ones_like(measured[0]), torch.full_like(measured[0], self.stop)
-        return Answer(measured, None if present is None else ops.to_device(present, measured.device), *known)
+        present = None if present is None else ops.to_device(present, measured.device)
+        return Answer(measured.sum().sqrt(), present, *known)
 
-    def over_shards(self, norm: Tensor, answer: Answer) -> tuple[Tensor, Answer]:
-        """The norm of the whole gradient, from those of its rows; what any row's ranks know, all do. Collective.
-
-        Args:
-            norm: 0-dim fp32, of this rank's rows.
-            answer: of the ranks with the same rows.
-        """
+    def _over_shards(self, answer: Answer, error: Exception | None) -> Answer:
+        """With the norm of the whole gradient; what any row's ranks know, all do. Collective."""
         if self.shards.world_size == 1:
-            return norm, answer
-        well = answer.together if answer.error is None else torch.zeros_like(norm)
+            return answer
+        norm = answer.norm
+        well = answer.together if error is None else torch.zeros_like(norm)
         facts = torch.stack([norm, well.to(norm.dtype), answer.stops.to(norm.dtype)])
         everyone = self.shards.all_gather_stacked(facts)
         together, stops = everyone[:, 1].all(), everyone[:, 2].sum()
         if norm.device.type == "cpu":
             self.stopping = bool(stops)
             if not together:
-                self.shards.raise_on_all_ranks(lambda: _raise(answer.error))
-        return torch.linalg.vector_norm(everyone[:, 0]), answer._replace(together=together, stops=stops)
+                self.shards.raise_on_all_ranks(lambda: _raise(error))
+        return answer._replace(norm=torch.linalg.vector_norm(everyone[:, 0]), together=together, stops=stops)
 
     def raise_apart(self, standing: Standing) -> None:
         """Raises what is wrong, on every rank, from every rank's standing. Collective: all know that it is so."""

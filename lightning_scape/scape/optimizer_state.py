@@ -109,7 +109,7 @@ def _facts(snapshot: Snapshot, world_size: int) -> dict[str, Any]:
         "warmup_shape": snapshot.masks.schedule.shape,
         "missed": snapshot.missed(),
         "names": dict(zip(snapshot.parameters.indices, snapshot.parameters.names, strict=True)),
-        "mask_uses": snapshot.masks.uses,
+        "mask_uses": 0,  # for older versions, where a mask could serve several steps
         "block_size": snapshot.layout.block_size,
         "skipped_in_row": snapshot.clipping.skipped_in_row,
         "skipped_total": snapshot.clipping.skipped_total,
@@ -229,7 +229,6 @@ class Loaded:
     """Warnings for the user."""
     schedule: SparsitySchedule
     mask: Tensor | None = None
-    mask_uses: int = 0
     skipped: tuple[int, int] | None = None
     """Skipped steps, those in a row and in all; None leaves the counters."""
 
@@ -237,7 +236,7 @@ class Loaded:
         """Gives the warnings, then sets masks, schedule and counters. The second part cannot fail."""
         for note in self.notes:
             warnings.warn(note, stacklevel=3)  # whoever calls load_state_dict
-        snapshot.masks.restore(self.mask, self.mask_uses)
+        snapshot.masks.restore(self.mask)
         snapshot.masks.schedule = self.schedule
         if self.skipped is not None:
             clipping = snapshot.clipping
@@ -292,7 +291,6 @@ def _load(snapshot: Snapshot, source: Source, rank: int, groups: Sequence[Mappin
         notes=[*renamed, *_differences(snapshot.config.as_dict(), common["config"]), *resharded, *dropped],
         schedule=_schedule(snapshot, common),
         mask=mask,
-        mask_uses=0 if mask is None else common["mask_uses"],
         skipped=(common["skipped_in_row"], common["skipped_total"]),
     )
 

@@ -1,9 +1,8 @@
-"""The owner's part of a step: the update of the masked entries of its own shard."""
+"""The owner's part of a step: sweep of its own shard, average of what all ranks have sent for it, and update."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,104 +10,174 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.parameters import Parameters
+from lightning_scape.core.tensors import piece_views
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.hyperparameters import RowHyperparameters
-from lightning_scape.scape.participation import Participants, Participation
-from lightning_scape.scape.state import ScapeState
+from lightning_scape.scape.outgoing import fold
+from lightning_scape.scape.participation import Participants
+from lightning_scape.scape.state import Step
 from lightning_scape.wire.values import ValueWire
 
+SAMPLE_INTERVAL = 8
+"""AdamS: steps from one sample of the gradient's mean square to the next."""
+SAMPLE_WEIGHT = 0.1
+"""AdamS: of the newest sample, a memory of about 80 steps."""
 MEAN_SQUARE_FLOOR = 1 / 20
 """AdamS: share of the mean square that bounds the denominator, times the mean interval between visits; at most 1."""
 
 
-class OwnShard:
-    """Updates the own shard.
+class Shard:
+    """The entries that this rank owns: it keeps their moments, and statistics of its own gradient.
 
     Args:
         layout: blocks and shards.
         rank: this rank.
-        config: the update and its options.
+        config: statistics, update and wire.
         parameters: of the optimizer.
         participants: count the steps of each parameter.
-        param_groups: the optimizer's; read anew at each step, for schedulers change them.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        rank: int,
-        config: ScapeConfig,
-        parameters: Parameters,
-        participants: Participants,
-        param_groups: Sequence[dict[str, Any]],
+        self, layout: Layout, rank: int, config: ScapeConfig, parameters: Parameters, participants: Participants
     ) -> None:
-        self._layout, self._config, self._parameters = layout, config, parameters
-        self._participants, self.param_groups = participants, param_groups
-        self.rows, self._pieces = layout.rows_of(rank), layout.local(rank).pieces
+        self.rows, self.region = layout.rows_of(rank), layout.local(rank)
+        """Of all blocks; and what fills them, counted from the first."""
+        self._layout, self._rank, self._config = layout, rank, config
+        self._parameters, self._participants = parameters, participants
         corrects = config.bias_correction or config.update == "adamw"
-        self._hyperparameters = RowHyperparameters(parameters, self._pieces, layout.shard_blocks, corrects)
+        self._hyperparameters = RowHyperparameters(parameters, self.region.pieces, layout.shard_blocks, corrects)
         travels = config.values_dtype if config.wire_bits is None else torch.uint8
         self.as_changes = layout.world_size > 1 and parameters.travel_as_changes(travels)
         """Whether changes of parameters travel, in place of their values."""
-        self.wire = ValueWire(config.wire_bits) if self.as_changes and config.wire_bits is not None else None
-        """Packs the changes; None where they travel as they are."""
+        self.wire = ValueWire(config.wire_bits if self.as_changes else None)
+        """Packs the changes."""
 
-    def update(
-        self, state: ScapeState, mask: Tensor | None, mean: Tensor, part: Participation
-    ) -> tuple[Tensor, Tensor]:
+    # ------------------------------------------------------------------------------------------- this rank's gradient
+
+    def fold(self, step: Step) -> None:
+        """``residual += scale * gradient``, and the owner's statistics, in a step that ranks its own gradient."""
+        pieces, parts, state = self.region.pieces, step.parts(self.region), step.state
+        fold(step, self.region, state.residual[self.rows])
+        moment = self._second_moment(step, sparse=True)
+        if moment is not None:
+            scale = step.scale.mine
+            if scale.dim():
+                first_rows = torch.tensor([piece.row for piece in pieces], dtype=torch.int64, device="cpu")
+                scale = scale.index_select(0, ops.to_device(first_rows, scale.device))
+            squares = piece_views(moment.exp_avg_sq, pieces)
+            ops.accumulate_exp_avg_sq(squares, parts, moment.weights, moment.ranks, scale, step.clip_value)
+            state.sampled = moment.exp_avg_sq is state.local_exp_avg_sq
+        self._accumulate_first_moment(step, parts)
+
+    def take(self, step: Step) -> Tensor:
+        """Folds, keeps statistics, compacts and ranks; returns my values for my shard, ``[R, q]``."""
+        state, residual, ranking = step.state, step.state.residual[self.rows], step.ranking
+        values = torch.empty(len(residual), step.sent, dtype=self._config.values_dtype, device=residual.device)
+        parts = None if step.folded else step.parts(self.region)
+        moment = None if parts is None else self._second_moment(step, sparse=step.mask.everyone is not None)
+        ops.sweep(
+            self.region,
+            residual,
+            parts,
+            step.scale.mine,
+            step.mask.swept_mine,
+            values,
+            clip_value=step.clip_value,
+            second_moment=moment,
+            next_mask=None if ranking is None else ranking.mine,
+        )
+        if moment is not None:
+            state.sampled = moment.exp_avg_sq is state.local_exp_avg_sq
+        if parts is not None:
+            self._accumulate_first_moment(step, parts)
+        self._clear_sum(step)
+        return values.to(state.step.device)
+
+    def _second_moment(self, step: Step, *, sparse: bool) -> ops.SecondMoment | None:
+        """The mean square that my gradient goes into in this step, if any."""
+        state, pieces, ranks = step.state, self.region.pieces, self._layout.world_size
+        # Where everything is sent, AdamW's update takes the averaged gradient itself.
+        if state.exp_avg_sq is not None and sparse:
+            weights = [1 - float(step.groups[piece.segment.group]["betas"][1]) for piece in pieces]
+            return ops.SecondMoment(state.exp_avg_sq, weights, ranks)
+        if state.local_exp_avg_sq is not None and (step.number % SAMPLE_INTERVAL == 0 or not state.local_samples):
+            weight = max(SAMPLE_WEIGHT, 1 / (state.local_samples + 1))
+            return ops.SecondMoment(state.local_exp_avg_sq, [weight] * len(pieces), ranks)
+        return None
+
+    def _accumulate_first_moment(self, step: Step, parts: Sequence[Tensor | None]) -> None:
+        """With ``mask_statistic="first_moment"``: one step of my own first moment, and its sum."""
+        state, pieces, by_row = step.state, self.region.pieces, step.scale.mine
+        if state.local_exp_avg is None or state.local_exp_avg_sum is None:
+            return
+        moments, sums = piece_views(state.local_exp_avg, pieces), piece_views(state.local_exp_avg_sum, pieces)
+        for piece, moment, total, given in zip(pieces, moments, sums, parts, strict=True):
+            grad = torch.zeros_like(moment) if given is None else given
+            beta1 = float(step.groups[piece.segment.group]["betas"][0])
+            scale = by_row[piece.row] if by_row.dim() else by_row
+            ops.accumulate_exp_avg(moment, total, grad, beta1, scale, step.clip_value)
+
+    def _clear_sum(self, step: Step) -> None:
+        """The sum of first moments begins anew where an entry is sent."""
+        total, mask = step.state.local_exp_avg_sum, step.mask.swept_mine
+        if total is None:
+            return
+        seen = ops.gather_blocks(total, mask)
+        taken = step.scale.mine.to(seen.device) != 0
+        cleared = torch.where(taken.unsqueeze(1) if taken.dim() else taken, 0.0, seen)
+        ops.scatter_blocks(total, mask, cleared)
+
+    # ------------------------------------------------------------------------------------------- all ranks' gradient
+
+    def average(self, arrived: list[Tensor], mine: Tensor, dtype: torch.dtype) -> Tensor:
+        """A, ``[R, q]``: the mean over ranks of the values for my shard, summed in rank order."""
+        arrived[self._rank] = mine
+        return ops.mean(arrived, dtype)
+
+    def update(self, step: Step, mean: Tensor) -> Tensor:
         """The update of the masked entries, from the mean gradient ``[R, q]``.
 
         Returns:
-            The new values of the entries, or their changes, ``[R, q]`` in the dtype of their travel (or packed); and
-            how many of the entries were visited in the step before too.
+            The new values of the entries, or their changes, ``[R, q]`` in the dtype of their travel (or packed).
         """
-        own = None if mask is None else mask[self.rows]
-        theta = self._read(state, own, mean)
-        before = theta.clone() if self.as_changes else None
-        again = self._step(state, theta, own, mean, part)
-        self._participants.count(state, part)  # with last_step, or the next tau would not be right
-        if state.master is not None and own is not None:
-            ops.scatter_blocks(state.master, own, theta)
-        if before is None:
-            return _of_those(theta.to(self._parameters.wire_dtype), part.of_rows(self.rows)), again
-        if self.wire is not None:
-            return self._pack(self.wire, state, ops.changes(theta, before, theta.dtype), own, part), again
-        return _of_those(ops.changes(theta, before, self._config.values_dtype), part.of_rows(self.rows)), again
-
-    def _pack(
-        self, wire: ValueWire, state: ScapeState, changes: Tensor, own: Tensor | None, part: Participation
-    ) -> Tensor:
-        """The message of the changes and of what earlier ones' rounding has left; what is left now stays with us."""
-        if state.change_error is None:
-            state.change_error = torch.zeros_like(state.exp_avg)
-        return wire.pack_with_error(state.change_error, own, changes, part.of_rows(self.rows))
-
-    def _read(self, state: ScapeState, own: Tensor | None, mean: Tensor) -> Tensor:
-        """The masked values of the shard, ``[R, q]``, in the state's dtype.
-
-        Of what somebody else has written since, the parameter's, in place of the master's.
-        """
+        state, mask = step.state, step.mask.mine
+        # Of what somebody else has written since, the parameter's value, in place of the master's.
         read = ops.gather_params if state.master is None else ops.renew_masters
-        theta = torch.zeros_like(mean) if state.master is None else ops.gather_blocks(state.master, own)
-        read(self._parameters.flat, self._pieces, own, theta, self._layout.block_size)
-        return theta
+        theta = torch.zeros_like(mean) if state.master is None else ops.gather_blocks(state.master, mask)
+        read(self._parameters.flat, self.region.pieces, mask, theta, self._layout.block_size)
+        before = theta.clone() if self.as_changes else None
+        step.record.sent, step.record.again = step.sent, self._update(step, theta, mean)
+        self._participants.count(state, step.scale)  # with last_step, or the next tau would not be right
+        if state.master is not None and mask is not None:
+            ops.scatter_blocks(state.master, mask, theta)
+        if before is None:
+            message = theta.to(self._parameters.wire_dtype)
+        elif self.wire.bits is None:
+            message = ops.changes(theta, before, self._config.values_dtype)
+        else:  # with what earlier ones' rounding has left; what is left now stays with us
+            if state.change_error is None:
+                state.change_error = torch.zeros_like(state.exp_avg)
+            changes = ops.changes(theta, before, theta.dtype)
+            return self.wire.pack_with_error(state.change_error, mask, changes, step.scale.mine)
+        takes_part = step.scale.mine  # the rows of others are not written: 0
+        return torch.where(takes_part.unsqueeze(1) != 0, message, 0.0) if takes_part.dim() else message
 
-    def _step(self, state: ScapeState, theta: Tensor, own: Tensor | None, mean: Tensor, part: Participation) -> Tensor:
-        step = self._participants.steps(state, self.rows)
-        hyper, corrections = self._hyperparameters.at(step, self.param_groups, theta.dtype, state.exp_avg_sq_since)
+    def read(self, step: Step, message: Tensor, shards: int) -> Tensor:
+        """Updated values or changes of a message, ``[shards * R, q]``; every rank reads the same."""
+        return self.wire.read(message, self._layout.shard_blocks, step.sent, shards)
+
+    def _update(self, step: Step, theta: Tensor, mean: Tensor) -> Tensor:
+        """Updates ``theta [R, q]``; returns how many of the entries were visited in the step before too."""
+        state, mask, scale = step.state, step.mask.mine, step.scale.mine
+        number = self._participants.steps(state)
+        hyper, corrections = self._hyperparameters.at(number, step.groups, theta.dtype, state.exp_avg_sq_since)
         group = self._hyperparameters.group_of_row()
-        scale = part.of_rows(self.rows)
         if state.exp_avg_sq is not None:
             shard = ops.ShardState(theta, state.exp_avg, state.exp_avg_sq, state.last_step)
-            numbers = ops.RowNumbers(step, scale, hyper, corrections.first, corrections.second, group)
-            return ops.update_adamw(shard, own, mean, numbers, self._layout.world_size)
+            numbers = ops.RowNumbers(number, scale, hyper, corrections.first, corrections.second, group)
+            return ops.update_adamw(shard, mask, mean, numbers, self._layout.world_size)
         shard = ops.ShardState(theta, state.exp_avg, state.local_exp_avg_sq, state.last_step)
         first = corrections.first if corrections.corrected else 1.0
-        numbers = ops.RowNumbers(step, scale, hyper, first, None, group)
-        floor = min(1.0, MEAN_SQUARE_FLOOR * self._layout.block_size / mean.shape[1])
-        return ops.update_adams(shard, own, mean, numbers, floor)
-
-
-def _of_those(message: Tensor, scale: Tensor) -> Tensor:
-    """A message ``[R, q]`` of those that take part: the others' rows, which nobody writes, are 0."""
-    return torch.where(scale.unsqueeze(1) != 0, message, 0.0) if scale.dim() else message
+        numbers = ops.RowNumbers(number, scale, hyper, first, None, group)
+        floor = min(1.0, MEAN_SQUARE_FLOOR * self._layout.block_size / step.sent)
+        return ops.update_adams(shard, mask, mean, numbers, floor)

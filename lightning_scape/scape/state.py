@@ -1,16 +1,18 @@
-"""The state of a rank between steps: its residual over all parameters, and the optimizer state of its own shard."""
+"""The state of a rank between steps, and the one object that a step's phases hand on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.core.layout import Layout
+from lightning_scape.core.layout import Layout, Region
 from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.stats import StepRecord
 
 SHARD_TENSORS = (
     *("exp_avg", "last_step", "master"),
@@ -45,7 +47,7 @@ class ScapeState:
     local_samples: int = 0
     """Number of gradients in ``local_exp_avg_sq``."""
     sampled: bool = False
-    """Whether the last step was one of them."""
+    """Whether the last step has added one that is not counted yet: on CUDA a skip is known late."""
     exp_avg_sq: Tensor | None = None
     """``[R, B]`` fp32 (fp64), ``update="adamw"`` only: v of AdamW, the running mean square of the averaged gradient,
     not corrected for its start at zero. Entries that are not visited take this rank's own gradient for it."""
@@ -87,3 +89,89 @@ class ScapeState:
         if self.master is None:
             self.master = torch.zeros_like(self.exp_avg)
         ops.renew_masters(flats, layout.local(rank).pieces, None, self.master, layout.block_size)
+
+    def count_sample(self, skipped: bool) -> None:
+        """Counts the gradient that the last step has put into ``local_exp_avg_sq``, unless it was skipped."""
+        self.local_samples += self.sampled and not skipped
+        self.sampled = False
+
+
+# ------------------------------------------------------------------------------------------------ one step
+
+
+class Scale(NamedTuple):
+    """What a step's gradient is multiplied with. Where all parameters take part it is one number, else one for each.
+
+    A parameter that has no gradient on any rank is skipped, as in torch: its scale is 0.
+    """
+
+    whole: Tensor
+    """0-dim: the clipping factor, 0 for a step that is skipped."""
+    parameters: Tensor
+    """``[parameters]``, or 0-dim."""
+    blocks: Tensor
+    """``[blocks]``, or 0-dim."""
+    mine: Tensor
+    """``[R]``, of my shard; or 0-dim."""
+
+
+class StepMask(NamedTuple):
+    """The entries of a step, as positions in their blocks, cut once for all who use them; None is all entries."""
+
+    everyone: Tensor | None = None
+    """``[blocks, q]``, beside the parameters."""
+    mine: Tensor | None = None
+    """``[R, q]``: the rows of my shard."""
+    swept: Tensor | None = None
+    """``everyone`` beside the residual; no rows with one rank, where nothing is sent."""
+    swept_mine: Tensor | None = None
+    """``mine`` beside the residual."""
+
+
+@dataclass
+class Ranking:
+    """What the sweeps of a step write for the next mask."""
+
+    sent: int
+    """q of the next mask."""
+    proposals: Tensor | None = None
+    """uint8 ``[N*R, W]`` for the other ranks' shards, zero in my rows; None: no proposals."""
+    mine: Tensor | None = None
+    """``[R, q]``: my rows of the next mask. None: they are made at the launch."""
+
+
+@dataclass
+class Step:
+    """One step: each phase reads what those before it have put here."""
+
+    state: ScapeState
+    groups: Sequence[dict[str, Any]]
+    """The optimizer's parameter groups: schedulers change them from step to step."""
+    grads: Sequence[Tensor | None]
+    """The flat gradient of every parameter, None where it has none."""
+    clip_value: float | None
+    """To which gradients are clamped elementwise."""
+    record: StepRecord
+    scale: Scale
+    sent: int
+    """q, entries of a block that are sent; B where everything is."""
+    mask: StepMask = field(init=False)
+    ranking: Ranking | None = None
+    """None: no mask is due."""
+    folded: bool = False
+    """Whether the gradients are in the residual already."""
+
+    @property
+    def number(self) -> int:
+        """Counted from 0, skipped ones included."""
+        return self.state.calls
+
+    def parts(self, region: Region) -> list[Tensor | None]:
+        """The gradient of each piece; of a whole parameter as it is, for a slice of a small one takes long."""
+        parts: list[Tensor | None] = []
+        for piece in region.pieces:
+            grad = self.grads[piece.segment.index]
+            if grad is not None and piece.numel < piece.segment.numel:
+                grad = grad[piece.of_parameter]
+            parts.append(grad)
+        return parts

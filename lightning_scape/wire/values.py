@@ -22,23 +22,25 @@ class ValueWire:
     """Packs values ``[R, q]``, and reads them.
 
     Args:
-        bits: 8 or 4.
+        bits: 8 or 4; None: values travel as they are.
     """
 
-    def __init__(self, bits: int) -> None:
-        self._bits = bits
+    def __init__(self, bits: int | None) -> None:
+        self.bits = bits
 
     def pack(self, values: Tensor, shards: int = 1) -> Tensor:
-        """The message; ``values`` become what their rounding leaves.
+        """The message; ``values`` become what their rounding leaves, if they are packed.
 
         Args:
             values: fp32 ``[shards * R, q]``, finite, contiguous, changed in place.
             shards: parts of equal size, none of which shares a group with another: one for each receiver.
 
         Returns:
-            uint8 ``[shards * G, W]``.
+            uint8 ``[shards * G, W]``; or the values.
         """
-        return ops.quantize(values.view(shards, values.numel() // shards), self._bits).flatten(0, 1)
+        if self.bits is None:
+            return values
+        return ops.quantize(values.view(shards, values.numel() // shards), self.bits).flatten(0, 1)
 
     def pack_with_error(self, error: Tensor, mask: Tensor | None, values: Tensor, scale: Tensor) -> Tensor:
         """The message of values at masked entries, and of what earlier ones' rounding has left of these entries.
@@ -52,9 +54,12 @@ class ValueWire:
         Returns:
             uint8 ``[G, W]``.
         """
-        return ops.quantize_with_error(error, mask, values, scale, self._bits)
+        assert self.bits is not None
+        return ops.quantize_with_error(error, mask, values, scale, self.bits)
 
     def read(self, message: Tensor, rows: int, sent: int, shards: int = 1) -> Tensor:
-        """The values of a message, fp32 ``[shards * rows, sent]``."""
+        """The values of a message, fp32 ``[shards * rows, sent]``; or the message itself."""
+        if self.bits is None:
+            return message
         parts = message.view(shards, len(message) // shards, message.shape[1])
-        return ops.dequantize(parts, self._bits, rows * sent).view(shards * rows, sent)
+        return ops.dequantize(parts, self.bits, rows * sent).view(shards * rows, sent)

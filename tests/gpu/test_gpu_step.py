@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_scape import ScapeConfig, ScapeOptimizer, ScapeStrategy
 from lightning_scape.ops.cuda import launch  # noqa: F401  with it, all that Triton does
 from lightning_scape.ops.registry import CUDA as cuda
-from lightning_scape.scape.region import SAMPLE_INTERVAL
+from lightning_scape.scape.shard import SAMPLE_INTERVAL
 from lightning_scape.scape.stats import PHASES
 
 pytestmark = pytest.mark.gpu

@@ -1,0 +1,74 @@
+"""What a rank sends to the owners of the other shards: its gradient of their entries, folded, compacted and packed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_scape import ops
+from lightning_scape.core.layout import Layout, Region
+from lightning_scape.core.tensors import piece_views
+from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.state import Step
+from lightning_scape.wire.values import ValueWire
+
+
+class Outgoing:
+    """The shards of all other ranks, as this rank works on them.
+
+    Args:
+        layout: blocks and shards.
+        rank: this rank.
+        config: the wire dtype is used.
+    """
+
+    def __init__(self, layout: Layout, rank: int, config: ScapeConfig) -> None:
+        self.region = layout.remote(rank)
+        """Rows of all blocks."""
+        self.wire = ValueWire(config.wire_bits if layout.world_size > 1 else None)
+        """Packs the values."""
+        self._dtype, self._my_rows, self._shards = config.values_dtype, layout.rows_of(rank), layout.world_size
+        self._blocks = layout.blocks if self.region.rows else 0  # none with one rank
+
+    def fold(self, step: Step) -> None:
+        """``residual += scale * gradient``, in a step that ranks its own gradient."""
+        fold(step, self.region, step.state.residual)
+
+    def take(self, step: Step) -> Tensor:
+        """Folds, compacts and proposes; returns the message for the other ranks, beside the parameters.
+
+        Its values ``[N*R, q]`` are zero in my rows. With one rank there is nothing to do: ``[0, q]``.
+
+        The rounding error goes back into the residual: what is sent plus what is left is what was there, bit for bit.
+        """
+        residual, mask = step.state.residual[: self._blocks], step.mask.swept
+        values = torch.empty(self._blocks, step.sent, dtype=self._dtype, device=residual.device)
+        ops.sweep(
+            self.region,
+            residual,
+            None if step.folded else step.parts(self.region),
+            step.scale.blocks,
+            mask,
+            values,
+            clip_value=step.clip_value,
+            proposals=None if step.ranking is None else step.ranking.proposals,
+        )
+        values[self._my_rows] = 0  # NCCL may look for NaN in its input
+        message = self.wire.pack(values, self._shards)
+        if self.wire.bits is not None:  # what rounding leaves has stayed in values
+            ops.scatter_blocks(residual, mask, values, add=True)
+        return message.to(step.state.step.device)
+
+    def sent(self, step: Step, message: Tensor) -> list[Tensor]:
+        """The values of a message as their owners will read them, ``[*, q]`` each."""
+        values = self.wire.read(message, self._blocks // self._shards, step.sent, self._shards)
+        return [values[rows] for rows in self.region.rows]
+
+    def arrived(self, received: Tensor, like: Tensor) -> list[Tensor]:
+        """Every rank's values for my shard, from the messages of all ranks; each as ``like [R, q]``."""
+        return [self.wire.read(each, *like.shape) for each in received]
+
+
+def fold(step: Step, region: Region, residual: Tensor) -> None:
+    """``residual += scale * gradient`` for the pieces of a region, whose rows ``residual`` has."""
+    ops.fold(piece_views(residual, region.pieces), step.parts(region), step.scale.whole, step.clip_value)
