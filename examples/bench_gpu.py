@@ -184,7 +184,7 @@ class Alone(Communicator):
         elect()
         return Work(full, stream=self.side_stream(full.device) if full.is_cuda else None)
 
-    def exchange_votes(self, proposals: torch.Tensor) -> torch.Tensor:
+    def exchange_proposals(self, proposals: torch.Tensor) -> torch.Tensor:
         received = proposals.clone().view(self.world_size, -1, proposals.shape[1])
         received[..., -1] = 0  # the scale: those for other shards' blocks must not count, pads lie elsewhere
         return received
@@ -308,10 +308,11 @@ def selecting(optimizer: ScapeOptimizer, clock: Clock) -> float:
     assert engine.state is not None
     engine.masks.restore(None)
     scale = engine.participants.of(engine.state, torch.ones((), device=engine.device), None)
-    step = Step(engine.state, optimizer.param_groups, None, None, StepRecord(), scale)
+    sent = engine.masks.schedule.sent(engine.calls)
+    step = Step(engine.state, optimizer.param_groups, [], None, StepRecord(), scale, sent)
     clock.get_ahead()
     begin = clock.mark()
-    engine.masks.made_now(step)
+    engine.masks.make_now(step)
     return clock.microseconds(begin, clock.mark())
 
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.scape.mask import Masks
-from lightning_scape.scape.state import Ranking, Step, StepMask
+from lightning_scape.scape.state import Ranking, Step
 
 OUT = Path(__file__).parent / "results" / "quality"
 MAX_NORM = 1.0
@@ -164,8 +164,8 @@ def mask_delay(ranks: SimulatedRanks, steps: int) -> None:
 class NoDelay(Masks):
     """Every step makes its own mask."""
 
-    def at_hand(self, step: Step) -> StepMask | None:
-        return super().at_hand(step) if self.sends_all(step.number) else None
+    def missing(self, step: Step) -> bool:
+        return super().missing(step) or not self.sends_all(step.number)
 
     def ranking_after(self, step: Step) -> Ranking | None:
         return None
@@ -213,16 +213,16 @@ def vote_bits(ranks: SimulatedRanks, bits: int) -> None:
     levels = (1 << (bits - 1)) - 1
 
     def coarse(plain: Callable[..., Any], votes: int) -> Callable[..., Any]:
-        def exchange_votes(proposals: Tensor) -> Any:
+        def exchange_proposals(proposals: Tensor) -> Any:
             codes = proposals[:, -votes - 1 : -1].view(torch.int8)
             codes.copy_((codes.float() * (levels / 127)).round().mul(127 / levels).round())
             return plain(proposals)
 
-        return exchange_votes
+        return exchange_proposals
 
     for optimizer in ranks.optimizers:
         comm = optimizer.communicator
-        comm.exchange_votes = coarse(comm.exchange_votes, optimizer.config.votes)  # type: ignore[method-assign]
+        comm.exchange_proposals = coarse(comm.exchange_proposals, optimizer.config.votes)  # type: ignore[method-assign]
 
 
 class EmaShard:

@@ -120,7 +120,7 @@ class LocalCommunicator(Communicator):
         elect()  # in turns with the other ranks
         return Work(full)
 
-    def exchange_votes(self, proposals: Tensor) -> Tensor:
+    def exchange_proposals(self, proposals: Tensor) -> Tensor:
         return self._all_to_all(proposals)
 
     def gather_elected(self, full: Tensor, mine: Tensor) -> None:

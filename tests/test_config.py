@@ -90,10 +90,13 @@ def test_config_is_frozen_and_keyword_only() -> None:
             {"catch_up": "summed"},
             "`catch_up` is no option any more, got 'summed': an entry goes `tau` .* Leave it",
         ),
-        ({"mask_interval": 4}, "`mask_interval` is no option any more, got 4: every step .* Leave it out"),
         (
             {"residual_dtype": torch.float32},
             "`residual_dtype` is no option any more, got torch.float32: .*. Leave",
+        ),
+        (
+            {"mask_interval": 4},
+            "`mask_interval` is no option any more, got 4: each step has a mask of its own.*. Leave it out",
         ),
     ],
 )
@@ -110,3 +113,15 @@ def test_as_dict_holds_only_plain_values_and_builds_the_same_config() -> None:
     plain = config.as_dict()
     assert all(value is None or isinstance(value, (int, float, str)) for value in plain.values())
     assert ScapeConfig(**plain) == config
+
+
+def test_the_letter_of_the_paper_is_one_choice() -> None:
+    config = ScapeConfig.paper(0.9)
+    assert (config.sparsity, config.update, config.warmup_steps, config.votes) == (0.9, "adams", 0, 0)
+    assert (config.mask_statistic, config.second_moment, config.bias_correction) == (
+        "first_moment",
+        "reconstructed",
+        False,
+    )
+    assert not config.measures_noise
+    assert ScapeConfig.paper().sparsity == ScapeConfig().sparsity

@@ -38,7 +38,7 @@ from lightning_scape import (
 from lightning_scape.checkpoint.atomic_files import load_file, save_file
 from lightning_scape.checkpoint.inspection import verify
 from lightning_scape.checkpoint.saver import Content, Saver
-from lightning_scape.comm.collectives import Communicator, new_mask_group, timeout_of
+from lightning_scape.comm.collectives import Communicator, new_group_like, timeout_of
 from lightning_scape.comm.lost_ranks import explained_loss
 from lightning_scape.sparseloco import SparseLoCo
 
@@ -85,7 +85,7 @@ def test_a_killed_rank_makes_the_others_stop_and_say_why(run_ranks: RunRanks, at
 def fail_again(rank: int, world_size: int) -> list[str]:
     said: list[str] = []
     for turn in range(2):
-        new_mask_group()
+        new_group_like()
         dist.barrier()
         if turn and rank:
             break

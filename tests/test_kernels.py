@@ -206,7 +206,7 @@ class TestFarAway:
             shard = ops.ShardState(thetas[-1], first, second, last_step)
             rest = torch.tensor(9, dtype=torch.int32), one, hyper("cpu", torch.float32)
             if update == "adams":
-                module.update_adams(shard, mask, total, ops.RowNumbers(*rest, 1.0), 1.0, True)
+                module.update_adams(shard, mask, total, ops.RowNumbers(*rest, 1.0), 1.0)
             else:
                 module.update_adamw(shard, mask, total, ops.RowNumbers(*rest, one * 0.5, one * 0.3), 2)
         torch.testing.assert_close(thetas[1], thetas[0])

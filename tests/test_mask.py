@@ -44,22 +44,23 @@ def build(config: ScapeConfig) -> tuple[Numbered, Masks, ScapeState]:
     return comm, masks, ScapeState.allocate(layout, config, torch.float32, CPU)
 
 
-def begun(state: ScapeState, number: int) -> Step:
-    state.calls, one = number, torch.ones(())
-    return Step(state, [], [], None, StepRecord(), Scale(one, one, one, one))
+def begun(masks: Masks, state: ScapeState, number: int) -> Step:
+    state.calls, one, sent = number, torch.ones(()), masks.schedule.sent(number)
+    return Step(state, [], [], None, StepRecord(), Scale(one, one, one, one), sent)
 
 
 def take(masks: Masks, state: ScapeState, number: int) -> tuple[Tensor | None, float]:
     """The mask that a step uses, and the seconds that it waits, as the engine does."""
-    step = begun(state, number)
+    step = begun(masks, state, number)
     step.record.exchange_wait = masks.wait()
-    mask = masks.at_hand(step) or masks.made_now(step)
-    return mask.everyone, step.record.exchange_wait
+    if masks.missing(step):
+        masks.make_now(step)
+    return masks.of(step).everyone, step.record.exchange_wait
 
 
 def send(masks: Masks, state: ScapeState, number: int) -> None:
     """The second half of a step: it ranks for the next mask, and launches its exchange."""
-    step = begun(state, number)
+    step = begun(masks, state, number)
     step.ranking = masks.ranking_after(step)
     masks.launch(step)
 
@@ -95,7 +96,7 @@ def test_first_step_makes_its_own_mask_and_only_it_waits_for_two() -> None:
 def test_a_mask_whose_step_failed_before_it_departed_is_dropped() -> None:
     comm, masks, state = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
     first, _ = take(masks, state, 0)
-    assert masks.ranking_after(begun(state, 0)) is not None
+    assert masks.ranking_after(begun(masks, state, 0)) is not None
     assert masks.wait() == 0.0  # nobody sends it: waiting would be for ever
     assert comm.waits == 1
     assert masks.active is first
@@ -147,8 +148,10 @@ def test_a_step_that_makes_its_own_mask_ranks_the_residual_as_it_is() -> None:
     masks = Masks(config, layout, Communicator.alone(), SparsitySchedule.of(config))
     state = ScapeState.allocate(layout, config, torch.float32, CPU)
     state.residual[torch.arange(4), torch.tensor([3, 0, 9, 5])] = -1.0
-    assert masks.at_hand(begun(state, 0)) is None
-    mask = masks.made_now(begun(state, 0)).everyone
+    step = begun(masks, state, 0)
+    assert masks.missing(step)
+    masks.make_now(step)
+    mask = masks.of(step).everyone
     assert mask is not None
     assert mask.view(-1).tolist() == [3, 0, 9, 5]
 
@@ -161,7 +164,7 @@ def test_a_skipped_step_drops_the_mask_that_it_made_for_itself_and_the_one_after
     assert masks.active is None
     assert masks.pending is None
     assert comm.waits == comm.made == 2  # what is under way comes first
-    assert masks.at_hand(begun(state, 1)) is None
+    assert masks.missing(begun(masks, state, 1))
     take(masks, state, 1)
     send(masks, state, 1)
     assert comm.made == 4

@@ -37,7 +37,7 @@ def test_votes_of_fewer_bits_have_as_many_levels(bench: ModuleType, bits: int, l
         optimizer = ranks.optimizers[rank]
         residual = torch.randn(optimizer.engine.layout.blocks, 200).pow(15)  # so that the second is often far smaller
         proposals = ops.propose(residual, 2)
-        arrived.append(optimizer.communicator.exchange_votes(proposals))
+        arrived.append(optimizer.communicator.exchange_proposals(proposals))
 
     ranks.each(exchange)
     assert len(arrived) == 2

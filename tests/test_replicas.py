@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer
 from lightning_scape.scape.clipping import GradientClipping
-from lightning_scape.scape.first_message import Answer, Given
+from lightning_scape.scape.first_message import Answer
 
 # ------------------------------------------------------------------------------------------------ replicas stay equal
 
@@ -119,10 +119,10 @@ def test_replicas_are_bitwise_equal_under_every_option(
 def train_with_flags(rank: int, world_size: int, on_device: bool, options: dict[str, Any]) -> list[Tensor]:
     real = GradientClipping.measure
 
-    def measure(self: GradientClipping, given: Given, *, sketch: bool) -> Answer:
-        answer = real(self, given, sketch=sketch)
+    def measure(self: GradientClipping, grads: Any, device: torch.device, standing: Any) -> Answer:
+        answer = real(self, grads, device, standing)
         if on_device and answer.present is None:
-            self.answer = answer = answer._replace(present=torch.ones(len(given.grads)))
+            self.answer = answer = answer._replace(present=torch.ones(len(grads)))
         return answer
 
     GradientClipping.measure = measure  # type: ignore[method-assign]

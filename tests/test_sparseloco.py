@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_scape.comm.collectives import Work, new_mask_group
+from lightning_scape.comm.collectives import Work, new_group_like
 from lightning_scape.hosts.sparseloco import what_holds
 from lightning_scape.sparseloco import SparseLoCo, SparseLoCoConfig
 
@@ -371,7 +371,7 @@ def test_an_overlapped_run_trains_and_sync_makes_ranks_equal(run_ranks: Any) -> 
 
 
 def _two_overlapped(rank: int, world_size: int) -> tuple[bool, Tensor]:
-    nets, group = [model(), model()], new_mask_group()
+    nets, group = [model(), model()], new_group_like()
     optimizers = [torch.optim.AdamW(net.parameters(), 1e-2) for net in nets]
     locos = [SparseLoCo(each, **SPARSE, overlap_steps=1, exchange_group=group) for each in optimizers]
     second = locos[1].communicator

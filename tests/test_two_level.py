@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from two_level_helpers import Holder, gradient, make_mesh, mean_gradient, node_of, sharded, whole
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer
-from lightning_scape.core.local_shards import local, rows_of
+from lightning_scape.core.local_shards import local, node_rows
 
 SHAPES = ((37, 11), (5,), (1,), (13, 3, 2), (640,), (1, 9))
 """Two of them have a single row: on all ranks of a node but the first, their shard is empty."""
@@ -307,7 +307,7 @@ def test_what_cannot_be_trained_is_refused_on_every_rank(run_ranks: Any, case: s
 def test_rows_are_those_of_chunk() -> None:
     for rows in range(1, 12):
         for shards in (1, 2, 3, 4):
-            parts = [list(rows_of(rows, shards, shard)) for shard in range(shards)]
+            parts = [list(node_rows(rows, shards, shard)) for shard in range(shards)]
             chunks = [part.tolist() for part in torch.arange(rows).chunk(shards)]
             assert parts == chunks + [[]] * (shards - len(chunks))
 

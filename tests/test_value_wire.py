@@ -145,7 +145,7 @@ def _conserved(rank: int, world_size: int, wire: str) -> tuple[Tensor, Tensor]:
     def watched(step: Step) -> Tensor:
         message, mask = take(step), step.mask.everyone
         assert mask is not None
-        sent = outgoing.wire.read(message, len(mask) // world_size, step.mask.sent, world_size)  # by their owners
+        sent = outgoing.wire.read(message, len(mask) // world_size, step.sent, world_size)  # by their owners
         rows = outgoing.region.rows
         assert all(map(torch.equal, outgoing.sent(step, message), (sent[each] for each in rows)))
         after = step.state.residual.double().scatter_add(1, mask.long(), sent.double())

@@ -311,7 +311,7 @@ def test_as_many_votes_as_are_sent_where_these_are_few(options: dict[str, Any], 
 
 
 def train_two(rank: int, world_size: int, votes: tuple[int, int]) -> None:
-    group = collectives.new_mask_group()
+    group = collectives.new_group_like()
     models = [parameters(((6000,),)), parameters(((900,),))]
     optimizers = [
         ScapeOptimizer(

@@ -18,7 +18,7 @@ from lightning_scape.checkpoint.rng import states_in
 from lightning_scape.checkpoint.saver import SavedContent
 from lightning_scape.checkpoint.steps import step_of
 from lightning_scape.checkpoint.temporaries import MANIFEST
-from lightning_scape.comm.collectives import Communicator, is_distributed, new_mask_group
+from lightning_scape.comm.collectives import Communicator, is_distributed, new_group_like
 
 _LONGEST_CHECK = timedelta(hours=1)
 
@@ -107,7 +107,7 @@ def resume_path(
             ran on may be the one that is lost.
     """
     # A group of its own: the others wait for rank 0 longer than for a message of the training.
-    group = new_mask_group(backend="gloo", timeout=_LONGEST_CHECK) if is_distributed() else None
+    group = new_group_like(backend="gloo", timeout=_LONGEST_CHECK) if is_distributed() else None
     ranks = Communicator(group, None)
     try:
         found = ranks.raise_on_all_ranks(lambda: _all_in(places, pattern))

@@ -48,7 +48,7 @@ ProcessGroup = dist.ProcessGroup
 KINDS = ("norm", "values", "parameters", "mask", "votes")
 
 
-def new_mask_group(
+def new_group_like(
     process_group: ProcessGroup | None = None, *, backend: str | None = None, timeout: timedelta | None = None
 ) -> ProcessGroup | None:
     """A second group over the ranks of ``process_group``, for the mask exchange alone. All of its ranks must call.
@@ -156,7 +156,7 @@ class Communicator:
 
     Args:
         process_group: the data-parallel ranks; None is the default group, or no group where none is up.
-        mask_group: group for the mask exchange, from :func:`new_mask_group`.
+        mask_group: group for the mask exchange, from :func:`new_group_like`.
     """
 
     process_group: ProcessGroup | None
@@ -164,7 +164,7 @@ class Communicator:
     bytes_sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     """Bytes that this rank sent since :meth:`take_count`, by kind."""
     seconds: float = 0.0
-    """Seconds of the host inside messages since then, waiting for other ranks included; the mask's are left out."""
+    """Seconds of the CPU inside messages since then, waiting for other ranks included; the mask's are left out."""
     at_once: bool = False
     """Whether to wait for every message where it is launched, so that ``seconds`` holds its whole time."""
     channel: Channel | None = None
@@ -207,7 +207,7 @@ class Communicator:
             return cls(own_group or process_group, mask_group)
         channel = Channel.known(base)
         if channel is None:
-            group = own_group or new_mask_group(process_group)
+            group = own_group or new_group_like(process_group)
             assert group is not None
             channel = Channel.beside(base, group)
         return cls(channel.group, mask_group, channel=channel, number=channel.next_number())
@@ -307,7 +307,7 @@ class Communicator:
         """Runs ``elect`` on the mask group's own thread; on CUDA at once, for there a stream orders the messages.
 
         Args:
-            elect: calls :meth:`exchange_votes` with the proposals, then :meth:`gather_elected` into ``full``.
+            elect: calls :meth:`exchange_proposals` with the proposals, then :meth:`gather_elected` into ``full``.
             full: ``[N*R, q]``, the next mask; what is waited for.
             proposals: ``[N*R, W]``, this rank's for all shards.
         """
@@ -319,7 +319,7 @@ class Communicator:
         assert self.mask_group is not None
         return Work(full, handle=Worker.of(self.mask_group).do(elect), waiting=contextlib.nullcontext)
 
-    def exchange_votes(self, proposals: Tensor) -> Tensor:
+    def exchange_proposals(self, proposals: Tensor) -> Tensor:
         """``[N, R, W]``: every rank's proposals for this rank's shard, of ``[N*R, W]``. Waits."""
         received = torch.empty_like(proposals)
         with explained_loss():

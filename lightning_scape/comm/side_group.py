@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_scape.comm.collectives import ProcessGroup, is_distributed, new_mask_group
+from lightning_scape.comm.collectives import ProcessGroup, is_distributed, new_group_like
 
 
 class SideGroup:
@@ -33,7 +33,7 @@ class SideGroup:
         if world is None:
             return None
         if self._made_beside is None or self._made_beside() is not world:
-            self._group = new_mask_group(backend=self._backend, timeout=timeout)
+            self._group = new_group_like(backend=self._backend, timeout=timeout)
             # Weak: whoever holds the default group keeps its threads alive beyond its destruction at exit.
             self._made_beside = weakref.ref(world)
         return self._group

@@ -32,7 +32,7 @@ class Work:
     """What went wrong; all who wait learn it."""
 
     def wait(self) -> Tensor:
-        """Returns the result; on CUDA the current stream waits, the host does not."""
+        """Returns the result; on CUDA the current stream waits, the CPU does not."""
         if self.error is not None:
             raise self.error
         if self.handle is not None:

@@ -1,6 +1,6 @@
 """Ranks that run out of batches before the others: found by a flag in the norm's message, before anyone waits.
 
-A host that knows says with each step whether its rank has no more batches in this epoch. Where some ranks have and
+A strategy that knows says with each step whether its rank has no more batches in this epoch. Where some ranks have and
 others have not, all ranks raise in that step: the next message would not be answered.
 """
 
@@ -37,7 +37,7 @@ class EpochEnd:
     def compare(self, count: Tensor) -> None:
         """Takes how many ranks have set the flag, 0-dim; raises if some have and others have not.
 
-        All ranks raise here, before the step's next message. So on CUDA the host waits for the device in steps that
+        All ranks raise here, before the step's next message. So on CUDA the CPU waits for the device in steps that
         were announced; in others it does not look.
         """
         batches, self._batches = self._batches, None

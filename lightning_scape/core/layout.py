@@ -155,13 +155,13 @@ class Layout:
 
     def local(self, rank: int) -> Region:
         """The shard of ``rank``; rows count from the shard's first block."""
-        own = self.rows_of(rank)
-        return Region((slice(0, self.shard_blocks),), tuple(self._cut(own.start, own.stop, own.start)))
+        mine = self.rows_of(rank)
+        return Region((slice(0, self.shard_blocks),), tuple(self._cut(mine.start, mine.stop, mine.start)))
 
     def remote(self, rank: int) -> Region:
         """The shards of all other ranks; rows count from block 0."""
-        own = self.rows_of(rank)
-        around = (slice(0, own.start), slice(own.stop, self.blocks))
+        mine = self.rows_of(rank)
+        around = (slice(0, mine.start), slice(mine.stop, self.blocks))
         rows = tuple(each for each in around if each.start < each.stop)
         return Region(rows, tuple(piece for each in rows for piece in self._cut(each.start, each.stop, 0)))
 

@@ -40,10 +40,10 @@ def local(tensor: Tensor) -> Tensor:
     return shard
 
 
-def rows_of(rows: int, shards: int, shard: int) -> range:
+def node_rows(rows: int, shards: int, shard: int) -> range:
     """The rows that one of ``shards`` ranks holds of ``rows``: what ``torch.chunk`` gives it, and FSDP2 too.
 
-    >>> [rows_of(5, 3, shard) for shard in range(3)]
+    >>> [node_rows(5, 3, shard) for shard in range(3)]
     [range(0, 2), range(2, 4), range(4, 5)]
     """
     each = -(-rows // shards)
@@ -53,7 +53,7 @@ def rows_of(rows: int, shards: int, shard: int) -> range:
 def numels_of(parameters: Sequence[Tensor], shards: int, shard: int) -> list[int]:
     """Entries of every parameter that one of ``shards`` ranks holds."""
     return [
-        p.numel() if not isinstance(p, DTensor) else len(rows_of(p.shape[0], shards, shard)) * _row(p)
+        p.numel() if not isinstance(p, DTensor) else len(node_rows(p.shape[0], shards, shard)) * _row(p)
         for p in parameters
     ]
 
@@ -68,7 +68,7 @@ def first_row(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 0
     mesh = tensor.device_mesh
-    return rows_of(tensor.shape[0], mesh.size(), mesh.get_local_rank()).start
+    return node_rows(tensor.shape[0], mesh.size(), mesh.get_local_rank()).start
 
 
 def _row(parameter: Tensor) -> int:

@@ -27,7 +27,7 @@ from lightning_scape.comm.collectives import (
     ProcessGroup,
     broadcast_tensors,
     is_distributed,
-    new_mask_group,
+    new_group_like,
     new_node_groups,
     world_size,
 )
@@ -114,7 +114,7 @@ class Nodes:
             [across, inside], device.type, mesh=grid, mesh_dim_names=("replicate", "shard")
         )
         self.process_group = across if ranks > size else None
-        self.mask_group = new_mask_group(across, timeout=timeout)
+        self.mask_group = new_group_like(across, timeout=timeout)
         self._made_beside = weakref.ref(world) if world is not None else None
 
     def side_group(self, flat: SideGroup, timeout: timedelta | None) -> ProcessGroup | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_scape import ops
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.first_message import Answer, FirstMessage, Given, Standing
+from lightning_scape.scape.first_message import Answer, FirstMessage, Standing
 
 SKETCH_WIDTHS = (4093, 4091, 4079, 4073, 4057, 4051, 4049, 4027)
 """Buckets of the norm sketch: the largest primes below 4096, so that no matrix is as wide as all of them."""
@@ -56,26 +56,51 @@ class GradientClipping:
         self._measured = []
         self._strict = False
 
-    def record_norm(self, given: Given, max_norm: float, *, strict: bool = False) -> Tensor:
-        """Measures the norm and records the factor ``min(1, max_norm / norm)``. Returns the norm, 0-dim fp32.
+    def measure(self, grads: Sequence[Tensor | None], device: torch.device, standing: Standing) -> Answer:
+        """Measures the norm, and sends the step's first message: a sketch where there is a norm to clip by.
 
         Raises:
-            RuntimeError: ``strict``, and it is not finite: at once on the CPU, on CUDA by :meth:`wait_found_inf`. Or
-                ranks are apart (see :meth:`FirstMessage.exchange`).
+            RuntimeError, ValueError: as :meth:`FirstMessage.exchange`.
         """
-        if not max_norm > 0:
-            raise ValueError(
-                f"`max_norm` must be > 0, got {max_norm!r}. To train without clipping, don't call clip_grad_norm"
-                " (Trainer: gradient_clip_val=None)."
-            )
-        given = given._replace(standing=given.standing._replace(max_norm=max_norm))
-        norm = self.measure(given, sketch=self.rule == "sketch").norm
+        sketch = standing.max_norm is not None and self.rule == "sketch"
+        if sketch and self.first_message.communicator.world_size > 1:
+            if self._signs is None or self._signs.device != device:
+                self._signs = ops.to_device(random_signs(2 * _CHUNK), device)
+            measured = ops.sketch(grads, self._signs, SKETCH_WIDTHS)
+        else:
+            measured = squared_norm(grads, device)
+        self.answer = self.first_message.exchange(measured, [grad is not None for grad in grads], standing)
+        self._standing = standing
+        return self.answer
+
+    def clip(self, max_norm: float, *, strict: bool = False) -> Tensor:
+        """Records the factor ``min(1, max_norm / norm)``. Returns the norm, which was measured: 0-dim fp32.
+
+        Raises:
+            RuntimeError: ``strict``, and it is not finite: at once on the CPU, on CUDA by :meth:`wait_found_inf`.
+        """
+        assert self.answer is not None
+        norm = self.answer.norm
         # clamp: a factor that underflows to 0 would read as "skip".
         self._factor = (max_norm / (norm + 1e-6)).clamp(min=_TINY, max=1.0)
         self._strict = strict
-        if strict and given.device.type != "cuda" and not bool(torch.isfinite(norm)):
+        if strict and not norm.is_cuda and not bool(torch.isfinite(norm)):
             _refuse(f"got {float(norm)}")
         return norm
+
+    def scale(self) -> Tensor:
+        """What the step's gradient is multiplied with: the recorded factor, 1 without one, 0 if it is not finite.
+
+        0-dim fp32, the same on all ranks: a NaN or inf on any of them makes the norm not finite on every one. 0, too,
+        where ranks are apart: then nothing is folded.
+        """
+        assert self.answer is not None
+        norm = self.answer.norm
+        factor = torch.ones_like(norm) if self._factor is None else self._factor
+        usable = torch.isfinite(norm)
+        if norm.is_cuda:
+            usable = usable & (self.answer.together != 0)
+        return torch.where(usable, factor, torch.zeros_like(factor))
 
     def remember(self, grads: Sequence[Tensor | None]) -> None:
         """Notes which gradients the recorded norm is of; :meth:`check_unchanged` takes the same tensors."""
@@ -97,44 +122,12 @@ class GradientClipping:
             raise ValueError(f"`clip_value` must be > 0, got {clip_value!r}. To train without clipping, don't call it.")
         self.clip_value = float(clip_value)
 
-    def scale(self, given: Given) -> Tensor:
-        """What the step's gradient is multiplied with: the recorded factor, 1 without one, 0 if it is not finite.
-
-        0-dim fp32, the same on all ranks: a NaN or inf on any of them makes the norm not finite on every one. 0, too,
-        where ranks are apart: then nothing is folded.
-        """
-        answer = self.answer or self.measure(given, sketch=False)
-        factor = torch.ones_like(answer.norm) if self._factor is None else self._factor
-        usable = torch.isfinite(answer.norm)
-        if given.device.type == "cuda":
-            usable = usable & (answer.together != 0)
-        return torch.where(usable, factor, torch.zeros_like(factor))
-
-    def all_finite(self, given: Given) -> bool:
-        """Whether the gradients of all ranks are finite; the step uses what was measured for it."""
-        return bool(torch.isfinite((self.answer or self.measure(given, sketch=False)).norm))
-
-    def measure(self, given: Given, *, sketch: bool) -> Answer:
-        """Measures the norm, by the step's first message.
-
-        Raises:
-            RuntimeError, ValueError: as :meth:`FirstMessage.exchange`.
-        """
-        if sketch and self.first_message.communicator.world_size > 1:
-            if self._signs is None or self._signs.device != given.device:
-                self._signs = ops.to_device(random_signs(2 * _CHUNK), given.device)
-            measured = ops.sketch(given.grads, self._signs, SKETCH_WIDTHS)
-        else:
-            measured = squared_norm(given)
-        self.answer, self._standing = self.first_message.exchange(measured, given), given.standing
-        return self.answer
-
     # ------------------------------------------------------------------------------------- skipped steps
 
     def record_found_inf(self, scale: Tensor) -> None:
         """Notes whether the step with this scale was skipped, and forgets what was recorded for it.
 
-        On the CPU at once; on CUDA when :meth:`wait_found_inf` is called, for reading it now would stop the host.
+        On the CPU at once; on CUDA when :meth:`wait_found_inf` is called, for reading it now would make the CPU wait.
 
         Raises:
             FloatingPointError: ``max_skipped`` steps in a row were skipped (on every rank in the same step).
@@ -201,10 +194,19 @@ class GradientClipping:
             )
 
 
-def squared_norm(given: Given) -> Tensor:
-    """fp32 ``[1]``, of this rank's gradients."""
-    grads = [grad for grad in given.grads if grad is not None and grad.numel()]
-    return ops.squared_norm(grads).view(1) if grads else torch.zeros(1, dtype=torch.float32, device=given.device)
+def check_max_norm(max_norm: float) -> None:
+    """Raises ``ValueError`` unless gradients can be clipped to this norm."""
+    if not max_norm > 0:
+        raise ValueError(
+            f"`max_norm` must be > 0, got {max_norm!r}. To train without clipping, don't call clip_grad_norm"
+            " (Trainer: gradient_clip_val=None)."
+        )
+
+
+def squared_norm(grads: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """fp32 ``[1]``, of all gradients together."""
+    given = [grad for grad in grads if grad is not None and grad.numel()]
+    return ops.squared_norm(given).view(1) if given else torch.zeros(1, dtype=torch.float32, device=device)
 
 
 def _refuse(what: str) -> NoReturn:

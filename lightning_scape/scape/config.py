@@ -47,8 +47,8 @@ class Removed(NamedTuple):
 
 
 REMOVED_OPTIONS = {
+    "mask_interval": Removed(1, "each step has a mask of its own, for one that served several trained worse"),
     "catch_up": Removed("implicit", "an entry goes `tau` times along its new first moment, which was 'implicit'"),
-    "mask_interval": Removed(1, "every step has a mask of its own"),
     "residual_dtype": Removed("torch.float32", "the residual is fp32"),
 }
 """Options of earlier versions, which measured worse or equal."""
@@ -101,14 +101,14 @@ class ScapeConfig:
 
     sparsity_warmup_steps: int | None = None
     """Steps, after the dense ones, in which the density falls from 1 to 1 - sparsity. 0 sends what `sparsity` says from
-    the first step. A number gives a geometric fall in so many steps. None, with the update of AdamW, lets the wait of
-    an entry grow by one step in every 50 steps (158 at 90%), so that it has 4,950 steps at 99% and 1,424 at 90%
-    (docs/design.md, 3.3). None, with the update of AdamS, is a geometric fall in 1,000 steps, or in all steps of a
-    shorter run."""
+    the first step. A number gives a geometric fall in so many steps. None, with the update of AdamW: the steps between
+    two updates of an entry grow linearly, by one in every 50 steps (158 at 90%), for 4,950 steps at 99% and 1,424 at
+    90% (docs/design.md, 3.3). None, with the update of AdamS, is a geometric fall in 1,000 steps, or in all steps of
+    a shorter run."""
 
     mask_statistic: MaskStatistic = "residual"
-    """What ranks the entries: ``"residual"`` (sum of the local first moments since the entry's last visit, up to the
-    ends of the window; no memory) or ``"first_moment"`` (the local first moments themselves, added up; 8P/N bytes)."""
+    """By what entries are chosen: ``"residual"``, which equals the sum of the first moments since the last update, up
+    to a boundary term, and needs no memory; or ``"first_moment"``, that sum itself (8P/N bytes)."""
 
     mask_votes: int | None = None
     """Entries per block that every rank proposes to the owner, each with position and 8-bit value. The owner adds
@@ -236,6 +236,20 @@ class ScapeConfig:
                 f" Use block_size >= {math.ceil(1 / density_of(self.sparsity))}, or None."
             )
 
+    @classmethod
+    def paper(cls, sparsity: float = 0.99) -> ScapeConfig:
+        """The letter of the paper, which trains worse than the defaults: for comparison (docs/design.md, 1).
+
+        Masks from first moments, the denominator from the synchronized buffer alone, the update of AdamS, no warm-up.
+        """
+        return cls(
+            sparsity=sparsity,
+            update="adams",
+            mask_statistic="first_moment",
+            second_moment="reconstructed",
+            sparsity_warmup_steps=0,
+        )
+
     @property
     def dense(self) -> bool:
         """Whether everything is sent at every step."""
@@ -248,7 +262,7 @@ class ScapeConfig:
 
     @property
     def warmup_shape(self) -> WarmupShape:
-        """How the density falls: ``"waits"`` lets the wait 1 / density grow evenly, ``"geometric"`` its logarithm."""
+        """How the density falls: ``"waits"`` lets the wait 1 / density grow linearly, ``"geometric"`` its logarithm."""
         return "waits" if self.sparsity_warmup_steps is None and self.update != "adams" else "geometric"
 
     def warmup_within(self, steps: float | None) -> int:

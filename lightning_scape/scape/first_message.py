@@ -38,7 +38,7 @@ class Standing(NamedTuple):
     left_out: int = 0
     """Gradients that ``zero_grad()`` has dropped, and no step has used."""
     batch: int | None = None
-    """Of the epoch, where the host has said it."""
+    """Of the epoch, where the Trainer has said it."""
     compared: bool = True
     """Whether its parameters were compared with the other ranks' since they were loaded."""
     groups: tuple[tuple[float, ...], ...] = ()
@@ -57,7 +57,7 @@ class Standing(NamedTuple):
 
 
 def settings(param_groups: Sequence[dict[str, Any]]) -> tuple[tuple[float, ...], ...]:
-    """The numbers of every group. A tensor on CUDA makes the host wait for it, a float does not."""
+    """The numbers of every group. A tensor on CUDA makes the CPU wait for it, a float does not."""
     return tuple(
         (*map(float, group["betas"]), *(float(group.get(name) or 0.0) for name in HYPERPARAMETERS))
         for group in param_groups
@@ -72,15 +72,6 @@ def describe(error: Exception | None) -> str | None:
 def problem_of(param_groups: Sequence[dict[str, Any]]) -> str | None:
     """The first rule that a group breaks by now, None if all hold."""
     return next((problem for group in param_groups if (problem := problem_of_group(group)) is not None), None)
-
-
-class Given(NamedTuple):
-    """What a rank brings to the first message."""
-
-    grads: Sequence[Tensor | None]
-    """The flat gradient of every parameter; None where it has none."""
-    device: torch.device
-    standing: Standing
 
 
 class Answer(NamedTuple):
@@ -116,12 +107,13 @@ class FirstMessage:
             length = 1 + packed_size(parameters + 2, communicator.world_size) + DIGITS
             channel.length = max(channel.length, length + channel.sketched)
 
-    def exchange(self, measured: Tensor, given: Given) -> Answer:
+    def exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> Answer:
         """Collective.
 
         Args:
             measured: fp32 ``[n]``, of this rank's gradients, to be summed: a sketch, or, with n = 1, the squared norm.
-            given: what else this rank knows.
+            flags: which parameters have a gradient on this rank.
+            standing: of this rank.
 
         Raises:
             RuntimeError: ranks are at different steps, or with different settings; on every rank, naming them. On CUDA
@@ -129,33 +121,32 @@ class FirstMessage:
             ValueError: ranks run out of batches at different steps.
         """
         if self.communicator.world_size == 1:
-            return self._over_shards(self._alone(measured, given), None)
+            return self._over_shards(self._alone(measured, flags), None)
         channel, longer = self.communicator.channel, len(measured) - 1
         if channel is not None and longer > channel.sketched:
             if measured.device.type == "cpu":  # a rank that sends no sketch would have no room for this one
                 counted = self.communicator.bytes_sent["norm"]
-                answer, error = self._exchange(measured.new_zeros(1), given)
+                answer, error = self._exchange(measured.new_zeros(1), flags, standing)
                 self.communicator.bytes_sent["norm"] = counted  # once in a process: set-up is not counted
                 if error is not None:
                     return self._over_shards(answer, error)
             channel.length, channel.sketched = channel.length - channel.sketched + longer, longer
-        return self._over_shards(*self._exchange(measured, given))
+        return self._over_shards(*self._exchange(measured, flags, standing))
 
-    def _exchange(self, measured: Tensor, given: Given) -> tuple[Answer, Exception | None]:
+    def _exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> tuple[Answer, Exception | None]:
         """The answer of the ranks with the same rows. On the CPU, an error that ranks with other rows must know of."""
         ranks, device, error = self.communicator.world_size, measured.device, None
-        flags = [*(grad is not None for grad in given.grads), self.epoch_end.reached, self.stop]
-        packed, digest = pack_flags(flags, ranks), given.standing.digest(ranks)
+        packed, digest = pack_flags([*flags, self.epoch_end.reached, self.stop], ranks), standing.digest(ranks)
         carried = ops.to_device(torch.cat([packed, digest]), device)
         sums = self.communicator.all_reduce_sum(torch.cat([measured, carried]))
         measured, packed, digests = sums.split([len(measured), len(packed), DIGITS])
-        counts = count_flags(packed, len(flags), ranks)
+        counts = count_flags(packed, len(flags) + 2, ranks)
         together = (digests == ops.to_device(digest, device) * ranks).all()
         try:
             if device.type == "cpu":
                 self.stopping = bool(counts[-1])
                 if not together:
-                    self.raise_apart(given.standing)
+                    self.raise_apart(standing)
             self.epoch_end.compare(counts[-2])
         except (RuntimeError, ValueError) as raised:
             if self.shards.world_size == 1:
@@ -167,9 +158,8 @@ class FirstMessage:
         norm = mean.sum().sqrt() if len(mean) == 1 else torch.linalg.vector_norm(mean)
         return Answer(norm, present if unknown else None, together, counts[-1]), error
 
-    def _alone(self, measured: Tensor, given: Given) -> Answer:
+    def _alone(self, measured: Tensor, flags: Sequence[bool]) -> Answer:
         self.stopping = self.stop
-        flags = [grad is not None for grad in given.grads]
         present = None if all(flags) else torch.tensor(flags, dtype=torch.float32, device="cpu")
         known = torch.ones_like(measured[0]), torch.full_like(measured[0], self.stop)
         present = None if present is None else ops.to_device(present, measured.device)

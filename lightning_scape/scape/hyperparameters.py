@@ -83,7 +83,7 @@ class RowHyperparameters:
     def _numbers(self, group: dict[str, Any]) -> list[float]:
         beta1, beta2 = (float(beta) for beta in group["betas"])
         biased = self._bias_correction or bool(group.get("bias_correction"))
-        # A learning rate that is a tensor on CUDA makes the host wait for it; a float does not.
+        # A learning rate that is a tensor on CUDA makes the CPU wait for it; a float does not.
         return [float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), float(biased)]
 
     def _spread(self) -> Tensor:

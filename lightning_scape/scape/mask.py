@@ -98,37 +98,36 @@ class Masks:
         self.active = pending.wait()
         return time.perf_counter() - began
 
-    def at_hand(self, step: Step) -> StepMask | None:
-        """The mask of this step; None where it must make its own (:meth:`made_now`), for none of its density is there.
+    def missing(self, step: Step) -> bool:
+        """Whether this step must make its own mask (:meth:`make_now`), for there is none of its density.
 
         So it is with the first sparse step, the first after dense ones, and where a mask was lost or dropped.
         """
         self.unproven = False
         if self.sends_all(step.number):
             self.active = None
-        elif self.active is None or self.active.shape[1] != self.schedule.sent(step.number):
-            return None
-        return self._cut(step.state)
+            return False
+        return self.active is None or self.active.shape[1] != step.sent
 
-    def made_now(self, step: Step) -> StepMask:
+    def make_now(self, step: Step) -> None:
         """Makes this step's mask, and waits for it. All of the step's gradient must have been folded."""
-        state, ranking = step.state, self._new_ranking(self.schedule.sent(step.number), step.state)
+        residual, ranking = step.state.residual, self._new_ranking(step.sent, step.state)
         if ranking.proposals is not None:
             for rows in self._layout.remote(self._comm.rank).rows:
-                ranking.proposals[rows] = ops.propose(state.residual[rows], self._config.votes)
+                ranking.proposals[rows] = ops.propose(residual[rows], self._config.votes)
         if ranking.mine is not None:
-            ranking.mine.copy_(ops.select(state.residual[self._my_rows], ranking.sent))
-        self._launch(ranking, state)
+            ranking.mine.copy_(ops.select(residual[self._my_rows], step.sent))
+        self._launch(ranking, step.state)
         step.record.exchange_wait += self.wait()
         self.unproven = True
-        return self._cut(state)
 
-    def _cut(self, state: ScapeState) -> StepMask:
-        if self.active is None:
-            return StepMask(self._layout.block_size)
-        home = self.active.to(state.residual.device)
-        mine, swept_mine = self.active[self._my_rows], home[self._my_rows]
-        return StepMask(self.active.shape[1], self.active, mine, home[: self._swept], swept_mine)
+    def of(self, step: Step) -> StepMask:
+        """The step's mask, cut for all who use it."""
+        mask = self.active
+        if mask is None:
+            return StepMask()
+        swept = mask.to(step.state.residual.device)
+        return StepMask(mask, mask[self._my_rows], swept[: self._swept], swept[self._my_rows])
 
     # ------------------------------------------------------------------------------------------- the next mask
 
@@ -184,7 +183,7 @@ class Masks:
     def _elect(self, state: ScapeState, proposals: Tensor, full: Tensor) -> None:
         """Behind forward and backward, on the CPU on a thread: fills ``full``, the next mask of all ranks."""
         residual = state.residual[self._my_rows]
-        received = self._comm.exchange_votes(proposals).to(residual.device)
+        received = self._comm.exchange_proposals(proposals).to(residual.device)
         mine = ops.merge(residual, received, self._comm.rank, self._config.votes, full.shape[1])
         self._comm.gather_elected(full, mine.to(full.device))
 

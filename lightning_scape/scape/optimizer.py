@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.source import OwnShards, SavedShards
-from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_mask_group
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_group_like
 from lightning_scape.core import local_shards
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import check_same_setup_everywhere
@@ -44,8 +44,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
     :meth:`lightning_scape.scape.step.Engine.step`.
 
     Entries outside the mask are left bitwise as they are. Ranks hold bitwise equal parameters after every step. Works
-    under plain ``torchrun`` as well as under Lightning; with one rank nothing is sent. A parameter without a gradient
-    on every rank is left alone, as torch leaves it. Without one on some ranks only, it counts as zeros there.
+    under plain ``torchrun`` as well as under Lightning; with one rank nothing is sent. A parameter that has no gradient
+    on any rank is skipped, as in torch. Without one on some ranks only, it counts as zeros there.
 
     To keep an AdamW's settings, use :meth:`from_optimizer`. Built directly, it is AdamS unless ``config.update`` says
     ``"adamw"``.
@@ -102,7 +102,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         given = [parameter for group in self.param_groups for parameter in group["params"]]  # frozen ones included
         if process_group is None and local_shards.holds_everything(given):
             communicator = communicator or Communicator.alone()
-        comm = communicator or Communicator.of_optimizer(process_group, mask_group or new_mask_group(process_group))
+        comm = communicator or Communicator.of_optimizer(process_group, mask_group or new_group_like(process_group))
         shards = local_shards.shard_communicator(given)
         problem = parameters.problem(self.param_groups) or local_shards.problem(
             parameters.names, parameters.tensors, config.local_group_size, process_group
@@ -146,8 +146,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
             total_steps=total_steps,
             named_parameters=named_parameters,
         )
-        for shared, own in zip(optimizer.param_groups, new.param_groups, strict=True):
-            for name, value in own.items():
+        for shared, group in zip(optimizer.param_groups, new.param_groups, strict=True):
+            for name, value in group.items():
                 shared.setdefault(name, value)
         new.param_groups = optimizer.param_groups
         new.defaults = optimizer.defaults
@@ -195,7 +195,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: ``error_if_nonfinite``, and the norm is not finite; on every rank. On CUDA the next step (or
-                checkpoint) raises it, after this one was skipped: to know it now, the host would have to wait.
+                checkpoint) raises it, after this one was skipped: to know it now, the CPU would have to wait.
         """
         return self.engine.clip_grad_norm(self.param_groups, float(max_norm), error_if_nonfinite=error_if_nonfinite)
 
@@ -208,7 +208,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
             if optimizer.all_finite():  # not: all(p.grad.isfinite().all() for p in ...), which each rank answers alone
                 optimizer.step()
 
-        Costs no message of its own: the step goes by what was measured here. On CUDA the host waits. Ask it after the
+        Costs no message of its own: the step goes by what was measured here. On CUDA the CPU waits. Ask it after the
         backward pass and in place of ``clip_grad_norm``, or after it. A step that is taken without asking is skipped on
         all ranks where a gradient is not finite.
         """
@@ -287,7 +287,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
     def expect_steps(self, total_steps: float | None) -> None:
         """Fits the default warm-up of AdamS's update into a run of ``total_steps`` steps; None is not known.
 
-        For hosts that learn it after they have built the optimizer. Once a step was taken or loaded it does nothing.
+        Called by the Trainer's strategy, which learns it late. Once a step was taken or loaded it does nothing.
         """
         if not self.steps_taken:
             self.engine.masks.schedule = SparsitySchedule.of(self.config, total_steps)
@@ -295,9 +295,10 @@ class ScapeOptimizer(torch.optim.Optimizer):
     def announce_batch(self, batches: int, last: bool | None = None) -> None:
         """Says, before a step, how many batches of the epoch this rank has had, and whether that is all of them.
 
-        For hosts. The step raises on every rank where ranks are at different batches (``RuntimeError``), or where only
-        some are at their last one (``ValueError``): they would leave the others waiting. It costs no message of its
-        own. With ``last`` the host waits for the norm on CUDA; None does not say. All ranks announce a step, or none.
+        Called by the Trainer's strategy. The step raises on every rank where ranks are at different batches
+        (``RuntimeError``), or where only some are at their last one (``ValueError``): they would leave the others
+        waiting. It costs no message. With ``last`` the CPU waits for the norm on CUDA; None does not say. All ranks
+        announce a step, or none.
         """
         self.engine.batch = batches
         if last is not None:
@@ -311,7 +312,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
     def stop_requested(self) -> bool:
         """Whether some rank had called :meth:`request_stop` before the last step's first message.
 
-        The same on all ranks after the same step; on CUDA one step later, so that the host does not wait.
+        The same on all ranks after the same step; on CUDA one step later, so that the CPU does not wait.
         """
         return self.engine.first_message.stopping
 
@@ -352,15 +353,17 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
         The moments lie on all ranks, and are not part of it: a warning says so.
         """
-        own: ScapeOptimizer = self.__dict__.get("_optimizer", self)  # inside a host's wrapper, which imitates the class
-        if own.steps_taken:
+        mine: ScapeOptimizer = self.__dict__.get(
+            "_optimizer", self
+        )  # inside Fabric's wrapper, which imitates the class
+        if mine.steps_taken:
             warnings.warn(
-                f"A copy or pickle of a ScapeOptimizer is the {type(own.dense).__name__} that it stands in for, with"
+                f"A copy or pickle of a ScapeOptimizer is the {type(mine.dense).__name__} that it stands in for, with"
                 " the same parameter groups and without moments: each rank holds a part of those. To go on from them,"
                 " save and load a checkpoint.",
                 stacklevel=3,
             )
-        return operator.getitem, ((own.dense,), 0)  # a file with it needs nothing of this package
+        return operator.getitem, ((mine.dense,), 0)  # a file with it needs nothing of this package
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collects the state of all ranks on rank ``to``, where :meth:`state_dict` then returns it. Collective.

@@ -42,11 +42,11 @@ class Outgoing:
         The rounding error goes back into the residual: what is sent plus what is left is what was there, bit for bit.
         """
         residual, mask = step.state.residual[: self._blocks], step.mask.swept
-        values = torch.empty(self._blocks, step.mask.sent, dtype=self._dtype, device=residual.device)
+        values = torch.empty(self._blocks, step.sent, dtype=self._dtype, device=residual.device)
         ops.sweep(
             self.region,
             residual,
-            None if step.grads is None else parts_of(step, self.region),
+            None if step.folded else step.parts(self.region),
             step.scale.blocks,
             mask,
             values,
@@ -61,7 +61,7 @@ class Outgoing:
 
     def sent(self, step: Step, message: Tensor) -> list[Tensor]:
         """The values of a message as their owners will read them, ``[*, q]`` each."""
-        values = self.wire.read(message, self._blocks // self._shards, step.mask.sent, self._shards)
+        values = self.wire.read(message, self._blocks // self._shards, step.sent, self._shards)
         return [values[rows] for rows in self.region.rows]
 
     def arrived(self, received: Tensor, like: Tensor) -> list[Tensor]:
@@ -71,16 +71,4 @@ class Outgoing:
 
 def fold(step: Step, region: Region, residual: Tensor) -> None:
     """``residual += scale * gradient`` for the pieces of a region, whose rows ``residual`` has."""
-    ops.fold(piece_views(residual, region.pieces), parts_of(step, region), step.scale.whole, step.clip_value)
-
-
-def parts_of(step: Step, region: Region) -> list[Tensor | None]:
-    """The gradient of each piece; of a whole parameter, as it is: a slice would take longer than small ones' work."""
-    assert step.grads is not None
-    parts: list[Tensor | None] = []
-    for piece in region.pieces:
-        grad = step.grads[piece.segment.index]
-        if grad is not None and piece.numel < piece.segment.numel:
-            grad = grad[piece.of_parameter]
-        parts.append(grad)
-    return parts
+    ops.fold(piece_views(residual, region.pieces), step.parts(region), step.scale.whole, step.clip_value)

@@ -13,9 +13,9 @@ from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.tensors import piece_views
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.hyperparameters import RowHyperparameters
-from lightning_scape.scape.outgoing import fold, parts_of
+from lightning_scape.scape.outgoing import fold
 from lightning_scape.scape.participation import Participants
-from lightning_scape.scape.state import ScapeState, Step
+from lightning_scape.scape.state import Step
 from lightning_scape.wire.values import ValueWire
 
 SAMPLE_INTERVAL = 8
@@ -56,7 +56,7 @@ class Shard:
 
     def fold(self, step: Step) -> None:
         """``residual += scale * gradient``, and the owner's statistics, in a step that ranks its own gradient."""
-        pieces, parts, state = self.region.pieces, parts_of(step, self.region), step.state
+        pieces, parts, state = self.region.pieces, step.parts(self.region), step.state
         fold(step, self.region, state.residual[self.rows])
         moment = self._second_moment(step, sparse=True)
         if moment is not None:
@@ -72,8 +72,8 @@ class Shard:
     def take(self, step: Step) -> Tensor:
         """Folds, keeps statistics, compacts and ranks; returns my values for my shard, ``[R, q]``."""
         state, residual, ranking = step.state, step.state.residual[self.rows], step.ranking
-        values = torch.empty(len(residual), step.mask.sent, dtype=self._config.values_dtype, device=residual.device)
-        parts = None if step.grads is None else parts_of(step, self.region)
+        values = torch.empty(len(residual), step.sent, dtype=self._config.values_dtype, device=residual.device)
+        parts = None if step.folded else step.parts(self.region)
         moment = None if parts is None else self._second_moment(step, sparse=step.mask.everyone is not None)
         ops.sweep(
             self.region,
@@ -141,9 +141,12 @@ class Shard:
             The new values of the entries, or their changes, ``[R, q]`` in the dtype of their travel (or packed).
         """
         state, mask = step.state, step.mask.mine
-        theta = self._read(state, mask, mean)
+        # Of what somebody else has written since, the parameter's value, in place of the master's.
+        read = ops.gather_params if state.master is None else ops.renew_masters
+        theta = torch.zeros_like(mean) if state.master is None else ops.gather_blocks(state.master, mask)
+        read(self._parameters.flat, self.region.pieces, mask, theta, self._layout.block_size)
         before = theta.clone() if self.as_changes else None
-        step.record.sent, step.record.again = mean.shape[1], self._update(step, theta, mean)
+        step.record.sent, step.record.again = step.sent, self._update(step, theta, mean)
         self._participants.count(state, step.scale)  # with last_step, or the next tau would not be right
         if state.master is not None and mask is not None:
             ops.scatter_blocks(state.master, mask, theta)
@@ -161,17 +164,7 @@ class Shard:
 
     def read(self, step: Step, message: Tensor, shards: int) -> Tensor:
         """Updated values or changes of a message, ``[shards * R, q]``; every rank reads the same."""
-        return self.wire.read(message, self._layout.shard_blocks, step.mask.sent, shards)
-
-    def _read(self, state: ScapeState, mask: Tensor | None, mean: Tensor) -> Tensor:
-        """The masked values of the shard, ``[R, q]``, in the state's dtype.
-
-        Of what somebody else has written since, the parameter's, in place of the master's.
-        """
-        read = ops.gather_params if state.master is None else ops.renew_masters
-        theta = torch.zeros_like(mean) if state.master is None else ops.gather_blocks(state.master, mask)
-        read(self._parameters.flat, self.region.pieces, mask, theta, self._layout.block_size)
-        return theta
+        return self.wire.read(message, self._layout.shard_blocks, step.sent, shards)
 
     def _update(self, step: Step, theta: Tensor, mean: Tensor) -> Tensor:
         """Updates ``theta [R, q]``; returns how many of the entries were visited in the step before too."""
@@ -182,9 +175,9 @@ class Shard:
         if state.exp_avg_sq is not None:
             shard = ops.ShardState(theta, state.exp_avg, state.exp_avg_sq, state.last_step)
             numbers = ops.RowNumbers(number, scale, hyper, corrections.first, corrections.second, group)
-            return ops.update_adamw(shard, mask, mean, numbers, self._layout.world_size, True)
+            return ops.update_adamw(shard, mask, mean, numbers, self._layout.world_size)
         shard = ops.ShardState(theta, state.exp_avg, state.local_exp_avg_sq, state.last_step)
         first = corrections.first if corrections.corrected else 1.0
         numbers = ops.RowNumbers(number, scale, hyper, first, None, group)
-        floor = min(1.0, MEAN_SQUARE_FLOOR * self._layout.block_size / mean.shape[1])
-        return ops.update_adams(shard, mask, mean, numbers, floor, True)
+        floor = min(1.0, MEAN_SQUARE_FLOOR * self._layout.block_size / step.sent)
+        return ops.update_adams(shard, mask, mean, numbers, floor)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.core.layout import Layout
+from lightning_scape.core.layout import Layout, Region
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.stats import StepRecord
 
@@ -118,8 +118,6 @@ class Scale(NamedTuple):
 class StepMask(NamedTuple):
     """The entries of a step, as positions in their blocks, cut once for all who use them; None is all entries."""
 
-    sent: int
-    """q, entries of a block; B where everything is sent."""
     everyone: Tensor | None = None
     """``[blocks, q]``, beside the parameters."""
     mine: Tensor | None = None
@@ -149,17 +147,31 @@ class Step:
     state: ScapeState
     groups: Sequence[dict[str, Any]]
     """The optimizer's parameter groups: schedulers change them from step to step."""
-    grads: Sequence[Tensor | None] | None
-    """The flat gradient of every parameter, None where it has none. None once they are in the residual."""
+    grads: Sequence[Tensor | None]
+    """The flat gradient of every parameter, None where it has none."""
     clip_value: float | None
     """To which gradients are clamped elementwise."""
     record: StepRecord
     scale: Scale
+    sent: int
+    """q, entries of a block that are sent; B where everything is."""
     mask: StepMask = field(init=False)
     ranking: Ranking | None = None
     """None: no mask is due."""
+    folded: bool = False
+    """Whether the gradients are in the residual already."""
 
     @property
     def number(self) -> int:
         """Counted from 0, skipped ones included."""
         return self.state.calls
+
+    def parts(self, region: Region) -> list[Tensor | None]:
+        """The gradient of each piece; of a whole parameter as it is, for a slice of a small one takes long."""
+        parts: list[Tensor | None] = []
+        for piece in region.pieces:
+            grad = self.grads[piece.segment.index]
+            if grad is not None and piece.numel < piece.segment.numel:
+                grad = grad[piece.of_parameter]
+            parts.append(grad)
+        return parts

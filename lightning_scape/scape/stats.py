@@ -14,7 +14,7 @@ from lightning_scape.core.layout import Layout, Piece
 from lightning_scape.core.ranges import profiler_range
 
 PHASES = ("norm", "wait", "mask", "sweep", "exchange", "update", "write", "launch")
-"""Phases of a step, in order; also the names of the profiler ranges (``scape::sweep``, ...). The own shard's part of
+"""Phases of a step, in order; also the names of the profiler ranges (``scape::sweep``, ...). The part of my shard in
 ``sweep`` comes after ``exchange`` has begun, while values travel."""
 
 
@@ -40,8 +40,8 @@ class StepStats:
     energy_captured: float
     """Share of the squared norm of this rank's residual (gradient folded in) that the step sent, 0 to 1."""
     exchange_wait: float
-    """Seconds the host waited for the mask. On the CPU 0 means that it travelled wholly behind the compute; on CUDA the
-    device waits in the host's stead, which a profiler shows and this figure does not."""
+    """Seconds the CPU waited for the mask. Without CUDA 0 means that it travelled wholly behind compute; with it the
+    GPU waits in the CPU's stead, which a profiler shows and this figure does not."""
     grad_norm: float
     """Norm of the averaged gradient before clipping: the sketch's estimate, or, with ``clip_norm="local"`` or without
     clipping, the root mean square of the ranks' own norms (an over-estimate)."""
@@ -50,12 +50,12 @@ class StepStats:
     skipped: bool
     """Whether the step was skipped because the norm was not finite."""
     skipped_total: int
-    """Steps skipped so far; on CUDA up to the step before, for the host learns of a skip one step late."""
+    """Steps skipped so far; on CUDA up to the step before, for the CPU learns of a skip one step late."""
     message_seconds: float
-    """Seconds of the host inside the step's own messages (norm, values, parameters), waiting for other ranks included;
+    """Seconds of the CPU inside the step's own messages (norm, values, parameters), waiting for other ranks included;
     on CUDA the time to queue them."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the host by phase (:data:`PHASES`). On CUDA that is the time to queue the work, not to do it."""
+    """Seconds of the CPU by phase (:data:`PHASES`). On CUDA that is the time to queue the work, not to do it."""
 
     @property
     def bytes_total(self) -> int:
@@ -100,7 +100,7 @@ class StepRecord:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A profiler range (torch's and, where CUDA is in use, NVTX for Nsight), and the host's seconds."""
+        """A profiler range (torch's and, where CUDA is in use, NVTX for Nsight), and the CPU's seconds."""
         began = time.perf_counter()
         with profiler_range(f"scape::{name}"):
             yield

@@ -20,15 +20,15 @@ from lightning_scape.core.layout import Layout
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.ranges import profiler_range
 from lightning_scape.core.replicas import check_replicas
-from lightning_scape.scape.clipping import GradientClipping, squared_norm
+from lightning_scape.scape.clipping import GradientClipping, check_max_norm, squared_norm
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.cost import message_bytes
-from lightning_scape.scape.first_message import BACKWARD, FirstMessage, Given, Standing, describe, problem_of, settings
+from lightning_scape.scape.first_message import BACKWARD, FirstMessage, Standing, describe, problem_of, settings
 from lightning_scape.scape.mask import Masks, SparsitySchedule
 from lightning_scape.scape.outgoing import Outgoing
 from lightning_scape.scape.participation import Participants
 from lightning_scape.scape.shard import Shard
-from lightning_scape.scape.state import ScapeState, Step, StepMask
+from lightning_scape.scape.state import ScapeState, Step
 from lightning_scape.scape.stats import StepRecord, StepStats
 
 Groups = Sequence[dict[str, Any]]
@@ -119,8 +119,12 @@ class Engine:
         with record.phase("wait"):
             record.exchange_wait = self.masks.wait()
         with record.phase("mask"):
-            step.mask = self._mask(step)
-            step.ranking = self.masks.ranking_after(step)
+            if self.masks.missing(step):  # the step ranks its own gradient, all of it
+                self.outgoing.fold(step)
+                self.shard.fold(step)
+                step.folded = True
+                self.masks.make_now(step)
+            step.mask, step.ranking = self.masks.of(step), self.masks.ranking_after(step)
         with record.phase("sweep"):
             message = self.outgoing.take(step)
         with record.phase("exchange"):
@@ -152,28 +156,18 @@ class Engine:
 
         Allocates buffers at the first step, and brings masters up to date.
         """
-        clip_value = self.clipping.clip_value
-        with self._given(groups) as given:
-            scale = self.clipping.scale(given)
+        grads = self._first_message(groups)
+        answer, scale, clip_value = self.clipping.answer, self.clipping.scale(), self.clipping.clip_value
+        assert answer is not None
         self.parameters.flatten()
         state = self.state = self.state or self.allocate()
         if not self._compared:  # the first step, or the first after a load
             self._check_replicas()
             self._compared = True
         self._refresh_masters(state)
-        answer = self.clipping.answer
-        assert answer is not None
         record.norm, record.scale = answer.norm, scale
-        return Step(state, groups, given.grads, clip_value, record, self.participants.of(state, scale, answer.present))
-
-    def _mask(self, step: Step) -> StepMask:
-        mask = self.masks.at_hand(step)
-        if mask is None:  # the step ranks its own gradient, all of it
-            self.outgoing.fold(step)
-            self.shard.fold(step)
-            step.grads = None
-            mask = self.masks.made_now(step)
-        return mask
+        taking_part, sent = self.participants.of(state, scale, answer.present), self.masks.schedule.sent(state.calls)
+        return Step(state, groups, grads, clip_value, record, taking_part, sent)
 
     def _write(self, step: Step, update: Tensor, arriving: Work) -> None:
         """Applies the owners' updates: mine while the others travel. What takes no part is not written."""
@@ -213,15 +207,14 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------- the first message
 
-    @contextlib.contextmanager
-    def _given(self, groups: Groups) -> Iterator[Given]:
-        """Around the first message: what this rank brings to it.
+    def _first_message(self, groups: Groups, max_norm: float | None = None) -> list[Tensor | None]:
+        """Flat gradients. The step's first message is sent, unless it was before; by ``max_norm`` anew.
 
-        What is wrong with its gradients or groups, the message tells all ranks. This rank raises its own error when
-        all know of it, in place of what they are told.
+        What is wrong with this rank's gradients or groups, the message tells all ranks. This rank raises its own error
+        when all know of it, in place of what they are told.
         """
-        error: Exception | None = None
         grads: list[Tensor | None] = [None for _ in self.parameters.tensors]
+        error: Exception | None = None
         try:
             if (problem := problem_of(groups)) is not None:
                 raise ValueError(problem)
@@ -230,17 +223,19 @@ class Engine:
             error = found
         if error is not None and (self.comm.world_size == 1 or self.device.type == "cuda"):
             raise error
-        try:
-            yield Given(grads, self.device, self._standing(groups, error))
-        except RuntimeError as told:
-            raise (error or told) from told.__cause__
+        if self.clipping.answer is None or max_norm is not None:
+            try:
+                self.clipping.measure(grads, self.device, self._standing(groups, max_norm, error))
+            except RuntimeError as told:
+                raise (error or told) from told.__cause__
         if error is not None:
             raise error
+        return grads
 
-    def _standing(self, groups: Groups, error: Exception | None = None) -> Standing:
+    def _standing(self, groups: Groups, max_norm: float | None = None, error: Exception | None = None) -> Standing:
         """What must be the same on all ranks in this step."""
         facts = self.comm.number, self.calls, self.left_out, self.batch, self._compared
-        return Standing(*facts, settings(groups), problem=describe(error))
+        return Standing(*facts, settings(groups), max_norm, describe(error))
 
     @property
     def calls(self) -> int:
@@ -259,8 +254,9 @@ class Engine:
         began = time.perf_counter()
         with self.telling(), torch.no_grad(), profiler_range("scape::norm"):
             self._finish_last_step()
-            with self._given(groups) as given:
-                norm = self.clipping.record_norm(given, max_norm, strict=error_if_nonfinite)
+            check_max_norm(max_norm)
+            self._first_message(groups, max_norm)
+            norm = self.clipping.clip(max_norm, strict=error_if_nonfinite)
             self._measured()
         self._clip_seconds = time.perf_counter() - began
         return norm
@@ -269,8 +265,10 @@ class Engine:
         """See :meth:`ScapeOptimizer.all_finite`."""
         with self.telling(), torch.no_grad():
             self._finish_last_step()
-            with self._given(groups) as given:
-                finite = self.clipping.all_finite(given)
+            self._first_message(groups)
+            answer = self.clipping.answer
+            assert answer is not None
+            finite = bool(torch.isfinite(answer.norm))
             self._measured()
         return finite
 
@@ -281,9 +279,9 @@ class Engine:
 
     def norm_after_backward(self, groups: Groups, grads: Sequence[Tensor]) -> Tensor:
         """Of these gradients: not finite if any rank's is not. Its message is told from the first one of a step."""
-        given = Given(grads, self.device, self._standing(groups)._replace(optimizer=BACKWARD))
+        standing = self._standing(groups)._replace(optimizer=BACKWARD)
         with self.telling(f"a backward pass after step {self.calls}"):
-            return self.first_message.exchange(squared_norm(given), given._replace(grads=[])).norm
+            return self.first_message.exchange(squared_norm(grads, self.device), [], standing).norm
 
     def _measured(self) -> None:
         self.clipping.remember(self.parameters.raw_gradients())

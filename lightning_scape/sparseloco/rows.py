@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_scape.comm.collectives import Communicator, ProcessGroup, new_mask_group, world_size
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, new_group_like, world_size
 from lightning_scape.core import local_shards
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.parameters import Parameters
@@ -42,10 +42,10 @@ def communicators(
     tensors = parameters.tensors
     shards = local_shards.shard_communicator(tensors)
     if shards.world_size > 1 and overlaps:
-        shards = Communicator(new_mask_group(shards.process_group), None)
+        shards = Communicator(new_group_like(shards.process_group), None)
     if process_group is None and local_shards.holds_everything(tensors):
         return Communicator.alone(), shards
-    own = (exchange_group or new_mask_group(process_group)) if overlaps and world_size(process_group) > 1 else None
+    own = (exchange_group or new_group_like(process_group)) if overlaps and world_size(process_group) > 1 else None
     return Communicator.of_optimizer(process_group, own_group=own), shards
 
 
@@ -76,7 +76,7 @@ def layout_of(parameters: Parameters, block_size: int, replicas: int, shards: in
 def _numel(parameter: Tensor, shards: int, shard: int) -> int:
     if shards == 1:
         return parameter.numel()
-    rows = local_shards.rows_of(parameter.shape[0], shards, shard)
+    rows = local_shards.node_rows(parameter.shape[0], shards, shard)
     return len(rows) * (parameter.numel() // max(1, parameter.shape[0]))
 
 
@@ -94,7 +94,7 @@ def joined(parts: Sequence[Part], parameters: Parameters) -> dict[str, Any]:
             found["state"][index] = first
             continue
         rows = (
-            [local_shards.rows_of(shapes[index][0], len(parts), s) for s in range(len(parts))]
+            [local_shards.node_rows(shapes[index][0], len(parts), s) for s in range(len(parts))]
             if index in shapes
             else []
         )

@@ -12,9 +12,9 @@ accumulate_exp_avg, accumulate_exp_avg_sq  bitwise
 sweep, mean, changes                       bitwise
 gather_blocks, scatter_blocks              bitwise
 renew_masters                              bitwise
-update_adams, update_adamw                 moments and last steps bitwise for entries visited in the step before (with
-                                           ``implicit``), else within rounding: ``exp``, ``expm1``, and torch's
-                                           ``sqrt``, which is not correctly rounded
+update_adams, update_adamw                 moments and last steps bitwise for entries visited in the step before, else
+                                           within rounding: ``exp``, and torch's ``sqrt``, which is not correctly
+                                           rounded
 squared_norm, sketch                       another order of summation, the same at every run and number of threads
 checksum                                   the twin: not part of every step
 ========================================== ============================================================================
@@ -36,7 +36,6 @@ from torch import Tensor
 
 from lightning_scape.core.layout import Region
 from lightning_scape.ops import naive
-from lightning_scape.ops.naive.chunked import checksum
 from lightning_scape.ops.cpu import kernels as cpu_kernels
 from lightning_scape.ops.cpu import masks as cpu_masks
 from lightning_scape.ops.cpu import numbers as cpu_numbers
@@ -83,6 +82,7 @@ from lightning_scape.ops.naive import (
     position_dtype,
     to_device,
 )
+from lightning_scape.ops.naive.chunked import checksum
 from lightning_scape.ops.naive.wire import GROUP, feed_error_back, group_bytes
 
 __all__ = [

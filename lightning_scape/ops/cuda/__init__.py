@@ -11,7 +11,7 @@ propose                              bitwise: the twin's, with this module's sel
 fold, accumulate_exp_avg,            bitwise: ``scale * grad`` is rounded before it is added or squared
 accumulate_exp_avg_sq, sweep
 squared_norm, sketch                 another order of summation, the same at every run: no atomic additions of floats
-update_adams, update_adamw           ``exp`` and ``expm1`` round differently (2 units in the last place)
+update_adams, update_adamw           ``exp`` rounds differently (2 units in the last place)
 checksum                             the twin, in larger parts: not part of every step
 gather_blocks, scatter_blocks,       the twin itself: a few calls of torch, of the size of what is sent
 mean, changes
