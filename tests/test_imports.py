@@ -51,7 +51,7 @@ MAY_IMPORT_TRITON = {
     "ops.cuda.update",
     "ops.cuda.wire",
 }
-MAY_IMPORT_NUMBA = {"ops.cpu.kernels", "ops.cpu.masks", "ops.cpu.numbers"}
+MAY_IMPORT_NUMBA = {"ops.cpu.kernels", "ops.cpu.masks", "ops.cpu.numbers", "ops.cpu.update"}
 MAY_COMMUNICATE = {"comm.channel", "comm.collectives", "comm.pairs", "comm.round_trips"}
 # Prefixes, so that all_gather_into_tensor, reduce_scatter_tensor or broadcast_object_list are covered too.
 MESSAGE = re.compile(
