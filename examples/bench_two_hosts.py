@@ -633,11 +633,11 @@ def main() -> int:
     results["targets"] = targets(results)
     results["paper_case"] = paper_case(results)
     sys.path.insert(0, str(ROOT))
-    from lightning_scape import planning as planner
+    from predicted_steps import compare_with_measured, median_error
 
-    compared = planner.compare_with_measured(results) if args.ranks_per_host == 1 else []
+    compared = compare_with_measured(results) if args.ranks_per_host == 1 else []
     if compared:
-        results["planner"] = {"median_error": planner.median_error(compared), "steps": len(compared)}
+        results["planner"] = {"median_error": median_error(compared), "steps": len(compared)}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "two_hosts.json").write_text(json.dumps(results, indent=1) + "\n")
     lines = [table(results), "", "| target | model | link | aim | measured | met |", "|---|---|---|---|---|---|"]

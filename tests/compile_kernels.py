@@ -23,8 +23,9 @@ from triton.compiler import ASTSource, compile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.core.layout import Layout
-from lightning_scape.ops import cuda, cuda_launch
-from lightning_scape.ops.naive_wire import GROUP
+from lightning_scape.ops import cuda
+from lightning_scape.ops.cuda import launch as cuda_launch
+from lightning_scape.ops.naive.wire import GROUP
 from lightning_scape.scape.clipping import SKETCH_WIDTHS, random_signs
 
 NAMES = {

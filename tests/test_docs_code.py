@@ -200,8 +200,7 @@ def _lightning_scape(words: list[str]) -> str | None:
 
 def _litgpt_scape(words: list[str]) -> str | None:
     try:
-        for method in (litgpt_cli.SCAPE, litgpt_cli.SPARSELOCO):
-            _, words = litgpt_cli.split_arguments(words, method)
+        _, words = litgpt_cli.split_arguments(words)
     except ValueError as error:
         return str(error)
     if words[0] not in litgpt_cli.COMMANDS:

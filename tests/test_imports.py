@@ -43,15 +43,15 @@ MAY_NOT_IMPORT_LIGHTNING = {
 }
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "litgpt", "pytorch_lightning"}
 MAY_IMPORT_TRITON = {
-    "ops.cuda_gradients",
-    "ops.cuda_launch",
-    "ops.cuda_masks",
-    "ops.cuda_numbers",
-    "ops.cuda_sweep",
-    "ops.cuda_update",
-    "ops.cuda_wire",
+    "ops.cuda.gradients",
+    "ops.cuda.launch",
+    "ops.cuda.masks",
+    "ops.cuda.numbers",
+    "ops.cuda.sweep",
+    "ops.cuda.update",
+    "ops.cuda.wire",
 }
-MAY_IMPORT_NUMBA = {"ops.cpu_kernels", "ops.cpu_masks", "ops.cpu_numbers"}
+MAY_IMPORT_NUMBA = {"ops.cpu.kernels", "ops.cpu.masks", "ops.cpu.numbers", "ops.cpu.update"}
 MAY_COMMUNICATE = {"comm.channel", "comm.collectives", "comm.pairs", "comm.round_trips"}
 # Prefixes, so that all_gather_into_tensor, reduce_scatter_tensor or broadcast_object_list are covered too.
 MESSAGE = re.compile(
@@ -296,7 +296,7 @@ def test_violation_is_found(module, source, complaint):
         ("data.python_source", "import torch.distributed as dist\ndist.get_rank()"),
         ("scape.optimizer", "from functools import reduce\nreduce(f, x)\nself.collectives.all_gather(x)"),
         (
-            "ops.cuda_masks",
+            "ops.cuda.masks",
             "import triton\nfrom lightning_scape.ops import naive\nfrom lightning_scape.core.layout import Piece",
         ),
         ("ops.__init__", "from .naive import fold\nfrom . import naive"),

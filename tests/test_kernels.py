@@ -20,16 +20,12 @@ from kernel_checks import FAR, SWEEPING_RANKS, SWEEPS, FarAway, KernelChecks, as
 from rank_checks import CHANGE_ROUNDING, train_on, train_scaled
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.ops import (
-    chunked,
-    cpu,
-    cuda,
-    cuda_gradients,
-    cuda_launch,
-    cuda_masks,
-    cuda_update,
-    naive,
-)
+from lightning_scape.ops import cpu, cuda, naive
+from lightning_scape.ops.cuda import gradients as cuda_gradients
+from lightning_scape.ops.cuda import launch as cuda_launch
+from lightning_scape.ops.cuda import masks as cuda_masks
+from lightning_scape.ops.cuda import update as cuda_update
+from lightning_scape.ops.naive import chunked
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"),
@@ -210,7 +206,7 @@ class TestFarAway:
             shard = ops.ShardState(thetas[-1], first, second, last_step)
             rest = torch.tensor(9, dtype=torch.int32), one, hyper("cpu", torch.float32)
             if update == "adams":
-                module.update_adams(shard, mask, total, ops.RowNumbers(*rest, 1.0), 1.0, True)
+                module.update_adams(shard, mask, total, ops.RowNumbers(*rest, 1.0), 1.0)
             else:
                 module.update_adamw(shard, mask, total, ops.RowNumbers(*rest, one * 0.5, one * 0.3), 2)
         torch.testing.assert_close(thetas[1], thetas[0])

@@ -191,7 +191,9 @@ def test_poison_leaves_torch_working():
 
 
 def test_environment_is_restored_after_each_test_part_1():
+    assert "SCAPE_LEFT_BEHIND" not in os.environ
     os.environ["SCAPE_LEFT_BEHIND"] = "1"
+    assert os.environ["SCAPE_LEFT_BEHIND"] == "1"
 
 
 def test_environment_is_restored_after_each_test_part_2():

@@ -419,7 +419,7 @@ def parse_files(rank: int, world_size: int) -> None:
     for name in LITGPT_CONFIGS:
         options, rest = litgpt_cli.take_sections([f"--config={CONFIGS / name}"])
         content = read(name)
-        assert ScapeConfig(**options) == ScapeConfig(**content["scape"])
+        assert ScapeConfig(**options["scape"]) == ScapeConfig(**content["scape"])
         # litdata's data modules are named, not imported before a loader is asked for.
         parsed = capture_parser(lambda: CLI(pretrain_setup)).parse_args(rest)
         assert parsed.train.global_batch_size == content["train"]["global_batch_size"]

@@ -28,6 +28,9 @@ for _ in range(20):
     optimizer.step()
     optimizer.zero_grad()
 assert loss < before
+source = sys.modules[lightning_scape.PythonSource.__module__]
+assert source.__file__.startswith(sys.argv[1]), source.__file__
+assert source.__name__ == "lightning_scape.data.python_source"
 Trainer(strategy="scape", accelerator="cpu", devices=2, logger=False)
 print(lightning_scape.__version__)
 """
@@ -57,7 +60,12 @@ def test_wheel_and_sdist_build_install_and_train(tmp_path: Path, kind: str) -> N
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"README.md", "CHANGELOG.md", "LICENSE", "mkdocs.yml", "docs/index.md", "docs/images/step.svg"} <= names
-    assert {"configs/tiny_cpu.yaml", "examples/fabric_loop.py", "tests/conftest.py"} <= names
+    assert {
+        "configs/tiny_cpu.yaml",
+        "examples/fabric_loop.py",
+        "examples/python_source.py",
+        "tests/conftest.py",
+    } <= names
 
     # The repository must not be on the path: Python puts a script's own folder there.
     script = tmp_path / "smoke" / "smoke.py"

@@ -472,6 +472,15 @@ def test_a_run_without_any_point_still_has_a_page(tmp_path: Path) -> None:
     assert "No figures yet" in Page(pages.page(written(tmp_path, run_line(0)))).text
 
 
+def test_a_method_that_is_not_known_here_says_its_title_and_that_it_exchanges(tmp_path: Path) -> None:
+    third = {**run_line(0), "method": "third", "title": "Third", "unit": "exchange"}
+    history = written(tmp_path, third, point(1))
+    assert [plot.title for plot in plots(history)][4:] == ["Norms", "Skipped windows"]
+    said = Page(pages.page(history)).text
+    assert "Third: 1 steps" in said
+    assert "skipped windows" in said
+
+
 def test_long_runs_are_thinned_evenly_to_their_last_point() -> None:
     kept = thinned([{"step": step} for step in range(1, 5 * MOST_POINTS + 4)])
     steps = [each["step"] for each in kept]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import inspect
 import io
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -21,7 +23,7 @@ pytest.importorskip("jsonargparse")
 
 from litgpt.pretrain import setup as pretrain_setup
 
-from lightning_scape import SparseLoCoConfig
+from lightning_scape import FabricSparseLoCoStrategy, SparseLoCoConfig
 from lightning_scape.tools import litgpt_cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,25 +94,62 @@ def test_the_file_gives_every_argument_and_explains_every_key() -> None:
             assert re.search(r"# .*\(.*default: .*\)$", line), line
 
 
+def asked_for(*arguments: str) -> str:
+    given, rest = litgpt_cli.split_arguments(arguments)
+    return litgpt_cli.method_asked_for(given, litgpt_cli.take_sections(rest)[0], {})
+
+
 def test_options_of_both_methods_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Options of one method may be given"):
-        litgpt_cli.method_asked_for(["pretrain", f"--config={FILE}", "--scape.sparsity=0.9"])
-    assert litgpt_cli.method_asked_for(["pretrain", "--config", str(FILE)]) is litgpt_cli.SPARSELOCO
-    assert litgpt_cli.method_asked_for(["pretrain", "pythia-14m", "--sparseloco.bits", "null"]) is litgpt_cli.SPARSELOCO
-    assert litgpt_cli.method_asked_for(["pretrain", "pythia-14m"]) is litgpt_cli.SCAPE
+    with pytest.raises(ValueError, match="Options of one method may be given, got some of SCAPE and some of SparseL"):
+        asked_for("pretrain", f"--config={FILE}", "--scape.sparsity=0.9")
+    assert asked_for("pretrain", "--config", str(FILE)) == "sparseloco"
+    assert asked_for("pretrain", "pythia-14m", "--sparseloco.bits", "null") == "sparseloco"
+    assert asked_for("pretrain", "pythia-14m") == "scape"
 
 
-def test_a_resumed_run_without_options_takes_the_checkpoints_method(tmp_path: Path) -> None:
+def test_a_resumed_run_without_options_takes_the_checkpoints_method(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "step-00000007"
     folder.mkdir()
     (folder / "lit_model.pth").touch()
     (folder / "hyperparameters.yaml").write_text("sparseloco: {sync_every: 5}\n")
-    given = ["pretrain", "pythia-14m", f"--out_dir={tmp_path}", "--resume=auto"]
-    assert litgpt_cli.method_asked_for(given) is litgpt_cli.SPARSELOCO
+    seen: list[str] = []
+
+    def meet() -> None:
+        seen.append(os.environ["LT_STRATEGY"])
+
+    monkeypatch.setattr(importlib.import_module("litgpt.__main__"), "main", meet)
+    monkeypatch.setattr(
+        sys, "argv", ["litgpt-scape", "pretrain", "pythia-14m", f"--out_dir={tmp_path}", "--resume=auto"]
+    )
+    litgpt_cli.main()
+    assert seen == ["sparseloco"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ThirdConfig:
+    """Of a method that the package does not know.
+
+    Args:
+        outer_lr: length of the outer step.
+    """
+
+    outer_lr: float = 0.7
+
+
+def test_a_third_method_needs_only_a_row_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    third = litgpt_cli.Method("Third", ThirdConfig, FabricSparseLoCoStrategy)
+    monkeypatch.setitem(litgpt_cli.METHODS, "third", third)
+    assert litgpt_cli.split_arguments(["--third.outer_lr=5e-1"]) == ({"third": {"outer_lr": 0.5}}, [])
+    assert asked_for("pretrain", "--third.outer_lr", "1") == "third"
+    with pytest.raises(ValueError, match=r"An option of Third must be one of outer_lr; .* Did you mean outer_lr\?"):
+        asked_for("pretrain", "--third.outer=1")
+    assert "--third.outer_lr OUTER_LR\n" in litgpt_cli.options_help()
 
 
 def test_help_names_every_option() -> None:
-    said = litgpt_cli.options_help(litgpt_cli.SPARSELOCO)
+    said = litgpt_cli.options_help()
     for field in dataclasses.fields(SparseLoCoConfig):
         assert f"--sparseloco.{field.name} " in said
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lightning_scape import ops
 from lightning_scape.core.layout import Layout, Piece, Region
-from lightning_scape.ops import cuda, cuda_launch, naive
+from lightning_scape.ops import cuda, naive
+from lightning_scape.ops.cuda import launch as cuda_launch
 
 pytestmark = [
     pytest.mark.skipif(

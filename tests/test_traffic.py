@@ -18,8 +18,9 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from lightning_scape import ScapeConfig, ops
 from lightning_scape.core.layout import Layout
-from lightning_scape.ops import cuda, cuda_launch
-from lightning_scape.planning.cost_model import scape_traffic
+from lightning_scape.ops import cuda
+from lightning_scape.ops.cuda import launch as cuda_launch
+from lightning_scape.planning import scape_traffic
 
 pytestmark = [
     pytest.mark.skipif(

@@ -1,4 +1,7 @@
-"""Training data that needs no download: the Python files on this machine."""
+"""Training data that needs no download: the Python files on this machine.
+
+It stands in ``examples/python_source.py``, to which a link leads from here; a wheel holds the file itself.
+"""
 
 from lightning_scape.data.python_source import (
     END_OF_FILE,

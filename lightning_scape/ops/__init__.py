@@ -2,8 +2,8 @@
 
 Tensors on CUDA go through the Triton kernels of :mod:`.cuda`, those on a CPU through the loops of :mod:`.cpu`,
 compiled by numba. Their twins in plain PyTorch, :mod:`.naive`, define what is computed. Where Triton or numba is
-missing, these serve, a few rows at a time (:mod:`.chunked`). To compare them, or to rule one out, set the environment
-variable ``LIGHTNING_SCAPE_OPS`` to one of :data:`CHOICES`, or use :func:`using`.
+missing, these serve, a few rows at a time (:mod:`.naive.chunked`). To compare them, or to rule one out, set the
+environment variable ``LIGHTNING_SCAPE_OPS`` to one of :data:`CHOICES`, or use :func:`using`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import ParamSpec
 
-from lightning_scape.ops import chunked, naive
+from lightning_scape.ops import naive
 from lightning_scape.ops.naive import (
     AdamWStep,
     Hyper,
@@ -32,11 +32,12 @@ from lightning_scape.ops.naive import (
     TauStep,
     adams_step,
     adamw_step,
+    chunked,
     position_dtype,
     proposal_bytes,
     to_device,
 )
-from lightning_scape.ops.rules import SELECTED_BY_TURNS
+from lightning_scape.ops.naive.rules import SELECTED_BY_TURNS
 
 __all__ = [
     "DISPATCHED",

@@ -1,6 +1,5 @@
 """Will it help here? The cost of a step, computed and measured, and what follows from it."""
 
-from lightning_scape.planning.comparison import PREDICTORS, Comparison, compare_with_measured, median_error
 from lightning_scape.planning.conclusions import (
     WARN_BELOW,
     WORTH,
@@ -30,21 +29,19 @@ from lightning_scape.planning.cost_model import (
     predict,
     scaling,
     scape,
-    scape_bytes,
-    scape_traffic,
     zero1,
 )
-from lightning_scape.planning.local_steps import exchange_bytes, predict_local, sparseloco, which_method
+from lightning_scape.planning.local_steps import predict_local, sparseloco, which_method
 from lightning_scape.planning.two_level import hsdp, predict_nodes, scape_nodes
+from lightning_scape.scape.cost import scape_bytes, scape_traffic
+from lightning_scape.sparseloco.cost import exchange_bytes
 
 __all__ = [
     "BACKWARD_SHARE",
     "BUCKET_BYTES",
     "PEER_SECONDS",
-    "PREDICTORS",
     "WARN_BELOW",
     "WORTH",
-    "Comparison",
     "Job",
     "Link",
     "Machine",
@@ -53,7 +50,6 @@ __all__ = [
     "advice",
     "best_dense",
     "break_even_bandwidth",
-    "compare_with_measured",
     "compute_only",
     "ddp",
     "dense_would_be_faster",
@@ -62,7 +58,6 @@ __all__ = [
     "hsdp",
     "in_four_bits",
     "least_bandwidth",
-    "median_error",
     "nodes_share",
     "predict",
     "predict_local",

@@ -31,12 +31,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_scape.core.layout import Layout
-from lightning_scape.scape.clipping import SKETCH_WIDTHS
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.first_message import DIGITS
-from lightning_scape.wire.flags import packed_size
-from lightning_scape.wire.values import packed_bytes
+from lightning_scape.scape.cost import PACKING_BYTES, scape_bytes, scape_traffic, state_bytes
 
 PEER_SECONDS = 2e-6
 """What each further peer of an all-to-all costs."""
@@ -44,11 +40,6 @@ BUCKET_BYTES = 25 << 20
 """Of a DDP bucket; the first is of 1 MB."""
 BACKWARD_SHARE = 2 / 3
 """Of forward and backward."""
-SECTOR_BYTES = 32
-"""Memory of a GPU moves in parts of this size."""
-PACKING_BYTES = 66
-"""Memory that packing into 8 or 4 bits touches for each value and its change, beyond what bf16 does: to round them, to
-keep the errors, to read them back. It moves as fast as AdamW's 28 bytes a parameter."""
 
 
 @dataclass(frozen=True)
@@ -176,42 +167,6 @@ class Machine:
         return parameters * (whole + shard / ranks)
 
 
-def scape_traffic(density: float, *, votes: bool, parameter_bytes: int = 4, wire_bytes: int = 2) -> tuple[float, float]:
-    """Bytes of memory that the kernels of SCAPE's step move: per parameter of the model, and of the shard.
-
-    Memory moves in sectors of 32 bytes. A sector moves as a whole if one of its entries is in the mask.
-
-    - norm: the gradient is read;
-    - sweep: the gradient is read, the residual is read and written, and so is the owner's second moment;
-    - merge: the owner's residual is read, where ranks propose entries;
-    - update: masked entries of the shard's parameters, moments and last steps are read and written;
-    - write-back: masked entries of all parameters are written, and read where they travel as changes;
-    - wire: what is sent is written once, what arrives is read once. The messages themselves are left out.
-
-    Args:
-        density: share of the entries that is sent.
-        votes: whether ranks propose entries to the owners.
-        parameter_bytes: of a parameter, and of its gradient.
-        wire_bytes: of a value on the wire.
-    """
-
-    def lines(width: int) -> float:
-        return width * (1 - (1 - density) ** (SECTOR_BYTES // width))
-
-    mask = density if density < 1 else 0.0
-    changes = parameter_bytes > wire_bytes
-    proposed = 2.5 * density if votes else 0.0  # a position and a value for each, and one more byte for each block
-    arrives = mask + density * wire_bytes
-    norm, sweep = parameter_bytes, 8 + parameter_bytes + mask + density * wire_bytes
-    write_back = arrives + lines(parameter_bytes) * (2 if changes else 1)
-    whole = norm + sweep + 2 * proposed + write_back
-    second_moment, chosen = (8.0, density) if density < 1 else (0.0, 0.0)
-    merge = 4.0 if votes else 0.0
-    read = mask + lines(parameter_bytes) + 4 * density
-    update = mask + 12 * density + 6 * lines(4)
-    return whole, second_moment + merge + chosen + read + update
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """One method on one job: what it takes."""
@@ -233,6 +188,8 @@ class Prediction:
     """Bytes that a node's network card sends in a step; None: as many as a rank sends (a ring leaves a node once)."""
     group_size: int = 1
     """Of SCAPE: ``local_group_size``."""
+    window: int = 1
+    """Of SparseLoCo: ``sync_every``."""
 
     @property
     def on_card(self) -> int:
@@ -243,37 +200,6 @@ class Prediction:
     def is_scape(self) -> bool:
         """Whether sparse training does it."""
         return self.sparsity is not None
-
-
-# ------------------------------------------------------------------------------------------------- bytes and memory
-
-
-def scape_bytes(numels: Sequence[int], ranks: int, config: ScapeConfig, *, parameter_bytes: int = 4,
-                clip: bool = True) -> dict[str, int]:  # fmt: skip
-    """Bytes that a rank sends in a step once all warm-up is over, by kind; exactly what the package counts.
-
-    Args:
-        numels: entries of each parameter tensor.
-        ranks: N.
-        config: sparsity, wire dtype and rule of clipping are used.
-        parameter_bytes: bytes of one parameter; all have one dtype.
-        clip: whether ``clip_grad_norm`` is called.
-    """
-    block_size, sent = config.quota
-    blocks = Layout(numels, [0] * len(numels), block_size, ranks).blocks
-    values = blocks * sent * config.values_dtype.itemsize
-    if config.wire_bits is not None:
-        values = ranks * packed_bytes(blocks // ranks * sent, config.wire_bits)
-    norm_entries = max(SKETCH_WIDTHS) if clip and config.clip_norm == "sketch" else 1
-    position = 1 if block_size <= 256 else 2
-    buffers = {
-        "values": values,
-        "parameters": blocks * sent * parameter_bytes if parameter_bytes < 4 else values,
-        "mask": 0 if config.dense else blocks * sent * position,
-        "votes": blocks * (config.votes * (position + 1) + 1) if config.votes else 0,
-        "norm": 2 * 4 * (norm_entries + packed_size(len(numels) + 2, ranks) + DIGITS),
-    }
-    return {kind: size * (ranks - 1) // ranks for kind, size in buffers.items()}
 
 
 def _memory(job: Job, state: float, whole_gradient: bool = True) -> int:
@@ -390,14 +316,11 @@ def scape(job: Job, link: Link, machine: Machine, config: ScapeConfig) -> Predic
     packs = config.wire_bits is not None
     if packs:
         own += config.quota.density * job.parameters * PACKING_BYTES / 28 * machine.adamw
-    mean_square = config.update != "adams" or config.measures_noise  # AdamW's second moment, or AdamS's floor
-    errors = packs and job.parameter_bytes >= 4  # of the changes, which come back packed too
-    state = 4 + (8 + 4 * (job.parameter_bytes < 4) + 4 * mean_square + 4 * errors) / job.ranks
     return Prediction(
         method=f"SCAPE {config.sparsity:g}{f', {config.wire_dtype}' if packs else ''}",
         seconds=compute + exposed + own,
         bytes_sent=sum(sent.values()),
-        memory=_memory(job, state),
+        memory=_memory(job, state_bytes(config, job.ranks, job.parameter_bytes)),
         sparsity=config.sparsity,
         exposed=exposed,
         card_bytes=sum(sent.values()) + round((sent["values"] + sent["votes"]) * (shared - 1)),

@@ -2,7 +2,7 @@
 
 A window is ``H`` steps of compute and AdamW on every rank, then one exchange: an all-reduce of 4 bytes, an all-to-all
 and an all-gather of the same size. Its own work reads and writes about as much memory as a few steps of AdamW
-(:data:`EXCHANGE_WORK`). Nothing overlaps, as with ``overlap_steps=0``.
+(:data:`~lightning_scape.sparseloco.cost.EXCHANGE_WORK`). Nothing overlaps, as with ``overlap_steps=0``.
 """
 
 from __future__ import annotations
@@ -10,29 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lightning_scape.core.layout import Layout
 from lightning_scape.planning.conclusions import COSTS_QUALITY, SPARSEST, WORTH, advice, show_bytes, show_seconds
 from lightning_scape.planning.cost_model import PEER_SECONDS, Job, Link, Machine, Prediction, compute_only, nodes_share
 from lightning_scape.sparseloco.config import SparseLoCoConfig
+from lightning_scape.sparseloco.cost import EXCHANGE_WORK, exchange_bytes, state_bytes
 
-EXCHANGE_WORK = 14.0
-"""Own work of an exchange in steps of fused AdamW: measured on one CPU core, 13M parameters."""
 WINDOWS = (1, 5, 15, 30, 60, 100)
 """``sync_every`` of the predictions."""
 NEAR_COMPUTE = 1.15
 """A step of so many times compute alone is as good as free of messages."""
-
-
-def exchange_bytes(numels: Sequence[int], ranks: int, config: SparseLoCoConfig) -> int:
-    """Bytes that a rank sends in an exchange; exactly what the package counts, the first message left out.
-
-    Args:
-        numels: entries of each parameter tensor.
-        ranks: N.
-        config: densities, bits and block length are used.
-    """
-    blocks = Layout(numels, [0] * len(numels), config.quota.block_size, ranks).blocks
-    return sum(config.message_bytes(blocks, ranks))
 
 
 def sparseloco(job: Job, link: Link, machine: Machine, config: SparseLoCoConfig) -> Prediction:
@@ -48,14 +34,13 @@ def sparseloco(job: Job, link: Link, machine: Machine, config: SparseLoCoConfig)
     own = EXCHANGE_WORK * machine.adamw * job.parameters
     alone = compute_only(job, machine)
     every = config.sync_every
-    state = 8 + 8 + 4 / job.ranks  # AdamW's; starting point and error feedback; the owner's
-    home = 8 if config.device is not None else 0
-    overlapped = job.parameter_bytes if config.overlap_steps else 0
+    state = 8 + state_bytes(config, job.ranks, job.parameter_bytes)  # AdamW's, and the method's
     return Prediction(
         method=f"SparseLoCo H={every}",
+        window=every,
         seconds=alone.seconds + (messages + latency + own) / every,
         bytes_sent=round(sent / every),
-        memory=round(job.parameters * (2 * job.parameter_bytes + state - home + overlapped)),
+        memory=round(job.parameters * (2 * job.parameter_bytes + state)),
         exposed=(messages + latency) / every,
         latency=latency / every,
     )
@@ -94,18 +79,14 @@ def which_method(predictions: Sequence[Prediction], local: Sequence[Prediction],
     best = min(weighed, key=lambda p: p.seconds)
     if best.seconds <= NEAR_COMPUTE * alone or best.seconds < WORTH * choice.seconds:
         return (
-            f"{said} SparseLoCo is not needed: with sync_every={_window(choice)} a step would take"
+            f"{said} SparseLoCo is not needed: with sync_every={choice.window} a step would take"
             f" {show_seconds(choice.seconds)} on average, {choice.seconds / alone:.2f}x of compute alone."
         )
     sparser = min(every_step, key=lambda p: p.seconds)
     dearer = f" ({sparser.method}: {show_seconds(sparser.seconds)}, but {COSTS_QUALITY})"
     return (
-        f"Take SparseLoCo with sync_every={_window(choice)}: a step takes {show_seconds(choice.seconds)} on average,"
+        f"Take SparseLoCo with sync_every={choice.window}: a step takes {show_seconds(choice.seconds)} on average,"
         f" {choice.seconds / alone:.2f}x of compute alone, and sends {show_bytes(choice.bytes_sent)}; exchanging in"
         f" every step takes {show_seconds(best.seconds)} with {best.method}{dearer if sparser is not best else ''}."
         " Ranks differ between exchanges, which costs some quality: take the shortest window that you can afford."
     )
-
-
-def _window(prediction: Prediction) -> str:
-    return prediction.method.partition("=")[2]

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.planning import cost_model as planner
-from lightning_scape.planning.cost_model import Link, Machine
+from lightning_scape.planning.cost_model import Link, Machine, nodes_share
 from lightning_scape.scape.clipping import SKETCH_WIDTHS
 from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.cost import scape_traffic
 from lightning_scape.scape.optimizer import ScapeOptimizer
 
 CPU = torch.device("cpu")
@@ -117,7 +117,7 @@ def scape_as_a_whole(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, fl
     norm = median_seconds(lambda: ops.squared_norm(grads), repeats, device)  # a rank alone makes no sketch
     config = optimizer.config
     width = parameters[0].element_size()
-    whole, shard = planner.scape_traffic(config.quota.density, votes=config.votes > 0, parameter_bytes=width)
+    whole, shard = scape_traffic(config.quota.density, votes=config.votes > 0, parameter_bytes=width)
     own = whole - width  # without the norm, which reads the gradient
     part = max(0.0, step - norm) / (own + shard)
     return own * part, shard * part
@@ -145,7 +145,7 @@ def measure_link(
     elapsed, copying = message_cost(lambda: communicator.all_to_all(large).wait(), repeats, device)
     elapsed_reduce, reducing = message_cost(lambda: communicator.all_reduce_sum(large), repeats, device)
     bandwidth = 2 * sent / max(elapsed_reduce - 2 * hop, 1e-9)
-    crossing = sent * planner.nodes_share(ranks, ranks_per_node)
+    crossing = sent * nodes_share(ranks, ranks_per_node)
     return Link(
         bandwidth=bandwidth,
         latency=hop,

@@ -26,6 +26,8 @@ from lightning_scape.reporting.words import plain
 
 FIGURES = "figures.jsonl"
 """Name of the file in the report's folder."""
+TITLES = {"scape": "SCAPE", "sparseloco": "SparseLoCo"}
+"""By method, where its first line gives none."""
 MOST_STEPS = 2**53
 """Above it a drawing, which counts in floating point, would mix up steps."""
 END_OF_TIME = 253402300799
@@ -39,11 +41,22 @@ class Run:
     start: int = 0
     """Optimizer steps that were done before it."""
     about: dict[str, Any] = field(default_factory=dict)
-    """Its first line: ``time`` (seconds since 1970), ``method``, ``ranks``, ``strategy``, ``version``."""
+    """Its first line: ``time`` (seconds since 1970), ``method``, ``ranks``, ``strategy``, ``version``; of a method that
+    is not known here ``title``, and ``unit`` (``"exchange"``, else a step), too."""
     points: list[dict[str, Any]] = field(default_factory=list)
     validations: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] | None = None
     """Its last line; None if it is still going on, or was killed."""
+
+    @property
+    def title(self) -> str:
+        """Of its method."""
+        return plain(self.about.get("title") or TITLES.get(self.about.get("method", ""), "Training"), 40)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether its ranks send in an exchange after several steps, in place of in every step."""
+        return self.about.get("unit") == "exchange" or self.about.get("method") == "sparseloco"
 
     @property
     def last_step(self) -> int:

@@ -19,7 +19,6 @@ PAGE = "report.html"
 """Name of the file in the report's folder."""
 MOST_ODD, MOST_METRICS, MOST_RUNS = 3, 30, 100
 """Of what a page tells: lines that were passed over, validation metrics, and runs, the newest."""
-METHODS = {"scape": "SCAPE", "sparseloco": "SparseLoCo"}
 
 _STYLE = """
 body { margin: 0 auto; padding: 1rem; max-width: 84rem; background: #fff; color: #1a1a1a;
@@ -65,7 +64,7 @@ def page(history: History) -> str:
     newest = history.runs[-1]
     line = history.line()
     points = [point for run in line for point in run.points]
-    title = f"{METHODS.get(newest.about.get('method', ''), 'Training')}: {newest.last_step:,} steps"
+    title = f"{newest.title}: {newest.last_step:,} steps"
     drawn = "".join(_figure(plot) for plot in plots(history))
     notes = [] if points else ["No figures yet: the run ended before its first point."]
     if odd := history.passed_over:
@@ -107,7 +106,7 @@ def facts(line: list[Run], points: list[dict[str, Any]]) -> list[tuple[str, str]
     if not points:
         return found
     last = points[-1]
-    unit = "exchange" if newest.about.get("method") == "sparseloco" else "step"
+    unit = "exchange" if newest.exchanges else "step"
     sent, dense = total(last, "bytes_total"), total(last, "bytes_dense")
     if sent:
         ratio = f"{dense / sent:.1f}x less than a dense all-reduce, {show_bytes(dense)}"

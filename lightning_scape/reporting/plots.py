@@ -83,7 +83,7 @@ def _resumed(line: Sequence[Run]) -> list[int]:
 def _of_the_run(history: History, line: list[Run]) -> list[Plot]:
     points = thinned([point for run in line for point in run.points])
     resumed = _resumed(line)
-    local = any(run.about.get("method") == "sparseloco" for run in line)
+    local = any(run.exchanges for run in line)
     unit, one = ("exchange", "an exchange") if local else ("step", "a step")
     found = [_draw("Loss", _LOSS, lambda axes: _loss(axes, line, history.others()), resumed)]
     if not points:
@@ -134,9 +134,7 @@ def _draw(title: str, caption: str, draw: Callable[[Any], None], resumed: Sequen
     from matplotlib.ticker import MaxNLocator
 
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # a glyph that fonts here lack is none that a browser lacks; an odd range is seen
+        warnings.simplefilter("ignore")  # fonts here may lack what a browser's have; an odd range is seen
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.subplots()
         axes.set_xlabel("optimizer step")

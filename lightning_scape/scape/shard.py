@@ -175,9 +175,9 @@ class Shard:
         if state.exp_avg_sq is not None:
             shard = ops.ShardState(theta, state.exp_avg, state.exp_avg_sq, state.last_step)
             numbers = ops.RowNumbers(number, scale, hyper, corrections.first, corrections.second, group)
-            return ops.update_adamw(shard, mask, mean, numbers, self._layout.world_size, True)
+            return ops.update_adamw(shard, mask, mean, numbers, self._layout.world_size)
         shard = ops.ShardState(theta, state.exp_avg, state.local_exp_avg_sq, state.last_step)
         first = corrections.first if corrections.corrected else 1.0
         numbers = ops.RowNumbers(number, scale, hyper, first, None, group)
         floor = min(1.0, MEAN_SQUARE_FLOOR * self._layout.block_size / step.sent)
-        return ops.update_adams(shard, mask, mean, numbers, floor, True)
+        return ops.update_adams(shard, mask, mean, numbers, floor)

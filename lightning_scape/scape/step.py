@@ -22,6 +22,7 @@ from lightning_scape.core.ranges import profiler_range
 from lightning_scape.core.replicas import check_replicas
 from lightning_scape.scape.clipping import GradientClipping, check_max_norm, squared_norm
 from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.cost import message_bytes
 from lightning_scape.scape.first_message import BACKWARD, FirstMessage, Standing, describe, problem_of, settings
 from lightning_scape.scape.mask import Masks, SparsitySchedule
 from lightning_scape.scape.outgoing import Outgoing
@@ -29,7 +30,6 @@ from lightning_scape.scape.participation import Participants
 from lightning_scape.scape.shard import Shard
 from lightning_scape.scape.state import ScapeState, Step
 from lightning_scape.scape.stats import StepRecord, StepStats
-from lightning_scape.wire.values import packed_bytes
 
 Groups = Sequence[dict[str, Any]]
 
@@ -348,15 +348,5 @@ class Engine:
 
     def bytes_per_step(self, sent: int | None = None) -> int:
         """See :meth:`ScapeOptimizer.bytes_per_step`."""
-        quota, ranks = self.config.quota, self.comm.world_size
-        sent = quota.sent if sent is None else sent
-        mine = self.layout.shard_blocks * sent
-        there, back = mine * self.config.values_dtype.itemsize, mine * self.parameters.wire_dtype.itemsize
-        if self.config.wire_bits is not None:
-            there = packed_bytes(mine, self.config.wire_bits)
-        back = there if self.shard.as_changes else back
-        per_block = 0
-        if sent < quota.block_size:
-            per_block += sent * ops.position_dtype(quota.block_size).itemsize
-            per_block += ops.proposal_bytes(self.config.votes, quota.block_size)
-        return (ranks * (there + back) + self.layout.blocks * per_block) * (ranks - 1) // ranks
+        back = None if self.shard.as_changes else self.parameters.wire_dtype.itemsize
+        return sum(message_bytes(self.config, self.layout.blocks, self.comm.world_size, back, sent).values())

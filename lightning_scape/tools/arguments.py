@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
+
+from typing_extensions import override
 
 BYTES_PER_SECOND = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
@@ -29,11 +33,67 @@ for each node is enough. The exit status is 0 where everything works (what is sl
 """
 
 
+class Parser(argparse.ArgumentParser):
+    """Of one command. What is wrong is said first, and where help is, in place of all options."""
+
+    def __init__(self, command: str, description: str) -> None:
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=f"lightning-scape {command}", description=description, formatter_class=form)
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` lists all options.\n")
+
+
+def _number(
+    rule: str, remedy: str, holds: Callable[[float], bool], units: Mapping[str, float] | None = None
+) -> Callable[[str], float]:
+    """Reads a number that obeys a rule; with units, one with a unit behind it."""
+
+    def read(text: str) -> float:
+        if units is None:
+            with contextlib.suppress(ValueError):
+                if holds(value := float(text)):
+                    return value
+        else:
+            found = re.fullmatch(rf"({_NUMBER})\s*({'|'.join(units)})", text.strip().lower())
+            if found and holds(value := float(found[1]) * units[found[2]]):
+                return value
+        raise argparse.ArgumentTypeError(f"{rule}, got {text!r}. {remedy}")
+
+    return read
+
+
+bandwidth = _number(
+    "a bandwidth must be a number > 0 with kbit, mbit or gbit",
+    "Write 10gbit.",
+    lambda value: 0 < value < math.inf,
+    {f"{unit}{end}": size for unit, size in BYTES_PER_SECOND.items() for end in ("", "/s", "ps")},
+)
+"""Bytes per second: ``"10gbit"`` is 1.25e9."""
+seconds = _number(
+    "a time must be a number >= 0 with s, ms or us",
+    "Write 0.8s.",
+    lambda value: value < math.inf,
+    {"s": 1.0, "ms": 1e-3, "us": 1e-6, "": 1.0},
+)
+"""``"350ms"`` is 0.35."""
+positive = _number("it must be a finite number > 0", "Give it in GB, without unit.", lambda value: 0 < value < math.inf)
+sparsity = _number(
+    "a sparsity must be a number in [0, 1)", "Write 0.99 to send 1% of the entries.", lambda value: 0 <= value < 1
+)
+waiting_time = _number("it must be a number of seconds from 1 to 3600", "Try 60.", lambda value: 1 <= value <= 3600)
+_whole = _number("it must be a whole number >= 1", "Give at least 1.", lambda value: value >= 1 and value.is_integer())
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    return int(_whole(text))
+
+
 def plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Of ``lightning-scape plan``; ends the process with status 2 where one is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-scape plan", description=_PLAN, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("plan", _PLAN)
     add = parser.add_argument
     add("--model", required=True, help="name of a LitGPT configuration, such as pythia-160m")
     add("--nodes", type=count, default=None, help="machines, at least 2; under torchrun, all of them")
@@ -94,66 +154,12 @@ def launched() -> int:
     return int(os.environ.get("WORLD_SIZE") or "1")
 
 
-def bandwidth(text: str) -> float:
-    """Bytes per second: ``"10gbit"`` is 1.25e9."""
-    found = re.fullmatch(rf"({_NUMBER})\s*(kbit|mbit|gbit)(/s|ps)?", text.strip().lower())
-    value = float(found[1]) * BYTES_PER_SECOND[found[2]] if found else 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"a bandwidth must be a number > 0 with kbit, mbit or gbit, got {text!r}. Write 10gbit."
-        )
-    return value
-
-
-def seconds(text: str) -> float:
-    """``"350ms"`` is 0.35."""
-    found = re.fullmatch(rf"({_NUMBER})\s*(s|ms|us)?", text.strip().lower())
-    value = float(found[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[found[2] or "s"] if found else math.inf
-    if value == math.inf:
-        raise argparse.ArgumentTypeError(f"a time must be a number >= 0 with s, ms or us, got {text!r}. Write 0.8s.")
-    return value
-
-
 def compute_seconds(text: str) -> float:
     """Likewise, but not 0."""
     value = seconds(text)
     if value == 0:
         raise argparse.ArgumentTypeError(f"a time of compute must be > 0, got {text!r}. Time one rank's step alone.")
     return value
-
-
-def count(text: str) -> int:
-    """A whole number from 1."""
-    value = _number(text)
-    if not (value >= 1 and value.is_integer()):
-        raise argparse.ArgumentTypeError(f"it must be a whole number >= 1, got {text!r}. Give at least 1.")
-    return int(value)
-
-
-def positive(text: str) -> float:
-    """A number above 0."""
-    value = _number(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"it must be a finite number > 0, got {text!r}. Give it in GB, without unit.")
-    return value
-
-
-def sparsity(text: str) -> float:
-    """A number in [0, 1)."""
-    value = _number(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(
-            f"a sparsity must be a number in [0, 1), got {text!r}. Write 0.99 to send 1% of the entries."
-        )
-    return value
-
-
-def _number(text: str) -> float:
-    """NaN, which obeys no rule, for what is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def check_plot(path: Path) -> None:
@@ -195,20 +201,8 @@ def import_matplotlib(used_for: str) -> None:
 
 def doctor_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Of ``lightning-scape doctor``; likewise."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-scape doctor", description=_DOCTOR, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("doctor", _DOCTOR)
     parser.add_argument(
-        "--timeout", type=_waiting_time, default=60.0, help="seconds for which ranks wait for each other (default: 60)"
+        "--timeout", type=waiting_time, default=60.0, help="seconds for which ranks wait for each other (default: 60)"
     )
     return parser.parse_args(arguments)
-
-
-def _waiting_time(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"it must be a number of seconds from 1 to 3600, got {text!r}. Try 60.")
-    return value

@@ -6,14 +6,13 @@ option, come at once.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.tools.arguments import doctor_arguments, import_matplotlib, plan_arguments
+from lightning_scape.tools.arguments import Parser, doctor_arguments, import_matplotlib, plan_arguments
 from lightning_scape.tools.console import ends_quietly
 
 MOST_ODD = 20
@@ -104,6 +103,7 @@ def _torchrun(arguments: list[str]) -> int:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     from torch.distributed.run import main as torchrun
 
+    sys.argv[0] = "lightning-scape torchrun"  # what its help and its errors name
     torchrun(arguments)
     return 0
 
@@ -160,8 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
-def _parser(command: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=f"lightning-scape {command}", description=COMMANDS[command][1])
+def _parser(command: str) -> Parser:
+    return Parser(command, COMMANDS[command][1])
 
 
 if __name__ == "__main__":

@@ -1,11 +1,4 @@
-"""``lightning-scape doctor``: says what does not work here, what is slow, and what to do about it.
-
-lightning-scape doctor                                          # this host alone
-torchrun --nnodes 2 --nproc_per_node 1 --node_rank 0 --master_addr HOST -m lightning_scape doctor    # on every node
-
-Under torchrun every rank runs it, and rank 0 reports: whether the ranks reach each other, and how fast. One process
-for each node is enough. The exit status is 0 where everything works (what is slow is said), else 1, on every rank.
-"""
+"""``lightning-scape doctor``: says what does not work here, what is slow, and what to do about it (``--help``)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What ``litgpt-scape`` does: LitGPT's command line, training with SCAPE.
+"""What ``litgpt-scape`` does: LitGPT's command line, training with one of our methods.
 
 ``litgpt-scape pretrain --config FILE --scape.sparsity 0.99`` is ``litgpt pretrain --config FILE`` with SCAPE as its
 strategy. LitGPT has no argument for one, yet Fabric lets the environment variable ``LT_STRATEGY`` overrule what a
-script asks for. So this script takes what is SCAPE's off the command line and the configuration files, registers the
+script asks for. So this script takes what is ours off the command line and the configuration files, registers the
 strategy with it, sets the variable and hands over to LitGPT, none of whose code is changed. Processes that LitGPT
 starts run this script again; they find the options in the environment.
 
@@ -10,19 +10,20 @@ Options hold in this order: command line, then (on ``--resume``) the checkpoint'
 ``scape:`` sections of ``--config`` files, then the defaults of :class:`~lightning_scape.ScapeConfig`.
 
 ``--sparseloco.sync_every 30``, or a ``sparseloco:`` section, takes SparseLoCo in place of SCAPE, with the options of
-:class:`~lightning_scape.SparseLoCoConfig`.
+:class:`~lightning_scape.SparseLoCoConfig`; likewise any other of :data:`METHODS`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
-import textwrap
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, NoReturn
@@ -39,172 +40,183 @@ from lightning_scape.scape.config import REMOVED_OPTIONS, ScapeConfig, refuse_re
 from lightning_scape.sparseloco import SparseLoCoConfig
 
 COMMANDS = ("pretrain", "finetune_full")
-"""LitGPT's commands that train all parameters with an optimizer that SCAPE can stand in for."""
+"""LitGPT's commands that train all parameters with an optimizer that a method can stand in for."""
 
 OPTIONS_VARIABLE = "LIGHTNING_SCAPE_OPTIONS"
 """Environment variable by which a process passes the options on to those it starts: ``PID JSON``, with its own PID."""
 
-Config = ScapeConfig | SparseLoCoConfig
+Options = dict[str, dict[str, Any]]
+"""By method: its options by name."""
+
+
+class LitGPTScapeStrategy(FabricScapeStrategy):
+    """The same, whose first line writes options as the command line takes them."""
+
+    @override
+    def _spelling(self) -> Spelling:
+        return lambda options: " ".join(f"--scape.{name} {value}".replace('"', "") for name, value in options.items())
 
 
 class Method(NamedTuple):
     """A method of training that this script offers."""
 
-    name: str
-    """Of its strategy and of its section in files."""
     title: str
-    config: type[ScapeConfig] | type[SparseLoCoConfig]
-
-    @property
-    def prefix(self) -> str:
-        """Of its options on the command line."""
-        return f"--{self.name}"
-
-    @property
-    def hints(self) -> dict[str, Any]:
-        """Types of its options."""
-        return typing.get_type_hints(self.config)
+    config: type[Any]
+    """A dataclass with ``as_dict()``: the options and their defaults."""
+    strategy: type[FabricScapeStrategy]
+    """Of Fabric; takes the options by name, and ``total_steps``."""
+    removed: Mapping[str, Any] = {}
+    """Options that earlier versions had: an error, but in a checkpoint, whose optimizer warns where they mattered."""
+    told: frozenset[str] | None = None
+    """Options that the strategy's first line tells, so that only others are told here; None: all that matter."""
 
 
-SCAPE = Method("scape", "SCAPE", ScapeConfig)
-SPARSELOCO = Method("sparseloco", "SparseLoCo", SparseLoCoConfig)
-METHODS = (SCAPE, SPARSELOCO)
+DEFAULT = "scape"
+METHODS = {
+    DEFAULT: Method(
+        "SCAPE",
+        ScapeConfig,
+        LitGPTScapeStrategy,
+        REMOVED_OPTIONS,
+        frozenset({"sparsity", "sparsity_warmup_steps", "dense_steps", "update"}),
+    ),
+    "sparseloco": Method("SparseLoCo", SparseLoCoConfig, FabricSparseLoCoStrategy),
+}
+"""By name: of the strategy, of the section in files (``scape:``) and of the options (``--scape.sparsity``)."""
 
 
 def main() -> None:
     """All of it; reads ``sys.argv``. Ends the process with status 2 where an option of ours is wrong."""
     try:
-        method = method_asked_for(sys.argv[1:])
-        given, rest = split_arguments(sys.argv[1:], method)
-        command = rest[0] if rest else None
-        if command not in COMMANDS:
-            _refuse_elsewhere(command, given, method)
+        given, rest = split_arguments(sys.argv[1:])
+        if not rest or rest[0] not in COMMANDS:
+            _refuse_elsewhere(rest, given)
             _run_litgpt(rest)
             return
-        _check_environment(method)
-        in_files, rest = take_sections(rest, method)
-        config, total_steps = _resolve(rest, given, in_files, method)
+        in_files, rest = take_sections(rest)
+        name, config, total_steps = _received() or _resolve(rest, given, in_files)
+        _check_environment(name)
     except (TypeError, ValueError) as error:
         _fail(str(error))
     with scape_strategy(config, total_steps):
         _run_litgpt(rest, help_too=True)
 
 
-def method_asked_for(arguments: Sequence[str]) -> Method:
-    """The method whose options are given, on the command line or in a file; else a checkpoint's; else SCAPE.
-
-    Raises:
-        ValueError: options of both are given.
-    """
-    received = _received()
-    if received is not None:
-        return next(method for method in METHODS if method.name == received.get("method", SCAPE.name))
-    asked = [method for method in METHODS if _is_asked_for(method, arguments)]
-    if len(asked) > 1:
-        raise ValueError(
-            "Options of one method may be given, got some of SCAPE and some of SparseLoCo. Drop those of one of them:"
-            f" {SCAPE.prefix}.* and `{SCAPE.name}:`, or {SPARSELOCO.prefix}.* and `{SPARSELOCO.name}:`."
-        )
-    if asked or not any(argument.startswith("--resume") for argument in arguments) or arguments[0] not in COMMANDS:
-        return (asked or [SCAPE])[0]
-    parsed = _parse(arguments)
-    recorded = None if parsed is None else find_recorded(parsed, SPARSELOCO)
-    return SPARSELOCO if recorded is not None and recorded.options else SCAPE
-
-
-def _is_asked_for(method: Method, arguments: Sequence[str]) -> bool:
-    given = any(argument.split("=")[0].split(".")[0] == method.prefix for argument in arguments)
-    sources = [argument.partition("=")[2] for argument in arguments if argument.startswith("--config=")]
-    sources += [source for flag, source in zip(arguments, arguments[1:], strict=False) if flag == "--config"]
-    return given or any(method.name in _read_mapping(source) for source in sources)
-
-
-def _received() -> dict[str, Any] | None:
-    """What the process that started this one has resolved; None if this is the first."""
-    sender, _, passed_on = os.environ.get(OPTIONS_VARIABLE, "").partition(" ")
-    if sender != str(os.getppid()):
-        return None
-    received: dict[str, Any] = json.loads(passed_on)
-    return received
-
-
 # ------------------------------------------------------------------------------------- what is ours on the command line
 
 
-def split_arguments(arguments: Sequence[str], method: Method = SCAPE) -> tuple[dict[str, Any], list[str]]:
-    """Options of the method by field, and all the other arguments in their order.
+def split_arguments(arguments: Sequence[str]) -> tuple[Options, list[str]]:
+    """Our options, and all the other arguments in their order.
 
     >>> split_arguments(["pretrain", "--scape.sparsity", "0.9", "--seed=1", "--scape.dense_steps=3"])
-    ({'sparsity': 0.9, 'dense_steps': 3}, ['pretrain', '--seed=1'])
+    ({'scape': {'sparsity': 0.9, 'dense_steps': 3}}, ['pretrain', '--seed=1'])
 
     Raises:
-        ValueError: an option that the method does not have, or one without its value.
+        ValueError: an option that its method does not have, or one without its value.
     """
-    options: dict[str, Any] = {}
-    rest: list[str] = []
-    waiting = list(arguments)
-    while waiting:
-        argument = waiting.pop(0)
-        if argument.split("=")[0].split(".")[0] != method.prefix:
-            rest.append(argument)
-            continue
-        flag, equals, text = argument.partition("=")
-        name = flag.removeprefix(method.prefix).removeprefix(".")
-        _check_name(name, f"got {argument!r}", method)
-        if not equals:
-            if not waiting or waiting[0].startswith("--"):
-                raise ValueError(f"{flag} must be followed by a value, got none. Write {flag}=VALUE.")
-            text = waiting.pop(0)
-        options[name] = _read_value(name, text, method)
+    try:
+        given, rest = _parser().parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        flag = error.argument_name
+        raise ValueError(f"{flag} must be followed by a value, got none. Write {flag}=VALUE.") from None
+    for argument in rest:
+        name, _, option = argument.partition("=")[0].removeprefix("--").partition(".")
+        if argument.startswith("--") and name in METHODS:
+            _check_name(option, f"got {argument!r}", name)
+    options: Options = {}
+    for flag, text in vars(given).items():
+        name, _, option = flag.partition(".")
+        options.setdefault(name, {})[option] = _read_value(text)
     return options, rest
 
 
-def _check_name(name: str, received: str, method: Method) -> None:
-    if method is SCAPE:
-        refuse_removed(name, received)
-    if name not in method.hints:
-        known = ", ".join(method.hints)
-        raise ValueError(f"An option of {method.title} must be one of {known}; {received}. Use one of these names.")
+def _parser(meanings: Mapping[str, Mapping[str, str]] | None = None) -> argparse.ArgumentParser:
+    """Takes the options of all methods as texts; ``meanings``, by method and option, are for its help."""
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS,
+        add_help=False,
+        allow_abbrev=False,
+        exit_on_error=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    for name, method in METHODS.items():
+        group = parser.add_argument_group(f"{method.title} (also under `{name}:` in --config files)")
+        for field in fields(method.config):
+            meaning = None if meanings is None else meanings[name][field.name].replace("%", "%%")
+            group.add_argument(f"--{name}.{field.name}", metavar=field.name.upper(), help=meaning)
+    return parser
 
 
-def _read_value(name: str, value: Any, method: Method) -> Any:
-    """A text as the field's type, where it can be read so; whether the value will do is for the config to say."""
-    if not isinstance(value, str):
-        return value
-    kinds = typing.get_args(method.hints[name]) or (method.hints[name],)
-    if NoneType in kinds and value.lower() in ("null", "none"):
-        return None
-    if bool in kinds:
-        return {"true": True, "false": False}.get(value.lower(), value)
-    for kind in (int, float):
-        if kind in kinds:
-            try:
-                return kind(value)
-            except ValueError:
-                continue
-    return value
+def options_help() -> str:
+    """What ``--help`` says of our options: name, type, default and meaning of each, by method."""
+    from docstring_parser import parse_from_object
+
+    meanings: dict[str, dict[str, str]] = {}
+    for name, method in METHODS.items():
+        hints = typing.get_type_hints(method.config)
+        documented = {each.arg_name: each.description or "" for each in parse_from_object(method.config).params}
+        meanings[name] = {
+            field.name: f"{' '.join(documented[field.name].split())} (type: {_kind(hints[field.name])}, default:"
+            f" {'null' if field.default is None else field.default})"
+            for field in fields(method.config)
+        }
+    return _parser(meanings).format_help()
 
 
-def _refuse_elsewhere(command: str | None, given: Mapping[str, Any], method: Method) -> None:
-    if given:
+def _kind(hint: Any) -> str:
+    """A type as a user writes its values: ``bf16 or fp32``, ``int or null``."""
+    if hint is NoneType:
+        return "null"
+    if typing.get_origin(hint) is typing.Literal:
+        return " or ".join(typing.get_args(hint))
+    return " or ".join(map(_kind, typing.get_args(hint))) or str(hint.__name__)
+
+
+def _check_name(option: str, received: str, name: str) -> None:
+    if option in METHODS[name].removed:
+        refuse_removed(option, received)
+    known = [field.name for field in fields(METHODS[name].config)]
+    if option not in known:
+        (near,) = get_close_matches(option, known, n=1) or [""]
         raise ValueError(
-            f"Options of {method.title} must go with the commands {' or '.join(COMMANDS)}, which train all parameters,"
-            f" got {', '.join(f'{method.prefix}.{name}' for name in given)} with {command!r}. Drop them: every other"
-            " command is LitGPT's own."
+            f"An option of {METHODS[name].title} must be one of {', '.join(known)}; {received}."
+            f" {f'Did you mean {near}?' if near else 'Use one of these names.'}"
         )
 
 
-def _check_environment(method: Method) -> None:
-    asked = os.environ.get("LT_STRATEGY", method.name)
-    if asked != method.name:
+def _read_value(value: Any) -> Any:
+    """A text as LitGPT's own options are read, by YAML's rules; whether the value will do is for the config to say."""
+    from jsonargparse import get_loader
+
+    if not isinstance(value, str):
+        return value
+    try:
+        return None if value.lower() == "none" else get_loader("yaml")(value)
+    except yaml.YAMLError:
+        return value
+
+
+def _refuse_elsewhere(rest: Sequence[str], given: Options) -> None:
+    if given:
+        titles = " and ".join(METHODS[name].title for name in given)
+        flags = ", ".join(f"--{name}.{option}" for name, options in given.items() for option in options)
+        raise ValueError(
+            f"Options of {titles} must go with the commands {' or '.join(COMMANDS)}, which train all parameters,"
+            f" got {flags} with {rest[0] if rest else None!r}. Drop them: every other command is LitGPT's own."
+        )
+
+
+def _check_environment(name: str) -> None:
+    asked = os.environ.get("LT_STRATEGY", name)
+    if asked != name:
         raise ValueError(
             f"The environment variable LT_STRATEGY must be unset, got {asked!r}: it asks Fabric for another strategy."
             " Unset it, or use `litgpt`."
         )
 
 
-def take_sections(arguments: Sequence[str], method: Method = SCAPE) -> tuple[dict[str, Any], list[str]]:
-    """The method's sections (``scape:``) of all ``--config`` files, and the arguments without them.
+def take_sections(arguments: Sequence[str]) -> tuple[Options, list[str]]:
+    """The methods' sections (``scape:``) of all ``--config`` files, and the arguments without them.
 
     Of an option that comes twice the last holds.
 
@@ -214,7 +226,7 @@ def take_sections(arguments: Sequence[str], method: Method = SCAPE) -> tuple[dic
     Raises:
         ValueError: a section is not a mapping of options that the method has.
     """
-    found: dict[str, Any] = {}
+    found: Options = {}
     rest: list[str] = []
     waiting = list(arguments)
     while waiting:
@@ -225,16 +237,18 @@ def take_sections(arguments: Sequence[str], method: Method = SCAPE) -> tuple[dic
             continue
         source = source if equals else waiting.pop(0)
         content = _read_mapping(source)
-        if method.name not in content:
+        sections = _sections(content, source)
+        for name, options in sections.items():
+            found[name] = found.get(name, {}) | options
+            del content[name]
+        if not sections:
             rest.append(f"--config={source}")
-            continue
-        found |= _check_section(content.pop(method.name), source, method)
-        if content:
+        elif content:
             rest.append(f"--config={yaml.safe_dump(content, sort_keys=False)}")
     return found, rest
 
 
-def _read_mapping(source: str) -> dict[str, Any]:
+def _read_mapping(source: str | Path) -> dict[str, Any]:
     """What a ``--config`` argument holds; empty for what is not a local file with a mapping, which LitGPT judges."""
     try:
         content = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
@@ -243,51 +257,68 @@ def _read_mapping(source: str) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _check_section(section: Any, source: str | Path, method: Method) -> dict[str, Any]:
-    if not isinstance(section, dict):
-        first = fields(method.config)[0]
-        raise ValueError(
-            f"`{method.name}:` in {source} must be a mapping, got {section!r}. Write the options under it, one a line:"
-            f" `{first.name}: {first.default}`."
-        )
-    for name in section:
-        _check_name(name, f"got {name!r} under `{method.name}:` in {source}", method)
-    return {name: _read_value(name, value, method) for name, value in section.items()}
+def _sections(content: Mapping[str, Any], source: str | Path, recorded: bool = False) -> Options:
+    """Those of our methods that a file has; one that a checkpoint's run has recorded may be an earlier version's."""
+    found: Options = {}
+    for name in METHODS.keys() & content.keys():
+        section = content[name]
+        if not isinstance(section, dict):
+            first = fields(METHODS[name].config)[0]
+            raise ValueError(
+                f"`{name}:` in {source} must be a mapping, got {section!r}. Write the options under it, one a line:"
+                f" `{first.name}: {first.default}`."
+            )
+        if recorded:
+            section = {option: value for option, value in section.items() if option not in METHODS[name].removed}
+        for option in section:
+            _check_name(option, f"got {option!r} under `{name}:` in {source}", name)
+        found[name] = {option: _read_value(value) for option, value in section.items()}
+    return found
 
 
 # --------------------------------------------------------------------------------------------------- which options hold
 
 
-class Recorded(NamedTuple):
-    """What a checkpoint says of the options it was trained with."""
+def _received() -> tuple[str, Any, int | None] | None:
+    """What the process that started this one has resolved; None if this is the first."""
+    sender, _, passed_on = os.environ.get(OPTIONS_VARIABLE, "").partition(" ")
+    if sender != str(os.getppid()):
+        return None
+    received = json.loads(passed_on)
+    name = received.get("method", DEFAULT)
+    return name, METHODS[name].config(**received["options"]), received["total_steps"]
 
-    file: Path
-    """The checkpoint's ``hyperparameters.yaml``."""
 
-    options: dict[str, Any]
-    """The method's section (``scape:``); empty where there is none."""
-
-
-def _resolve(
-    rest: Sequence[str], given: Mapping[str, Any], in_files: Mapping[str, Any], method: Method
-) -> tuple[Config, int | None]:
-    """The options, and the steps of the run, if it knows them."""
-    received = _received()
-    if received is not None:
-        return method.config(**received["options"]), received["total_steps"]
+def _resolve(rest: Sequence[str], given: Options, in_files: Options) -> tuple[str, Any, int | None]:
+    """The method, its config, and the steps of the run, if it knows them."""
     parsed = _parse(rest)
-    if parsed is None:
-        recorded, total_steps = None, None
-    else:
-        recorded, total_steps = find_recorded(parsed, method), steps_of_run(rest[0], parsed)
-    if recorded is None:
-        config = method.config(**{**in_files, **given})
-        if isinstance(config, ScapeConfig) and not _asks_for_help(rest):
-            _tell_fresh(config)
-        return config, total_steps
-    config = method.config(**{**in_files, **recorded.options, **given})
-    _tell_resumed(recorded, given, in_files, method)
-    return config, total_steps
+    checkpoint = None if parsed is None else find_recorded(parsed)
+    total_steps = None if parsed is None else steps_of_run(rest[0], parsed)
+    recorded = {} if checkpoint is None else _sections(_read_mapping(checkpoint), checkpoint, recorded=True)
+    name = method_asked_for(given, in_files, recorded)
+    by_hand, by_file, saved = (options.get(name, {}) for options in (given, in_files, recorded))
+    config = METHODS[name].config(**{**by_file, **saved, **by_hand})
+    if checkpoint is not None:
+        _tell_resumed(name, checkpoint, saved, by_hand, by_file)
+    elif not _asks_for_help(rest):
+        _tell_fresh(METHODS[name], config)
+    return name, config, total_steps
+
+
+def method_asked_for(given: Options, in_files: Options, recorded: Options) -> str:
+    """The method whose options are given, on the command line or in a file; else a checkpoint's; else SCAPE.
+
+    Raises:
+        ValueError: options of several are given.
+    """
+    asked = [name for name in METHODS if name in given or name in in_files]
+    if len(asked) > 1:
+        titles = " and some of ".join(METHODS[name].title for name in asked)
+        places = ", or ".join(f"--{name}.* and `{name}:`" for name in asked)
+        raise ValueError(
+            f"Options of one method may be given, got some of {titles}. Leave those of one, and drop {places}."
+        )
+    return [*asked, *(name for name in METHODS if recorded.get(name)), DEFAULT][0]
 
 
 def _parse(arguments: Sequence[str]) -> Any | None:
@@ -332,12 +363,11 @@ def steps_of_run(command: str, parsed: Any) -> int | None:
         return None
 
 
-def find_recorded(parsed: Any, method: Method = SCAPE) -> Recorded | None:
-    """The options of the checkpoint that LitGPT will resume from, if any.
+def find_recorded(parsed: Any) -> Path | None:
+    """The ``hyperparameters.yaml`` of the checkpoint that LitGPT will resume from, if any.
 
     Args:
         parsed: LitGPT's arguments, as its parser returns them.
-        method: whose options.
     """
     from litgpt.utils import find_resume_path, init_out_dir
 
@@ -348,11 +378,7 @@ def find_recorded(parsed: Any, method: Method = SCAPE) -> Recorded | None:
     if not checkpoint:
         return None
     folder = Path(checkpoint) if Path(checkpoint).is_dir() else Path(checkpoint).parent
-    file = folder / "hyperparameters.yaml"
-    section = _read_mapping(str(file)).get(method.name, {})
-    if method is SCAPE and isinstance(section, dict):  # an earlier version's: its optimizer warns where they differ
-        section = {name: value for name, value in section.items() if name not in REMOVED_OPTIONS}
-    return Recorded(file, _check_section(section, file, method))
+    return folder / "hyperparameters.yaml"
 
 
 def _asks_for_help(arguments: Sequence[str]) -> bool:
@@ -360,78 +386,72 @@ def _asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 @rank_zero_only
-def _tell_fresh(config: ScapeConfig) -> None:
+def _tell_fresh(method: Method, config: Any) -> None:
     """Says which options were chosen, beside those of which the strategy's own first line speaks."""
-    defaults = ScapeConfig().as_dict()
-    chosen = {name: value for name, value in config.as_dict().items() if value != defaults[name]}
-    if chosen.keys() <= {"sparsity", "sparsity_warmup_steps", "dense_steps", "update"}:
+    defaults, values = method.config().as_dict(), config.as_dict()
+    chosen = {name: value for name, value in values.items() if value != defaults[name]}
+    if method.told is None or chosen.keys() <= method.told:
         return
-    options = ", ".join(f"{name}={value!r}" for name, value in {"sparsity": config.sparsity, **chosen}.items())
-    print(f"SCAPE: {options}; all other options are the defaults.", file=sys.stderr)
+    first = next(iter(values))
+    options = ", ".join(f"{name}={value!r}" for name, value in {first: values[first], **chosen}.items())
+    print(f"{method.title}: {options}; all other options are the defaults.", file=sys.stderr)
 
 
 @rank_zero_only
-def _tell_resumed(recorded: Recorded, given: Mapping[str, Any], in_files: Mapping[str, Any], method: Method) -> None:
-    title = method.title
-    if not recorded.options:
-        print(f"{title}: {recorded.file} records no options of {title}; those given now hold.", file=sys.stderr)
+def _tell_resumed(
+    name: str, file: Path, saved: dict[str, Any], by_hand: dict[str, Any], by_file: dict[str, Any]
+) -> None:
+    title, config = METHODS[name].title, METHODS[name].config
+    if not saved:
+        print(f"{title}: {file} records no options of {title}; those given now hold.", file=sys.stderr)
         return
-    print(f"{title}: options are those of the checkpoint, from {recorded.file}.", file=sys.stderr)
-    saved = method.config(**recorded.options).as_dict()
+    print(f"{title}: options are those of the checkpoint, from {file}.", file=sys.stderr)
     # By way of the config: it may write an option in another way than it was given.
-    wanted = method.config(**{**recorded.options, **in_files, **given}).as_dict()
-    for name in (name for name in wanted if wanted[name] != saved[name]):
-        value = wanted[name]
-        if name in given:
-            print(f"{title}: {name} is {value!r} by the command line (checkpoint: {saved[name]!r}).", file=sys.stderr)
+    recorded, wanted = config(**saved).as_dict(), config(**{**saved, **by_file, **by_hand}).as_dict()
+    for option, value in wanted.items():
+        before = recorded[option]
+        if value == before:
+            continue
+        if option in by_hand:
+            said = f"{option} is {value!r} by the command line (checkpoint: {before!r})."
         else:
-            print(
-                f"{title}: {name} is {saved[name]!r} by the checkpoint, not {value!r} as in the configuration file;"
-                f" pass {method.prefix}.{name}={value} to change it.",
-                file=sys.stderr,
-            )
+            said = f"{option} is {before!r} by the checkpoint, not {value!r} as in the configuration file;"
+            said += f" pass --{name}.{option}={value} to change it."
+        print(f"{title}: {said}", file=sys.stderr)
 
 
 # --------------------------------------------------------------------------------------------------- handing over
 
 
-class LitGPTScapeStrategy(FabricScapeStrategy):
-    """The same, whose first line writes options as the command line takes them."""
-
-    @override
-    def _spelling(self) -> Spelling:
-        return lambda options: " ".join(
-            f"{SCAPE.prefix}.{name} {value}".replace('"', "") for name, value in options.items()
-        )
-
-
 @contextmanager
-def scape_strategy(config: Config, total_steps: int | None = None) -> Iterator[None]:
+def scape_strategy(config: Any, total_steps: int | None = None) -> Iterator[None]:
     """Inside, whatever Fabric a script builds trains with the method, and LitGPT's saved configurations say so.
 
     Args:
-        config: the options of SCAPE, or of SparseLoCo.
+        config: the options: a method's config.
         total_steps: optimizer steps of the whole run, by which the default warm-up goes (SparseLoCo ends its last
             window there); None is not known.
     """
-    method = next(method for method in METHODS if isinstance(config, method.config))
-    before = {name: os.environ.get(name) for name in ("LT_STRATEGY", OPTIONS_VARIABLE)}
-    passed_on = json.dumps({"method": method.name, "options": config.as_dict(), "total_steps": total_steps})
-    os.environ.update({"LT_STRATEGY": method.name, OPTIONS_VARIABLE: f"{os.getpid()} {passed_on}"})
-    strategy = LitGPTScapeStrategy if method is SCAPE else FabricSparseLoCoStrategy
-    STRATEGY_REGISTRY.register(method.name, strategy, override=True, total_steps=total_steps, **vars(config))
-    _record_in_saved_configurations(method.name, config.as_dict())
+    name, method = next((name, method) for name, method in METHODS.items() if isinstance(config, method.config))
+    variables, registered = dict(os.environ), dict(STRATEGY_REGISTRY)
+    passed_on = json.dumps({"method": name, "options": config.as_dict(), "total_steps": total_steps})
+    os.environ.update({"LT_STRATEGY": name, OPTIONS_VARIABLE: f"{os.getpid()} {passed_on}"})
+    STRATEGY_REGISTRY.register(name, method.strategy, override=True, total_steps=total_steps, **vars(config))
+    _record_in_saved_configurations(name, config.as_dict())
     try:
         yield
     finally:
-        _record_in_saved_configurations(method.name, None)
-        FabricScapeStrategy.register_strategies(STRATEGY_REGISTRY)
-        FabricSparseLoCoStrategy.register_strategies(STRATEGY_REGISTRY)
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _record_in_saved_configurations(name, None)
+        _put_back(STRATEGY_REGISTRY, registered, name)
+        for variable in ("LT_STRATEGY", OPTIONS_VARIABLE):
+            _put_back(os.environ, variables, variable)
+
+
+def _put_back(values: Any, before: Mapping[str, Any], name: str) -> None:
+    if name in before:
+        values[name] = before[name]
+    else:
+        values.pop(name, None)
 
 
 def _record_in_saved_configurations(section: str, options: Mapping[str, Any] | None) -> None:
@@ -461,29 +481,7 @@ def _run_litgpt(arguments: Sequence[str], help_too: bool = False) -> None:
     finally:
         sys.argv = before
         if help_too and {"-h", "--help"} & set(arguments):
-            print("\n" + "\n\n".join(map(options_help, METHODS)))
-
-
-def options_help(method: Method = SCAPE) -> str:
-    """What ``--help`` says of the options of a method: name, type, default and meaning of each."""
-    from docstring_parser import parse_from_object
-
-    documented = parse_from_object(method.config).params
-    meanings = {parameter.arg_name: parameter.description or "" for parameter in documented}
-    lines = [f"{method.title} (also under `{method.name}:` in --config files):"]
-    for field in fields(method.config):
-        hint = method.hints[field.name]
-        kinds = (hint,) if typing.get_origin(hint) is typing.Literal else typing.get_args(hint)
-        named = [
-            choice for kind in kinds if typing.get_origin(kind) is typing.Literal for choice in typing.get_args(kind)
-        ]
-        plain = [kind.__name__ for kind in kinds if isinstance(kind, type) and kind is not NoneType]
-        kind = " or ".join([*plain, *named, *(["null"] if NoneType in kinds else [])]) if named else field.type
-        default = "null" if field.default is None else field.default
-        lines.append(f"  {method.prefix}.{field.name} {field.name.upper()}")
-        note = f"{' '.join(meanings[field.name].split())} (type: {kind}, default: {default})"
-        lines += textwrap.wrap(note, width=100, initial_indent=" " * 24, subsequent_indent=" " * 24)
-    return "\n".join(lines)
+            print(f"\n{options_help()}")
 
 
 def _fail(message: str) -> NoReturn:

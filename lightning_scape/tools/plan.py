@@ -266,7 +266,7 @@ def local_lines(local: Sequence[Prediction], alone: float, memory: float) -> lis
     lines += ["|---|---|---|---|---|"]
     for p in local:
         lines.append(
-            f"| H = {p.method.partition('=')[2]} | {planner.show_seconds(p.seconds)} | {p.seconds / alone:.2f}x"
+            f"| H = {p.window} | {planner.show_seconds(p.seconds)} | {p.seconds / alone:.2f}x"
             f" | {planner.show_bytes(p.bytes_sent)}"
             f" | {planner.show_bytes(p.memory)}{', too much' if p.memory > memory else ''} |"
         )

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.ops.naive_wire import LEAST_SCALE, from_scale, to_scale
+from lightning_scape.ops.naive.wire import LEAST_SCALE, from_scale, to_scale
 
 _SCALE_BYTES = 2
 _TERNARY_UNIT = 1.25

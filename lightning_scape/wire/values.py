@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.ops.naive_wire import GROUP, group_bytes
+from lightning_scape.ops.naive.wire import GROUP, group_bytes
 
 
 def packed_bytes(count: int, bits: int) -> int:

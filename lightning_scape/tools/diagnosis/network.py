@@ -5,22 +5,20 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from lightning_scape.tools.diagnosis.findings import Finding
 
 TOPIC = "Network"
-FOLDER = Path("/sys/class/net")
 INFINIBAND = Path("/sys/class/infiniband")
 SLOW_MBIT = 100.0
 """Mbit/s of an interface, and less, that is called slow."""
 VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 """By backend: the variable that names its interface."""
-_SIOCGIFADDR = 0x8915
-"""Of Linux: asks for an interface's address."""
 
 
 @dataclass(frozen=True)
@@ -45,32 +43,15 @@ class Interface:
         return f"{self.name} ({self.address or 'no IPv4 address'}, {speed if self.up else 'down'})"
 
 
-def interfaces(folder: Path = FOLDER) -> list[Interface]:
-    """Those of this host; speeds only where the kernel tells them (Linux)."""
+def interfaces() -> list[Interface]:
+    """Those of this host; speeds only where its kernel tells them."""
+    addresses = psutil.net_if_addrs()
     found = []
-    for _, name in socket.if_nameindex():
-        state = _read(folder / name / "operstate")
-        speed = _read(folder / name / "speed")
-        mbit = float(speed) if speed.isdecimal() and int(speed) > 0 else None  # -1: not known
-        found.append(Interface(name, state != "down", mbit, _address_of(name)))
+    for name, state in psutil.net_if_stats().items():
+        of_ipv4 = [each.address for each in addresses.get(name, []) if each.family == socket.AF_INET]
+        mbit = float(state.speed) if state.speed > 0 else None  # 0: not known
+        found.append(Interface(name, state.isup, mbit, next(iter(of_ipv4), None)))
     return found
-
-
-def _read(file: Path) -> str:
-    with contextlib.suppress(OSError):  # a driver without that number, or no such folder
-        return file.read_text().strip()
-    return ""
-
-
-def _address_of(name: str) -> str | None:
-    try:
-        import fcntl
-    except ImportError:  # not on this system
-        return None
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        return socket.inet_ntoa(answer[20:24])
-    return None
 
 
 def is_loopback(address: str) -> bool:

@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_scape.core.layout import Region, Span
-from lightning_scape.ops import cuda_launch as launching
-from lightning_scape.ops.cuda_gradients import accumulate_exp_avg_sq, fold
-from lightning_scape.ops.cuda_masks import (
+from lightning_scape.ops.cuda import launch as launching
+from lightning_scape.ops.cuda.gradients import accumulate_exp_avg_sq, fold
+from lightning_scape.ops.cuda.masks import (
     LONGEST_ROW,
     compact,
     is_small,
@@ -21,7 +21,7 @@ from lightning_scape.ops.cuda_masks import (
     selection,
     store_largest,
 )
-from lightning_scape.ops.cuda_numbers import clamp, divide, narrow, pointer, widen
+from lightning_scape.ops.cuda.numbers import clamp, divide, narrow, pointer, widen
 from lightning_scape.ops.naive import SecondMoment, votes_in
 
 _FEW = 4

@@ -8,36 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_scape.core.layout import Piece
-from lightning_scape.ops import chunked, naive
-from lightning_scape.ops import cuda_launch as launching
-from lightning_scape.ops.cuda_masks import cells
-from lightning_scape.ops.cuda_numbers import divide, narrow, pointer, root, widen
-from lightning_scape.ops.naive import Hyper, RowNumbers, ShardState
+from lightning_scape.ops import naive
+from lightning_scape.ops.cuda import launch as launching
+from lightning_scape.ops.cuda.masks import cells
+from lightning_scape.ops.cuda.numbers import divide, narrow, pointer, root, widen
+from lightning_scape.ops.naive import RowNumbers, ShardState, chunked
 
 _UPDATE_CHUNK = 512
 """Entries a program updates. Of more, not all of what an update computes with would fit into registers."""
-
-
-@triton.jit
-def _minus_expm1(x):
-    """``1 - exp(x)`` for x <= 0, to a few units in the last place: a series where the difference would cancel."""
-    series = 1.0 + x * (1.0 / 15)
-    for fewer in tl.static_range(13):
-        series = 1.0 + x * series * (1.0 / (14 - fewer))
-    return tl.where(x > -0.4, -x * series, 1.0 - tl.exp(x))
-
-
-@triton.jit
-def _first_moment(m, a, tau, steps, b1, one_minus_b1, one_minus_bt, IMPLICIT: tl.constexpr):
-    """``m'`` and ``S`` of :func:`naive.adams_step`."""
-    g = divide(a, steps)
-    new = (1 - one_minus_bt) * m + one_minus_bt * g
-    if IMPLICIT:
-        moved = steps * new
-    else:
-        spread = divide(b1 * one_minus_bt, one_minus_b1)
-        moved = tl.where(tau == 1, new, steps * g + (m - g) * spread)
-    return new, moved
 
 
 @triton.jit
@@ -73,7 +51,6 @@ def _update_kernel(
     group,
     lr,
     beta1,
-    log_beta1,
     one_minus_beta1,
     beta2,
     one_minus_beta2,
@@ -99,7 +76,6 @@ def _update_kernel(
     CORRECTED: tl.constexpr,
     ADAMW: tl.constexpr,
     MEASURED: tl.constexpr,
-    IMPLICIT: tl.constexpr,
     LONGEST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -127,12 +103,9 @@ def _update_kernel(
         steps = tau.to(m.dtype)
 
         one_minus_b1 = tl.load(one_minus_beta1 + h, mask=inside, other=1)
-        if IMPLICIT:
-            one_minus_bt = divide(steps * one_minus_b1, (steps - 1) * one_minus_b1 + 1)
-        else:
-            one_minus_bt = _minus_expm1(steps * tl.load(log_beta1 + h, mask=inside, other=0))
-        new, moved = _first_moment(m, a, tau, steps, b1, one_minus_b1, one_minus_bt, IMPLICIT)
-        common = new
+        one_minus_bt = divide(steps * one_minus_b1, (steps - 1) * one_minus_b1 + 1)
+        new = (1 - one_minus_bt) * m + one_minus_bt * divide(a, steps)
+        moved, common = steps * new, new
         if CORRECTED:
             divisor = tl.load(correction + row * correction_stride, mask=inside, other=1)
             m, moved, common = divide(m, divisor), divide(moved, divisor), divide(new, divisor)
@@ -162,79 +135,43 @@ def _update_kernel(
 
 
 def update_adams(
-    shard: ShardState,
-    mask: Tensor | None,
-    mean: Tensor,
-    numbers: RowNumbers,
-    floor: float = 1.0,
-    implicit: bool = False,
+    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, floor: float = 1.0
 ) -> Tensor:
     """See :func:`naive.update_adams`. One launch; what it reads of the moment and the last steps it writes back."""
-    theta, exp_avg, local_exp_avg_sq, last_step = shard
-    step, scale, hyper, correction, _, group = numbers
-    corrected = isinstance(correction, Tensor) or correction != 1.0
-    divisor = correction if isinstance(correction, Tensor) else theta.new_full((), correction if corrected else 1.0)
-    return _update(
-        (theta, exp_avg, last_step),
-        local_exp_avg_sq,
-        mask,
-        mean,
-        (step, scale, divisor, divisor),
-        hyper,
-        group,
-        theta.new_full((), floor),
-        1,
-        CORRECTED=corrected,
-        ADAMW=False,
-        IMPLICIT=implicit,
-    )
+    theta, first = shard.theta, numbers.first
+    corrected = isinstance(first, Tensor) or first != 1.0
+    divisor = first if isinstance(first, Tensor) else theta.new_full((), first)
+    rule = {"CORRECTED": corrected, "ADAMW": False}
+    return _update(shard, mask, mean, numbers, (divisor, divisor), theta.new_full((), floor), 1, **rule)
 
 
-def update_adamw(
-    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int, implicit: bool = True
-) -> Tensor:
+def update_adamw(shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int) -> Tensor:
     """See :func:`naive.update_adamw`. One launch; what it reads of the moments and the last steps it writes back."""
-    theta, exp_avg, exp_avg_sq, last_step = shard
-    step, scale, hyper, c1, c2, group = numbers
-    assert exp_avg_sq is not None
-    assert isinstance(c1, Tensor)
-    assert c2 is not None
-    return _update(
-        (theta, exp_avg, last_step),
-        exp_avg_sq,
-        mask,
-        mean,
-        (step, scale, c1, c2),
-        hyper,
-        group,
-        theta,
-        ranks,
-        CORRECTED=True,
-        ADAMW=True,
-        IMPLICIT=implicit,
-    )
+    assert shard.exp_avg_sq is not None
+    assert isinstance(numbers.first, Tensor)
+    assert numbers.second is not None
+    corrections = numbers.first, numbers.second
+    return _update(shard, mask, mean, numbers, corrections, shard.theta, ranks, CORRECTED=True, ADAMW=True)
 
 
 def _update(
-    state: tuple[Tensor, Tensor, Tensor],
-    second: Tensor | None,
+    shard: ShardState,
     mask: Tensor | None,
     total: Tensor,
-    by_row: tuple[Tensor, Tensor, Tensor, Tensor],
-    hyper: Hyper,
-    group: Tensor | None,
+    numbers: RowNumbers,
+    corrections: tuple[Tensor, Tensor],
     floor: Tensor,
     ranks: int,
     **rule: bool,
 ) -> Tensor:
-    """Launches the update; ``by_row`` are step, scale and the two corrections, 0-dim or ``[R]`` each."""
-    theta, exp_avg, last_step = state
-    step, scale, correction, correction2 = by_row
+    """Launches the update; the two corrections are 0-dim or ``[R]``, both."""
+    theta, exp_avg, second, last_step = shard
+    step, scale, group, (correction, correction2) = numbers.step, numbers.scale, numbers.group, corrections
     assert theta.is_contiguous()
     assert total.is_contiguous()
     assert correction.dim() == correction2.dim()
     again = torch.zeros((), dtype=torch.int64, device=theta.device)
-    numbers = [value.contiguous() for value in torch.broadcast_tensors(*hyper)]
+    hyper = [value.contiguous() for value in torch.broadcast_tensors(*numbers.hyper)]
     launching.launch(
         _update_kernel,
         triton.cdiv(theta.numel(), _UPDATE_CHUNK),
@@ -247,7 +184,7 @@ def _update(
         again,
         scale.to(theta.device),
         again if group is None else group,
-        *numbers,
+        *hyper,
         correction,
         correction2,
         exp_avg if second is None else second,

@@ -1,4 +1,4 @@
-"""The loop of :func:`naive.sweep`, compiled by numba: see :mod:`.cpu_kernels`.
+"""The loop of :func:`naive.sweep`, compiled by numba: see :mod:`.kernels`.
 
 A few rows at a time come into a core's cache. There they are folded, compacted and ranked, before the next come.
 """
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from lightning_scape.core.layout import Region
-from lightning_scape.ops.cpu_arrays import like
-from lightning_scape.ops.cpu_kernels import compact, fade_part, fold_and_square_part, fold_part
-from lightning_scape.ops.cpu_masks import write_positions, write_proposals
-from lightning_scape.ops.cpu_numbers import array_at, jit, overlap
-from lightning_scape.ops.cpu_ranking import LANES, TILE, make_room, rank_rows, take_rows
-from lightning_scape.ops.rules import SecondMoment
+from lightning_scape.ops.cpu.arrays import like
+from lightning_scape.ops.cpu.kernels import compact, fade_part, fold_and_square_part, fold_part
+from lightning_scape.ops.cpu.masks import write_positions, write_proposals
+from lightning_scape.ops.cpu.numbers import array_at, jit, overlap
+from lightning_scape.ops.cpu.ranking import LANES, TILE, make_room, rank_rows, take_rows
+from lightning_scape.ops.naive.rules import SecondMoment
 
 
 @jit

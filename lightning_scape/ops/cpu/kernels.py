@@ -1,4 +1,4 @@
-"""The loops of :mod:`lightning_scape.ops.cpu`, compiled by numba.
+"""The loops of :mod:`..cpu`, compiled by numba.
 
 bf16 comes as uint16 and fp16 as int16, for NumPy computes with neither. Tensors of a list come as one table of their
 addresses; an array named ``like_...`` has the dtype of what lies there, and may be empty.
@@ -10,7 +10,7 @@ negative ones, and LLVM vectorizes the loop.
 
 import numpy as np
 
-from lightning_scape.ops.cpu_numbers import array_at, clamp, jit, narrow, overlap, widen
+from lightning_scape.ops.cpu.numbers import array_at, clamp, jit, narrow, overlap, widen
 
 # ------------------------------------------------------------------------------------------------------ gradients
 

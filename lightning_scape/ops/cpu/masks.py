@@ -1,9 +1,9 @@
-"""Loops that select entries of blocks, compiled by numba: see :mod:`.cpu_ranking`."""
+"""Loops that select entries of blocks, compiled by numba: see :mod:`.ranking`."""
 
 import numpy as np
 
-from lightning_scape.ops.cpu_numbers import jit, prefetch, widen
-from lightning_scape.ops.cpu_ranking import LANES, MAGNITUDE, NOTHING, TILE, key_of, make_room, rank_rows, take_rows
+from lightning_scape.ops.cpu.numbers import jit, prefetch, widen
+from lightning_scape.ops.cpu.ranking import LANES, MAGNITUDE, NOTHING, TILE, key_of, make_room, rank_rows, take_rows
 
 _AHEAD = 8
 """Rows between the one that is ranked and the one that memory delivers meanwhile."""

@@ -1,4 +1,4 @@
-"""What lies between parameters, each a flat tensor of its own, and rows of blocks: a part of :mod:`.naive`."""
+"""What lies between parameters, each a flat tensor of its own, and rows of blocks: a part of :mod:`..naive`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ class Hyper(NamedTuple):
 
     lr: Tensor
     beta1: Tensor
-    log_beta1: Tensor
     one_minus_beta1: Tensor
     beta2: Tensor
     one_minus_beta2: Tensor
@@ -40,7 +39,7 @@ class Hyper(NamedTuple):
     ) -> Hyper:
         """From the five numbers, given in fp64."""
         keep = 1 - lr * weight_decay
-        exact = (lr, beta1, beta1.log(), 1 - beta1, beta2, 1 - beta2, eps, keep, keep.abs().log())
+        exact = (lr, beta1, 1 - beta1, beta2, 1 - beta2, eps, keep, keep.abs().log())
         return cls(*(value.to(dtype) for value in exact))
 
     def rows(self, group: Tensor | None) -> Hyper:
@@ -118,29 +117,23 @@ def adams_step(
     correction: Tensor | float,
     local_exp_avg_sq: Tensor | None = None,
     floor: float = 1.0,
-    implicit: bool = False,
 ) -> TauStep:
     """``tau`` steps of AdamS at once, from the sum of their gradients (docs/design.md, 4; AdamS: arXiv 2505.16363).
 
-    With ``g = A / tau``, the mean gradient since the last visit::
-
-        bt    = b1**tau
-        m'    = bt*m + (1-bt)*g                       tau EMA steps
-        S     = tau*g + (m - g)*b1*(1-bt)/(1-b1)      sum of the tau first moments
-        v     = b2*m**2 + (1-b2)*A**2/tau             A**2/tau estimates E[g**2] per step
-        theta = (1 - lr*wd)**tau * theta - lr*S/(sqrt(v)+eps)
-
-    ``implicit`` makes the first moment's tau steps one step of backward Euler::
+    With ``g = A / tau``, the mean gradient since the last visit, the first moment's tau steps are one step of backward
+    Euler::
 
         bt    = b1/(b1 + (1-b1)*tau)
         m'    = bt*m + (1-bt)*g
         S     = tau*m'
+        v     = b2*m**2 + (1-b2)*A**2/tau             A**2/tau estimates E[g**2] per step
+        theta = (1 - lr*wd)**tau * theta - lr*S/(sqrt(v)+eps)
 
-    Either way ``S = tau*g + (m - m')*b1/(1-b1)``: all of a gradient reaches the parameter in the end, whatever the
-    waits. But A was measured before any of the steps, and the sum of first moments goes on along an m older still. On
+    It is ``S = tau*g + (m - m')*b1/(1-b1)``: all of a gradient reaches the parameter in the end, whatever the waits. On
     a quadratic whose curvature, in units of the step size, is h, with constant tau and b1 = 0.9, it is stable up to
-    h = 2.1, 0.27 and 0.024 (tau = 2, 10, 100); implicitly up to ``2*(2*b1/(1-b1)/tau + 1)/tau``: 10, 0.56 and 0.024.
-    AdamS is up to 38. The first formula for m' fades m as tau steps do; this one, more slowly.
+    ``h = 2*(2*b1/(1-b1)/tau + 1)/tau``: 10, 0.56 and 0.024 (tau = 2, 10, 100). AdamS is up to 38. The sum of tau first
+    moments is the same but for ``bt = b1**tau``. A was measured before any of these steps, and the sum goes on along
+    an m older still: it is stable up to 2.1, 0.27 and 0.024.
 
     For ``tau = 1`` this is AdamS, term for term. For ``tau > 1``, v rests on a single sample of ``E[g**2]`` and one of
     ``E[m**2]``. Where the gradient's own running mean square ``n`` is known, a share c of it is their least value (for
@@ -159,10 +152,9 @@ def adams_step(
         correction: divides both first moments; ``1 - b1**t``, or 1 for none.
         local_exp_avg_sq: n, mean square of the averaged gradient per step; None is not known.
         floor: c.
-        implicit: see above.
     """
     m, h = exp_avg, hyper
-    new, moved = _first_moments(m, tau, total, h, implicit)
+    new, moved = _first_moments(m, tau, total, h)
     m2, g2 = (m / correction).square(), total.square() / tau
     if local_exp_avg_sq is not None:
         known = torch.where(tau == 1, 0.0, local_exp_avg_sq) * floor
@@ -172,19 +164,11 @@ def adams_step(
     return TauStep(_decay(tau, h) * theta - moved / correction * h.lr / (v.sqrt() + h.eps), new)
 
 
-def _first_moments(m: Tensor, tau: Tensor, total: Tensor, h: Hyper, implicit: bool) -> tuple[Tensor, Tensor]:
+def _first_moments(m: Tensor, tau: Tensor, total: Tensor, h: Hyper) -> tuple[Tensor, Tensor]:
     """``m'`` and ``S`` of :func:`adams_step`."""
-    g = total / tau
-    if implicit:
-        one_minus_bt = tau * h.one_minus_beta1 / ((tau - 1) * h.one_minus_beta1 + 1)
-    else:
-        one_minus_bt = -torch.expm1(tau * h.log_beta1)
-    new = (1 - one_minus_bt) * m + one_minus_bt * g
-    if implicit:
-        return new, tau * new
-    moved = tau * g + (m - g) * (one_minus_bt * h.beta1 / h.one_minus_beta1)
-    # One step's sum is m' itself; the general form gets it from the difference of two numbers 1/(1-b1) as large.
-    return new, torch.where(tau == 1, new, moved)
+    one_minus_bt = tau * h.one_minus_beta1 / ((tau - 1) * h.one_minus_beta1 + 1)
+    new = (1 - one_minus_bt) * m + one_minus_bt * (total / tau)
+    return new, tau * new
 
 
 def _decay(tau: Tensor, h: Hyper) -> Tensor:
@@ -203,7 +187,6 @@ def adamw_step(
     corrections: tuple[Tensor, Tensor],
     ranks: int,
     whole: bool,
-    implicit: bool = True,
 ) -> AdamWStep:
     """``tau`` steps of AdamW at once, from the sum of their gradients.
 
@@ -240,10 +223,9 @@ def adamw_step(
         corrections: c1 and c2.
         ranks: N.
         whole: see above.
-        implicit: as in :func:`adams_step`.
     """
     h, (c1, c2), v, largest = hyper, corrections, exp_avg_sq, torch.finfo(total.dtype).max
-    new, moved = _first_moments(exp_avg, tau, total, h, implicit)
+    new, moved = _first_moments(exp_avg, tau, total, h)
     moved = moved / c1
     common = torch.maximum((new / c1).abs(), (moved * (1 / LONGEST_MOVE)).abs())
     squared = total.square()  # may be infinite where nothing else is

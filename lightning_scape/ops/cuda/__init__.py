@@ -1,4 +1,4 @@
-"""Triton kernels: each the twin of the function of the same name and signature in :mod:`lightning_scape.ops.naive`.
+"""Triton kernels: each the twin of the function of the same name and signature in :mod:`..naive`.
 
 What is bitwise equal to the twin and what only rounds:
 
@@ -11,7 +11,7 @@ propose                              bitwise: the twin's, with this module's sel
 fold, accumulate_exp_avg,            bitwise: ``scale * grad`` is rounded before it is added or squared
 accumulate_exp_avg_sq, sweep
 squared_norm, sketch                 another order of summation, the same at every run: no atomic additions of floats
-update_adams, update_adamw           ``exp`` and ``expm1`` round differently (2 units in the last place)
+update_adams, update_adamw           ``exp`` rounds differently (2 units in the last place)
 checksum                             the twin, in larger parts: not part of every step
 gather_blocks, scatter_blocks,       the twin itself: a few calls of torch, of the size of what is sent
 mean, changes
@@ -28,24 +28,24 @@ of no kernel: a warm-up of the sparsity goes through hundreds of numbers, and ea
 Offsets are 64-bit wherever a tensor may hold 2**31 entries or more. Run with ``TRITON_INTERPRET=1`` on CPU tensors to
 test without a GPU.
 
-The kernels stand by theme in :mod:`.cuda_gradients`, :mod:`.cuda_masks`, :mod:`.cuda_sweep`, :mod:`.cuda_update` and
-:mod:`.cuda_wire`; :mod:`.cuda_numbers` and :mod:`.cuda_launch` serve them all.
+The kernels stand by theme in :mod:`.gradients`, :mod:`.masks`, :mod:`.sweep`, :mod:`.update` and
+:mod:`.wire`; :mod:`.numbers` and :mod:`.launch` serve them all.
 """
 
-from lightning_scape.ops.cuda_gradients import (
+from lightning_scape.ops.cuda.gradients import (
     accumulate_exp_avg,
     accumulate_exp_avg_sq,
     fold,
     sketch,
     squared_norm,
 )
-from lightning_scape.ops.cuda_gradients import sketch_plan as _sketch_plan
-from lightning_scape.ops.cuda_launch import cached_chunks as _cached_chunks
-from lightning_scape.ops.cuda_launch import cached_shares as _cached_shares
-from lightning_scape.ops.cuda_launch import cached_table as _cached_table
-from lightning_scape.ops.cuda_masks import compact, merge, propose, select
-from lightning_scape.ops.cuda_sweep import sweep
-from lightning_scape.ops.cuda_update import (
+from lightning_scape.ops.cuda.gradients import sketch_plan as _sketch_plan
+from lightning_scape.ops.cuda.launch import cached_chunks as _cached_chunks
+from lightning_scape.ops.cuda.launch import cached_shares as _cached_shares
+from lightning_scape.ops.cuda.launch import cached_table as _cached_table
+from lightning_scape.ops.cuda.masks import compact, merge, propose, select
+from lightning_scape.ops.cuda.sweep import sweep
+from lightning_scape.ops.cuda.update import (
     checksum,
     gather_params,
     renew_masters,
@@ -53,7 +53,7 @@ from lightning_scape.ops.cuda_update import (
     update_adams,
     update_adamw,
 )
-from lightning_scape.ops.cuda_wire import dequantize, quantize, quantize_with_error
+from lightning_scape.ops.cuda.wire import dequantize, quantize, quantize_with_error
 from lightning_scape.ops.naive import (
     AdamWStep,
     Hyper,

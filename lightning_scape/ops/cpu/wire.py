@@ -1,11 +1,11 @@
-"""Loops that pack values into 8 or 4 bits and read them, compiled by numba: see :mod:`.naive_wire`."""
+"""Loops that pack values into 8 or 4 bits and read them, compiled by numba: see :mod:`.wire`."""
 
 import numpy as np
 
-from lightning_scape.ops.cpu_numbers import clamp, jit
-from lightning_scape.ops.cpu_ranking import MAGNITUDE
-from lightning_scape.ops.cpu_update import find_tile
-from lightning_scape.ops.naive_wire import GROUP, LEAST_SCALE
+from lightning_scape.ops.cpu.numbers import clamp, jit
+from lightning_scape.ops.cpu.ranking import MAGNITUDE
+from lightning_scape.ops.cpu.update import find_tile
+from lightning_scape.ops.naive.wire import GROUP, LEAST_SCALE
 
 _LEAST_SCALE = np.float32(LEAST_SCALE)
 _TILE = 8 * GROUP

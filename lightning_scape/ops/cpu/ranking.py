@@ -1,4 +1,4 @@
-"""Ranking a block's entries by magnitude, compiled by numba: see :mod:`.cpu_kernels`.
+"""Ranking a block's entries by magnitude, compiled by numba: see :mod:`.kernels`.
 
 An entry's magnitude and position make one integer, its key (see :func:`naive.select`). A few of the largest keys are
 found by repeated maximum. More are found with a sorting network, side by side for :data:`LANES` rows: the same
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_scape.ops.cpu_numbers import jit, prefetch, widen
+from lightning_scape.ops.cpu.numbers import jit, prefetch, widen
 
 MAX_PASSES = 5
 """Up to so many entries of a block are selected by repeated maximum; beyond it by a sorting network."""

@@ -1,4 +1,4 @@
-"""The operations of :mod:`.naive`, a few rows or entries at a time: no temporary has the size of the parameters.
+"""The operations of :mod:`..naive`, a few rows or entries at a time: no temporary has the size of the parameters.
 
 They serve where no faster implementation does. Results are the same, but for the order of a norm's summation.
 ``mean``, ``changes`` and ``quantize_with_error`` have temporaries of the size of what is sent.
@@ -34,7 +34,7 @@ from lightning_scape.ops.naive import (
     sketch,
     to_device,
 )
-from lightning_scape.ops.naive_wire import GROUP, group_bytes
+from lightning_scape.ops.naive.wire import GROUP, group_bytes
 
 __all__ = [
     "AdamWStep",
@@ -258,29 +258,22 @@ def _part_of(grad: Tensor | None, whole: Piece, part: Piece) -> Tensor | None:
 
 
 def update_adams(
-    shard: ShardState,
-    mask: Tensor | None,
-    mean: Tensor,
-    numbers: RowNumbers,
-    floor: float = 1.0,
-    implicit: bool = False,
+    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, floor: float = 1.0
 ) -> Tensor:
     """See :func:`naive.update_adams`."""
     again = torch.zeros((), dtype=torch.int64, device=mean.device)
     for rows in _row_slices(mean):
         given = _rows_of(shard, mask, mean, numbers, rows)
-        again += naive.update_adams(*given, floor, implicit)
+        again += naive.update_adams(*given, floor)
     return again
 
 
-def update_adamw(
-    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int, implicit: bool = True
-) -> Tensor:
+def update_adamw(shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int) -> Tensor:
     """See :func:`naive.update_adamw`."""
     again = torch.zeros((), dtype=torch.int64, device=mean.device)
     for rows in _row_slices(mean):
         given = _rows_of(shard, mask, mean, numbers, rows)
-        again += naive.update_adamw(*given, ranks, implicit)
+        again += naive.update_adamw(*given, ranks)
     return again
 
 

@@ -18,18 +18,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lightning_scape.core.layout import Piece, Region
-from lightning_scape.ops.naive_masks import merge, position_dtype, proposal_bytes, propose, select, votes_in
-from lightning_scape.ops.naive_params import gather_params, renew_masters, scatter_params
-from lightning_scape.ops.naive_wire import (
-    changes,
-    dequantize,
-    gather_blocks,
-    mean,
-    quantize,
-    quantize_with_error,
-    scatter_blocks,
-)
-from lightning_scape.ops.rules import (
+from lightning_scape.ops.naive.masks import merge, position_dtype, proposal_bytes, propose, select, votes_in
+from lightning_scape.ops.naive.params import gather_params, renew_masters, scatter_params
+from lightning_scape.ops.naive.rules import (
     LONGEST_MOVE,
     AdamWStep,
     Hyper,
@@ -40,6 +31,15 @@ from lightning_scape.ops.rules import (
     adams_step,
     adamw_step,
     column,
+)
+from lightning_scape.ops.naive.wire import (
+    changes,
+    dequantize,
+    gather_blocks,
+    mean,
+    quantize,
+    quantize_with_error,
+    scatter_blocks,
 )
 
 __all__ = [
@@ -302,12 +302,7 @@ def _entries(blocks: Tensor, piece: Piece) -> Tensor:
 
 
 def update_adams(
-    shard: ShardState,
-    mask: Tensor | None,
-    mean: Tensor,
-    numbers: RowNumbers,
-    floor: float = 1.0,
-    implicit: bool = False,
+    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, floor: float = 1.0
 ) -> Tensor:
     """:func:`adams_step` on the masked entries of a shard; theta, exp_avg and last_step change in place.
 
@@ -321,7 +316,6 @@ def update_adams(
         mean: ``[R, q]``, A of :func:`adams_step`.
         numbers: of each row.
         floor: as in :func:`adams_step`.
-        implicit: likewise.
 
     Returns:
         0-dim int64: how many of the entries were visited in the step before too.
@@ -332,13 +326,11 @@ def update_adams(
     known = None if local is None else gather_blocks(local, mask).to(mean)
     correction = column(first) if isinstance(first, Tensor) else first
     exp_avg = gather_blocks(shard.exp_avg, mask)
-    new = adams_step(shard.theta, exp_avg, tau, mean, own, correction, known, floor, implicit)
+    new = adams_step(shard.theta, exp_avg, tau, mean, own, correction, known, floor)
     return _write(shard._replace(exp_avg_sq=None), mask, numbers, new.theta, new.exp_avg, None)
 
 
-def update_adamw(
-    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int, implicit: bool = True
-) -> Tensor:
+def update_adamw(shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int) -> Tensor:
     """:func:`adamw_step` on the masked entries of a shard; theta, both moments and last_step change in place.
 
     Example: lr 1, no decay, both betas 0, eps 1e-30, one rank: ``theta = [[3]]`` at step 1 with ``mean = [[-2]]``,
@@ -351,7 +343,6 @@ def update_adamw(
         mean: ``[R, q]``, A of :func:`adamw_step`.
         numbers: of each row.
         ranks: N.
-        implicit: as in :func:`adams_step`.
 
     Returns:
         0-dim int64: how many of the entries were visited in the step before too.
@@ -362,7 +353,7 @@ def update_adamw(
     own, corrections = numbers.hyper.rows(numbers.group), (column(numbers.first), column(numbers.second))
     tau = _waits(shard, mask, numbers.step)
     moments = gather_blocks(shard.exp_avg, mask), gather_blocks(shard.exp_avg_sq, mask)
-    new = adamw_step(shard.theta, *moments, tau, mean, own, corrections, ranks, mask is None, implicit)
+    new = adamw_step(shard.theta, *moments, tau, mean, own, corrections, ranks, mask is None)
     return _write(shard, mask, numbers, *new)
 
 

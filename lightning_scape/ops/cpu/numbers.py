@@ -1,4 +1,4 @@
-"""What the loops of :mod:`.cpu_kernels` and :mod:`.cpu_masks` share: numbers in memory, and how numba compiles.
+"""What the loops of :mod:`.kernels` and :mod:`.masks` share: numbers in memory, and how numba compiles.
 
 numba keeps compiled code on disk, and looks for changes in the file of a loop only. :func:`jit` makes it look at all
 files of loops, for they use one another.
@@ -41,7 +41,7 @@ def is_compiled(dispatcher: Any) -> bool:
 
 def _digest_of_sources():
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("cpu_*.py")):
+    for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

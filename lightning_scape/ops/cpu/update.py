@@ -1,4 +1,4 @@
-"""The loops of an owner's update and of its way into the parameters, compiled by numba: see :mod:`.cpu_kernels`.
+"""The loops of an owner's update and of its way into the parameters, compiled by numba: see :mod:`.kernels`.
 
 What they touch lies far apart. So the places of some hundred entries are computed first, and their cache lines are
 asked for (:func:`_prefetch_places`): the core waits for many at once. Where most cache lines have a masked entry, the
@@ -8,14 +8,15 @@ lines are first read in order (:func:`_read_lines`), which the processor foresee
 import math
 
 import numpy as np
+from numba.extending import overload
 
-from lightning_scape.ops.cpu_numbers import CACHE_LINE, array_at, jit, larger, narrow, overlap, prefetch_line, widen
+from lightning_scape.ops.cpu.numbers import CACHE_LINE, array_at, jit, larger, narrow, overlap, prefetch_line, widen
 
 _TILE = 512
 """Entries that an update reads before it computes: their cache misses overlap."""
 _TABLE = 256
 """Waits, in steps, whose powers are computed once."""
-_LR, _BETA1, _LOG_BETA1, _ONE_MINUS_BETA1, _BETA2, _ONE_MINUS_BETA2, _EPS, _KEEP, _LOG_KEEP = range(9)
+_LR, _BETA1, _ONE_MINUS_BETA1, _BETA2, _ONE_MINUS_BETA2, _EPS, _KEEP, _LOG_KEEP = range(8)
 """Columns of ``numbers``, in the order of :class:`naive.Hyper`."""
 
 
@@ -225,155 +226,123 @@ def _find_rows(mask, sent, length, row, places):
 
 
 @jit
-def _decay_and_blend(tau, numbers, g):
-    """``(1 - lr*wd)**tau`` and ``1 - b1**tau`` of :func:`naive.adams_step`."""
+def _decay(tau, numbers, g):
+    """``(1 - lr*wd)**tau`` of :func:`naive.adams_step`."""
     kept = abs(numbers[g, _KEEP])
     if tau != 1:
         kept = math.exp(tau * numbers[g, _LOG_KEEP])
     if numbers[g, _KEEP] < 0 and tau % 2 == 1:
         kept = -kept
-    return kept, -math.expm1(tau * numbers[g, _LOG_BETA1])
+    return kept
 
 
 @jit
 def _fill_table(numbers, g, table):
-    """Column tau: :func:`_decay_and_blend`."""
-    for wait in range(1, table.shape[1]):
-        table[0, wait], table[1, wait] = _decay_and_blend(numbers.dtype.type(wait), numbers, g)
+    """Place tau: :func:`_decay`."""
+    for wait in range(1, len(table)):
+        table[wait] = _decay(numbers.dtype.type(wait), numbers, g)
 
 
 @jit
-def _decays_and_blends(tau, numbers, g, implicit, table, decay, blend):
-    """For every entry; waits beyond the table are rare."""
-    one, longest = tau.dtype.type(1), tau.dtype.type(table.shape[1] - 1)
+def _decays_and_blends(tau, numbers, g, table, decay, blend):
+    """For every entry: its decay, and ``1 - bt`` of :func:`naive.adams_step`. Waits beyond the table are rare."""
+    one, longest = tau.dtype.type(1), tau.dtype.type(len(table) - 1)
     for j in range(len(tau)):
         if tau[j] <= longest:
-            wait = np.uint64(tau[j])
-            decay[j], blend[j] = table[0, wait], table[1, wait]
+            decay[j] = table[np.uint64(tau[j])]
         else:
-            decay[j], blend[j] = _decay_and_blend(tau[j], numbers, g)
-    if implicit:
-        weight = numbers[g, _ONE_MINUS_BETA1]
-        for j in range(len(tau)):
-            blend[j] = (tau[j] * weight) / ((tau[j] - one) * weight + one)
+            decay[j] = _decay(tau[j], numbers, g)
+    weight = numbers[g, _ONE_MINUS_BETA1]
+    for j in range(len(tau)):
+        blend[j] = (tau[j] * weight) / ((tau[j] - one) * weight + one)
+
+
+def move(rule, theta, total, m, tau, decay, blend, n, numbers, corrections, present):
+    """Moves the entries of a tile, and their moments m and n. Returns whether n has changed."""
+    raise NotImplementedError
+
+
+@overload(move)
+def _overload_move(rule, theta, total, m, tau, decay, blend, n, numbers, corrections, present):
+    return _move_adams if rule.count == 1 else _move_adamw
+
+
+def _move_adams(rule, theta, total, m, tau, decay, blend, n, numbers, corrections, present):
+    floor, c1, (_, measured) = rule[0], corrections[0], present
+    one, zero = theta.dtype.type(1), theta.dtype.type(0)
+    lr, eps, beta1, beta2 = numbers[_LR], numbers[_EPS], numbers[_BETA1], numbers[_BETA2]
+    one_minus_beta1, one_minus_beta2 = numbers[_ONE_MINUS_BETA1], numbers[_ONE_MINUS_BETA2]
+    steady = one_minus_beta1 / (one + beta1)
+    for j in range(len(theta)):
+        new = (one - blend[j]) * m[j] + blend[j] * (total[j] / tau[j])
+        moved = tau[j] * new
+        corrected = m[j] / c1
+        m2, g2 = corrected * corrected, total[j] * total[j] / tau[j]
+        if measured:
+            known = (n[j] * (zero if tau[j] == one else one)) * floor
+            g2, m2 = larger(g2, known), larger(m2, known * steady)
+        v = m2 * beta2 + g2 * one_minus_beta2
+        theta[j] = decay[j] * theta[j] - moved / c1 * lr / (math.sqrt(v) + eps)
+        m[j] = new
+    return False
+
+
+def _move_adamw(rule, theta, total, m, tau, decay, blend, n, numbers, corrections, present):
+    (ranks, longest, largest), (c1, c2), (masked, _) = rule, corrections, present
+    one, zero = theta.dtype.type(1), theta.dtype.type(0)
+    lr, eps, beta2, one_minus_beta2 = numbers[_LR], numbers[_EPS], numbers[_BETA2], numbers[_ONE_MINUS_BETA2]
+    for j in range(len(theta)):
+        new = (one - blend[j]) * m[j] + blend[j] * (total[j] / tau[j])
+        moved = tau[j] * new
+        moved /= c1
+        common = larger(abs(new / c1), abs(moved * longest))
+        squared = total[j] * total[j]
+        if masked:
+            seen = n[j] / c2 * ranks * tau[j] * tau[j]
+            unseen = squared - (largest if seen > largest else seen)
+            v2 = (zero if unseen < zero else unseen) * one_minus_beta2 + n[j]
+        else:
+            v2 = n[j] * beta2 + squared / tau[j] * one_minus_beta2
+            common *= zero if tau[j] == one else one
+        v2 = largest if v2 > largest else v2
+        u = larger(v2 / c2, common * common)
+        theta[j] = decay[j] * theta[j] - moved * lr / (math.sqrt(u) + eps)
+        m[j], n[j] = new, v2
+    return True
 
 
 @jit
-def _first_moment(m, tau, a, blend, one, beta1, one_minus_beta1, implicit):
-    """``m'`` and ``S`` of :func:`naive.adams_step`; ``one`` is 1 in the dtype of the rest."""
-    mean = a / tau
-    new = (one - blend) * m + blend * mean
-    if implicit:
-        return new, tau * new
-    first = one if tau == one else one - one
-    moved = tau * mean + (m - mean) * (blend * beta1 / one_minus_beta1)
-    return new, moved * (one - first) + new * first
+def update(theta, moments, last_step, mask, total, numbers, by_row, rule, first, last):
+    """:func:`naive.update_adamw` and :func:`naive.update_adams`; ``mask`` is ``[0, 0]`` where everything is sent.
 
-
-@jit
-def update_adams(
-    theta, exp_avg, last_step, local_exp_avg_sq, mask, total, numbers, by_row, floor, implicit, first, last
-):
-    """:func:`naive.update_adams`; ``local_exp_avg_sq`` may be ``[0, 0]``, all else as in :func:`update_adamw`."""
-    sent, again, one, zero = theta.shape[1], 0, theta.dtype.type(1), theta.dtype.type(0)
-    room, steps = np.empty((5, max(_TILE, sent)), theta.dtype), np.empty(max(_TILE, sent), np.int32)
-    all_places, length = np.empty(max(_TILE, sent), np.uint64), last_step.shape[1]
-    table, in_table, sink = np.empty((2, _TABLE), theta.dtype), -1, np.empty(1)
-    row = first
-    while row < last:
-        stop = _alike(by_row, row, min(last, row + _tile_rows(sent)))
-        if _number(by_row[2], row) != 0:
-            count, g = (stop - row) * sent, _number(by_row[0], row)
-            now, c1 = _number(by_row[1], row), _number(by_row[3], row)
-            m, tau, decay, blend, n = (
-                room[0, :count],
-                room[1, :count],
-                room[2, :count],
-                room[3, :count],
-                room[4, :count],
-            )
-            places = all_places[:count]
-            _find_rows(mask, sent, length, row, places)
-            _read(last_step, exp_avg, local_exp_avg_sq, row, stop, places, steps[:count], m, n, sink)
-            again += _waits(now, steps[:count], tau)
-            if g != in_table:
-                _fill_table(numbers, g, table)
-                in_table = g
-            _decays_and_blends(tau, numbers, g, implicit, table, decay, blend)
-            lr, eps, beta1, beta2 = numbers[g, _LR], numbers[g, _EPS], numbers[g, _BETA1], numbers[g, _BETA2]
-            one_minus_beta1, one_minus_beta2 = numbers[g, _ONE_MINUS_BETA1], numbers[g, _ONE_MINUS_BETA2]
-            steady = one_minus_beta1 / (one + beta1)
-            old, gradients = theta[row:stop].reshape(-1), total[row:stop].reshape(-1)
-            for j in range(count):
-                new, moved = _first_moment(m[j], tau[j], gradients[j], blend[j], one, beta1, one_minus_beta1, implicit)
-                corrected = m[j] / c1
-                m2, g2 = corrected * corrected, gradients[j] * gradients[j] / tau[j]
-                if len(local_exp_avg_sq) > 0:
-                    known = (n[j] * (zero if tau[j] == one else one)) * floor
-                    g2, m2 = larger(g2, known), larger(m2, known * steady)
-                v = m2 * beta2 + g2 * one_minus_beta2
-                old[j] = decay[j] * old[j] - moved / c1 * lr / (math.sqrt(v) + eps)
-                m[j] = new
-            _write(exp_avg, places, m)
-            _write_steps(last_step, places, now)
-        row = stop
-    return again
-
-
-@jit
-def update_adamw(theta, moments, last_step, mask, total, numbers, by_row, rule, implicit, first, last):
-    """:func:`naive.update_adamw`; ``mask`` is ``[0, 0]`` where everything is sent.
-
-    ``by_row``: group, step, scale and both corrections, ``[R]`` or ``[1]`` each. ``rule``: N, ``1 / LONGEST_MOVE``, and
-    the largest number of the dtype.
+    ``moments``: the first, and the second (of AdamS the measured mean square, or ``[0, 0]``). ``by_row``: group, step,
+    scale and both corrections, ``[R]`` or ``[1]`` each. ``rule``: of AdamW N, ``1 / LONGEST_MOVE`` and the largest
+    number of the dtype; of AdamS the floor alone.
     """
-    (exp_avg, exp_avg_sq), (ranks, longest, largest) = moments, rule
-    sent, again, one, zero = theta.shape[1], 0, theta.dtype.type(1), theta.dtype.type(0)
+    (exp_avg, second), sent, again = moments, theta.shape[1], 0
     room, steps = np.empty((5, max(_TILE, sent)), theta.dtype), np.empty(max(_TILE, sent), np.int32)
     all_places, length = np.empty(max(_TILE, sent), np.uint64), last_step.shape[1]
-    table, in_table, sink = np.empty((2, _TABLE), theta.dtype), -1, np.empty(1)
+    table, in_table, sink = np.empty(_TABLE, theta.dtype), -1, np.empty(1)
+    present = len(mask) > 0, len(second) > 0
     row = first
     while row < last:
         stop = _alike(by_row, row, min(last, row + _tile_rows(sent)))
         if _number(by_row[2], row) != 0:
             count, g, now = (stop - row) * sent, _number(by_row[0], row), _number(by_row[1], row)
-            c1, c2 = _number(by_row[3], row), _number(by_row[4], row)
-            m, tau, decay, blend, v = (
-                room[0, :count],
-                room[1, :count],
-                room[2, :count],
-                room[3, :count],
-                room[4, :count],
-            )
-            places = all_places[:count]
+            m, tau, n = room[0, :count], room[1, :count], room[2, :count]
+            decay, blend, places = room[3, :count], room[4, :count], all_places[:count]
             _find_rows(mask, sent, length, row, places)
-            _read(last_step, exp_avg, exp_avg_sq, row, stop, places, steps[:count], m, v, sink)
+            _read(last_step, exp_avg, second, row, stop, places, steps[:count], m, n, sink)
             again += _waits(now, steps[:count], tau)
             if g != in_table:
                 _fill_table(numbers, g, table)
                 in_table = g
-            _decays_and_blends(tau, numbers, g, implicit, table, decay, blend)
-            lr, eps, beta1, beta2 = numbers[g, _LR], numbers[g, _EPS], numbers[g, _BETA1], numbers[g, _BETA2]
-            one_minus_beta1, one_minus_beta2 = numbers[g, _ONE_MINUS_BETA1], numbers[g, _ONE_MINUS_BETA2]
+            _decays_and_blends(tau, numbers, g, table, decay, blend)
             old, gradients = theta[row:stop].reshape(-1), total[row:stop].reshape(-1)
-            for j in range(count):
-                new, moved = _first_moment(m[j], tau[j], gradients[j], blend[j], one, beta1, one_minus_beta1, implicit)
-                moved /= c1
-                common = larger(abs(new / c1), abs(moved * longest))
-                squared = gradients[j] * gradients[j]
-                if len(mask) == 0:
-                    v2 = v[j] * beta2 + squared / tau[j] * one_minus_beta2
-                    common *= zero if tau[j] == one else one
-                else:
-                    seen = v[j] / c2 * ranks * tau[j] * tau[j]
-                    unseen = squared - (largest if seen > largest else seen)
-                    v2 = (zero if unseen < zero else unseen) * one_minus_beta2 + v[j]
-                v2 = largest if v2 > largest else v2
-                u = larger(v2 / c2, common * common)
-                old[j] = decay[j] * old[j] - moved * lr / (math.sqrt(u) + eps)
-                m[j], v[j] = new, v2
+            corrections = _number(by_row[3], row), _number(by_row[4], row)
+            if move(rule, old, gradients, m, tau, decay, blend, n, numbers[g], corrections, present):
+                _write(second, places, n)
             _write(exp_avg, places, m)
-            _write(exp_avg_sq, places, v)
             _write_steps(last_step, places, now)
         row = stop
     return again

@@ -1,4 +1,4 @@
-"""The operations on a CPU, compiled by numba: each the twin of the function of that name in :mod:`.naive`.
+"""The operations on a CPU, compiled by numba: each the twin of the function of that name in :mod:`..naive`.
 
 Each reads and writes its tensors once, in one loop per core, and makes no temporary of their size
 (``quantize_with_error`` does where all is sent, or rows differ in their scale). What is bitwise equal to the twin and
@@ -12,9 +12,9 @@ accumulate_exp_avg, accumulate_exp_avg_sq  bitwise
 sweep, mean, changes                       bitwise
 gather_blocks, scatter_blocks              bitwise
 renew_masters                              bitwise
-update_adams, update_adamw                 moments and last steps bitwise for entries visited in the step before (with
-                                           ``implicit``), else within rounding: ``exp``, ``expm1``, and torch's
-                                           ``sqrt``, which is not correctly rounded
+update_adams, update_adamw                 moments and last steps bitwise for entries visited in the step before, else
+                                           within rounding: ``exp``, and torch's ``sqrt``, which is not correctly
+                                           rounded
 squared_norm, sketch                       another order of summation, the same at every run and number of threads
 checksum                                   the twin: not part of every step
 ========================================== ============================================================================
@@ -35,18 +35,14 @@ import torch
 from torch import Tensor
 
 from lightning_scape.core.layout import Region
-from lightning_scape.ops import (
-    chunked,
-    cpu_kernels,
-    cpu_masks,
-    cpu_numbers,
-    cpu_ranking,
-    cpu_sweep,
-    cpu_wire,
-    naive,
-)
-from lightning_scape.ops.chunked import checksum
-from lightning_scape.ops.cpu_arrays import (
+from lightning_scape.ops import naive
+from lightning_scape.ops.cpu import kernels as cpu_kernels
+from lightning_scape.ops.cpu import masks as cpu_masks
+from lightning_scape.ops.cpu import numbers as cpu_numbers
+from lightning_scape.ops.cpu import ranking as cpu_ranking
+from lightning_scape.ops.cpu import sweep as cpu_sweep
+from lightning_scape.ops.cpu import wire as cpu_wire
+from lightning_scape.ops.cpu.arrays import (
     GRAIN,
     array,
     bound_of,
@@ -62,7 +58,7 @@ from lightning_scape.ops.cpu_arrays import (
     where_it_fits,
     wire_limit,
 )
-from lightning_scape.ops.cpu_shard import (
+from lightning_scape.ops.cpu.shard import (
     changes,
     gather_blocks,
     gather_params,
@@ -82,10 +78,12 @@ from lightning_scape.ops.naive import (
     TauStep,
     adams_step,
     adamw_step,
+    chunked,
     position_dtype,
     to_device,
 )
-from lightning_scape.ops.naive_wire import GROUP, feed_error_back, group_bytes
+from lightning_scape.ops.naive.chunked import checksum
+from lightning_scape.ops.naive.wire import GROUP, feed_error_back, group_bytes
 
 __all__ = [
     "AdamWStep",

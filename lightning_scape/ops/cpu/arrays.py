@@ -1,4 +1,4 @@
-"""Tensors as the loops of :mod:`.cpu_kernels` take them, and threads to run these on."""
+"""Tensors as the loops of :mod:`.kernels` take them, and threads to run these on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from typing_extensions import ParamSpec
 
 from lightning_scape.core.layout import Piece
-from lightning_scape.ops import chunked, naive
+from lightning_scape.ops import naive
+from lightning_scape.ops.naive import chunked
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

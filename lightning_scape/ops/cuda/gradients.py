@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_scape.ops import chunked, naive
-from lightning_scape.ops import cuda_launch as launching
-from lightning_scape.ops.cuda_numbers import clamp, pointer, widen
-from lightning_scape.ops.naive import to_device
+from lightning_scape.ops import naive
+from lightning_scape.ops.cuda import launch as launching
+from lightning_scape.ops.cuda.numbers import clamp, pointer, widen
+from lightning_scape.ops.naive import chunked, to_device
 
 _SKETCH_ROWS, _SKETCH_COLUMNS = 8, 256
 """Entries of a chunk that a program of :func:`sketch` reads at a time."""

@@ -1,4 +1,4 @@
-"""What travels, in plain PyTorch: the part of :mod:`.naive` for entries of blocks, their messages and their mean.
+"""What travels, in plain PyTorch: the part of :mod:`..naive` for entries of blocks, their messages and their mean.
 
 Symbols of values in 8 or 4 bits: ``S`` shards, ``n`` values of each, ``G = ceil(n / 64)`` groups of each, ``b`` bits of
 a value. A group of 64 consecutive values is one row of ``W = 8 b + 2`` bytes: the codes, lowest bits first, then the

@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_scape.ops import cuda_launch as launching
-from lightning_scape.ops.cuda_numbers import divide
-from lightning_scape.ops.naive_wire import GROUP, LEAST_SCALE, feed_error_back, group_bytes
+from lightning_scape.ops.cuda import launch as launching
+from lightning_scape.ops.cuda.numbers import divide
+from lightning_scape.ops.naive.wire import GROUP, LEAST_SCALE, feed_error_back, group_bytes
 
 _GROUPS = 32
 """Groups of a program: 2,048 values, 16 for each of 128 threads."""

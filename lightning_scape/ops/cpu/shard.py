@@ -1,4 +1,4 @@
-"""What an owner does with its shard, and all ranks with their parameters: a part of :mod:`.cpu`."""
+"""What an owner does with its shard, and all ranks with their parameters: a part of :mod:`..cpu`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_scape.core.layout import Piece
-from lightning_scape.ops import chunked, cpu_update, naive
-from lightning_scape.ops.cpu_arrays import (
+from lightning_scape.ops import naive
+from lightning_scape.ops.cpu import update as cpu_update
+from lightning_scape.ops.cpu.arrays import (
     GRAIN,
     array,
     in_parallel,
@@ -23,64 +24,60 @@ from lightning_scape.ops.cpu_arrays import (
     scalar,
     where_it_fits,
 )
-from lightning_scape.ops.naive import Hyper, RowNumbers, ShardState, position_dtype
+from lightning_scape.ops.naive import RowNumbers, ShardState, chunked, position_dtype
 
 
 @where_it_fits
 def update_adams(
+    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, floor: float = 1.0
+) -> Tensor:
+    """See :func:`naive.update_adams`."""
+    divisor = torch.as_tensor(numbers.first, dtype=shard.theta.dtype, device="cpu")
+    return _update(shard, mask, mean, numbers, (divisor, divisor), (floor,))
+
+
+@where_it_fits
+def update_adamw(shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int) -> Tensor:
+    """See :func:`naive.update_adamw`."""
+    assert shard.exp_avg_sq is not None
+    assert isinstance(numbers.first, Tensor)
+    assert numbers.second is not None
+    rule = (float(ranks), 1 / naive.LONGEST_MOVE, torch.finfo(shard.theta.dtype).max)
+    return _update(shard, mask, mean, numbers, (numbers.first, numbers.second), rule)
+
+
+def _update(
     shard: ShardState,
     mask: Tensor | None,
     mean: Tensor,
     numbers: RowNumbers,
-    floor: float = 1.0,
-    implicit: bool = False,
+    corrections: tuple[Tensor, Tensor],
+    rule: tuple[float, ...],
 ) -> Tensor:
-    """See :func:`naive.update_adams`."""
-    theta, exp_avg, local_exp_avg_sq, last_step = shard
-    step, scale, hyper, correction, _, group = numbers
-    divisor = torch.as_tensor(correction, dtype=theta.dtype, device="cpu")
+    """Either update, as :func:`cpu_update.update` tells them apart by their rule."""
+    theta, exp_avg, second, last_step = shard
     loop = functools.partial(
-        cpu_update.update_adams,
+        cpu_update.update,
         array(theta),
-        array(exp_avg),
-        array(last_step),
-        or_empty(local_exp_avg_sq, theta.dtype),
-        or_empty(mask, position_dtype(exp_avg.shape[1])),
-        array(mean),
-        _numbers(hyper),
-        _by_row(hyper, group, step, scale, divisor, divisor),
-        scalar(theta.dtype, floor),
-        implicit,
-    )
-    again = in_parallel(loop, theta.shape[0], rows_of_a_thread(theta.shape[1]))
-    return torch.tensor(sum(again), dtype=torch.int64, device="cpu")
-
-
-@where_it_fits
-def update_adamw(
-    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int, implicit: bool = True
-) -> Tensor:
-    """See :func:`naive.update_adamw`."""
-    theta, exp_avg, exp_avg_sq, last_step = shard
-    step, scale, hyper, c1, c2, group = numbers
-    assert exp_avg_sq is not None
-    assert isinstance(c1, Tensor)
-    assert c2 is not None
-    rule = (float(ranks), 1 / naive.LONGEST_MOVE, torch.finfo(theta.dtype).max)
-    loop = functools.partial(
-        cpu_update.update_adamw,
-        array(theta),
-        (array(exp_avg), array(exp_avg_sq)),
+        (array(exp_avg), or_empty(second, theta.dtype)),
         array(last_step),
         or_empty(mask, position_dtype(exp_avg.shape[1])),
         array(mean),
-        _numbers(hyper),
-        _by_row(hyper, group, step, scale, c1, c2),
+        torch.stack(torch.broadcast_tensors(*numbers.hyper), -1).view(-1, len(numbers.hyper)).numpy(),  # [G, 8]
+        _by_row(numbers, corrections),
         tuple(scalar(theta.dtype, number) for number in rule),
-        implicit,
     )
     again = in_parallel(loop, theta.shape[0], rows_of_a_thread(theta.shape[1]))
     return torch.tensor(sum(again), dtype=torch.int64, device="cpu")
+
+
+def _by_row(numbers: RowNumbers, corrections: tuple[Tensor, Tensor]) -> tuple[Any, ...]:
+    """Group, step, scale and corrections: ``[R]`` each, or ``[1]`` for all rows."""
+    group = numbers.group
+    differ = group is not None and any(value.dim() for value in numbers.hyper)
+    groups = array(group.int()) if group is not None and differ else np.zeros(1, np.int32)
+    rest = (numbers.step.int(), numbers.scale.float(), *corrections)
+    return (groups, *(array(tensor.reshape(-1)) for tensor in rest))
 
 
 @where_it_fits
@@ -102,19 +99,6 @@ def changes(theta: Tensor, before: Tensor, dtype: torch.dtype) -> Tensor:
     loop = functools.partial(cpu_update.changes, *(array(each.view(-1)) for each in (theta, before, out)))
     in_parallel(loop, out.numel(), GRAIN)
     return out
-
-
-def _numbers(hyper: Hyper) -> Any:
-    """Those of each group: ``[G, 9]``."""
-    return torch.stack(torch.broadcast_tensors(*hyper), -1).view(-1, len(hyper)).numpy()
-
-
-def _by_row(hyper: Hyper, group: Tensor | None, step: Tensor, scale: Tensor, *corrections: Tensor) -> tuple[Any, ...]:
-    """Group, step, scale and corrections: ``[R]`` each, or ``[1]`` for all rows."""
-    differ = group is not None and any(value.dim() for value in hyper)
-    groups = array(group.int()) if group is not None and differ else np.zeros(1, np.int32)
-    rest = (step.int(), scale.float(), *corrections)
-    return (groups, *(array(tensor.reshape(-1)) for tensor in rest))
 
 
 # --------------------------------------------------------------------------- parameters: each a flat tensor of its own

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_scape.ops import chunked, naive_masks
-from lightning_scape.ops import cuda_launch as launching
-from lightning_scape.ops.cuda_numbers import clamp, divide, narrow, widen
-from lightning_scape.ops.naive import position_dtype
-from lightning_scape.ops.rules import SELECTED_BY_TURNS
+from lightning_scape.ops.cuda import launch as launching
+from lightning_scape.ops.cuda.numbers import clamp, divide, narrow, widen
+from lightning_scape.ops.naive import chunked, position_dtype
+from lightning_scape.ops.naive import masks as naive_masks
+from lightning_scape.ops.naive.rules import SELECTED_BY_TURNS
 
 _SELECT_TILE = 1024
 """Entries of whole rows that a warp of :func:`select` holds in registers; longer rows are shared by several warps."""

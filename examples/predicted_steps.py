@@ -1,4 +1,4 @@
-"""Predicted steps beside measured ones."""
+"""Predicted steps beside those that bench_two_hosts.py measured; no script of its own."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ PREDICTORS: dict[str, Callable[[Job, Link, Machine], Prediction]] = {
     ),
     "sparseloco-30": lambda job, link, machine: sparseloco(job, link, machine, SparseLoCoConfig(sync_every=30)),
 }
-"""By the methods' names in the results of ``examples/bench_two_hosts.py``; PowerSGD is not predicted."""
+"""By the methods' names in the results of bench_two_hosts.py; PowerSGD is not predicted."""
 
 
 def compare_with_measured(results: Mapping[str, Any]) -> list[Comparison]:
-    """Every step that ``examples/bench_two_hosts.py`` measured, beside its prediction.
+    """Every step that bench_two_hosts.py measured, beside its prediction.
 
     Predicted from what ``lightning-scape plan --measure`` finds in the same processes (compute, optimizers, link),
     never from the steps themselves.

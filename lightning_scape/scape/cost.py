@@ -1,0 +1,108 @@
+"""What a step of SCAPE costs: bytes of its messages, memory that it keeps, memory that its kernels move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_scape import ops
+from lightning_scape.core.layout import Layout
+from lightning_scape.scape.clipping import SKETCH_WIDTHS
+from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.first_message import DIGITS
+from lightning_scape.wire.flags import packed_size
+from lightning_scape.wire.values import packed_bytes
+
+PACKING_BYTES = 66
+"""Memory that packing into 8 or 4 bits touches for each value and its change, beyond what bf16 does: to round them, to
+keep the errors, to read them back. It moves as fast as AdamW's 28 bytes a parameter."""
+_SECTOR_BYTES = 32
+"""Memory of a GPU moves in parts of this size."""
+
+
+def scape_bytes(
+    numels: Sequence[int], ranks: int, config: ScapeConfig, *, parameter_bytes: int = 4, clip: bool = True
+) -> dict[str, int]:
+    """Bytes that a rank sends in a step once all warm-up is over, by kind; exactly what the package counts.
+
+    Args:
+        numels: entries of each parameter tensor.
+        ranks: N.
+        config: sparsity, wire dtype and rule of clipping are used.
+        parameter_bytes: bytes of one parameter; all have one dtype.
+        clip: whether ``clip_grad_norm`` is called.
+    """
+    blocks = Layout(numels, [0] * len(numels), config.quota.block_size, ranks).blocks
+    norm_entries = max(SKETCH_WIDTHS) if clip and config.clip_norm == "sketch" else 1
+    norm = 2 * 4 * (norm_entries + packed_size(len(numels) + 2, ranks) + DIGITS)
+    back = parameter_bytes if parameter_bytes < 4 else None
+    return message_bytes(config, blocks, ranks, back) | {"norm": norm * (ranks - 1) // ranks}
+
+
+def message_bytes(
+    config: ScapeConfig, blocks: int, ranks: int, back: int | None, sent: int | None = None
+) -> dict[str, int]:
+    """Bytes that a rank sends in a step, by kind, but for its first message.
+
+    Args:
+        config: sparsity and wire dtype are used.
+        blocks: of all parameters and pads: as many on each rank.
+        ranks: N.
+        back: bytes of a value that comes back; None: a change comes, as wide as what was sent.
+        sent: entries per block, q; None is the number at the end of the warm-up.
+    """
+    block_size, sent = config.quota.block_size, config.quota.sent if sent is None else sent
+    mine = blocks // ranks * sent
+    there = mine * config.values_dtype.itemsize
+    if config.wire_bits is not None:
+        there = packed_bytes(mine, config.wire_bits)
+    sparse = sent < block_size
+    buffers = {
+        "values": ranks * there,
+        "parameters": ranks * (there if back is None else mine * back),
+        "mask": sparse * blocks * sent * ops.position_dtype(block_size).itemsize,
+        "votes": sparse * blocks * ops.proposal_bytes(config.votes, block_size),
+    }
+    return {kind: size * (ranks - 1) // ranks for kind, size in buffers.items()}
+
+
+def state_bytes(config: ScapeConfig, ranks: int, parameter_bytes: int) -> float:
+    """Bytes that a rank keeps for each parameter of the model: the residual, and its part of what owners keep."""
+    mean_square = config.update != "adams" or config.measures_noise  # AdamW's second moment, or AdamS's floor
+    errors = config.wire_bits is not None and parameter_bytes >= 4  # of the changes, which come back packed too
+    return 4 + (8 + 4 * (parameter_bytes < 4) + 4 * mean_square + 4 * errors) / ranks
+
+
+def scape_traffic(density: float, *, votes: bool, parameter_bytes: int = 4, wire_bytes: int = 2) -> tuple[float, float]:
+    """Bytes of memory that the kernels of SCAPE's step move: per parameter of the model, and of the shard.
+
+    Memory moves in sectors of 32 bytes. A sector moves as a whole if one of its entries is in the mask.
+
+    - norm: the gradient is read;
+    - sweep: the gradient is read, the residual is read and written, and so is the owner's second moment;
+    - merge: the owner's residual is read, where ranks propose entries;
+    - update: masked entries of the shard's parameters, moments and last steps are read and written;
+    - write-back: masked entries of all parameters are written, and read where they travel as changes;
+    - wire: what is sent is written once, what arrives is read once. The messages themselves are left out.
+
+    Args:
+        density: share of the entries that is sent.
+        votes: whether ranks propose entries to the owners.
+        parameter_bytes: of a parameter, and of its gradient.
+        wire_bytes: of a value on the wire.
+    """
+
+    def lines(width: int) -> float:
+        return width * (1 - (1 - density) ** (_SECTOR_BYTES // width))
+
+    mask = density if density < 1 else 0.0
+    changes = parameter_bytes > wire_bytes
+    proposed = 2.5 * density if votes else 0.0  # a position and a value for each, and one more byte for each block
+    arrives = mask + density * wire_bytes
+    norm, sweep = parameter_bytes, 8 + parameter_bytes + mask + density * wire_bytes
+    write_back = arrives + lines(parameter_bytes) * (2 if changes else 1)
+    whole = norm + sweep + 2 * proposed + write_back
+    second_moment, chosen = (8.0, density) if density < 1 else (0.0, 0.0)
+    merge = 4.0 if votes else 0.0
+    read = mask + lines(parameter_bytes) + 4 * density
+    update = mask + 12 * density + 6 * lines(4)
+    return whole, second_moment + merge + chosen + read + update
