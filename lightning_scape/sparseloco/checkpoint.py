@@ -88,6 +88,7 @@ class Live:
             "shards": self.shards.world_size,
             "block_size": self.layout.block_size,
             "names": list(self.parameters.names),
+            "indices": list(self.parameters.indices),
             "numels": [parameter.numel() for parameter in self.parameters.tensors],
             "shapes": [list(parameter.shape) for parameter in self.parameters.tensors],
             "optimizer": type(self.optimizer).__name__,
@@ -193,7 +194,7 @@ def _assembled(live: Live, gathered: list[Tensor], sizes: list[tuple[int, int]])
         blocks = [part.pop(name) for part in ranks]
         each = [torch.cat(blocks[shard :: shards.world_size]) for shard in range(shards.world_size)]
         whole[name] = each[0] if len(each) == 1 else each
-    first = rows.joined(ranks[: shards.world_size], live.parameters)
+    first = rows.joined(ranks[: shards.world_size], rows.shapes_of(live.parameters))
     return {"state": first["state"], "param_groups": first["param_groups"], KEY: whole}
 
 
@@ -210,6 +211,25 @@ def own_shards(live: Live) -> OwnShards:
                 continue
             tensors[_blocks_key(name, shards.rank, shards.world_size)] = Chunk(blocks, held.start, layout.used_blocks)
     return OwnShards(tensors, {KEY: live.facts()})
+
+
+def whole_state(saved: SavedShards) -> dict[str, Any]:
+    """The whole state that :meth:`SparseLoCo.state_dict` would have given, read from a directory into host memory."""
+    facts = saved.common[KEY]
+    shards: int = facts.get("shards", 1)
+    ranks = [read_part(saved, place) for place in range(facts["world_size"] * shards)]
+    whole = {**facts, "ranks": ranks}
+    for name in ("start", "owner_error"):
+        keys = [f"{saved.key}.{_blocks_key(name, shard, shards)}" for shard in range(shards)]
+        empty = torch.empty(0, facts["block_size"], dtype=torch.float32, device="cpu")  # is not stored
+        each = [empty if saved.directory.find(key) is None else saved.directory.tensor(key) for key in keys]
+        whole[name] = each[0] if shards == 1 else each
+    indices = facts.get(
+        "indices", range(len(facts["shapes"]))
+    )  # older states: without frozen parameters they are these
+    shapes = {index: shape for index, shape in zip(indices, facts["shapes"], strict=True) if shape}
+    first = rows.joined(ranks[:shards], shapes)
+    return {"state": first["state"], "param_groups": first["param_groups"], KEY: whole}
 
 
 def _blocks_key(name: str, shard: int, shards: int) -> str:
@@ -266,7 +286,7 @@ class _Saved:
         if self.shards == self._live.shards.world_size:
             return self._part(replica * self.shards + self._live.shards.rank)
         parts = [self._part(replica * self.shards + shard) for shard in range(self.shards)]
-        return rows.cut(rows.joined(parts, self._live.parameters), self._live.parameters)
+        return rows.cut(rows.joined(parts, rows.shapes_of(self._live.parameters)), self._live.parameters)
 
     def _flats_of(self, name: str, shard: int) -> list[Tensor]:
         live, facts = self._live, self.facts

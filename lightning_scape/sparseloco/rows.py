@@ -80,15 +80,14 @@ def _numel(parameter: Tensor, shards: int, shard: int) -> int:
     return len(rows) * (parameter.numel() // max(1, parameter.shape[0]))
 
 
-def joined(parts: Sequence[Part], parameters: Parameters) -> dict[str, Any]:
-    """The part of a whole replica, from those of the ranks of a node, in order."""
+def joined(parts: Sequence[Part], shapes: Mapping[int, Sequence[int]]) -> dict[str, Any]:
+    """The part of a whole replica, from those of the ranks of a node, in order; ``shapes`` are :func:`shapes_of`."""
     if len(parts) == 1:
         return dict(parts[0])
     found: dict[str, Any] = {"param_groups": parts[0]["param_groups"], "state": {}}
     for name in _LISTS:
         lists = [part[name] for part in parts]
         found[name] = None if lists[0] is None else [torch.cat(rows) for rows in zip(*lists, strict=True)]
-    shapes = _shapes(parameters)
     for index, first in parts[0]["state"].items():
         if not isinstance(first, Mapping):
             found["state"][index] = first
@@ -110,8 +109,8 @@ def _join(first: Any, values: Sequence[Any], rows: Sequence[range]) -> Any:
     return torch.cat(list(values)) if rows and held == [len(each) for each in rows] else first
 
 
-def _shapes(parameters: Parameters) -> dict[int, torch.Size]:
-    """By their number among all parameters."""
+def shapes_of(parameters: Parameters) -> dict[int, torch.Size]:
+    """Of the parameters that have rows, by their number among all of the optimizer's."""
     return {index: p.shape for index, p in zip(parameters.indices, parameters.tensors, strict=True) if p.dim()}
 
 
