@@ -489,9 +489,9 @@ def test_offsets_of_more_than_32_bits() -> None:
     assert sent[row, 0] == 10.0
     assert residuals.at(FAR, 8).tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 0.0, 12.0, 14.0]
     table, out = np.array([[places[1], 0, row + 1, 0]]), np.zeros((row + 1, 1), np.float32)
-    cpu_update.gather_params(table, mask, out, 64, like, row, row + 1)
+    cpu_update.exchange(table, mask, out, cpu_update.GATHER, 64, like, row, row + 1)
     assert out[row, 0] == 5.0
-    cpu_update.scatter_params(table, mask, out, True, 64, like, row, row + 1)
+    cpu_update.exchange(table, mask, out, cpu_update.ADD, 64, like, row, row + 1)
     assert grads.at(FAR, 8).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 10.0, 6.0, 7.0]
     flat, width = np.frombuffer(grads.memory, np.float32, size), GROUP + 2
     message = np.frombuffer(FarAway((row + 1) * width, 1).memory, np.uint8).reshape(-1, width)

@@ -119,7 +119,7 @@ def pairs_table(pairs: list[tuple[Tensor, ...]]) -> tuple[Any, int]:
 def pieces_table(
     flats: Sequence[Tensor], pieces: Sequence[Piece], sent: int, block_size: int
 ) -> Iterator[tuple[torch.dtype, Any, int]]:
-    """By dtype of the parameters: the table of :func:`cpu_update.gather_params`, and the number of masked entries."""
+    """By dtype of the parameters: the table of :func:`cpu_update.exchange`, and the number of masked entries."""
     for dtype in dict.fromkeys(flats[piece.segment.index].dtype for piece in pieces):
         group = [piece for piece in pieces if flats[piece.segment.index].dtype == dtype]
         kept = [piece.kept(sent, block_size) for piece in group]

@@ -111,10 +111,8 @@ def gather_params(
     """See :func:`naive.gather_params`."""
     if mask is None:  # plain copies
         chunked.gather_params(flats, pieces, mask, out, block_size)
-        return
-    for dtype, table, count in pieces_table(flats, pieces, mask.shape[1], block_size):
-        loop = functools.partial(cpu_update.gather_params, table, array(mask), array(out), block_size, like(dtype))
-        in_parallel(loop, count, GRAIN)
+    else:
+        _exchange(flats, pieces, mask, out, block_size, cpu_update.GATHER)
 
 
 @implements
@@ -124,10 +122,8 @@ def renew_masters(
     """See :func:`naive.renew_masters`."""
     if mask is None:
         chunked.renew_masters(flats, pieces, mask, masters, block_size)
-        return
-    for dtype, table, count in pieces_table(flats, pieces, mask.shape[1], block_size):
-        loop = functools.partial(cpu_update.renew_masters, table, array(mask), array(masters), block_size, like(dtype))
-        in_parallel(loop, count, GRAIN)
+    else:
+        _exchange(flats, pieces, mask, masters, block_size, cpu_update.RENEW)
 
 
 @implements
@@ -146,12 +142,16 @@ def scatter_params(
         pieces = [piece for piece in pieces if scales[piece.row if scale.dim() else 0] != 0]
     if mask is None:
         chunked.scatter_params(flats, pieces, mask, values, block_size, add)
-        return
+    else:
+        _exchange(flats, pieces, mask, values, block_size, cpu_update.ADD if add else cpu_update.WRITE)
+
+
+def _exchange(
+    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor, values: Tensor, block_size: int, way: int
+) -> None:
     for dtype, table, count in pieces_table(flats, pieces, mask.shape[1], block_size):
-        loop = functools.partial(
-            cpu_update.scatter_params, table, array(mask), array(values), add, block_size, like(dtype)
-        )
-        in_parallel(loop, count, GRAIN)
+        rest = array(mask), array(values), way, block_size, like(dtype)
+        in_parallel(functools.partial(cpu_update.exchange, table, *rest), count, GRAIN)
 
 
 @implements
@@ -160,9 +160,7 @@ def gather_blocks(matrix: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return matrix
     out = torch.empty(mask.shape, dtype=matrix.dtype, device="cpu")
-    places = array(mask), array(out), matrix.shape[1], like(matrix.dtype)
-    loop = functools.partial(cpu_update.gather_params, _as_piece(matrix, mask), *places)
-    in_parallel(loop, mask.numel(), GRAIN)
+    _exchange_blocks(matrix, mask, out, cpu_update.GATHER)
     return out
 
 
@@ -171,12 +169,12 @@ def scatter_blocks(matrix: Tensor, mask: Tensor | None, values: Tensor, add: boo
     """See :func:`naive.scatter_blocks`."""
     if mask is None:
         naive.scatter_blocks(matrix, mask, values, add)
-        return
-    places = array(mask), array(values), add, matrix.shape[1], like(matrix.dtype)
-    loop = functools.partial(cpu_update.scatter_params, _as_piece(matrix, mask), *places)
-    in_parallel(loop, mask.numel(), GRAIN)
+    else:
+        _exchange_blocks(matrix, mask, values, cpu_update.ADD if add else cpu_update.WRITE)
 
 
-def _as_piece(matrix: Tensor, mask: Tensor) -> Any:
-    """The table of :func:`cpu_update.gather_params` for a matrix, as if it were a parameter's only piece."""
-    return np.array([[matrix.data_ptr(), 0, mask.numel(), 0]], np.int64)
+def _exchange_blocks(matrix: Tensor, mask: Tensor, values: Tensor, way: int) -> None:
+    """The matrix as if it were a parameter's only piece."""
+    table = np.array([[matrix.data_ptr(), 0, mask.numel(), 0]], np.int64)
+    rest = array(mask), array(values), way, matrix.shape[1], like(matrix.dtype)
+    in_parallel(functools.partial(cpu_update.exchange, table, *rest), mask.numel(), GRAIN)

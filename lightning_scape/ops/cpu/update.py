@@ -16,6 +16,8 @@ _TILE = 512
 """Entries that an update reads before it computes: their cache misses overlap."""
 _TABLE = 256
 """Waits, in steps, whose powers are computed once."""
+GATHER, RENEW, WRITE, ADD = range(4)
+"""Ways of :func:`exchange`: values take the parameters', where they do not round to them; or parameters take theirs."""
 _LR, _BETA1, _ONE_MINUS_BETA1, _BETA2, _ONE_MINUS_BETA2, _EPS, _KEEP, _LOG_KEEP = range(8)
 """Columns of ``numbers``, in the order of :class:`naive.Hyper`."""
 
@@ -24,9 +26,13 @@ _LR, _BETA1, _ONE_MINUS_BETA1, _BETA2, _ONE_MINUS_BETA2, _EPS, _KEEP, _LOG_KEEP 
 
 
 @jit
-def gather_params(table, mask, out, length, like_flat, first, last):
-    """``table [n, 4]``: address of the piece's first entry, chosen entries of all before, chosen entries, first row."""
-    sent, chosen, taken, places = mask.shape[1], mask.reshape(-1), out.reshape(-1), np.empty(_TILE, np.uint64)
+def exchange(table, mask, values, way, length, like_flat, first, last):
+    """See :func:`naive.gather_params`, :func:`naive.renew_masters` and :func:`naive.scatter_params`.
+
+    ``table [n, 4]``: address of the piece's first entry, chosen entries of all before, chosen entries, first row.
+    ``way``: what is done. What is added is first rounded to the parameter's dtype.
+    """
+    sent, chosen, rows, places = mask.shape[1], mask.reshape(-1), values.reshape(-1), np.empty(_TILE, np.uint64)
     sink = np.empty(1)
     for i in range(len(table)):
         start, stop = overlap(first, last, table[i, 1], table[i, 2])
@@ -34,46 +40,22 @@ def gather_params(table, mask, out, length, like_flat, first, last):
         for begin in range(start, stop, _TILE):
             count = min(_TILE, stop - begin)
             find_tile(table[i, 0], like_flat, chosen, before, sent, length, begin, places[:count], sink)
-            values = taken[before + begin : before + begin + count]
-            for j in range(count):
-                values[j] = narrow(widen(flat[places[j]]), out)
-
-
-@jit
-def renew_masters(table, mask, masters, length, like_flat, first, last):
-    """See :func:`naive.renew_masters`; ``table`` as above."""
-    sent, chosen, known, places = mask.shape[1], mask.reshape(-1), masters.reshape(-1), np.empty(_TILE, np.uint64)
-    sink = np.empty(1)
-    for i in range(len(table)):
-        start, stop = overlap(first, last, table[i, 1], table[i, 2])
-        flat, before = array_at(table[i, 0], 0, 0, like_flat), table[i, 3] * sent
-        for begin in range(start, stop, _TILE):
-            count = min(_TILE, stop - begin)
-            find_tile(table[i, 0], like_flat, chosen, before, sent, length, begin, places[:count], sink)
-            own = known[before + begin : before + begin + count]
-            for j in range(count):
-                value = widen(flat[places[j]])
-                if widen(narrow(own[j], like_flat)) != value:
-                    own[j] = value
-
-
-@jit
-def scatter_params(table, mask, values, add, length, like_flat, first, last):
-    """The reverse. What is added is first rounded to the parameter's dtype."""
-    sent, chosen, arrived, places = mask.shape[1], mask.reshape(-1), values.reshape(-1), np.empty(_TILE, np.uint64)
-    sink = np.empty(1)
-    for i in range(len(table)):
-        start, stop = overlap(first, last, table[i, 1], table[i, 2])
-        flat, before = array_at(table[i, 0], 0, 0, like_flat), table[i, 3] * sent
-        for begin in range(start, stop, _TILE):
-            count = min(_TILE, stop - begin)
-            find_tile(table[i, 0], like_flat, chosen, before, sent, length, begin, places[:count], sink)
-            given = arrived[before + begin : before + begin + count]
-            for j in range(count):
-                value = narrow(widen(given[j]), like_flat)
-                if add:
-                    value = narrow(widen(flat[places[j]]) + widen(value), like_flat)
-                flat[places[j]] = value
+            own = rows[before + begin : before + begin + count]
+            if way == GATHER:
+                for j in range(count):
+                    own[j] = narrow(widen(flat[places[j]]), values)
+            elif way == RENEW:
+                for j in range(count):
+                    there = widen(flat[places[j]])
+                    if widen(narrow(widen(own[j]), like_flat)) != there:
+                        own[j] = narrow(there, values)
+            elif way == WRITE:
+                for j in range(count):
+                    flat[places[j]] = narrow(widen(own[j]), like_flat)
+            else:
+                for j in range(count):
+                    added = widen(narrow(widen(own[j]), like_flat))
+                    flat[places[j]] = narrow(widen(flat[places[j]]) + added, like_flat)
 
 
 @jit
