@@ -1,0 +1,251 @@
+"""DiLoCo (arXiv 2311.08105) as a method of lightning_scape: the page docs/add-a-method.md goes through this file.
+
+Every rank takes ``sync_every`` steps of the user's optimizer on its own. Then the mean over ranks of what they have
+moved is one gradient for an outer SGD with Nesterov's momentum, and all set out from where that leads::
+
+    delta = mean over ranks of (start - parameters)
+    momentum = outer_momentum * momentum + delta
+    start = start - outer_lr * (delta + outer_momentum * momentum)
+    parameters = start
+
+Importing this file registers the method: ``MethodStrategy(DiLoCoConfig())`` then trains with it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from lightning_scape.core.method import Method, Progress, Spelling, Surroundings, register
+from lightning_scape.core.words import show_bytes
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import Self, override
+
+from lightning_scape.checkpoint.atomic_files import load_stream
+from lightning_scape.checkpoint.dcp import Chunk
+from lightning_scape.checkpoint.source import OwnShards, SavedShards
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.comm.stop_word import StopWord
+from lightning_scape.core.parameters import Parameters
+from lightning_scape.core.replicas import check_same_setup
+
+HELD_BY = "_diloco"
+"""Attribute of the user's optimizer, which it neither copies nor pickles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCoConfig:
+    """Options of DiLoCo. Raises ``ValueError`` where one is outside its rule."""
+
+    sync_every: int = 30
+    """H, steps from one exchange to the next."""
+    outer_lr: float = 0.7
+    """Rate of the outer SGD, as the paper has it."""
+    outer_momentum: float = 0.9
+    """Its Nesterov momentum, in [0, 1)."""
+
+    def __post_init__(self) -> None:
+        if self.sync_every < 1:
+            raise ValueError(f"`sync_every` must be a whole number >= 1, got {self.sync_every!r}. Take 30.")
+        if not 0 <= self.outer_momentum < 1:
+            raise ValueError(f"`outer_momentum` must be in [0, 1), got {self.outer_momentum!r}. The paper has 0.9.")
+
+
+@register
+class DiLoCo(Method):
+    """The user's optimizer stays what the host steps; its hooks count the steps and exchange."""
+
+    name, title, config_class = "diloco", "DiLoCo", DiLoCoConfig
+
+    def __init__(self, optimizer: Optimizer, config: DiLoCoConfig, surroundings: Surroundings) -> None:
+        self.given = self.optimizer = optimizer
+        self.config = config
+        self.parameters = Parameters.of(optimizer.param_groups)
+        self.parameters.rename(surroundings.named_parameters)
+        self.ranks = Communicator.of_optimizer(surroundings.process_group)
+        setup = {"options": [f"{key}={value}" for key, value in asdict(config).items()]}
+        setup["parameters"] = list(map(str, self.parameters.describe()))
+        check_same_setup(self.ranks, setup, self.parameters.problem([]), self.parameters.device)
+        self.start: list[Tensor] = []
+        """Every parameter, flat, fp32, as all ranks had it at the last exchange; none before the first step."""
+        self.momentum: list[Tensor] = []
+        self.steps = self.in_window = self.exchanges = 0
+        self._figures: dict[str, float] = {}
+        self._whole: dict[str, Any] | None = None
+        self._restored: list[Tensor] = []
+        self._word, self._stops = StopWord(self.ranks), False
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+        ]
+
+    @classmethod
+    @override
+    def attach(cls, optimizer: Optimizer, config: DiLoCoConfig, surroundings: Surroundings) -> Self:
+        if (former := cls.of(optimizer)) is not None:  # of an earlier fit
+            former.close()
+        vars(optimizer)[HELD_BY] = method = cls(optimizer, config, surroundings)
+        return method
+
+    @classmethod
+    @override
+    def of(cls, optimizer: object) -> Self | None:
+        return getattr(optimizer, "__dict__", {}).get(HELD_BY)
+
+    @override
+    def give_back(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @override
+    def close(self) -> None:
+        self.give_back()
+        self._word.close()
+        del vars(self.optimizer)[HELD_BY]
+
+    @override
+    def drain(self) -> None:
+        return  # nothing is on its way: an exchange ends inside the step
+
+    @torch.no_grad()
+    def _before_step(self) -> None:
+        self._whole = None
+        self.parameters.flatten()
+        if not self.start:
+            self.start = [flat.float().clone() for flat in self.parameters.flat]
+            self.momentum = [torch.zeros_like(start) for start in self.start]
+
+    def _after_step(self) -> None:
+        self.steps += 1
+        self.in_window += 1
+        if self.in_window >= self.config.sync_every:
+            self._exchange()
+        self._stops = self._word.ends()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        self.parameters.flatten()
+        config, flats = self.config, self.parameters.flat
+        moved = torch.cat([start - flat for start, flat in zip(self.start, flats, strict=True)])
+        delta = self.ranks.all_reduce_sum(moved) / self.ranks.world_size
+        if not delta.isfinite().all():
+            raise FloatingPointError(
+                "Parameters must be finite when ranks exchange them, got some that are not, on at least one rank. Go on"
+                " from the last checkpoint with a lower learning rate, or clip gradients."
+            )
+        each = delta.split([start.numel() for start in self.start])
+        for flat, start, momentum, mine in zip(flats, self.start, self.momentum, each, strict=True):
+            momentum.mul_(config.outer_momentum).add_(mine)
+            start.sub_(config.outer_lr * (mine + config.outer_momentum * momentum))
+            flat.copy_(start)
+        self.in_window, self.exchanges = 0, self.exchanges + 1
+        self._figures = {
+            "step": self.steps,
+            "compression": float(config.sync_every),
+            "delta_norm": float(delta.norm()),
+            "bytes_total": sum(self.ranks.take_count()[0].values()),
+            "bytes_dense": self._bytes(),
+        }
+
+    @override
+    def finish(self) -> None:
+        if self.start and self.in_window:
+            self._exchange()
+
+    @property
+    @override
+    def communicator(self) -> Communicator:
+        return self.ranks
+
+    @override
+    def request_stop(self) -> None:
+        self._word.say()
+
+    @property
+    @override
+    def stop_requested(self) -> bool:
+        return self._stops
+
+    @override
+    def progress(self) -> Progress:
+        return Progress(self.steps, self.exchanges, self.exchanges)
+
+    @override
+    def stats(self) -> dict[str, float]:
+        return dict(self._figures)
+
+    @classmethod
+    @override
+    def summary(cls, methods: Sequence[Self], steps: float | None, spell: Spelling) -> list[str]:
+        every, size = methods[0].config.sync_every, sum(method._bytes() for method in methods)
+        return [f"DiLoCo: every {every} steps each rank sends {show_bytes(size)}, DDP as much in every step."]
+
+    def _bytes(self) -> int:
+        ranks = self.ranks.world_size
+        return 8 * sum(p.numel() for p in self.parameters.tensors) * (ranks - 1) // ranks
+
+    def _facts(self) -> dict[str, Any]:
+        """The same on all ranks."""
+        numbers = {"steps": self.steps, "in_window": self.in_window, "exchanges": self.exchanges}
+        return {"world_size": self.ranks.world_size, "numbers": numbers, "config": asdict(self.config)}
+
+    def _mine(self) -> dict[str, Any]:
+        """What differs between ranks, and what all need: start and momentum are saved by rank 0."""
+        self.parameters.flatten()
+        mine = {"inner": self.optimizer.state_dict(), "parameters": self.parameters.flat}
+        return mine if self.ranks.rank else {**mine, "start": self.start, "momentum": self.momentum}
+
+    @override
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        parts = self.ranks.all_gather_object(self._mine())
+        self._whole = (
+            {**parts[0]["inner"], "diloco": {**self._facts(), "ranks": parts}} if to == self.ranks.rank else None
+        )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self._whole is None:
+            raise RuntimeError("The state must be collected first. Call consolidate_state_dict(to=0) on every rank.")
+        return self._whole
+
+    @override
+    def sharded_state_dict(self) -> OwnShards:
+        file = io.BytesIO()
+        torch.save(self._mine(), file)
+        mine = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+        return OwnShards({f"rank.{self.ranks.rank}": Chunk.whole(mine)}, {"diloco": self._facts()})
+
+    @classmethod
+    @override
+    def whole_state(cls, saved: SavedShards) -> dict[str, Any]:
+        facts = saved.common["diloco"]
+        files = (saved.directory.tensor(f"{saved.key}.rank.{at}") for at in range(facts["world_size"]))
+        parts = [load_stream(io.BytesIO(file.numpy().tobytes()), "a rank's part") for file in files]
+        return {**parts[0]["inner"], "diloco": {**facts, "ranks": parts}}
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any] | SavedShards) -> None:
+        whole = self.whole_state(state_dict) if isinstance(state_dict, SavedShards) else self.ranks.share(state_dict)
+        facts = whole["diloco"]
+        first, mine = facts["ranks"][0], facts["ranks"][self.ranks.rank % facts["world_size"]]
+        self._restored = mine["parameters"]
+        if facts["world_size"] != self.ranks.world_size:  # inside a window saved ranks differ: go on from their mean
+            each = zip(*(part["parameters"] for part in facts["ranks"]), strict=True)
+            self._restored = [torch.stack([flat.float() for flat in same]).mean(dim=0) for same in each]
+        self.optimizer.load_state_dict(mine["inner"])
+        device = self.parameters.device
+        self.start = [start.to(device) for start in first["start"]]
+        self.momentum = [momentum.to(device) for momentum in first["momentum"]]
+        vars(self).update(facts["numbers"])
+        self.restore_parameters()
+
+    @override
+    @torch.no_grad()
+    def restore_parameters(self) -> None:
+        self.parameters.flatten()
+        for flat, saved in zip(self.parameters.flat, self._restored, strict=False):
+            flat.copy_(saved)
