@@ -23,6 +23,7 @@ MOVED = {
     "doctor": "tools.doctor",
     "engine": "scape",
     "engine.block_wire": "wire.blocks",
+    "engine.epoch_end": "core.epoch_end",
     "engine.local_shards": "core.local_shards",
     "engine.parameters": "core.parameters",
     "engine.ranges": "core.ranges",

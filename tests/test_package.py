@@ -111,6 +111,6 @@ def test_every_public_name_has_its_home_where_type_checkers_see_it() -> None:
 
 
 def test_modules_are_attributes_and_other_names_are_not() -> None:
-    assert lightning_scape.core.layout.__name__ == "lightning_scape.core.layout"
+    assert lightning_scape.core.__name__ == "lightning_scape.core"
     with pytest.raises(AttributeError, match="module 'lightning_scape' has no attribute 'ScapeStrateg'"):
         lightning_scape.ScapeStrateg  # noqa: B018

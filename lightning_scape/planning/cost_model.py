@@ -302,18 +302,17 @@ def scape(job: Job, link: Link, machine: Machine, config: ScapeConfig) -> Predic
     """
     numels = [weight.numel for weight in job.weights]
     sent = scape_bytes(numels, job.ranks, config, parameter_bytes=job.parameter_bytes, clip=job.clip)
-    exposed = _message(link, sent["norm"], 2 * (job.ranks - 1), adding=True)
-    shared = nodes_share(job.ranks, job.ranks_per_node) if job.ranks > 1 else 1.0
-    crossing = sent["values"] * shared
-    exposed += max(crossing / (link.bandwidth * link.exchange_share), sent["values"] * link.copy_seconds)
-    hop = (link.latency + (job.ranks - 1) * PEER_SECONDS) if job.ranks > 1 else 0.0
+    exposed = message(link, sent["norm"], 2 * (job.ranks - 1), adding=True)
+    hop = all_to_all_hop(job, link)
+    exposed += all_to_all(job, link, sent["values"])
     exposed += hop
-    exposed += _message(link, sent["parameters"], job.ranks - 1, adding=False)
+    exposed += message(link, sent["parameters"], job.ranks - 1, adding=False)
     beside = sent["mask"] + sent["votes"]
-    mask = _message(link, beside, job.ranks - 1, adding=False) if beside else 0.0
+    mask = message(link, beside, job.ranks - 1, adding=False) if beside else 0.0
     compute = max(job.step_compute + beside * link.copy_seconds, mask)
     own = machine.scape_seconds(config.quota.density, job.parameters, job.ranks)
     packs = config.wire_bits is not None
+    shared = nodes_share(job.ranks, job.ranks_per_node)
     if packs:
         own += config.quota.density * job.parameters * PACKING_BYTES / 28 * machine.adamw
     return Prediction(
@@ -337,7 +336,19 @@ def _dense_optimizer(job: Job, machine: Machine) -> float:
     return job.parameters * (machine.adamw + (machine.clip if job.clip else 0))
 
 
-def _message(link: Link, sent: float, hops: int, *, adding: bool) -> float:
+def all_to_all(job: Job, link: Link, sent: float) -> float:
+    """Seconds of an all-to-all in which a rank sends so many bytes, but for its hop."""
+    crossing = sent * nodes_share(job.ranks, job.ranks_per_node)
+    return max(crossing / (link.bandwidth * link.exchange_share), sent * link.copy_seconds)
+
+
+def all_to_all_hop(job: Job, link: Link) -> float:
+    """Seconds that come on top, whatever the bandwidth."""
+    return link.latency + (job.ranks - 1) * PEER_SECONDS if job.ranks > 1 else 0.0
+
+
+def message(link: Link, sent: float, hops: int, *, adding: bool) -> float:
+    """Seconds of a message around a ring: of its bytes, and of its hops."""
     share, per_byte = (1.0, link.reduce_seconds) if adding else (link.exchange_share, link.copy_seconds)
     return max(sent / (link.bandwidth * share), sent * per_byte) + hops * link.latency
 
@@ -345,7 +356,7 @@ def _message(link: Link, sent: float, hops: int, *, adding: bool) -> float:
 def _ring(job: Job, link: Link, size: float, *, passes: int, adding: bool) -> float:
     """Seconds of a ring over a buffer of ``size`` bytes: 1 pass gathers or scatters, 2 reduce."""
     sent = passes * size * (job.ranks - 1) / job.ranks
-    return _message(link, sent, passes * (job.ranks - 1), adding=adding)
+    return message(link, sent, passes * (job.ranks - 1), adding=adding)
 
 
 def _overlapped_gradients(job: Job, link: Link, width: int, *, passes: int) -> tuple[float, int]:

@@ -11,7 +11,16 @@ import math
 from collections.abc import Sequence
 
 from lightning_scape.planning.conclusions import COSTS_QUALITY, SPARSEST, WORTH, advice, show_bytes, show_seconds
-from lightning_scape.planning.cost_model import PEER_SECONDS, Job, Link, Machine, Prediction, compute_only, nodes_share
+from lightning_scape.planning.cost_model import (
+    Job,
+    Link,
+    Machine,
+    Prediction,
+    all_to_all,
+    all_to_all_hop,
+    compute_only,
+    message,
+)
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 from lightning_scape.sparseloco.cost import EXCHANGE_WORK, exchange_bytes, state_bytes
 
@@ -24,13 +33,10 @@ NEAR_COMPUTE = 1.15
 def sparseloco(job: Job, link: Link, machine: Machine, config: SparseLoCoConfig) -> Prediction:
     """SparseLoCo with ``config``; time and bytes are per step, on average over a window."""
     sent = exchange_bytes([weight.numel for weight in job.weights], job.ranks, config)
-    hops = job.ranks - 1
     share = config.quota.sent / (config.quota.sent + config.return_quota.sent)
     there = 0.0 if config.gathers(job.ranks) else sent * share
-    crossing = there * nodes_share(job.ranks, job.ranks_per_node)
-    messages = max(crossing / (link.bandwidth * link.exchange_share), there * link.copy_seconds)
-    messages += max((sent - there) / (link.bandwidth * link.exchange_share), (sent - there) * link.copy_seconds)
-    latency = 3 * hops * link.latency + (link.latency + hops * PEER_SECONDS if hops else 0.0)
+    messages = all_to_all(job, link, there) + message(link, sent - there, 0, adding=False)
+    latency = 3 * (job.ranks - 1) * link.latency + all_to_all_hop(job, link)
     own = EXCHANGE_WORK * machine.adamw * job.parameters
     alone = compute_only(job, machine)
     every = config.sync_every

@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _number(
-    rule: str, remedy: str, holds: Callable[[float], bool], units: Mapping[str, float] | None = None
+    error: str, holds: Callable[[float], bool], units: Mapping[str, float] | None = None
 ) -> Callable[[str], float]:
     """Reads a number that obeys a rule; with units, one with a unit behind it."""
 
@@ -59,31 +59,36 @@ def _number(
             found = re.fullmatch(rf"({_NUMBER})\s*({'|'.join(units)})", text.strip().lower())
             if found and holds(value := float(found[1]) * units[found[2]]):
                 return value
-        raise argparse.ArgumentTypeError(f"{rule}, got {text!r}. {remedy}")
+        raise argparse.ArgumentTypeError(error.format(text=text))
 
     return read
 
 
 bandwidth = _number(
-    "a bandwidth must be a number > 0 with kbit, mbit or gbit",
-    "Write 10gbit.",
+    "a bandwidth must be a number > 0 with kbit, mbit or gbit, got {text!r}. Write 10gbit.",
     lambda value: 0 < value < math.inf,
     {f"{unit}{end}": size for unit, size in BYTES_PER_SECOND.items() for end in ("", "/s", "ps")},
 )
 """Bytes per second: ``"10gbit"`` is 1.25e9."""
 seconds = _number(
-    "a time must be a number >= 0 with s, ms or us",
-    "Write 0.8s.",
+    "a time must be a number >= 0 with s, ms or us, got {text!r}. Write 0.8s.",
     lambda value: value < math.inf,
     {"s": 1.0, "ms": 1e-3, "us": 1e-6, "": 1.0},
 )
 """``"350ms"`` is 0.35."""
-positive = _number("it must be a finite number > 0", "Give it in GB, without unit.", lambda value: 0 < value < math.inf)
-sparsity = _number(
-    "a sparsity must be a number in [0, 1)", "Write 0.99 to send 1% of the entries.", lambda value: 0 <= value < 1
+positive = _number(
+    "it must be a finite number > 0, got {text!r}. Give it in GB, without unit.", lambda value: 0 < value < math.inf
 )
-waiting_time = _number("it must be a number of seconds from 1 to 3600", "Try 60.", lambda value: 1 <= value <= 3600)
-_whole = _number("it must be a whole number >= 1", "Give at least 1.", lambda value: value >= 1 and value.is_integer())
+sparsity = _number(
+    "a sparsity must be a number in [0, 1), got {text!r}. Write 0.99 to send 1% of the entries.",
+    lambda value: 0 <= value < 1,
+)
+waiting_time = _number(
+    "it must be a number of seconds from 1 to 3600, got {text!r}. Try 60.", lambda value: 1 <= value <= 3600
+)
+_whole = _number(
+    "it must be a whole number >= 1, got {text!r}. Give at least 1.", lambda value: value >= 1 and value.is_integer()
+)
 
 
 def count(text: str) -> int:
