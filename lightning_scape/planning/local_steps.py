@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 
 from lightning_scape.core.layout import Layout
-from lightning_scape.planning.conclusions import COSTS_QUALITY, SPARSEST, WORTH, advice, show_bytes, show_seconds
+from lightning_scape.core.words import show_bytes, show_seconds
+from lightning_scape.planning.conclusions import COSTS_QUALITY, SPARSEST, WORTH, advice
 from lightning_scape.planning.cost_model import PEER_SECONDS, Job, Link, Machine, Prediction, compute_only, nodes_share
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 

@@ -32,9 +32,8 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from lightning_scape.hosts.advice import Spelling
-from lightning_scape.hosts.fabric import FabricScapeStrategy
-from lightning_scape.hosts.sparseloco_fabric import FabricSparseLoCoStrategy
+from lightning_scape.core.method import Spelling
+from lightning_scape.hosts.fabric import FabricScapeStrategy, FabricSparseLoCoStrategy
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.sparseloco import SparseLoCoConfig
 
