@@ -16,12 +16,9 @@ if TYPE_CHECKING:
     from lightning_scape.checkpoint.inspection import newest_checkpoint, resume_path
     from lightning_scape.comm.restarts import init_process_group
     from lightning_scape.data import PythonSource
-    from lightning_scape.hosts.fabric import FabricScapeStrategy
-    from lightning_scape.hosts.monitor import ScapeMonitor
-    from lightning_scape.hosts.sparseloco_fabric import FabricSparseLoCoStrategy
-    from lightning_scape.hosts.sparseloco_monitor import SparseLoCoMonitor
-    from lightning_scape.hosts.sparseloco_trainer import SparseLoCoStrategy
-    from lightning_scape.hosts.trainer import ScapeStrategy
+    from lightning_scape.hosts.fabric import FabricMethodStrategy, FabricScapeStrategy, FabricSparseLoCoStrategy
+    from lightning_scape.hosts.monitor import ScapeMonitor, SparseLoCoMonitor
+    from lightning_scape.hosts.trainer import MethodStrategy, ScapeStrategy, SparseLoCoStrategy
     from lightning_scape.scape.adams import AdamS
     from lightning_scape.scape.config import ScapeConfig
     from lightning_scape.scape.optimizer import ScapeOptimizer
@@ -32,8 +29,10 @@ __all__ = [
     "AdamS",
     "CheckpointError",
     "ExchangeStats",
+    "FabricMethodStrategy",
     "FabricScapeStrategy",
     "FabricSparseLoCoStrategy",
+    "MethodStrategy",
     "PythonSource",
     "ScapeConfig",
     "ScapeMonitor",
@@ -54,8 +53,10 @@ HOMES = {
     "AdamS": "scape.adams",
     "CheckpointError": "checkpoint.atomic_files",
     "ExchangeStats": "sparseloco",
+    "FabricMethodStrategy": "hosts.fabric",
     "FabricScapeStrategy": "hosts.fabric",
-    "FabricSparseLoCoStrategy": "hosts.sparseloco_fabric",
+    "FabricSparseLoCoStrategy": "hosts.fabric",
+    "MethodStrategy": "hosts.trainer",
     "PythonSource": "data",
     "ScapeConfig": "scape.config",
     "ScapeMonitor": "hosts.monitor",
@@ -63,8 +64,8 @@ HOMES = {
     "ScapeStrategy": "hosts.trainer",
     "SparseLoCo": "sparseloco",
     "SparseLoCoConfig": "sparseloco",
-    "SparseLoCoMonitor": "hosts.sparseloco_monitor",
-    "SparseLoCoStrategy": "hosts.sparseloco_trainer",
+    "SparseLoCoMonitor": "hosts.monitor",
+    "SparseLoCoStrategy": "hosts.trainer",
     "StepStats": "scape.stats",
     "init_process_group": "comm.restarts",
     "newest_checkpoint": "checkpoint.inspection",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ScapeConfig, ScapeOptimizer
-from lightning_scape.hosts import swap
+from lightning_scape.hosts import setup
 
 CHANGE_ROUNDING = 2e-4
 """A part in 2**9 of the longest change in :func:`train_on`: where kernel and twin differ in the last place before a
@@ -57,7 +57,7 @@ def train_scaled(rank: int, world_size: int, device: str) -> tuple[Tensor, int, 
     generator = torch.Generator().manual_seed(1)
     parameter = torch.nn.Parameter(torch.randn(1000, generator=generator).to(device))
     optimizer = ScapeOptimizer([parameter], lr=1e-2, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
-    scaler = swap.sharded_scaler(torch.amp.GradScaler(device, init_scale=1024.0))
+    scaler = setup.sharded_scaler(torch.amp.GradScaler(device, init_scale=1024.0))
     assert scaler is not None
     for step in range(6):
         factor = float("inf") if (step, rank) == (3, 1) else 1.0 + rank

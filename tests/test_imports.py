@@ -37,9 +37,8 @@ SIDEWAYS = ({"core", "comm"}, {"checkpoint", "scape"})
 MAY_IMPORT_LIGHTNING = {"hosts", "data", "tools"}
 # What the hosts share knows neither.
 MAY_NOT_IMPORT_LIGHTNING = {
-    *("hosts.swap", "hosts.advice", "hosts.rendezvous"),
-    *("hosts.two_level", "hosts.sparseloco", "hosts.stand_in", "hosts.outsiders"),
-    *("hosts.buffers", "hosts.own_clipping"),
+    *("hosts.setup", "hosts.advice", "hosts.rendezvous", "hosts.options"),
+    *("hosts.two_level", "hosts.outsiders", "hosts.buffers", "hosts.own_clipping"),
 }
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "litgpt", "pytorch_lightning"}
 MAY_IMPORT_TRITON = {
@@ -240,7 +239,7 @@ def test_imports_form_no_circle():
         ("ops.naive", "from ..scape.optimizer import ScapeOptimizer", "imports scape"),
         ("ops.naive", "from ..wire import values", "imports wire"),
         ("comm.collectives", "from lightning_scape.scape.mask import Masks", "imports scape"),
-        ("sparseloco.wrapper", "from lightning_scape.hosts import swap", "imports hosts"),
+        ("sparseloco.wrapper", "from lightning_scape.hosts import setup", "imports hosts"),
         ("scape.mask", "from lightning_scape.planning import cost_model", "imports planning"),
         ("wire.values", "from lightning_scape.scape.config import ScapeConfig", "imports scape"),
         ("data", "import lightning_scape.core.layout", "imports core"),
@@ -250,7 +249,7 @@ def test_imports_form_no_circle():
             "imports hosts",
         ),
         ("hosts.fabric", "from lightning_scape.tools import cli", "imports tools"),
-        ("hosts.swap", "import lightning.pytorch as pl", "imports lightning.pytorch"),
+        ("hosts.setup", "import lightning.pytorch as pl", "imports lightning.pytorch"),
         ("scape.optimizer", "from litgpt import GPT", "imports litgpt.GPT"),
         ("scape.mask", "importlib.import_module('pytorch_lightning')", "imports pytorch_lightning"),
         ("ops.naive", "import triton.language as tl", "imports triton.language"),
@@ -259,7 +258,7 @@ def test_imports_form_no_circle():
         ("scape.optimizer", "import torch.distributed as dist\ndist.all_reduce(x)", "torch.distributed.all_reduce"),
         ("comm.worker", "import torch\ntorch.distributed.barrier()", "torch.distributed.barrier"),
         ("scape.step", "from torch import distributed as d\nd.broadcast_object_list(x)", "broadcast_object_list"),
-        ("hosts.swap", "from torch.distributed import new_group as make", "torch.distributed.new_group"),
+        ("hosts.setup", "from torch.distributed import new_group as make", "torch.distributed.new_group"),
         ("scape.step", "from torch.distributed import *", "torch.distributed.*"),
         (
             "tools.cli",
@@ -289,10 +288,10 @@ def test_violation_is_found(module, source, complaint):
         ("comm.collectives", "import torch.distributed as dist\ndist.all_reduce(x)"),
         (
             "hosts.trainer",
-            "from lightning.pytorch.strategies import DDPStrategy\nfrom lightning_scape.hosts import swap",
+            "from lightning.pytorch.strategies import DDPStrategy\nfrom lightning_scape.hosts import setup",
         ),
         ("hosts.trainer", "from torch.distributed import ProcessGroup\nself.broadcast(x)"),
-        ("hosts.swap", "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler"),
+        ("hosts.setup", "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler"),
         ("data.python_source", "import torch.distributed as dist\ndist.get_rank()"),
         ("scape.optimizer", "from functools import reduce\nreduce(f, x)\nself.collectives.all_gather(x)"),
         (

@@ -23,7 +23,7 @@ from lightning_scape import (
 from lightning_scape.checkpoint import saver
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.together import together
-from lightning_scape.hosts import swap
+from lightning_scape.hosts import setup
 from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
 
 pytestmark = MARKS
@@ -166,7 +166,7 @@ def test_under_fabric_what_fails_on_one_rank_fails_on_all(run_ranks: Any, tmp_pa
 
 
 def _different_modules(rank: int, world_size: int) -> None:
-    swap.start_equal(nn.Linear(4, 2 + rank))
+    setup.start_equal(nn.Linear(4, 2 + rank))
 
 
 def test_ranks_that_build_different_modules_are_told_so(run_ranks: Any) -> None:

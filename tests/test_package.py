@@ -52,7 +52,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 for registry in (STRATEGY_REGISTRY, StrategyRegistry):
-    assert list(registry) == ["scape", "scape_notebook", "sparseloco"], list(registry)
+    assert list(registry) == ["scape", "scape_notebook", "sparseloco", "sparseloco_notebook"], list(registry)
 assert not [name for name in sys.modules if name.startswith("lightning_scape.integrations")]
 lightning_scape.SparseLoCoStrategy = lambda **options: options
 lightning_scape.ScapeStrategy = lambda **options: options

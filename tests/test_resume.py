@@ -16,11 +16,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from test_sharded import assert_equal
 from torch import Tensor, nn
-from trainer_helpers import GivenRanks
+from trainer_helpers import GivenRanks, scape_optimizers
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
 from lightning_scape.checkpoint.saver import consolidate
-from lightning_scape.hosts import swap
+from lightning_scape.hosts import setup
 
 RunRanks = Callable[..., list[Any]]
 WIDTH, STEPS, EPOCH, ACCUMULATE = 9, 11, 7, 2
@@ -166,7 +166,7 @@ def trainer_stops_and_goes(rank: int, world_size: int, folder: str, precision: A
     warnings.simplefilter("ignore")
     keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     straight, trainer = fit(rank, world_size, precision, options, callbacks=[keep])
-    (optimizer,) = swap.scape_optimizers(trainer.optimizers)
+    (optimizer,) = scape_optimizers(trainer.optimizers)
     expected = everything(optimizer)
     assert optimizer.engine.clipping.skipped_total == 1
     assert sum(expected["common"]["missed"].values()) in range(1, STEPS - 1)
@@ -174,7 +174,7 @@ def trainer_stops_and_goes(rank: int, world_size: int, folder: str, precision: A
         path = f"{folder}/step={step}.ckpt"
         assert Path(path).is_dir() == (options.get("state_dict_type") == "sharded")
         resumed, trainer = fit(rank, world_size, precision, options, enable_checkpointing=False, ckpt_path=path)
-        (optimizer,) = swap.scape_optimizers(trainer.optimizers)
+        (optimizer,) = scape_optimizers(trainer.optimizers)
         assert_same(expected, everything(optimizer))
         assert resumed.batches == straight.batches[-len(resumed.batches) :]
     return len(STOPS)
@@ -218,7 +218,7 @@ def fabric_stops_and_goes(rank: int, world_size: int, folder: str, precision: An
                     fabric.save(f"{folder}/{state['step']}.ckpt", state)
                 if state["step"] == STEPS:
                     break
-        return everything(swap.scape_optimizer(optimizer)), batches
+        return everything(setup.stepped(optimizer)), batches
 
     expected, order = run(None)
     assert sum(expected["common"]["missed"].values()) in range(1, STEPS - 1)
@@ -265,7 +265,7 @@ def mixed_formats(rank: int, world_size: int, folder: str) -> list[str]:
     sharded = {"state_dict_type": "sharded", "async_save": True}
     keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=1, save_last="link")
     straight, trainer = fit(rank, world_size, "32-true", sharded, callbacks=[keep])
-    (optimizer,) = swap.scape_optimizers(trainer.optimizers)
+    (optimizer,) = scape_optimizers(trainer.optimizers)
     expected, names = everything(optimizer), sorted(path.name for path in Path(folder).iterdir())
     trainer.save_checkpoint(f"{folder}/end.ckpt")
     trainer.strategy.wait_for_checkpoint()
@@ -275,13 +275,13 @@ def mixed_formats(rank: int, world_size: int, folder: str) -> list[str]:
     trainer.validate(straight, Loader(rank, world_size), ckpt_path=f"{folder}/weights.ckpt", verbose=False)
     for options in ({}, sharded):
         _, trainer = fit(rank, world_size, "32-true", options, callbacks=[keep], ckpt_path="last")
-        (optimizer,) = swap.scape_optimizers(trainer.optimizers)
+        (optimizer,) = scape_optimizers(trainer.optimizers)
         assert_same(expected, everything(optimizer))
     plain = {"enable_checkpointing": False}
     _, trainer = fit(rank, world_size, "32-true", {}, ckpt_path=f"{folder}/end.ckpt", **plain)
     trainer.save_checkpoint(f"{folder}/full.ckpt")
     _, trainer = fit(rank, world_size, "32-true", sharded, ckpt_path=f"{folder}/full.ckpt", **plain)
-    (optimizer,) = swap.scape_optimizers(trainer.optimizers)
+    (optimizer,) = scape_optimizers(trainer.optimizers)
     own = everything(optimizer)
     for name in ("lr", "common"):
         assert own[name] == expected[name]

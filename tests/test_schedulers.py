@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 from trainer_helpers import MARKS, Regression, make_trainer
 
 from lightning_scape import FabricScapeStrategy, ScapeStrategy, SparseLoCoStrategy
-from lightning_scape.hosts import sparseloco
+from lightning_scape.core.method import find
 from lightning_scape.hosts.schedulers import as_data, retarget_schedulers, with_live
 
 pytestmark = MARKS
@@ -181,7 +181,7 @@ def test_after_a_fit_the_users_optimizer_steps_on_its_own(tmp_path: Path) -> Non
     module = Keeps()
     trainer = make_trainer(strategy("sparseloco"))
     trainer.fit(module)
-    (loco,) = sparseloco.wrappers(trainer.optimizers)
+    loco = find(trainer.optimizers[0]).loco
     steps = loco.progress.steps
     module.kept.step()
     assert loco.progress.steps == steps

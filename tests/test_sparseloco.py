@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scape.comm.collectives import Work, new_group_like
-from lightning_scape.hosts.sparseloco import what_holds
 from lightning_scape.sparseloco import SparseLoCo, SparseLoCoConfig
+from lightning_scape.sparseloco.method import summary
 
 EXACT: dict[str, Any] = {"density": 1.0, "bits": None, "error_decay": 1.0, "outer_lr": 1.0}
 SPARSE: dict[str, Any] = {"density": 1 / 8, "bits": 2, "sync_every": 3, "reduction": "sharded"}
@@ -340,7 +340,7 @@ def _said(rank: int, world_size: int) -> tuple[str, float]:
     net(torch.randn(4, 256)).square().mean().backward()
     optimizer.step()
     assert loco.stats is not None
-    return what_holds(loco), loco.stats.density
+    return summary(loco), loco.stats.density
 
 
 def test_the_line_at_the_start_says_what_is_sent_where_density_is_rounded(run_ranks: Any) -> None:

@@ -16,7 +16,7 @@ from trainer_helpers import MARKS, GivenRanks, make_trainer
 from two_level_helpers import whole
 
 from lightning_scape import FabricSparseLoCoStrategy, SparseLoCo, SparseLoCoStrategy
-from lightning_scape.hosts import sparseloco
+from lightning_scape.core.method import find
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
 OPTIONS: dict[str, Any] = {"sync_every": 3, "density": 1 / 4, "local_group_size": 2}
@@ -34,7 +34,7 @@ def _resume(rank: int, world_size: int, folder: str, kind: str) -> tuple[Tensor,
     strategy = SparseLoCoStrategy(**OPTIONS, state_dict_type=kind)  # type: ignore[arg-type]
     fitted = make_trainer(strategy, callbacks=[saved], enable_checkpointing=True, **options)
     fitted.fit(straight)
-    (loco,) = sparseloco.wrappers(fitted.optimizers)
+    loco = find(fitted.optimizers[0]).loco
     assert (loco.communicator.world_size, loco.shards.world_size) == (2, 2)
     assert (loco.progress.steps, loco.progress.exchanges) == (8, 3)  # at its end a fit ends the window
     again = SparseLoCoStrategy(**OPTIONS, state_dict_type=kind)  # type: ignore[arg-type]

@@ -14,10 +14,23 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
-from trainer_helpers import BATCHES, MARKS, SCHEDULERS, Regression, TwoOptimizers, loader, make_trainer, ours, weights
+from trainer_helpers import (
+    BATCHES,
+    MARKS,
+    SCHEDULERS,
+    Regression,
+    TwoOptimizers,
+    loader,
+    make_trainer,
+    ours,
+    scape_optimizers,
+    under_scape,
+    weights,
+)
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ScapeStrategy
-from lightning_scape.hosts import swap
+from lightning_scape.hosts import setup
+from lightning_scape.hosts.schedulers import retarget_schedulers
 
 pytestmark = MARKS
 
@@ -93,13 +106,13 @@ def test_the_sharded_scaler_goes_on_from_the_scale_of_the_plain_one(run_ranks: A
 
 def _scaler_state(rank: int, world_size: int) -> tuple[bool, ...]:
     plain = torch.amp.GradScaler("cpu", init_scale=3.0, growth_factor=5.0, backoff_factor=0.25, growth_interval=7)
-    sharded = swap.sharded_scaler(plain)
+    sharded = setup.sharded_scaler(plain)
     off = torch.amp.GradScaler("cpu", enabled=False)
     return (
         sharded.state_dict() == plain.state_dict(),
-        type(sharded).__name__ == "ShardedGradScaler" and swap.sharded_scaler(sharded) is sharded,
-        swap.sharded_scaler(None) is None,
-        swap.sharded_scaler(off) is off,
+        type(sharded).__name__ == "ShardedGradScaler" and setup.sharded_scaler(sharded) is sharded,
+        setup.sharded_scaler(None) is None,
+        setup.sharded_scaler(off) is off,
     )
 
 
@@ -178,7 +191,7 @@ class _Clipping(Callback):
         self.factors: list[float] = []
 
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        stats = swap.unwrap_optimizer(optimizer).stats
+        stats = setup.stepped(optimizer).stats
         if stats is None:
             return
         mean = torch.cat([parameter.grad.flatten() for parameter in pl_module.parameters()])
@@ -217,10 +230,10 @@ def test_clip_gradients_refuses_what_it_does_not_know() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = ScapeOptimizer([parameter], config=ScapeConfig())
     with pytest.raises(ValueError, match='must be "norm" or "value", got \'agc\''):
-        swap.clip_gradients(optimizer, 1.0, "agc")
-    with pytest.raises(TypeError, match="needs a ScapeOptimizer, got SGD"):
-        swap.clip_gradients(torch.optim.SGD([parameter]), 1.0)
-    swap.clip_gradients(torch.optim.SGD([parameter]), 0.0)  # 0 is no clipping, as in Lightning
+        setup.clip_gradients(optimizer, 1.0, "agc")
+    with pytest.raises(TypeError, match="needs an optimizer that was given to the strategy, got SGD"):
+        setup.clip_gradients(torch.optim.SGD([parameter]), 1.0)
+    setup.clip_gradients(torch.optim.SGD([parameter]), 0.0)  # 0 is no clipping, as in Lightning
 
 
 def _fused(rank: int, world_size: int) -> Tensor:
@@ -271,7 +284,7 @@ def test_retargeting_reaches_schedulers_inside_schedulers() -> None:
     sequential = lr_scheduler.SequentialLR(old, [chained, last := lr_scheduler.StepLR(old, 1)], [3])
     warm_up = WarmUp(old)
     other = lr_scheduler.StepLR(bystander, 1)
-    swap.retarget_schedulers([sequential, warm_up, other], [(old, new)])
+    retarget_schedulers([sequential, warm_up, other], [(old, new)])
     for scheduler in (sequential, chained, *inner, last, warm_up, warm_up.after_scheduler):
         assert scheduler.optimizer is new
     assert other.optimizer is bystander
@@ -280,7 +293,8 @@ def test_retargeting_reaches_schedulers_inside_schedulers() -> None:
 def test_a_scheduler_stepped_before_the_optimizer_still_makes_torch_warn() -> None:
     dense = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
     scheduler = lr_scheduler.StepLR(dense, 1)
-    swap.swap_optimizers([dense], [scheduler], ScapeConfig())
+    (scape,) = under_scape([dense], ScapeConfig())
+    retarget_schedulers([scheduler], [(dense, scape)])
     with pytest.warns(UserWarning, match="before `optimizer.step"):
         scheduler.step()
 
@@ -290,7 +304,7 @@ def test_step_hooks_of_the_users_optimizer_go_on_being_called() -> None:
     dense = torch.optim.AdamW([parameter])
     called: list[str] = []
     handle = dense.register_step_post_hook(lambda optimizer, *_: called.append(type(optimizer).__name__))
-    (scape,) = swap.swap_optimizers([dense], [], ScapeConfig())
+    (scape,) = under_scape([dense], ScapeConfig())
     parameter.grad = torch.ones(3)
     scape.step()
     handle.remove()
@@ -315,8 +329,8 @@ def _two_optimizers(rank: int, world_size: int) -> tuple[Tensor, list[int], list
     start, model = weights(Regression()), TwoOptimizers()
     trainer = make_trainer()
     trainer.fit(model)
-    steps = [optimizer.stats.step for optimizer in swap.scape_optimizers(trainer.optimizers)]
-    clipped = [optimizer.stats.clip_factor < 1 for optimizer in swap.scape_optimizers(trainer.optimizers)]
+    steps = [optimizer.stats.step for optimizer in scape_optimizers(trainer.optimizers)]
+    clipped = [optimizer.stats.clip_factor < 1 for optimizer in scape_optimizers(trainer.optimizers)]
     assert not torch.equal(start, weights(model))
     return weights(model), steps, clipped
 

@@ -14,11 +14,23 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from trainer_helpers import BATCH, BATCHES, MARKS, Regression, TwoOptimizers, loader, make_trainer
+from trainer_helpers import (
+    BATCH,
+    BATCHES,
+    MARKS,
+    Regression,
+    TwoOptimizers,
+    loader,
+    make_trainer,
+    scape_optimizers,
+    under_scape,
+)
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ScapeStrategy
-from lightning_scape.hosts import advice, swap
-from lightning_scape.planning import show_bytes
+from lightning_scape.core.words import show_bytes
+from lightning_scape.hosts.advice import as_call
+from lightning_scape.scape import advice
+from lightning_scape.scape.payoff import PayoffCheck
 from lightning_scape.scape.stats import StepRecord
 
 pytestmark = MARKS
@@ -41,7 +53,7 @@ class EndlessRegression(Regression):
 def _warmups(rank: int, world_size: int, model: type, options: dict[str, Any], given: dict[str, Any]) -> list[int]:
     trainer = make_trainer(ScapeStrategy(sparsity=0.9, **given), **options)
     trainer.fit(model())
-    return [optimizer.schedule.warmup_steps for optimizer in swap.scape_optimizers(trainer.optimizers)]
+    return [optimizer.schedule.warmup_steps for optimizer in scape_optimizers(trainer.optimizers)]
 
 
 @pytest.mark.parametrize(
@@ -157,8 +169,8 @@ def test_the_progress_bar_shows_the_density_while_the_warm_up_lasts_and_looks_at
 
 def line(options: dict[str, Any], steps: float | None, *dense: torch.optim.Optimizer) -> str:
     dense = dense or (torch.optim.AdamW([nn.Parameter(torch.ones(1000))]),)
-    optimizers = swap.swap_optimizers(dense, [], ScapeConfig(**options), total_steps=steps)
-    return advice.what_holds(optimizers, steps, advice.as_call("ScapeStrategy"))
+    optimizers = under_scape(dense, ScapeConfig(**options), steps)
+    return advice.summary(optimizers, steps, as_call("ScapeStrategy"))
 
 
 @pytest.mark.parametrize(
@@ -195,15 +207,13 @@ def test_the_first_line_names_both_updates_of_two_kinds_of_optimizers() -> None:
 
 def _bytes_said(rank: int, world_size: int) -> tuple[str, int]:
     weight = nn.Parameter(torch.ones(4000))
-    (optimizer,) = swap.swap_optimizers(
-        [torch.optim.AdamW([weight])], [], ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
-    )
+    (optimizer,) = under_scape([torch.optim.AdamW([weight])], ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
     for _ in range(3):
         weight.grad = torch.randn(4000)
         optimizer.step()
     optimizer.drain()
     stats = optimizer.stats
-    return advice.what_holds([optimizer], None, advice.as_call("ScapeStrategy")), stats.bytes_total - stats.bytes_norm
+    return advice.summary([optimizer], None, as_call("ScapeStrategy")), stats.bytes_total - stats.bytes_norm
 
 
 def test_the_bytes_of_the_first_line_are_those_that_a_step_at_its_end_counts(run_ranks: Any) -> None:
@@ -282,11 +292,11 @@ def test_a_run_in_which_dense_would_be_faster_says_so_once_with_figures(run_rank
 
 def test_steps_of_the_warm_up_are_not_judged_whenever_a_run_begins() -> None:
     weight = nn.Parameter(torch.ones(100))
-    (optimizer,) = swap.swap_optimizers(
-        [torch.optim.AdamW([weight])], [], ScapeConfig(sparsity=0.9, dense_steps=1, sparsity_warmup_steps=2)
+    (optimizer,) = under_scape(
+        [torch.optim.AdamW([weight])], ScapeConfig(sparsity=0.9, dense_steps=1, sparsity_warmup_steps=2)
     )
 
-    def timed_by(check: advice.PayoffCheck) -> list[bool]:
+    def timed_by(check: PayoffCheck) -> list[bool]:
         timed = []
         for _ in range(6):
             weight.grad = torch.ones(100)
@@ -295,8 +305,8 @@ def test_steps_of_the_warm_up_are_not_judged_whenever_a_run_begins() -> None:
             timed.append(optimizer.communicator.at_once)
         return timed
 
-    assert timed_by(advice.PayoffCheck(1, 2)) == [False] * 3 + [True, True, False]
-    assert timed_by(advice.PayoffCheck(1, 2)) == [True, True, False, False, False, False]  # resumed after the warm-up
+    assert timed_by(PayoffCheck(1, 2)) == [False] * 3 + [True, True, False]
+    assert timed_by(PayoffCheck(1, 2)) == [True, True, False, False, False, False]  # resumed after the warm-up
 
 
 def test_a_run_in_which_messages_are_dear_is_silent(run_ranks: Any) -> None:

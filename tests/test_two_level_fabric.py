@@ -16,7 +16,10 @@ from trainer_helpers import MARKS, GivenRanks
 from two_level_helpers import make_mesh, whole
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer
-from lightning_scape.hosts import advice, swap
+from lightning_scape.core.method import find_all
+from lightning_scape.hosts import setup
+from lightning_scape.hosts.advice import as_call
+from lightning_scape.scape.method import ScapeMethod
 
 pytestmark = MARKS
 
@@ -80,7 +83,7 @@ def _as_flat(rank: int, world_size: int) -> list[Any]:
     for size in (1, 2):
         fabric = make_fabric(size, sparsity=0.0)
         model, optimizer = build(fabric)
-        said = advice.what_holds(swap.scape_optimizers([optimizer]), 4, advice.as_call("FabricScapeStrategy"))
+        (said,) = ScapeMethod.summary(find_all([optimizer]), 4, as_call("FabricScapeStrategy"))
         assert ("per rank and step between nodes of 2 ranks" in said) == (size == 2)
         found += [train(fabric, model, optimizer, range(4)), wholes(model)]
     return found
@@ -166,7 +169,7 @@ def _scaled(rank: int, world_size: int) -> tuple[list[float], int]:
     fully_shard(model, mesh=mesh["shard"])
     config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
     optimizer = ScapeOptimizer(model.parameters(), config=config, process_group=mesh["replicate"].get_group())
-    scaler = swap.sharded_scaler(torch.amp.GradScaler("cpu", init_scale=1024.0))
+    scaler = setup.sharded_scaler(torch.amp.GradScaler("cpu", init_scale=1024.0))
     assert scaler is not None
     for step in range(4):
         factor = float("inf") if (step, rank) == (2, 1) else 1.0

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_scape import AdamS, ScapeOptimizer, ScapeStrategy
-from lightning_scape.hosts import swap
+from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ScapeStrategy
+from lightning_scape.core.method import Surroundings, find_all
+from lightning_scape.scape.method import ScapeMethod
 
 MARKS = [
     pytest.mark.filterwarnings("ignore:LightningCLI's args parameter"),  # it looks at sys.argv, which is pytest's
@@ -172,8 +173,18 @@ def weights(module: nn.Module) -> Tensor:
     return torch.cat([tensor.detach().double().flatten() for tensor in module.parameters()])
 
 
+def scape_optimizers(optimizers: Any) -> list[Any]:
+    """What steps in the place of the given ones."""
+    return [method.optimizer for method in find_all(optimizers)]
+
+
+def under_scape(given: Any, config: ScapeConfig, total_steps: float | None = None) -> list[Any]:
+    """A ScapeOptimizer in the place of each."""
+    return [ScapeMethod.attach(each, config, Surroundings(total_steps=total_steps)).optimizer for each in given]
+
+
 def ours(trainer: pl.Trainer) -> ScapeOptimizer:
-    (optimizer,) = swap.scape_optimizers(trainer.optimizers)
+    (optimizer,) = scape_optimizers(trainer.optimizers)
     return optimizer
 
 

@@ -19,8 +19,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from lightning_scape.core.method import Method, Progress, Spelling, Surroundings, register
-from lightning_scape.core.words import show_bytes
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Self, override
@@ -30,8 +28,10 @@ from lightning_scape.checkpoint.dcp import Chunk
 from lightning_scape.checkpoint.source import OwnShards, SavedShards
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.stop_word import StopWord
+from lightning_scape.core.method import Method, Progress, Spelling, Surroundings, register
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import check_same_setup
+from lightning_scape.core.words import show_bytes
 
 HELD_BY = "_diloco"
 """Attribute of the user's optimizer, which it neither copies nor pickles."""
@@ -191,7 +191,7 @@ class DiLoCo(Method):
     def _facts(self) -> dict[str, Any]:
         """The same on all ranks."""
         numbers = {"steps": self.steps, "in_window": self.in_window, "exchanges": self.exchanges}
-        return {"world_size": self.ranks.world_size, "numbers": numbers, "config": asdict(self.config)}
+        return {"world_size": self.ranks.world_size, "progress": numbers, "config": asdict(self.config)}
 
     def _mine(self) -> dict[str, Any]:
         """What differs between ranks, and what all need: start and momentum are saved by rank 0."""
@@ -240,7 +240,7 @@ class DiLoCo(Method):
         device = self.parameters.device
         self.start = [start.to(device) for start in first["start"]]
         self.momentum = [momentum.to(device) for momentum in first["momentum"]]
-        vars(self).update(facts["numbers"])
+        vars(self).update(facts["progress"])
         self.restore_parameters()
 
     @override

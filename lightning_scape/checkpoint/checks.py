@@ -9,9 +9,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from lightning_scape.checkpoint.packed import KEY
 from lightning_scape.checkpoint.source import Source, held, residual_key, state_key
 from lightning_scape.core.local_shards import is_sharded
+from lightning_scape.core.method import of_state
 from lightning_scape.core.parameters import Parameters, problem_of_group
 from lightning_scape.scape.config import WarmupShape
 
@@ -95,9 +95,15 @@ def check_shards(common: Any, ranks: int) -> None:
         ValueError: the first rule that they break.
     """
     _check_mapping("facts", common)
-    if KEY in common:  # SparseLoCo checks the rest itself
-        facts = common[KEY]
-        _check_mapping(KEY, facts)
+    name = of_state(common).name
+    if name != "scape":  # it checks the rest itself
+        facts = common[name]
+        _check_mapping(name, facts)
+    elif not {"format", "config"} & set(common):
+        raise ValueError(
+            f"A state must be of a method that is registered, got one with {sorted(map(_said, common))[:3]}. Import the"
+            " module that registers it (lightning_scape.core.method), or load another checkpoint."
+        )
     else:
         facts = common
         _check_facts(facts)

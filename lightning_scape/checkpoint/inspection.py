@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 
 from lightning_scape.checkpoint import atomic_files as files
-from lightning_scape.checkpoint import packed
 from lightning_scape.checkpoint.rng import states_in
 from lightning_scape.checkpoint.saver import SavedContent
 from lightning_scape.checkpoint.steps import step_of
 from lightning_scape.checkpoint.temporaries import MANIFEST
 from lightning_scape.comm.collectives import Communicator, is_distributed, new_group_like
+from lightning_scape.core.method import of_state
 
 _LONGEST_CHECK = timedelta(hours=1)
 
@@ -45,8 +45,7 @@ def verify(path: str | os.PathLike[str]) -> None:
         for rank in range(saved.directory.world_size if saved.optimizers else 0):
             states_in(saved.directory.tensor(f"rng.{rank}"))
         for shards in saved.optimizers.values():
-            for _ in packed.parts(shards):  # unpickled, as loading does
-                pass
+            of_state(shards.common).read_all(shards)
     else:
         files.load_file(path, _let_go)
 

@@ -17,12 +17,11 @@ from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint.checks import check_shards, check_whole
 from lightning_scape.checkpoint.dcp import REST, Chunk, Directory, as_bytes, write_directory
 from lightning_scape.checkpoint.foreign import as_adamw
-from lightning_scape.checkpoint.packed import KEY as PARTS_OF_RANKS
 from lightning_scape.checkpoint.rng import rng_state
 from lightning_scape.checkpoint.source import OwnShards, SavedShards
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.local_shards import first_row, is_sharded, local
-from lightning_scape.scape.optimizer_state import merge_shards
+from lightning_scape.core.method import of_state
 
 RNG = "scape_rng"
 """Key of the ranks' random number generators in a checkpoint that is one file."""
@@ -107,7 +106,7 @@ class SavedContent:
                     raise ValueError(f"its index must hold {key[:100]!r}, got none")
             for name, common in table["optimizers"].items():
                 check_shards(common, self.directory.world_size)
-                if PARTS_OF_RANKS not in common:
+                if of_state(common).name == "scape":
                     SavedShards(self.directory, name, common).check_sizes()
         except ValueError as error:
             raise files.CheckpointError(
@@ -253,14 +252,9 @@ def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
         whole = files.load_file(path)
         return _with_adamw(whole, path) if optimizer == "adamw" else whole
     saved = SavedContent(path)
-    if any(PARTS_OF_RANKS in shards.common for shards in saved.optimizers.values()):
-        raise files.CheckpointError(
-            f"{path} must be a checkpoint of SCAPE to be made one file, got one of SparseLoCo. Load it as it is, and"
-            ' save with state_dict_type="full".'
-        )
     whole = dict(saved.rest)
     whole |= {name: saved.model(name) for name in saved.models}
-    states = {name: merge_shards(shards) for name, shards in saved.optimizers.items()}
+    states = {name: of_state(shards.common).whole_state(shards) for name, shards in saved.optimizers.items()}
     if optimizer == "adamw":
         states = {name: _adamw(state, path) for name, state in states.items()}
     elif saved.optimizers:

@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint.dcp import REST
-from lightning_scape.checkpoint.packed import KEY
 from lightning_scape.checkpoint.pickles import Pairs, entry
+from lightning_scape.core.method import names
 
 _OF_THE_TRAINER = "global_step"
 _OF_USERS = ("step", "step_count", "iter_num")
@@ -42,8 +42,8 @@ def step_of(path: Path) -> int | None:
 def _steps_of(state: Any) -> Iterator[int]:
     """Of one optimizer: whole, its facts are a part of it; in a directory, they are all of it."""
     facts = entry(state, "scape") or (state if entry(state, "mask_uses") is not None else None)
-    progress = entry(entry(state, KEY), "progress")
-    yield from (step for step in (entry(facts, "step"), entry(progress, "steps")) if _is_count(step))
+    counts = (entry(entry(entry(state, name), "progress"), "steps") for name in names())
+    yield from (step for step in (entry(facts, "step"), *counts) if _is_count(step))
 
 
 def _values(holder: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The density of the moment in a Trainer's progress bar."""
+"""What a method shows in a Trainer's progress bar in every step: SCAPE's density of the moment."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Any
 
 from lightning.pytorch.callbacks import ProgressBar
 
-from lightning_scape.hosts import advice
+from lightning_scape.core.method import find_all
+from lightning_scape.hosts.advice import with_prefixes
 
 
 class DensityBar:
-    """Takes the place of a bar's ``get_metrics``: adds the density, as long as the warm-up lasts.
+    """Takes the place of a bar's ``get_metrics``: adds what the methods show (:meth:`Method.bar`).
 
     Logged with ``prog_bar=True`` it would be a tensor on the device, for which the bar waits.
 
@@ -24,8 +25,10 @@ class DensityBar:
         bar.get_metrics = self  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What the bar would have given, and the density."""
-        return {**self._own(*args, **kwargs), **advice.densities(self._strategy.optimizers)}
+        """What the bar would have given, and that."""
+        methods = with_prefixes(find_all(self._strategy.optimizers))
+        added = {f"{prefix}/{name}": value for prefix, each in methods for name, value in each.bar().items()}
+        return {**self._own(*args, **kwargs), **added}
 
     def take_off(self) -> None:
         """The bar is as it was."""

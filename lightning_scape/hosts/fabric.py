@@ -1,4 +1,4 @@
-"""FabricScapeStrategy: SCAPE as a strategy of ``lightning.fabric.Fabric``, over the same core as the Trainer's."""
+"""Strategies of ``lightning.fabric.Fabric``: one for all methods, and a thin one for each of ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import wraps
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.accelerators import Accelerator
@@ -22,64 +22,35 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.fabric.utilities.types import Optimizable
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.saver import Saver
-from lightning_scape.comm.collectives import is_distributed
+from lightning_scape.comm.collectives import Communicator, is_distributed
 from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.side_group import SideGroup
-from lightning_scape.hosts import advice, launching, rendezvous, swap, two_level
+from lightning_scape.core.method import Method, Spelling, Surroundings, find_all, for_config
+from lightning_scape.hosts import advice, launching, registration, rendezvous, setup, two_level
 from lightning_scape.hosts.buffers import Buffers
 from lightning_scape.hosts.fabric_checkpoints import FabricCheckpoints
+from lightning_scape.hosts.options import ScapeOptions, SparseLoCoOptions
 from lightning_scape.hosts.outsiders import Watch
 from lightning_scape.hosts.own_clipping import watch_gradients
-from lightning_scape.scape.config import (
-    ClipNorm,
-    MaskStatistic,
-    ScapeConfig,
-    SecondMoment,
-    Update,
-    WireDtype,
-    refuses_removed,
-)
-from lightning_scape.scape.optimizer import ScapeOptimizer
-from lightning_scape.sparseloco import SparseLoCo
 
 
-class FabricScapeStrategy(FabricCheckpoints):
-    """``L.Fabric(strategy=FabricScapeStrategy(sparsity=0.99))``, or ``L.Fabric(strategy="scape")`` for the defaults.
+class FabricMethodStrategy(FabricCheckpoints):
+    """Training by a method, the one that ``config`` is of: ``FabricMethodStrategy(SparseLoCoConfig(sync_every=9))``.
 
-    ``fabric.setup(model, optimizer)`` (or ``setup_module``, ``setup_optimizers``) makes all ranks' models equal
-    and swaps AdamW, Adam or AdamS for a :class:`~lightning_scape.ScapeOptimizer`; the model is not wrapped. Build LR
-    schedulers on the optimizer that ``setup`` returns, or on the one that it was given, whose ``step`` is now the new
-    one's. ``fabric.backward``, ``no_backward_sync``, ``clip_gradients`` (which returns the norm of the averaged
-    gradient, and leaves ``p.grad`` as it is), ``save`` and ``load`` work as with DDP.
+    ``fabric.setup(model, optimizer)`` (or ``setup_module``, ``setup_optimizers``) makes all ranks' models equal and
+    puts the optimizer under the method; the model is not wrapped. ``fabric.backward``, ``no_backward_sync``,
+    ``clip_gradients``, ``save`` and ``load`` work as with DDP.
 
     Args:
-        sparsity: share of the entries that is not sent in a step, in [0, 1). 0 is dense training, sharded.
-        config: all options at once, instead of one by one; an option given both ways must be the same.
-        update: ``"adamw"`` or ``"adams"``; None fits the optimizer given. See :class:`~lightning_scape.ScapeConfig`, as
-            for all options down to ``block_size``.
-        dense_steps: number of first steps that send everything.
-        sparsity_warmup_steps: steps over which the density falls from 1 to ``1 - sparsity``; 0 is none. None is 4,950
-            at 99% and 1,424 at 90%; with the update of AdamS 1,000, or ``total_steps`` where that is less.
-        mask_statistic: what ranks the entries.
-        mask_votes: entries per block that every rank proposes; None chooses.
-        second_moment: what an entry is divided by that was not visited in the step before.
-        wire_dtype: how values travel to their owner, and the changes of wider parameters back.
-        bias_correction: divide the first moments by ``1 - beta1**t``.
-        clip_norm: how ``clip_gradients(max_norm=...)`` measures the averaged gradient.
-        local_group_size: ranks of a node that hold one replica together, sharded by FSDP2; ``"node"`` takes all ranks
-            of a node. SCAPE then runs between the nodes.
-        reshard_after_forward: with ``local_group_size`` above 1: free gathered parameters between forward and backward.
-        residual_device: where the residual lives.
-        max_skipped: consecutive skipped steps (a gradient is not finite) that raise an error.
-        check_replicas_every: steps between two comparisons of all ranks' parameters; 0: the first step only.
-        block_size: block length, None for the best.
-        total_steps: of the whole run, where you know them: AdamS's default warm-up is no longer than that.
+        config: the method's options. Where it has ``local_group_size``, ranks of a node may hold a replica together.
+        total_steps: of the whole run, where you know them.
         accelerator: as in DDPStrategy, as for all that follow.
         parallel_devices: this node's devices.
         cluster_environment: how ranks find each other.
@@ -96,34 +67,20 @@ class FabricScapeStrategy(FabricCheckpoints):
             the members of the model's outermost ModuleLists. Modules to which you have applied ``fully_shard`` over
             ``strategy.device_mesh["shard"]`` stay as they are.
         broadcast_buffers: hand rank 0's buffers on before each forward pass with gradients, as DDP does.
+        options: of the method, by name, in place of ``config`` (a strategy of one method).
 
     Raises:
         ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
-        TypeError: an option of DDP's that is not needed here, or one of earlier versions.
+        TypeError: an option of DDP's that is not needed here, or one that does not exist.
     """
 
-    @launching.refuses_options_of_ddp
-    @refuses_removed
+    method: ClassVar[str | None] = None
+    """Name of the method, where the strategy is of one."""
+
     def __init__(
         self,
-        sparsity: float = 0.99,
+        config: Any = None,
         *,
-        config: ScapeConfig | None = None,
-        update: Update | None = None,
-        dense_steps: int = 0,
-        sparsity_warmup_steps: int | None = None,
-        mask_statistic: MaskStatistic = "residual",
-        mask_votes: int | None = None,
-        second_moment: SecondMoment = "measured",
-        wire_dtype: WireDtype = "bf16",
-        bias_correction: bool = False,
-        clip_norm: ClipNorm = "sketch",
-        local_group_size: int | Literal["node"] = 1,
-        reshard_after_forward: bool = True,
-        residual_device: torch.device | str | None = None,
-        max_skipped: int = 10,
-        check_replicas_every: int = 0,
-        block_size: int | None = None,
         total_steps: int | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -137,16 +94,18 @@ class FabricScapeStrategy(FabricCheckpoints):
         async_save: bool = False,
         wrap: Sequence[str] = (),
         broadcast_buffers: bool = False,
+        **options: Any,
     ) -> None:
-        given = locals()
+        launching.refuse_options_of_ddp(options)
         if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
             raise ValueError(
                 f"`total_steps` must be None or a whole number >= 1, got {total_steps!r}. Leave it out where you do not"
                 " know it."
             )
         saver.check_saving(state_dict_type, async_save, checkpoint_io)
-        self.config = swap.resolve_config(config, {name: given[name] for name in swap.CONFIG_DEFAULTS})
+        self.config = setup.resolve_config(self.method, config, options)
         super().__init__(
+            method=for_config(self.config),
             nodes=two_level.Nodes(self.config, wrap),
             state_dict_type=state_dict_type,
             async_save=async_save,
@@ -161,21 +120,27 @@ class FabricScapeStrategy(FabricCheckpoints):
         )
         self._backward_sync_control = _GradientSync()
         self.total_steps = total_steps
-        self._mask_group = SideGroup()
+        self._side_group = SideGroup()
         self._buffers = Buffers(broadcast_buffers)
         self._forget()
 
+    def __repr__(self) -> str:
+        """The options that differ from the defaults."""
+        return f"<{type(self).__name__}({advice.chosen(self.config)})>"
+
     def _forget(self) -> None:
         # Weak: a model that the user drops must not be kept alive by the strategy.
-        self._scape_optimizers: weakref.WeakSet[ScapeOptimizer] = weakref.WeakSet()
-        self._told: weakref.WeakSet[ScapeOptimizer] = weakref.WeakSet()
+        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """Optimizers under the method, as the user steps them, and which one each was; all ranks count alike."""
+        self._count = 0
+        self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.known_modules: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
         """Modules that were set up, in order."""
         self._watch: Watch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For launchers that pickle the strategy (spawn, forkserver), before anything is set up."""
-        left_out = ("_scape_optimizers", "_told", "known_modules", "_watch")
+        left_out = ("_numbers", "_told", "known_modules", "_watch")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -185,11 +150,12 @@ class FabricScapeStrategy(FabricCheckpoints):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        launching.register(strategy_registry, cls)
+        if cls.method is not None:
+            registration.register_in(strategy_registry, cls.method, cls)
 
     @override
     def _configure_launcher(self) -> None:
-        launching.check_start_method(type(self).__name__, self._start_method)
+        launching.check_start_method(type(self).__name__, self._method.name, self._start_method)
         super()._configure_launcher()
 
     @override
@@ -206,13 +172,13 @@ class FabricScapeStrategy(FabricCheckpoints):
             rendezvous.start_process_group(self.cluster_environment, backend, self._timeout, self.root_device)
             super()._setup_distributed()
         if starting:
-            atexit.register(_destroy_dist_connection)  # see ScapeStrategy
+            atexit.register(_destroy_dist_connection)  # see MethodStrategy
         atexit.register(_finish, weakref.ref(self._saver))  # Fabric never tears a strategy down
         self._nodes.set_up(self.num_processes, self.root_device, self._timeout)  # collective, as the next
         if not self._nodes.several:
-            self._mask_group.get(self._timeout)
+            self._side_group.get(self._timeout)
         if isinstance(self.precision, MixedPrecision):
-            self.precision.scaler = swap.sharded_scaler(self.precision.scaler)
+            self.precision.scaler = setup.sharded_scaler(self.precision.scaler)
         if self._nodes.several:  # a sharded module sends messages in forward and backward
             two_level.explain_forward(self.precision)
 
@@ -238,7 +204,7 @@ class FabricScapeStrategy(FabricCheckpoints):
         if self._nodes.several:
             self._nodes.shard(module, self.root_device, two_level.compute_dtype(self.precision.precision))
         else:
-            swap.start_equal(module)
+            setup.start_equal(module)
         if module not in self.known_modules:
             self._buffers.hand_on_before_forward(module)
         self.known_modules[module] = None
@@ -253,29 +219,61 @@ class FabricScapeStrategy(FabricCheckpoints):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         named = [pair for module in self.known_modules for pair in module.named_parameters()]
         self._nodes.follow_replaced(optimizer)
-        (scape,) = swap.swap_optimizers(
-            [optimizer],
-            [],
-            self._nodes.config,
-            named_parameters=named,
-            process_group=self._nodes.process_group,
-            mask_group=self._nodes.side_group(self._mask_group, self._timeout),
-            total_steps=self.total_steps,
-        )
-        if self.world_size > 1 and getattr(self.precision, "scaler", None) is None:
-            watch_gradients(scape, "`fabric.clip_gradients(model, optimizer, max_norm=...)`", rank_zero_warn)
-        self._scape_optimizers.add(scape)
-        return scape
+        self._close_those_replaced_by(optimizer)
+        side_group = self._nodes.side_group(self._side_group, self._timeout)
+        surroundings = Surroundings(named, self._nodes.process_group, side_group, self.total_steps)
+        attached = self._method.attach(optimizer, self._nodes.config, surroundings)
+        if attached.clips and self.world_size > 1 and getattr(self.precision, "scaler", None) is None:
+            watch_gradients(attached, "`fabric.clip_gradients(model, optimizer, max_norm=...)`", rank_zero_warn)
+        self._numbers[attached.optimizer] = self._count
+        self._count += 1
+        return attached.optimizer
+
+    def _close_those_replaced_by(self, optimizer: Optimizer) -> None:
+        """A method that works in hooks of the user's optimizers: those of the same parameters must not go on.
+
+        After ``sync()``, or the first step finds that ranks differ.
+        """
+        given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for former in self._methods():
+            held = {id(parameter) for group in former.optimizer.param_groups for parameter in group["params"]}
+            if former.optimizer is former.given and given & held:
+                former.close()
+                del self._numbers[former.optimizer]
+
+    def _methods(self) -> list[Method]:
+        """Those of the optimizers that are alive."""
+        return find_all(self._numbers)
 
     @override
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
         # Not before the first step: a checkpoint that is loaded brings its own warm-up along.
-        if untold := self._scape_optimizers - self._told:
+        if untold := set(self._numbers) - set(self._told):
             self._told |= untold
-            rank_zero_info(advice.what_holds(list(untold), self.total_steps, self._spelling()))
+            self._tell(find_all(untold))
         result = super().optimizer_step(optimizer, **kwargs)
+        for method in find_all([optimizer]):
+            if method.progress().steps == self.total_steps:
+                method.finish()
         self._look_at_buffers_in_time()
         return result
+
+    def _tell(self, methods: list[Method]) -> None:
+        for line in self._method.summary(methods, self.total_steps, self._spelling()):
+            rank_zero_info(line)
+        if self.total_steps is None and not self._method.exchanges_every_step and self.world_size > self._nodes.size:
+            rank_zero_info(
+                "The number of steps is not known: call the strategy's sync() after the last one, or the model that you"
+                " save may be rank 0's alone (total_steps=N does it at step N)."
+            )
+
+    def sync(self) -> None:
+        """Ends what has begun: all ranks hold the same parameters afterwards. Collective."""
+        # Those that live on all ranks, as they were built: each rank frees what is dropped in its own time.
+        by_number = {number: optimizer for optimizer, number in self._numbers.items()}
+        everywhere = set.intersection(*map(set, Communicator(None, None).all_gather_object([*by_number])))
+        for method in find_all(by_number[number] for number in sorted(everywhere)):
+            method.finish()
 
     def _look_at_buffers_in_time(self) -> None:
         if self._buffers.count_step():
@@ -295,7 +293,7 @@ class FabricScapeStrategy(FabricCheckpoints):
         with explained_messages():
             super().backward(tensor, module, *args, **kwargs)
 
-    def _spelling(self) -> advice.Spelling:
+    def _spelling(self) -> Spelling:
         """How the user writes the options."""
         return advice.as_call(type(self).__name__)
 
@@ -308,30 +306,36 @@ class FabricScapeStrategy(FabricCheckpoints):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Records the clipping factor of the coming step, and returns the norm of the averaged gradient.
+        """Clips the averaged gradient in the coming step, ``p.grad`` stays; or this rank's own. Returns its norm.
 
-        ``p.grad`` stays as it is.
-
-        With ``error_if_nonfinite`` a norm that is not finite is an error on every rank: at once on the CPU; on CUDA by
-        the next step or checkpoint, after this step was skipped, so that the host does not wait for the device.
+        The averaged one's, with ``error_if_nonfinite``: a norm that is not finite is an error on every rank, at once on
+        the CPU; on CUDA by the next step or checkpoint, after this step was skipped, so that the host does not wait.
+        This rank's own: it raises nothing, for the error would be one rank's alone. The window is dropped on all ranks.
         """
+        if not self._method.clips:
+            norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, False)
+            return norm.full_tensor() if isinstance(norm, DTensor) else norm  # of the node's gradient
         if float(norm_type) != 2.0:
             raise ValueError(
-                f"`norm_type` must be 2 under SCAPE, got {norm_type!r}: no rank holds the averaged gradient, and only"
-                " its Euclidean norm can be estimated from sketches. Leave it at 2."
+                f"`norm_type` must be 2 under {self._method.title}, got {norm_type!r}: no rank holds the averaged"
+                " gradient, and only its Euclidean norm can be estimated from sketches. Leave it at 2."
             )
         self.precision.unscale_gradients(optimizer)
-        return swap.scape_optimizer(optimizer).clip_grad_norm(float(max_norm), error_if_nonfinite=error_if_nonfinite)
+        return setup.clipping(optimizer).clip_norm(float(max_norm), error_if_nonfinite)
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        if not self._method.clips:
+            super().clip_gradients_value(module, optimizer, clip_val)
+            return
         self.precision.unscale_gradients(optimizer)
-        swap.scape_optimizer(optimizer).clip_grad_value(float(clip_val))
+        setup.clipping(optimizer).clip_value(float(clip_val))
 
     @override
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         super().load_module_state_dict(module, state_dict, strict=strict)
-        swap.mark_masters_stale(self._scape_optimizers)
+        for method in self._methods():
+            method.weights_loaded()
 
     # ------------------------------------------------------------------------------------------------- the end
 
@@ -340,16 +344,39 @@ class FabricScapeStrategy(FabricCheckpoints):
 
         All ranks learn it in the same step: see :attr:`stop_requested`.
         """
-        for optimizer in self._stoppable():
-            optimizer.request_stop()
+        for method in self._methods():
+            method.request_stop()
 
     @property
     def stop_requested(self) -> bool:
         """After the optimizers' steps: whether all ranks stop here, for one of them was told to. The same on all."""
-        return any(optimizer.stop_requested for optimizer in self._stoppable())
+        return any(method.stop_requested for method in self._methods())
 
-    def _stoppable(self) -> list[ScapeOptimizer | SparseLoCo]:
-        return list(self._scape_optimizers)
+
+class FabricScapeStrategy(ScapeOptions, FabricMethodStrategy):
+    """``L.Fabric(strategy=FabricScapeStrategy(sparsity=0.99))``, or ``L.Fabric(strategy="scape")`` for the defaults.
+
+    ``fabric.setup`` swaps AdamW, Adam or AdamS for a :class:`~lightning_scape.ScapeOptimizer`. Build LR schedulers on
+    the optimizer that ``setup`` returns, or on the one that it was given, whose ``step`` is now the new one's.
+    ``clip_gradients`` returns the norm of the averaged gradient, and leaves ``p.grad`` as it is.
+
+    Its options: those of :class:`~lightning_scape.hosts.options.ScapeOptions`, then those of
+    :class:`FabricMethodStrategy`. With the update of AdamS the default warm-up is no longer than ``total_steps``.
+    """
+
+
+class FabricSparseLoCoStrategy(SparseLoCoOptions, FabricMethodStrategy):
+    """``L.Fabric(strategy=FabricSparseLoCoStrategy(sync_every=30))``, or ``L.Fabric(strategy="sparseloco")``.
+
+    ``fabric.setup`` wraps the optimizer, any of torch's, in a :class:`~lightning_scape.SparseLoCo`; optimizer and model
+    stay what they are. ``clip_gradients`` is of the rank's own gradient. Inside a window every rank has parameters of
+    its own, and rank 0's are what ``save`` writes for the model. Call ``fabric.strategy.sync()`` at the end of
+    training, or give ``total_steps``: the last step then ends its window; and before you set up another optimizer over
+    the same parameters.
+
+    Its options: those of :class:`~lightning_scape.hosts.options.SparseLoCoOptions`, then those of
+    :class:`FabricMethodStrategy`.
+    """
 
 
 def _finish(saver: weakref.ref[Saver]) -> None:

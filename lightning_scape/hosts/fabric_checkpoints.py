@@ -22,7 +22,8 @@ from lightning_scape.checkpoint.saver import RNG, Content, SavedContent, Saver, 
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.comm.together import Together
-from lightning_scape.hosts import swap, two_level
+from lightning_scape.core.method import Method, find
+from lightning_scape.hosts import two_level
 from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.hosts.schedulers import Restored, is_scheduler
 
@@ -31,6 +32,7 @@ class FabricCheckpoints(DDPStrategy):
     """Base of Fabric's strategies.
 
     Args:
+        method: by which it trains.
         nodes: which ranks hold a replica together.
         state_dict_type: ``"full"`` or ``"sharded"``.
         async_save: write directories in the background.
@@ -38,10 +40,16 @@ class FabricCheckpoints(DDPStrategy):
     """
 
     def __init__(
-        self, *, nodes: two_level.Nodes, state_dict_type: saver.StateDictType, async_save: bool, **options: Any
+        self,
+        *,
+        method: type[Method],
+        nodes: two_level.Nodes,
+        state_dict_type: saver.StateDictType,
+        async_save: bool,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
-        self._nodes, self._state_dict_type = nodes, state_dict_type
+        self._method, self._nodes, self._state_dict_type = method, nodes, state_dict_type
         self._saver, self._together = Saver(async_save), Together()
         self._checkpoint_group = SideGroup("gloo")  # background writes must not meet the step's messages
 
@@ -60,7 +68,10 @@ class FabricCheckpoints(DDPStrategy):
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._together.agree()
-        return super().get_optimizer_state(optimizer)
+        if (method := find(optimizer)) is None:
+            return super().get_optimizer_state(optimizer)
+        method.consolidate_state_dict()
+        return method.state_dict() if self.is_global_zero else {}
 
     @property
     @override
@@ -99,7 +110,7 @@ class FabricCheckpoints(DDPStrategy):
         ranks = Communicator(None, None)
         with self._together.inside():
             converted = self._convert_stateful_objects_in_state(self._with_stand_ins(state), filter=filter or {})
-        if any(self._ours(value) for value in state.values()):
+        if any(find(value) for value in state.values()):
             converted[RNG] = ranks.all_gather_object(rng_state())
 
         def write() -> None:
@@ -114,7 +125,7 @@ class FabricCheckpoints(DDPStrategy):
             if isinstance(value, Module):
                 offered = self._offered_parameters(value)
                 content.models[name] = replicated(self.get_module_state_dict(value), offered, self.global_rank)
-            elif (ours := self._ours(value)) is not None:
+            elif (ours := find(value)) is not None:
                 self._together.agree()
                 content.optimizers[name] = ours.sharded_state_dict()
             else:
@@ -123,6 +134,8 @@ class FabricCheckpoints(DDPStrategy):
 
     def _offered_parameters(self, module: Module) -> list[str]:
         """Names of the parameters that this rank may write into a directory: any rank, where all hold the same."""
+        if not self._method.exchanges_every_step and self.global_rank >= self._nodes.size:
+            return []  # between exchanges nodes differ: of the model only the first one's is saved
         return [name for name, _ in module.named_parameters()]
 
     @override
@@ -133,8 +146,15 @@ class FabricCheckpoints(DDPStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
+        rest = self._load(path, state, strict, weights_only)
+        for value in state.values() if isinstance(state, dict) else ():
+            if (method := find(value)) is not None:
+                method.restore_parameters()  # a model that was loaded after it
+        return rest
+
+    def _load(self, path: _PATH, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
         self._saver.wait()
-        ours = any(map(self._ours, state.values() if isinstance(state, dict) else [state]))
+        ours = any(map(find, state.values() if isinstance(state, dict) else [state]))
         # Without one of ours a rank may read on its own, as with DDP.
         ranks = Communicator(None, None) if ours else Communicator.alone()
         if saver.is_directory(path, ranks):
@@ -155,7 +175,7 @@ class FabricCheckpoints(DDPStrategy):
         return {name: Restored(value) if self._is_scheduler(value) else value for name, value in state.items()}
 
     def _is_scheduler(self, value: Any) -> bool:
-        return is_scheduler(value) and self._ours(value) is None
+        return is_scheduler(value) and find(value) is None
 
     def _take_up(self, content: dict[str, Any], state: Any, strict: bool) -> dict[str, Any]:
         """Loads a file's content into what was given for it, as Lightning does; returns the rest."""
@@ -163,7 +183,7 @@ class FabricCheckpoints(DDPStrategy):
             self.load_module_state_dict(state, content, strict=strict)
             return {}
         if isinstance(state, Optimizer):
-            (self._ours(state) or state).load_state_dict(content)
+            (find(state) or state).load_state_dict(content)
             return {}
         _validate_keys_for_strict_loading(state.keys(), content.keys(), strict=strict)
         for name, value in self._with_stand_ins(state).items():
@@ -172,7 +192,7 @@ class FabricCheckpoints(DDPStrategy):
             if isinstance(value, Module):
                 self.load_module_state_dict(value, content.pop(name), strict=strict)
             elif isinstance(value, (Optimizer, _Stateful)):
-                (self._ours(value) or value).load_state_dict(content.pop(name))
+                (find(value) or value).load_state_dict(content.pop(name))
             else:
                 state[name] = content.pop(name)
         return content
@@ -192,22 +212,18 @@ class FabricCheckpoints(DDPStrategy):
                 if isinstance(value, Module) and name in saved.models:
                     self.load_module_state_dict(value, saved.model(name), strict=strict)
                 elif name in saved.optimizers:
-                    (self._ours(value) or value).load_state_dict(saved.optimizers[name])
+                    (find(value) or value).load_state_dict(saved.optimizers[name])
                 elif name in rest and isinstance(value, _Stateful):
                     value.load_state_dict(rest.pop(name))
                 elif name in rest:
                     state[name] = rest.pop(name)
 
         self._checkpoint_ranks().raise_on_all_ranks(take_up)
-        if any(self._ours(value) for value in state.values()):
+        if any(find(value) for value in state.values()):
             generators = saved.rng(self.global_rank, self.world_size)
             if generators is not None:
                 set_rng_state(generators)
         return rest
-
-    def _ours(self, value: Any) -> Any:
-        """What holds the state of all ranks, where ``value`` is an optimizer that was set up here; else None."""
-        return next(iter(swap.scape_optimizers([value])), None)
 
     def wait_for_checkpoint(self) -> None:
         """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import ParamSpec
+from typing import Any
 
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 
 from lightning_scape.comm.collectives import is_distributed, world_size
 from lightning_scape.hosts import registration
 
-register = registration.register_scape
 
-
-def check_start_method(strategy: str, start_method: str, interactive: bool = _IS_INTERACTIVE) -> None:
+def check_start_method(strategy: str, method: str, start_method: str, interactive: bool = _IS_INTERACTIVE) -> None:
     """Raises ``ValueError`` where the session is interactive, a notebook or ``python -i``, and ranks are not forked.
 
     Lightning would refuse it as well, and name ``ddp_notebook`` as the remedy.
 
     Args:
         strategy: name of the class.
+        method: that of its method.
         start_method: its option.
         interactive: whether there is no script that a new process could run.
     """
     if interactive and start_method != "fork":
-        by_name = "" if "SparseLoCo" in strategy else f'`strategy="{registration.NOTEBOOK}"` or '
         raise ValueError(
             f"{strategy}'s `start_method` must be 'fork' in an interactive session (a notebook, python -i), got"
             f" {start_method!r}: other ways start processes by running the script again, and there is none. Use"
-            f" {by_name}`{strategy}(start_method='fork')`, or run a script."
+            f" `strategy=\"{registration.notebook(method)}\"` or `{strategy}(start_method='fork')`, or run a script."
         )
 
 
@@ -85,19 +82,11 @@ _OF_DDP = {
 }
 """DDP's options, and why they are not needed."""
 
-P = ParamSpec("P")
 
-
-def refuses_options_of_ddp(constructor: Callable[P, None]) -> Callable[P, None]:
-    """Gives a strategy's constructor an error for options of DDP that have no meaning here."""
-
-    @functools.wraps(constructor)
-    def construct(*args: P.args, **kwargs: P.kwargs) -> None:
-        for name in kwargs.keys() & _OF_DDP.keys():
-            raise TypeError(
-                f"`{name}` is an option of DDP's and must be left out, got {kwargs[name]!r}. It is not needed here:"
-                f" {_OF_DDP[name]}."
-            )
-        constructor(*args, **kwargs)
-
-    return construct
+def refuse_options_of_ddp(options: Mapping[str, Any]) -> None:
+    """Raises ``TypeError`` where options of DDP are given that have no meaning here."""
+    for name in options.keys() & _OF_DDP.keys():
+        raise TypeError(
+            f"`{name}` is an option of DDP's and must be left out, got {options[name]!r}. It is not needed here:"
+            f" {_OF_DDP[name]}."
+        )

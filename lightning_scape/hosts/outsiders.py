@@ -15,9 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_scape.hosts.swap import unwrap_optimizer
-from lightning_scape.scape.optimizer import ScapeOptimizer
-from lightning_scape.sparseloco import SparseLoCo
+from lightning_scape.core import method
 
 
 class Watch:
@@ -71,8 +69,9 @@ class Watch:
 
 
 def _look(stepping: Optimizer, *_: Any) -> None:
-    optimizer: Any = unwrap_optimizer(stepping)  # torch's hooks see a host's wrapper once that was copied
-    if isinstance(optimizer, ScapeOptimizer) or SparseLoCo.of(optimizer) is not None:
+    # torch's hooks see a host's wrapper once that was copied
+    optimizer: Any = method.unwrapped(stepping)
+    if method.find(optimizer) is not None:
         return
     for watch in list(Watch._all):
         watch.look(optimizer)
@@ -80,5 +79,4 @@ def _look(stepping: Optimizer, *_: Any) -> None:
 
 def _parts_of_a_step() -> set[int]:
     """The parameters of wrapped optimizers that are stepping now: one may be made of others, which step inside it."""
-    stepping = [loco for each in SparseLoCo._of.values() if (loco := each()) is not None and loco._stepping]
-    return {id(p) for loco in stepping for group in loco.optimizer.param_groups for p in group["params"]}
+    return set().union(*(method.named(name).inside_steps() for name in method.names()))

@@ -14,21 +14,21 @@ from typing import Any
 from torch import Tensor
 
 from lightning_scape.core.local_shards import local
-from lightning_scape.scape.optimizer import ScapeOptimizer
+from lightning_scape.core.method import Method
 
 STEPS = 100
 
 
-def watch_gradients(optimizer: ScapeOptimizer, clip: str, say: Callable[[str], object], steps: int = STEPS) -> None:
+def watch_gradients(method: Method, clip: str, say: Callable[[str], object], steps: int = STEPS) -> None:
     """Says once, after one of the first steps, if gradients change between backward pass and step.
 
     Args:
-        optimizer: whose gradients; not one of a GradScaler's, which changes them as well.
+        method: whose gradients; not one of a GradScaler's, which changes them as well.
         clip: the call that clips the averaged gradient, for the user.
         say: takes a sentence.
         steps: after these, the watch ends.
     """
-    parameters = optimizer.engine.parameters
+    optimizer, parameters = method.optimizer, method.named_parameters
     written: dict[int, tuple[int, int]] = {}
     left = steps
 
@@ -41,7 +41,7 @@ def watch_gradients(optimizer: ScapeOptimizer, clip: str, say: Callable[[str], o
         left -= 1
         changed = [
             name
-            for name, parameter in zip(parameters.names, parameters.tensors, strict=True)
+            for name, parameter in parameters
             if parameter.grad is not None
             and id(parameter) in written
             and written[id(parameter)] != _version(parameter.grad)
@@ -50,15 +50,14 @@ def watch_gradients(optimizer: ScapeOptimizer, clip: str, say: Callable[[str], o
         if changed:
             say(
                 "Gradients should stay as the backward pass leaves them until the step, got another one for"
-                f" {changed[0]!r}."
-                " Under SCAPE a rank has only its own gradient, not the average that it has under DDP: torch's"
-                " clip_grad_norm_ and clip_grad_value_ clip each rank's by itself, which is another training. Clip by"
-                f" {clip}. (A change that is the same factor on all ranks does no harm.)"
+                f" {changed[0]!r}. Under {method.title} a rank has only its own gradient, not the average that it has"
+                " under DDP: torch's clip_grad_norm_ and clip_grad_value_ clip each rank's by itself, which is another"
+                f" training. Clip by {clip}. (A change that is the same factor on all ranks does no harm.)"
             )
         if changed or left == 0:
             end()
 
-    handles = [each.register_post_accumulate_grad_hook(note) for each in parameters.tensors]
+    handles = [each.register_post_accumulate_grad_hook(note) for _, each in parameters]
     handles.append(optimizer.register_step_post_hook(compare))
     end = weakref.finalize(optimizer, lambda: [handle.remove() for handle in handles])
 

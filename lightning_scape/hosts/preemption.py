@@ -15,8 +15,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_scape.core.method import find_all
 from lightning_scape.hosts import requeue
-from lightning_scape.hosts.sparseloco import stoppables
 
 _HANDLER = "_sigterm_notifier_fn"
 _BROADCAST = "_broadcast_sigterm_tensor"
@@ -57,11 +57,11 @@ class Preemption(Callback):
 
         One message less for each batch; and a rank that has left a step out comes to the next one, which tells.
         """
-        if self._trainer is not None and not stoppables(self._trainer.optimizers):
+        if self._trainer is not None and not find_all(self._trainer.optimizers):
             self._own()
 
     def _tell(self, trainer: Trainer) -> None:
-        told = stoppables(trainer.optimizers)
+        told = find_all(trainer.optimizers)
         for each in told:
             each.request_stop()
         if not told and trainer.training:  # without an optimizer no rank waits for another
@@ -77,7 +77,7 @@ class Preemption(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         connector = trainer._signal_connector
-        if not connector.received_sigterm and any(each.stop_requested for each in stoppables(trainer.optimizers)):
+        if not connector.received_sigterm and any(each.stop_requested for each in find_all(trainer.optimizers)):
             rank_zero_info(f"SIGTERM on some rank: all ranks end after step {trainer.global_step}.")
             connector.received_sigterm = True
 

@@ -14,15 +14,21 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
+from lightning_scape.core.method import named, names, when_registered
+
 HOST = "lightning"
 """Importing it, or any module in it, imports both registries."""
-NOTEBOOK = "scape_notebook"
-"""The name under which both hosts know the strategy that forks its processes."""
 REGISTRIES = {
-    ("lightning.pytorch.strategies", "StrategyRegistry"): ("ScapeStrategy", "SparseLoCoStrategy"),
-    ("lightning.fabric.strategies", "STRATEGY_REGISTRY"): ("FabricScapeStrategy", "FabricSparseLoCoStrategy"),
+    ("lightning.pytorch.strategies", "StrategyRegistry"): (
+        {"scape": "ScapeStrategy", "sparseloco": "SparseLoCoStrategy"},
+        "lightning_scape.hosts.trainer:MethodStrategy",
+    ),
+    ("lightning.fabric.strategies", "STRATEGY_REGISTRY"): (
+        {"scape": "FabricScapeStrategy", "sparseloco": "FabricSparseLoCoStrategy"},
+        "lightning_scape.hosts.fabric:FabricMethodStrategy",
+    ),
 }
-"""Each registry's module and name, and the names of the classes for it."""
+"""Each registry's module and name, the classes of its strategies by method, and the one for any other method."""
 
 
 def register_with_lightning() -> None:
@@ -33,28 +39,37 @@ def register_with_lightning() -> None:
         sys.meta_path.insert(0, _WhenImported())
 
 
-def register_scape(registry: Any, strategy: Any) -> None:
-    """Registers a host's SCAPE strategy, a class or what makes one, under its names; again is no error."""
-    what = "SCAPE: sparse data-parallel training"
-    registry.register("scape", strategy, description=what, override=True)
+def notebook(method: str) -> str:
+    """The name under which both hosts know a method's strategy that forks its processes."""
+    return f"{method}_notebook"
+
+
+def register_in(registry: Any, method: str, strategy: Any) -> None:
+    """Registers a method's strategy, a class or what makes one, under its names; again is no error."""
+    what = f"lightning_scape's method {method!r}"
+    registry.register(method, strategy, description=what, override=True)
     notebooks = f"{what}; processes are forked, for notebooks"
-    registry.register(NOTEBOOK, strategy, notebooks, override=True, start_method="fork")
-
-
-def register_sparseloco(registry: Any, strategy: Any) -> None:
-    """The same of SparseLoCo."""
-    registry.register("sparseloco", strategy, description="SparseLoCo: local steps, sparse exchanges", override=True)
+    registry.register(notebook(method), strategy, notebooks, override=True, start_method="fork")
 
 
 def _register_all() -> None:
-    for (module, name), (scape, sparseloco) in REGISTRIES.items():
-        registry = getattr(import_module(module), name)
-        register_scape(registry, functools.partial(_make, scape))
-        register_sparseloco(registry, functools.partial(_make, sparseloco))
+    for method in names():
+        _register(method)
+    when_registered(_register)
 
 
-def _make(strategy: str, **options: Any) -> Any:
-    return getattr(sys.modules["lightning_scape"], strategy)(**options)
+def _register(method: str) -> None:
+    for (module, name), (classes, general) in REGISTRIES.items():
+        make = functools.partial(_make, method, classes.get(method), general)
+        register_in(getattr(import_module(module), name), method, make)
+
+
+def _make(method: str, strategy: str | None, general: str, **options: Any) -> Any:
+    """One of ours, or the general one with the method's options, by name or at their defaults."""
+    if strategy is not None:
+        return getattr(sys.modules["lightning_scape"], strategy)(**options)
+    module, _, name = general.partition(":")
+    return getattr(import_module(module), name)(named(method).config_class(), **options)
 
 
 class _WhenImported(MetaPathFinder):

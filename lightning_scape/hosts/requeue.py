@@ -27,7 +27,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from typing_extensions import override
 
 from lightning_scape.comm.collectives import is_distributed
-from lightning_scape.hosts import sparseloco, swap
+from lightning_scape.core.method import find_all
 
 _KEY = "lightning_scape/requeue"
 _HANDLER = "_slurm_sigusr_handler_fn"
@@ -46,10 +46,8 @@ class Exchanges(NamedTuple):
     @classmethod
     def of(cls, trainer: Trainer) -> Exchanges:
         """So far."""
-        states = [optimizer.engine.state for optimizer in swap.scape_optimizers(trainer.optimizers)]
-        progress = [loco.progress for loco in sparseloco.wrappers(trainer.optimizers)]
-        begun = sum(state.calls for state in states if state is not None) + sum(p.exchanges for p in progress)
-        return cls(begun, begun - sum(p.under_way for p in progress))
+        progress = [method.progress() for method in find_all(trainer.optimizers)]
+        return cls(sum(each.begun for each in progress), sum(each.ended for each in progress))
 
 
 class Requeue(Callback):

@@ -1,4 +1,4 @@
-"""The report of a run under the Trainer: what both monitors keep of it, and when its page is written."""
+"""The report of a run under the Trainer: what the monitor keeps of it, and when its page is written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.hosts import sparseloco, swap
+from lightning_scape.core.method import find_all
 from lightning_scape.hosts.ending import unseen
 from lightning_scape.reporting import History, write_page
 from lightning_scape.reporting.history import Writer
@@ -78,7 +78,7 @@ class ReportingCallback(Callback):
 
         Args:
             trainer: whose fit it is.
-            method: ``"scape"`` or ``"sparseloco"``.
+            method: its name.
         """
         self._last, self._loss, self._losses = -1, None, 0
         step = steps_taken(trainer)  # of the checkpoint, where the fit goes on from one
@@ -200,11 +200,7 @@ def steps_taken(trainer: Trainer) -> int:
     Lightning's own counts are no such axis: ``global_step`` adds up all optimizers, and what the loggers get is one too
     low after a checkpoint that was saved inside an epoch.
     """
-    for optimizer in swap.scape_optimizers(trainer.optimizers):
-        return optimizer.steps_taken
-    for loco in sparseloco.wrappers(trainer.optimizers):
-        return loco.progress.steps
-    return 0
+    return next((method.progress().steps for method in find_all(trainer.optimizers)), 0)
 
 
 class _Clock:

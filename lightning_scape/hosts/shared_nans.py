@@ -16,8 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_scape.core.local_shards import local
-from lightning_scape.hosts import swap
-from lightning_scape.scape.optimizer import ScapeOptimizer
+from lightning_scape.core.method import Method, find_all
 
 _HOOK = "post_backward"
 
@@ -40,7 +39,7 @@ class SharedNans:
 
         def post_backward(*args: Any, **kwargs: Any) -> Any:
             if not self._held:
-                _share_of(swap.scape_optimizers(optimizers()))
+                _share_of(find_all(optimizers()))
             return own(*args, **kwargs)
 
         setattr(plugin, _HOOK, post_backward)
@@ -60,13 +59,13 @@ class SharedNans:
 
 
 @torch.no_grad()
-def _share_of(optimizers: Sequence[ScapeOptimizer]) -> None:
+def _share_of(methods: Sequence[Method]) -> None:
     """Makes the first entry of each gradient NaN if some rank has one that is not finite. Collective."""
-    grads = [local(p.grad) for each in optimizers for p in each.engine.parameters.tensors if p.grad is not None]
-    if not optimizers or optimizers[0].engine.ranks == 1:
-        return
+    grads = [local(p.grad) for each in methods for _, p in each.named_parameters if p.grad is not None]
     given = [grad for grad in grads if grad.numel()]
-    norm = optimizers[0].engine.norm_after_backward(optimizers[0].param_groups, given)
+    norm = methods[0].norm_after_backward(given) if methods else None
+    if norm is None:
+        return
     poison = torch.where(torch.isfinite(norm), -0.0, torch.nan)  # x + -0.0 is x, for every x
     if poison.device.type == "cpu" and not bool(poison.isnan()):
         return

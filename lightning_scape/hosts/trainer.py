@@ -1,8 +1,8 @@
-"""ScapeStrategy: SCAPE as a strategy of ``lightning.pytorch.Trainer``.
+"""Strategies of ``lightning.pytorch.Trainer``: one for all methods, and a thin one for each of ours.
 
 Launching, environments, samplers and checkpoint files are DDPStrategy's. What differs: the module is not wrapped (no
-gradient is reduced in the backward pass), and each optimizer is swapped for a :class:`ScapeOptimizer`, in whose
-``step()`` everything happens.
+gradient is reduced in the backward pass), and each optimizer is put under a
+:class:`~lightning_scape.core.method.Method`, in whose steps everything happens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -37,60 +37,27 @@ from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.comm.under_way import settle
 from lightning_scape.core.epoch_end import compare_ends
-from lightning_scape.hosts import advice, ending, launching, preemption, rendezvous, swap, two_level
+from lightning_scape.core.method import Method, Surroundings, find_all, for_config
+from lightning_scape.hosts import advice, ending, launching, preemption, registration, rendezvous, setup, two_level
 from lightning_scape.hosts.density_bar import DensityBar
+from lightning_scape.hosts.options import ScapeOptions, SparseLoCoOptions
 from lightning_scape.hosts.own_clipping import watch_gradients
 from lightning_scape.hosts.resume import Resume, Resumption
 from lightning_scape.hosts.run_length import compare_lengths, ends_epoch, steps_of_run
 from lightning_scape.hosts.shared_nans import SharedNans
 from lightning_scape.hosts.trainer_checkpoints import TrainerCheckpoints
-from lightning_scape.hosts.unwrapped import Attached
-from lightning_scape.scape.config import (
-    ClipNorm,
-    MaskStatistic,
-    ScapeConfig,
-    SecondMoment,
-    Update,
-    WireDtype,
-    refuses_removed,
-)
 
 
-class ScapeStrategy(TrainerCheckpoints):
-    """Data-parallel training that sends 1% of the entries each step (SCAPE, arXiv 2607.01678).
+class MethodStrategy(TrainerCheckpoints):
+    """Training by a method, the one that ``config`` is of: ``MethodStrategy(SparseLoCoConfig(sync_every=30))``.
 
-    ``Trainer(strategy=ScapeStrategy(sparsity=0.99))``, or ``Trainer(strategy="scape")`` for the defaults, and nothing
-    else changes: return AdamW, Adam or AdamS from ``configure_optimizers`` and they are swapped for a
-    :class:`~lightning_scape.ScapeOptimizer` with the same parameter groups. Schedulers, gradient accumulation,
-    ``gradient_clip_val``, every precision, callbacks and checkpoints work as they do with DDP.
-
-    Three things to know. Buffers are equal on all ranks at the start and are not sent again, unless
+    What holds for every method: buffers are equal on all ranks at the start and are not sent again, unless
     ``broadcast_buffers`` is set: BatchNorm's statistics (or train with ``Trainer(sync_batchnorm=True)``), and what else
-    a module updates from its own batch. A warning says which differ. Clipping leaves ``p.grad`` as it is: the factor
-    acts in the step, on the averaged gradient. And saving a checkpoint is collective: when one rank alone fails and a
-    callback saves on exceptions, the others are waited for until ``timeout``.
+    a module updates from its own batch. A warning says which differ. And saving a checkpoint is collective: when one
+    rank alone fails and a callback saves on exceptions, the others are waited for until ``timeout``.
 
     Args:
-        sparsity: share of the entries that is not sent in a step, in [0, 1). 0 is dense training, sharded.
-        config: all options at once, instead of one by one; an option given both ways must be the same.
-        update: ``"adamw"`` or ``"adams"``; None fits the optimizer given. See :class:`~lightning_scape.ScapeConfig`, as
-            for all options down to ``block_size``.
-        dense_steps: number of first steps that send everything.
-        sparsity_warmup_steps: steps over which the density falls from 1 to ``1 - sparsity``; 0 is none. None is 4,950
-            at 99% and 1,424 at 90%; with the update of AdamS 1,000, or all steps of a shorter run.
-        mask_statistic: what ranks the entries.
-        mask_votes: entries per block that every rank proposes; None chooses.
-        second_moment: what an entry is divided by that was not visited in the step before.
-        wire_dtype: how values travel to their owner, and the changes of wider parameters back.
-        bias_correction: divide the first moments by ``1 - beta1**t``.
-        clip_norm: how ``gradient_clip_val`` measures the averaged gradient.
-        local_group_size: ranks of a node that hold one replica together, sharded by FSDP2; ``"node"`` takes all ranks
-            of a node. SCAPE then runs between the nodes.
-        reshard_after_forward: with ``local_group_size`` above 1: free gathered parameters between forward and backward.
-        residual_device: where the residual lives.
-        max_skipped: consecutive skipped steps (a gradient is not finite) that raise an error.
-        check_replicas_every: steps between two comparisons of all ranks' parameters; 0: the first step only.
-        block_size: block length, None for the best.
+        config: the method's options. Where it has ``local_group_size``, ranks of a node may hold a replica together.
         accelerator: as in DDPStrategy, as for all that follow.
         parallel_devices: this node's devices.
         cluster_environment: how ranks find each other.
@@ -108,35 +75,21 @@ class ScapeStrategy(TrainerCheckpoints):
         resume: ``"auto"``: fit goes on from the newest complete checkpoint in the folders of its ModelCheckpoints, on
             any number of ranks; where there is none, from the Trainer's ``ckpt_path``.
         batches_per_step: of all ranks, in one optimizer step. ``accumulate_grad_batches`` follows the number of ranks.
-        broadcast_buffers: hand rank 0's buffers on before each training step, as DDP does.
+        broadcast_buffers: hand rank 0's buffers on before each training step, as DDP does: a message in every step.
+        options: of the method, by name, in place of ``config`` (a strategy of one method).
 
     Raises:
         ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
-        TypeError: an option of DDP's that is not needed here, or one of earlier versions.
+        TypeError: an option of DDP's that is not needed here, or one that does not exist.
     """
 
-    @launching.refuses_options_of_ddp
-    @refuses_removed
+    method: ClassVar[str | None] = None
+    """Name of the method, where the strategy is of one."""
+
     def __init__(
         self,
-        sparsity: float = 0.99,
+        config: Any = None,
         *,
-        config: ScapeConfig | None = None,
-        update: Update | None = None,
-        dense_steps: int = 0,
-        sparsity_warmup_steps: int | None = None,
-        mask_statistic: MaskStatistic = "residual",
-        mask_votes: int | None = None,
-        second_moment: SecondMoment = "measured",
-        wire_dtype: WireDtype = "bf16",
-        bias_correction: bool = False,
-        clip_norm: ClipNorm = "sketch",
-        local_group_size: int | Literal["node"] = 1,
-        reshard_after_forward: bool = True,
-        residual_device: torch.device | str | None = None,
-        max_skipped: int = 10,
-        check_replicas_every: int = 0,
-        block_size: int | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -151,11 +104,13 @@ class ScapeStrategy(TrainerCheckpoints):
         resume: Resume = None,
         batches_per_step: int | None = None,
         broadcast_buffers: bool = False,
+        **options: Any,
     ) -> None:
-        given = locals()
+        launching.refuse_options_of_ddp(options)
         saver.check_saving(state_dict_type, async_save, checkpoint_io)
-        self.config = swap.resolve_config(config, {name: given[name] for name in swap.CONFIG_DEFAULTS})
+        self.config = setup.resolve_config(self.method, config, options)
         super().__init__(
+            method=for_config(self.config),
             nodes=two_level.Nodes(self.config, wrap),
             resumption=Resumption(resume, batches_per_step),
             state_dict_type=state_dict_type,
@@ -170,9 +125,8 @@ class ScapeStrategy(TrainerCheckpoints):
             timeout=launching.as_timeout(timeout),
             start_method=start_method,
         )
-        self._mask_group = SideGroup()
+        self._side_group = SideGroup()
         self._interrupted = False
-        self._payoff = advice.PayoffCheck()
         self._progress_bar: DensityBar | None = None
         self._ends_group = SideGroup("gloo")  # each batch's messages must not meet the step's
         self._shared_nans = SharedNans()
@@ -187,11 +141,12 @@ class ScapeStrategy(TrainerCheckpoints):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        launching.register(strategy_registry, cls)
+        if cls.method is not None:
+            registration.register_in(strategy_registry, cls.method, cls)
 
     @override
     def _configure_launcher(self) -> None:
-        launching.check_start_method(type(self).__name__, self._start_method)
+        launching.check_start_method(type(self).__name__, self._method.name, self._start_method)
         super()._configure_launcher()
 
     @override
@@ -217,7 +172,7 @@ class ScapeStrategy(TrainerCheckpoints):
             atexit.register(_destroy_dist_connection)
         self._nodes.set_up(self.num_processes, self.root_device, self._timeout)  # collective, as the next
         if not self._nodes.several:
-            self._mask_group.get(self._timeout)
+            self._side_group.get(self._timeout)
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -264,45 +219,35 @@ class ScapeStrategy(TrainerCheckpoints):
         super().setup_optimizers(trainer)
 
     @override
-    def _attach(self, optimizer: Optimizer) -> Attached:
+    def _attach(self, optimizer: Optimizer) -> Method:
         assert self.lightning_module is not None
-        (scape,) = swap.swap_optimizers(
-            [optimizer],
-            [],
-            self._nodes.config,
-            named_parameters=self.lightning_module.named_parameters(),
-            process_group=self._nodes.process_group,
-            mask_group=self._nodes.side_group(self._mask_group, self._timeout),
-            total_steps=self._steps,
+        surroundings = Surroundings(
+            list(self.lightning_module.named_parameters()),
+            self._nodes.process_group,
+            self._nodes.side_group(self._side_group, self._timeout),
+            self._steps,
         )
-        if self.world_size > 1 and getattr(self.precision_plugin, "scaler", None) is None:
-            watch_gradients(scape, "`self.clip_gradients(optimizer, gradient_clip_val=...)`", rank_zero_warn)
-        return Attached(optimizer, scape, scape)
-
-    @override
-    def _detach(self, attached: Attached) -> None:
-        attached.method.drain()
-        self._give_back(attached)
-
-    @override
-    def _give_back(self, attached: Attached) -> None:
-        swap.give_back(attached.given, attached.method)
+        attached = self._method.attach(optimizer, self._nodes.config, surroundings)
+        if attached.clips and self.world_size > 1 and getattr(self.precision_plugin, "scaler", None) is None:
+            watch_gradients(attached, "`self.clip_gradients(optimizer, gradient_clip_val=...)`", rank_zero_warn)
+        return attached
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        optimizers = swap.scape_optimizers(self.optimizers)
-        if not optimizers:
+        trainer, methods = self.lightning_module.trainer, self._attached
+        if not methods:
             return
         # Not in `setup_optimizers`: to know the steps there, Lightning would load the data too early. Their random
         # numbers would be others, and a checkpoint in the middle of an epoch could not set them back.
         compare_lengths(trainer)
         self._steps = steps = steps_of_run(trainer)
-        swap.expect_steps(optimizers, steps)
-        rank_zero_info(advice.what_holds(optimizers, steps, advice.as_call(type(self).__name__)))
-        if warning := advice.too_short(optimizers[0], steps):
+        for each in methods:
+            each.expect_steps(steps)
+        for line in self._method.summary(methods, steps, advice.as_call(type(self).__name__)):
+            rank_zero_info(line)
+        if warning := methods[0].warning(steps):
             rank_zero_warn(warning)
         if trainer.progress_bar_callback is not None:
             self._progress_bar = DensityBar(trainer.progress_bar_callback, self)
@@ -322,20 +267,34 @@ class ScapeStrategy(TrainerCheckpoints):
     @property
     def _steps_compare_ends(self) -> bool:
         """Whether a step's own message says that an epoch ends: in time, and at no cost to the host."""
-        return not self._nodes.several and self.root_device.type != "cuda"
+        return self._method.compares_ends and not self._nodes.several and self.root_device.type != "cuda"
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        for scape_optimizer in swap.scape_optimizers([optimizer]):
-            scape_optimizer.announce_batch(ready, ends_epoch(trainer) if self._steps_compare_ends else None)
+        inner = setup.stepped(optimizer)
+        method = next((each for each in self._attached if each.optimizer is inner), None)
+        if method is not None:
+            ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            method.announce_batch(ready, ends_epoch(trainer) if self._steps_compare_ends else None)
         result = super().optimizer_step(optimizer, *args, **kwargs)
-        for scape_optimizer in swap.scape_optimizers([optimizer]):
-            if verdict := self._payoff.look(scape_optimizer, self.root_device):
-                rank_zero_warn(f'{verdict} Use `strategy="ddp"`, or see `lightning-scape plan --help`.')
+        if method is None:
+            return result
+        self._first = self._first or method
+        if method is self._first and (verdict := method.after_step(self.root_device)):
+            rank_zero_warn(f'{verdict} Use `strategy="ddp"`, or see `lightning-scape plan --help`.')
+        # The step counts only afterwards. What is saved at the end of the fit is then the model that it ends with.
+        if self.lightning_module.automatic_optimization and self._steps == self.lightning_module.global_step + 1:
+            method.finish()
         return result
+
+    @override
+    def on_train_end(self) -> None:
+        """Ends what has begun: every rank leaves the fit with the same parameters."""
+        for each in self._attached:
+            each.finish()
+        super().on_train_end()
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -346,18 +305,21 @@ class ScapeStrategy(TrainerCheckpoints):
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         plugin = self.precision_plugin
+        if isinstance(plugin, MixedPrecision):
+            plugin.scaler = setup.sharded_scaler(plugin.scaler)
+        if not self._method.clips:  # each rank clips its own gradient, as the plugin does it
+            return
         # Lightning asks the plugin to clip and never the strategy; its class must keep its name, by which the state of
         # the scaler is filed in checkpoints.
-        plugin.clip_gradients = swap.clip_gradients  # type: ignore[method-assign]
-        if isinstance(plugin, MixedPrecision):
-            plugin.scaler = swap.sharded_scaler(plugin.scaler)
+        plugin.clip_gradients = setup.clip_gradients  # type: ignore[method-assign]
         if self.lightning_module is not None and self.optimizers:
             self._shared_nans.attach(plugin, self.lightning_module, lambda: self.optimizers)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict=strict)
-        swap.mark_masters_stale(self.optimizers)
+        for each in find_all(self.optimizers):
+            each.weights_loaded()
 
     # ------------------------------------------------------------------------------------------------- the end
 
@@ -366,7 +328,7 @@ class ScapeStrategy(TrainerCheckpoints):
         # Not super(): its advice on unused parameters is about DDP's reducer, which is not used here.
         self._interrupted = not preemption.ends_together(exception)
         for each in self._attached if self._interrupted else []:
-            each.method.communicator.tell_error(exception)  # others may wait for this rank's next step
+            each.communicator.tell_error(exception)  # others may wait for this rank's next step
 
     @override
     def teardown(self) -> None:
@@ -378,7 +340,7 @@ class ScapeStrategy(TrainerCheckpoints):
 
     def _drain(self) -> None:
         for each in self._attached:
-            each.method.drain()
+            each.drain()
         settle()
 
     def _put_back(self) -> None:
@@ -398,3 +360,38 @@ class ScapeStrategy(TrainerCheckpoints):
         assert self.accelerator is not None
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             part.teardown()
+
+
+class ScapeStrategy(ScapeOptions, MethodStrategy):
+    """Data-parallel training that sends 1% of the entries each step (SCAPE, arXiv 2607.01678).
+
+    ``Trainer(strategy=ScapeStrategy(sparsity=0.99))``, or ``Trainer(strategy="scape")`` for the defaults, and nothing
+    else changes: return AdamW, Adam or AdamS from ``configure_optimizers`` and they are swapped for a
+    :class:`~lightning_scape.ScapeOptimizer` with the same parameter groups. Schedulers, gradient accumulation,
+    ``gradient_clip_val``, every precision, callbacks and checkpoints work as they do with DDP.
+
+    Clipping leaves ``p.grad`` as it is: the factor acts in the step, on the averaged gradient. :class:`MethodStrategy`
+    says what holds for buffers and checkpoints.
+
+    Its options: those of :class:`~lightning_scape.hosts.options.ScapeOptions`, then those of :class:`MethodStrategy`.
+    """
+
+
+class SparseLoCoStrategy(SparseLoCoOptions, MethodStrategy):
+    """Data-parallel training whose ranks exchange every ``sync_every`` steps, sparsely (SparseLoCo, arXiv 2508.15706).
+
+    ``Trainer(strategy=SparseLoCoStrategy(sync_every=30))``, or ``Trainer(strategy="sparseloco")`` for the defaults. Any
+    torch optimizer serves; it is not replaced. Schedulers, gradient accumulation, every precision, callbacks and
+    checkpoints work as they do with DDP.
+
+    What differs from DDP: inside a window every rank has parameters of its own. ``gradient_clip_val`` bounds the norm
+    of each rank's own gradient. Validation and a checkpoint's ``state_dict`` inside a window are of rank 0's parameters
+    (each rank validates with its own); a resumed run takes up every rank's, bit for bit. At the end of a fit the window
+    that has begun is ended early, so that all ranks hold the same model; callbacks that put averaged weights in place
+    then (EMA, SWA) come before that, so let such a fit end with a window. With ``precision="16-mixed"`` all ranks skip
+    a step together, for which they exchange a number in every step. :class:`MethodStrategy` says what holds for buffers
+    and checkpoints.
+
+    Its options: those of :class:`~lightning_scape.hosts.options.SparseLoCoOptions`, then those of
+    :class:`MethodStrategy`.
+    """

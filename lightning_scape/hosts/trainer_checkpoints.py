@@ -19,12 +19,12 @@ from lightning_scape.checkpoint.rng import rng_state, set_rng_state
 from lightning_scape.checkpoint.saver import RNG, Saver, host_content
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.side_group import SideGroup
-from lightning_scape.hosts import swap, two_level
+from lightning_scape.core.method import Method, find
+from lightning_scape.hosts import two_level
 from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO, explain_directories
 from lightning_scape.hosts.dump import Dump, load_dump, restore_schedulers
 from lightning_scape.hosts.resume import Resumption
 from lightning_scape.hosts.unwrapped import UnwrappedStrategy
-from lightning_scape.scape.optimizer import ScapeOptimizer
 
 explain_directories()
 
@@ -33,6 +33,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
     """Base of the Trainer's strategies.
 
     Args:
+        method: by which it trains.
         nodes: which ranks hold a replica together.
         resumption: where a fit goes on.
         state_dict_type: ``"full"`` or ``"sharded"``.
@@ -43,6 +44,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
     def __init__(
         self,
         *,
+        method: type[Method],
         nodes: two_level.Nodes,
         resumption: Resumption,
         state_dict_type: saver.StateDictType,
@@ -50,7 +52,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self._nodes, self._resumption = nodes, resumption
+        self._method, self._nodes, self._resumption = method, nodes, resumption
         self._state_dict_type = state_dict_type
         self._saver, self._dump = Saver(async_save), Dump()
         self._checkpoint_group = SideGroup("gloo")  # background writes must not meet the step's messages
@@ -87,10 +89,12 @@ class TrainerCheckpoints(UnwrappedStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._dump.agree()
-        inner = swap.unwrap_optimizer(optimizer)
-        if self._state_dict_type == "sharded" and isinstance(inner, ScapeOptimizer):
-            return inner.sharded_state_dict()  # type: ignore[return-value] # taken by save_checkpoint
-        return super().optimizer_state(optimizer)
+        if (method := find(optimizer)) is None:
+            return super().optimizer_state(optimizer)
+        if self._state_dict_type == "sharded":
+            return method.sharded_state_dict()  # type: ignore[no-any-return] # taken by save_checkpoint
+        method.consolidate_state_dict()
+        return method.state_dict() if self.is_global_zero else {}
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
@@ -118,6 +122,8 @@ class TrainerCheckpoints(UnwrappedStrategy):
 
     def _offered_parameters(self) -> list[str]:
         """Names of the parameters that this rank may write into a directory: any rank, where all hold the same."""
+        if not self._method.exchanges_every_step and self.global_rank >= self._nodes.size:
+            return []  # between exchanges nodes differ: of the model only the first one's is saved
         assert self.lightning_module is not None
         return [name for name, _ in self.lightning_module.named_parameters()]
 
@@ -135,7 +141,9 @@ class TrainerCheckpoints(UnwrappedStrategy):
             set_rng_state(self._saved_rng)
 
     def _take_up(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
+        # As Lightning does: without a state (emptied in `on_load_checkpoint`) an optimizer begins anew.
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            (find(optimizer) or optimizer).load_state_dict(saved)
         restore_schedulers(checkpoint, [config.scheduler for config in self.lr_scheduler_configs])
 
     @override

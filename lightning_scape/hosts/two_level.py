@@ -34,7 +34,6 @@ from lightning_scape.comm.collectives import (
 from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.core.local_shards import local
-from lightning_scape.scape.config import ScapeConfig
 
 _prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Roots that have this module's hooks."""
@@ -44,17 +43,17 @@ class Nodes:
     """The ranks as a mesh of nodes, and what a host does with it. With one rank a node there is nothing to do.
 
     Args:
-        config: ``local_group_size`` and ``reshard_after_forward`` are used.
+        config: of a method. Without ``local_group_size`` and ``reshard_after_forward`` no node has several ranks.
         wrap: class names of the modules that are gathered as a unit; empty takes the members of the model's outermost
             ModuleLists.
     """
 
-    def __init__(self, config: ScapeConfig, wrap: Sequence[str] = ()) -> None:
+    def __init__(self, config: Any, wrap: Sequence[str] = ()) -> None:
         if isinstance(wrap, str) or not all(isinstance(name, str) for name in wrap):
             raise ValueError(f'`wrap` must be a list of names of module classes, got {wrap!r}. Write wrap=["Block"].')
         self.config = config
         """The options; after :meth:`set_up` with the size of a node as a number."""
-        self._asked, self._wrap = config.local_group_size, tuple(wrap)
+        self._asked, self._wrap = getattr(config, "local_group_size", 1), tuple(wrap)
         self._replaced: Any = None
         self._forget()
 
@@ -101,7 +100,8 @@ class Nodes:
                     "`local_group_size` must be the same on all ranks, got"
                     f" {min(size, size_there)} and {max(size, size_there)}. Give all nodes the same number of ranks."
                 )
-        self.config = replace(self.config, local_group_size=size)
+        if hasattr(self.config, "local_group_size"):
+            self.config = replace(self.config, local_group_size=size)
         if size == 1:
             self._forget()
             return

@@ -6,7 +6,6 @@ import functools
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -17,21 +16,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_scape.hosts import swap
+from lightning_scape.core.method import Method
+from lightning_scape.hosts import setup
 from lightning_scape.hosts.buffers import Buffers
 from lightning_scape.hosts.outsiders import Watch
 from lightning_scape.hosts.schedulers import retarget_schedulers
-
-
-@dataclass
-class Attached:
-    """One of the user's optimizers under the method."""
-
-    given: Optimizer
-    steps: Optimizer
-    """What the Trainer steps: the one in its place, or itself."""
-    method: Any
-    """What holds the method's state."""
 
 
 class UnwrappedStrategy(DDPStrategy):
@@ -49,7 +38,9 @@ class UnwrappedStrategy(DDPStrategy):
     def __init__(self, *, broadcast_buffers: bool = False, **options: Any) -> None:
         super().__init__(**options)
         self._buffers = Buffers(broadcast_buffers)
-        self._attached: list[Attached] = []
+        self._attached: list[Method] = []
+        self._first: Method | None = None
+        """The one of them that steps first."""
         self._attaching = False
         self._watch: Watch | None = None
         self._steps: float | None = None
@@ -57,7 +48,7 @@ class UnwrappedStrategy(DDPStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """What Lightning copies and pickles of a strategy, without what belongs to this process."""
-        return {**super().__getstate__(), "_attached": [], "_attaching": False, "_watch": None}
+        return {**super().__getstate__(), "_attached": [], "_first": None, "_attaching": False, "_watch": None}
 
     # ------------------------------------------------------------------------------------------- the module
 
@@ -69,7 +60,7 @@ class UnwrappedStrategy(DDPStrategy):
     @override
     def _setup_model(self, model: Module) -> Module:  # type: ignore[override]
         """Makes all ranks equal to rank 0, as DDP's constructor does."""
-        swap.start_equal(model)
+        setup.start_equal(model)
         if warning := self._buffers.at_start(model, type(self).__name__):
             rank_zero_warn(warning)
         if not hasattr(model, "no_sync"):  # of DDP's wrapper: nothing is sent in the backward pass
@@ -90,40 +81,33 @@ class UnwrappedStrategy(DDPStrategy):
         self._lightning_optimizers = [LightningOptimizer._to_lightning_optimizer(o, self) for o in self._optimizers]
 
     def _attach_all(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        inner: list[Any] = [swap.unwrap_optimizer(each) for each in optimizers]
+        inner: list[Any] = [setup.stepped(each) for each in optimizers]
         for each in self._attached:
-            if not any(each.steps is one for one in inner):
-                self._detach(each)
-        self._attached = [each for each in self._attached if any(each.steps is one for one in inner)]
-        attached = {id(each.steps) for each in self._attached}
+            if not any(each.optimizer is one for one in inner):  # the training goes on without it
+                each.finish()
+                each.close()
+        self._attached = [each for each in self._attached if any(each.optimizer is one for one in inner)]
+        attached = {id(each.optimizer) for each in self._attached}
         for place, one in enumerate(inner):
             # `configure_optimizers` may return None: Lightning then runs without an optimizer.
             if not isinstance(one, _MockOptimizer) and id(one) not in attached:
                 self._attached.append(new := self._attach(one))
-                inner[place] = new.steps
+                inner[place] = new.optimizer
         return inner
 
     @abstractmethod
-    def _attach(self, optimizer: Optimizer) -> Attached:
+    def _attach(self, optimizer: Optimizer) -> Method:
         """Puts one of the user's under the method. Collective."""
-
-    @abstractmethod
-    def _detach(self, attached: Attached) -> None:
-        """Lets one go while the training goes on without it. Collective."""
-
-    @abstractmethod
-    def _give_back(self, attached: Attached) -> None:
-        """Makes the user's optimizer torch's again. Sends nothing."""
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         if self._attaching:  # again, in mid-training: the user's schedulers may come with the user's optimizers
             self._steer(back=True)
         else:
-            self._attached, self._steps = [], None
+            self._attached, self._first, self._steps = [], None, None
             self._buffers.forget()
         self._attaching = False  # until it is known that all ranks have built the same
-        swap.build_alike(functools.partial(super().setup_optimizers, trainer), lambda: self.optimizers)
+        setup.build_alike(functools.partial(super().setup_optimizers, trainer), lambda: self.optimizers)
         self._attaching = True
         if self._watch is None and self.world_size > 1:
             self._watch = Watch(
@@ -135,7 +119,7 @@ class UnwrappedStrategy(DDPStrategy):
 
     def _steer(self, back: bool = False) -> None:
         """Makes the schedulers drive what the Trainer steps, or what the user has built."""
-        pairs = [(each.given, each.steps) for each in self._attached]
+        pairs = [(each.given, each.optimizer) for each in self._attached]
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         retarget_schedulers(schedulers, [(b, a) for a, b in pairs] if back else pairs)
 
@@ -146,7 +130,7 @@ class UnwrappedStrategy(DDPStrategy):
             self._watch.end()
             self._watch = None
         for each in self._attached:
-            self._give_back(each)
+            each.give_back()
         self._steer(back=True)
         if self.lightning_module is not None and vars(self.lightning_module).get("no_sync") is nullcontext:
             del self.lightning_module.no_sync

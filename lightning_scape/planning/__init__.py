@@ -1,17 +1,14 @@
 """Will it help here? The cost of a step, computed and measured, and what follows from it."""
 
+from lightning_scape.core.words import show_bytes, show_seconds
 from lightning_scape.planning.conclusions import (
-    WARN_BELOW,
     WORTH,
     advice,
     best_dense,
     break_even_bandwidth,
-    dense_would_be_faster,
     in_four_bits,
     least_bandwidth,
     show_bandwidth,
-    show_bytes,
-    show_seconds,
 )
 from lightning_scape.planning.cost_model import (
     BACKWARD_SHARE,
@@ -34,6 +31,7 @@ from lightning_scape.planning.cost_model import (
 from lightning_scape.planning.local_steps import predict_local, sparseloco, which_method
 from lightning_scape.planning.two_level import hsdp, predict_nodes, scape_nodes
 from lightning_scape.scape.cost import scape_bytes, scape_traffic
+from lightning_scape.scape.payoff import WARN_BELOW, dense_would_be_faster
 from lightning_scape.sparseloco.cost import exchange_bytes
 
 __all__ = [

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from statistics import median
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from typing_extensions import Unpack
 
+from lightning_scape.core.words import show_bytes, show_seconds
 from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, predict, scape
 from lightning_scape.planning.two_level import predict_nodes
 from lightning_scape.scape.config import ScapeConfig
 
 WORTH = 1.1
 """Speed-up from which sparse training is advised."""
-WARN_BELOW = 0.95
-"""Dense counts as faster when its step is shorter than so much of SCAPE's."""
 SPARSEST = 0.99
 """Sparsity up to which training was measured to end near AdamW; above it ends percents higher (docs/quality.md)."""
 COSTS_QUALITY = f"above {SPARSEST:.0%}, once the warm-up is over, the loss ended several percent higher"
@@ -231,43 +229,6 @@ def _compared(choice: Prediction, dense: Prediction, sparse: Prediction, alone: 
     )
 
 
-def dense_would_be_faster(stats: Sequence[Any]) -> str | None:
-    """What a run's own figures say: None where SCAPE pays or nothing can be said, else a sentence with the figures.
-
-    The bandwidth is what the step's own messages reached, waiting included, which is less than large messages would:
-    the estimate errs on SCAPE's side. Dense AdamW's own time is taken from the sweep's by the
-    memory they touch (28 bytes a parameter against 12), which makes it too long where ranking is what takes the time.
-
-    Args:
-        stats: :class:`~lightning_scape.StepStats` of a few sparse steps of one rank, whose host did the work itself
-            and waited for each message where it was sent (``Communicator.at_once``).
-    """
-    if not stats or any(s.skipped or not s.bytes_total or s.message_seconds <= 0 for s in stats):
-        return None
-    messages = median(s.message_seconds for s in stats)
-    sweep, clipping = (median(s.seconds.get(phase, 0.0) for s in stats) for phase in ("sweep", "norm"))
-    # A comparison of replicas sends its messages outside of the phases.
-    own = median(max(sum(s.seconds.values()), s.message_seconds) for s in stats)
-    waited = median(s.bytes_values + s.bytes_parameters + s.bytes_norm for s in stats)
-    bandwidth = waited / messages
-    dense = median(s.bytes_dense for s in stats) / bandwidth + 28 / 12 * sweep + clipping  # which is as dear there
-    if dense >= WARN_BELOW * own:
-        return None
-    return (
-        f"Dense training would be faster here: SCAPE's part of a step takes {show_seconds(own)}, of which"
-        f" {show_seconds(messages)} for messages; at the {bandwidth * 8e-9:.3g} Gbit/s that these reached, a dense"
-        f" all-reduce and AdamW would take about {show_seconds(dense)}."
-    )
-
-
-def show_bytes(size: float) -> str:
-    """``1_234_567`` is ``"1.23 MB"``."""
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size:.0f} B"
-
-
 def show_bandwidth(value: float | None) -> str:
     """Bytes per second as bits: ``1.25e9`` is ``"10 Gbit/s"``."""
     if value is None:
@@ -278,8 +239,3 @@ def show_bandwidth(value: float | None) -> str:
     if bits >= 1e12:
         return f"{bits * 1e-12:.3g} Tbit/s"
     return f"{bits * 1e-9:.3g} Gbit/s" if bits >= 1e9 else f"{bits * 1e-6:.3g} Mbit/s"
-
-
-def show_seconds(seconds: float) -> str:
-    """``0.0123`` is ``"12.3 ms"``."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

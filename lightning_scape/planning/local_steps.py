@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lightning_scape.planning.conclusions import COSTS_QUALITY, SPARSEST, WORTH, advice, show_bytes, show_seconds
+from lightning_scape.core.words import show_bytes, show_seconds
+from lightning_scape.planning.conclusions import COSTS_QUALITY, SPARSEST, WORTH, advice
 from lightning_scape.planning.cost_model import (
     Job,
     Link,

@@ -35,7 +35,6 @@ from torch import Tensor
 from lightning_scape.checkpoint.checks import check_whole
 from lightning_scape.checkpoint.dcp import Chunk
 from lightning_scape.checkpoint.foreign import dense_state, residual_norm
-from lightning_scape.checkpoint.packed import KEY, pack, part_key, read_part, unpack
 from lightning_scape.checkpoint.source import OwnShards, SavedShards
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.layout import Layout
@@ -44,6 +43,7 @@ from lightning_scape.core.tensors import piece_views
 from lightning_scape.scape.optimizer_state import merge_shards
 from lightning_scape.sparseloco import carried, rows
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
+from lightning_scape.sparseloco.packed import KEY, pack, part_key, read_part, unpack
 from lightning_scape.sparseloco.state import LocoState
 
 __all__ = ["InnerLoads", "Live", "Loaded", "SavedShards", "consolidate", "load", "own_shards"]

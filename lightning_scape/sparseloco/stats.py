@@ -96,7 +96,7 @@ class ExchangeStats:
         flat = {f.name: float(getattr(self, f.name)) for f in fields(self) if f.name != "seconds"}
         flat |= {"bytes_total": float(self.bytes_total), "compression": self.compression}
         flat |= {f"seconds/{phase}": value for phase, value in self.seconds.items()}
-        return {f"{prefix}/{name}": value for name, value in flat.items()}
+        return {f"{prefix}/{name}" if prefix else name: value for name, value in flat.items()}
 
 
 @dataclass

@@ -10,7 +10,8 @@ Options hold in this order: command line, then (on ``--resume``) the checkpoint'
 ``scape:`` sections of ``--config`` files, then the defaults of :class:`~lightning_scape.ScapeConfig`.
 
 ``--sparseloco.sync_every 30``, or a ``sparseloco:`` section, takes SparseLoCo in place of SCAPE, with the options of
-:class:`~lightning_scape.SparseLoCoConfig`; likewise any other of :data:`METHODS`.
+:class:`~lightning_scape.SparseLoCoConfig`; likewise any other method that is registered
+(:mod:`lightning_scape.core.method`).
 """
 
 from __future__ import annotations
@@ -26,18 +27,15 @@ from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from lightning_scape.hosts.advice import Spelling
-from lightning_scape.hosts.fabric import FabricScapeStrategy
-from lightning_scape.hosts.sparseloco_fabric import FabricSparseLoCoStrategy
-from lightning_scape.scape.config import REMOVED_OPTIONS, ScapeConfig, refuse_removed
-from lightning_scape.sparseloco import SparseLoCoConfig
+from lightning_scape.core.method import Method, Spelling, for_config, named, names, plain
+from lightning_scape.hosts.fabric import FabricMethodStrategy
 
 COMMANDS = ("pretrain", "finetune_full")
 """LitGPT's commands that train all parameters with an optimizer that a method can stand in for."""
@@ -49,40 +47,17 @@ Options = dict[str, dict[str, Any]]
 """By method: its options by name."""
 
 
-class LitGPTScapeStrategy(FabricScapeStrategy):
-    """The same, whose first line writes options as the command line takes them."""
+DEFAULT = "scape"
+"""The method that trains where no other is asked for."""
+
+
+class LitGPTStrategy(FabricMethodStrategy):
+    """Fabric's strategy of any method, whose first line writes options as the command line takes them."""
 
     @override
     def _spelling(self) -> Spelling:
-        return lambda options: " ".join(f"--scape.{name} {value}".replace('"', "") for name, value in options.items())
-
-
-class Method(NamedTuple):
-    """A method of training that this script offers."""
-
-    title: str
-    config: type[Any]
-    """A dataclass with ``as_dict()``: the options and their defaults."""
-    strategy: type[FabricScapeStrategy]
-    """Of Fabric; takes the options by name, and ``total_steps``."""
-    removed: Mapping[str, Any] = {}
-    """Options that earlier versions had: an error, but in a checkpoint, whose optimizer warns where they mattered."""
-    told: frozenset[str] | None = None
-    """Options that the strategy's first line tells, so that only others are told here; None: all that matter."""
-
-
-DEFAULT = "scape"
-METHODS = {
-    DEFAULT: Method(
-        "SCAPE",
-        ScapeConfig,
-        LitGPTScapeStrategy,
-        REMOVED_OPTIONS,
-        frozenset({"sparsity", "sparsity_warmup_steps", "dense_steps", "update"}),
-    ),
-    "sparseloco": Method("SparseLoCo", SparseLoCoConfig, FabricSparseLoCoStrategy),
-}
-"""By name: of the strategy, of the section in files (``scape:``) and of the options (``--scape.sparsity``)."""
+        flag = f"--{self._method.name}."
+        return lambda options: " ".join(f"{flag}{name} {value}".replace('"', "") for name, value in options.items())
 
 
 def main() -> None:
@@ -121,7 +96,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Options, list[str]]:
         raise ValueError(f"{flag} must be followed by a value, got none. Write {flag}=VALUE.") from None
     for argument in rest:
         name, _, option = argument.partition("=")[0].removeprefix("--").partition(".")
-        if argument.startswith("--") and name in METHODS:
+        if argument.startswith("--") and name in names():
             _check_name(option, f"got {argument!r}", name)
     options: Options = {}
     for flag, text in vars(given).items():
@@ -139,9 +114,9 @@ def _parser(meanings: Mapping[str, Mapping[str, str]] | None = None) -> argparse
         exit_on_error=False,
         argument_default=argparse.SUPPRESS,
     )
-    for name, method in METHODS.items():
+    for name, method in ((name, named(name)) for name in names()):
         group = parser.add_argument_group(f"{method.title} (also under `{name}:` in --config files)")
-        for field in fields(method.config):
+        for field in fields(method.config_class):
             meaning = None if meanings is None else meanings[name][field.name].replace("%", "%%")
             group.add_argument(f"--{name}.{field.name}", metavar=field.name.upper(), help=meaning)
     return parser
@@ -152,13 +127,13 @@ def options_help() -> str:
     from docstring_parser import parse_from_object
 
     meanings: dict[str, dict[str, str]] = {}
-    for name, method in METHODS.items():
-        hints = typing.get_type_hints(method.config)
-        documented = {each.arg_name: each.description or "" for each in parse_from_object(method.config).params}
+    for name, method in ((name, named(name)) for name in names()):
+        hints = typing.get_type_hints(method.config_class)
+        documented = {each.arg_name: each.description or "" for each in parse_from_object(method.config_class).params}
         meanings[name] = {
             field.name: f"{' '.join(documented[field.name].split())} (type: {_kind(hints[field.name])}, default:"
             f" {'null' if field.default is None else field.default})"
-            for field in fields(method.config)
+            for field in fields(method.config_class)
         }
     return _parser(meanings).format_help()
 
@@ -173,13 +148,13 @@ def _kind(hint: Any) -> str:
 
 
 def _check_name(option: str, received: str, name: str) -> None:
-    if option in METHODS[name].removed:
-        refuse_removed(option, received)
-    known = [field.name for field in fields(METHODS[name].config)]
+    if (now := named(name).removed.get(option)) is not None:
+        raise ValueError(f"`{option}` is no option any more, {received}: {now}. Leave it out.")
+    known = [field.name for field in fields(named(name).config_class)]
     if option not in known:
         (near,) = get_close_matches(option, known, n=1) or [""]
         raise ValueError(
-            f"An option of {METHODS[name].title} must be one of {', '.join(known)}; {received}."
+            f"An option of {named(name).title} must be one of {', '.join(known)}; {received}."
             f" {f'Did you mean {near}?' if near else 'Use one of these names.'}"
         )
 
@@ -198,7 +173,7 @@ def _read_value(value: Any) -> Any:
 
 def _refuse_elsewhere(rest: Sequence[str], given: Options) -> None:
     if given:
-        titles = " and ".join(METHODS[name].title for name in given)
+        titles = " and ".join(named(name).title for name in given)
         flags = ", ".join(f"--{name}.{option}" for name, options in given.items() for option in options)
         raise ValueError(
             f"Options of {titles} must go with the commands {' or '.join(COMMANDS)}, which train all parameters,"
@@ -260,16 +235,16 @@ def _read_mapping(source: str | Path) -> dict[str, Any]:
 def _sections(content: Mapping[str, Any], source: str | Path, recorded: bool = False) -> Options:
     """Those of our methods that a file has; one that a checkpoint's run has recorded may be an earlier version's."""
     found: Options = {}
-    for name in METHODS.keys() & content.keys():
+    for name in [name for name in names() if name in content]:
         section = content[name]
         if not isinstance(section, dict):
-            first = fields(METHODS[name].config)[0]
+            first = fields(named(name).config_class)[0]
             raise ValueError(
                 f"`{name}:` in {source} must be a mapping, got {section!r}. Write the options under it, one a line:"
                 f" `{first.name}: {first.default}`."
             )
         if recorded:
-            section = {option: value for option, value in section.items() if option not in METHODS[name].removed}
+            section = {option: value for option, value in section.items() if option not in named(name).removed}
         for option in section:
             _check_name(option, f"got {option!r} under `{name}:` in {source}", name)
         found[name] = {option: _read_value(value) for option, value in section.items()}
@@ -286,7 +261,7 @@ def _received() -> tuple[str, Any, int | None] | None:
         return None
     received = json.loads(passed_on)
     name = received.get("method", DEFAULT)
-    return name, METHODS[name].config(**received["options"]), received["total_steps"]
+    return name, named(name).config_class(**received["options"]), received["total_steps"]
 
 
 def _resolve(rest: Sequence[str], given: Options, in_files: Options) -> tuple[str, Any, int | None]:
@@ -297,11 +272,11 @@ def _resolve(rest: Sequence[str], given: Options, in_files: Options) -> tuple[st
     recorded = {} if checkpoint is None else _sections(_read_mapping(checkpoint), checkpoint, recorded=True)
     name = method_asked_for(given, in_files, recorded)
     by_hand, by_file, saved = (options.get(name, {}) for options in (given, in_files, recorded))
-    config = METHODS[name].config(**{**by_file, **saved, **by_hand})
+    config = named(name).config_class(**{**by_file, **saved, **by_hand})
     if checkpoint is not None:
         _tell_resumed(name, checkpoint, saved, by_hand, by_file)
     elif not _asks_for_help(rest):
-        _tell_fresh(METHODS[name], config)
+        _tell_fresh(named(name), config)
     return name, config, total_steps
 
 
@@ -311,14 +286,14 @@ def method_asked_for(given: Options, in_files: Options, recorded: Options) -> st
     Raises:
         ValueError: options of several are given.
     """
-    asked = [name for name in METHODS if name in given or name in in_files]
+    asked = [name for name in names() if name in given or name in in_files]
     if len(asked) > 1:
-        titles = " and some of ".join(METHODS[name].title for name in asked)
+        titles = " and some of ".join(named(name).title for name in asked)
         places = ", or ".join(f"--{name}.* and `{name}:`" for name in asked)
         raise ValueError(
             f"Options of one method may be given, got some of {titles}. Leave those of one, and drop {places}."
         )
-    return [*asked, *(name for name in METHODS if recorded.get(name)), DEFAULT][0]
+    return [*asked, *(name for name in names() if recorded.get(name)), DEFAULT][0]
 
 
 def _parse(arguments: Sequence[str]) -> Any | None:
@@ -386,9 +361,9 @@ def _asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 @rank_zero_only
-def _tell_fresh(method: Method, config: Any) -> None:
+def _tell_fresh(method: type[Method], config: Any) -> None:
     """Says which options were chosen, beside those of which the strategy's own first line speaks."""
-    defaults, values = method.config().as_dict(), config.as_dict()
+    defaults, values = plain(method.config_class()), plain(config)
     chosen = {name: value for name, value in values.items() if value != defaults[name]}
     if method.told is None or chosen.keys() <= method.told:
         return
@@ -401,13 +376,13 @@ def _tell_fresh(method: Method, config: Any) -> None:
 def _tell_resumed(
     name: str, file: Path, saved: dict[str, Any], by_hand: dict[str, Any], by_file: dict[str, Any]
 ) -> None:
-    title, config = METHODS[name].title, METHODS[name].config
+    title, config = named(name).title, named(name).config_class
     if not saved:
         print(f"{title}: {file} records no options of {title}; those given now hold.", file=sys.stderr)
         return
     print(f"{title}: options are those of the checkpoint, from {file}.", file=sys.stderr)
     # By way of the config: it may write an option in another way than it was given.
-    recorded, wanted = config(**saved).as_dict(), config(**{**saved, **by_file, **by_hand}).as_dict()
+    recorded, wanted = plain(config(**saved)), plain(config(**{**saved, **by_file, **by_hand}))
     for option, value in wanted.items():
         before = recorded[option]
         if value == before:
@@ -432,12 +407,12 @@ def scape_strategy(config: Any, total_steps: int | None = None) -> Iterator[None
         total_steps: optimizer steps of the whole run, by which the default warm-up goes (SparseLoCo ends its last
             window there); None is not known.
     """
-    name, method = next((name, method) for name, method in METHODS.items() if isinstance(config, method.config))
+    name, options = for_config(config).name, plain(config)
     variables, registered = dict(os.environ), dict(STRATEGY_REGISTRY)
-    passed_on = json.dumps({"method": name, "options": config.as_dict(), "total_steps": total_steps})
+    passed_on = json.dumps({"method": name, "options": options, "total_steps": total_steps})
     os.environ.update({"LT_STRATEGY": name, OPTIONS_VARIABLE: f"{os.getpid()} {passed_on}"})
-    STRATEGY_REGISTRY.register(name, method.strategy, override=True, total_steps=total_steps, **vars(config))
-    _record_in_saved_configurations(name, config.as_dict())
+    STRATEGY_REGISTRY.register(name, LitGPTStrategy, override=True, total_steps=total_steps, config=config)
+    _record_in_saved_configurations(name, options)
     try:
         yield
     finally:

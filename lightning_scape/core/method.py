@@ -1,0 +1,343 @@
+"""Method: what a host, a checkpoint, a monitor and a planner may ask of a method of training, and nothing else.
+
+To add a method, write a frozen dataclass with its options and a subclass of :class:`Method`, and call :func:`register`
+once, before the strategy is made. From then on ``MethodStrategy(MyConfig(...))`` trains with it under Lightning's
+Trainer, ``FabricMethodStrategy(MyConfig(...))`` under Fabric, both know it by its name (``strategy="mine"``), and
+``ScapeMonitor`` logs its figures and writes their report. ``tests/test_method.py`` has one of some 60 lines.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from typing_extensions import Self
+
+if TYPE_CHECKING:  # the package knows its methods by name before torch is imported
+    import torch
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from lightning_scape.checkpoint.source import SavedShards
+    from lightning_scape.comm.collectives import Communicator, ProcessGroup
+
+
+class Progress(NamedTuple):
+    """How far an optimizer's training has come, on this rank."""
+
+    steps: int
+    """Of the optimizer; those before the checkpoint that was loaded included."""
+    begun: int
+    """Exchanges that have begun."""
+    ended: int
+    """Exchanges that have ended."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where an optimizer is put under a method."""
+
+    named_parameters: Sequence[tuple[str, Tensor]] = ()
+    """The module's, for error messages and checkpoints."""
+    process_group: ProcessGroup | None = None
+    """The ranks that exchange: those that hold the same rows, one of each node, where nodes have several ranks. None
+    is all ranks, or, where every parameter is sharded over all of them, this rank alone."""
+    side_group: ProcessGroup | None = None
+    """A second group over the same ranks, for messages that travel beside the step's."""
+    total_steps: float | None = None
+    """Of the whole run; None is not known."""
+
+
+Spelling = Callable[[Mapping[str, str]], str]
+"""Writes options down as a user of the host would: those of a call, or flags."""
+
+
+class Method(ABC):
+    """One of the user's optimizers under a method of training; there is one object for each optimizer.
+
+    Between steps it may be asked anything. What is collective says so: all ranks call it, in the same order.
+    """
+
+    # ------------------------------------------------------------------------- what holds for all of its objects
+
+    name: ClassVar[str]
+    """Of its strategies, and of its section in YAML; the prefix of its metrics."""
+    title: ClassVar[str]
+    """Its name in sentences."""
+    config_class: ClassVar[type[Any]]
+    """Its options: a frozen dataclass, all with defaults, checked when it is made. The first is its main one. Where
+    it has ``local_group_size`` and ``reshard_after_forward``, nodes may hold a replica together (FSDP2)."""
+    shown: ClassVar[tuple[str, ...]] = ("compression",)
+    """Which of its :meth:`stats` a progress bar shows."""
+    exchanges_every_step: ClassVar[bool] = False
+    """Whether all ranks hold the same parameters after every step. Else they do after :meth:`finish`."""
+    clips: ClassVar[bool] = False
+    """Whether a step takes the gradient averaged over ranks, which no rank holds: clipping, and whether a gradient is
+    finite, is then asked of the method. Else the host clips this rank's own gradient."""
+    removed: ClassVar[Mapping[str, str]] = {}
+    """Options that earlier versions had, and what holds now: an error, but in an old checkpoint's record."""
+    told: ClassVar[frozenset[str] | None] = frozenset()
+    """Options of which :meth:`summary` speaks; None: it tells all that matter."""
+    compares_ends: ClassVar[bool] = False
+    """Whether the step's own message says where an epoch ends (:meth:`announce_batch`). Else the host sends one."""
+
+    # --------------------------------------------------------------------------- an optimizer comes, and goes
+
+    given: Optimizer
+    """The user's."""
+    optimizer: Optimizer
+    """What the host steps: the one in its place, or the user's own."""
+
+    @classmethod
+    @abstractmethod
+    def attach(cls, optimizer: Optimizer, config: Any, surroundings: Surroundings) -> Self:
+        """Puts one of the user's optimizers under the method. Collective.
+
+        It may come a second time, from an earlier fit.
+
+        Args:
+            optimizer: as the user has built it, not wrapped.
+            config: of ``config_class``.
+            surroundings: parameters, ranks, and length of the run.
+
+        Raises:
+            TypeError, ValueError: it cannot be trained so, or ranks differ; on every rank.
+        """
+
+    @classmethod
+    @abstractmethod
+    def of(cls, optimizer: object) -> Self | None:
+        """The object of an optimizer, the given or the stepped one; None: it is not under this method.
+
+        Args:
+            optimizer: anything, but a host's wrapper.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Ends what has begun: nothing is on its way, and all ranks hold the same parameters. Collective.
+
+        At the end of a fit, and before an optimizer is replaced in mid-training.
+        """
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Waits for messages that are on their way, and begins none, so that process groups may be torn down."""
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """After a fit: the user's optimizer is torch's again. Sends nothing; the state may still be saved."""
+
+    def close(self) -> None:
+        """Lets the optimizer go for good, after :meth:`finish`; the training goes on without it."""
+        self.give_back()
+
+    @classmethod
+    def inside_steps(cls) -> set[int]:
+        """Ids of the parameters that optimizers inside those of this method are stepping at this moment."""
+        return set()
+
+    # ------------------------------------------------------------------------------------------- around a step
+
+    @property
+    @abstractmethod
+    def communicator(self) -> Communicator:
+        """Sends its messages."""
+
+    @property
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """Those that it trains. Asked where ``clips``."""
+        raise NotImplementedError
+
+    def expect_steps(self, total_steps: float | None) -> None:
+        """Before the first step, where the host learns the length of the run late; None is not known."""
+        return
+
+    def announce_batch(self, batches: int, last: bool | None) -> None:
+        """Before a step: how many batches of the epoch this rank has had, and whether that is all; None: not said."""
+        return
+
+    def after_step(self, device: torch.device) -> str | None:
+        """Asked of the optimizer that steps first, after each of its steps: a warning for the user, at most once."""
+        return None
+
+    def clip_norm(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
+        """Bounds the norm of the averaged gradient in the coming step, where ``clips``. Collective.
+
+        Returns:
+            The norm before, 0-dim; not finite if any rank's gradient is not.
+        """
+        raise NotImplementedError
+
+    def clip_value(self, bound: float) -> None:
+        """Bounds each entry of this rank's gradient in the coming step, where ``clips``."""
+        raise NotImplementedError
+
+    def norm_after_backward(self, grads: Sequence[Tensor]) -> Tensor | None:
+        """A norm, 0-dim, not finite on any rank if a gradient of some rank is not. Collective; where ``clips``.
+
+        None: there are no other ranks.
+        """
+        return None
+
+    def weights_loaded(self) -> None:
+        """Parameters were overwritten from outside."""
+        return
+
+    @abstractmethod
+    def request_stop(self) -> None:
+        """This rank was told to stop (SIGTERM). For a signal's handler: takes no lock, sends nothing."""
+
+    @property
+    @abstractmethod
+    def stop_requested(self) -> bool:
+        """After a step: whether all ranks stop here, for one was told to. The same on all ranks; stays True."""
+
+    # --------------------------------------------------------------------------------------- what it says of itself
+
+    @abstractmethod
+    def progress(self) -> Progress:
+        """How far it has come. Waits for nothing."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, float]:
+        """Figures of the last exchange that has ended; empty before the first. May wait for the device.
+
+        A report draws these: ``step``, ``density``, ``compression``, ``skipped_total``, ``message_seconds``,
+        ``bytes_total``, ``bytes_dense``, ``bytes_<kind>`` and ``seconds/<phase>``. Any other name is logged.
+        """
+
+    def bar(self) -> dict[str, float]:
+        """What the progress bar shows in every step. Waits for nothing."""
+        return {}
+
+    @classmethod
+    @abstractmethod
+    def summary(cls, methods: Sequence[Self], steps: float | None, spell: Spelling) -> list[str]:
+        """Lines for the start of a run: what is sent, how often.
+
+        Args:
+            methods: all of the run, built from the same options.
+            steps: of the whole run; None is not known.
+            spell: how the user writes options.
+        """
+
+    def warning(self, steps: float | None) -> str | None:
+        """Whether a run of so many steps is too short, and for what; asked of the first optimizer, when it starts."""
+        return None
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    @abstractmethod
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collects the state of all ranks on rank ``to``, where :meth:`state_dict` then returns it. Collective."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state: tensors, numbers and strings only."""
+
+    @abstractmethod
+    def sharded_state_dict(self) -> Any:
+        """This rank's part of it, for a checkpoint that is a directory: ``checkpoint.source.OwnShards``."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Takes up a state, whole or ``checkpoint.source.SavedShards``, of any number of ranks. All ranks call it."""
+
+    @classmethod
+    def read_all(cls, saved: SavedShards) -> None:
+        """Reads what is to be unpacked beyond the directory's own tensors, and keeps none of it: for ``verify``."""
+        return
+
+    @classmethod
+    def whole_state(cls, saved: SavedShards) -> dict[str, Any]:
+        """What :meth:`state_dict` would have given, read from a directory into host memory: for ``consolidate``."""
+        raise ValueError(f"A state of {cls.title} in a directory cannot be made one file. Load it as it is.")
+
+    def restore_parameters(self) -> None:
+        """After a load: parameters that differ between ranks, where a model was loaded after the state."""
+        return
+
+
+# ---------------------------------------------------------------------------------------------------- the registry
+
+_methods: dict[str, str | type[Method]] = {
+    "scape": "lightning_scape.scape.method:ScapeMethod",
+    "sparseloco": "lightning_scape.sparseloco.method:SparseLoCoMethod",
+}
+_listeners: list[Callable[[str], object]] = []
+
+
+def register(method: type[Method]) -> type[Method]:
+    """Makes a method known, by its ``name``; again is no error. Also a decorator of its class."""
+    _methods[method.name] = method
+    for tell in _listeners:
+        tell(method.name)
+    return method
+
+
+def when_registered(tell: Callable[[str], object]) -> None:
+    """Calls ``tell`` with the name of each method that is registered from now on."""
+    _listeners.append(tell)
+
+
+def names() -> list[str]:
+    """Of all methods."""
+    return list(_methods)
+
+
+def named(name: str) -> type[Method]:
+    """The method of a name; its module is imported when it is first asked for."""
+    found = _methods[name]
+    if isinstance(found, str):
+        module, _, attribute = found.partition(":")
+        found = _methods[name] = getattr(import_module(module), attribute)
+    return found
+
+
+def of_state(facts: Mapping[str, Any]) -> type[Method]:
+    """The method that has written a state: its facts hold those of the method under its name; SCAPE's stand bare."""
+    return named(next((name for name in names() if name in facts), "scape"))
+
+
+def for_config(config: object) -> type[Method]:
+    """The method that a configuration is of.
+
+    Raises:
+        TypeError: it is of none.
+    """
+    known = [named(name) for name in names()]
+    for method in known:
+        if isinstance(config, method.config_class):
+            return method
+    raise TypeError(
+        f"`config` must be one of {', '.join(method.config_class.__name__ for method in known)}, got {config!r}. Give"
+        " the options of a method, or register yours (lightning_scape.core.method.register)."
+    )
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """A configuration's options by name, as numbers and texts."""
+    given: dict[str, Any] = config.as_dict() if hasattr(config, "as_dict") else asdict(config)
+    return given
+
+
+def unwrapped(optimizer: object) -> object:
+    """The optimizer inside a host's wrappers."""
+    while "_optimizer" in getattr(optimizer, "__dict__", {}):
+        optimizer = optimizer.__dict__["_optimizer"]
+    return optimizer
+
+
+def find(optimizer: object) -> Method | None:
+    """The method that an optimizer is under, be it in a host's wrappers; None if it is under none."""
+    inner = unwrapped(optimizer)
+    return next((found for name in names() if (found := named(name).of(inner)) is not None), None)
+
+
+def find_all(optimizers: Iterable[object]) -> list[Method]:
+    """Those of all optimizers that are under one, in order."""
+    return [found for each in optimizers if (found := find(each)) is not None]

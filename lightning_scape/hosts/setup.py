@@ -1,0 +1,176 @@
+"""What both hosts do when a model and its optimizers are set up, and when they clip. Knows neither host."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parameter import is_lazy
+
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, broadcast_tensors, world_size
+from lightning_scape.core import method
+from lightning_scape.core.parameters import problem_of_lazy
+from lightning_scape.core.replicas import check_same_setup
+
+
+def resolve_config(name: str | None, config: Any, options: Mapping[str, Any]) -> Any:
+    """One configuration from a strategy's two ways of giving it.
+
+    Args:
+        name: of the method; None: ``config`` says which.
+        config: a whole configuration, or None.
+        options: of the method, by name. One that holds its default counts as not given.
+
+    Raises:
+        ValueError: an option is outside its rule, or contradicts ``config``.
+        TypeError: ``config`` is not one of this method, or there is no such option.
+    """
+    kind = (method.for_config(config) if name is None else method.named(name)).config_class
+    if config is None:
+        return kind(**options)
+    if not isinstance(config, kind):
+        first = fields(kind)[0]
+        raise TypeError(
+            f"`config` must be a {kind.__name__} or None, got {config!r}. Write"
+            f" `config={kind.__name__}({first.name}={first.default})`, or pass the options themselves by name."
+        )
+    defaults = {field.name: field.default for field in fields(kind)}
+    given = {option: value for option, value in options.items() if option not in defaults or value != defaults[option]}
+    # By way of a configuration: "cpu" and torch.device("cpu") are the same option.
+    merged = replace(config, **given)
+    clashes = [
+        f"{option}={value!r} (config: {getattr(config, option)!r})"
+        for option, value in given.items()
+        if getattr(merged, option) != getattr(config, option)
+    ]
+    if clashes:
+        raise ValueError(
+            f"An option may be given by name or in `config`, not differently in both; got {', '.join(clashes)}. Drop"
+            " one of the two, or use `dataclasses.replace(config, ...)`."
+        )
+    return config
+
+
+def stepped(optimizer: object) -> Any:
+    """What the host steps: the one in an optimizer's place, or itself without a host's wrappers."""
+    found = method.find(optimizer)
+    return method.unwrapped(optimizer) if found is None else found.optimizer
+
+
+def build_alike(build: Callable[[], None], optimizers: Callable[[], Iterable[object]]) -> None:
+    """Builds the user's optimizers, and sees to it that all ranks have the same kinds of them. Collective.
+
+    Args:
+        build: runs the user's code.
+        optimizers: gives what that has built.
+
+    Raises:
+        Exception: what ``build`` has raised on any rank; on every rank.
+        ValueError: ranks have other optimizers; on every rank.
+    """
+    ranks = Communicator(None, None)
+    ranks.raise_on_all_ranks(build)
+    names = [type(stepped(each)).__name__ for each in optimizers()]
+    # Lightning's Trainer has a stand-in where the user has built none.
+    first, *others = ranks.all_gather_object([name for name in names if name != "_MockOptimizer"])
+    for rank, kinds in enumerate(others, 1):
+        if kinds != first:
+            raise ValueError(
+                f"All ranks must build the same optimizers, got {', '.join(kinds) or 'none'} on rank {rank} and"
+                f" {', '.join(first) or 'none'} on rank 0. Return the same from `configure_optimizers` on every rank."
+            )
+
+
+def clip_gradients(optimizer: object, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
+    """Clip the averaged gradient of the coming step; the gradients themselves are left alone.
+
+    No rank has the averaged gradient, so only the factor is settled here (one small message) and it acts where the
+    gradient enters the step. Has the signature of a precision plugin's ``clip_gradients`` and takes its place.
+
+    Args:
+        optimizer: one under a method that clips, wrapped or not.
+        clip_val: the bound; 0 or less means no clipping, as everywhere in Lightning.
+        gradient_clip_algorithm: ``"norm"`` (of the whole averaged gradient) or ``"value"`` (of each entry of each
+            rank's gradient, before they are averaged).
+
+    Raises:
+        ValueError: an algorithm that is not known.
+        TypeError: the optimizer is under no such method.
+    """
+    if clip_val <= 0:
+        return
+    found = clipping(optimizer)
+    algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
+    if algorithm == "norm":
+        found.clip_norm(clip_val)
+    elif algorithm == "value":
+        found.clip_value(clip_val)
+    else:
+        raise ValueError(f'`gradient_clip_algorithm` must be "norm" or "value", got {algorithm!r}. Use one of the two.')
+
+
+def clipping(optimizer: object) -> method.Method:
+    """The method of an optimizer whose averaged gradient is to be clipped.
+
+    Raises:
+        TypeError: it is under none.
+    """
+    found = method.find(optimizer)
+    if found is None or not found.clips:
+        raise TypeError(
+            "Clipping the averaged gradient needs an optimizer that was given to the strategy, got"
+            f" {type(method.unwrapped(optimizer)).__name__}. Give AdamW, Adam or AdamS to the strategy (Trainer:"
+            " `configure_optimizers`; Fabric: `fabric.setup`) and clip the optimizer it gives back."
+        )
+    return found
+
+
+def sharded_scaler(scaler: GradScaler | None, process_group: ProcessGroup | None = None) -> GradScaler | None:
+    """A scaler by which all ranks skip a step if one of them met an inf, in place of one that decides alone.
+
+    With a plain GradScaler the rank that met the inf would leave out the step's collectives, and the others would wait
+    for it. The scale and how it grows are those of ``scaler``. With one rank, or without a scaler, nothing changes.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return scaler
+    if world_size(process_group) == 1:
+        return scaler
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    if isinstance(scaler, ShardedGradScaler):
+        return scaler
+    sharded = ShardedGradScaler(device=getattr(scaler, "_device", "cuda"), process_group=process_group)
+    sharded.load_state_dict(scaler.state_dict())
+    return sharded
+
+
+def start_equal(module: nn.Module) -> None:
+    """Gives all ranks the parameters and buffers of rank 0, as DDP's constructor does. Collective.
+
+    Raises:
+        ValueError: one has no shape yet, or ranks have built different modules; on every rank.
+    """
+    ranks = Communicator(None, None)
+    state = ranks.raise_on_all_ranks(lambda: module_state(module))
+    if ranks.world_size > 1:
+        setup = {"parameters and buffers": [(tuple(each.shape), str(each.dtype)) for each in state]}
+        device = state[0].device if state else torch.device("cpu")
+        check_same_setup(ranks, setup, None, device)
+    broadcast_tensors(state)
+
+
+def module_state(module: nn.Module) -> list[Tensor]:
+    """All parameters and buffers: what must be equal on all ranks before the first step.
+
+    Raises:
+        ValueError: one has no shape yet.
+    """
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(problem_of_lazy(name))
+    return [*module.parameters(), *module.buffers()]

@@ -1,0 +1,169 @@
+"""SparseLoCo as a :class:`~lightning_scape.core.method.Method`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+from typing_extensions import Self, override
+
+from lightning_scape.checkpoint.source import OwnShards, SavedShards
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.core.method import Method, Progress, Spelling, Surroundings
+from lightning_scape.core.words import show_bytes
+from lightning_scape.sparseloco import packed
+from lightning_scape.sparseloco.checkpoint import whole_state
+from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
+from lightning_scape.sparseloco.wrapper import SparseLoCo
+
+_LET_GO = "_lightning_scape_let_go"
+"""Attribute of the user's optimizer, which it neither copies nor pickles: what has wrapped it in a fit."""
+
+
+class SparseLoCoMethod(Method):
+    """The user's optimizer stays what the host steps; a :class:`SparseLoCo` around it exchanges in its hooks."""
+
+    name = "sparseloco"
+    title = "SparseLoCo"
+    config_class = SparseLoCoConfig
+    shown = ("compression", "delta_norm")
+    told = None
+
+    def __init__(self, loco: SparseLoCo) -> None:
+        self.loco = loco
+        self.given = self.optimizer = loco.optimizer
+
+    @classmethod
+    @override
+    def attach(cls, optimizer: Optimizer, config: SparseLoCoConfig, surroundings: Surroundings) -> Self:
+        if getattr(optimizer, "communicator", None) is not None:
+            raise TypeError(
+                "SparseLoCo must wrap an optimizer that works on one rank, got a"
+                f" {type(optimizer).__name__}, which exchanges gradients itself. Use AdamW, or any other optimizer of"
+                " torch's."
+            )
+        if (former := SparseLoCo.of(optimizer)) is not None:  # of an earlier fit
+            former.close()
+            vars(former.optimizer).pop(_LET_GO, None)
+        options = {name: value for name, value in vars(config).items() if name not in OF_THE_MESH}
+        ranks, side = surroundings.process_group, surroundings.side_group
+        loco = SparseLoCo(optimizer, **options, process_group=ranks, exchange_group=side)
+        loco.name_parameters(surroundings.named_parameters)
+        return cls(loco)
+
+    @classmethod
+    @override
+    def of(cls, optimizer: object) -> Self | None:
+        loco = optimizer if isinstance(optimizer, SparseLoCo) else SparseLoCo.of(optimizer)
+        return None if loco is None else cls(loco)
+
+    @override
+    def finish(self) -> None:
+        self.loco.sync()
+
+    @override
+    def drain(self) -> None:
+        self.loco.drain()
+
+    @override
+    def give_back(self) -> None:
+        for hook in self.loco._hooks:
+            hook.remove()
+        vars(self.given)[_LET_GO] = self.loco  # its hooks have kept it alive
+
+    @override
+    def close(self) -> None:
+        self.loco.close()
+
+    @classmethod
+    @override
+    def inside_steps(cls) -> set[int]:
+        stepping = [loco for each in SparseLoCo._of.values() if (loco := each()) is not None and loco._stepping]
+        return {id(p) for loco in stepping for group in loco.optimizer.param_groups for p in group["params"]}
+
+    @property
+    @override
+    def communicator(self) -> Communicator:
+        return self.loco.communicator
+
+    @override
+    def request_stop(self) -> None:
+        self.loco.request_stop()
+
+    @property
+    @override
+    def stop_requested(self) -> bool:
+        return self.loco.stop_requested
+
+    @override
+    def progress(self) -> Progress:
+        now = self.loco.progress
+        return Progress(now.steps, now.exchanges, now.exchanges - now.under_way)
+
+    @override
+    def stats(self) -> dict[str, float]:
+        return {} if self.loco.stats is None else self.loco.stats.as_dict("")
+
+    @classmethod
+    @override
+    def summary(cls, methods: Sequence[Self], steps: float | None, spell: Spelling) -> list[str]:
+        return [summary(method.loco) for method in methods]
+
+    @override
+    def warning(self, steps: float | None) -> str | None:
+        every = self.loco.config.sync_every
+        if steps is None or steps >= every:
+            return None
+        return (
+            f"This run has {steps:.0f} steps, fewer than sync_every={every}: ranks exchange once, at its end. Lower"
+            " `sync_every`, or train longer."
+        )
+
+    @override
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        self.loco.consolidate_state_dict(to)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.loco.state_dict()
+
+    @override
+    def sharded_state_dict(self) -> OwnShards:
+        return self.loco.sharded_state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.loco.load_state_dict(state_dict)
+
+    @classmethod
+    @override
+    def read_all(cls, saved: SavedShards) -> None:
+        for _ in packed.parts(saved):  # unpickled, as loading does
+            pass
+
+    @classmethod
+    @override
+    def whole_state(cls, saved: SavedShards) -> dict[str, Any]:
+        return whole_state(saved)
+
+    @override
+    def restore_parameters(self) -> None:
+        self.loco.restore_parameters()
+
+
+def summary(loco: SparseLoCo) -> str:
+    """One line for the user: how often ranks exchange, and how much."""
+    config, ranks = loco.config, loco.communicator.world_size
+    dense = 8 * loco.layout.numel * (ranks - 1) // ranks
+    nodes = f" between nodes of {loco.shards.world_size} ranks" if loco.shards.world_size > 1 else ""
+    sent = loco.bytes_per_exchange()
+    how = f"{config.quota.density:.3g} of the entries" + ("" if config.bits is None else f" in {config.bits} bits")
+    if not sent:
+        alone = "one rank" if not nodes else f"one node of {loco.shards.world_size} ranks"
+        return f"SparseLoCo: {alone}, nothing is sent; a window ends every {config.sync_every} steps."
+    return (
+        f"SparseLoCo: {config.sync_every} local steps, then an exchange of {how}, {show_bytes(sent)} per rank{nodes}"
+        f" ({dense / sent:.0f}x fewer bytes than an all-reduce in fp32, {dense / sent * config.sync_every:.0f}x fewer"
+        " over a window)."
+    )
