@@ -14,6 +14,7 @@ import torch.distributed as dist
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from trainer_helpers import MARKS, GivenRanks, Regression, loader, make_trainer, weights
 
 from lightning_scape import FabricMethodStrategy, MethodStrategy, ScapeMonitor
@@ -83,12 +84,13 @@ class InOrder(Regression):
     """Deals batches as `expected` does."""
 
     def train_dataloader(self) -> Any:
-        return list(loader())[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else list(loader())
+        batches = list(loader())[dist.get_rank() :: dist.get_world_size()] if dist.is_initialized() else list(loader())
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
 def _fit_in_order(rank: int, world_size: int, steps: int) -> Tensor:
     model = InOrder()
-    make_trainer(MethodStrategy(CONFIG), max_steps=steps, max_epochs=-1).fit(model)
+    make_trainer(MethodStrategy(CONFIG), max_steps=steps, max_epochs=-1, use_distributed_sampler=False).fit(model)
     return weights(model)
 
 
@@ -164,7 +166,7 @@ def _under_litgpt(rank: int, world_size: int, out: str) -> str:
 
     for name in ("run", "run"):
         sys.argv = [
-            *("litgpt-scape", "pretrain", f"--config={ROOT / 'configs' / 'tiny_cpu.yaml'}", "--diloco.sync_every=2"),
+            *("litgpt-scape", "pretrain", f"--config={out}/tiny.yaml", "--diloco.sync_every=2"),
             *("--model_config.n_embd=32", "--model_config.block_size=32", "--model_config.n_layer=1"),
             *("--model_config.intermediate_size=64", "--data.max_bytes=300000", f"--devices={world_size}"),
             *("--train.global_batch_size=8", "--train.micro_batch_size=2", "--train.max_tokens=1024"),
@@ -178,6 +180,9 @@ def _under_litgpt(rank: int, world_size: int, out: str) -> str:
 
 def test_litgpts_command_line_trains_and_resumes_with_it(run_ranks: RunRanks, tmp_path: Path) -> None:
     pytest.importorskip("litgpt")
+    tiny = yaml.safe_load((ROOT / "configs" / "tiny_cpu.yaml").read_text(encoding="utf-8"))
+    del tiny["scape"]
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny), encoding="utf-8")
     recorded = yaml.safe_load(run_ranks(_under_litgpt, 2, str(tmp_path))[0])
     assert recorded["diloco"]["sync_every"] == 2
 

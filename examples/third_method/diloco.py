@@ -27,7 +27,7 @@ from lightning_scape.checkpoint.atomic_files import load_stream
 from lightning_scape.checkpoint.dcp import Chunk
 from lightning_scape.checkpoint.source import OwnShards, SavedShards
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.comm.stop_word import StopWord
+from lightning_scape.comm.stop_word import Stoppable, StopWord
 from lightning_scape.core.method import Method, Progress, Spelling, Surroundings, register
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import check_same_setup
@@ -56,7 +56,7 @@ class DiLoCoConfig:
 
 
 @register
-class DiLoCo(Method):
+class DiLoCo(Stoppable, Method):
     """The user's optimizer stays what the host steps; its hooks count the steps and exchange."""
 
     name, title, config_class = "diloco", "DiLoCo", DiLoCoConfig
@@ -77,7 +77,7 @@ class DiLoCo(Method):
         self._figures: dict[str, float] = {}
         self._whole: dict[str, Any] | None = None
         self._restored: list[Tensor] = []
-        self._word, self._stops = StopWord(self.ranks), False
+        self._stop_word = StopWord(self.ranks)
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
@@ -104,7 +104,7 @@ class DiLoCo(Method):
     @override
     def close(self) -> None:
         self.give_back()
-        self._word.close()
+        self._stop_word.close()
         del vars(self.optimizer)[HELD_BY]
 
     @override
@@ -124,7 +124,7 @@ class DiLoCo(Method):
         self.in_window += 1
         if self.in_window >= self.config.sync_every:
             self._exchange()
-        self._stops = self._word.ends()
+        self.stop_requested = self._stop_word.ends()
 
     @torch.no_grad()
     def _exchange(self) -> None:
@@ -148,7 +148,7 @@ class DiLoCo(Method):
             "compression": float(config.sync_every),
             "delta_norm": float(delta.norm()),
             "bytes_total": sum(self.ranks.take_count()[0].values()),
-            "bytes_dense": self._bytes(),
+            "bytes_dense": self.bytes_per_exchange(),
         }
 
     @override
@@ -162,15 +162,6 @@ class DiLoCo(Method):
         return self.ranks
 
     @override
-    def request_stop(self) -> None:
-        self._word.say()
-
-    @property
-    @override
-    def stop_requested(self) -> bool:
-        return self._stops
-
-    @override
     def progress(self) -> Progress:
         return Progress(self.steps, self.exchanges, self.exchanges)
 
@@ -181,10 +172,10 @@ class DiLoCo(Method):
     @classmethod
     @override
     def summary(cls, methods: Sequence[Self], steps: float | None, spell: Spelling) -> list[str]:
-        every, size = methods[0].config.sync_every, sum(method._bytes() for method in methods)
+        every, size = methods[0].config.sync_every, sum(method.bytes_per_exchange() for method in methods)
         return [f"DiLoCo: every {every} steps each rank sends {show_bytes(size)}, DDP as much in every step."]
 
-    def _bytes(self) -> int:
+    def bytes_per_exchange(self) -> int:
         ranks = self.ranks.world_size
         return 8 * sum(p.numel() for p in self.parameters.tensors) * (ranks - 1) // ranks
 

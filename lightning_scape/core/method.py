@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # the package knows its methods by name before torch is impor
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from lightning_scape.checkpoint.source import SavedShards
     from lightning_scape.comm.collectives import Communicator, ProcessGroup
 
 
@@ -248,13 +247,13 @@ class Method(ABC):
         """Takes up a state, whole or ``checkpoint.source.SavedShards``, of any number of ranks. All ranks call it."""
 
     @classmethod
-    def read_all(cls, saved: SavedShards) -> None:
-        """Reads what is to be unpacked beyond the directory's own tensors, and keeps none of it: for ``verify``."""
+    def read_all(cls, saved: Any) -> None:
+        """Unpacks what a ``checkpoint.source.SavedShards`` has besides plain tensors, and keeps nothing: for ``verify``."""
         return
 
     @classmethod
-    def whole_state(cls, saved: SavedShards) -> dict[str, Any]:
-        """What :meth:`state_dict` would have given, read from a directory into host memory: for ``consolidate``."""
+    def whole_state(cls, saved: Any) -> dict[str, Any]:
+        """What :meth:`state_dict` would have given, read from ``SavedShards`` into host memory: for ``consolidate``."""
         raise ValueError(f"A state of {cls.title} in a directory cannot be made one file. Load it as it is.")
 
     def restore_parameters(self) -> None:

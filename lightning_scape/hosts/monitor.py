@@ -67,7 +67,7 @@ class ScapeMonitor(ReportingCallback):
             )
         self._due = trainer.global_step // self.every_n_steps
         self._seen = [each.progress().ended for each in methods]
-        self.begin_report(trainer, methods[0].name)
+        self.begin_report(trainer, type(methods[0]))
 
     def _watched(self, trainer: Trainer) -> list[Method]:
         return find_all(trainer.optimizers)

@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.core.method import find_all
+from lightning_scape.core.method import Method, find_all
 from lightning_scape.hosts.ending import unseen
 from lightning_scape.reporting import History, write_page
 from lightning_scape.reporting.history import Writer
@@ -73,17 +73,19 @@ class ReportingCallback(Callback):
         if problem := trainer.strategy.broadcast(problem):
             raise ValueError(problem)
 
-    def begin_report(self, trainer: Trainer, method: str) -> None:
+    def begin_report(self, trainer: Trainer, method: type[Method]) -> None:
         """The fit begins, with all optimizers in their places.
 
         Args:
             trainer: whose fit it is.
-            method: its name.
+            method: which it is.
         """
         self._last, self._loss, self._losses = -1, None, 0
         step = steps_taken(trainer)  # of the checkpoint, where the fit goes on from one
         self._clock.start(step)
-        about = {"method": method, "ranks": trainer.world_size, "strategy": repr(trainer.strategy)}
+        unit = "step" if method.exchanges_every_step else "exchange"
+        about: dict[str, Any] = {"method": method.name, "title": method.title, "unit": unit}
+        about |= {"ranks": trainer.world_size, "strategy": repr(trainer.strategy)}
         self._add("run", step, {**about, "version": __version__})
 
     def note_batch(self, trainer: Trainer, pl_module: LightningModule, outputs: Any) -> None:
