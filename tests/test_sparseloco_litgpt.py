@@ -23,7 +23,7 @@ pytest.importorskip("jsonargparse")
 
 from litgpt.pretrain import setup as pretrain_setup
 
-from lightning_scape import FabricSparseLoCoStrategy, SparseLoCoConfig
+from lightning_scape import SparseLoCoConfig
 from lightning_scape.tools import litgpt_cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,27 +125,6 @@ def test_a_resumed_run_without_options_takes_the_checkpoints_method(
     )
     litgpt_cli.main()
     assert seen == ["sparseloco"]
-
-
-@dataclasses.dataclass(frozen=True)
-class ThirdConfig:
-    """Of a method that the package does not know.
-
-    Args:
-        outer_lr: length of the outer step.
-    """
-
-    outer_lr: float = 0.7
-
-
-def test_a_third_method_needs_only_a_row_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    third = litgpt_cli.Method("Third", ThirdConfig, FabricSparseLoCoStrategy)
-    monkeypatch.setitem(litgpt_cli.METHODS, "third", third)
-    assert litgpt_cli.split_arguments(["--third.outer_lr=5e-1"]) == ({"third": {"outer_lr": 0.5}}, [])
-    assert asked_for("pretrain", "--third.outer_lr", "1") == "third"
-    with pytest.raises(ValueError, match=r"An option of Third must be one of outer_lr; .* Did you mean outer_lr\?"):
-        asked_for("pretrain", "--third.outer=1")
-    assert "--third.outer_lr OUTER_LR\n" in litgpt_cli.options_help()
 
 
 def test_help_names_every_option() -> None:

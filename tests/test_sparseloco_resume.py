@@ -365,13 +365,12 @@ def test_state_dict_of_several_ranks_must_be_collected_first(run_ranks: Any) -> 
     assert run_ranks(_uncollected, 2) == ["must be collected"] * 2
 
 
-def test_a_directory_of_sparseloco_is_not_made_one_file(tmp_path: Path) -> None:
+def test_a_directory_of_sparseloco_is_made_the_file_of_a_full_save(tmp_path: Path) -> None:
     net, optimizer, loco = build()
     go_on(net, optimizer, 0, 0, 2)
     content = Content(optimizers={"loco": loco.sharded_state_dict()})
     Saver(asynchronous=False).save(tmp_path / "saved", content, Communicator.alone())
-    with pytest.raises(CheckpointError, match="got one of SparseLoCo"):
-        consolidate(tmp_path / "saved")
+    torch.testing.assert_close(consolidate(tmp_path / "saved")["loco"], loco.state_dict(), rtol=0, atol=0)
     assert "SparseLoCo" in (tmp_path / "saved" / "README.txt").read_text()
     scape = ScapeOptimizer(model().parameters(), config=ScapeConfig())
     with pytest.raises(ValueError, match=r"must be one of SCAPE, got one of SparseLoCo.*state_dict_type=\"full\""):

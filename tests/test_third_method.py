@@ -192,3 +192,13 @@ def test_nothing_of_the_package_names_it() -> None:
     sources = (ROOT / "lightning_scape").rglob("*.py")
     named = [path.name for path in sources if "diloco" in path.read_text(encoding="utf-8").lower()]
     assert named == ["method.py"] or named == []
+
+
+def test_litgpts_command_line_knows_its_options() -> None:
+    pytest.importorskip("litgpt")
+    from lightning_scape.tools import litgpt_cli
+
+    assert litgpt_cli.split_arguments(["--diloco.outer_lr=5e-1"]) == ({"diloco": {"outer_lr": 0.5}}, [])
+    with pytest.raises(ValueError, match=r"An option of DiLoCo must be one of .*Did you mean outer_lr\?"):
+        litgpt_cli.split_arguments(["--diloco.outer_l=1"])
+    assert "--diloco.outer_lr OUTER_LR" in litgpt_cli.options_help()

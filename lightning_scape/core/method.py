@@ -248,7 +248,7 @@ class Method(ABC):
 
     @classmethod
     def read_all(cls, saved: Any) -> None:
-        """Unpacks what a ``checkpoint.source.SavedShards`` has besides plain tensors, and keeps nothing: for ``verify``."""
+        """Unpacks what a ``SavedShards`` has besides plain tensors, and keeps nothing of it: for ``verify``."""
         return
 
     @classmethod

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from lightning_scape.scape.config import ClipNorm, ScapeConfig, Update, WireDtype
-from lightning_scape.sparseloco.config import SparseLoCoConfig
+import torch
+
+from lightning_scape.scape.config import ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
+from lightning_scape.sparseloco.config import Average, Reduction, SparseLoCoConfig
 
 
 class ScapeOptions:
@@ -22,13 +24,19 @@ class ScapeOptions:
         dense_steps: number of first steps that send everything.
         sparsity_warmup_steps: steps over which the density falls from 1 to ``1 - sparsity``; 0 is none. None is 4,950
             at 99% and 1,424 at 90%; with the update of AdamS 1,000, or all steps of a shorter run.
+        mask_statistic: what ranks the entries.
+        mask_votes: entries per block that every rank proposes; None chooses.
+        second_moment: what an entry is divided by that was not visited in the step before.
         wire_dtype: how values travel to their owner, and the changes of wider parameters back.
+        bias_correction: divide the first moments by ``1 - beta1**t``.
         clip_norm: how clipping by norm measures the averaged gradient.
         local_group_size: ranks of a node that hold one replica together, sharded by FSDP2; ``"node"`` takes all ranks
             of a node. SCAPE then runs between the nodes.
         reshard_after_forward: with ``local_group_size`` above 1: free gathered parameters between forward and backward.
+        residual_device: where the residual lives.
         max_skipped: consecutive skipped steps (a gradient is not finite) that raise an error.
         check_replicas_every: steps between two comparisons of all ranks' parameters; 0: the first step only.
+        block_size: block length, None for the best.
         options: the host's (``resume``, ``state_dict_type``, ``timeout``, ...): see its strategy.
 
     Raises:
@@ -46,12 +54,18 @@ class ScapeOptions:
         update: Update | None = None,
         dense_steps: int = 0,
         sparsity_warmup_steps: int | None = None,
+        mask_statistic: MaskStatistic = "residual",
+        mask_votes: int | None = None,
+        second_moment: SecondMoment = "measured",
         wire_dtype: WireDtype = "bf16",
+        bias_correction: bool = False,
         clip_norm: ClipNorm = "sketch",
         local_group_size: int | Literal["node"] = 1,
         reshard_after_forward: bool = True,
+        residual_device: torch.device | str | None = None,
         max_skipped: int = 10,
         check_replicas_every: int = 0,
+        block_size: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__(
@@ -60,8 +74,14 @@ class ScapeOptions:
             update=update,
             dense_steps=dense_steps,
             sparsity_warmup_steps=sparsity_warmup_steps,
+            mask_statistic=mask_statistic,
+            mask_votes=mask_votes,
+            second_moment=second_moment,
             wire_dtype=wire_dtype,
+            bias_correction=bias_correction,
             clip_norm=clip_norm,
+            residual_device=residual_device,
+            block_size=block_size,
             local_group_size=local_group_size,
             reshard_after_forward=reshard_after_forward,
             max_skipped=max_skipped,
@@ -81,6 +101,11 @@ class SparseLoCoOptions:
         outer_lr: length of the outer step.
         config: all options at once, :class:`~lightning_scape.SparseLoCoConfig`: the place for those that are seldom
             set. An option given by name as well must be the same.
+        average: what the sum over ranks is divided by; None chooses.
+        reduction: ``"sharded"`` over the owners of the entries, or ``"gathered"`` on every rank.
+        return_density: share of the entries that come back from the owners.
+        block_size: block length, None for the best.
+        device: where the starting point and the error feedback live.
         overlap_steps: inner steps beside which the exchange runs.
         max_skipped: dropped windows in a row (parameters are not finite) that raise an error.
         check_replicas_every: exchanges between two comparisons of all ranks.
@@ -105,6 +130,11 @@ class SparseLoCoOptions:
         outer_lr: float = 1.0,
         *,
         config: SparseLoCoConfig | None = None,
+        average: Average | None = None,
+        reduction: Reduction | None = None,
+        return_density: float | None = None,
+        block_size: int | None = None,
+        device: torch.device | str | None = None,
         overlap_steps: int = 0,
         max_skipped: int = 10,
         check_replicas_every: int = 1,
@@ -119,6 +149,11 @@ class SparseLoCoOptions:
             bits=bits,
             error_decay=error_decay,
             outer_lr=outer_lr,
+            average=average,
+            reduction=reduction,
+            return_density=return_density,
+            block_size=block_size,
+            device=device,
             overlap_steps=overlap_steps,
             max_skipped=max_skipped,
             check_replicas_every=check_replicas_every,
