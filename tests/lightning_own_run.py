@@ -28,6 +28,7 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from lightning_scape import (
     FabricScapeStrategy,
     FabricSparseLoCoStrategy,
+    MethodStrategy,
     ScapeStrategy,
     SparseLoCoStrategy,
 )
@@ -66,7 +67,7 @@ def install(run: str) -> None:
     _ChildProcessObserver.__init__.__defaults__ = (0.05,)
     # Ours explains errors of sharded modules, no more. Where a test mocks `Strategy.backward` around the one that a
     # strategy has, the two would call one another.
-    del ScapeStrategy.backward
+    del MethodStrategy.backward
     trainer, fabric = STRATEGIES.get(run, (None, None))
     _AcceleratorConnector._choose_strategy = _choosing(_AcceleratorConnector._choose_strategy, trainer)
     _AcceleratorConnector._init_strategy = _making(_AcceleratorConnector._init_strategy, trainer, DDPStrategy)

@@ -370,7 +370,10 @@ def test_a_directory_of_sparseloco_is_made_the_file_of_a_full_save(tmp_path: Pat
     go_on(net, optimizer, 0, 0, 2)
     content = Content(optimizers={"loco": loco.sharded_state_dict()})
     Saver(asynchronous=False).save(tmp_path / "saved", content, Communicator.alone())
-    torch.testing.assert_close(consolidate(tmp_path / "saved")["loco"], loco.state_dict(), rtol=0, atol=0)
+    made, given = consolidate(tmp_path / "saved")["loco"], loco.state_dict()
+    assert repr(made) == repr(given)
+    torch.testing.assert_close(made["sparseloco"]["start"], given["sparseloco"]["start"], rtol=0, atol=0)
+    loco.load_state_dict(made)
     assert "SparseLoCo" in (tmp_path / "saved" / "README.txt").read_text()
     scape = ScapeOptimizer(model().parameters(), config=ScapeConfig())
     with pytest.raises(ValueError, match=r"must be one of SCAPE, got one of SparseLoCo.*state_dict_type=\"full\""):

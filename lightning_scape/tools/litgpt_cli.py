@@ -131,7 +131,8 @@ def options_help() -> str:
         hints = typing.get_type_hints(method.config_class)
         documented = {each.arg_name: each.description or "" for each in parse_from_object(method.config_class).params}
         meanings[name] = {
-            field.name: f"{' '.join(documented.get(field.name, '').split())} (type: {_kind(hints[field.name])}, default:"
+            field.name: f"{' '.join(documented.get(field.name, '').split())}"
+            f" (type: {_kind(hints[field.name])}, default:"
             f" {'null' if field.default is None else field.default})"
             for field in fields(method.config_class)
         }
