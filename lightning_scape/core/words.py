@@ -1,4 +1,4 @@
-"""How figures are written for people."""
+"""How figures are written for people, and what several places say."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def show_bytes(size: float) -> str:
 def show_seconds(seconds: float) -> str:
     """``0.0123`` is ``"12.3 ms"``."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def no_option(name: str, received: str, now: str) -> str:
+    """The error for an option of earlier versions: ``received`` says what was given, ``now`` what holds for all."""
+    return f"`{name}` is no option any more, {received}: {now}. Leave it out."

@@ -248,7 +248,8 @@ class FabricMethodStrategy(FabricCheckpoints):
     @override
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
         # Not before the first step: a checkpoint that is loaded brings its own warm-up along.
-        if untold := set(self._numbers) - set(self._told):
+        if len(self._told) < len(self._numbers):
+            untold = set(self._numbers) - set(self._told)
             self._told |= untold
             self._tell(find_all(untold))
         result = super().optimizer_step(optimizer, **kwargs)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
-from typing_extensions import ParamSpec
 
 from lightning_scape.core.quota import MAX_BLOCK, Quota, check_local_group_size, density_of, quota_for
+from lightning_scape.core.words import no_option
 
 MaskStatistic = Literal["residual", "first_moment"]
 WireDtype = Literal["bf16", "fp32", "int8", "int4"]
@@ -33,7 +32,6 @@ _FEW = 5
 
 _WIRE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _WIRE_BITS = {"int8": 8, "int4": 4}
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -54,31 +52,21 @@ REMOVED_OPTIONS = {
 """Options of earlier versions, which measured worse or equal."""
 
 
-def refuse_removed(name: str, received: str) -> None:
-    """Raises TypeError where an option is no option any more; ``received`` says what was given."""
-    if name in REMOVED_OPTIONS:
-        raise TypeError(f"`{name}` is no option any more, {received}: {REMOVED_OPTIONS[name].sentence}. Leave it out.")
+def _refusing_removed(config: type[_T]) -> type[_T]:
+    """Gives a dataclass an error for options that are no options any more."""
+    construct = config.__init__
 
+    @functools.wraps(construct)
+    def checked(self: _T, /, *args: Any, **options: Any) -> None:
+        for name in options.keys() & REMOVED_OPTIONS.keys():
+            raise TypeError(no_option(name, f"got {options[name]!r}", REMOVED_OPTIONS[name].sentence))
+        construct(self, *args, **options)
 
-def refuses_removed(constructor: Callable[_P, None]) -> Callable[_P, None]:
-    """Gives a constructor an error for options that are no options any more."""
-
-    @functools.wraps(constructor)
-    def construct(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        for name, value in kwargs.items():
-            refuse_removed(name, f"got {value!r}")
-        constructor(*args, **kwargs)
-
-    return construct
-
-
-def _with_removed(config: type[_T]) -> type[_T]:
-    """:func:`refuses_removed` for a dataclass."""
-    config.__init__ = refuses_removed(config.__init__)  # type: ignore[method-assign]
+    config.__init__ = checked  # type: ignore[assignment]
     return config
 
 
-@_with_removed
+@_refusing_removed
 @dataclass(kw_only=True, frozen=True)
 class ScapeConfig:
     """Every option of SCAPE (arXiv 2607.01678); immutable, checked when made.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -22,7 +21,7 @@ class PayoffCheck:
 
     On the CPU only: elsewhere the host's seconds are those of queueing the work. Steps that send more than the options
     say (dense ones, the warm-up) are not judged, nor are the first ones after them, for buffers and caches are new to
-    them. With several optimizers, the one that steps first is judged.
+    them. With several optimizers, the strategy asks of the one that steps first.
 
     Args:
         first: steps at the final density before the first that counts.
@@ -33,19 +32,12 @@ class PayoffCheck:
         self.first, self.steps = first, steps
         self._sparse_steps = 0
         self._seen: list[StepStats] = []
-        self._judged: weakref.ref[ScapeOptimizer] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For who copies or pickles a strategy: a weak reference is not copied."""
-        return {**self.__dict__, "_judged": None}
 
     def look(self, optimizer: ScapeOptimizer, device: torch.device) -> str | None:
         """Call after each step of an optimizer; returns a sentence with the figures, at most once."""
         if optimizer.config.dense or device.type != "cpu" or len(self._seen) == self.steps:
             return None
-        if self._judged is None:
-            self._judged = weakref.ref(optimizer)
-        if self._judged() is not optimizer or still_dense(optimizer):
+        if still_dense(optimizer):
             return None
         self._sparse_steps += 1
         after = self._sparse_steps - self.first

@@ -35,6 +35,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from lightning_scape.core.method import Method, Spelling, for_config, named, names, plain
+from lightning_scape.core.words import no_option
 from lightning_scape.hosts.fabric import FabricMethodStrategy
 
 COMMANDS = ("pretrain", "finetune_full")
@@ -150,7 +151,7 @@ def _kind(hint: Any) -> str:
 
 def _check_name(option: str, received: str, name: str) -> None:
     if (now := named(name).removed.get(option)) is not None:
-        raise ValueError(f"`{option}` is no option any more, {received}: {now}. Leave it out.")
+        raise ValueError(no_option(option, received, now))
     known = [field.name for field in fields(named(name).config_class)]
     if option not in known:
         (near,) = get_close_matches(option, known, n=1) or [""]
