@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,10 @@ def test_several_optimizers_are_wrapped_one_by_one(run_ranks: Any) -> None:
     assert torch.equal(first[0], second[0])
 
 
-def test_a_short_run_is_told_and_names_are_registered(recwarn: pytest.WarningsRecorder) -> None:
+def test_a_short_run_is_told_and_names_are_registered(
+    recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "pytorch_lightning", raising=False)  # else its users get a remedy, too
     trainer = make_trainer("sparseloco", max_steps=2)
     trainer.fit(Regression())
     assert isinstance(trainer.strategy, SparseLoCoStrategy)

@@ -5,6 +5,7 @@ A base beside the host's strategy; what it does not name goes on to that.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -68,26 +69,9 @@ class ScapeOptions:
         block_size: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            config,  # type: ignore[call-arg] # of the host's strategy, the next base
-            sparsity=sparsity,
-            update=update,
-            dense_steps=dense_steps,
-            sparsity_warmup_steps=sparsity_warmup_steps,
-            mask_statistic=mask_statistic,
-            mask_votes=mask_votes,
-            second_moment=second_moment,
-            wire_dtype=wire_dtype,
-            bias_correction=bias_correction,
-            clip_norm=clip_norm,
-            residual_device=residual_device,
-            block_size=block_size,
-            local_group_size=local_group_size,
-            reshard_after_forward=reshard_after_forward,
-            max_skipped=max_skipped,
-            check_replicas_every=check_replicas_every,
-            **options,
-        )
+        given = locals()
+        named = {field.name: given[field.name] for field in fields(ScapeConfig)}
+        super().__init__(config, **named, **options)  # type: ignore[call-arg] # of the host's strategy, the next base
 
 
 class SparseLoCoOptions:
@@ -142,22 +126,6 @@ class SparseLoCoOptions:
         reshard_after_forward: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__(
-            config,  # type: ignore[call-arg] # of the host's strategy, the next base
-            sync_every=sync_every,
-            density=density,
-            bits=bits,
-            error_decay=error_decay,
-            outer_lr=outer_lr,
-            average=average,
-            reduction=reduction,
-            return_density=return_density,
-            block_size=block_size,
-            device=device,
-            overlap_steps=overlap_steps,
-            max_skipped=max_skipped,
-            check_replicas_every=check_replicas_every,
-            local_group_size=local_group_size,
-            reshard_after_forward=reshard_after_forward,
-            **options,
-        )
+        given = locals()
+        named = {field.name: given[field.name] for field in fields(SparseLoCoConfig)}
+        super().__init__(config, **named, **options)  # type: ignore[call-arg] # of the host's strategy, the next base
