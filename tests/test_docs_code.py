@@ -22,7 +22,8 @@ import lightning_scape
 from lightning_scape.tools import commands, litgpt_cli
 
 RunRanks = Callable[..., list[Any]]
-PYTHON, BASH = blocks("python"), blocks("bash")
+PYTHON = [block for block in blocks("python") if block.not_run is None]
+BASH = blocks("bash")
 
 # ------------------------------------------------------------------------------------------------------------- Python
 
