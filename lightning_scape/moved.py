@@ -14,8 +14,8 @@ PACKAGE = "lightning_scape"
 MOVED = {
     "adams": "scape.adams",
     "arguments": "tools.arguments",
+    "checkpoint.foreign": "scape.foreign",
     "checkpoint.optimizer_state": "scape.optimizer_state",
-    "checkpoint.packed": "sparseloco.packed",
     "checkpoint.snapshot": "scape.snapshot",
     "cli": "tools.cli",
     "config": "scape.config",
@@ -46,6 +46,7 @@ MOVED = {
     "optimizer": "scape.optimizer",
     "plan": "tools.plan",
     "registration": "hosts.registration",
+    "sparseloco.packed": "checkpoint.packed",
     "tool": "tools.commands",
 }
 """Old name below the package to the new one, of a module or of all in a folder; the longest that fits counts."""

@@ -12,7 +12,7 @@ from example_modules import load_example
 from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer
-from lightning_scape.checkpoint.foreign import as_adamw
+from lightning_scape.scape.foreign import as_adamw
 from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.wire.flags import count_flags, pack_flags
 

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from lightning_scape import ScapeConfig, ScapeOptimizer
 from lightning_scape.checkpoint.dcp import Chunk
 from lightning_scape.checkpoint.saver import SavedContent, consolidate
-from lightning_scape.checkpoint.source import SavedShards, Source, WholeState, held, residual_key, state_key
+from lightning_scape.checkpoint.source import SavedShards, Source, WholeState
 from lightning_scape.comm.collectives import Communicator
+from lightning_scape.scape.form import FORM
+from lightning_scape.scape.keys import held, residual_key, state_key
 
 RunRanks = Callable[..., list[Any]]
 CONFIG = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=2, block_size=10, update="adamw")
@@ -68,7 +70,7 @@ def keys(source: SavedShards) -> Iterator[str]:
 def test_a_whole_state_and_a_directory_are_read_alike(tmp_path: Path) -> None:
     optimizer = trained()
     shards = shards_of(optimizer, tmp_path / "c")
-    whole = WholeState(optimizer.state_dict(), optimizer.engine.parameters)
+    whole = WholeState(FORM, optimizer.state_dict(), optimizer.engine.parameters)
     assert list(shards.entries) == list(whole.entries) == [0, 1, 2, 4, 5]
     assert held(shards) == held(whole) == {"exp_avg", "last_step", "exp_avg_sq"}
     assert {name: shards.common[name] for name in whole.common} == whole.common
@@ -86,7 +88,7 @@ def test_any_part_of_a_tensor_is_read_alone_and_converted(tmp_path: Path, offset
     optimizer = trained()
     sources: list[Source] = [
         shards_of(optimizer, tmp_path / "c"),
-        WholeState(optimizer.state_dict(), optimizer.engine.parameters),
+        WholeState(FORM, optimizer.state_dict(), optimizer.engine.parameters),
     ]
     for source in sources:
         into = torch.full((length,), float("nan"), dtype=torch.float64)

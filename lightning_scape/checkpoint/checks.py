@@ -1,334 +1,76 @@
-"""The rules for a saved state. Each error gives the rule, the value received and the remedy. Checks change nothing."""
+"""The rules that hold for any method's saved facts. Each error gives the rule, the value received and the remedy."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, get_args
 
-import torch
-from torch import Tensor
+from lightning_scape.checkpoint.parts import OnOtherRanks, Placement
 
-from lightning_scape.checkpoint.source import Source, held, residual_key, state_key
-from lightning_scape.core.local_shards import is_sharded
-from lightning_scape.core.method import of_state
-from lightning_scape.core.parameters import Parameters, problem_of_group
-from lightning_scape.scape.config import WarmupShape
-
-FORMAT = 1
-"""The version of a state's facts and tensors, in memory and in a directory."""
-_SAME_MODEL = "Load it into the same model with the same parameter groups."
-_DAMAGED = "The state is damaged: load another checkpoint."
-_COUNTS = ("format", "world_size", "block_size", "step", "calls", "mask_uses", "skipped_in_row", "skipped_total")
-_FROM_ONE = _COUNTS[:3]
-_LATER_COUNTS = ("noise_samples", "second_moment_since", "warmup_steps")
-"""Older states lack them."""
-_SHAPES = get_args(WarmupShape)
+DAMAGED = "The state is damaged: load another checkpoint."
 
 
-def check_whole(saved: Any) -> None:
-    """Checks the form of a whole state: its dicts and lists are there, and its facts are possible.
-
-    Raises:
-        ValueError: the first rule that it breaks.
-    """
-    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
-        raise ValueError(
-            "An optimizer state must have `state` and `param_groups`, got"
-            f" {sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__}. {_SAME_MODEL}"
-        )
-    if "scape" in saved:
-        whole = saved["scape"]
-        _check_facts(whole)
-        if "mask" not in whole:
-            raise ValueError(f"A state must hold a `mask` or None for it, got neither. {_DAMAGED}")
-        residuals = whole.get("residuals")
-        if not isinstance(residuals, list) or len(residuals) != whole["world_size"]:
-            got = len(residuals) if isinstance(residuals, list) else type(residuals).__name__
-            raise ValueError(
-                f"A state of {whole['world_size']} ranks must hold as many residuals, got {got}. {_DAMAGED}"
-            )
-        for rank, residual in enumerate(residuals):
-            _check_mapping(f"residuals[{rank}]", residual)
-    _check_mapping("state", saved["state"])
-    for index, entry in saved["state"].items():
-        _check_mapping(f"state[{index!r}]", entry)
+def check_mapping(name: str, value: Any) -> None:
+    """Raises ValueError if ``value`` is no dict."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"`{name}` of an optimizer state must be a dict, got {type(value).__name__}. {DAMAGED}")
 
 
-def _check_facts(facts: Any) -> None:
-    """Checks the facts of a state of SCAPE: all are there and possible, and the format is not newer."""
-    _check_mapping("scape", facts)
-    version = facts.get("format")
-    if isinstance(version, int) and version > FORMAT:
-        raise ValueError(
-            f"The state's format must be at most {FORMAT}, got {version}: it was written by a newer lightning_scape."
-            " Upgrade this installation."
-        )
-    _check_mapping("missed", facts.get("missed", {}))
-    counts = {name: facts.get(name) for name in _COUNTS}
-    counts |= {name: facts[name] for name in _LATER_COUNTS if name in facts}
-    counts |= {f"missed[{index!r}]": count for index, count in facts.get("missed", {}).items()}
-    for name, value in counts.items():
-        least = int(name in _FROM_ONE)
-        if not isinstance(value, int) or not least <= value < 2**31:  # clocks are int32
-            raise ValueError(
-                f"`{name}` of a SCAPE state must be a whole number from {least} to 2**31 - 1, got {_said(value)}."
-                f" {_DAMAGED}"
-            )
-    shape = facts.get("warmup_shape", "geometric")
-    if shape not in _SHAPES:
-        raise ValueError(
-            f"`warmup_shape` of a SCAPE state must be one of {list(_SHAPES)}, got {_said(shape)}. {_DAMAGED}"
-        )
-    for name in ("config", "names"):
-        _check_mapping(name, facts.get(name))
-
-
-def check_shards(common: Any, ranks: int) -> None:
-    """Checks the form of one optimizer's facts in a directory: what is read from it is looked for by them.
-
-    Args:
-        common: see :class:`~lightning_scape.checkpoint.source.OwnShards`.
-        ranks: that wrote the directory.
-
-    Raises:
-        ValueError: the first rule that they break.
-    """
-    _check_mapping("facts", common)
-    name = of_state(common).name
-    if name != "scape":  # it checks the rest itself
-        facts = common[name]
-        _check_mapping(name, facts)
-    elif not {"format", "config"} & set(common):
-        raise ValueError(
-            f"A state must be of a method that is registered, got one with {sorted(map(_said, common))[:3]}. Import the"
-            " module that registers it (lightning_scape.core.method), or load another checkpoint."
-        )
-    else:
-        facts = common
-        _check_facts(facts)
-        _check_places(facts)
+def check_ranks(facts: Mapping[str, Any], ranks: int) -> None:
+    """Raises ValueError if a state in a directory is of more ranks than wrote the directory."""
     replicas, shards = facts.get("world_size"), facts.get("shards", 1)
-    if not _is_size(replicas) or not _is_size(shards) or replicas * shards > ranks:
+    if not is_size(replicas) or not is_size(shards) or replicas * shards > ranks:
         raise ValueError(
-            f"A state in a directory of {ranks} ranks must be of no more, got `world_size` {_said(replicas)} and"
-            f" `shards` {_said(shards)}."
-            f" {_DAMAGED}"
+            f"A state in a directory of {ranks} ranks must be of no more, got `world_size` {said(replicas)} and"
+            f" `shards` {said(shards)}. {DAMAGED}"
         )
 
 
-def _check_places(facts: Mapping[str, Any]) -> None:
-    """Checks shapes and memory orders of all parameters and masks, and the names of their tensors."""
-    shapes, strides, names = facts.get("shapes", {}), facts.get("strides", {}), facts.get("tensors")
-    _check_mapping("shapes", shapes)
-    _check_mapping("strides", strides)
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"`tensors` of an optimizer state must be a list of names, got {_said(names)}. {_DAMAGED}")
-    masks = facts.get("mask_shapes")
-    masks = masks if isinstance(masks, list) else [facts.get("mask_shape")]
-    if not all(mask is None or (_is_shape(mask) and len(mask) == 2) for mask in masks):
-        raise ValueError(f"A mask's shape must be two whole numbers, got others. {_DAMAGED}")
-    if not all(_is_size(index) for index in shapes) or set(shapes) != set(strides):
-        raise ValueError(f"`shapes` and `strides` must be of the same parameters, got others. {_DAMAGED}")
+def check_places(facts: Mapping[str, Any]) -> None:
+    """Raises ValueError if the shapes and memory orders of the parameters are impossible."""
+    shapes, strides = facts.get("shapes", {}), facts.get("strides", {})
+    check_mapping("shapes", shapes)
+    check_mapping("strides", strides)
+    if not all(is_size(index) for index in shapes) or set(shapes) != set(strides):
+        raise ValueError(f"`shapes` and `strides` must be of the same parameters, got others. {DAMAGED}")
     for index, shape in shapes.items():
         steps = strides[index]
-        if not _is_shape(shape) or not _is_shape(steps) or len(shape) != len(steps):
-            raise ValueError(f"Parameter {index} must have a shape and a memory order, got others. {_DAMAGED}")
+        if not is_shape(shape) or not is_shape(steps) or len(shape) != len(steps):
+            raise ValueError(f"Parameter {index} must have a shape and a memory order, got others. {DAMAGED}")
         last = sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
         if math.prod(shape) and last != math.prod(shape) - 1:
-            raise ValueError(f"Parameter {index} must have each of its entries once in memory, got others. {_DAMAGED}")
+            raise ValueError(f"Parameter {index} must have each of its entries once in memory, got others. {DAMAGED}")
 
 
-def _is_size(value: Any) -> bool:
+def check_parts(parts: Any) -> None:
+    """Raises ValueError if the list of a state's parts is none."""
+    kinds = (get_args(Placement), get_args(OnOtherRanks))
+    for part in parts if isinstance(parts, list) else [parts]:
+        if (
+            not isinstance(part, list)
+            or len(part) != 3
+            or not all(isinstance(each, str) for each in part)
+            or not all(each in kind for each, kind in zip(part[1:], kinds, strict=True))
+        ):
+            raise ValueError(
+                f"`parts` of a state must be names, each with one of {list(kinds[0])} and one of {list(kinds[1])}, got"
+                f" {type(part).__name__}. {DAMAGED}"
+            )
+
+
+def is_size(value: Any) -> bool:
+    """Whether it is a whole number that memory may have."""
     return type(value) is int and 0 <= value < 2**63
 
 
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_size, value))
+def is_shape(value: Any) -> bool:
+    """Whether it is a list of sizes."""
+    return isinstance(value, list) and all(map(is_size, value))
 
 
-def _said(value: Any) -> str:
+def said(value: Any) -> str:
     """A number or a name, or what else there is; a container may be of any size."""
     if isinstance(value, str):
         return repr(value[:100])
     return repr(value) if value is None or isinstance(value, (int, float)) else type(value).__name__
-
-
-def check(source: Source, parameters: Parameters, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Checks that a state of SCAPE belongs to this model.
-
-    Returns:
-        Warnings for the user.
-
-    Raises:
-        ValueError: the first rule that it breaks.
-    """
-    common = source.common
-    _check_facts(common)
-    _check_groups(common.get("param_groups"), groups)
-    _check_count(sorted(set(source.entries) ^ set(parameters.indices), key=str), source, parameters)
-    names = {"exp_avg", "last_step"} | held(source)
-    for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
-        called = f"{name!r} (number {index})"
-        _check_entry(source, index, called, parameter, names)
-        _check_clock(source.find(state_key(index, "last_step")), called, common["step"])
-        for rank in range(common["world_size"]):
-            _check_tensor(source.find(residual_key(rank, index)), f"residual of {called} on rank {rank}", parameter)
-        _check_order(common.get("strides", {}).get(index), name, parameter)
-    return _check_names(parameters, common["names"])
-
-
-def check_foreign(source: Source, parameters: Parameters, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Checks that a state of AdamW, Adam or AdamS belongs to this model.
-
-    Raises:
-        ValueError: the first rule that it breaks.
-    """
-    _check_groups(source.common["param_groups"], groups)
-    # torch leaves out parameters that never had a gradient.
-    _check_count(sorted(set(source.entries) - set(parameters.indices), key=str), source, parameters)
-    for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
-        if index in source.entries:
-            moments = {"exp_avg", "exp_avg_sq"} & {"exp_avg", *source.entries[index]}
-            _check_entry(source, index, f"{name!r} (number {index})", parameter, moments)
-            _check_step(source.find(state_key(index, "step")), f"{name!r} (number {index})")
-
-
-def _check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Checks that saved parameter groups match the optimizer's, and that their options are possible."""
-    if not isinstance(saved, list) or len(saved) != len(groups):
-        got = len(saved) if isinstance(saved, list) else type(saved).__name__
-        raise ValueError(f"The state must have {len(groups)} parameter groups, got {got}. {_SAME_MODEL}")
-    for number, (theirs, mine) in enumerate(zip(saved, groups, strict=True)):
-        _check_mapping(f"param_groups[{number}]", theirs)
-        given = theirs.get("params")
-        count = len(given) if isinstance(given, list) else None
-        if count != len(mine["params"]):
-            raise ValueError(
-                f"Parameter group {number} of the state must have {len(mine['params'])} parameters, got {count}."
-                f" {_SAME_MODEL}"
-            )
-        try:
-            problem = problem_of_group({**mine, **theirs})
-        except (TypeError, ValueError) as error:
-            problem = f"{error}."
-        if problem is not None:
-            raise ValueError(f"Parameter group {number} of the state cannot be taken: {problem}")
-
-
-def _check_entry(source: Source, index: int, called: str, parameter: Tensor, names: set[str]) -> None:
-    """Checks that one parameter has the tensors of these names, and that they fit it."""
-    if "exp_avg" not in source.entries[index]:
-        raise ValueError(
-            f"The state of {called} must hold a first moment `exp_avg`, got"
-            f" {sorted(map(str, source.entries[index]))}. Load a state of AdamW, Adam, AdamS or ScapeOptimizer."
-        )
-    for name in sorted(names):
-        integer = name == "last_step"
-        _check_tensor(source.find(state_key(index, name)), f"{name} of {called}", parameter, integer=integer)
-
-
-def _check_tensor(tensor: Any, name: str, parameter: Tensor, *, integer: bool = False) -> None:
-    """Checks kind and shape of a saved tensor. One without entries may have any kind: older files have a wrong one."""
-    kind = "integer" if integer else "floating-point"
-    got: Any = None
-    if not isinstance(tensor, Tensor):
-        got = type(tensor).__name__
-    elif tensor.layout != torch.strided:
-        got = tensor.layout
-    elif is_sharded(tensor):
-        got = "a DTensor (collect whole ones by torch's get_optimizer_state_dict, `full_state_dict=True`)"
-    elif tensor.numel() and (tensor.is_floating_point() == integer or tensor.is_complex()):
-        got = tensor.dtype
-    if got is not None:
-        raise ValueError(f"The state's {name} must be a {kind} tensor, got {got}. {_SAME_MODEL}")
-    if tuple(tensor.shape) != tuple(parameter.shape):
-        raise ValueError(
-            f"The state's {name} must have shape {tuple(parameter.shape)}, got {tuple(tensor.shape)}. {_SAME_MODEL}"
-        )
-
-
-def check_mask(mask: Any, block_size: int) -> None:
-    """Checks that each block of a mask has distinct positions.
-
-    Raises:
-        ValueError: it has not.
-    """
-    problem = None
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype not in (torch.uint8, torch.uint16):
-        problem = f"a {tuple(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
-    elif mask.numel():
-        rows = mask.to(torch.int32).sort(dim=1).values
-        if int(rows.max()) >= block_size or bool((rows[:, 1:] == rows[:, :-1]).any()):
-            problem = "positions that are outside or not distinct"
-    if problem is not None:
-        raise ValueError(
-            f"A mask must be [blocks, q] uint8 or uint16, of distinct positions below {block_size}, got {problem}."
-            f" {_DAMAGED}"
-        )
-
-
-def _check_mapping(name: str, value: Any) -> None:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"`{name}` of an optimizer state must be a dict, got {type(value).__name__}. {_DAMAGED}")
-
-
-def _check_count(odd: Sequence[Any], source: Source, parameters: Parameters) -> None:
-    if odd:
-        raise ValueError(
-            f"The state must hold the model's {len(parameters.indices)} trained parameters, got {len(source.entries)};"
-            f" the first that only one of them has is number {odd[0]}. {_SAME_MODEL}"
-        )
-
-
-def _check_clock(clock: Tensor, called: str, step: int) -> None:
-    """Checks the values of a state in memory. Those in a directory have a digest."""
-    if clock.is_meta or not clock.numel():
-        return
-    least, most = int(clock.min()), int(clock.max())
-    if least < 0 or most > step:
-        raise ValueError(
-            f"last_step of {called} must be between 0 and the state's step ({step}), got {least} to {most}. {_DAMAGED}"
-        )
-
-
-def _check_step(step: Any, called: str) -> None:
-    """Checks a dense optimizer's step: a number, a tensor of one, or None."""
-    number = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
-    if number is not None and not (isinstance(number, (int, float)) and 0 <= number < 2**31):
-        raise ValueError(f"step of {called} must be a number from 0 to 2**31 - 1, got {step!r}. {_DAMAGED}")
-
-
-def _check_order(strides: Sequence[int] | None, name: str, parameter: Tensor) -> None:
-    if strides is not None and tuple(strides) != parameter.stride() and parameter.numel():
-        raise ValueError(
-            f"A sharded state of {name!r} must have its memory order {parameter.stride()}, got {tuple(strides)}. Make"
-            " it one file by `lightning-scape consolidate`: there, memory order does not matter."
-        )
-
-
-def _check_names(parameters: Parameters, saved: Mapping[int, str]) -> list[str]:
-    """Checks that no parameter would get another one's state: parameters are taken by position."""
-    mine = dict(zip(parameters.indices, parameters.names, strict=True))
-    known = {name: index for index, name in mine.items()}
-    renamed = []
-    for index, name in mine.items():
-        theirs = _plain_name(str(saved.get(index, "")))
-        if theirs == _plain_name(name) or "parameter " in name or "parameter " in theirs:
-            continue
-        renamed.append(f"{theirs!r} (now {name!r})")
-        if theirs in known:
-            raise ValueError(
-                f"Parameters must come in the checkpoint's order, got {name!r} as number {index}, which was {theirs!r}"
-                " there. Build the optimizer over the parameters in the same order."
-            )
-    if not renamed:
-        return []
-    return [
-        f"The checkpoint knows {len(renamed)} parameters by other names, the first as {renamed[0]}; shapes agree, and"
-        " they are taken by position."
-    ]
-
-
-def _plain_name(name: str) -> str:
-    return name.replace("_orig_mod.", "").removeprefix("module.")

@@ -18,7 +18,6 @@ from lightning_scape.checkpoint.saver import SavedContent
 from lightning_scape.checkpoint.steps import step_of
 from lightning_scape.checkpoint.temporaries import MANIFEST
 from lightning_scape.comm.collectives import Communicator, is_distributed, new_group_like
-from lightning_scape.core.method import of_state
 
 _LONGEST_CHECK = timedelta(hours=1)
 
@@ -45,7 +44,7 @@ def verify(path: str | os.PathLike[str]) -> None:
         for rank in range(saved.directory.world_size if saved.optimizers else 0):
             states_in(saved.directory.tensor(f"rng.{rank}"))
         for shards in saved.optimizers.values():
-            of_state(shards.common).read_all(shards)
+            shards.check_packed()
     else:
         files.load_file(path, _let_go)
 

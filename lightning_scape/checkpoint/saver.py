@@ -14,14 +14,14 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_scape.checkpoint import atomic_files as files
-from lightning_scape.checkpoint.checks import check_shards, check_whole
+from lightning_scape.checkpoint.checks import check_mapping, check_ranks
 from lightning_scape.checkpoint.dcp import REST, Chunk, Directory, as_bytes, write_directory
-from lightning_scape.checkpoint.foreign import as_adamw
+from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.checkpoint.rng import rng_state
-from lightning_scape.checkpoint.source import OwnShards, SavedShards
+from lightning_scape.checkpoint.source import Dense, SavedShards
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.local_shards import first_row, is_sharded, local
-from lightning_scape.core.method import of_state
+from lightning_scape.core.method import Method, names, of_state
 
 RNG = "scape_rng"
 """Key of the ranks' random number generators in a checkpoint that is one file."""
@@ -33,7 +33,7 @@ class Content:
 
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     """State dicts; see :func:`replicated`."""
-    optimizers: dict[str, OwnShards] = field(default_factory=dict)
+    optimizers: dict[str, OwnParts] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)
     """Anything that ``torch.load(weights_only=True)`` reads; rank 0's is kept."""
 
@@ -105,9 +105,11 @@ class SavedContent:
                 if key not in shapes:
                     raise ValueError(f"its index must hold {key[:100]!r}, got none")
             for name, common in table["optimizers"].items():
-                check_shards(common, self.directory.world_size)
-                if of_state(common).name == "scape":
-                    SavedShards(self.directory, name, common).check_sizes()
+                check_mapping("facts", common)
+                form = of_state(common).form
+                form.check(common)
+                check_ranks(form.facts(common), self.directory.world_size)
+                SavedShards(self.directory, name, common).check_sizes()
         except ValueError as error:
             raise files.CheckpointError(
                 f"The checkpoint {str(self.directory.path)!r} must be whole, got one that is not: {error}. Load another"
@@ -254,7 +256,7 @@ def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
     saved = SavedContent(path)
     whole = dict(saved.rest)
     whole |= {name: saved.model(name) for name in saved.models}
-    states = {name: of_state(shards.common).whole_state(shards) for name, shards in saved.optimizers.items()}
+    states = {name: shards.form.whole_of(shards) for name, shards in saved.optimizers.items()}
     if optimizer == "adamw":
         states = {name: _adamw(state, path) for name, state in states.items()}
     elif saved.optimizers:
@@ -268,10 +270,10 @@ def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
 
 
 def _with_adamw(whole: Any, path: Path) -> dict[str, Any]:
-    """A full checkpoint whose SCAPE states, the Trainer's list or Fabric's by name, are AdamW's."""
+    """A full checkpoint whose states of a method, the Trainer's list or Fabric's by name, are AdamW's."""
 
     def is_ours(value: Any) -> bool:
-        return isinstance(value, dict) and "scape" in value and "state" in value
+        return isinstance(value, dict) and "state" in value and any(name in value for name in names())
 
     def convert(value: Any) -> Any:
         return _adamw(value, path) if is_ours(value) else value
@@ -279,20 +281,22 @@ def _with_adamw(whole: Any, path: Path) -> dict[str, Any]:
     held = whole.items() if isinstance(whole, dict) else ()
     if not any(is_ours(each) for _, value in held for each in (value if isinstance(value, list) else [value])):
         raise files.CheckpointError(
-            f"{path} must hold an optimizer state of SCAPE, got none. Nothing needs converting."
+            f"{path} must hold an optimizer state of one of {names()}, got none. Nothing needs converting."
         )
     return {name: [convert(each) for each in v] if isinstance(v, list) else convert(v) for name, v in held}
 
 
 def _adamw(state: Any, path: Path) -> dict[str, Any]:
+    method: type[Method] = of_state(state)
     try:
-        check_whole(state)
-        return as_adamw(state)
+        dense: Dense = method.form.as_dense(state)
     except Exception as error:  # whatever a damaged state makes arithmetic trip over
         raise files.CheckpointError(
-            f"{path} must hold a whole optimizer state of SCAPE, got one that is not: {type(error).__name__}: {error}."
-            " Convert another checkpoint."
+            f"{path} must hold a whole optimizer state, got one of {method.title} that is not:"
+            f" {type(error).__name__}: {error}. Convert another checkpoint."
         ) from error
+    warnings.warn(f"{method.title}'s state as AdamW's: parameters, {dense.carried}. {dense.lost}", stacklevel=4)
+    return dense.state
 
 
 def host_checkpoint(saved: SavedContent) -> dict[str, Any]:

@@ -1,36 +1,24 @@
-"""One optimizer's saved state: facts, and tensors by key. A whole state and a directory are read alike.
-
-========================== ==========================================================================================
-key                        tensor
-========================== ==========================================================================================
-``state.{i}.{name}``       of parameter ``i``; its names are the values of :data:`SAVED_AS`
-``residual.{rank}.{i}``    the part of parameter ``i`` that a rank has not yet sent
-``mask``                   ``[blocks, q]``
-``mask.{shard}``           likewise, where several ranks hold a replica: for the rows of each of them
-========================== ==========================================================================================
-
-``i`` counts all parameters of the groups. A parameter's tensor is read flat, in the parameter's memory order. Each rank
-reads only the part that it needs.
-"""
+"""A saved state and its form: a whole state and a directory are read alike, key by key (:mod:`.parts`)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_scape.checkpoint import checks
 from lightning_scape.checkpoint.dcp import Chunk, Directory
+from lightning_scape.checkpoint.inner import inner_of
+from lightning_scape.checkpoint.packed import unpack
+from lightning_scape.checkpoint.parts import Part, Place, parameter_of
+from lightning_scape.core.method import of_state
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.tensors import flatten_like
-from lightning_scape.scape.state import SHARD_TENSORS
-
-_OLDER_NAMES = {"local_exp_avg_sum": "evidence", "local_exp_avg_sq": "noise"}
-SAVED_AS = {name: _OLDER_NAMES.get(name, name) for name in SHARD_TENSORS}
-"""The shard's tensors and the names they are saved by."""
 
 
 class Source(Protocol):
@@ -38,11 +26,15 @@ class Source(Protocol):
 
     @property
     def common(self) -> Mapping[str, Any]:
-        """Facts: all but the tensors; ``param_groups`` is one of them."""
+        """Facts: all but the tensors."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Those of the method: ``world_size`` is one of them."""
 
     @property
     def entries(self) -> Mapping[int, Collection[str]]:
-        """Names of the tensors of each parameter."""
+        """Names of the tensors of each parameter that the ranks own."""
 
     def find(self, key: str) -> Any:
         """The tensor of a key, in its own shape; on ``meta`` if its values are still on disk. None if there is none.
@@ -54,71 +46,179 @@ class Source(Protocol):
         """Fills the chunks' tensors, in place; converts dtypes."""
 
     def tensor(self, key: str) -> Tensor:
-        """One whole tensor, flat; the mask in its own shape."""
+        """One whole tensor: flat, where it is a parameter's."""
+
+    def unpacked(self, key: str) -> dict[str, Any]:
+        """The dict that a rank has saved beside its tensors."""
 
 
-def held(source: Source) -> set[str]:
-    """Names of the tensors that any parameter has; unknown names are left out."""
-    return set().union(*source.entries.values()) & set(SAVED_AS.values())
+class Dense(NamedTuple):
+    """What another strategy takes of a state."""
+
+    state: dict[str, Any]
+    """AdamW's state dict."""
+    carried: str
+    """Words for what carries over."""
+    lost: str
+    """A sentence on what does not."""
 
 
-def has_second(facts: Mapping[str, Any]) -> bool:
-    """Whether the run that wrote the state kept second moments, by its facts: the update of AdamS does not."""
-    return bool(facts["config"].get("update", "adams") == "adamw")
+class Form:
+    """How a method's states are written: the facts, and where in a whole state a tensor has its place.
 
+    A whole state is ``{"state": ..., "param_groups": ..., name: {**facts, "tensors": {key: tensor}}}``. The first two
+    are those of torch: another strategy takes them as they are. Tensors have their parameters' shapes.
 
-def state_key(index: int, name: str) -> str:
-    """The key of a parameter's tensor."""
-    return f"state.{index}.{name}"
+    Args:
+        name: of the method.
+        inner: the part that holds each rank's inner optimizer, whose state fills the first two.
+    """
 
+    def __init__(self, name: str, inner: str | None = "inner") -> None:
+        self.name, self.inner = name, inner
 
-def residual_key(rank: int, index: int) -> str:
-    """The key of a rank's residual of a parameter."""
-    return f"residual.{rank}.{index}"
+    def facts(self, common: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The method's facts, of all that is not a tensor."""
+        found: Mapping[str, Any] = common[self.name]
+        return found
 
+    def common(
+        self, facts: Mapping[str, Any], parts: Iterable[Part], parameters: Parameters, ranks: int, shards: int
+    ) -> dict[str, Any]:
+        """What all ranks know of a state: all but its tensors.
 
-def mask_key(shard: int, shards: int) -> str:
-    """The key of the mask of one of ``shards`` ranks that hold a replica together."""
-    return "mask" if shards == 1 else f"mask.{shard}"
+        Args:
+            facts: the method's own.
+            parts: of the state.
+            parameters: which it is over.
+            ranks: those that hold the same rows.
+            shards: those that hold a replica together.
+        """
+        numbered = list(zip(parameters.indices, parameters.tensors, strict=True))
+        about = {
+            "world_size": ranks,
+            "shards": shards,
+            "shapes": {index: list(parameter.shape) for index, parameter in numbered},
+            "strides": {index: list(parameter.stride()) for index, parameter in numbered},
+            "parts": [[part.name, part.placement, part.on_other_ranks] for part in parts],
+        }
+        return {self.name: {**facts, **about}}
 
+    def parts(self, common: Mapping[str, Any]) -> list[Part]:
+        """The parts of a saved state."""
+        return [Part(*each) for each in self.facts(common)["parts"]]
 
-def parameter_of(key: str) -> int | None:
-    """The number of the parameter that a key's tensor belongs to; None for a mask."""
-    kind, *path = key.split(".")
-    return None if kind == "mask" else int(path[0] if kind == "state" else path[1])
+    def entries(self, common: Mapping[str, Any], whole: Mapping[str, Any] | None) -> Mapping[int, Collection[str]]:
+        """Names of the tensors of each parameter that the ranks own; ``whole`` is None for a directory."""
+        owned = [part.name for part in self.parts(common) if part.on_other_ranks == "cut"]
+        return dict.fromkeys(self.facts(common)["shapes"], owned)
 
+    def rows_shapes(self, common: Mapping[str, Any]) -> dict[str, list[int]]:
+        """The shapes of tensors of rows of blocks, by key."""
+        return {}
 
-def slot(whole: Mapping[str, Any], key: str) -> tuple[Any, Any]:
-    """The dict inside a whole state that holds a key's tensor, and the name it has there."""
-    kind, *path = key.split(".")
-    if kind == "state":
-        return whole["state"][int(path[0])], path[1]
-    if kind == "residual":
-        return whole["scape"]["residuals"][int(path[0])], int(path[1])
-    return (whole["scape"].get("masks", {}), int(path[0])) if path else (whole["scape"], kind)
+    def shapes(self, common: Mapping[str, Any]) -> Iterator[tuple[str, list[int] | None]]:
+        """The keys of all tensors, and their shapes; None is not known."""
+        facts = self.facts(common)
+        ranks, shards = facts["world_size"], facts.get("shards", 1)
+        for part in self.parts(common):
+            if part.by_parameter:
+                for rank in range(ranks if part.on_other_ranks == "mean" else 1):
+                    yield from ((part.key(i, Place(rank)), shape) for i, shape in facts["shapes"].items())
+            elif part.on_other_ranks == "take":
+                yield from ((part.key(None, Place(number)), None) for number in range(ranks * shards))
+        yield from self.rows_shapes(common).items()
+
+    def check(self, common: Mapping[str, Any]) -> None:
+        """Checks the facts of a state in a directory: what is read from it is looked for by them.
+
+        Raises:
+            ValueError: the first rule that they break.
+        """
+        facts = common[self.name]
+        checks.check_mapping(self.name, facts)
+        checks.check_places(facts)
+        checks.check_parts(facts.get("parts"))
+
+    def packed_names(self, key: str) -> set[str]:
+        """What a rank's packed dict must have, by its key."""
+        return {"state", "param_groups"} if self.inner is not None and key.startswith(f"{self.inner}.") else set()
+
+    # ------------------------------------------------------------------------------------------- a whole state
+
+    def skeleton(self, common: Mapping[str, Any]) -> dict[str, Any]:
+        """A whole state without its tensors."""
+        return {"state": {}, "param_groups": [], self.name: {**self.facts(common), "tensors": {}}}
+
+    def slot(self, whole: Mapping[str, Any], key: str) -> tuple[Any, Any]:
+        """The dict inside a whole state that holds a key's tensor, and the name it has there."""
+        return whole[self.name]["tensors"], key
+
+    def common_of(self, whole: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a whole state, what is no tensor."""
+        return {self.name: {name: value for name, value in whole[self.name].items() if name != "tensors"}}
+
+    def completed(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """A whole state, when all tensors are in place."""
+        if self.inner is not None:
+            first = inner_of(WholeState(self, whole), self.inner, 0)
+            whole.update({name: first[name] for name in ("state", "param_groups")})
+        return whole
+
+    def merged(self, common: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+        """A whole state but for what :meth:`completed` does: from facts, and tensors by key in memory of their own."""
+        facts, whole = self.facts(common), self.skeleton(common)
+        for key, tensor in tensors:
+            holder, name = self.slot(whole, key)
+            index = parameter_of(key)
+            shape, stride = (facts[each].get(index) for each in ("shapes", "strides"))
+            holder[name] = tensor if index is None else tensor.as_strided(shape, stride)
+        return whole
+
+    def whole_of(self, saved: SavedShards) -> dict[str, Any]:
+        """The whole state that the optimizer would have given, read from a directory into host memory."""
+        return self.completed(self.merged(saved.common, saved.tensors()))
+
+    def as_dense(self, whole: Mapping[str, Any]) -> Dense:
+        """A whole state as AdamW's.
+
+        Raises:
+            ValueError: the state is damaged, or has none.
+        """
+        return Dense(
+            {name: whole[name] for name in ("state", "param_groups")},
+            "the inner optimizer's state of rank 0 carries over",
+            "What ranks have not yet sent is lost.",
+        )
 
 
 class WholeState:
-    """A :class:`Source` over a state dict: SCAPE's whole state, or one of AdamW, Adam or AdamS (without facts).
+    """A :class:`Source` over a whole state.
 
     Args:
-        saved: the state; :func:`~lightning_scape.checkpoint.checks.check_whole` has passed it.
-        parameters: they give the memory order.
+        form: of its method.
+        whole: the state; its facts have been checked.
+        parameters: they give the memory order in which tensors are read.
     """
 
-    def __init__(self, saved: Mapping[str, Any], parameters: Parameters) -> None:
-        self._saved = saved
-        self._parameters = dict(zip(parameters.indices, parameters.tensors, strict=True))
-        tensors = ("residuals", "mask", "masks")
-        facts = {name: value for name, value in saved.get("scape", {}).items() if name not in tensors}
-        self.common: dict[str, Any] = {**facts, "param_groups": saved["param_groups"]}
-        self.entries: Mapping[int, Collection[str]] = saved["state"]
-        if "scape" in saved and not has_second(facts):  # what is there is for AdamW
-            self.entries = {index: set(entry) - {"exp_avg_sq"} for index, entry in saved["state"].items()}
+    def __init__(self, form: Form, whole: Mapping[str, Any], parameters: Parameters | None = None) -> None:
+        self._form, self._whole = form, whole
+        self._parameters = {} if parameters is None else dict(zip(parameters.indices, parameters.tensors, strict=True))
+        self.common: dict[str, Any] = form.common_of(whole)
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """See :class:`Source`."""
+        return self._form.facts(self.common)
+
+    @property
+    def entries(self) -> Mapping[int, Collection[str]]:
+        """See :class:`Source`."""
+        return self._form.entries(self.common, self._whole)
 
     def find(self, key: str) -> Any:
         """See :class:`Source`."""
-        holder, name = slot(self._saved, key)
+        holder, name = self._form.slot(self._whole, key)
         return holder.get(name)
 
     def read(self, targets: Mapping[str, Chunk]) -> None:
@@ -132,13 +232,17 @@ class WholeState:
         index = parameter_of(key)
         return found if index is None else flatten_like(found, self._parameters[index])
 
+    def unpacked(self, key: str) -> dict[str, Any]:
+        """See :class:`Source`."""
+        found: dict[str, Any] = self.find(key)
+        return found
+
 
 @dataclass(frozen=True)
 class SavedShards:
-    """A :class:`Source` over a directory, which may hold several optimizers' states. Nothing is read until asked for.
+    """A :class:`Source` over a directory, which may hold several optimizers' states.
 
-    Its facts also have ``shapes``, ``strides`` and ``tensors`` (the names) of the parameters, and ``mask_shape``; where
-    several ranks hold a replica, ``mask_shapes``.
+    Nothing is read until asked for.
     """
 
     directory: Directory
@@ -147,24 +251,36 @@ class SavedShards:
     common: dict[str, Any]
 
     @property
-    def entries(self) -> dict[int, list[str]]:
+    def form(self) -> Form:
+        """That of the method which has written it."""
+        found: Form = of_state(self.common).form
+        return found
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
         """See :class:`Source`."""
-        return dict.fromkeys(self.common["shapes"], self.common["tensors"])
+        return self.form.facts(self.common)
+
+    @property
+    def entries(self) -> Mapping[int, Collection[str]]:
+        """See :class:`Source`."""
+        return self.form.entries(self.common, None)
 
     def find(self, key: str) -> Tensor | None:
         """See :class:`Source`."""
-        index = parameter_of(key)
-        shape = self._mask_shapes().get(key) if index is None else self.common["shapes"][index]
-        if shape is None:
+        if key not in self._shapes:
             return None
+        shape = self._shapes[key]
+        found = self.directory.find(f"{self.key}.{key}")
+        if shape is None:
+            return found
         if 0 in shape:  # not stored
             return torch.empty(shape, dtype=self._dtype_beside(key), device="meta")
-        found = self.directory.find(f"{self.key}.{key}")
         return found.view(shape) if found is not None and found.numel() == math.prod(shape) else found
 
     def read(self, targets: Mapping[str, Chunk]) -> None:
         """See :class:`Source`."""
-        self.directory.read({f"{self.key}.{key}": chunk for key, chunk in targets.items()})
+        self.directory.read({f"{self.key}.{key}": chunk for key, chunk in targets.items() if len(chunk.tensor)})
 
     def tensor(self, key: str) -> Tensor:
         """See :class:`Source`."""
@@ -173,9 +289,18 @@ class SavedShards:
             return torch.empty(found.shape if parameter_of(key) is None else 0, dtype=found.dtype, device="cpu")
         return self.directory.tensor(f"{self.key}.{key}")
 
+    def unpacked(self, key: str) -> dict[str, Any]:
+        """See :class:`Source`.
+
+        Raises:
+            CheckpointError: the bytes are damaged, or hold what only executing code would load.
+        """
+        called = f"{self.directory.path}, {self.key}.{key}"
+        return unpack(self.directory.tensor(f"{self.key}.{key}"), called, self.form.packed_names(key))
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All of the state, one tensor after another."""
-        yield from ((key, self.tensor(key)) for key, _ in self._all())
+        yield from ((key, self.tensor(key)) for key in self._shapes)
 
     def check_sizes(self) -> None:
         """Checks that the directory holds all that the facts speak of, in the sizes that they give.
@@ -184,41 +309,34 @@ class SavedShards:
             ValueError: it does not.
         """
         held = self.directory.shapes(f"{self.key}.")
-        for key, shape in self._all():
-            found, size = held.get(f"{self.key}.{key}"), math.prod(shape)
-            if size and (found is None or math.prod(found) != size):
-                raise ValueError(f"{self.key}.{key} must have shape {tuple(shape)}, got {found or 'nothing'}")
+        for key, shape in self._shapes.items():
+            found = held.get(f"{self.key}.{key}")
+            size = None if shape is None else math.prod(shape)
+            if size != 0 and (found is None or size not in (None, math.prod(found))):
+                must = "be there" if shape is None else f"have shape {tuple(shape)}"
+                raise ValueError(f"{self.key}.{key} must {must}, got {found or 'nothing'}")
 
-    def _all(self) -> Iterator[tuple[str, list[int]]]:
-        """The keys of all tensors, and their shapes."""
-        shapes = self.common["shapes"]
-        for name in self.common["tensors"]:
-            yield from ((state_key(index, name), shape) for index, shape in shapes.items())
-        for rank in range(self.common["world_size"]):
-            yield from ((residual_key(rank, index), shape) for index, shape in shapes.items())
-        yield from ((key, shape) for key, shape in self._mask_shapes().items())
+    def check_packed(self) -> None:
+        """Unpacks what is saved as bytes, as loading does, and keeps nothing of it.
 
-    def _mask_shapes(self) -> dict[str, list[int]]:
-        shapes: list[list[int] | None] = self.common.get("mask_shapes") or [self.common.get("mask_shape")]
-        return {mask_key(shard, len(shapes)): shape for shard, shape in enumerate(shapes) if shape is not None}
+        Raises:
+            CheckpointError: see :meth:`unpacked`.
+        """
+        for key in (key for key, shape in self._shapes.items() if shape is None):
+            self.unpacked(key)
+
+    @cached_property
+    def _shapes(self) -> dict[str, list[int] | None]:
+        return dict(self.form.shapes(self.common))
 
     def _dtype_beside(self, key: str) -> torch.dtype:
         """The dtype of a tensor without entries: that of another parameter's tensor of the same name."""
         if parameter_of(key) is None:
             return torch.uint8
         kind, first, last = key.split(".")
-        for index in self.common["shapes"]:
-            other = state_key(index, last) if kind == "state" else residual_key(int(first), index)
+        for index in self.facts["shapes"]:
+            other = f"state.{index}.{last}" if kind == "state" else f"{kind}.{first}.{index}"
             found = self.directory.find(f"{self.key}.{other}")
             if found is not None:
                 return found.dtype
-        return torch.int32 if last == "last_step" else torch.float32
-
-
-@dataclass(frozen=True)
-class OwnShards:
-    """This rank's part of one optimizer's state, on its way into a directory. Views of the live state."""
-
-    tensors: dict[str, Chunk]
-    common: dict[str, Any]
-    """Facts, as :class:`SavedShards` has them; the same on all ranks."""
+        return torch.float32

@@ -40,10 +40,11 @@ def step_of(path: Path) -> int | None:
 
 
 def _steps_of(state: Any) -> Iterator[int]:
-    """Of one optimizer: whole, its facts are a part of it; in a directory, they are all of it."""
-    facts = entry(state, "scape") or (state if entry(state, "mask_uses") is not None else None)
-    counts = (entry(entry(entry(state, name), "progress"), "steps") for name in names())
-    yield from (step for step in (entry(facts, "step"), *counts) if _is_count(step))
+    """Of one optimizer: whole, its facts are a part of it; in a directory, they may be all of it."""
+    bare = state if entry(state, "format") is not None and entry(state, "config") is not None else None
+    for facts in (bare, *(entry(state, name) for name in names())):
+        counts = (entry(facts, "step"), entry(entry(facts, "progress"), "steps"))
+        yield from (step for step in counts if _is_count(step))
 
 
 def _values(holder: Any) -> list[Any]:

@@ -83,6 +83,9 @@ class Method(ABC):
     compares_ends: ClassVar[bool] = False
     """Whether the step's own message says where an epoch ends (:meth:`announce_batch`). Else the host sends one."""
 
+    form: ClassVar[Any]
+    """How its states are written: a ``checkpoint.source.Form``."""
+
     # --------------------------------------------------------------------------- an optimizer comes, and goes
 
     given: Optimizer
@@ -240,21 +243,11 @@ class Method(ABC):
 
     @abstractmethod
     def sharded_state_dict(self) -> Any:
-        """This rank's part of it, for a checkpoint that is a directory: ``checkpoint.source.OwnShards``."""
+        """What this rank holds of it, for a checkpoint that is a directory: ``checkpoint.parts.OwnParts``; views."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: Any) -> None:
         """Takes up a state, whole or ``checkpoint.source.SavedShards``, of any number of ranks. All ranks call it."""
-
-    @classmethod
-    def read_all(cls, saved: Any) -> None:
-        """Unpacks what a ``SavedShards`` has besides plain tensors, and keeps nothing of it: for ``verify``."""
-        return
-
-    @classmethod
-    def whole_state(cls, saved: Any) -> dict[str, Any]:
-        """What :meth:`state_dict` would have given, read from ``SavedShards`` into host memory: for ``consolidate``."""
-        raise ValueError(f"A state of {cls.title} in a directory cannot be made one file. Load it as it is.")
 
     def restore_parameters(self) -> None:
         """After a load: parameters that differ between ranks, where a model was loaded after the state."""
@@ -298,8 +291,25 @@ def named(name: str) -> type[Method]:
 
 
 def of_state(facts: Mapping[str, Any]) -> type[Method]:
-    """The method that has written a state: its facts hold those of the method under its name; SCAPE's stand bare."""
-    return named(next((name for name in names() if name in facts), "scape"))
+    """The method that has written a state: its facts hold those of the method under its name; SCAPE's may stand bare.
+
+    Raises:
+        ValueError: none that is registered.
+    """
+    found = of_whole(facts)
+    if found is None and not {"format", "config"} & set(facts):
+        raise ValueError(
+            "A state must be of a method that is registered, got one with"
+            f" {[repr(each)[:100] for each in sorted(map(str, facts))][:3]}. Import the module that registers it"
+            " (lightning_scape.core.method), or load another checkpoint."
+        )
+    return found or named("scape")
+
+
+def of_whole(state: Mapping[str, Any]) -> type[Method] | None:
+    """The method of a whole state; None: it is an optimizer's of torch."""
+    name = next((name for name in names() if name in state), None)
+    return None if name is None else named(name)
 
 
 def for_config(config: object) -> type[Method]:

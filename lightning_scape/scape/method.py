@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
-from lightning_scape.checkpoint.source import OwnShards, SavedShards
+from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import Method, Progress, Spelling, Surroundings
 from lightning_scape.scape import advice, stand_in
 from lightning_scape.scape.config import REMOVED_OPTIONS, ScapeConfig
+from lightning_scape.scape.form import FORM
 from lightning_scape.scape.optimizer import ScapeOptimizer
-from lightning_scape.scape.optimizer_state import merge_shards
 from lightning_scape.scape.payoff import PayoffCheck, still_dense
 
 _trained: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -31,6 +31,7 @@ class ScapeMethod(Method):
     name = "scape"
     title = "SCAPE"
     config_class = ScapeConfig
+    form = FORM
     shown = ("compression", "grad_norm")
     removed = {name: option.sentence for name, option in REMOVED_OPTIONS.items()}
     told = frozenset({"sparsity", "sparsity_warmup_steps", "dense_steps", "update"})
@@ -170,14 +171,9 @@ class ScapeMethod(Method):
         return self.optimizer.state_dict()
 
     @override
-    def sharded_state_dict(self) -> OwnShards:
+    def sharded_state_dict(self) -> OwnParts:
         return self.optimizer.sharded_state_dict()
 
     @override
     def load_state_dict(self, state_dict: Any) -> None:
         self.optimizer.load_state_dict(state_dict)
-
-    @classmethod
-    @override
-    def whole_state(cls, saved: SavedShards) -> dict[str, Any]:
-        return merge_shards(saved)

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.checkpoint.source import OwnShards, SavedShards
+from lightning_scape.checkpoint.parts import OwnParts
+from lightning_scape.checkpoint.source import SavedShards
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_group_like
 from lightning_scape.core import local_shards
 from lightning_scape.core.parameters import Parameters
@@ -372,16 +373,15 @@ class ScapeOptimizer(torch.optim.Optimizer):
         the update of AdamS ``4 P`` more: what AdamW would need to go on from it). To
         collect it takes little more: all ranks' residuals of one parameter at a time.
         """
-        snapshot = self._snapshot(self.engine.state_at_rest())
-        self._shared.consolidated = checkpoint.consolidate(snapshot, self.engine.comm, to)
+        self._shared.consolidated = self.sharded_state_dict().whole(to)
 
-    def sharded_state_dict(self) -> OwnShards:
+    def sharded_state_dict(self) -> OwnParts:
         """This rank's part of the state, as :func:`lightning_scape.checkpoint.dcp.write_directory` takes it; views.
 
         Nothing is sent, and no rank ever holds the whole state.
         """
         groups = super().state_dict()["param_groups"]
-        return checkpoint.own_shards(self._snapshot(self.engine.state_at_rest()), self.engine.comm, groups)
+        return checkpoint.own_parts(self._snapshot(self.engine.state_at_rest()), self.engine.comm, groups)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, by parameter, independent of the number of ranks: tensors, numbers and strings only.

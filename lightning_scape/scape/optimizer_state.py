@@ -1,89 +1,56 @@
 """The state of one optimizer: N ranks save it, any number of ranks loads it; as one file or as a directory of shards.
 
-A whole state, format 1, is tensors, numbers and strings only (``torch.load(weights_only=True)`` reads it)::
-
-    {
-      "state": {i: {"exp_avg": m, "exp_avg_sq": v, "last_step": clock, "step": t, ["master": ...], [...]}},
-      "param_groups": [...],                            # as torch writes them
-      "scape": {"format": 1, "config": {...}, "world_size": N, "step": t, "calls": n, "names": {i: name},
-                "residuals": [{i: e}, ...],             # one dict per rank
-                "mask": [blocks, q] or None, "mask_uses": n, "block_size": B, "skipped_in_row": n, "skipped_total": n},
-    }
-
-``i`` counts all parameters of the groups, as in torch's own state dicts; every tensor by parameter has its shape.
-AdamW and Adam take it as it is: ``exp_avg``, ``exp_avg_sq`` and ``step`` are theirs. With the update of AdamS,
-``exp_avg_sq`` is for them alone (:func:`~lightning_scape.checkpoint.foreign.add_second_moment`). Where several ranks
-hold a replica together, tensors are those of the whole parameters all the same, and N is the number of replicas. Only
-the masks are by rank of a replica then: ``"shards": L, "masks": {rank: mask}``, and ``"mask": None``.
-
-A directory (:mod:`lightning_scape.checkpoint.dcp`) holds the same tensors by the keys of
-:mod:`lightning_scape.checkpoint.source`. They are flat, in the parameter's memory order, one chunk for each shard that
-meets the parameter. A whole state is merged shards: :func:`merge_shards` reads them from a directory,
-:func:`consolidate` collects them from the live ranks. :func:`load` takes either form.
+What is saved, as :mod:`lightning_scape.checkpoint.parts` has it: the shard's tensors are owned by the ranks and cut
+anew on another number of them; every rank has a residual, and on another number of ranks each starts from their mean;
+the mask is dropped where the blocks are others. :mod:`.form` shows how it is written.
 """
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_scape.checkpoint.checks import FORMAT, check, check_foreign, check_mask, check_whole
 from lightning_scape.checkpoint.dcp import Chunk
-from lightning_scape.checkpoint.foreign import add_second_moment, by_number, guess_second_moment, load_foreign
-from lightning_scape.checkpoint.source import (
-    OwnShards,
-    SavedShards,
-    Source,
-    WholeState,
-    held,
-    mask_key,
-    parameter_of,
-    residual_key,
-    slot,
-    state_key,
-)
+from lightning_scape.checkpoint.parts import OwnParts, Place, fill
+from lightning_scape.checkpoint.source import SavedShards, Source, WholeState
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.local_shards import numels_of
+from lightning_scape.core.method import of_state
+from lightning_scape.scape import keys
+from lightning_scape.scape.checks import FORMAT, check, check_foreign, check_mask, check_whole
 from lightning_scape.scape.config import REMOVED_OPTIONS
+from lightning_scape.scape.foreign import by_number, guess_second_moment, load_foreign
+from lightning_scape.scape.form import FORM
 from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.scape.snapshot import Snapshot
 
-__all__ = ["Loaded", "Snapshot", "consolidate", "load", "merge_shards", "own_shards"]
+__all__ = ["Loaded", "Snapshot", "load", "own_parts"]
 
 
 # ------------------------------------------------------------------------------------------------ saving
 
 
-def own_shards(snapshot: Snapshot, communicator: Communicator, param_groups: list[dict[str, Any]]) -> OwnShards:
+def own_parts(snapshot: Snapshot, communicator: Communicator, param_groups: list[dict[str, Any]]) -> OwnParts:
     """This rank's part of the state: views, nothing is copied or sent."""
-    layout, parameters, rank = snapshot.layout, snapshot.parameters, communicator.rank
-    tensors: dict[str, Chunk] = {}
-    for name, shard in snapshot.shard():
-        tensors |= snapshot.chunks(functools.partial(state_key, name=name), shard, layout.local(rank).pieces)
-    residual = snapshot.state.residual.view(-1)
-    tensors |= snapshot.chunks(functools.partial(residual_key, rank), residual, layout.everything().pieces)
-    mask, first, shards = snapshot.masks.active, rank * layout.shard_blocks, snapshot.shards
-    if mask is not None and first < layout.used_blocks:
-        rows = mask[first : min(first + layout.shard_blocks, layout.used_blocks)]
-        tensors[mask_key(shards.rank, shards.world_size)] = Chunk(rows, first, layout.used_blocks)
+    layout, parameters, shards, rank = snapshot.layout, snapshot.parameters, snapshot.shards, communicator.rank
+    pieces = layout.local(rank).pieces
+    parts = [snapshot.owned(name, shard, pieces) for name, shard in snapshot.shard()]
+    parts.append(snapshot.residual())
+    mask, first = snapshot.masks.active, rank * layout.shard_blocks
     shapes = [None if mask is None else [blocks, mask.shape[1]] for blocks in _blocks_of_shards(snapshot)]
-    common = {
-        **_facts(snapshot, communicator.world_size),
-        "shapes": {index: list(p.shape) for index, p in zip(parameters.indices, parameters.tensors, strict=True)},
-        "strides": {index: list(p.stride()) for index, p in zip(parameters.indices, parameters.tensors, strict=True)},
-        "tensors": [name for name, _ in snapshot.shard()],
-        "mask_shape": shapes[0] if shards.world_size == 1 else None,
-        **({} if shards.world_size == 1 else {"mask_shapes": shapes, "shards": shards.world_size}),
-        "param_groups": param_groups,
-    }
-    return OwnShards(tensors, common)
+    if mask is not None:
+        rows = mask[first : min(first + layout.shard_blocks, layout.used_blocks)]
+        parts.append(keys.mask({None: Chunk(rows, first, layout.used_blocks)} if len(rows) else {}))
+    of_masks = {"mask_shape": shapes[0]} if shards.world_size == 1 else {"mask_shape": None, "mask_shapes": shapes}
+    facts = {**_facts(snapshot), **of_masks, "param_groups": param_groups}
+    common = FORM.common(facts, parts, parameters, communicator.world_size, shards.world_size)
+    return OwnParts(FORM, common, parts, parameters, communicator, shards)
 
 
 def _blocks_of_shards(snapshot: Snapshot) -> list[int]:
@@ -95,12 +62,11 @@ def _blocks_of_shards(snapshot: Snapshot) -> list[int]:
     return [Layout(each, parameters.groups, layout.block_size, layout.world_size).used_blocks for each in numels]
 
 
-def _facts(snapshot: Snapshot, world_size: int) -> dict[str, Any]:
-    """The facts of a state: all but its tensors and parameter groups."""
+def _facts(snapshot: Snapshot) -> dict[str, Any]:
+    """What SCAPE knows besides its tensors."""
     return {
         "format": FORMAT,
         "config": snapshot.config.as_dict(),
-        "world_size": world_size,
         "step": int(snapshot.state.step),
         "calls": snapshot.state.calls,
         "noise_samples": snapshot.state.local_samples,
@@ -114,106 +80,6 @@ def _facts(snapshot: Snapshot, world_size: int) -> dict[str, Any]:
         "skipped_in_row": snapshot.clipping.skipped_in_row,
         "skipped_total": snapshot.clipping.skipped_total,
     }
-
-
-def consolidate(snapshot: Snapshot, communicator: Communicator, to: int) -> dict[str, Any] | None:
-    """The whole state but for ``param_groups`` on rank ``to``, in host memory; None on the others. Collective.
-
-    While it collects, it needs memory for two more of the shards' tensors, whole (``8 P`` bytes), and then for all
-    ranks' residuals of one parameter. Where L ranks hold a replica, rank ``to`` is the rank ``to % L`` of replica
-    ``to // L``.
-    """
-    replica, place = divmod(to, snapshot.shards.world_size)
-    tensors = _collected(snapshot, communicator, replica)
-    if communicator.rank == replica and snapshot.shards.world_size > 1:
-        tensors = _joined(snapshot, tensors, place)
-    if (communicator.rank, snapshot.shards.rank) == (replica, place):
-        return _merged(own_shards(snapshot, communicator, []).common, tensors)
-    for _ in tensors:
-        raise AssertionError("tensors arrive on one rank only")
-    return None
-
-
-def _joined(snapshot: Snapshot, tensors: Iterable[tuple[str, Tensor]], to: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of all ranks of a replica, rows after rows, on its rank ``to``. Collective over the replica."""
-    shards, parameters = snapshot.shards, snapshot.parameters
-    device, ranks = snapshot.state.exp_avg.device, range(shards.world_size)
-    place_of = {index: place for place, index in enumerate(parameters.indices)}
-    numels = [numels_of(parameters.tensors, shards.world_size, rank) for rank in ranks]
-    blocks = _blocks_of_shards(snapshot)
-    for key, part in tensors:
-        index = parameter_of(key)
-        sizes = [blocks[rank] * part.shape[1] if index is None else numels[rank][place_of[index]] for rank in ranks]
-        if not any(sizes):  # no message for nothing
-            parts: list[Tensor] | None = [part.reshape(-1)] * len(sizes) if shards.rank == to else None
-        else:  # as bytes, of the same number: gloo knows no uint16
-            padded = torch.zeros(max(sizes), dtype=part.dtype, device=part.device)
-            padded[: part.numel()] = part.reshape(-1)
-            parts = shards.gather(padded.view(torch.uint8), to, device)
-        if parts is None:
-            continue
-        cut = [each.view(part.dtype)[:size] for each, size in zip(parts, sizes, strict=True)]
-        if index is not None:
-            yield key, torch.cat(cut)
-            continue
-        yield from ((mask_key(rank, len(cut)), mask.view(blocks[rank], part.shape[1])) for rank, mask in enumerate(cut))
-
-
-def merge_shards(saved: SavedShards) -> dict[str, Any]:
-    """The whole state that :meth:`ScapeOptimizer.state_dict` would have given, read into host memory."""
-    return {**_merged(saved.common, saved.tensors()), "param_groups": saved.common["param_groups"]}
-
-
-def _merged(common: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-    """A whole state but for ``param_groups``, from its facts and its tensors by key, flat."""
-    facts = dict(common)
-    shapes, strides = facts.pop("shapes"), facts.pop("strides")
-    for name in ("tensors", "mask_shape", "param_groups"):
-        del facts[name]
-    masks: dict[str, Any] = {"masks": {}} if facts.pop("mask_shapes", None) is not None else {}
-    missed = facts.get("missed", {})
-    residuals: list[dict[int, Tensor]] = [{} for _ in range(facts["world_size"])]
-    whole = {
-        "state": {index: {"step": facts["step"] - missed.get(index, 0)} for index in shapes},
-        "scape": {**facts, "residuals": residuals, "mask": None, **masks},
-    }
-    for key, flat in tensors:
-        place, name = slot(whole, key)
-        index = parameter_of(key)
-        shaped = flat if index is None else flat.as_strided(shapes[index], strides[index])
-        # A copy, so that the memory behind the flat tensor can be freed.
-        place[name] = torch.empty(shaped.shape, dtype=shaped.dtype, device="cpu").copy_(shaped)
-    add_second_moment(whole)
-    return whole
-
-
-def _collected(snapshot: Snapshot, communicator: Communicator, to: int) -> Iterator[tuple[str, Tensor]]:
-    """All ranks' shards on rank ``to``, as whole flat tensors by key; use each before the next. Collective."""
-    layout, parameters, state = snapshot.layout, snapshot.parameters, snapshot.state
-    device = state.exp_avg.device  # not the parameters': Lightning takes those to the CPU when a fit ends
-    pieces = {piece.segment.index: piece for piece in layout.everything().pieces}
-    places = {
-        index: pieces[place].of_blocks(layout.block_size) if place in pieces else slice(0, 0)
-        for place, index in enumerate(parameters.indices)
-    }
-    for name, shard in snapshot.shard():
-        shards = communicator.gather(shard, to, device)
-        if shards is not None:
-            blocks = torch.cat(shards)
-            del shards
-            for index, entries in places.items():
-                yield state_key(index, name), blocks[entries]
-            del blocks
-    residual = state.residual.view(-1)
-    for index, entries in places.items():
-        if entries.start == entries.stop:  # no message for nothing
-            parts = [residual[entries]] * communicator.world_size if communicator.rank == to else []
-        else:
-            parts = communicator.gather(residual[entries], to, device) or []
-        for rank, part in enumerate(parts):
-            yield residual_key(rank, index), part
-    if snapshot.masks.active is not None and communicator.rank == to:
-        yield "mask", snapshot.masks.active[: layout.used_blocks]
 
 
 # ------------------------------------------------------------------------------------------------ loading
@@ -263,16 +129,17 @@ def load(
         OSError: a file cannot be read.
     """
     if isinstance(saved, SavedShards):
-        if "sparseloco" in saved.common:
+        if saved.form is not FORM:
+            method = of_state(saved.common).title
             raise ValueError(
-                "A sharded state must be one of SCAPE, got one of SparseLoCo. Load it with SparseLoCo, and save it"
-                ' again with state_dict_type="full": ScapeOptimizer takes the inner optimizer\'s state from that file.'
+                f"A sharded state must be one of SCAPE, got one of {method}. Load it with {method}, and save it again"
+                ' with state_dict_type="full": ScapeOptimizer takes the inner optimizer\'s state from that file.'
             )
         return _load(snapshot, saved, rank, groups)
     check_whole(saved)
     if "scape" not in saved:
         saved = by_number(saved, dict(zip(snapshot.parameters.indices, snapshot.parameters.names, strict=True)))
-    source = WholeState(saved, snapshot.parameters)
+    source = WholeState(FORM, saved, snapshot.parameters)
     return (_load if "scape" in saved else _load_foreign)(snapshot, source, rank, groups)
 
 
@@ -310,7 +177,7 @@ def _from_now_on(mine: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str,
 
 def _read_shard(snapshot: Snapshot, source: Source, rank: int) -> None:
     """Makes the buffers that the saved state needs, and reads this rank's part of every tensor of the shard."""
-    state, names = snapshot.state, held(source)
+    state, names = snapshot.state, keys.held(source)
     if "master" in names and snapshot.parameters.need_masters:
         state.master = torch.zeros_like(state.exp_avg)
     packs = snapshot.config.wire_bits is not None and snapshot.parameters.travel_as_changes(torch.uint8)
@@ -322,7 +189,8 @@ def _read_shard(snapshot: Snapshot, source: Source, rank: int) -> None:
     targets: dict[str, Chunk] = {}
     for name, shard in snapshot.shard():
         if name in names:
-            targets |= snapshot.chunks(functools.partial(state_key, name=name), shard, pieces)
+            part = snapshot.owned(name, shard, pieces)
+            targets |= {part.key(index, Place()): chunk for index, chunk in part.held.items()}
     source.read(targets)
     if state.local_exp_avg_sq is not None and "noise" in names:
         # The estimate is for the averaged gradient: it holds on any number of ranks with the same global batch.
@@ -334,7 +202,7 @@ def _set_second_moment(snapshot: Snapshot, source: Source, rank: int, groups: Se
     state, common = snapshot.state, source.common
     if state.exp_avg_sq is None:
         return
-    if "exp_avg_sq" in held(source):
+    if "exp_avg_sq" in keys.held(source):
         state.exp_avg_sq_since = common.get("second_moment_since", 0)
         return
     measured, state.local_exp_avg_sq = state.local_exp_avg_sq, None
@@ -353,20 +221,14 @@ def _read_residual(snapshot: Snapshot, source: Source, rank: int) -> list[str]:
 
     Training depends on the residuals' mean over ranks, and that stays the same.
     """
-    residual, layout = snapshot.state.residual.view(-1), snapshot.layout
-    before, pieces = source.common["world_size"], layout.everything().pieces
-    if before == layout.world_size:
-        source.read(snapshot.chunks(functools.partial(residual_key, rank), residual, pieces))
+    before, now = source.common["world_size"], snapshot.layout.world_size
+    fill(source, snapshot.residual(), now, Place(rank))
+    if before == now:
         return []
-    part = torch.zeros_like(residual)
-    for other in range(before):
-        source.read(snapshot.chunks(functools.partial(residual_key, other), part, pieces))
-        residual += part
-    residual /= before
     flat = snapshot.shards.world_size == source.common.get("shards", 1) == 1
     who, what = ("ranks", "masters and masks") if flat else ("replicas", "masters")
     return [
-        f"The checkpoint was written by {before} {who}, this run has {layout.world_size}: moments, last steps, {what}"
+        f"The checkpoint was written by {before} {who}, this run has {now}: moments, last steps, {what}"
         " carry over exactly; each rank starts from the mean of the saved residuals."
     ]
 
@@ -375,13 +237,13 @@ def _read_mask(snapshot: Snapshot, source: Source) -> tuple[Tensor | None, list[
     """The saved mask, completed for all blocks. If it does not fit this run's blocks: None, and a warning."""
     layout, block_size, shards = snapshot.layout, source.common["block_size"], snapshot.shards
     if (saved := source.common.get("shards", 1)) != shards.world_size:
-        if source.find(mask_key(0, saved)) is None:
+        if source.find(keys.mask().key(None, Place(shards=saved))) is None:
             return None, []
         return None, [
             f"The checkpoint's masks are for {saved} ranks that hold a replica, this run has {shards.world_size}: the"
             " first step makes its mask anew. All else carries over."
         ]
-    key = mask_key(shards.rank, saved)
+    key = keys.mask().key(None, Place(shard=shards.rank, shards=saved))
     if source.find(key) is None:
         return None, []
     mask = source.tensor(key)

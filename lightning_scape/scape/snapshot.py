@@ -1,18 +1,18 @@
-"""The live side of a checkpoint: an optimizer's objects, and the place of each saved tensor in them."""
+"""The live side of a checkpoint: an optimizer's objects, and its state as parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightning_scape.checkpoint.dcp import Chunk
-from lightning_scape.checkpoint.source import SAVED_AS
+from lightning_scape.checkpoint.parts import Part, of_blocks
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.layout import Layout, Piece
 from lightning_scape.core.parameters import Parameters
+from lightning_scape.scape import keys
 from lightning_scape.scape.clipping import GradientClipping
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.mask import Masks
@@ -33,27 +33,20 @@ class Snapshot:
     """The ranks that hold the other rows of the same replica."""
 
     def shard(self) -> Iterator[tuple[str, Tensor]]:
-        """The shard's tensors, flat, each with the name that it is saved by."""
-        for name, saved_as in SAVED_AS.items():
+        """The shard's tensors ``[R, B]``, each with the name that it is saved by."""
+        for name, saved_as in keys.SAVED_AS.items():
             tensor: Tensor | None = getattr(self.state, name)
             if tensor is not None:
-                yield saved_as, tensor.view(-1)
+                yield saved_as, tensor
 
-    def chunks(self, key_of: Callable[[int], str], blocks: Tensor, pieces: Iterable[Piece]) -> dict[str, Chunk]:
-        """Each piece's entries in ``blocks`` (flat), as a chunk of its whole parameter.
+    def owned(self, name: str, shard: Tensor, pieces: Iterable[Piece]) -> Part:
+        """Some pieces of one of the shard's tensors."""
+        return keys.owned(name, of_blocks(self.parameters, self.layout, shard, pieces))
 
-        Args:
-            key_of: gives the chunk's key, from the parameter's number.
-            blocks: all blocks, or the shard's; the pieces count the same ones.
-            pieces: one chunk each.
-        """
-        found = {}
-        for piece in pieces:
-            place = piece.segment.index
-            first, whole = self.parameters.first_entry(place), self.parameters.tensors[place].numel()
-            entries = blocks[piece.of_blocks(self.layout.block_size)]
-            found[key_of(self.parameters.indices[place])] = Chunk(entries, first + piece.start, whole)
-        return found
+    def residual(self) -> Part:
+        """All of this rank's residual."""
+        pieces = self.layout.everything().pieces
+        return keys.residual(of_blocks(self.parameters, self.layout, self.state.residual, pieces))
 
     def missed(self) -> dict[int, int]:
         """By parameter, the number of steps in which no rank had a gradient for it; zeros are left out."""

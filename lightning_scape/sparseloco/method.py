@@ -8,13 +8,12 @@ from typing import Any
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
-from lightning_scape.checkpoint.source import OwnShards, SavedShards
+from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import Method, Progress, Spelling, Surroundings
 from lightning_scape.core.words import show_bytes
-from lightning_scape.sparseloco import packed
-from lightning_scape.sparseloco.checkpoint import whole_state
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
+from lightning_scape.sparseloco.form import FORM
 from lightning_scape.sparseloco.wrapper import SparseLoCo
 
 _LET_GO = "_lightning_scape_let_go"
@@ -27,6 +26,7 @@ class SparseLoCoMethod(Method):
     name = "sparseloco"
     title = "SparseLoCo"
     config_class = SparseLoCoConfig
+    form = FORM
     shown = ("compression", "delta_norm")
     told = None
 
@@ -129,23 +129,12 @@ class SparseLoCoMethod(Method):
         return self.loco.state_dict()
 
     @override
-    def sharded_state_dict(self) -> OwnShards:
+    def sharded_state_dict(self) -> OwnParts:
         return self.loco.sharded_state_dict()
 
     @override
     def load_state_dict(self, state_dict: Any) -> None:
         self.loco.load_state_dict(state_dict)
-
-    @classmethod
-    @override
-    def read_all(cls, saved: SavedShards) -> None:
-        for _ in packed.parts(saved):  # unpickled, as loading does
-            pass
-
-    @classmethod
-    @override
-    def whole_state(cls, saved: SavedShards) -> dict[str, Any]:
-        return whole_state(saved)
 
     @override
     def restore_parameters(self) -> None:

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_scape.checkpoint.source import OwnShards
+from lightning_scape.checkpoint.inner import placed
+from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined
 from lightning_scape.comm.lost_ranks import forget_losses
 from lightning_scape.comm.stop_word import Stoppable, StopWord
@@ -371,7 +372,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         Ranks differ inside a window. So the whole state holds every rank's parameters, error feedback and optimizer
         state: about ``16 N P`` bytes with AdamW. A sharded checkpoint spares one rank from holding all of it.
         """
-        self._consolidated = checkpoint.consolidate(self._live(), to)
+        self._consolidated = self.sharded_state_dict().whole(to)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, the inner optimizers' included: tensors, numbers and strings only.
@@ -391,9 +392,9 @@ class SparseLoCo(setup.NotCopied, Stoppable):
             )
         return self._consolidated
 
-    def sharded_state_dict(self) -> OwnShards:
+    def sharded_state_dict(self) -> OwnParts:
         """This rank's part of the state, for a checkpoint that is a directory. Nothing is sent."""
-        return checkpoint.own_shards(self._live())
+        return checkpoint.own_parts(self._live())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any] | checkpoint.SavedShards) -> None:
@@ -418,7 +419,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         live = self._live(allocate=True)
         ranks = Communicator.alone() if isinstance(state_dict, Mapping) else self.everyone
         loaded = ranks.raise_on_all_ranks(lambda: checkpoint.load(live, state_dict))
-        self._inner.load(rows.placed(loaded.inner, self.optimizer))
+        self._inner.load(placed(loaded.inner, self.optimizer))
         self._job = self._consolidated = self._record = self._ended = self._stats = self._opened = None
         self.state, self.progress = loaded.state, Progress(**loaded.progress)
         if self.progress.under_way:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_scape.checkpoint.source import Source, has_second, state_key
+from lightning_scape.checkpoint.source import Source
+from lightning_scape.scape.keys import has_second, state_key
 from lightning_scape.scape.snapshot import Snapshot
 
 _GUESS_COUNTS = 10
@@ -22,7 +22,7 @@ def load_foreign(snapshot: Snapshot, source: Source, rank: int, groups: Sequence
 
     Args:
         snapshot: only its buffers are changed.
-        source: the state; :func:`~lightning_scape.checkpoint.checks.check_foreign` has passed it.
+        source: the state; :func:`~lightning_scape.scape.checks.check_foreign` has passed it.
         rank: its part is taken.
         groups: parameter groups, with the options that hold from now on.
 
@@ -45,7 +45,8 @@ def load_foreign(snapshot: Snapshot, source: Source, rank: int, groups: Sequence
     second = state.exp_avg_sq is not None and all("exp_avg_sq" in entry for entry in source.entries.values())
     for name, shard in snapshot.shard():
         if name == "exp_avg" or (name == "exp_avg_sq" and second):
-            source.read(snapshot.chunks(functools.partial(state_key, name=name), shard, known))
+            held = snapshot.owned(name, shard, known).held
+            source.read({state_key(i, name): chunk for i, chunk in held.items() if i in source.entries})
     if state.exp_avg_sq is not None and not second:
         guess_second_moment(snapshot, groups, rank)
     moments = "first and second moments" if second else "first moments"
@@ -96,7 +97,7 @@ def guess_second_moment(snapshot: Snapshot, groups: Sequence[Mapping[str, Any]],
 def add_second_moment(whole: Mapping[str, Any]) -> None:
     """Gives a whole state of the update of AdamS what AdamW misses in it: a second moment, the square of the first.
 
-    So AdamS's denominator has it. SCAPE itself passes over it (:func:`~lightning_scape.checkpoint.source.has_second`).
+    So AdamS's denominator has it. SCAPE itself passes over it (:func:`~lightning_scape.scape.keys.has_second`).
     """
     if not has_second(whole["scape"]):
         for entry in whole["state"].values():

@@ -1,0 +1,45 @@
+"""A dict of a rank's own as the bytes that ``torch.save`` makes of it: a tensor among those of a directory.
+
+What unpacks it for a load unpacks it for ``lightning-scape verify``, too.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_scape.checkpoint import atomic_files as files
+
+
+def pack(content: Mapping[str, Any]) -> Tensor:
+    """uint8, flat, in host memory."""
+    file = io.BytesIO()
+    torch.save(dict(content), file)
+    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, called: str, names: Collection[str] = ()) -> dict[str, Any]:
+    """The reverse of :func:`pack`.
+
+    Args:
+        packed: uint8, flat.
+        called: for errors.
+        names: that it must have.
+
+    Raises:
+        CheckpointError: the bytes are damaged, lack a name, or hold what only executing code would load.
+    """
+    content = None
+    if packed.dtype == torch.uint8 and packed.dim() == 1:
+        content = files.load_stream(io.BytesIO(packed.numpy().tobytes()), called)
+    if not isinstance(content, dict) or not set(names) <= set(content):
+        raise files.CheckpointError(
+            f"{called!r} must hold a rank's {', '.join(sorted(names)) or 'own part'}, got"
+            f" {sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__}. Load another"
+            " checkpoint."
+        )
+    return content

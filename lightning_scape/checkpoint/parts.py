@@ -1,0 +1,276 @@
+"""Parts: what a state is made of, what each rank holds of it, and what another number of ranks makes of it.
+
+A state is facts, the same on all ranks, and tensors by key. A whole state and a directory have the same ones:
+
+========================== ==========================================================================================
+key                        tensor
+========================== ==========================================================================================
+``state.{i}.{part}``       of parameter ``i``, flat: the ranks own an N-th of it each
+``{part}.{rank}.{i}``      of parameter ``i``, flat: every rank has values of its own
+``{part}.{rank}``          likewise, of no parameter: a dict, in a directory as bytes (:mod:`.packed`)
+``{part}``                 ``[blocks, ...]``: rows of blocks, which the ranks own
+``{part}.{shard}``         likewise, where several ranks hold a replica: of the rows of each of them
+========================== ==========================================================================================
+
+``i`` counts all parameters of the groups, as in torch. A parameter's tensor is flat, in the parameter's memory order,
+and is the whole parameter's also where several ranks hold a replica together (FSDP2 inside a node): then a "rank" of
+the second line is a replica, and one of the third counts all ranks, a replica's side by side.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_scape.checkpoint.dcp import Chunk
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.core.layout import Layout, Piece
+from lightning_scape.core.parameters import Parameters
+
+if TYPE_CHECKING:
+    from lightning_scape.checkpoint.source import Form, Source
+
+Placement = Literal["owned", "each_rank"]
+OnOtherRanks = Literal["cut", "mean", "take", "drop"]
+
+
+class Place(NamedTuple):
+    """A rank's place among those that hold a state."""
+
+    replica: int = 0
+    shard: int = 0
+    """Among the ranks that hold the replica together."""
+    shards: int = 1
+
+    @property
+    def number(self) -> int:
+        """Among all ranks."""
+        return self.replica * self.shards + self.shard
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kind of tensors in a state."""
+
+    name: str
+    placement: Placement
+    """``"owned"``: the ranks hold an N-th of it each. ``"each_rank"``: each has values of its own."""
+    on_other_ranks: OnOtherRanks
+    """What another number of ranks makes of it. ``"cut"``: the same values, cut anew. ``"mean"``: each rank starts from
+    the mean over those that saved. ``"take"``: rank r takes that of rank r modulo their number; it is a dict, not
+    tensors by parameter. ``"drop"``: rows of blocks, which other blocks cannot use."""
+    held: Mapping[int | None, Chunk] = field(default_factory=dict)
+    """What this rank holds, by parameter; None stands for what is of no parameter. When saved: views of the live state.
+    When loaded: what is filled."""
+
+    @property
+    def by_parameter(self) -> bool:
+        """Whether it has a tensor for every parameter."""
+        return self.on_other_ranks in ("cut", "mean")
+
+    def key(self, index: int | None, place: Place) -> str:
+        """The key of a parameter's tensor that a rank saves."""
+        if self.on_other_ranks == "cut":
+            return f"state.{index}.{self.name}"
+        if self.on_other_ranks == "mean":
+            return f"{self.name}.{place.replica}.{index}"
+        if self.on_other_ranks == "take":
+            return f"{self.name}.{place.number}"
+        return self.name if place.shards == 1 else f"{self.name}.{place.shard}"
+
+
+def parameter_of(key: str) -> int | None:
+    """The number of the parameter that a key's tensor belongs to; None if it is of no parameter."""
+    kind, *path = key.split(".")
+    return None if len(path) < 2 else int(path[0] if kind == "state" else path[1])
+
+
+# ------------------------------------------------------------------------------------- what a rank holds, as chunks
+
+
+def of_blocks(parameters: Parameters, layout: Layout, blocks: Tensor, pieces: Iterable[Piece]) -> dict[Any, Chunk]:
+    """Each piece's entries in a tensor of blocks, as a chunk of its whole parameter, by the parameter's number.
+
+    Args:
+        parameters: those of the layout.
+        layout: it gives the block length.
+        blocks: ``[rows, B]``: all blocks, or the shard's.
+        pieces: they count the same rows.
+    """
+    flat = blocks.view(-1)
+    found = {
+        index: Chunk(flat[:0], 0, 0)
+        for index, parameter in zip(parameters.indices, parameters.tensors, strict=True)
+        if not parameter.numel()
+    }
+    for piece in pieces:
+        place = piece.segment.index
+        first, whole = parameters.first_entry(place), parameters.tensors[place].numel()
+        entries = flat[piece.of_blocks(layout.block_size)]
+        found[parameters.indices[place]] = Chunk(entries, first + piece.start, whole)
+    return found
+
+
+def of_flats(parameters: Parameters, flats: Sequence[Tensor]) -> dict[Any, Chunk]:
+    """A flat tensor for every parameter, as chunks: of sharded parameters a rank holds some entries."""
+    return {
+        index: Chunk(flat, parameters.first_entry(place), whole.numel())
+        for place, (index, flat, whole) in enumerate(zip(parameters.indices, flats, parameters.tensors, strict=True))
+    }
+
+
+# ------------------------------------------------------------------------------------------------ saving
+
+
+@dataclass(frozen=True)
+class OwnParts:
+    """What this rank holds of one optimizer's state: views of the live state."""
+
+    form: Form
+    """How it is written."""
+    common: Mapping[str, Any]
+    """Facts; the same on all ranks."""
+    parts: Sequence[Part]
+    """The same on all ranks, but for what is held."""
+    parameters: Parameters
+    ranks: Communicator
+    """Those that hold the same rows."""
+    shards: Communicator = field(default_factory=Communicator.alone)
+    """Those that hold a replica together."""
+
+    @property
+    def everyone(self) -> Communicator:
+        """All ranks that hold a part of the state."""
+        return self.ranks if self.shards.world_size == 1 else Communicator(None, None)
+
+    @property
+    def place(self) -> Place:
+        """This rank's."""
+        return Place(self.ranks.rank, self.shards.rank, self.shards.world_size)
+
+    @property
+    def tensors(self) -> dict[str, Chunk]:
+        """By key: what this rank writes into a directory."""
+        return {part.key(index, self.place): chunk for part in self.parts for index, chunk in part.held.items()}
+
+    def whole(self, to: int) -> dict[str, Any] | None:
+        """The whole state on rank ``to``, in host memory; None elsewhere. Collective.
+
+        Args:
+            to: among all ranks.
+        """
+        tensors = self.collect(to)
+        collected = self.form.merged(self.common, tensors) if self.everyone.rank == to else None
+        for _ in tensors:
+            raise AssertionError("tensors arrive on one rank only")
+        return self.everyone.raise_on_all_ranks(lambda: None if collected is None else self.form.completed(collected))
+
+    def collect(self, to: int) -> Iterator[tuple[str, Tensor]]:
+        """All whole tensors on rank ``to``, in host memory; none elsewhere. Use each before the next. Collective.
+
+        A part that the ranks own arrives at once, others one parameter at a time: the least memory with few messages.
+
+        Args:
+            to: among all ranks.
+        """
+        everyone = self.everyone
+        groups = list(self._groups())
+        mine = [[_Piece.of(part.key(index, self.place), chunk) for index, chunk in held] for part, held in groups]
+        told: list[list[list[_Piece]]] = everyone.all_gather_object(mine)
+        for number, (_, held) in enumerate(groups):
+            pieces = [each[number] for each in told]  # by rank
+            sizes = [sum(piece.nbytes for piece in each) for each in pieces]
+            parts: list[Tensor] | None = [torch.empty(0, dtype=torch.uint8, device="cpu")] * len(pieces)
+            if any(sizes):  # no message for nothing
+                parts = everyone.gather(_as_bytes([chunk for _, chunk in held], max(sizes)), to, self._device)
+            if parts is not None and everyone.rank == to:
+                yield from _joined(pieces, parts)
+
+    def _groups(self) -> Iterator[tuple[Part, list[tuple[int | None, Chunk]]]]:
+        """What travels in one message."""
+        for part in self.parts:
+            if part.on_other_ranks != "mean":
+                yield part, list(part.held.items())
+                continue
+            for index in self.parameters.indices:
+                yield part, [(index, part.held[index])] if index in part.held else []
+
+    @property
+    def _device(self) -> torch.device:
+        """By way of which tensors travel: not the parameters', which Lightning takes to the CPU when a fit ends."""
+        held = (chunk.tensor.device for part in self.parts for chunk in part.held.values())
+        return next((device for device in held if device.type != "cpu"), self.parameters.device)
+
+
+class _Piece(NamedTuple):
+    """A chunk as the other ranks know it."""
+
+    key: str
+    offset: int
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, key: str, chunk: Chunk) -> _Piece:
+        return cls(key, chunk.offset, tuple(chunk.tensor.shape), tuple(chunk.size), chunk.tensor.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+
+def _as_bytes(chunks: Sequence[Chunk], length: int) -> Tensor:
+    """uint8 ``[length]``: the chunks' entries one after another, then zeros; gloo knows no uint16."""
+    each = [chunk.tensor.detach().contiguous().view(-1).view(torch.uint8) for chunk in chunks]
+    pad = length - sum(map(len, each))
+    if not pad and len(each) == 1:
+        return each[0]
+    device = each[0].device if each else None
+    return torch.cat([*each, torch.zeros(pad, dtype=torch.uint8, device=device)])
+
+
+def _joined(pieces: Sequence[Sequence[_Piece]], parts: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors by key, from the bytes of every rank."""
+    wholes: dict[str, Tensor] = {}
+    for each, part in zip(pieces, parts, strict=True):
+        ends = list(itertools.accumulate(piece.nbytes for piece in each))
+        for piece, end in zip(each, ends, strict=True):
+            if piece.key not in wholes:
+                wholes[piece.key] = torch.empty(piece.whole, dtype=piece.dtype, device="cpu")
+            rows = wholes[piece.key][piece.offset : piece.offset + piece.shape[0]]
+            rows.view(-1).view(torch.uint8).copy_(part[end - piece.nbytes : end])
+    yield from wholes.items()
+
+
+# ------------------------------------------------------------------------------------------------ loading
+
+
+def fill(source: Source, part: Part, ranks: int, place: Place) -> None:
+    """Fills what this rank holds of a part from a saved state.
+
+    Args:
+        source: the state.
+        part: of tensors by parameter, in memory that is fresh; dtypes are converted.
+        ranks: of the run that goes on (replicas, where several ranks hold one).
+        place: this rank's.
+    """
+    assert part.by_parameter
+    before: int = source.facts["world_size"]
+    if part.on_other_ranks == "cut" or before == ranks:
+        source.read({part.key(index, place): chunk for index, chunk in part.held.items()})
+        return
+    each = {index: chunk._replace(tensor=torch.empty_like(chunk.tensor)) for index, chunk in part.held.items()}
+    for chunk in part.held.values():
+        chunk.tensor.zero_()
+    for other in range(before):
+        source.read({part.key(index, Place(other)): chunk for index, chunk in each.items()})
+        for index, chunk in part.held.items():
+            chunk.tensor.add_(each[index].tensor)
+    for chunk in part.held.values():
+        chunk.tensor.div_(before)

@@ -1,0 +1,52 @@
+"""The names of what is saved of a state of SCAPE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from lightning_scape.checkpoint.dcp import Chunk
+from lightning_scape.checkpoint.parts import Part, Place
+from lightning_scape.checkpoint.source import Source
+from lightning_scape.scape.state import SHARD_TENSORS
+
+_OLDER_NAMES = {"local_exp_avg_sum": "evidence", "local_exp_avg_sq": "noise"}
+SAVED_AS = {name: _OLDER_NAMES.get(name, name) for name in SHARD_TENSORS}
+"""The shard's tensors and the names they are saved by."""
+_Held = Mapping[int | None, Chunk]
+
+
+def owned(name: str, held: _Held = MappingProxyType({})) -> Part:
+    """A tensor of the shard, by the name that it is saved by."""
+    return Part(name, "owned", "cut", held)
+
+
+def residual(held: _Held = MappingProxyType({})) -> Part:
+    """What a rank has not yet sent."""
+    return Part("residual", "each_rank", "mean", held)
+
+
+def mask(held: _Held = MappingProxyType({})) -> Part:
+    """The mask of the coming step."""
+    return Part("mask", "owned", "drop", held)
+
+
+def state_key(index: int | None, name: str) -> str:
+    """The key of a parameter's tensor in the shards."""
+    return owned(name).key(index, Place())
+
+
+def residual_key(rank: int, index: int) -> str:
+    """The key of a rank's residual of a parameter."""
+    return residual().key(index, Place(rank))
+
+
+def held(source: Source) -> set[str]:
+    """Names of the tensors that any parameter has; unknown names are left out."""
+    return set().union(*source.entries.values()) & set(SAVED_AS.values())
+
+
+def has_second(facts: Mapping[str, Any]) -> bool:
+    """Whether the run that wrote the state kept second moments, by its facts: the update of AdamS does not."""
+    return bool(facts["config"].get("update", "adams") == "adamw")
