@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +98,43 @@ def _load(rank: int, world_size: int, path: str, options: dict[str, Any]) -> dic
     return {"error": error, "owned": float(owned), "start": start, "here": here, "end": flat(net), "notes": notes}
 
 
+def owners_error(saved: Any) -> Tensor:
+    """Of all parameters, flat, in order."""
+    tensors = saved["sparseloco"]["tensors"]
+    return torch.cat([tensor.flatten() for key, tensor in tensors.items() if key.endswith(".owner_error")])
+
+
+def format_1(loco: SparseLoCo, whole: Any) -> Any:
+    """A whole state as versions until 0.2.0 wrote it: owners' errors are zeros where messages are gathered."""
+    facts, layout, indices = dict(whole["sparseloco"]), loco.layout, loco.parameters.indices
+    tensors, shapes = facts.pop("tensors"), facts.pop("shapes")
+    for name in ("strides", "parts", "reduction", "average"):
+        del facts[name]
+    for name in ("start", "owner_error"):
+        facts[name] = torch.zeros(layout.used_blocks, layout.block_size)
+        for piece in layout.everything().pieces:
+            held = tensors.get(f"state.{indices[piece.segment.index]}.{name}", torch.zeros(()))
+            facts[name].view(-1)[piece.of_blocks(layout.block_size)] = held.flatten()
+    facts["ranks"] = [
+        {
+            **{name: [tensors[f"{name}.{r}.{i}"].flatten() for i in indices] for name in ("parameters", "error")},
+            **{"launched": None, **tensors[f"inner.{r}"]},
+        }
+        for r in range(facts["world_size"])
+    ]
+    numels = [math.prod(shape) for shape in shapes.values()]
+    return {**whole, "sparseloco": {**facts, "format": 1, "numels": numels, "shapes": list(shapes.values())}}
+
+
+def as_format_1_directory(loco: SparseLoCo, whole: Any) -> Any:
+    """What this rank wrote of it into a directory."""
+    facts, rank, layout = dict(whole["sparseloco"]), loco.communicator.rank, loco.layout
+    held = slice(rank * layout.shard_blocks, min((rank + 1) * layout.shard_blocks, layout.used_blocks))
+    blocks = {name: Chunk(facts.pop(name)[held], held.start, layout.used_blocks) for name in ("start", "owner_error")}
+    packed = torch.frombuffer(bytearray(as_bytes(facts.pop("ranks")[rank])), dtype=torch.uint8)
+    return SimpleNamespace(tensors={**blocks, f"rank.{rank}": Chunk.whole(packed)}, common={"sparseloco": facts})
+
+
 @pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 1)])
 def test_on_another_number_of_ranks_the_mean_error_and_the_owners_are_kept(
     run_ranks: Any, tmp_path: Path, before: int, now: int
@@ -105,7 +144,7 @@ def test_on_another_number_of_ranks_the_mean_error_and_the_owners_are_kept(
     loaded = run_ranks(_load, now, path, {})
     mean_error = torch.stack([error for _, error in saved]).mean(dim=0)
     mean_place = torch.stack([place for place, _ in saved]).mean(dim=0)
-    owned = float(torch.load(path, weights_only=True)["sparseloco"]["owner_error"].double().sum())
+    owned = float(owners_error(torch.load(path, weights_only=True)).double().sum())
     for seen in loaded:
         torch.testing.assert_close(seen["error"], mean_error, rtol=1e-5, atol=1e-8)
         torch.testing.assert_close(seen["here"], mean_place, rtol=1e-5, atol=1e-7)
@@ -119,7 +158,7 @@ def test_without_owners_what_they_had_not_sent_back_joins_every_ranks_error(run_
     """Three ranks have owners, two by default have none: the owners' errors were kept, and never sent again."""
     path = str(tmp_path / "saved")
     saved = run_ranks(_save, 3, path)
-    owned = torch.load(path, weights_only=True)["sparseloco"]["owner_error"].view(-1)[: 8 * 40]
+    owned = owners_error(torch.load(path, weights_only=True))[: 8 * 40]
     assert bool(owned.any())
     mean_error = torch.stack([error for _, error in saved]).mean(dim=0)
     for seen in run_ranks(_load, 2, path, {"reduction": None}):
@@ -133,25 +172,16 @@ def _gathers(rank: int, world_size: int, folder: str, kind: str, older: bool, no
     go_on(net, optimizer, rank, 0, AFTER)
     assert loco.state is not None
     size, path = loco.state.owner_error.numel(), Path(folder) / "saved"
+    shards: Any = loco.sharded_state_dict()
+    holds = any("owner_error" in key for key in shards.tensors)
+    loco.consolidate_state_dict()
+    states = [loco.state_dict() if rank == 0 else None]
+    torch.distributed.broadcast_object_list(states)
+    saved: Any = format_1(loco, states[0]) if older else states[0]
     if kind == "sharded":
-        shards = loco.sharded_state_dict()
-        holds = "owner_error" in shards.tensors
-        if older:
-            held, used = loco.layout.rows_of(rank), loco.layout.used_blocks
-            zeros = torch.zeros(len(loco.state.start), loco.layout.block_size)[held][: max(0, used - held.start)]
-            shards.tensors["owner_error"] = Chunk(zeros, held.start, used)
-            del shards.common["sparseloco"]["reduction"]
+        shards = as_format_1_directory(loco, saved) if older else shards
         Saver(asynchronous=False).save(path, Content(optimizers={"loco": shards}), Communicator(None, None))
-        saved: Any = SavedContent(path, Communicator(None, None)).optimizers["loco"]
-    else:
-        loco.consolidate_state_dict()
-        states = [loco.state_dict() if rank == 0 else None]
-        torch.distributed.broadcast_object_list(states)
-        saved = states[0]
-        holds = bool(len(saved["sparseloco"]["owner_error"]))
-        if older:
-            saved["sparseloco"]["owner_error"] = torch.zeros_like(saved["sparseloco"]["start"])
-            del saved["sparseloco"]["reduction"]
+        saved = SavedContent(path, Communicator(None, None)).optimizers["loco"]
     _, _, again = build(reduction=now, average="all")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -271,8 +301,8 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
     go_on(net, optimizer, 0, 0, 4)
     state, place = loco.state, flat(net)
     good = loco.state_dict()
-    newer = {**good, "sparseloco": {**good["sparseloco"], "format": 2}}
-    smaller = {**good, "sparseloco": {**good["sparseloco"], "numels": [3]}}
+    newer = {**good, "sparseloco": {**good["sparseloco"], "format": 3}}
+    smaller = {**good, "sparseloco": {**good["sparseloco"], "shapes": {0: [3]}}}
     for saved, complaint in (
         ({"scape": {}, "state": {}, "param_groups": []}, "`format` of a SCAPE state must be"),
         ({"what": 1}, r"must be one of SparseLoCo, of SCAPE, or of the inner optimizer, got \['what'\]"),
@@ -336,9 +366,10 @@ def test_other_names_and_states_of_before_they_were_compared_load() -> None:
     shapes: list[tuple[int, ...]] = [(4, 3), (6,), (6,)]
     saved = _of(shapes, "abc", torch.optim.AdamW).state_dict()
     _of(shapes, "xyz", torch.optim.AdamW).load_state_dict(saved)
+    loco = _of(shapes, "abc", torch.optim.AdamW)
+    saved = format_1(loco, saved)
     for name in ("shapes", "optimizer", "options"):
         del saved["sparseloco"][name]
-    loco = _of(shapes, "abc", torch.optim.AdamW)
     loco.load_state_dict(saved)
     assert loco.progress.steps == 1
 
@@ -372,7 +403,9 @@ def test_a_directory_of_sparseloco_is_made_the_file_of_a_full_save(tmp_path: Pat
     Saver(asynchronous=False).save(tmp_path / "saved", content, Communicator.alone())
     made, given = consolidate(tmp_path / "saved")["loco"], loco.state_dict()
     assert repr(made) == repr(given)
-    torch.testing.assert_close(made["sparseloco"]["start"], given["sparseloco"]["start"], rtol=0, atol=0)
+    for key, tensor in made["sparseloco"]["tensors"].items():
+        if not key.startswith("inner"):
+            torch.testing.assert_close(tensor, given["sparseloco"]["tensors"][key], rtol=0, atol=0)
     loco.load_state_dict(made)
     assert "SparseLoCo" in (tmp_path / "saved" / "README.txt").read_text()
     scape = ScapeOptimizer(model().parameters(), config=ScapeConfig())
@@ -405,15 +438,15 @@ def test_verify_reads_what_loading_reads_of_every_ranks_part(tmp_path: Path, cap
     net, optimizer, loco = build()
     go_on(net, optimizer, 0, 0, 2)
     shards, path, bait = loco.sharded_state_dict(), tmp_path / "saved", tmp_path / "executed"
-    packed = shards.tensors["rank.0"].tensor
+    packed = shards.tensors["inner.0"].tensor
     bad = {
-        "bomb": torch.frombuffer(bytearray(as_bytes({"parameters": Bait(bait)})), dtype=torch.uint8),
+        "bomb": torch.frombuffer(bytearray(as_bytes({"state": Bait(bait)})), dtype=torch.uint8),
         "cut": packed[:-100],
-        "another": torch.frombuffer(bytearray(as_bytes({"parameters": []})), dtype=torch.uint8),
+        "another": torch.frombuffer(bytearray(as_bytes({"state": []})), dtype=torch.uint8),
     }[content]
     said = {"bomb": "only executing its code", "cut": "torn or damaged", "another": "must hold a rank's"}[content]
     for tensor, complaint in ((packed, None), (bad, said)):
-        shards.tensors["rank.0"] = Chunk.whole(tensor)
+        shards.tensors["inner.0"] = Chunk.whole(tensor)
         Saver(asynchronous=False).save(path, Content(optimizers={"loco": shards}), Communicator.alone())
         assert commands.main(["verify", str(path)]) == (0 if complaint is None else 1)
         assert complaint is None or complaint in capsys.readouterr().err

@@ -13,7 +13,6 @@ Importing this file registers the method: ``MethodStrategy(DiLoCoConfig())`` the
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,12 +22,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
-from lightning_scape.checkpoint.atomic_files import load_stream
-from lightning_scape.checkpoint.dcp import Chunk
-from lightning_scape.checkpoint.source import OwnShards, SavedShards
+from lightning_scape.checkpoint.by_parts import SavedByParts
+from lightning_scape.checkpoint.parts import Part, of_flats
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.stop_word import Stoppable, StopWord
-from lightning_scape.core.method import Method, Progress, Spelling, Surroundings, register
+from lightning_scape.core.method import Progress, Spelling, Surroundings, register
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import check_same_setup
 from lightning_scape.core.words import show_bytes
@@ -56,7 +54,7 @@ class DiLoCoConfig:
 
 
 @register
-class DiLoCo(Stoppable, Method):
+class DiLoCo(Stoppable, SavedByParts):
     """The user's optimizer stays what the host steps; its hooks count the steps and exchange."""
 
     name, title, config_class = "diloco", "DiLoCo", DiLoCoConfig
@@ -75,8 +73,6 @@ class DiLoCo(Stoppable, Method):
         self.momentum: list[Tensor] = []
         self.steps = self.in_window = self.exchanges = 0
         self._figures: dict[str, float] = {}
-        self._whole: dict[str, Any] | None = None
-        self._restored: list[Tensor] = []
         self._stop_word = StopWord(self.ranks)
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
@@ -113,7 +109,7 @@ class DiLoCo(Stoppable, Method):
 
     @torch.no_grad()
     def _before_step(self) -> None:
-        self._whole = None
+        self.stepped()
         self.parameters.flatten()
         if not self.start:
             self.start = [flat.float().clone() for flat in self.parameters.flat]
@@ -179,64 +175,17 @@ class DiLoCo(Stoppable, Method):
         ranks = self.ranks.world_size
         return 8 * sum(p.numel() for p in self.parameters.tensors) * (ranks - 1) // ranks
 
-    def _facts(self) -> dict[str, Any]:
-        """The same on all ranks."""
+    @override
+    def facts(self) -> dict[str, Any]:
         numbers = {"steps": self.steps, "in_window": self.in_window, "exchanges": self.exchanges}
-        return {"world_size": self.ranks.world_size, "progress": numbers, "config": asdict(self.config)}
-
-    def _mine(self) -> dict[str, Any]:
-        """What differs between ranks, and what all need: start and momentum are saved by rank 0."""
-        self.parameters.flatten()
-        mine = {"inner": self.optimizer.state_dict(), "parameters": self.parameters.flat}
-        return mine if self.ranks.rank else {**mine, "start": self.start, "momentum": self.momentum}
+        return {"progress": numbers, "config": asdict(self.config)}
 
     @override
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        parts = self.ranks.all_gather_object(self._mine())
-        self._whole = (
-            {**parts[0]["inner"], "diloco": {**self._facts(), "ranks": parts}} if to == self.ranks.rank else None
-        )
+    def parts(self) -> list[Part]:
+        outer = {"start": self.start, "momentum": self.momentum} if self.start else {}
+        return [Part(name, "owned", "cut", of_flats(self.parameters, flats)) for name, flats in outer.items()]
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        if self._whole is None:
-            raise RuntimeError("The state must be collected first. Call consolidate_state_dict(to=0) on every rank.")
-        return self._whole
-
-    @override
-    def sharded_state_dict(self) -> OwnShards:
-        file = io.BytesIO()
-        torch.save(self._mine(), file)
-        mine = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
-        return OwnShards({f"rank.{self.ranks.rank}": Chunk.whole(mine)}, {"diloco": self._facts()})
-
-    @classmethod
-    @override
-    def whole_state(cls, saved: SavedShards) -> dict[str, Any]:
-        facts = saved.common["diloco"]
-        files = (saved.directory.tensor(f"{saved.key}.rank.{at}") for at in range(facts["world_size"]))
-        parts = [load_stream(io.BytesIO(file.numpy().tobytes()), "a rank's part") for file in files]
-        return {**parts[0]["inner"], "diloco": {**facts, "ranks": parts}}
-
-    @override
-    def load_state_dict(self, state_dict: Mapping[str, Any] | SavedShards) -> None:
-        whole = self.whole_state(state_dict) if isinstance(state_dict, SavedShards) else self.ranks.share(state_dict)
-        facts = whole["diloco"]
-        first, mine = facts["ranks"][0], facts["ranks"][self.ranks.rank % facts["world_size"]]
-        self._restored = mine["parameters"]
-        if facts["world_size"] != self.ranks.world_size:  # inside a window saved ranks differ: go on from their mean
-            each = zip(*(part["parameters"] for part in facts["ranks"]), strict=True)
-            self._restored = [torch.stack([flat.float() for flat in same]).mean(dim=0) for same in each]
-        self.optimizer.load_state_dict(mine["inner"])
-        device = self.parameters.device
-        self.start = [start.to(device) for start in first["start"]]
-        self.momentum = [momentum.to(device) for momentum in first["momentum"]]
+    def take_up(self, facts: Mapping[str, Any], tensors: Mapping[str, list[Tensor]]) -> None:
+        self.start, self.momentum = tensors.get("start", []), tensors.get("momentum", [])
         vars(self).update(facts["progress"])
-        self.restore_parameters()
-
-    @override
-    @torch.no_grad()
-    def restore_parameters(self) -> None:
-        self.parameters.flatten()
-        for flat, saved in zip(self.parameters.flat, self._restored, strict=False):
-            flat.copy_(saved)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from lightning_scape.checkpoint.parts import OnOtherRanks, Placement
+from lightning_scape.core.parameters import Parameters
 
 DAMAGED = "The state is damaged: load another checkpoint."
 
@@ -29,7 +30,8 @@ def check_ranks(facts: Mapping[str, Any], ranks: int) -> None:
 
 def check_places(facts: Mapping[str, Any]) -> None:
     """Raises ValueError if the shapes and memory orders of the parameters are impossible."""
-    shapes, strides = facts.get("shapes", {}), facts.get("strides", {})
+    shapes: Any = facts.get("shapes")
+    strides: Any = facts.get("strides")
     check_mapping("shapes", shapes)
     check_mapping("strides", strides)
     if not all(is_size(index) for index in shapes) or set(shapes) != set(strides):
@@ -56,6 +58,23 @@ def check_parts(parts: Any) -> None:
             raise ValueError(
                 f"`parts` of a state must be names, each with one of {list(kinds[0])} and one of {list(kinds[1])}, got"
                 f" {type(part).__name__}. {DAMAGED}"
+            )
+
+
+def check_model(facts: Mapping[str, Any], parameters: Parameters) -> None:
+    """Raises ValueError unless a state is of these parameters."""
+    shapes = list(facts["shapes"].values())
+    counts, here = [math.prod(shape) for shape in shapes], [parameter.numel() for parameter in parameters.tensors]
+    if counts != here:
+        raise ValueError(
+            f"The state must be of this model, got parameters of {counts} entries, and the optimizer has {here}. Build"
+            " the model, and freeze its parameters, as they were when it was saved."
+        )
+    for saved, name, parameter in zip(shapes, parameters.names, parameters.tensors, strict=True):
+        if tuple(saved) != tuple(parameter.shape):
+            raise ValueError(
+                f"The state must be of this model, got shape {tuple(saved)} for {name!r}, which has"
+                f" {tuple(parameter.shape)}. Build the model, and order its parameters, as they were when it was saved."
             )
 
 

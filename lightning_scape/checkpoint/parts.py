@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -153,7 +154,7 @@ class OwnParts:
         """This rank's."""
         return Place(self.ranks.rank, self.shards.rank, self.shards.world_size)
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, Chunk]:
         """By key: what this rank writes into a directory."""
         return {part.key(index, self.place): chunk for part in self.parts for index, chunk in part.held.items()}
@@ -274,3 +275,18 @@ def fill(source: Source, part: Part, ranks: int, place: Place) -> None:
             chunk.tensor.add_(each[index].tensor)
     for chunk in part.held.values():
         chunk.tensor.div_(before)
+
+
+def read_flats(source: Source, part: Part, parameters: Parameters, ranks: int, place: Place) -> list[Tensor]:
+    """This rank's entries of a part: one flat fp32 tensor for each parameter, on its device.
+
+    Args:
+        source: the state.
+        part: of tensors by parameter.
+        parameters: that take it up.
+        ranks: as in :func:`fill`, as the next.
+        place: this rank's.
+    """
+    flats = [torch.zeros(p.numel(), dtype=torch.float32, device=p.device) for p in parameters.local]
+    fill(source, replace(part, held=of_flats(parameters, flats)), ranks, place)
+    return flats

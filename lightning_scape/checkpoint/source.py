@@ -123,8 +123,9 @@ class Form:
         ranks, shards = facts["world_size"], facts.get("shards", 1)
         for part in self.parts(common):
             if part.by_parameter:
-                for rank in range(ranks if part.on_other_ranks == "mean" else 1):
-                    yield from ((part.key(i, Place(rank)), shape) for i, shape in facts["shapes"].items())
+                copies = range(ranks if part.on_other_ranks == "mean" else 1)
+                for index, shape in facts["shapes"].items():
+                    yield from ((part.key(index, Place(rank)), shape) for rank in copies)
             elif part.on_other_ranks == "take":
                 yield from ((part.key(None, Place(number)), None) for number in range(ranks * shards))
         yield from self.rows_shapes(common).items()
@@ -160,6 +161,10 @@ class Form:
 
     def completed(self, whole: dict[str, Any]) -> dict[str, Any]:
         """A whole state, when all tensors are in place."""
+        packed = [key for key, shape in self.shapes(self.common_of(whole)) if shape is None]
+        for key in packed:
+            holder, name = self.slot(whole, key)
+            holder[name] = unpack(holder[name], key, self.packed_names(key))
         if self.inner is not None:
             first = inner_of(WholeState(self, whole), self.inner, 0)
             whole.update({name: first[name] for name in ("state", "param_groups")})

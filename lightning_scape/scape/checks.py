@@ -91,6 +91,8 @@ def check_directory(common: Mapping[str, Any]) -> None:
     """
     _check_facts(common)
     check_places(common)
+    if not isinstance(common.get("param_groups"), list):
+        raise ValueError(f"`param_groups` of an optimizer state must be a list, got others. {DAMAGED}")
     names, masks = common.get("tensors"), common.get("mask_shapes")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"`tensors` of an optimizer state must be a list of names, got {said(names)}. {DAMAGED}")

@@ -19,7 +19,6 @@ state are the inner optimizer's, of rank 0. :mod:`.older` reads format 1.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_scape.checkpoint.checks import check_model
 from lightning_scape.checkpoint.inner import inner_for, inner_part
-from lightning_scape.checkpoint.parts import OwnParts, Part, Place, fill, of_blocks, of_flats
+from lightning_scape.checkpoint.parts import OwnParts, Part, Place, fill, of_blocks, of_flats, read_flats
 from lightning_scape.checkpoint.source import SavedShards, Source, WholeState
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.layout import Layout
@@ -192,33 +192,25 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
             " over exactly; each rank takes the mean of the saved error feedbacks and parameters, and the inner"
             f" optimizer's state of rank {place.replica % before}."
         )
+
+    def flats(name: str) -> list[Tensor]:
+        each = read_flats(source, Part(name, "each_rank", "mean"), live.parameters, now, place)
+        return [flat.to(parameter.dtype) for flat, parameter in zip(each, live.parameters.local, strict=True)]
+
     fill(source, Part("start", "owned", "cut", live.blocks(live.state.start)), now, place)
     fill(source, Part("error", "each_rank", "mean", live.blocks(live.state.error)), now, place)
     _carry(source, live)
     saved_parts = {part.name for part in FORM.parts(source.common)}
     if "launched" in saved_parts:
-        live.state.launched = _flats("launched", source, live)
+        live.state.launched = flats("launched")
     return Loaded(
         inner=inner_for(source, "inner", place),
         state=live.state,
-        parameters=_flats("parameters", source, live),
+        parameters=flats("parameters"),
         progress=facts["progress"],
         dropped=tuple(facts["dropped"]),
         notes=notes,
     )
-
-
-def _flats(name: str, source: Source, live: Live) -> list[Tensor]:
-    """Every parameter's entries of this rank's, flat; means in fp32 first."""
-    here = live.parameters.local
-    flats = [torch.zeros(p.numel(), dtype=torch.float32, device=live.parameters.device) for p in here]
-    fill(
-        source,
-        Part(name, "each_rank", "mean", of_flats(live.parameters, flats)),
-        live.communicator.world_size,
-        live.place,
-    )
-    return [flat.to(parameter.dtype) for flat, parameter in zip(flats, here, strict=True)]
 
 
 def _carry(source: Source, live: Live) -> None:
@@ -284,21 +276,8 @@ def _check(facts: Mapping[str, Any], live: Live) -> None:
             f"The state's format must be at most {FORMAT}, got {facts['format']}: a newer lightning_scape wrote it."
             " Update the package."
         )
-    mine, parameters = live.facts(), live.parameters
-    shapes = list(facts["shapes"].values())
-    counts = [math.prod(shape) for shape in shapes]
-    here = [parameter.numel() for parameter in parameters.tensors]
-    if counts != here:
-        raise ValueError(
-            f"The state must be of this model, got parameters of {counts} entries, and the optimizer has {here}. Build"
-            " the model, and freeze its parameters, as they were when it was saved."
-        )
-    for saved, name, parameter in zip(shapes, parameters.names, parameters.tensors, strict=True):
-        if tuple(saved) != tuple(parameter.shape):
-            raise ValueError(
-                f"The state must be of this model, got shape {tuple(saved)} for {name!r}, which has"
-                f" {tuple(parameter.shape)}. Build the model, and order its parameters, as they were when it was saved."
-            )
+    check_model(facts, live.parameters)
+    mine = live.facts()
     _check_order(facts["names"], mine["names"])
     _check_optimizer(facts, mine)
 

@@ -1,0 +1,127 @@
+"""A method whose states are saved and loaded by its parts: it says what they are, and takes them up."""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_scape.checkpoint.checks import check_model
+from lightning_scape.checkpoint.inner import inner_for, inner_part, placed
+from lightning_scape.checkpoint.parts import OwnParts, Part, Place, of_flats, read_flats
+from lightning_scape.checkpoint.source import Form, SavedShards, Source, WholeState
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.core.method import Method, of_whole
+from lightning_scape.core.parameters import Parameters
+
+
+class SavedByParts(Method):
+    """Base for a method around an optimizer of torch's, which it leaves in its place.
+
+    Every rank's inner optimizer and parameters are saved, and what :meth:`parts` adds. A subclass has ``parameters``,
+    which it flattens before its first step.
+    """
+
+    parameters: Parameters
+    _whole: dict[str, Any] | None = None
+    _restored: Sequence[Tensor] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "name" in vars(cls):
+            cls.form = Form(cls.name)
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Numbers and texts to save; the same on all ranks."""
+
+    @abstractmethod
+    def parts(self) -> list[Part]:
+        """Tensors to save besides the parameters."""
+
+    @abstractmethod
+    def take_up(self, facts: Mapping[str, Any], tensors: Mapping[str, list[Tensor]]) -> None:
+        """Goes on from a saved state.
+
+        Args:
+            facts: what :meth:`facts` gave.
+            tensors: of every part, one flat fp32 tensor for each parameter.
+        """
+
+    def stepped(self) -> None:
+        """To be called in every step: what was collected for a checkpoint no longer holds."""
+        self._whole, self._restored = None, ()
+
+    @override
+    def sharded_state_dict(self) -> OwnParts:
+        self.parameters.flatten()
+        parameters = Part("parameters", "each_rank", "mean", of_flats(self.parameters, self.parameters.flat))
+        inner = self.communicator.raise_on_all_ranks(lambda: inner_part(self.optimizer))
+        parts = [*self.parts(), parameters, inner]
+        common = self.form.common(self.facts(), parts, self.parameters, self.communicator.world_size, 1)
+        return OwnParts(self.form, common, parts, self.parameters, self.communicator)
+
+    @override
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        self._whole = self.sharded_state_dict().whole(to)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self._whole is None and self.communicator.world_size == 1:
+            self.consolidate_state_dict()
+        if self._whole is None:
+            raise RuntimeError(
+                "The state must be collected from all ranks before it is read, got a call of state_dict() on rank"
+                f" {self.communicator.rank} without it. Call consolidate_state_dict(to=0) on every rank first."
+            )
+        return self._whole
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any] | SavedShards) -> None:
+        ranks = self.communicator
+        if isinstance(state_dict, SavedShards):
+            if state_dict.form is not self.form:
+                state_dict = state_dict.form.whole_of(state_dict)
+        else:
+            state_dict = ranks.share(state_dict)
+        if isinstance(state_dict, Mapping) and self.name not in state_dict:
+            self._load_inner(state_dict)
+            return
+        readers = ranks if isinstance(state_dict, SavedShards) else Communicator.alone()
+        inner, facts, tensors = readers.raise_on_all_ranks(lambda: self._read(state_dict))
+        self.optimizer.load_state_dict(placed(inner, self.optimizer))
+        self._restored = tensors.pop("parameters")
+        self.take_up(facts, tensors)
+        self.restore_parameters()
+
+    def _read(self, saved: Any) -> tuple[dict[str, Any], Mapping[str, Any], dict[str, list[Tensor]]]:
+        whole_or_directory = saved if isinstance(saved, SavedShards) else WholeState(self.form, saved, self.parameters)
+        source = cast(Source, whole_or_directory)
+        check_model(source.facts, self.parameters)
+        ranks, place = self.communicator.world_size, Place(self.communicator.rank)
+        parts = [part for part in self.form.parts(source.common) if part.by_parameter]
+        tensors = {part.name: read_flats(source, part, self.parameters, ranks, place) for part in parts}
+        return inner_for(source, "inner", place), source.facts, tensors
+
+    def _load_inner(self, state: Mapping[str, Any]) -> None:
+        """A state of the inner optimizer, or of another method, whose AdamW is taken."""
+        other = of_whole(state)
+        inner = state if other is None else other.form.as_dense(state).state
+        self.optimizer.load_state_dict(placed(inner, self.optimizer))
+        warnings.warn(
+            f"The checkpoint was trained without {self.title}: the inner optimizer's state carries over, and all else"
+            " begins anew.",
+            stacklevel=3,
+        )
+
+    @override
+    @torch.no_grad()
+    def restore_parameters(self) -> None:
+        self.parameters.flatten()
+        for flat, saved in zip(self.parameters.flat, self._restored, strict=False):
+            flat.copy_(saved)
