@@ -13,6 +13,7 @@ from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import Method, Progress, Spelling, Surroundings
 from lightning_scape.core.words import show_bytes
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
+from lightning_scape.sparseloco.cost import SparseLoCoCost
 from lightning_scape.sparseloco.form import FORM
 from lightning_scape.sparseloco.wrapper import SparseLoCo
 
@@ -29,6 +30,7 @@ class SparseLoCoMethod(Method):
     form = FORM
     shown = ("compression", "delta_norm")
     told = None
+    step_cost = SparseLoCoCost()
 
     def __init__(self, loco: SparseLoCo) -> None:
         self.loco = loco
