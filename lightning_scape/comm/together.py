@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from lightning_scape.comm.collectives import Communicator
+from lightning_scape.comm.collectives import Communicator, known_to
 from lightning_scape.comm.lost_ranks import is_explained
-from lightning_scape.comm.shared_errors import known_to
 
 
 @contextlib.contextmanager

@@ -185,7 +185,7 @@ class Engine:
         state, every = step.state, self.config.check_replicas_every
         state.calls += 1
         self._used = True
-        step.record.bytes_sent, step.record.message_seconds = self.comm.take_count()
+        step.record.bytes_sent, step.record.message_seconds = self.comm.traffic.take()
         if every and state.calls % every == 0:
             self._check_replicas()
         self.clipping.record_found_inf(step.scale.whole)
@@ -234,7 +234,7 @@ class Engine:
 
     def _standing(self, groups: Groups, max_norm: float | None = None, error: Exception | None = None) -> Standing:
         """What must be the same on all ranks in this step."""
-        facts = self.comm.number, self.calls, self.left_out, self.batch, self._compared
+        facts = self.comm.watched.number, self.calls, self.left_out, self.batch, self._compared
         return Standing(*facts, settings(groups), max_norm, describe(error))
 
     @property
@@ -245,8 +245,7 @@ class Engine:
     @contextlib.contextmanager
     def telling(self, place: str | None = None) -> Iterator[None]:
         """Around messages: says what they are for, and tells of errors the ranks that wait for this one's."""
-        self.comm.place = f"{place or f'step {self.calls + 1}'} of optimizer {self.comm.number}"
-        with self.comm.telling_errors():
+        with self.comm.watched.at(place or f"step {self.calls + 1}"):
             yield
 
     def clip_grad_norm(self, groups: Groups, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
