@@ -118,8 +118,8 @@ class ScapeMethod(Method):
 
     @override
     def norm_after_backward(self, grads: Sequence[Tensor]) -> Tensor | None:
-        engine = self.optimizer.engine
-        return None if engine.ranks == 1 else engine.norm_after_backward(self.optimizer.param_groups, grads)
+        optimizer = self.optimizer
+        return optimizer.engine.opening.norm_after_backward(optimizer.param_groups, optimizer.steps_taken, grads)
 
     @override
     def weights_loaded(self) -> None:
