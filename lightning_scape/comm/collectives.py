@@ -405,6 +405,11 @@ class Communicator:
             if known_to(raised, self.world_size):
                 raise
             error = raised
+        self.raise_together(error)
+        return result[0]
+
+    def raise_together(self, error: Exception | None) -> None:
+        """All ranks raise the first rank's error, if any rank has one."""
         for rank, failure in enumerate(self.all_gather_object(_portable(error))):
             if failure is not None:
                 if error is not None and rank == self.rank:
@@ -412,7 +417,6 @@ class Communicator:
                     raise error
                 _note_ranks(failure, self.world_size)
                 raise failure from RuntimeError(f"raised on rank {rank}")
-        return result[0]
 
     @contextlib.contextmanager
     def _message(self, kind: str, *, begins: bool = True) -> Iterator[None]:

@@ -177,7 +177,7 @@ class FirstMessage:
         if norm.device.type == "cpu":
             self.stopping = bool(stops)
             if not together:
-                self.shards.raise_on_all_ranks(lambda: _raise(error))
+                self.shards.raise_together(error)
         return answer._replace(norm=torch.linalg.vector_norm(everyone[:, 0]), together=together, stops=stops)
 
     def raise_apart(self, standing: Standing) -> None:
@@ -187,11 +187,6 @@ class FirstMessage:
             if other.problem is not None:
                 raise RuntimeError(f"All ranks must be able to step, got an error on rank {rank}: {other.problem}")
         raise RuntimeError(difference(everyone))
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
 
 
 def difference(everyone: Sequence[Standing]) -> str:

@@ -19,7 +19,6 @@ from lightning_scape.scape import advice, stand_in
 from lightning_scape.scape.config import REMOVED_OPTIONS, ScapeConfig
 from lightning_scape.scape.optimizer import ScapeOptimizer
 from lightning_scape.scape.optimizer_state import merge_shards
-from lightning_scape.scape.payoff import PayoffCheck, still_dense
 from lightning_scape.scape.plan import ScapeCost
 
 _trained: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -41,7 +40,7 @@ class ScapeMethod(Method):
 
     def __init__(self, given: Optimizer, optimizer: ScapeOptimizer) -> None:
         self.given, self.optimizer = given, optimizer
-        self._payoff = PayoffCheck()
+        self._payoff = advice.PayoffCheck()
 
     @classmethod
     @override
@@ -150,7 +149,7 @@ class ScapeMethod(Method):
     def bar(self) -> dict[str, float]:
         """The density, as long as the warm-up lasts."""
         schedule, steps = self.optimizer.schedule, self.optimizer.steps_taken
-        if not steps or not still_dense(self.optimizer):
+        if not steps or not advice.still_dense(self.optimizer):
             return {}
         return {"density": schedule.sent(steps - 1) / schedule.quota.block_size}
 

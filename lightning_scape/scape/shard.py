@@ -12,9 +12,8 @@ from lightning_scape.core.layout import Layout
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.tensors import piece_views
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.hyperparameters import RowHyperparameters
 from lightning_scape.scape.outgoing import fold
-from lightning_scape.scape.participation import Participants
+from lightning_scape.scape.rows import Participants, RowHyperparameters
 from lightning_scape.scape.state import Step
 from lightning_scape.wire.values import ValueWire
 
