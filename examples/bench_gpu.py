@@ -178,11 +178,11 @@ class Alone(Communicator):
     def gather_mask(self, mine: torch.Tensor) -> Work:
         full = mine.new_empty((self.world_size * mine.shape[0], mine.shape[1]))
         self.gather_elected(full, mine)
-        return Work(full, stream=self.side_stream(mine.device) if mine.is_cuda else None)
+        return Work(full, stream=self.side_stream.on(mine.device) if mine.is_cuda else None)
 
     def in_background(self, elect: Callable[[], None], full: torch.Tensor, proposals: torch.Tensor) -> Work:
         elect()
-        return Work(full, stream=self.side_stream(full.device) if full.is_cuda else None)
+        return Work(full, stream=self.side_stream.on(full.device) if full.is_cuda else None)
 
     def exchange_proposals(self, proposals: torch.Tensor) -> torch.Tensor:
         received = proposals.clone().view(self.world_size, -1, proposals.shape[1])

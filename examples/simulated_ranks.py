@@ -89,14 +89,14 @@ class LocalCommunicator(Communicator):
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         parts = self.meeting.share(self.rank, tensor.clone())
-        self.count_bytes("norm", 2 * tensor.numel() * tensor.element_size())
+        self.traffic.count("norm", 2 * tensor.nbytes, self.world_size)
         tensor.copy_(parts[0])
         for part in parts[1:]:
             tensor += part
         return tensor
 
     def all_to_all(self, values: Tensor) -> Work:
-        self.count_bytes("values", values.numel() * values.element_size())
+        self.traffic.count("values", values.nbytes, self.world_size)
         return Work(self._all_to_all(values))
 
     def _all_to_all(self, values: Tensor) -> Tensor:
@@ -106,17 +106,17 @@ class LocalCommunicator(Communicator):
 
     def all_gather(self, shard: Tensor) -> Work:
         full = torch.cat(self.meeting.share(self.rank, shard))
-        self.count_bytes("parameters", full.numel() * full.element_size())
+        self.traffic.count("parameters", full.nbytes, self.world_size)
         return Work(full.fill_(-0.0) if self.others_add else full)
 
     def gather_mask(self, mine: Tensor) -> Work:
         mask = torch.cat(self.meeting.share(self.rank, mine))
-        self.count_bytes("mask", mask.numel() * mask.element_size())
+        self.traffic.count("mask", mask.nbytes, self.world_size)
         return Work(mask)
 
     def in_background(self, elect: Callable[[], None], full: Tensor, proposals: Tensor) -> Work:
-        self.count_bytes("mask", full.numel() * full.element_size())
-        self.count_bytes("votes", proposals.numel() * proposals.element_size())
+        self.traffic.count("mask", full.nbytes, self.world_size)
+        self.traffic.count("votes", proposals.nbytes, self.world_size)
         elect()  # in turns with the other ranks
         return Work(full)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -14,11 +11,6 @@ from lightning_scape.hosts import setup
 CHANGE_ROUNDING = 2e-4
 """A part in 2**9 of the longest change in :func:`train_on`: where kernel and twin differ in the last place before a
 change is rounded to bf16, it may be rounded another way."""
-
-
-def arrived_event() -> torch.cuda.Event:
-    """What a device has found arrives with one; here there is no device."""
-    return cast(torch.cuda.Event, SimpleNamespace(synchronize=lambda: None))
 
 
 def train_on(

@@ -19,12 +19,12 @@ import torch
 import torch._inductor.config
 import torch.distributed as dist
 from lightning.fabric.plugins import MixedPrecision
-from rank_checks import arrived_event
 from torch import Tensor, nn
 from warm_python import warm_python
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
 from lightning_scape.comm.collectives import Communicator
+from lightning_scape.core.tensors import OnItsWay
 from lightning_scape.scape.clipping import GradientClipping
 from lightning_scape.scape.first_message import FirstMessage
 
@@ -241,12 +241,11 @@ def test_clipping_returns_the_norm_and_tells_all_ranks_of_a_nan(run_ranks: RunRa
 def test_on_cuda_a_norm_that_must_be_finite_is_refused_by_the_next_step() -> None:
     """Where reading it at once would stop the host; what a device has found is set by hand here."""
     clipping = GradientClipping(ScapeConfig(), FirstMessage(Communicator.alone(), Communicator.alone(), 1))
-    arrived = arrived_event()
     # Its scale, whether ranks were together, and how many were told to stop.
-    clipping.found_inf = torch.tensor([1.0, 1.0, 0.0]), arrived, True, None
+    clipping.found_inf = OnItsWay(torch.tensor([1.0, 1.0, 0.0])), True, None
     clipping.wait_found_inf()
     assert not clipping.last_skipped
-    clipping.found_inf = torch.tensor([0.0, 1.0, 1.0]), arrived, True, None
+    clipping.found_inf = OnItsWay(torch.tensor([0.0, 1.0, 1.0])), True, None
     with pytest.raises(RuntimeError, match="must be finite, got NaN or inf in the step before, which was skipped"):
         clipping.wait_found_inf()
     assert clipping.last_skipped

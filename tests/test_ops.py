@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_scape import ops
 from lightning_scape.core.layout import Layout
-from lightning_scape.scape.clipping import SKETCH_WIDTHS, random_signs, sketch_deviation
+from lightning_scape.scape.clipping import SKETCH_WIDTHS, random_signs
 
 ONE, ZERO = torch.ones(()), torch.zeros(())
 
@@ -521,8 +521,9 @@ def test_sketch_deviation_is_as_stated() -> None:
     ratios = torch.tensor(
         [float(ops.sketch([g], table, SKETCH_WIDTHS).norm() / g.norm()) for g in torch.randn(60, 100_000)]
     )
-    assert sketch_deviation() == pytest.approx(0.011, abs=0.0002)
-    assert float(ratios.std()) == pytest.approx(sketch_deviation(), rel=0.4)
+    deviation = math.sqrt(1 / (2 * SKETCH_WIDTHS[0]))
+    assert deviation == pytest.approx(0.011, abs=0.0002)
+    assert float(ratios.std()) == pytest.approx(deviation, rel=0.4)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -24,8 +24,8 @@ from lightning_scape.planning import conclusions, cost_model
 from lightning_scape.planning import measure as measuring
 from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, Weight
 from lightning_scape.scape import plan as scape_plan
+from lightning_scape.scape.advice import dense_would_be_faster
 from lightning_scape.scape.cost import scape_bytes, scape_traffic
-from lightning_scape.scape.payoff import dense_would_be_faster
 from lightning_scape.tools import arguments as words
 from lightning_scape.tools import commands, plan
 

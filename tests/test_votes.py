@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from optimizer_helpers import gathered, parameters, set_gradients
-from rank_checks import arrived_event
 from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.comm import collectives
+from lightning_scape.core.tensors import OnItsWay
 from lightning_scape.scape.shard import SAMPLE_INTERVAL, SAMPLE_WEIGHT
 
 RunRanks = Callable[..., list[Any]]
@@ -239,7 +239,7 @@ def test_a_state_loaded_after_a_skipped_step_knows_nothing_of_it(strict: bool | 
     with pytest.warns(UserWarning, match="not finite"):
         optimizer.step()
     if strict is not None:
-        optimizer.engine.clipping.found_inf = torch.zeros(()), arrived_event(), strict
+        optimizer.engine.clipping.found_inf = OnItsWay(torch.zeros(3)), strict, None
     with pytest.warns(UserWarning, match="not written by SCAPE"):
         optimizer.load_state_dict(dense.state_dict())
     parameter.grad = torch.full((30,), 3.0)

@@ -143,7 +143,7 @@ class DiLoCo(Stoppable, SavedByParts):
             "step": self.steps,
             "compression": float(config.sync_every),
             "delta_norm": float(delta.norm()),
-            "bytes_total": sum(self.ranks.take_count()[0].values()),
+            "bytes_total": sum(self.ranks.traffic.take()[0].values()),
             "bytes_dense": self.bytes_per_exchange(),
         }
 

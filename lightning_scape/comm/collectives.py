@@ -23,11 +23,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from hashlib import blake2b
 from typing import Any, TypeVar
 
 import torch
@@ -37,15 +37,17 @@ from torch import Tensor
 from lightning_scape.comm import under_way
 from lightning_scape.comm.channel import Channel
 from lightning_scape.comm.gloo_threads import let_senders_finish
-from lightning_scape.comm.lost_ranks import explained_loss, forget_losses
+from lightning_scape.comm.lost_ranks import Watched, explained_loss, forget_losses
 from lightning_scape.comm.pairs import all_gather_into, all_to_all_into
-from lightning_scape.comm.shared_errors import known_to, note_ranks, portable
+from lightning_scape.comm.work import SideStream
 from lightning_scape.comm.work import Work as Work
 from lightning_scape.comm.worker import Worker, end_groups_at_exit
 
 T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
 KINDS = ("norm", "values", "parameters", "mask", "votes")
+_RAISED_ON = "_lightning_scape_raised_on"
+"""An error's attribute: how many ranks have raised it together."""
 
 
 def new_group_like(
@@ -151,6 +153,33 @@ def _buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
 
 
 @dataclass
+class Traffic:
+    """What one rank has sent since :meth:`take`, and how long that took."""
+
+    bytes_sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    """By kind."""
+    seconds: float = 0.0
+    """Of the CPU inside messages, waiting for other ranks included; the mask's are left out."""
+
+    def count(self, kind: str, buffer_bytes: int, ranks: int) -> None:
+        """Counts a message's bytes; a rank keeps 1/N of every buffer to itself."""
+        self.bytes_sent[kind] += buffer_bytes * (ranks - 1) // ranks
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Counts the seconds inside."""
+        began = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - began
+
+    def take(self) -> tuple[dict[str, int], float]:
+        """The bytes by kind and the seconds, which start again from zero."""
+        taken = self.bytes_sent, self.seconds
+        self.bytes_sent, self.seconds = dict.fromkeys(KINDS, 0), 0.0
+        return taken
+
+
+@dataclass
 class Communicator:
     """The messages of one optimizer over one process group. With N = 1 nothing is sent.
 
@@ -161,18 +190,10 @@ class Communicator:
 
     process_group: ProcessGroup | None
     mask_group: ProcessGroup | None
-    bytes_sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    """Bytes that this rank sent since :meth:`take_count`, by kind."""
-    seconds: float = 0.0
-    """Seconds of the CPU inside messages since then, waiting for other ranks included; the mask's are left out."""
+    watched: Watched = field(default_factory=Watched)
+    """What the messages are for, as the watch over their group is told."""
     at_once: bool = False
-    """Whether to wait for every message where it is launched, so that ``seconds`` holds its whole time."""
-    channel: Channel | None = None
-    """The watch over ``process_group``, where that is an optimizer's own."""
-    number: int = 0
-    """Of the optimizer, among those of the channel."""
-    place: str = "the start"
-    """What the messages are for, such as a step; for the watch."""
+    """Whether to wait for every message where it is launched, so that ``traffic.seconds`` holds its whole time."""
 
     def __post_init__(self) -> None:
         self.rank: int = dist.get_rank(self.process_group) if is_distributed() else 0
@@ -182,7 +203,9 @@ class Communicator:
                 "`process_group` must contain the calling rank, got a group that does not. Build the optimizer only"
                 " on the ranks of its group."
             )
-        self._side_stream: torch.cuda.Stream | None = None
+        self.traffic = Traffic()
+        self.side_stream = SideStream()
+        """On which masks are made and exchanged."""
         under_way.settle(self.process_group, self.mask_group)  # of those who sent on the groups before
         if self.world_size > 1 and "gloo" in str(dist.get_backend(self.process_group)):
             end_groups_at_exit()
@@ -210,7 +233,7 @@ class Communicator:
             group = own_group or new_group_like(process_group)
             assert group is not None
             channel = Channel.beside(base, group)
-        return cls(channel.group, mask_group, channel=channel, number=channel.next_number())
+        return cls(channel.group, mask_group, Watched(channel, channel.next_number()))
 
     @classmethod
     def alone(cls) -> Communicator:
@@ -219,22 +242,16 @@ class Communicator:
         communicator.rank, communicator.world_size = 0, 1
         return communicator
 
-    def take_count(self) -> tuple[dict[str, int], float]:
-        """The bytes by kind and the seconds, which start again from zero."""
-        counted = self.bytes_sent, self.seconds
-        self.bytes_sent, self.seconds = dict.fromkeys(KINDS, 0), 0.0
-        return counted
-
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks; the tensor may be overwritten. On a channel it travels with zeros behind it."""
         if self.world_size == 1:
             return tensor
-        sent = tensor
-        if self.channel is not None and tensor.numel() < self.channel.length:
-            sent = torch.cat([tensor.view(-1), tensor.new_zeros(self.channel.length - tensor.numel())])
+        sent, channel = tensor, self.watched.channel
+        if channel is not None and tensor.numel() < channel.length:
+            sent = torch.cat([tensor.view(-1), tensor.new_zeros(channel.length - tensor.numel())])
         with self._message("norm"):
             dist.all_reduce(sent, group=self.process_group)
-        self.count_bytes("norm", 2 * sent.numel() * sent.element_size())
+        self.traffic.count("norm", 2 * sent.nbytes, self.world_size)
         return sent.view(-1)[: tensor.numel()].view(tensor.shape)
 
     def all_to_all(self, values: Tensor) -> Work:
@@ -248,7 +265,7 @@ class Communicator:
         received = torch.empty_like(values)
         with self._message("values"):
             handle = all_to_all_into(received, values, self.process_group, async_op=True)
-        self.count_bytes("values", values.numel() * values.element_size())
+        self.traffic.count("values", values.nbytes, self.world_size)
         return self._under_way(received.view(shape), values, handle, "values")
 
     def all_gather(self, shard: Tensor) -> Work:
@@ -258,7 +275,7 @@ class Communicator:
         full = shard.new_empty((self.world_size * shard.shape[0], shard.shape[1]))
         with self._message("parameters"):
             handle = all_gather_into(full, shard, self.process_group, async_op=True)
-        self.count_bytes("parameters", full.numel() * full.element_size())
+        self.traffic.count("parameters", full.nbytes, self.world_size)
         return self._under_way(full, shard, handle, "parameters")
 
     def _under_way(self, result: Tensor, sent: Tensor, handle: Any, kind: str) -> Work:
@@ -267,39 +284,19 @@ class Communicator:
             work.wait()
         return work
 
-    @contextlib.contextmanager
-    def on_side_stream(self, device: torch.device) -> Iterator[None]:
-        """On CUDA, queues the work inside on one side stream, behind all work queued so far. Elsewhere nothing changes.
-
-        The side stream reads the residual, which the next step overwrites: wait for its :class:`Work` before that.
-        """
-        if device.type != "cuda":
-            yield
-            return
-        stream = self.side_stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            yield
-
-    def side_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The one stream on which masks are made and exchanged."""
-        if self._side_stream is None:
-            self._side_stream = torch.cuda.Stream(device)
-        return self._side_stream
-
     def gather_mask(self, mine: Tensor) -> Work:
         """``[N*R, q]`` arrive: every rank's rows ``[R, q]`` of the next mask. Behind what the group's thread sends."""
         if self.world_size == 1:
-            return Work(mine, stream=self._side_stream)
+            return Work(mine, stream=self.side_stream.stream)
         full = mine.new_empty((self.world_size * mine.shape[0], mine.shape[1]))
-        self.count_bytes("mask", full.numel() * full.element_size())
+        self.traffic.count("mask", full.nbytes, self.world_size)
         worker = Worker.existing(self.mask_group)
         with explained_loss():
             if worker is None:
                 handle = all_gather_into(full, mine, self.mask_group, async_op=True)
             else:
                 handle = worker.do(lambda: all_gather_into(full, mine, self.mask_group))
-        work = Work(full, mine, handle, stream=self._side_stream)
+        work = Work(full, mine, handle, stream=self.side_stream.stream)
         under_way.note(self.mask_group, work)
         return work
 
@@ -311,11 +308,11 @@ class Communicator:
             full: ``[N*R, q]``, the next mask; what is waited for.
             proposals: ``[N*R, W]``, this rank's for all shards.
         """
-        self.count_bytes("mask", full.numel() * full.element_size())
-        self.count_bytes("votes", proposals.numel() * proposals.element_size())
+        self.traffic.count("mask", full.nbytes, self.world_size)
+        self.traffic.count("votes", proposals.nbytes, self.world_size)
         if proposals.device.type == "cuda":
             elect()
-            return Work(full, stream=self._side_stream)
+            return Work(full, stream=self.side_stream.stream)
         assert self.mask_group is not None
         return Work(full, handle=Worker.of(self.mask_group).do(elect), waiting=contextlib.nullcontext)
 
@@ -346,7 +343,7 @@ class Communicator:
         for part in flat.detach().split(1 << 22):
             part = part.to(device).contiguous()
             received = [torch.empty_like(part) for _ in range(count)]
-            with self._watched("state"):
+            with self.watched.around("state"):
                 dist.gather(part, received if mine else None, dst=target, group=self.process_group)
             for whole_rank, part_rank in zip(whole, received, strict=True):
                 whole_rank[begin : begin + part.numel()] = part_rank
@@ -359,16 +356,15 @@ class Communicator:
             return tensor.unsqueeze(0)
         flat = tensor.reshape(-1)
         full = flat.new_empty(self.world_size * flat.numel())
-        with self._watched("facts"):
+        with self.watched.around("facts"):
             all_gather_into(full, flat, self.process_group)
         return full.view(self.world_size, *tensor.shape)
 
     def all_gather_facts(self, facts: Tensor) -> Tensor:
         """The same, counted as the message of the norm: ``[N, ...]``, every rank's ``facts``."""
-        began = time.perf_counter()
-        full = self.all_gather_stacked(facts)
-        self.seconds += time.perf_counter() - began
-        self.count_bytes("norm", full.numel() * full.element_size())
+        with self.traffic.timed():
+            full = self.all_gather_stacked(facts)
+        self.traffic.count("norm", full.nbytes, self.world_size)
         return full
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -376,7 +372,7 @@ class Communicator:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        with self._watched("set-up"):
+        with self.watched.around("set-up"):
             dist.all_gather_object(values, value, group=self.process_group)
         return values
 
@@ -409,57 +405,40 @@ class Communicator:
             if known_to(raised, self.world_size):
                 raise
             error = raised
-        for rank, failure in enumerate(self.all_gather_object(portable(error))):
-            if failure is not None:
-                if error is not None and rank == self.rank:
-                    note_ranks(error, self.world_size)
-                    raise error
-                note_ranks(failure, self.world_size)
-                raise failure from RuntimeError(f"raised on rank {rank}")
+        self.raise_together(error)
         return result[0]
 
-    def all_equal(self, value: Any, device: torch.device) -> bool:
-        """Whether ``repr(value)`` is the same on all ranks; one message of 8 bytes."""
-        digest = blake2b(repr(value).encode(), digest_size=8).digest()
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(device)
-        everyone = self.all_gather_stacked(mine)
-        return bool((everyone == everyone[0]).all())  # set-up: waiting for the device is fine
+    def raise_together(self, error: Exception | None) -> None:
+        """All ranks raise the first rank's error, if any rank has one."""
+        for rank, failure in enumerate(self.all_gather_object(_portable(error))):
+            if failure is not None:
+                if error is not None and rank == self.rank:
+                    _note_ranks(error, self.world_size)
+                    raise error
+                _note_ranks(failure, self.world_size)
+                raise failure from RuntimeError(f"raised on rank {rank}")
 
     @contextlib.contextmanager
     def _message(self, kind: str, *, begins: bool = True) -> Iterator[None]:
-        """Counts the seconds inside as spent in messages."""
-        began = time.perf_counter()
-        with self._watched(kind, begins=begins):
+        """Around a message of the step, or the wait for it."""
+        with self.traffic.timed(), self.watched.around(kind, begins=begins):
             yield
-        self.seconds += time.perf_counter() - began
 
-    @contextlib.contextmanager
-    def _watched(self, kind: str, *, begins: bool = True) -> Iterator[None]:
-        """Lets the watch know of a message, and says what a failed one means."""
-        channel = self.channel
-        if channel is not None:
-            channel.enter(f"{self.place} ({kind})", begins=begins)
-        try:
-            with explained_loss(channel):
-                yield
-        finally:
-            if channel is not None:
-                channel.leave()
 
-    @contextlib.contextmanager
-    def telling_errors(self) -> Iterator[None]:
-        """Ranks that wait for this one learn of an error inside."""
-        try:
-            yield
-        except BaseException as error:
-            self.tell_error(error)
-            raise
+def _portable(error: Exception | None) -> Exception | None:
+    """The error as it can be sent."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
-    def tell_error(self, error: BaseException) -> None:
-        """Tells ranks that wait for this one of an error, which has come in place of this rank's next message."""
-        if self.channel is not None:
-            self.channel.raised(error)
 
-    def count_bytes(self, kind: str, buffer_bytes: int) -> None:
-        """Counts a message's bytes; a rank keeps 1/N of every buffer to itself."""
-        self.bytes_sent[kind] += buffer_bytes * (self.world_size - 1) // self.world_size
+def _note_ranks(error: Exception, ranks: int) -> None:
+    with contextlib.suppress(AttributeError):  # a class with slots
+        setattr(error, _RAISED_ON, ranks)
+
+
+def known_to(error: Exception, ranks: int) -> bool:
+    """Whether as many ranks have raised it together: it need not be told again."""
+    return bool(getattr(error, _RAISED_ON, 0) >= ranks)

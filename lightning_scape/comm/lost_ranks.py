@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,45 @@ def explained_messages() -> Iterator[None]:
         if isinstance(error, _OF_THIS_RANK) or not failed or _NO_ANSWER in str(error):
             raise
         raise _explained(error) from error
+
+
+@dataclass
+class Watched:
+    """What the messages of one optimizer are for. The watch over their channel knows it, and errors say it."""
+
+    channel: Channel | None = None
+    """Where the optimizer has one: a process group of its own, on gloo."""
+    number: int = 0
+    """Of the optimizer, among those of the channel."""
+    place: str = "the start"
+    """Such as a step."""
+
+    @contextlib.contextmanager
+    def around(self, kind: str, *, begins: bool = True) -> Iterator[None]:
+        """Lets the watch know of a message, or (not ``begins``) of the wait for it; says what a failed one means."""
+        if self.channel is not None:
+            self.channel.enter(f"{self.place} ({kind})", begins=begins)
+        try:
+            with explained_loss(self.channel):
+                yield
+        finally:
+            if self.channel is not None:
+                self.channel.leave()
+
+    @contextlib.contextmanager
+    def at(self, place: str) -> Iterator[None]:
+        """Says what the messages inside are for. Ranks that wait for this one learn of an error inside."""
+        self.place = f"{place} of optimizer {self.number}"
+        try:
+            yield
+        except BaseException as error:
+            self.tell(error)
+            raise
+
+    def tell(self, error: BaseException) -> None:
+        """Tells ranks that wait for this one of an error, which has come in place of this rank's next message."""
+        if self.channel is not None:
+            self.channel.raised(error)
 
 
 def is_explained(error: BaseException) -> bool:

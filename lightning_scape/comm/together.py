@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from lightning_scape.comm.collectives import Communicator
+from lightning_scape.comm.collectives import Communicator, known_to
 from lightning_scape.comm.lost_ranks import is_explained
-from lightning_scape.comm.shared_errors import known_to
 
 
 @contextlib.contextmanager
@@ -24,18 +23,14 @@ def together(ranks: Communicator) -> Iterator[Callable[[], None]]:
     Raises:
         Exception: the first rank's error, on every rank.
     """
-
-    def agree(error: Exception | None = None) -> None:
-        ranks.raise_on_all_ranks(lambda: _raise(error))
-
     try:
-        yield agree
+        yield lambda: ranks.raise_together(None)
     except Exception as error:
         # A message that failed was the others', too: they have their own error, or are gone.
         if not known_to(error, ranks.world_size) and not is_explained(error):
-            agree(error)
+            ranks.raise_together(error)
         raise
-    agree()
+    ranks.raise_together(None)
 
 
 class Together:
@@ -57,8 +52,3 @@ class Together:
         """Inside, and before a message: raises what has failed on any rank. Outside it does nothing."""
         if self._agree is not None:
             self._agree()
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error

@@ -1,9 +1,9 @@
-"""A message that its caller waits for later."""
+"""A message that its caller waits for later, and the stream on which some of them run."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,3 +63,31 @@ class Work:
         if kind is not None and issubclass(kind, Exception):
             with contextlib.suppress(Exception):
                 self.wait()
+
+
+class SideStream:
+    """On CUDA a stream of one optimizer's own, beside the one on which it computes. Elsewhere there is none."""
+
+    def __init__(self) -> None:
+        self.stream: torch.cuda.Stream | None = None
+        """None before the first use."""
+
+    def on(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream, on a CUDA device."""
+        if self.stream is None:
+            self.stream = torch.cuda.Stream(device)
+        return self.stream
+
+    @contextlib.contextmanager
+    def behind_all(self, device: torch.device) -> Iterator[None]:
+        """On CUDA, queues the work inside on the stream, behind all work queued so far. Elsewhere nothing changes.
+
+        Masks are made there from the residual, which the next step overwrites: wait for the :class:`Work` before that.
+        """
+        if device.type != "cuda":
+            yield
+            return
+        stream = self.on(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -22,3 +23,12 @@ def profiler_range(label: str) -> Iterator[None]:
         nvtx.range(label) if torch.cuda.is_initialized() else nullcontext(),
     ):
         yield
+
+
+@contextmanager
+def timed_range(label: str, seconds: dict[str, float]) -> Iterator[None]:
+    """A range ``method::phase``; the CPU's seconds inside are added to those of the phase."""
+    began = time.perf_counter()
+    with profiler_range(label):
+        yield
+    seconds[label.partition("::")[2]] += time.perf_counter() - began

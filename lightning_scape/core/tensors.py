@@ -1,4 +1,4 @@
-"""Views of parameters and gradients as flat runs of memory, without copies."""
+"""Views of parameters and gradients as flat runs of memory, without copies; and a tensor on its way to the host."""
 
 from __future__ import annotations
 
@@ -52,3 +52,25 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+class OnItsWay:
+    """A small tensor on its way to the host, which waits for the device only when it reads it.
+
+    Args:
+        tensor: on any device.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._event = tensor, None
+        if tensor.device.type == "cuda":
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def read(self) -> Tensor:
+        """The tensor in host memory."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor

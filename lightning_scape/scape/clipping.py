@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from typing import NoReturn
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ops
+from lightning_scape.core.tensors import OnItsWay
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.first_message import Answer, FirstMessage, Standing
 
@@ -46,9 +46,9 @@ class GradientClipping:
         self._signs: Tensor | None = None
         self._strict = False
         self._standing: Standing | None = None
-        self.found_inf: tuple[Tensor, torch.cuda.Event, bool, Standing | None] | None = None
+        self.found_inf: tuple[OnItsWay, bool, Standing | None] | None = None
         """On CUDA, of the step before: its scale, whether ranks were together, and how many were told to stop, on their
-        way to host memory; the event behind which they are there; whether its norm must be finite; its standing."""
+        way to host memory; whether its norm must be finite; its standing."""
 
     def forget(self) -> None:
         """Drops what was recorded: the gradient it was measured on is gone."""
@@ -138,13 +138,8 @@ class GradientClipping:
             self._count(scale)
             return
         assert answer is not None
-        on_host = torch.empty(3, dtype=scale.dtype, device="cpu", pin_memory=True)
-        on_host.copy_(
-            torch.stack([scale, answer.together.to(scale.dtype), answer.stops.to(scale.dtype)]), non_blocking=True
-        )
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(scale.device))
-        self.found_inf = (on_host, event, strict, standing)
+        found = torch.stack([scale, answer.together.to(scale.dtype), answer.stops.to(scale.dtype)])
+        self.found_inf = (OnItsWay(found), strict, standing)
 
     def wait_found_inf(self) -> None:
         """Reads whether the last step was skipped, where that was still on the device; the step is long over by now.
@@ -155,18 +150,17 @@ class GradientClipping:
                 apart in it.
         """
         if self.found_inf is not None:
-            on_host, event, strict, standing = self.found_inf
+            found, strict, standing = self.found_inf
             self.found_inf = None
-            event.synchronize()
-            on_host, together, stops = on_host.unbind()
+            scale, together, stops = found.read().unbind()
             self.first_message.stopping = bool(stops)
             if not together:
                 assert standing is not None
                 self.first_message.raise_apart(standing)
-            if strict and float(on_host) == 0.0:
+            if strict and float(scale) == 0.0:
                 self.last_skipped = True
                 _refuse("got NaN or inf in the step before, which was skipped")
-            self._count(on_host)
+            self._count(scale)
 
     def drop_found_inf(self) -> None:
         """Forgets whether the last step was skipped: another state is loaded."""
@@ -214,11 +208,6 @@ def _refuse(what: str) -> NoReturn:
         f"The norm of the averaged gradient must be finite, {what} (on every rank). Pass `error_if_nonfinite=False` to"
         " let the optimizer skip such a step on all ranks."
     )
-
-
-def sketch_deviation(width: int = SKETCH_WIDTHS[0]) -> float:
-    """Relative standard deviation of the sketched norm, ``sqrt(1 / (2 W))``: 0.011."""
-    return math.sqrt(1 / (2 * width))
 
 
 def random_signs(count: int) -> Tensor:

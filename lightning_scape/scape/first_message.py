@@ -103,7 +103,7 @@ class FirstMessage:
         """Whether this rank was told to stop."""
         self.stopping = False
         """Whether some rank had been, at the last first message."""
-        if (channel := communicator.channel) is not None:
+        if (channel := communicator.watched.channel) is not None:
             length = 1 + packed_size(parameters + 2, communicator.world_size) + DIGITS
             channel.length = max(channel.length, length + channel.sketched)
 
@@ -122,12 +122,12 @@ class FirstMessage:
         """
         if self.communicator.world_size == 1:
             return self._over_shards(self._alone(measured, flags), None)
-        channel, longer = self.communicator.channel, len(measured) - 1
+        channel, longer = self.communicator.watched.channel, len(measured) - 1
         if channel is not None and longer > channel.sketched:
             if measured.device.type == "cpu":  # a rank that sends no sketch would have no room for this one
-                counted = self.communicator.bytes_sent["norm"]
+                counted = self.communicator.traffic.bytes_sent["norm"]
                 answer, error = self._exchange(measured.new_zeros(1), flags, standing)
-                self.communicator.bytes_sent["norm"] = counted  # once in a process: set-up is not counted
+                self.communicator.traffic.bytes_sent["norm"] = counted  # once in a process: set-up is not counted
                 if error is not None:
                     return self._over_shards(answer, error)
             channel.length, channel.sketched = channel.length - channel.sketched + longer, longer
@@ -177,7 +177,7 @@ class FirstMessage:
         if norm.device.type == "cpu":
             self.stopping = bool(stops)
             if not together:
-                self.shards.raise_on_all_ranks(lambda: _raise(error))
+                self.shards.raise_together(error)
         return answer._replace(norm=torch.linalg.vector_norm(everyone[:, 0]), together=together, stops=stops)
 
     def raise_apart(self, standing: Standing) -> None:
@@ -187,11 +187,6 @@ class FirstMessage:
             if other.problem is not None:
                 raise RuntimeError(f"All ranks must be able to step, got an error on rank {rank}: {other.problem}")
         raise RuntimeError(difference(everyone))
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
 
 
 def difference(everyone: Sequence[Standing]) -> str:

@@ -162,8 +162,8 @@ class Masks:
         if state.residual.is_cuda:  # it may be freed, with this optimizer, before the side stream has read it
             for read in (state.residual, state.local_exp_avg_sum, ranking.proposals, ranking.mine):
                 if read is not None:
-                    read.record_stream(self._comm.side_stream(device))
-        with self._comm.on_side_stream(device):
+                    read.record_stream(self._comm.side_stream.on(device))
+        with self._comm.side_stream.behind_all(device):
             if ranking.proposals is None:
                 mine = self._selected(ranking, state) if ranking.mine is None else ranking.mine
                 self.pending = self._comm.gather_mask(mine.to(device))

@@ -19,7 +19,6 @@ from lightning_scape.scape import advice, stand_in
 from lightning_scape.scape.config import REMOVED_OPTIONS, ScapeConfig
 from lightning_scape.scape.form import FORM
 from lightning_scape.scape.optimizer import ScapeOptimizer
-from lightning_scape.scape.payoff import PayoffCheck, still_dense
 from lightning_scape.scape.plan import ScapeCost
 
 _trained: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -42,7 +41,7 @@ class ScapeMethod(Method):
 
     def __init__(self, given: Optimizer, optimizer: ScapeOptimizer) -> None:
         self.given, self.optimizer = given, optimizer
-        self._payoff = PayoffCheck()
+        self._payoff = advice.PayoffCheck()
 
     @classmethod
     @override
@@ -121,8 +120,8 @@ class ScapeMethod(Method):
 
     @override
     def norm_after_backward(self, grads: Sequence[Tensor]) -> Tensor | None:
-        engine = self.optimizer.engine
-        return None if engine.ranks == 1 else engine.norm_after_backward(self.optimizer.param_groups, grads)
+        optimizer = self.optimizer
+        return optimizer.engine.opening.norm_after_backward(optimizer.param_groups, optimizer.steps_taken, grads)
 
     @override
     def weights_loaded(self) -> None:
@@ -151,7 +150,7 @@ class ScapeMethod(Method):
     def bar(self) -> dict[str, float]:
         """The density, as long as the warm-up lasts."""
         schedule, steps = self.optimizer.schedule, self.optimizer.steps_taken
-        if not steps or not still_dense(self.optimizer):
+        if not steps or not advice.still_dense(self.optimizer):
             return {}
         return {"density": schedule.sent(steps - 1) / schedule.quota.block_size}
 

@@ -221,9 +221,8 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, and what was recorded about them. Residuals are kept: they are not yet sent."""
-        self.engine.drop_gradients()
-        super().zero_grad(set_to_none)
-        self.engine.gradients_cleared()
+        with self.engine.opening.dropping():
+            super().zero_grad(set_to_none)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -301,13 +300,13 @@ class ScapeOptimizer(torch.optim.Optimizer):
         waiting. It costs no message. With ``last`` the CPU waits for the norm on CUDA; None does not say. All ranks
         announce a step, or none.
         """
-        self.engine.batch = batches
+        self.engine.opening.batch = batches
         if last is not None:
-            self.engine.first_message.epoch_end.announce(batches, last)
+            self.engine.opening.message.epoch_end.announce(batches, last)
 
     def request_stop(self) -> None:
         """Says that this rank was told to stop; the next step's first message tells all ranks."""
-        self.engine.first_message.stop = True
+        self.engine.opening.message.stop = True
 
     @property
     def stop_requested(self) -> bool:
@@ -315,7 +314,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
         The same on all ranks after the same step; on CUDA one step later, so that the CPU does not wait.
         """
-        return self.engine.first_message.stopping
+        return self.engine.opening.message.stopping
 
     def bytes_per_step(self, sent: int | None = None) -> int:
         """Bytes that this rank sends in a step, the norm's message (clipping) not counted.

@@ -12,9 +12,8 @@ from lightning_scape.core.layout import Layout
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.tensors import piece_views
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.hyperparameters import RowHyperparameters
 from lightning_scape.scape.outgoing import fold
-from lightning_scape.scape.participation import Participants
+from lightning_scape.scape.rows import Participants, RowHyperparameters
 from lightning_scape.scape.state import Step
 from lightning_scape.wire.values import ValueWire
 
@@ -67,7 +66,8 @@ class Shard:
             squares = piece_views(moment.exp_avg_sq, pieces)
             ops.accumulate_exp_avg_sq(squares, parts, moment.weights, moment.ranks, scale, step.clip_value)
             state.sampled = moment.exp_avg_sq is state.local_exp_avg_sq
-        self._accumulate_first_moment(step, parts)
+        if state.local_exp_avg is not None:
+            self._accumulate_first_moment(step, state.local_exp_avg, parts)
 
     def take(self, step: Step) -> Tensor:
         """Folds, keeps statistics, compacts and ranks; returns my values for my shard, ``[R, q]``."""
@@ -88,9 +88,10 @@ class Shard:
         )
         if moment is not None:
             state.sampled = moment.exp_avg_sq is state.local_exp_avg_sq
-        if parts is not None:
-            self._accumulate_first_moment(step, parts)
-        self._clear_sum(step)
+        if state.local_exp_avg is not None:
+            if parts is not None:
+                self._accumulate_first_moment(step, state.local_exp_avg, parts)
+            self._clear_sum(step)
         return values.to(state.step.device)
 
     def _second_moment(self, step: Step, *, sparse: bool) -> ops.SecondMoment | None:
@@ -105,23 +106,21 @@ class Shard:
             return ops.SecondMoment(state.local_exp_avg_sq, [weight] * len(pieces), ranks)
         return None
 
-    def _accumulate_first_moment(self, step: Step, parts: Sequence[Tensor | None]) -> None:
-        """With ``mask_statistic="first_moment"``: one step of my own first moment, and its sum."""
-        state, pieces, by_row = step.state, self.region.pieces, step.scale.mine
-        if state.local_exp_avg is None or state.local_exp_avg_sum is None:
-            return
-        moments, sums = piece_views(state.local_exp_avg, pieces), piece_views(state.local_exp_avg_sum, pieces)
-        for piece, moment, total, given in zip(pieces, moments, sums, parts, strict=True):
+    def _accumulate_first_moment(self, step: Step, own: Tensor, parts: Sequence[Tensor | None]) -> None:
+        """With ``mask_statistic="first_moment"``: one step of my ``own`` first moment, and its sum."""
+        pieces, by_row, total = self.region.pieces, step.scale.mine, step.state.local_exp_avg_sum
+        assert total is not None
+        moments, sums = piece_views(own, pieces), piece_views(total, pieces)
+        for piece, moment, summed, given in zip(pieces, moments, sums, parts, strict=True):
             grad = torch.zeros_like(moment) if given is None else given
             beta1 = float(step.groups[piece.segment.group]["betas"][0])
             scale = by_row[piece.row] if by_row.dim() else by_row
-            ops.accumulate_exp_avg(moment, total, grad, beta1, scale, step.clip_value)
+            ops.accumulate_exp_avg(moment, summed, grad, beta1, scale, step.clip_value)
 
     def _clear_sum(self, step: Step) -> None:
         """The sum of first moments begins anew where an entry is sent."""
         total, mask = step.state.local_exp_avg_sum, step.mask.swept_mine
-        if total is None:
-            return
+        assert total is not None
         seen = ops.gather_blocks(total, mask)
         taken = step.scale.mine.to(seen.device) != 0
         cleared = torch.where(taken.unsqueeze(1) if taken.dim() else taken, 0.0, seen)

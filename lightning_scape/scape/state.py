@@ -77,10 +77,6 @@ class ScapeState:
             exp_avg_sq=torch.zeros(shard, dtype=dtype, device=device) if config.update == "adamw" else None,
         )
 
-    def steps_of(self, parameter: Tensor) -> Tensor:
-        """int32 ``[n]``: steps taken of the parameters at the places ``parameter [n]``; 0-dim if no step was missed."""
-        return self.step if self.missed is None else self.step - self.missed[parameter]
-
     def refresh_master(self, flats: Sequence[Tensor], layout: Layout, rank: int) -> None:
         """Reads the shard's master weights from the parameters. Keeps a master that rounds to the parameter's value.
 

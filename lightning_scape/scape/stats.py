@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 
 from torch import Tensor
 
 from lightning_scape import ops
 from lightning_scape.core.layout import Layout, Piece
-from lightning_scape.core.ranges import profiler_range
+from lightning_scape.core.ranges import timed_range
 
 PHASES = ("norm", "wait", "mask", "sweep", "exchange", "update", "write", "launch")
 """Phases of a step, in order; also the names of the profiler ranges (``scape::sweep``, ...). The part of my shard in
@@ -98,13 +97,9 @@ class StepRecord:
     def __post_init__(self) -> None:
         self.seconds["norm"] = self.clip_seconds
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """A profiler range (torch's and, where CUDA is in use, NVTX for Nsight), and the CPU's seconds."""
-        began = time.perf_counter()
-        with profiler_range(f"scape::{name}"):
-            yield
-        self.seconds[name] += time.perf_counter() - began
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Around a phase of the step."""
+        return timed_range(f"scape::{name}", self.seconds)
 
     def summary(
         self, step: int, residual: Tensor, parameters: Sequence[Tensor], layout: Layout, shard_pieces: Sequence[Piece]

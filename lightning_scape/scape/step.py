@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,18 +18,17 @@ from lightning_scape.core.layout import Layout
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.ranges import profiler_range
 from lightning_scape.core.replicas import check_replicas
-from lightning_scape.scape.clipping import GradientClipping, check_max_norm, squared_norm
+from lightning_scape.scape.clipping import GradientClipping, check_max_norm
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.cost import message_bytes
-from lightning_scape.scape.first_message import BACKWARD, FirstMessage, Standing, describe, problem_of, settings
+from lightning_scape.scape.first_message import FirstMessage
 from lightning_scape.scape.mask import Masks, SparsitySchedule
+from lightning_scape.scape.opening import Groups, Opening
 from lightning_scape.scape.outgoing import Outgoing
-from lightning_scape.scape.participation import Participants
+from lightning_scape.scape.rows import Participants
 from lightning_scape.scape.shard import Shard
 from lightning_scape.scape.state import ScapeState, Step
 from lightning_scape.scape.stats import StepRecord, StepStats
-
-Groups = Sequence[dict[str, Any]]
 
 
 class Engine:
@@ -62,8 +59,8 @@ class Engine:
         self.layout = Layout(numels, parameters.groups, config.quota.block_size, comm.world_size)
         self.state: ScapeState | None = None
         """Made at the first step, or by a load."""
-        self.first_message = FirstMessage(comm, self.shards, len(numels))
-        self.clipping = GradientClipping(config, self.first_message)
+        self.clipping = GradientClipping(config, FirstMessage(comm, self.shards, len(numels)))
+        self.opening = Opening(parameters, comm, self.clipping)
         self.participants = Participants(self.layout, len(numels), self.layout.rows_of(comm.rank))
         self.masks = Masks(config, self.layout, comm, SparsitySchedule.of(config, total_steps))
         self.outgoing = Outgoing(self.layout, comm.rank, config)
@@ -73,15 +70,6 @@ class Engine:
         self._stats: StepStats | None = None
         self._clip_seconds = 0.0
         self._masters_stale = False
-        self._compared = False
-        self.batch: int | None = None
-        """Batches of the epoch so far, where the Trainer says it."""
-        self.left_out = 0
-        """Gradients that were dropped before a step used them."""
-        self._used = True
-        """Whether all ranks have used the gradients that there are, or none was there."""
-        self._cleared: list[int | None] = []
-        """:meth:`_versions` after gradients were cleared."""
 
     @property
     def device(self) -> torch.device:
@@ -156,14 +144,14 @@ class Engine:
 
         Allocates buffers at the first step, and brings masters up to date.
         """
-        grads = self._first_message(groups)
+        grads = self.opening.gradients(groups, self.calls)
         answer, scale, clip_value = self.clipping.answer, self.clipping.scale(), self.clipping.clip_value
         assert answer is not None
         self.parameters.flatten()
         state = self.state = self.state or self.allocate()
-        if not self._compared:  # the first step, or the first after a load
+        if not self.opening.compared:  # the first step, or the first after a load
             self._check_replicas()
-            self._compared = True
+            self.opening.compared = True
         self._refresh_masters(state)
         record.norm, record.scale = answer.norm, scale
         taking_part, sent = self.participants.of(state, scale, answer.present), self.masks.schedule.sent(state.calls)
@@ -184,8 +172,8 @@ class Engine:
     def _end(self, step: Step) -> None:
         state, every = step.state, self.config.check_replicas_every
         state.calls += 1
-        self._used = True
-        step.record.bytes_sent, step.record.message_seconds = self.comm.take_count()
+        self.opening.used()
+        step.record.bytes_sent, step.record.message_seconds = self.comm.traffic.take()
         if every and state.calls % every == 0:
             self._check_replicas()
         self.clipping.record_found_inf(step.scale.whole)
@@ -205,49 +193,14 @@ class Engine:
         flat, names = self.parameters.flat, self.parameters.names
         self.shards.raise_on_all_ranks(lambda: check_replicas(self.comm, flat, names, ops.checksum))
 
-    # ------------------------------------------------------------------------------------------- the first message
-
-    def _first_message(self, groups: Groups, max_norm: float | None = None) -> list[Tensor | None]:
-        """Flat gradients. The step's first message is sent, unless it was before; by ``max_norm`` anew.
-
-        What is wrong with this rank's gradients or groups, the message tells all ranks. This rank raises its own error
-        when all know of it, in place of what they are told.
-        """
-        grads: list[Tensor | None] = [None for _ in self.parameters.tensors]
-        error: Exception | None = None
-        try:
-            if (problem := problem_of(groups)) is not None:
-                raise ValueError(problem)
-            grads = self.parameters.gradients(groups)
-        except Exception as found:
-            error = found
-        if error is not None and (self.comm.world_size == 1 or self.device.type == "cuda"):
-            raise error
-        if self.clipping.answer is None or max_norm is not None:
-            try:
-                self.clipping.measure(grads, self.device, self._standing(groups, max_norm, error))
-            except RuntimeError as told:
-                raise (error or told) from told.__cause__
-        if error is not None:
-            raise error
-        return grads
-
-    def _standing(self, groups: Groups, max_norm: float | None = None, error: Exception | None = None) -> Standing:
-        """What must be the same on all ranks in this step."""
-        facts = self.comm.number, self.calls, self.left_out, self.batch, self._compared
-        return Standing(*facts, settings(groups), max_norm, describe(error))
-
     @property
     def calls(self) -> int:
         """Calls of :meth:`step` so far, skipped and restored ones included."""
         return 0 if self.state is None else self.state.calls
 
-    @contextlib.contextmanager
-    def telling(self, place: str | None = None) -> Iterator[None]:
-        """Around messages: says what they are for, and tells of errors the ranks that wait for this one's."""
-        self.comm.place = f"{place or f'step {self.calls + 1}'} of optimizer {self.comm.number}"
-        with self.comm.telling_errors():
-            yield
+    def telling(self) -> contextlib.AbstractContextManager[None]:
+        """Around messages: says which step they are of, and tells errors to ranks that wait for this one's."""
+        return self.comm.watched.at(f"step {self.calls + 1}")
 
     def clip_grad_norm(self, groups: Groups, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
         """See :meth:`ScapeOptimizer.clip_grad_norm`."""
@@ -255,9 +208,9 @@ class Engine:
         with self.telling(), torch.no_grad(), profiler_range("scape::norm"):
             self._finish_last_step()
             check_max_norm(max_norm)
-            self._first_message(groups, max_norm)
+            self.opening.gradients(groups, self.calls, max_norm)
             norm = self.clipping.clip(max_norm, strict=error_if_nonfinite)
-            self._measured()
+            self.opening.measured()
         self._clip_seconds = time.perf_counter() - began
         return norm
 
@@ -265,43 +218,11 @@ class Engine:
         """See :meth:`ScapeOptimizer.all_finite`."""
         with self.telling(), torch.no_grad():
             self._finish_last_step()
-            self._first_message(groups)
-            answer = self.clipping.answer
-            assert answer is not None
-            finite = bool(torch.isfinite(answer.norm))
-            self._measured()
+            self.opening.gradients(groups, self.calls)
+            assert self.clipping.answer is not None
+            finite = bool(torch.isfinite(self.clipping.answer.norm))
+            self.opening.measured()
         return finite
-
-    @property
-    def ranks(self) -> int:
-        """All that train together."""
-        return self.comm.world_size * self.shards.world_size
-
-    def norm_after_backward(self, groups: Groups, grads: Sequence[Tensor]) -> Tensor:
-        """Of these gradients: not finite if any rank's is not. Its message is told from the first one of a step."""
-        standing = self._standing(groups)._replace(optimizer=BACKWARD)
-        with self.telling(f"a backward pass after step {self.calls}"):
-            return self.first_message.exchange(squared_norm(grads, self.device), [], standing).norm
-
-    def _measured(self) -> None:
-        self.clipping.remember(self.parameters.raw_gradients())
-        self._used = True  # by all ranks, also those without gradients; what follows is decided by the same norm
-
-    def drop_gradients(self) -> None:
-        """Before gradients are cleared: notes whether a step has used them, and forgets what was recorded of them."""
-        changed = self._versions() != self._cleared
-        if not self._used and changed and any(p.grad is not None for p in self.parameters.tensors):
-            self.left_out += 1
-        self._used = False
-        self.clipping.forget()
-
-    def gradients_cleared(self) -> None:
-        """After that."""
-        self._cleared = self._versions()
-
-    def _versions(self) -> list[int | None]:
-        """How often each gradient was written."""
-        return [None if parameter.grad is None else parameter.grad._version for parameter in self.parameters.tensors]
 
     def stats(self) -> StepStats | None:
         """See :attr:`ScapeOptimizer.stats`."""
@@ -332,7 +253,7 @@ class Engine:
         self.clipping.drop_found_inf()
         self.record = self._stats = None
         # Parameters may be loaded before or after: masters that do not round to them give way, in the next save too.
-        self._masters_stale, self._compared = True, False
+        self._masters_stale, self.opening.compared = True, False
 
     def mark_masters_stale(self) -> None:
         """Parameters were overwritten from outside: the next step, or save, reads the masters of changed ones anew.

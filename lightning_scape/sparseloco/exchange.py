@@ -101,7 +101,7 @@ class Exchange:
             RuntimeError, ValueError: ranks are apart; on every rank, before anything is changed. On CUDA the host
                 learns it later (:meth:`~.phase.Opened.judge`); nothing is folded there either.
         """
-        self.comm.place = f"the exchange at step {place.steps} of SparseLoCo {place.number}"
+        self.comm.watched.place = f"the exchange at step {place.steps} of SparseLoCo {place.number}"
         with record.phase("norm"):
             openings = self._open(state, flats, place)
             record.norm, apart = self._norm(openings)
@@ -110,12 +110,12 @@ class Exchange:
                 record.opened.judge(self.comm)
         if unless_idle and record.opened.idle:
             record.idle = True
-            self.comm.take_count()
+            self.comm.traffic.take()
             return
         with record.phase("fold"):
             self._fold(state, flats, torch.isfinite(record.norm))
         self._reduce(state, record)
-        record.bytes_sent, record.message_seconds = self.comm.take_count()
+        record.bytes_sent, record.message_seconds = self.comm.traffic.take()
 
     def beside(
         self, state: LocoState, flats: Sequence[Tensor], record: ExchangeRecord, place: Place, settings: Settings
@@ -125,11 +125,11 @@ class Exchange:
         group, device = self.comm.process_group, self.spans.device
         if device.type == "cpu" and group is not None:
             return Worker.of(group).do(lambda: self.run(state, copies, record, place, settings))
-        with self.comm.on_side_stream(device):  # the device orders the messages, the host waits for none
+        with self.comm.side_stream.behind_all(device):  # the device orders the messages, the host waits for none
             self.run(state, copies, record, place, settings)
         if device.type != "cuda":
             return None
-        work = Work(copies[0], keeps=(state, copies), stream=self.comm.side_stream(device))
+        work = Work(copies[0], keeps=(state, copies), stream=self.comm.side_stream.on(device))
         under_way.note(group, work)
         return work
 

@@ -10,28 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape.core.local_shards import local
-
-
-class OnItsWay:
-    """A small tensor on its way to the host, which waits for the device only when it reads it.
-
-    Args:
-        tensor: on any device.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._event = tensor, None
-        if tensor.device.type == "cuda":
-            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            self._tensor.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(tensor.device))
-
-    def read(self) -> Tensor:
-        """The tensor in host memory."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._tensor
+from lightning_scape.core.tensors import OnItsWay
 
 
 class DroppedWindows:

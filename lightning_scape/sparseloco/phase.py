@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.parameters import Parameters
-from lightning_scape.sparseloco.found_inf import OnItsWay
+from lightning_scape.core.tensors import OnItsWay
 from lightning_scape.sparseloco.settings import Settings
 
 MOST_NAMED = 8

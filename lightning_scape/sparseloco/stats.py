@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 
 from torch import Tensor
 
 from lightning_scape.core.layout import Layout
-from lightning_scape.core.ranges import profiler_range
+from lightning_scape.core.ranges import timed_range
 from lightning_scape.sparseloco.phase import Opened
 
 PHASES = ("norm", "fold", "send", "average", "return", "outer", "wait", "set_out")
@@ -121,10 +120,6 @@ class ExchangeRecord:
     bytes_sent: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """A profiler range (torch's and, where CUDA is in use, NVTX for Nsight), and the host's seconds."""
-        began = time.perf_counter()
-        with profiler_range(f"sparseloco::{name}"):
-            yield
-        self.seconds[name] += time.perf_counter() - began
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Around a phase of the exchange."""
+        return timed_range(f"sparseloco::{name}", self.seconds)

@@ -15,21 +15,14 @@ from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined
 from lightning_scape.comm.lost_ranks import forget_losses
 from lightning_scape.comm.stop_word import Stoppable, StopWord
-from lightning_scape.comm.under_way import settle
-from lightning_scape.comm.work import Work
-from lightning_scape.comm.worker import Job
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import check_same_setup_everywhere
-from lightning_scape.sparseloco import checkpoint, phase, rows, setup
+from lightning_scape.sparseloco import checkpoint, rows, setup
 from lightning_scape.sparseloco.config import Average, Reduction, SparseLoCoConfig
-from lightning_scape.sparseloco.exchange import Exchange
-from lightning_scape.sparseloco.found_inf import DroppedWindows, clear_nonfinite
-from lightning_scape.sparseloco.phase import Opened, Place
-from lightning_scape.sparseloco.restored import set_out_from_changed
-from lightning_scape.sparseloco.settings import Settings
-from lightning_scape.sparseloco.state import LocoState, Progress
-from lightning_scape.sparseloco.stats import ExchangeRecord, ExchangeStats
+from lightning_scape.sparseloco.state import LocoState
+from lightning_scape.sparseloco.stats import ExchangeStats
+from lightning_scape.sparseloco.windows import Windows
 
 
 class SparseLoCo(setup.NotCopied, Stoppable):
@@ -119,6 +112,8 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         self.communicator = comm = communicator
         self.shards = shards
         """The ranks of a node that hold a replica together; ``communicator`` reaches those with the same rows."""
+        self.everyone = comm if shards.world_size == 1 else Communicator(None, None)
+        """All ranks whose parts make up a state."""
         numels = [parameter.numel() for parameter in self.parameters.local]
         self.layout = Layout(numels, self.parameters.groups, config.quota.block_size, comm.world_size)
         check_same_setup_everywhere(
@@ -128,22 +123,10 @@ class SparseLoCo(setup.NotCopied, Stoppable):
             setup.problem(SparseLoCo.of(optimizer) is not None, self.parameters, process_group),
             self.parameters.device,
         )
-        self.exchange = Exchange(config, self.layout, comm, self.parameters.device, shards)
-        self.progress = Progress()
-        self.dropped = DroppedWindows(config.max_skipped, speaks=comm.rank == shards.rank == 0)
-        self.state: LocoState | None = None
-        """Made at the first step, or by a load."""
-        self.number = setup.number_on(comm.process_group)
+        self.windows = windows = Windows(optimizer, config, self.parameters, self.layout, comm, shards)
+        self.exchange, self.progress, self.dropped = windows.exchange, windows.progress, windows.dropped
         self._stop_word = StopWord(self.everyone)
-        self._job: Job | Work | None = None
-        self._record: ExchangeRecord | None = None
-        """Of the exchange under way."""
-        self._ended: ExchangeRecord | None = None
-        """Of the last one before it."""
-        self._stats: ExchangeStats | None = None
-        self._opened: Opened | None = None
         self._consolidated: dict[str, Any] | None = None
-        self._restored: list[Tensor] | None = None
         self._stepping = False
         self._inner = checkpoint.InnerLoads(optimizer, self.load_state_dict)
         self._hooks = [
@@ -160,46 +143,23 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         return None if found is None else found()
 
     @property
-    def everyone(self) -> Communicator:
-        """All ranks whose parts make up a state."""
-        return self.communicator if self.shards.world_size == 1 else Communicator(None, None)
+    def state(self) -> LocoState | None:
+        """Made at the first step, or by a load."""
+        return self.windows.state
 
     # ------------------------------------------------------------------------------------------- the loop
 
-    @torch.no_grad()
     def _before_step(self) -> None:
-        """The first step sets out from where the parameters are; on CUDA, looks how the last exchange went."""
         self._stepping = True
         self._consolidated = None
-        self._take_up_changes()
-        self._judge()
-        if self.state is None:
-            self.parameters.flatten()
-            self._wait_for_others()
-            self.exchange.check_equal(self.parameters.flat, self.parameters.names)
-            self.state = self.exchange.allocate()
-            self.exchange.begin_at(self.state, self.parameters.flat)
-        if phase.changed(self.parameters, self.optimizer.param_groups):
-            self._end_window(changed=True)  # with the other ranks, whose windows may be longer
-            self._judge()
+        self.windows.before_step()
 
-    @torch.no_grad()
     def _after_step(self) -> None:
-        """Counts the inner step; ends and begins exchanges when their time has come."""
-        if not self._stepping:  # torch calls the hooks of a ``step`` that calls ``super().step()`` twice
-            return
-        progress, config, self._stepping = self.progress, self.config, False
-        progress.steps += 1
-        progress.in_window += 1
-        if progress.under_way and progress.in_window >= config.overlap_steps:
-            self._finish()
-        if progress.in_window >= config.sync_every:
-            self._launch()
-            if not config.overlap_steps:
-                self._finish()
-        self.stop_requested = self._stop_word.ends()
+        if self._stepping:  # torch calls the hooks of a ``step`` that calls ``super().step()`` twice
+            self._stepping = False
+            self.windows.after_step()
+            self.stop_requested = self._stop_word.ends()
 
-    @torch.no_grad()
     def sync(self) -> None:
         """Ends the window that has begun, if any: all ranks hold the same parameters afterwards. Collective.
 
@@ -209,124 +169,17 @@ class SparseLoCo(setup.NotCopied, Stoppable):
             RuntimeError: ranks have taken different numbers of steps; on every rank.
         """
         self._consolidated = None
-        self._take_up_changes()
-        self._judge()
-        if self.state is not None:
-            self._end_window()
-        self._judge()
-
-    def _end_window(self, changed: bool = False) -> None:
-        """Exchanges at once if a window has begun on any rank. All of them learn which from the first message.
-
-        Args:
-            changed: whether this rank's optimizer has other parameters now. Those that were wrapped are exchanged;
-                all ranks raise an error afterwards.
-        """
-        state, progress, record = self.state, self.progress, ExchangeRecord()
-        assert state is not None
-        if progress.under_way:
-            self._finish()
-        self._wait_for_others()
-        self.parameters.flatten()
-        self.exchange.run(state, self.parameters.flat, record, *self._here(changed), unless_idle=True)
-        if record.idle:
-            self._opened = record.opened
-        else:
-            self._begin(record)
-            self._finish()
-
-    def _take_up_changes(self) -> None:
-        """Takes up weights that the user has loaded since :meth:`load_state_dict`. Collective, once after a load."""
-        restored, self._restored = self._restored, None
-        if restored is None or self.state is None:
-            return
-        self._wait_for_others()
-        self.parameters.flatten()
-        set_out_from_changed(restored, self.state, self.parameters, self.layout, self.communicator, self.shards)
-
-    def _launch(self) -> None:
-        """Begins an exchange: beside the next steps, or at once."""
-        state = self.state
-        assert state is not None
-        self.parameters.flatten()
-        flats, record = self.parameters.flat, ExchangeRecord()
-        place = self._here(phase.changed(self.parameters, self.optimizer.param_groups))
-        if not self.config.overlap_steps:
-            self.exchange.run(state, flats, record, *place)
-            self._begin(record)
-            return
-        self._begin(record)
-        if self._ended is not None and self._stats is None:
-            self._ended.error_norm = self.exchange.error_norm(state)  # someone may ask for it until this one has ended
-        self._job = self.exchange.beside(state, flats, record, *place)
-
-    def _here(self, changed: bool) -> tuple[Place, Settings]:
-        settings, now = Settings.of(self.optimizer, self.parameters.groups), self.progress
-        return Place(now.steps, now.in_window, changed, self.number, settings.digest), settings
-
-    def _begin(self, record: ExchangeRecord) -> None:
-        """Counts an exchange that begins; with it a window ends."""
-        self._record, record.window = record, self.progress.in_window
-        self.progress.in_window = 0
-        self.progress.exchanges += 1
-        self.progress.under_way = True
-
-    def _finish(self) -> None:
-        """Ends the exchange under way: parameters move to the new starting point, which all ranks share."""
-        state, record = self.state, self._record
-        assert state is not None
-        assert record is not None
-        with record.phase("wait"):
-            self._wait(record)
-        with record.phase("set_out"):
-            self.parameters.flatten()
-            self.exchange.set_out(state, self.parameters.flat)
-        state.launched = None
-        self.progress.under_way = False
-        self._record, self._ended, self._stats = None, record, None
-        record.step, record.exchange = self.progress.steps, self.progress.exchanges
-        every = self.config.check_replicas_every
-        if every and self.progress.exchanges % every == 0:
-            self._wait_for_others()
-            self.exchange.check_starts(state, self.parameters.names)
-        assert record.norm is not None
-        self.dropped.note(record.norm)
-        self._opened = record.opened
-        if record.norm.device.type != "cuda":
-            self._judge()
-
-    def _judge(self) -> None:
-        """Looks how the last exchange went: whether all ranks were at the same step, and their parameters finite."""
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            opened.judge(self.communicator)
-        if self.dropped.judge():
-            clear_nonfinite(self.optimizer)
-
-    def _wait(self, record: ExchangeRecord) -> None:
-        job, self._job = self._job, None
-        try:
-            if job is not None:
-                job.wait()
-        except BaseException:  # nothing was folded: the window goes on
-            self.progress.in_window += record.window
-            self.progress.under_way, self._record = False, None
-            raise
-
-    def _wait_for_others(self) -> None:
-        """Waits for exchanges of all wrappers that share the group: messages of two threads would meet there."""
-        settle(self.communicator.process_group)
+        self.windows.end()
 
     # ------------------------------------------------------------------------------------- life of the state
 
     def drain(self) -> None:
         """Waits for an exchange that runs beside the steps, so that process groups may be torn down."""
-        if self._job is not None:
-            self._job.wait()
+        self.windows.drain()
 
     def close(self) -> None:
         """Takes the hooks off the optimizer: it steps on its own from now on. What is on its way arrives first."""
-        self._wait_for_others()
+        self.windows.wait_for_others()
         self._stop_word.close()
         for hook in self._hooks:
             hook.remove()
@@ -356,13 +209,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         Made when asked for (then kept until the next exchange has ended): reads the error feedback once, and on CUDA
         waits for the device.
         """
-        ended, state = self._ended, self.state
-        if self._stats is None and ended is not None:
-            assert state is not None
-            norm = self.exchange.error_norm(state) if ended.error_norm is None else ended.error_norm
-            sent, dropped = self.exchange.wire.sent, self.dropped.total
-            self._stats = ExchangeStats.of(ended, self.layout, sent, float(norm), dropped)
-        return self._stats
+        return self.windows.stats()
 
     # ------------------------------------------------------------------------------------------- checkpoints
 
@@ -414,34 +261,23 @@ class SparseLoCo(setup.NotCopied, Stoppable):
             ValueError: parameters differ in number, order or shape, the inner optimizer is of another class, or the
                 format is newer than this package. Nothing has been changed then.
         """
-        self._wait_for_others()
+        self.windows.wait_for_others()
         state_dict = self.everyone.share(state_dict)
         live = self._live(allocate=True)
         ranks = Communicator.alone() if isinstance(state_dict, Mapping) else self.everyone
         loaded = ranks.raise_on_all_ranks(lambda: checkpoint.load(live, state_dict))
         self._inner.load(placed(loaded.inner, self.optimizer))
-        self._job = self._consolidated = self._record = self._ended = self._stats = self._opened = None
-        self.state, self.progress = loaded.state, Progress(**loaded.progress)
-        if self.progress.under_way:
-            self._record = ExchangeRecord(norm=torch.tensor(self.progress.norm, dtype=torch.float32, device="cpu"))
-        self.dropped.forget()
-        self.dropped.in_row, self.dropped.total = loaded.dropped
-        self._restored = loaded.parameters
-        self.restore_parameters()
+        self._consolidated = None
+        self.windows.resume(loaded.state, loaded.progress, loaded.dropped, loaded.parameters)
         loaded.warn()
 
-    @torch.no_grad()
     def restore_parameters(self) -> None:
         """Puts this rank's own parameters back, where a model was loaded after :meth:`load_state_dict`.
 
         Does nothing once a step was taken.
         """
-        if self._restored is not None:
-            self.parameters.flatten()
-            for flat, saved in zip(self.parameters.flat, self._restored, strict=True):
-                flat.copy_(saved)
+        self.windows.restore_parameters()
 
-    @torch.no_grad()
     def restart_from_weights(self) -> None:
         """Makes the parameters, as they are now, the starting point of a new window. Collective.
 
@@ -452,20 +288,8 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         Raises:
             RuntimeError: ranks hold different parameters; on every rank.
         """
-        self._consolidated = self._restored = None
-        if self.state is None:
-            return  # the first step sets out from where the parameters are
-        self.parameters.flatten()
-        if self.progress.under_way:
-            weights = [flat.clone() for flat in self.parameters.flat]
-            self._finish()  # moves the parameters
-            for flat, kept in zip(self.parameters.flat, weights, strict=True):
-                flat.copy_(kept)
-        self._judge()
-        self._wait_for_others()
-        self.exchange.check_equal(self.parameters.flat, self.parameters.names)
-        self.exchange.begin_at(self.state, self.parameters.flat)
-        self.progress.in_window = 0
+        self._consolidated = None
+        self.windows.restart()
 
     def _live(self, allocate: bool = False) -> checkpoint.Live:
         """The objects that make up the state, with nothing on its way.
@@ -473,20 +297,10 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         Args:
             allocate: fresh buffers, for a load.
         """
-        if not allocate:
-            self.drain()
-        self._wait_for_others()
-        if not allocate and self._restored is not None:  # a load whose first step is still to come, also after this
-            self._take_up_changes()
-            self._restored = [flat.clone() for flat in self.parameters.flat]
-        if self.state is None and not allocate:  # before the first step
-            self._before_step()
-        elif not allocate:
-            self._judge()
-        if self.progress.under_way and not allocate:
-            assert self._record is not None
-            assert self._record.norm is not None
-            self.progress.norm = float(self._record.norm)
+        if allocate:
+            self.windows.wait_for_others()
+        else:
+            self.windows.rest()
         if self.parameters.device.type == "cuda":
             torch.cuda.synchronize(self.parameters.device)  # copies to the host, and the side stream
         self.parameters.flatten()

@@ -1,0 +1,114 @@
+"""Between two steps: gradients come, are clipped, are dropped; then a message tells that all ranks did the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.core.parameters import Parameters
+from lightning_scape.scape.clipping import GradientClipping, squared_norm
+from lightning_scape.scape.first_message import BACKWARD, Standing, describe, problem_of, settings
+
+Groups = Sequence[dict[str, Any]]
+"""An optimizer's parameter groups: schedulers change them from step to step."""
+
+
+class Opening:
+    """Opens a step by its first message, with what this rank has done since the last one.
+
+    Who first asks for the norm sends it: clipping, or the step itself.
+
+    Args:
+        parameters: those trained.
+        comm: the ranks whose gradients are averaged.
+        clipping: measures, and keeps what was decided.
+    """
+
+    def __init__(self, parameters: Parameters, comm: Communicator, clipping: GradientClipping) -> None:
+        self._parameters, self._comm, self._clipping = parameters, comm, clipping
+        self.message = clipping.first_message
+        self.batch: int | None = None
+        """Batches of the epoch so far, where the Trainer says it."""
+        self.compared = False
+        """Whether parameters were compared with the other ranks' since they were loaded."""
+        self._left_out = 0
+        """Gradients that were dropped before a step used them."""
+        self._used = True
+        self._cleared: list[int | None] = []
+        """:meth:`_versions` after gradients were cleared."""
+
+    def gradients(self, groups: Groups, calls: int, max_norm: float | None = None) -> list[Tensor | None]:
+        """Flat gradients. The step's first message is sent, unless it was before; by ``max_norm`` anew.
+
+        What is wrong with this rank's gradients or groups, the message tells all ranks. This rank raises its own error
+        when all know of it, in place of what they are told.
+
+        Args:
+            groups: the optimizer's parameter groups.
+            calls: steps before this one.
+            max_norm: by which is clipped; None: not asked.
+        """
+        grads: list[Tensor | None] = [None for _ in self._parameters.tensors]
+        device, error = self._parameters.device, None
+        try:
+            if (problem := problem_of(groups)) is not None:
+                raise ValueError(problem)
+            grads = self._parameters.gradients(groups)
+        except Exception as found:
+            error = found
+        if error is not None and (self._comm.world_size == 1 or device.type == "cuda"):
+            raise error
+        if self._clipping.answer is None or max_norm is not None:
+            try:
+                self._clipping.measure(grads, device, self._standing(groups, calls, max_norm, error))
+            except RuntimeError as told:
+                raise (error or told) from told.__cause__
+        if error is not None:
+            raise error
+        return grads
+
+    def norm_after_backward(self, groups: Groups, calls: int, grads: Sequence[Tensor]) -> Tensor | None:
+        """Of these gradients: not finite if any rank's is not. Its message is told from the first one of a step.
+
+        None: there are no other ranks.
+        """
+        if self._comm.world_size == self.message.shards.world_size == 1:
+            return None
+        standing = self._standing(groups, calls, None, None)._replace(optimizer=BACKWARD)
+        with self._comm.watched.at(f"a backward pass after step {calls}"):
+            return self.message.exchange(squared_norm(grads, self._parameters.device), [], standing).norm
+
+    def _standing(self, groups: Groups, calls: int, max_norm: float | None, error: Exception | None) -> Standing:
+        """What must be the same on all ranks in this step."""
+        facts = self._comm.watched.number, calls, self._left_out, self.batch, self.compared
+        return Standing(*facts, settings(groups), max_norm, describe(error))
+
+    # ------------------------------------------------------------------------------------- what became of gradients
+
+    def measured(self) -> None:
+        """The norm of the gradients is known before the step, which takes the same ones."""
+        self._clipping.remember(self._parameters.raw_gradients())
+        self.used()  # by all ranks, also those without gradients; what follows is decided by the same norm
+
+    def used(self) -> None:
+        """All ranks have used the gradients that there are, or none was there."""
+        self._used = True
+
+    @contextlib.contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Around the clearing of gradients: counts those that no step used, forgets what was recorded of them."""
+        changed = self._versions() != self._cleared
+        if not self._used and changed and any(p.grad is not None for p in self._parameters.tensors):
+            self._left_out += 1
+        self._used = False
+        self._clipping.forget()
+        yield
+        self._cleared = self._versions()
+
+    def _versions(self) -> list[int | None]:
+        """How often each gradient was written."""
+        return [None if p.grad is None else p.grad._version for p in self._parameters.tensors]

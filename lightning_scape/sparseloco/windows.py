@@ -1,0 +1,292 @@
+"""The windows of local steps, and the exchange that ends each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.comm.under_way import settle
+from lightning_scape.comm.work import Work
+from lightning_scape.comm.worker import Job
+from lightning_scape.core.layout import Layout
+from lightning_scape.core.parameters import Parameters
+from lightning_scape.sparseloco import phase, setup
+from lightning_scape.sparseloco.config import SparseLoCoConfig
+from lightning_scape.sparseloco.exchange import Exchange
+from lightning_scape.sparseloco.found_inf import DroppedWindows, clear_nonfinite
+from lightning_scape.sparseloco.phase import Opened, Place
+from lightning_scape.sparseloco.restored import set_out_from_changed
+from lightning_scape.sparseloco.settings import Settings
+from lightning_scape.sparseloco.state import LocoState, Progress
+from lightning_scape.sparseloco.stats import ExchangeRecord, ExchangeStats
+
+
+class Windows:
+    """Counts the steps of a window; begins an exchange when it is over, and ends it ``overlap_steps`` later.
+
+    Args:
+        optimizer: the inner one.
+        config: all options.
+        parameters: those wrapped.
+        layout: blocks and shards.
+        comm: the ranks that exchange.
+        shards: the ranks of a node, where they hold a replica together.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: SparseLoCoConfig,
+        parameters: Parameters,
+        layout: Layout,
+        comm: Communicator,
+        shards: Communicator,
+    ) -> None:
+        self._optimizer, self._config, self._parameters, self._layout = optimizer, config, parameters, layout
+        self._comm, self._shards = comm, shards
+        self.exchange = Exchange(config, layout, comm, parameters.device, shards)
+        self.state: LocoState | None = None
+        """Made at the first step, or by a load."""
+        self.progress = Progress()
+        self.dropped = DroppedWindows(config.max_skipped, speaks=comm.rank == shards.rank == 0)
+        self._number = setup.number_on(comm.process_group)
+        self._job: Job | Work | None = None
+        self._record: ExchangeRecord | None = None
+        """Of the exchange under way."""
+        self._ended: ExchangeRecord | None = None
+        """Of the last one before it."""
+        self._stats: ExchangeStats | None = None
+        self._opened: Opened | None = None
+        self._restored: Sequence[Tensor] | None = None
+        """Parameters as they were loaded, until the first step."""
+
+    # ------------------------------------------------------------------------------------------- around a step
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """The first step sets out from where the parameters are; on CUDA, looks how the last exchange went."""
+        self._take_up_changes()
+        self._judge()
+        if self.state is None:
+            self._parameters.flatten()
+            self.wait_for_others()
+            self.exchange.check_equal(self._parameters.flat, self._parameters.names)
+            self.state = self.exchange.allocate()
+            self.exchange.begin_at(self.state, self._parameters.flat)
+        if phase.changed(self._parameters, self._optimizer.param_groups):
+            self._end(changed=True)  # with the other ranks, whose windows may be longer
+            self._judge()
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Counts the inner step; ends and begins exchanges when their time has come."""
+        progress, config = self.progress, self._config
+        progress.steps += 1
+        progress.in_window += 1
+        if progress.under_way and progress.in_window >= config.overlap_steps:
+            self._finish()
+        if progress.in_window >= config.sync_every:
+            self._launch()
+            if not config.overlap_steps:
+                self._finish()
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Ends the window that has begun, if any. Collective."""
+        self._take_up_changes()
+        self._judge()
+        if self.state is not None:
+            self._end()
+        self._judge()
+
+    def _end(self, changed: bool = False) -> None:
+        """Exchanges at once if a window has begun on any rank. All of them learn which from the first message.
+
+        Args:
+            changed: whether this rank's optimizer has other parameters now. Those that were wrapped are exchanged;
+                all ranks raise an error afterwards.
+        """
+        state, progress, record = self.state, self.progress, ExchangeRecord()
+        assert state is not None
+        if progress.under_way:
+            self._finish()
+        self.wait_for_others()
+        self._parameters.flatten()
+        self.exchange.run(state, self._parameters.flat, record, *self._here(changed), unless_idle=True)
+        if record.idle:
+            self._opened = record.opened
+        else:
+            self._begin(record)
+            self._finish()
+
+    # --------------------------------------------------------------------------------------------- one exchange
+
+    def _launch(self) -> None:
+        """Begins an exchange: beside the next steps, or at once."""
+        state = self.state
+        assert state is not None
+        self._parameters.flatten()
+        flats, record = self._parameters.flat, ExchangeRecord()
+        place = self._here(phase.changed(self._parameters, self._optimizer.param_groups))
+        if not self._config.overlap_steps:
+            self.exchange.run(state, flats, record, *place)
+            self._begin(record)
+            return
+        self._begin(record)
+        if self._ended is not None and self._stats is None:
+            self._ended.error_norm = self.exchange.error_norm(state)  # someone may ask for it until this one has ended
+        self._job = self.exchange.beside(state, flats, record, *place)
+
+    def _here(self, changed: bool) -> tuple[Place, Settings]:
+        settings, now = Settings.of(self._optimizer, self._parameters.groups), self.progress
+        return Place(now.steps, now.in_window, changed, self._number, settings.digest), settings
+
+    def _begin(self, record: ExchangeRecord) -> None:
+        """Counts an exchange that begins; with it a window ends."""
+        self._record, record.window = record, self.progress.in_window
+        self.progress.in_window = 0
+        self.progress.exchanges += 1
+        self.progress.under_way = True
+
+    def _finish(self) -> None:
+        """Ends the exchange under way: parameters move to the new starting point, which all ranks share."""
+        state, record = self.state, self._record
+        assert state is not None
+        assert record is not None
+        with record.phase("wait"):
+            self._wait(record)
+        with record.phase("set_out"):
+            self._parameters.flatten()
+            self.exchange.set_out(state, self._parameters.flat)
+        state.launched = None
+        self.progress.under_way = False
+        self._record, self._ended, self._stats = None, record, None
+        record.step, record.exchange = self.progress.steps, self.progress.exchanges
+        every = self._config.check_replicas_every
+        if every and self.progress.exchanges % every == 0:
+            self.wait_for_others()
+            self.exchange.check_starts(state, self._parameters.names)
+        assert record.norm is not None
+        self.dropped.note(record.norm)
+        self._opened = record.opened
+        if record.norm.device.type != "cuda":
+            self._judge()
+
+    def _wait(self, record: ExchangeRecord) -> None:
+        job, self._job = self._job, None
+        try:
+            if job is not None:
+                job.wait()
+        except BaseException:  # nothing was folded: the window goes on
+            self.progress.in_window += record.window
+            self.progress.under_way, self._record = False, None
+            raise
+
+    def _judge(self) -> None:
+        """Looks how the last exchange went: whether all ranks were at the same step, and their parameters finite."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.judge(self._comm)
+        if self.dropped.judge():
+            clear_nonfinite(self._optimizer)
+
+    def drain(self) -> None:
+        """Waits for an exchange that runs beside the steps."""
+        if self._job is not None:
+            self._job.wait()
+
+    def wait_for_others(self) -> None:
+        """Waits for exchanges of all wrappers that share the group: messages of two threads would meet there."""
+        settle(self._comm.process_group)
+
+    def stats(self) -> ExchangeStats | None:
+        """Figures of the last exchange that has ended; None before the first."""
+        ended, state = self._ended, self.state
+        if self._stats is None and ended is not None:
+            assert state is not None
+            norm = self.exchange.error_norm(state) if ended.error_norm is None else ended.error_norm
+            sent, dropped = self.exchange.wire.sent, self.dropped.total
+            self._stats = ExchangeStats.of(ended, self._layout, sent, float(norm), dropped)
+        return self._stats
+
+    # ---------------------------------------------------------------------------------------- saves, and loads
+
+    def rest(self) -> None:
+        """Before the state is saved: nothing is on its way, and what is known of the last exchange is up to date."""
+        self.drain()
+        self.wait_for_others()
+        if self._restored is not None:  # a load whose first step is still to come, also after this
+            self._take_up_changes()
+            self._restored = [flat.clone() for flat in self._parameters.flat]
+        if self.state is None:  # before the first step
+            self.before_step()
+        else:
+            self._judge()
+        if self.progress.under_way:
+            assert self._record is not None
+            assert self._record.norm is not None
+            self.progress.norm = float(self._record.norm)
+
+    def resume(
+        self,
+        state: LocoState | None,
+        progress: Mapping[str, Any],
+        dropped: tuple[int, int],
+        parameters: Sequence[Tensor] | None,
+    ) -> None:
+        """Goes on from what was loaded.
+
+        Args:
+            state: buffers; None: a window begins at the next step.
+            progress: as it was saved.
+            dropped: windows in a row, and in all.
+            parameters: this rank's own, flat; None: they are where the model's are.
+        """
+        self._job = self._record = self._ended = self._stats = self._opened = None
+        self.state = state
+        vars(self.progress).update(vars(Progress(**progress)))
+        if self.progress.under_way:
+            self._record = ExchangeRecord(norm=torch.tensor(self.progress.norm, dtype=torch.float32, device="cpu"))
+        self.dropped.forget()
+        self.dropped.in_row, self.dropped.total = dropped
+        self._restored = parameters
+        self.restore_parameters()
+
+    @torch.no_grad()
+    def restore_parameters(self) -> None:
+        """Puts this rank's own parameters back, as they were loaded; does nothing once a step was taken."""
+        if self._restored is not None:
+            self._parameters.flatten()
+            for flat, saved in zip(self._parameters.flat, self._restored, strict=True):
+                flat.copy_(saved)
+
+    def _take_up_changes(self) -> None:
+        """Takes up weights that the user has loaded since :meth:`resume`. Collective, once after a load."""
+        restored, self._restored = self._restored, None
+        if restored is None or self.state is None:
+            return
+        self.wait_for_others()
+        self._parameters.flatten()
+        set_out_from_changed(restored, self.state, self._parameters, self._layout, self._comm, self._shards)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Makes the parameters, as they are now, the starting point of a new window. Collective."""
+        self._restored = None
+        if self.state is None:
+            return  # the first step sets out from where the parameters are
+        self._parameters.flatten()
+        if self.progress.under_way:
+            weights = [flat.clone() for flat in self._parameters.flat]
+            self._finish()  # moves the parameters
+            for flat, kept in zip(self._parameters.flat, weights, strict=True):
+                flat.copy_(kept)
+        self._judge()
+        self.wait_for_others()
+        self.exchange.check_equal(self._parameters.flat, self._parameters.names)
+        self.exchange.begin_at(self.state, self._parameters.flat)
+        self.progress.in_window = 0
