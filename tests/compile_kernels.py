@@ -167,10 +167,11 @@ def sweep(
     if own:
         moment, chosen = ops.SecondMoment(state[1], [0.1] * len(grads), 3), torch.zeros(rows, sent, dtype=positions)
         scale = torch.ones(rows)
-        ops.sweep(region, state[0], grads, scale, mask, values, clip_value=1.0, second_moment=moment, next_mask=chosen)
+        swept = state[0], grads, scale, mask, values, 1.0, moment
+        ops.sweep(ops.Sweep(region, *swept, next_mask=chosen))
     else:
         proposals = torch.zeros(rows, ops.proposal_bytes(votes, length), dtype=torch.uint8) if votes else None
-        ops.sweep(region, state[0], grads, torch.ones(()), mask, values, proposals=proposals)
+        ops.sweep(ops.Sweep(region, state[0], grads, torch.ones(()), mask, values, proposals=proposals))
 
 
 def steps(dtypes: list[torch.dtype], config: ScapeConfig, groups: int = 2, gap: bool = False) -> None:
@@ -199,11 +200,11 @@ def steps(dtypes: list[torch.dtype], config: ScapeConfig, groups: int = 2, gap: 
 _sweep = cuda.sweep
 
 
-def _sweep_with_positions(*args: Any, next_mask: Tensor | None = None, **options: Any) -> None:
+def _sweep_with_positions(work: ops.Sweep) -> None:
     """The next mask is used as an index on the host, so it must hold positions."""
-    _sweep(*args, next_mask=next_mask, **options)
-    if next_mask is not None:
-        next_mask.copy_(_first(next_mask, next_mask.shape[1]))
+    _sweep(work)
+    if work.next_mask is not None:
+        work.next_mask.copy_(_first(work.next_mask, work.next_mask.shape[1]))
 
 
 def _first(statistic: Tensor, sent: int) -> Tensor:

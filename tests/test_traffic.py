@@ -117,10 +117,11 @@ class Rank:
 
         cuda.squared_norm(self.grads)
         proposals = self.proposals if votes else None
-        cuda.sweep(remote, self.residual, parts(remote), one, self.mask, self.values, proposals=proposals)
+        cuda.sweep(ops.Sweep(remote, self.residual, parts(remote), one, self.mask, self.values, proposals=proposals))
         moment = ops.SecondMoment(self.state[1], [0.01] * len(local.pieces), self.ranks)
         chosen = None if votes else self.next_mask
-        cuda.sweep(local, residual, parts(local), one, mask, values, second_moment=moment, next_mask=chosen)
+        swept = residual, parts(local), one, mask, values
+        cuda.sweep(ops.Sweep(local, *swept, second_moment=moment, next_mask=chosen))
         if votes:
             cuda.merge(residual, self.arrived, self.rank, votes, self.sent)
         theta, mean = torch.zeros(mask.shape), torch.zeros(mask.shape)

@@ -22,6 +22,7 @@ from torch import Tensor
 from typing_extensions import ParamSpec
 
 from lightning_scape.ops.naive import chunked  # noqa: F401  it registers what serves where no faster back end does
+from lightning_scape.ops.naive.blocks import Sweep as Sweep
 from lightning_scape.ops.naive.masks import position_dtype as position_dtype
 from lightning_scape.ops.naive.masks import proposal_bytes as proposal_bytes
 from lightning_scape.ops.naive.rules import SELECTED_BY_TURNS

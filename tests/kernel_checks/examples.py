@@ -90,7 +90,8 @@ class ExampleChecks(Checks):
     def test_example_of_renewed_masters(self, either: Any) -> None:
         parameter = torch.tensor([1.0, 3.0], dtype=torch.bfloat16, device=self.device)
         masters = torch.tensor([[1.001, 2.0]], device=self.device)
-        either.renew_masters([parameter], list(Layout([2], [0], 2, 1).everything().pieces), None, masters, 2)
+        pieces = list(Layout([2], [0], 2, 1).everything().pieces)
+        either.gather_params([parameter], pieces, None, masters, 2, renew=True)
         assert_same_bits(masters.cpu(), torch.tensor([[1.001, 3.0]]))
 
     @pytest.mark.parametrize("either", BOTH, indirect=True)

@@ -51,8 +51,8 @@ class ParameterChecks(Checks):
         masters *= 1 + torch.randint(-1, 2, masters.shape) * torch.finfo(dtype).eps * 0.4  # some round to it, some not
         masters[::2, ::3] = 0.0
         own_masters = masters.to(self.device, copy=True)
-        naive.renew_masters(flats, pieces, mask, masters, 50)
-        self.module.renew_masters(own, pieces, own_mask, own_masters, 50)
+        naive.gather_params(flats, pieces, mask, masters, 50, renew=True)
+        self.module.gather_params(own, pieces, own_mask, own_masters, 50, renew=True)
         assert_same_bits(own_masters.cpu(), masters)
 
     @pytest.mark.parametrize("add", [True, False])

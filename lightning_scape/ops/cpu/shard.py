@@ -24,7 +24,8 @@ from lightning_scape.ops.cpu.arrays import (
     rows_of_a_thread,
     scalar,
 )
-from lightning_scape.ops.naive import RowNumbers, ShardState, chunked, position_dtype
+from lightning_scape.ops.naive import RowNumbers, ShardState, position_dtype
+from lightning_scape.ops.registry import CHUNKED
 
 
 @implements
@@ -106,24 +107,18 @@ def changes(theta: Tensor, before: Tensor, dtype: torch.dtype) -> Tensor:
 
 @implements
 def gather_params(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int
+    flats: Sequence[Tensor],
+    pieces: Sequence[Piece],
+    mask: Tensor | None,
+    out: Tensor,
+    block_size: int,
+    renew: bool = False,
 ) -> None:
     """See :func:`naive.gather_params`."""
     if mask is None:  # plain copies
-        chunked.gather_params(flats, pieces, mask, out, block_size)
+        CHUNKED.gather_params(flats, pieces, mask, out, block_size, renew)
     else:
-        _exchange(flats, pieces, mask, out, block_size, cpu_update.GATHER)
-
-
-@implements
-def renew_masters(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, masters: Tensor, block_size: int
-) -> None:
-    """See :func:`naive.renew_masters`."""
-    if mask is None:
-        chunked.renew_masters(flats, pieces, mask, masters, block_size)
-    else:
-        _exchange(flats, pieces, mask, masters, block_size, cpu_update.RENEW)
+        _exchange(flats, pieces, mask, out, block_size, cpu_update.RENEW if renew else cpu_update.GATHER)
 
 
 @implements
@@ -141,7 +136,7 @@ def scatter_params(
         scales = array(scale.reshape(-1))
         pieces = [piece for piece in pieces if scales[piece.row if scale.dim() else 0] != 0]
     if mask is None:
-        chunked.scatter_params(flats, pieces, mask, values, block_size, add)
+        CHUNKED.scatter_params(flats, pieces, mask, values, block_size, add)
     else:
         _exchange(flats, pieces, mask, values, block_size, cpu_update.ADD if add else cpu_update.WRITE)
 

@@ -262,18 +262,15 @@ def _exchange_kernel(
 
 @CUDA.implements
 def gather_params(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int
+    flats: Sequence[Tensor],
+    pieces: Sequence[Piece],
+    mask: Tensor | None,
+    out: Tensor,
+    block_size: int,
+    renew: bool = False,
 ) -> None:
     """See :func:`naive.gather_params`. One launch per dtype of the parameters."""
-    _exchange(flats, pieces, mask, out, block_size, to_parameter=False)
-
-
-@CUDA.implements
-def renew_masters(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, masters: Tensor, block_size: int
-) -> None:
-    """See :func:`naive.renew_masters`. One launch per dtype of the parameters."""
-    _exchange(flats, pieces, mask, masters, block_size, to_parameter=False, renew=True)
+    _exchange(flats, pieces, mask, out, block_size, to_parameter=False, renew=renew)
 
 
 @CUDA.implements

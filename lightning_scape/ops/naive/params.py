@@ -13,41 +13,34 @@ from lightning_scape.ops.registry import operation
 
 @operation
 def gather_params(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int
+    flats: Sequence[Tensor],
+    pieces: Sequence[Piece],
+    mask: Tensor | None,
+    out: Tensor,
+    block_size: int,
+    renew: bool = False,
 ) -> None:
     """Copies the masked entries of the parameters into ``out [R, q]``; positions that are pads are left alone.
 
     Example: ``B = 2``, parameters ``[5, 6, 7]`` and ``[8]``, mask ``[[1], [0], [0]]``: ``out = [[6], [7], [8]]``.
 
+    With ``renew``, ``out`` holds masters of the entries, and only those that do not round to their parameter give way
+    to it: somebody else has written the parameter. Example: parameter ``[1, 3]`` in bf16 and masters ``[[1.001, 2]]``
+    give ``[[1.001, 3]]``.
+
     Args:
         flats: every parameter, flat, by index.
         pieces: which parameters fill which rows of ``mask`` and ``out``.
         mask: ``[R, q]`` or None.
-        out: ``[R, q]``, contiguous.
+        out: ``[R, q]``, contiguous; masters are fp32 or fp64.
         block_size: B.
+        renew: see above.
     """
     for piece in pieces:
-        _kept(out, piece, block_size).copy_(_masked(flats, piece, mask, block_size))
-
-
-@operation
-def renew_masters(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, masters: Tensor, block_size: int
-) -> None:
-    """Masters that do not round to their parameter give way to it: somebody else has written the parameter.
-
-    Example: parameter ``[1, 3]`` in bf16 and masters ``[[1.001, 2]]`` give ``[[1.001, 3]]``.
-
-    Args:
-        flats: as in :func:`gather_params`.
-        pieces: likewise.
-        mask: likewise.
-        masters: ``[R, q]``, contiguous, fp32 or fp64: of the masked entries. Changed in place.
-        block_size: B.
-    """
-    for piece in pieces:
-        master, parameter = _kept(masters, piece, block_size), _masked(flats, piece, mask, block_size)
-        master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.to(master.dtype)))
+        there, parameter = _kept(out, piece, block_size), _masked(flats, piece, mask, block_size)
+        if renew:
+            parameter = torch.where(there.to(parameter.dtype) == parameter, there, parameter.to(there.dtype))
+        there.copy_(parameter)
 
 
 @operation
