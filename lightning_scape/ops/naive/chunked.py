@@ -6,11 +6,9 @@ They serve where no faster implementation does. Results are the same, but for th
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +16,7 @@ from torch import Tensor
 from lightning_scape.core.layout import Piece, Region
 from lightning_scape.ops import naive
 from lightning_scape.ops.naive.blocks import Sweep
+from lightning_scape.ops.naive.params import Entries
 from lightning_scape.ops.naive.rules import RowNumbers, ShardState, cut
 from lightning_scape.ops.naive.wire import GROUP, group_bytes
 from lightning_scape.ops.registry import CHUNKED
@@ -210,34 +209,23 @@ def _updated_together(
 # ----------------------------------------------------------------------------------------------- parameters
 
 
-def _in_small_pieces(twin: Callable[..., None]) -> None:
-    """Registers an operation between parameters and rows: its twin, which gets the pieces in parts of a few rows."""
-
-    @CHUNKED.implements
-    @functools.wraps(twin)
-    def operation(
-        flats: Sequence[Tensor],
-        pieces: Sequence[Piece],
-        mask: Tensor | None,
-        rows: Tensor,
-        block_size: int,
-        *rest: Any,
-        **options: Any,
-    ) -> None:
-        twin(flats, list(_small(pieces, rows, block_size)), mask, rows, block_size, *rest, **options)
+@CHUNKED.implements
+def gather_params(entries: Entries, out: Tensor, renew: bool = False) -> None:
+    """See :func:`naive.gather_params`."""
+    naive.gather_params(_in_small_pieces(entries, out), out, renew)
 
 
-for _twin in (naive.gather_params, naive.scatter_params):
-    _in_small_pieces(_twin)
+@CHUNKED.implements
+def scatter_params(entries: Entries, values: Tensor, add: bool = False, scale: Tensor | None = None) -> None:
+    """See :func:`naive.scatter_params`."""
+    naive.scatter_params(_in_small_pieces(entries, values), values, add, scale)
 
 
-def _small(pieces: Sequence[Piece], values: Tensor, block_size: int) -> Iterator[Piece]:
-    """The same pieces, in parts of a few rows."""
-    for piece in pieces:
-        parts = (
-            _cut(piece, rows, block_size) for rows in _row_slices(values, slice(piece.row, piece.row + piece.blocks))
-        )
-        yield from (part for part in parts if part is not None)
+def _in_small_pieces(entries: Entries, values: Tensor) -> Entries:
+    """The same entries, in pieces of a few rows."""
+    rows = ((piece, slice(piece.row, piece.row + piece.blocks)) for piece in entries.pieces)
+    parts = (_cut(piece, some, entries.block_size) for piece, all_ in rows for some in _row_slices(values, all_))
+    return entries._replace(pieces=[part for part in parts if part is not None])
 
 
 @CHUNKED.implements
