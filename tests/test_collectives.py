@@ -282,8 +282,8 @@ def test_an_error_beside_a_message_breaks_no_later_one(run_ranks: Any, where: st
 def test_arrived_parameters_are_written_though_writing_the_own_ones_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
 
-    def failing(flats: Any, pieces: Any, *args: Any) -> None:
-        written.append(len(pieces))
+    def failing(entries: ops.ParamEntries, *args: Any) -> None:
+        written.append(len(entries.pieces))
         if len(written) == 1:
             raise RuntimeError("no memory")
 

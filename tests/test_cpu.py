@@ -287,8 +287,8 @@ def test_operations_in_chunks_equal_the_definition(monkeypatch: pytest.MonkeyPat
         pieces, values = Layout([2000, 1000], [0, 0], 50, 1).everything().pieces, torch.zeros(61, 4)
         for piece in pieces:  # no pads
             mask[piece.row + piece.blocks - 1] = torch.arange(4)
-        module.gather_params(ops.Entries(grads, pieces, mask, 50), values)
-        module.scatter_params(ops.Entries(grads, pieces, mask, 50), values.bfloat16(), True)
+        module.gather_params(ops.ParamEntries(grads, pieces, mask, 50), values)
+        module.scatter_params(ops.ParamEntries(grads, pieces, mask, 50), values.bfloat16(), True)
         results.append([*shard, *grads, proposals, mask, sent, values, *again, module.select(residual, 7)])
         results[-1] += [module.checksum(residual.view(-1)), module.checksum(steps.view(-1))]
         left = torch.randn(2, 1525, generator=generator)
@@ -369,10 +369,10 @@ def test_gather_and_scatter_equal_their_twins(dtypes: tuple[torch.dtype, torch.d
     results = []
     for module in (cpu, naive):
         own, out = [flat.clone() for flat in flats], torch.full((rows, 3), 7.0).to(wire)
-        module.gather_params(ops.Entries(own, pieces, mask, 20), out)
+        module.gather_params(ops.ParamEntries(own, pieces, mask, 20), out)
         masters = values.to(torch.promote_types(dtype, torch.float32)) * (1 + 2.0**-9)
-        module.scatter_params(ops.Entries(own, pieces, mask, 20), values, add)
-        module.gather_params(ops.Entries(own, pieces, mask, 20), masters, renew=True)
+        module.scatter_params(ops.ParamEntries(own, pieces, mask, 20), values, add)
+        module.gather_params(ops.ParamEntries(own, pieces, mask, 20), masters, renew=True)
         results.append([*own, out, masters])
     for ours, theirs in zip(*results, strict=True):
         assert_same(ours, theirs)
@@ -524,7 +524,7 @@ def run_all() -> list[Tensor]:
     row_numbers = ops.RowNumbers(step, ONE, numbers_of, ONE, ONE)
     again = cpu.update_adamw(ops.ShardState(theta, residual, second, last_step), mask, theta * 2, row_numbers, 2)
     pieces = list(Layout(sizes, [0] * 3, length, 1).everything().pieces)
-    cpu.scatter_params(ops.Entries(grads, pieces, mask, length), theta)
+    cpu.scatter_params(ops.ParamEntries(grads, pieces, mask, length), theta)
     norms = [cpu.squared_norm(grads), cpu.sketch(grads, random_signs(1 << 14), SKETCH_WIDTHS)]
     left = residual.view(2, -1).clone()
     message = cpu.quantize(left, 4)

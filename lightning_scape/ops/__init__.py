@@ -25,7 +25,7 @@ from lightning_scape.ops.naive import chunked  # noqa: F401  it registers what s
 from lightning_scape.ops.naive.blocks import Sweep as Sweep
 from lightning_scape.ops.naive.masks import position_dtype as position_dtype
 from lightning_scape.ops.naive.masks import proposal_bytes as proposal_bytes
-from lightning_scape.ops.naive.params import Entries as Entries
+from lightning_scape.ops.naive.params import ParamEntries as ParamEntries
 from lightning_scape.ops.naive.rules import SELECTED_BY_TURNS
 from lightning_scape.ops.naive.rules import AdamWStep as AdamWStep
 from lightning_scape.ops.naive.rules import Hyper as Hyper

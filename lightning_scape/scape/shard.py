@@ -146,7 +146,7 @@ class Shard:
         theta = torch.zeros_like(mean) if state.master is None else ops.gather_blocks(state.master, mask)
         # Of what somebody else has written since, the parameter's value, in place of the master's.
         renew, flats, pieces = state.master is not None, self._parameters.flat, self.region.pieces
-        ops.gather_params(ops.Entries(flats, pieces, mask, self._layout.block_size), theta, renew)
+        ops.gather_params(ops.ParamEntries(flats, pieces, mask, self._layout.block_size), theta, renew)
         before = theta.clone() if self.as_changes else None
         step.record.sent, step.record.again = step.sent, self._update(step, theta, mean)
         self._participants.count(state, step.scale)  # with last_step, or the next tau would not be right

@@ -88,7 +88,7 @@ class ScapeState:
         """
         if self.master is None:
             self.master = torch.zeros_like(self.exp_avg)
-        entries = ops.Entries(flats, layout.local(rank).pieces, None, layout.block_size)
+        entries = ops.ParamEntries(flats, layout.local(rank).pieces, None, layout.block_size)
         ops.gather_params(entries, self.master, renew=True)
 
     def count_sample(self, skipped: bool) -> None:

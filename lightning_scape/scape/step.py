@@ -175,11 +175,11 @@ class Engine:
         mask, scale = step.mask, step.scale
         try:  # the moments have gone on, and so must all parameters
             mine = self.shard.read(step, update, 1)
-            entries = ops.Entries(flat, self.shard.region.pieces, mask.mine, block_size)
+            entries = ops.ParamEntries(flat, self.shard.region.pieces, mask.mine, block_size)
             ops.scatter_params(entries, mine, add, scale.mine)
         finally:
             everyone = self.shard.read(step, arriving.wait(), self.comm.world_size)
-            entries = ops.Entries(flat, self.outgoing.region.pieces, mask.everyone, block_size)
+            entries = ops.ParamEntries(flat, self.outgoing.region.pieces, mask.everyone, block_size)
             ops.scatter_params(entries, everyone, add, scale.blocks)
 
     def _end(self, step: Step) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import ParamSpec
 
 from lightning_scape.ops import naive
-from lightning_scape.ops.naive.params import Entries
+from lightning_scape.ops.naive.params import ParamEntries
 from lightning_scape.ops.registry import CHUNKED, CPU
 
 _P = ParamSpec("_P")
@@ -116,7 +116,7 @@ def pairs_table(pairs: list[tuple[Tensor, ...]]) -> tuple[Any, int]:
     return np.array([*addresses, starts, sizes], np.int64).T.copy(), count
 
 
-def pieces_table(entries: Entries, sent: int) -> Iterator[tuple[torch.dtype, Any, int]]:
+def pieces_table(entries: ParamEntries, sent: int) -> Iterator[tuple[torch.dtype, Any, int]]:
     """By dtype of the parameters: the table of :func:`cpu_update.exchange`, and the number of masked entries."""
     flats = entries.flats
     for dtype in dict.fromkeys(flats[piece.segment.index].dtype for piece in entries.pieces):

@@ -23,7 +23,7 @@ from lightning_scape.ops.cpu.arrays import (
     rows_of_a_thread,
     scalar,
 )
-from lightning_scape.ops.naive import Entries, RowNumbers, ShardState, chunked, position_dtype
+from lightning_scape.ops.naive import ParamEntries, RowNumbers, ShardState, chunked, position_dtype
 
 
 @implements
@@ -104,7 +104,7 @@ def changes(theta: Tensor, before: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @implements
-def gather_params(entries: Entries, out: Tensor, renew: bool = False) -> None:
+def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> None:
     """See :func:`naive.gather_params`."""
     if entries.mask is None:  # plain copies
         chunked.gather_params(entries, out, renew)
@@ -113,7 +113,7 @@ def gather_params(entries: Entries, out: Tensor, renew: bool = False) -> None:
 
 
 @implements
-def scatter_params(entries: Entries, values: Tensor, add: bool = False, scale: Tensor | None = None) -> None:
+def scatter_params(entries: ParamEntries, values: Tensor, add: bool = False, scale: Tensor | None = None) -> None:
     """See :func:`naive.scatter_params`."""
     if scale is not None:
         scales = array(scale.reshape(-1))
@@ -125,7 +125,7 @@ def scatter_params(entries: Entries, values: Tensor, add: bool = False, scale: T
         _exchange(entries, values, cpu_update.ADD if add else cpu_update.WRITE)
 
 
-def _exchange(entries: Entries, values: Tensor, way: int) -> None:
+def _exchange(entries: ParamEntries, values: Tensor, way: int) -> None:
     assert entries.mask is not None
     for dtype, table, count in pieces_table(entries, entries.mask.shape[1]):
         rest = array(entries.mask), array(values), way, entries.block_size, like(dtype)

@@ -9,7 +9,7 @@ from lightning_scape.ops import naive
 from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.masks import cells
 from lightning_scape.ops.cuda.numbers import divide, narrow, pointer, root, widen
-from lightning_scape.ops.naive import Entries, RowNumbers, ShardState
+from lightning_scape.ops.naive import ParamEntries, RowNumbers, ShardState
 from lightning_scape.ops.registry import CUDA
 
 _UPDATE_CHUNK = 512
@@ -258,19 +258,19 @@ def _exchange_kernel(
 
 
 @CUDA.implements
-def gather_params(entries: Entries, out: Tensor, renew: bool = False) -> None:
+def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> None:
     """See :func:`naive.gather_params`. One launch per dtype of the parameters."""
     _exchange(entries, out, to_parameter=False, renew=renew)
 
 
 @CUDA.implements
-def scatter_params(entries: Entries, values: Tensor, add: bool = False, scale: Tensor | None = None) -> None:
+def scatter_params(entries: ParamEntries, values: Tensor, add: bool = False, scale: Tensor | None = None) -> None:
     """See :func:`naive.scatter_params`. One launch per dtype of the parameters."""
     _exchange(entries, values.contiguous(), scale, to_parameter=True, add=add)
 
 
 def _exchange(
-    entries: Entries,
+    entries: ParamEntries,
     values: Tensor,
     scale: Tensor | None = None,
     *,

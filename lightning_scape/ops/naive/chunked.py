@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_scape.core.layout import Piece, Region
 from lightning_scape.ops import naive
 from lightning_scape.ops.naive.blocks import Sweep
-from lightning_scape.ops.naive.params import Entries
+from lightning_scape.ops.naive.params import ParamEntries
 from lightning_scape.ops.naive.rules import RowNumbers, ShardState, cut
 from lightning_scape.ops.naive.wire import GROUP, group_bytes
 from lightning_scape.ops.registry import CHUNKED
@@ -210,18 +210,18 @@ def _updated_together(
 
 
 @CHUNKED.implements
-def gather_params(entries: Entries, out: Tensor, renew: bool = False) -> None:
+def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> None:
     """See :func:`naive.gather_params`."""
     naive.gather_params(_in_small_pieces(entries, out), out, renew)
 
 
 @CHUNKED.implements
-def scatter_params(entries: Entries, values: Tensor, add: bool = False, scale: Tensor | None = None) -> None:
+def scatter_params(entries: ParamEntries, values: Tensor, add: bool = False, scale: Tensor | None = None) -> None:
     """See :func:`naive.scatter_params`."""
     naive.scatter_params(_in_small_pieces(entries, values), values, add, scale)
 
 
-def _in_small_pieces(entries: Entries, values: Tensor) -> Entries:
+def _in_small_pieces(entries: ParamEntries, values: Tensor) -> ParamEntries:
     """The same entries, in pieces of a few rows."""
     rows = ((piece, slice(piece.row, piece.row + piece.blocks)) for piece in entries.pieces)
     parts = (_cut(piece, some, entries.block_size) for piece, all_ in rows for some in _row_slices(values, all_))

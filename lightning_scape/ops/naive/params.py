@@ -13,7 +13,7 @@ from lightning_scape.ops.naive.rules import cut
 from lightning_scape.ops.registry import operation
 
 
-class Entries(NamedTuple):
+class ParamEntries(NamedTuple):
     """The masked entries of parameters, which are the rows of a matrix ``[R, q]``."""
 
     flats: Sequence[Tensor]
@@ -27,7 +27,7 @@ class Entries(NamedTuple):
 
 
 @operation
-def gather_params(entries: Entries, out: Tensor, renew: bool = False) -> None:
+def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> None:
     """Copies the masked entries of the parameters into ``out [R, q]``; positions that are pads are left alone.
 
     Example: ``B = 2``, parameters ``[5, 6, 7]`` and ``[8]``, mask ``[[1], [0], [0]]``: ``out = [[6], [7], [8]]``.
@@ -50,7 +50,7 @@ def gather_params(entries: Entries, out: Tensor, renew: bool = False) -> None:
 
 
 @operation
-def scatter_params(entries: Entries, values: Tensor, add: bool = False, scale: Tensor | None = None) -> None:
+def scatter_params(entries: ParamEntries, values: Tensor, add: bool = False, scale: Tensor | None = None) -> None:
     """The reverse of :func:`gather_params`: writes ``values [R, q]`` to the parameters' masked entries, or adds them.
 
     Values are rounded to the parameter's dtype first. ``scale`` is 0-dim, or one for each row ``[R]``, the same for all
@@ -65,7 +65,7 @@ def scatter_params(entries: Entries, values: Tensor, add: bool = False, scale: T
         flat[places] = new
 
 
-def _flat(entries: Entries, piece: Piece) -> Tensor:
+def _flat(entries: ParamEntries, piece: Piece) -> Tensor:
     """The piece's part of its parameter."""
     return entries.flats[piece.segment.index][piece.of_parameter]
 
@@ -76,7 +76,7 @@ def _kept(matrix: Tensor, piece: Piece, block_size: int) -> Tensor:
     return rows.view(-1)[: piece.kept(rows.shape[1], block_size)]
 
 
-def _places(entries: Entries, piece: Piece) -> Any:
+def _places(entries: ParamEntries, piece: Piece) -> Any:
     """Where the piece's masked entries lie in the piece: int64, without pads; or all of them."""
     mask, block_size = entries.mask, entries.block_size
     if mask is None:
