@@ -78,9 +78,9 @@ class ExampleChecks(Checks):
         flats = [torch.tensor([5.0, 6.0, 7.0], device=self.device), torch.tensor([8.0], device=self.device)]
         mask = torch.tensor([[1], [0], [0]], dtype=torch.uint8, device=self.device)
         out = torch.zeros(3, 1, device=self.device)
-        either.gather_params(
-            ops.ParamEntries(flats, list(Layout([3, 1], [0, 0], 2, 1).everything().pieces), mask, 2), out
-        )
+        pieces = list(Layout([3, 1], [0, 0], 2, 1).everything().pieces)
+        entries = ops.ParamEntries(flats, pieces, mask, 2)
+        either.gather_params(entries, out)
         assert out.tolist() == [[6.0], [7.0], [8.0]]
         either.scatter_params(entries, -out)
         assert [flat.tolist() for flat in flats] == [[5.0, -6.0, -7.0], [-8.0]]
