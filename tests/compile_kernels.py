@@ -119,7 +119,7 @@ def record() -> dict[str, Launch]:
             pieces = list(Layout([300], [0], 100, 1).everything().pieces)
             for mask in (None, torch.zeros(3, 1, dtype=torch.uint8)):
                 changes = torch.zeros(3, 100 if mask is None else 1, dtype=torch.bfloat16)
-                ops.scatter_params([torch.zeros(300, dtype=dtype)], pieces, mask, changes, 100, True)
+                ops.scatter_params(ops.ParamEntries([torch.zeros(300, dtype=dtype)], pieces, mask, 100), changes, True)
         signs = random_signs(1 << 17)
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             ops.sketch([torch.zeros(100_000, dtype=dtype)], signs, SKETCH_WIDTHS)
@@ -167,10 +167,11 @@ def sweep(
     if own:
         moment, chosen = ops.SecondMoment(state[1], [0.1] * len(grads), 3), torch.zeros(rows, sent, dtype=positions)
         scale = torch.ones(rows)
-        ops.sweep(region, state[0], grads, scale, mask, values, clip_value=1.0, second_moment=moment, next_mask=chosen)
+        swept = state[0], grads, scale, mask, values, 1.0, moment
+        ops.sweep(ops.Sweep(region, *swept, next_mask=chosen))
     else:
         proposals = torch.zeros(rows, ops.proposal_bytes(votes, length), dtype=torch.uint8) if votes else None
-        ops.sweep(region, state[0], grads, torch.ones(()), mask, values, proposals=proposals)
+        ops.sweep(ops.Sweep(region, state[0], grads, torch.ones(()), mask, values, proposals=proposals))
 
 
 def steps(dtypes: list[torch.dtype], config: ScapeConfig, groups: int = 2, gap: bool = False) -> None:
@@ -199,11 +200,11 @@ def steps(dtypes: list[torch.dtype], config: ScapeConfig, groups: int = 2, gap: 
 _sweep = cuda.sweep
 
 
-def _sweep_with_positions(*args: Any, next_mask: Tensor | None = None, **options: Any) -> None:
+def _sweep_with_positions(work: ops.Sweep) -> None:
     """The next mask is used as an index on the host, so it must hold positions."""
-    _sweep(*args, next_mask=next_mask, **options)
-    if next_mask is not None:
-        next_mask.copy_(_first(next_mask, next_mask.shape[1]))
+    _sweep(work)
+    if work.next_mask is not None:
+        work.next_mask.copy_(_first(work.next_mask, work.next_mask.shape[1]))
 
 
 def _first(statistic: Tensor, sent: int) -> Tensor:

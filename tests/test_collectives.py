@@ -115,10 +115,10 @@ def _order_of_a_step(rank: int, world: int, sparsity: float, number: int) -> lis
 
     plain_sweep = ops.sweep
 
-    def sweep(region: Any, residual: Tensor, grads: Any, *args: Any, **kwargs: Any) -> None:
-        asked = [word for name, word in WRITTEN.items() if kwargs.get(name) is not None]
-        said.append(", ".join(["sweep" if grads is None else "sweep with fold", *asked]))
-        plain_sweep(region, residual, grads, *args, **kwargs)
+    def sweep(work: ops.Sweep) -> None:
+        asked = [word for name, word in WRITTEN.items() if getattr(work, name) is not None]
+        said.append(", ".join(["sweep" if work.grads is None else "sweep with fold", *asked]))
+        plain_sweep(work)
 
     parameter = nn.Parameter(torch.zeros(4000))
     config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0, update="adamw")
@@ -282,8 +282,8 @@ def test_an_error_beside_a_message_breaks_no_later_one(run_ranks: Any, where: st
 def test_arrived_parameters_are_written_though_writing_the_own_ones_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
 
-    def failing(flats: Any, pieces: Any, *args: Any) -> None:
-        written.append(len(pieces))
+    def failing(entries: ops.ParamEntries, *args: Any) -> None:
+        written.append(len(entries.pieces))
         if len(written) == 1:
             raise RuntimeError("no memory")
 

@@ -247,7 +247,7 @@ def test_sweep_of_what_is_not_contiguous_goes_to_the_twin() -> None:
     TestNumba().compare_sweep(job)
     own, expected = job._replace(grads=None, second=None, proposals=None), job._replace(grads=None).by_parts()
     wide = torch.zeros(len(own.values), 4, dtype=own.values.dtype)
-    cpu.sweep(own.region, own.residual, None, own.scale, own.mask, wide[:, ::2])
+    cpu.sweep(ops.Sweep(own.region, own.residual, None, own.scale, own.mask, wide[:, ::2]))
     assert_same_bits(wide[:, ::2], expected.values)
     assert_same_bits(own.residual, expected.residual)
     assert not wide[:, 1::2].any()
@@ -287,8 +287,8 @@ def test_operations_in_chunks_equal_the_definition(monkeypatch: pytest.MonkeyPat
         pieces, values = Layout([2000, 1000], [0, 0], 50, 1).everything().pieces, torch.zeros(61, 4)
         for piece in pieces:  # no pads
             mask[piece.row + piece.blocks - 1] = torch.arange(4)
-        module.gather_params(grads, pieces, mask, values, 50)
-        module.scatter_params(grads, pieces, mask, values.bfloat16(), 50, True)
+        module.gather_params(ops.ParamEntries(grads, pieces, mask, 50), values)
+        module.scatter_params(ops.ParamEntries(grads, pieces, mask, 50), values.bfloat16(), True)
         results.append([*shard, *grads, proposals, mask, sent, values, *again, module.select(residual, 7)])
         results[-1] += [module.checksum(residual.view(-1)), module.checksum(steps.view(-1))]
         left = torch.randn(2, 1525, generator=generator)
@@ -369,10 +369,10 @@ def test_gather_and_scatter_equal_their_twins(dtypes: tuple[torch.dtype, torch.d
     results = []
     for module in (cpu, naive):
         own, out = [flat.clone() for flat in flats], torch.full((rows, 3), 7.0).to(wire)
-        module.gather_params(own, pieces, mask, out, 20)
+        module.gather_params(ops.ParamEntries(own, pieces, mask, 20), out)
         masters = values.to(torch.promote_types(dtype, torch.float32)) * (1 + 2.0**-9)
-        module.scatter_params(own, pieces, mask, values, 20, add)
-        module.renew_masters(own, pieces, mask, masters, 20)
+        module.scatter_params(ops.ParamEntries(own, pieces, mask, 20), values, add)
+        module.gather_params(ops.ParamEntries(own, pieces, mask, 20), masters, renew=True)
         results.append([*own, out, masters])
     for ours, theirs in zip(*results, strict=True):
         assert_same(ours, theirs)
@@ -524,7 +524,7 @@ def run_all() -> list[Tensor]:
     row_numbers = ops.RowNumbers(step, ONE, numbers_of, ONE, ONE)
     again = cpu.update_adamw(ops.ShardState(theta, residual, second, last_step), mask, theta * 2, row_numbers, 2)
     pieces = list(Layout(sizes, [0] * 3, length, 1).everything().pieces)
-    cpu.scatter_params(grads, pieces, mask, theta, length)
+    cpu.scatter_params(ops.ParamEntries(grads, pieces, mask, length), theta)
     norms = [cpu.squared_norm(grads), cpu.sketch(grads, random_signs(1 << 14), SKETCH_WIDTHS)]
     left = residual.view(2, -1).clone()
     message = cpu.quantize(left, 4)
@@ -676,7 +676,7 @@ def test_a_sweep_keeps_the_second_moment_in_its_own_precision(
         mask = torch.zeros(3, 1, dtype=torch.uint8)
         values = torch.zeros(3, 1, dtype=torch.bfloat16)
         second = ops.SecondMoment(moment, [1e-3], 2)
-        module.sweep(region, residual, [grad], torch.ones(()), mask, values, second_moment=second)
+        module.sweep(ops.Sweep(region, residual, [grad], torch.ones(()), mask, values, second_moment=second))
         assert moment.isfinite().all()
         found.append(moment)
     assert torch.equal(*found)

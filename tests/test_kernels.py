@@ -77,7 +77,16 @@ def test_every_operation_is_called_by_the_name_of_its_definition() -> None:
 def test_every_public_function_of_the_reference_is_an_operation_or_a_known_helper() -> None:
     functions = {name: value for name, value in vars(naive).items() if inspect.isfunction(value)}
     ours = {name for name, value in functions.items() if value.__module__.startswith("lightning_scape.ops.naive.")}
-    helpers = {"position_dtype", "to_device", "proposal_bytes", "votes_in", "proposals_of", "group_bytes", "column"}
+    helpers = {
+        "position_dtype",
+        "to_device",
+        "proposal_bytes",
+        "votes_in",
+        "proposals_of",
+        "group_bytes",
+        "column",
+        "cut",
+    }
     helpers |= {"draw", "within", "feed_error_back", "to_scale", "from_scale", "column_and_row_sums"}
     rules = {"adams_step", "adamw_step"}  # pure: the same for all
     assert ours - helpers - {"checksum_of_sums"} - rules == OPERATIONS.keys()
@@ -86,8 +95,7 @@ def test_every_public_function_of_the_reference_is_an_operation_or_a_known_helpe
 
 
 WITH_EXAMPLES = (
-    *("select", "fold", "compact", "quantize", "dequantize", "update_adams", "update_adamw"),
-    *("gather_params", "renew_masters"),
+    *("select", "fold", "compact", "quantize", "dequantize", "update_adams", "update_adamw", "gather_params"),
 )
 
 

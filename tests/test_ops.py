@@ -433,10 +433,10 @@ def test_gather_and_scatter_touch_exactly_the_masked_entries(
     masked = torch.zeros_like(statistic, dtype=torch.bool).scatter_(1, mask.long(), True)
     out = torch.full((layout.blocks, sent), 7.0)
     pieces = list(layout.everything().pieces)
-    ops.gather_params(flats, pieces, mask, out, block_size)
+    ops.gather_params(ops.ParamEntries(flats, pieces, mask, block_size), out)
     assert int((out != 7.0).sum()) == sum(piece.kept(sent, block_size) for piece in pieces)
     new = [flat.clone() for flat in flats]
-    ops.scatter_params(new, pieces, mask, out + 1, block_size)
+    ops.scatter_params(ops.ParamEntries(new, pieces, mask, block_size), out + 1)
     for piece, flat, changed in zip(pieces, flats, new, strict=True):
         inside = masked.view(-1)[piece.row * block_size :][: piece.numel]
         assert torch.equal(changed[inside], flat[inside] + 1)

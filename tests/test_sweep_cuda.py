@@ -102,7 +102,7 @@ class Case(NamedTuple):
         self, module: Any, *, propose: bool = False, select: bool = False, second: bool = False, **options: Any
     ) -> None:
         moment = ops.SecondMoment(self.exp_avg_sq, [0.05 + 0.1 * i for i in range(len(self.region.pieces))], 3)
-        module.sweep(
+        work = ops.Sweep(
             self.region,
             self.residual,
             self.grads,
@@ -114,6 +114,7 @@ class Case(NamedTuple):
             next_mask=self.next_mask if select else None,
             **options,
         )
+        module.sweep(work)
 
 
 def check(case: Case, launches: int | None = None, **options: Any) -> None:
@@ -261,7 +262,8 @@ def test_rows_beyond_32_bit_offsets_are_found() -> None:
         large[name][block:] = tensor
     for module, region, given in ((cuda, far, large), (naive, near.everything(), small)):
         moment, proposals = ops.SecondMoment(given.pop("exp_avg_sq"), [0.1], 2), given.pop("proposals")
-        module.sweep(region, grads=grads, scale=torch.tensor(0.7), second_moment=moment, proposals=proposals, **given)
+        rest = {"second_moment": moment, "proposals": proposals, **given}
+        module.sweep(ops.Sweep(region, grads=grads, scale=torch.tensor(0.7), **rest))
         given |= {"exp_avg_sq": moment.exp_avg_sq, "proposals": proposals}
     for name, tensor in small.items():
         assert_same_bits(large[name][block:], tensor)

@@ -117,20 +117,21 @@ class Rank:
 
         cuda.squared_norm(self.grads)
         proposals = self.proposals if votes else None
-        cuda.sweep(remote, self.residual, parts(remote), one, self.mask, self.values, proposals=proposals)
+        cuda.sweep(ops.Sweep(remote, self.residual, parts(remote), one, self.mask, self.values, proposals=proposals))
         moment = ops.SecondMoment(self.state[1], [0.01] * len(local.pieces), self.ranks)
         chosen = None if votes else self.next_mask
-        cuda.sweep(local, residual, parts(local), one, mask, values, second_moment=moment, next_mask=chosen)
+        swept = residual, parts(local), one, mask, values
+        cuda.sweep(ops.Sweep(local, *swept, second_moment=moment, next_mask=chosen))
         if votes:
             cuda.merge(residual, self.arrived, self.rank, votes, self.sent)
         theta, mean = torch.zeros(mask.shape), torch.zeros(mask.shape)
-        cuda.gather_params(self.flats, local.pieces, mask, theta, self.length)
+        cuda.gather_params(ops.ParamEntries(self.flats, local.pieces, mask, self.length), theta)
         shard = ops.ShardState(theta, *self.state, self.last_step)
         numbers = ops.RowNumbers(torch.tensor(9, dtype=torch.int32), one, hyper("cpu", torch.float32), one, one)
         cuda.update_adamw(shard, mask, mean, numbers, self.ranks)
         back = torch.zeros_like(self.values)
-        cuda.scatter_params(self.flats, local.pieces, mask, back[own], self.length, self.as_changes)
-        cuda.scatter_params(self.flats, remote.pieces, self.mask, back, self.length, self.as_changes)
+        cuda.scatter_params(ops.ParamEntries(self.flats, local.pieces, mask, self.length), back[own], self.as_changes)
+        cuda.scatter_params(ops.ParamEntries(self.flats, remote.pieces, self.mask, self.length), back, self.as_changes)
 
 
 class Moved(NamedTuple):

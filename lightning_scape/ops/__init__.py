@@ -22,8 +22,10 @@ from torch import Tensor
 from typing_extensions import ParamSpec
 
 from lightning_scape.ops.naive import chunked  # noqa: F401  it registers what serves where no faster back end does
+from lightning_scape.ops.naive.blocks import Sweep as Sweep
 from lightning_scape.ops.naive.masks import position_dtype as position_dtype
 from lightning_scape.ops.naive.masks import proposal_bytes as proposal_bytes
+from lightning_scape.ops.naive.params import ParamEntries as ParamEntries
 from lightning_scape.ops.naive.rules import SELECTED_BY_TURNS
 from lightning_scape.ops.naive.rules import AdamWStep as AdamWStep
 from lightning_scape.ops.naive.rules import Hyper as Hyper
@@ -126,15 +128,17 @@ def sweep_selects(sent: int, device: torch.device) -> bool:
 
 
 def _is_on_cuda(values: Iterable[object]) -> bool:
-    """Whether the first tensor is; it may be a member of a list or a tuple."""
+    """Whether the first tensor is, which may lie in lists and tuples."""
+    first = _first_tensor(values)
+    return first is not None and first.is_cuda
+
+
+def _first_tensor(values: Iterable[object]) -> Tensor | None:
     for value in values:
-        if isinstance(value, Tensor):
-            return value.is_cuda
-        if isinstance(value, (list, tuple)):
-            for member in value:
-                if isinstance(member, Tensor):
-                    return member.is_cuda
-    return False
+        found = _first_tensor(value) if isinstance(value, (list, tuple)) else value
+        if isinstance(found, Tensor):
+            return found
+    return None
 
 
 def _checked(choice: str, name: str) -> str:

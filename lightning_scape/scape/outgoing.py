@@ -44,14 +44,16 @@ class Outgoing:
         residual, mask = step.state.residual[: self._blocks], step.mask.swept
         values = torch.empty(self._blocks, step.sent, dtype=self._dtype, device=residual.device)
         ops.sweep(
-            self.region,
-            residual,
-            None if step.folded else step.parts(self.region),
-            step.scale.blocks,
-            mask,
-            values,
-            clip_value=step.clip_value,
-            proposals=None if step.ranking is None else step.ranking.proposals,
+            ops.Sweep(
+                self.region,
+                residual,
+                None if step.folded else step.parts(self.region),
+                step.scale.blocks,
+                mask,
+                values,
+                clip_value=step.clip_value,
+                proposals=None if step.ranking is None else step.ranking.proposals,
+            )
         )
         values[self._my_rows] = 0  # NCCL may look for NaN in its input
         message = self.wire.pack(values, self._shards)

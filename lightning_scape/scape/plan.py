@@ -169,7 +169,7 @@ def _remote_sweep(optimizer: ScapeOptimizer) -> Callable[[], None]:
     width = ops.proposal_bytes(config.votes, quota.block_size)
     proposals = torch.empty(blocks, width, dtype=torch.uint8, device=CPU) if width else None
     scale = torch.ones((), dtype=torch.float32, device=CPU)
-    return functools.partial(ops.sweep, region, residual, taken, scale, mask, values, proposals=proposals)
+    return functools.partial(ops.sweep, ops.Sweep(region, residual, taken, scale, mask, values, proposals=proposals))
 
 
 def as_a_whole(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, float]:

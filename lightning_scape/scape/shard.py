@@ -76,15 +76,17 @@ class Shard:
         parts = None if step.folded else step.parts(self.region)
         moment = None if parts is None else self._second_moment(step, sparse=step.mask.everyone is not None)
         ops.sweep(
-            self.region,
-            residual,
-            parts,
-            step.scale.mine,
-            step.mask.swept_mine,
-            values,
-            clip_value=step.clip_value,
-            second_moment=moment,
-            next_mask=None if ranking is None else ranking.mine,
+            ops.Sweep(
+                self.region,
+                residual,
+                parts,
+                step.scale.mine,
+                step.mask.swept_mine,
+                values,
+                clip_value=step.clip_value,
+                second_moment=moment,
+                next_mask=None if ranking is None else ranking.mine,
+            )
         )
         if moment is not None:
             state.sampled = moment.exp_avg_sq is state.local_exp_avg_sq
@@ -140,10 +142,10 @@ class Shard:
             The new values of the entries, or their changes, ``[R, q]`` in the dtype of their travel (or packed).
         """
         state, mask = step.state, step.mask.mine
-        # Of what somebody else has written since, the parameter's value, in place of the master's.
-        read = ops.gather_params if state.master is None else ops.renew_masters
         theta = torch.zeros_like(mean) if state.master is None else ops.gather_blocks(state.master, mask)
-        read(self._parameters.flat, self.region.pieces, mask, theta, self._layout.block_size)
+        # Of what somebody else has written since, the parameter's value, in place of the master's.
+        renew, flats, pieces = state.master is not None, self._parameters.flat, self.region.pieces
+        ops.gather_params(ops.ParamEntries(flats, pieces, mask, self._layout.block_size), theta, renew)
         before = theta.clone() if self.as_changes else None
         step.record.sent, step.record.again = step.sent, self._update(step, theta, mean)
         self._participants.count(state, step.scale)  # with last_step, or the next tau would not be right

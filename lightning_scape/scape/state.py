@@ -84,7 +84,8 @@ class ScapeState:
         """
         if self.master is None:
             self.master = torch.zeros_like(self.exp_avg)
-        ops.renew_masters(flats, layout.local(rank).pieces, None, self.master, layout.block_size)
+        entries = ops.ParamEntries(flats, layout.local(rank).pieces, None, layout.block_size)
+        ops.gather_params(entries, self.master, renew=True)
 
     def count_sample(self, skipped: bool) -> None:
         """Counts the gradient that the last step has put into ``local_exp_avg_sq``, unless it was skipped."""

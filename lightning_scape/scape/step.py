@@ -163,11 +163,12 @@ class Engine:
         mask, scale = step.mask, step.scale
         try:  # the moments have gone on, and so must all parameters
             mine = self.shard.read(step, update, 1)
-            ops.scatter_params(flat, self.shard.region.pieces, mask.mine, mine, block_size, add, scale.mine)
+            entries = ops.ParamEntries(flat, self.shard.region.pieces, mask.mine, block_size)
+            ops.scatter_params(entries, mine, add, scale.mine)
         finally:
             everyone = self.shard.read(step, arriving.wait(), self.comm.world_size)
-            pieces = self.outgoing.region.pieces
-            ops.scatter_params(flat, pieces, mask.everyone, everyone, block_size, add, scale.blocks)
+            entries = ops.ParamEntries(flat, self.outgoing.region.pieces, mask.everyone, block_size)
+            ops.scatter_params(entries, everyone, add, scale.blocks)
 
     def _end(self, step: Step) -> None:
         state, every = step.state, self.config.check_replicas_every

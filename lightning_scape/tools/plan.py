@@ -103,32 +103,19 @@ def build_model(name: str) -> nn.Module:
     """
     try:
         from litgpt import GPT, Config
+        from litgpt.config import configs
     except ImportError as error:
         raise ValueError("`--model` needs LitGPT. Install it: pip install 'lightning-scape[litgpt]'.") from error
+    # An organization before the name, and the case of its letters, do not matter.
+    known, short = {config["name"].lower(): config["name"] for config in configs}, name.rpartition("/")[2].lower()
     try:
-        config = Config.from_name(_known_name(name))
+        config = Config.from_name(known.get(short, name))
     except ValueError as error:
-        raise ValueError(f"`--model` must name a LitGPT configuration, got {name!r}. {_near_names(name)}") from error
+        near = [known[each] for each in difflib.get_close_matches(short, known, n=3, cutoff=0.5)]
+        remedy = f"Did you mean {' or '.join(near)}?" if near else "Such as pythia-160m."
+        raise ValueError(f"`--model` must name a LitGPT configuration, got {name!r}. {remedy}") from error
     model: nn.Module = GPT(config)
     return model
-
-
-def _litgpt_names() -> dict[str, str]:
-    """LitGPT's configurations, by their names in small letters."""
-    from litgpt.config import configs
-
-    return {config["name"].lower(): config["name"] for config in configs}
-
-
-def _known_name(name: str) -> str:
-    """The name as LitGPT spells it; an organization before it and the case of its letters do not matter."""
-    return _litgpt_names().get(name.rpartition("/")[2].lower(), name)
-
-
-def _near_names(name: str) -> str:
-    known = _litgpt_names()
-    near = difflib.get_close_matches(name.rpartition("/")[2].lower(), known, n=3, cutoff=0.5)
-    return f"Did you mean {' or '.join(known[each] for each in near)}?" if near else "Such as pythia-160m."
 
 
 def model_weights(name: str) -> tuple[Weight, ...]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from kernel_checks import FAR, KernelChecks, assert_same_bits, far_piece
 
+from lightning_scape import ops
 from lightning_scape.ops import naive
 from lightning_scape.ops.cuda import launch  # noqa: F401  with it, all that Triton does
 from lightning_scape.ops.registry import CUDA as cuda
@@ -51,8 +52,8 @@ class TestFarAwayOnGpu:
         flat = torch.zeros(FAR + 100, dtype=torch.bfloat16, device="cuda")
         piece, values = far_piece(100, 50), torch.tensor([[1.0], [2.0]], device="cuda")
         mask = torch.tensor([[7], [49]], dtype=torch.uint8, device="cuda")
-        cuda.scatter_params([flat], [piece], mask, values, 50)
+        cuda.scatter_params(ops.ParamEntries([flat], [piece], mask, 50), values)
         assert (float(flat[FAR + 7]), float(flat[FAR + 99]), float(flat.sum())) == (1.0, 2.0, 3.0)
         out = torch.zeros_like(values)
-        cuda.gather_params([flat], [piece], mask, out, 50)
+        cuda.gather_params(ops.ParamEntries([flat], [piece], mask, 50), out)
         assert torch.equal(out, values)

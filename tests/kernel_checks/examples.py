@@ -78,19 +78,22 @@ class ExampleChecks(Checks):
         flats = [torch.tensor([5.0, 6.0, 7.0], device=self.device), torch.tensor([8.0], device=self.device)]
         mask = torch.tensor([[1], [0], [0]], dtype=torch.uint8, device=self.device)
         out = torch.zeros(3, 1, device=self.device)
-        either.gather_params(flats, list(Layout([3, 1], [0, 0], 2, 1).everything().pieces), mask, out, 2)
+        pieces = list(Layout([3, 1], [0, 0], 2, 1).everything().pieces)
+        entries = ops.ParamEntries(flats, pieces, mask, 2)
+        either.gather_params(entries, out)
         assert out.tolist() == [[6.0], [7.0], [8.0]]
-        either.scatter_params(flats, list(Layout([3, 1], [0, 0], 2, 1).everything().pieces), mask, -out, 2)
+        either.scatter_params(entries, -out)
         assert [flat.tolist() for flat in flats] == [[5.0, -6.0, -7.0], [-8.0]]
         changes = torch.full((3, 1), 0.5, dtype=torch.bfloat16, device=self.device)
-        either.scatter_params(flats, list(Layout([3, 1], [0, 0], 2, 1).everything().pieces), mask, changes, 2, True)
+        either.scatter_params(entries, changes, True)
         assert [flat.tolist() for flat in flats] == [[5.0, -5.5, -6.5], [-7.5]]
 
     @pytest.mark.parametrize("either", BOTH, indirect=True)
     def test_example_of_renewed_masters(self, either: Any) -> None:
         parameter = torch.tensor([1.0, 3.0], dtype=torch.bfloat16, device=self.device)
         masters = torch.tensor([[1.001, 2.0]], device=self.device)
-        either.renew_masters([parameter], list(Layout([2], [0], 2, 1).everything().pieces), None, masters, 2)
+        pieces = list(Layout([2], [0], 2, 1).everything().pieces)
+        either.gather_params(ops.ParamEntries([parameter], pieces, None, 2), masters, renew=True)
         assert_same_bits(masters.cpu(), torch.tensor([[1.001, 3.0]]))
 
     @pytest.mark.parametrize("either", BOTH, indirect=True)

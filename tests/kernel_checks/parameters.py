@@ -10,6 +10,7 @@ from kernel_checks.inputs import (
     Checks,
     assert_same_bits,
 )
+from lightning_scape import ops
 from lightning_scape.core.layout import Layout
 from lightning_scape.ops import naive
 from lightning_scape.ops.naive import chunked
@@ -36,23 +37,23 @@ class ParameterChecks(Checks):
         own_mask = None if mask is None else mask.to(self.device)
         out = torch.full((rows, 3 if masked else 50), 7.0)
         own_out = out.to(self.device, copy=True)
-        naive.gather_params(flats, pieces, mask, out, 50)
-        self.module.gather_params(own, pieces, own_mask, own_out, 50)
+        naive.gather_params(ops.ParamEntries(flats, pieces, mask, 50), out)
+        self.module.gather_params(ops.ParamEntries(own, pieces, own_mask, 50), own_out)
         assert_same_bits(own_out.cpu(), out)
-        naive.scatter_params(flats, pieces, mask, out * 1.001, 50)
-        self.module.scatter_params(own, pieces, own_mask, (out * 1.001).to(self.device), 50)
+        naive.scatter_params(ops.ParamEntries(flats, pieces, mask, 50), out * 1.001)
+        self.module.scatter_params(ops.ParamEntries(own, pieces, own_mask, 50), (out * 1.001).to(self.device))
         changes = torch.randn_like(out).to(torch.bfloat16)
-        naive.scatter_params(flats, pieces, mask, changes, 50, True)
-        self.module.scatter_params(own, pieces, own_mask, changes.to(self.device), 50, True)
+        naive.scatter_params(ops.ParamEntries(flats, pieces, mask, 50), changes, True)
+        self.module.scatter_params(ops.ParamEntries(own, pieces, own_mask, 50), changes.to(self.device), True)
         for ours, theirs in zip(own, flats, strict=True):
             assert_same_bits(ours.cpu(), theirs)
         masters = torch.full_like(out, 7.0, dtype=torch.promote_types(dtype, torch.float32))
-        naive.gather_params(flats, pieces, mask, masters, 50)
+        naive.gather_params(ops.ParamEntries(flats, pieces, mask, 50), masters)
         masters *= 1 + torch.randint(-1, 2, masters.shape) * torch.finfo(dtype).eps * 0.4  # some round to it, some not
         masters[::2, ::3] = 0.0
         own_masters = masters.to(self.device, copy=True)
-        naive.renew_masters(flats, pieces, mask, masters, 50)
-        self.module.renew_masters(own, pieces, own_mask, own_masters, 50)
+        naive.gather_params(ops.ParamEntries(flats, pieces, mask, 50), masters, renew=True)
+        self.module.gather_params(ops.ParamEntries(own, pieces, own_mask, 50), own_masters, renew=True)
         assert_same_bits(own_masters.cpu(), masters)
 
     @pytest.mark.parametrize("add", [True, False])
@@ -70,7 +71,7 @@ class ParameterChecks(Checks):
             by_row[piece.row : piece.row + piece.blocks] = 0.0
         for scale, written in ((by_row, {0, 3}), (torch.tensor(0.0), set()), (torch.tensor(0.5), {0, 1, 2, 3})):
             flats = [flat.to(self.device, copy=True) for flat in before]
-            self.module.scatter_params(flats, pieces, mask, values, 20, add, scale.to(self.device))
+            self.module.scatter_params(ops.ParamEntries(flats, pieces, mask, 20), values, add, scale.to(self.device))
             for place, (flat, old) in enumerate(zip(flats, before, strict=True)):
                 expected = old.clone()
                 if place in written:
@@ -82,7 +83,7 @@ class ParameterChecks(Checks):
         pieces = list(Layout([50], [0], 50, 1).everything().pieces)
         for value in (1.0, 2.0, 1.0):
             flats, out = [torch.full((50,), value, device=self.device)], torch.zeros(1, 50, device=self.device)
-            self.module.gather_params(flats, pieces, None, out, 50)
+            self.module.gather_params(ops.ParamEntries(flats, pieces, None, 50), out)
             assert (out == value).all()
 
     def test_a_checksum_does_not_depend_on_its_parts(self) -> None:

@@ -97,7 +97,7 @@ class SweepJob(NamedTuple):
         """What a sweep on a device makes of copies."""
         own = copied(self, device)
         second = None if own.second is None else ops.SecondMoment(own.second, own.weights, 3)
-        module.sweep(
+        work = ops.Sweep(
             own.region,
             own.residual,
             own.grads,
@@ -109,6 +109,7 @@ class SweepJob(NamedTuple):
             proposals=own.proposals,
             next_mask=own.next_mask,
         )
+        module.sweep(work)
         return copied(own, "cpu")
 
     def by_parts(self) -> SweepJob:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import ParamSpec
 
-from lightning_scape.core.layout import Piece
 from lightning_scape.ops import naive
+from lightning_scape.ops.naive.params import ParamEntries
 from lightning_scape.ops.registry import CHUNKED, CPU
 
 _P = ParamSpec("_P")
@@ -116,13 +116,12 @@ def pairs_table(pairs: list[tuple[Tensor, ...]]) -> tuple[Any, int]:
     return np.array([*addresses, starts, sizes], np.int64).T.copy(), count
 
 
-def pieces_table(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], sent: int, block_size: int
-) -> Iterator[tuple[torch.dtype, Any, int]]:
+def pieces_table(entries: ParamEntries, sent: int) -> Iterator[tuple[torch.dtype, Any, int]]:
     """By dtype of the parameters: the table of :func:`cpu_update.exchange`, and the number of masked entries."""
-    for dtype in dict.fromkeys(flats[piece.segment.index].dtype for piece in pieces):
-        group = [piece for piece in pieces if flats[piece.segment.index].dtype == dtype]
-        kept = [piece.kept(sent, block_size) for piece in group]
+    flats = entries.flats
+    for dtype in dict.fromkeys(flats[piece.segment.index].dtype for piece in entries.pieces):
+        group = [piece for piece in entries.pieces if flats[piece.segment.index].dtype == dtype]
+        kept = [piece.kept(sent, entries.block_size) for piece in group]
         starts, count = running_sums(kept)
         addresses = [flats[piece.segment.index].data_ptr() + piece.start * dtype.itemsize for piece in group]
         rows = [piece.row for piece in group]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_scape.core.layout import Region
 from lightning_scape.ops.cpu import kernels, masks, ranking, wire
 from lightning_scape.ops.cpu import sweep as sweeping
 from lightning_scape.ops.cpu.arrays import (
@@ -30,8 +28,8 @@ from lightning_scape.ops.cpu.arrays import (
     wire_limit,
 )
 from lightning_scape.ops.naive import chunked
+from lightning_scape.ops.naive.blocks import Sweep
 from lightning_scape.ops.naive.masks import position_dtype, votes_in
-from lightning_scape.ops.naive.rules import SecondMoment
 from lightning_scape.ops.naive.wire import GROUP, feed_error_back, group_bytes
 
 _NORM_CHUNK = 1 << 15
@@ -216,45 +214,32 @@ def dequantize(message: Tensor, bits: int, count: int) -> Tensor:
 
 
 @implements
-def sweep(
-    region: Region,
-    residual: Tensor,
-    grads: Sequence[Tensor | None] | None,
-    scale: Tensor,
-    mask: Tensor | None,
-    values: Tensor,
-    *,
-    clip_value: float | None = None,
-    second_moment: SecondMoment | None = None,
-    proposals: Tensor | None = None,
-    next_mask: Tensor | None = None,
-) -> None:
+def sweep(work: Sweep) -> None:
     """See :func:`naive.sweep`."""
-    length = residual.shape[1]
-    votes = 0 if proposals is None else votes_in(proposals.shape[1], length)
-    ranked = max(votes, 0 if next_mask is None else next_mask.shape[1])
-    second = None if grads is None or second_moment is None else second_moment
+    residual, mask, values, length = work.residual, work.mask, work.values, work.residual.shape[1]
+    votes = 0 if work.proposals is None else votes_in(work.proposals.shape[1], length)
+    ranked = max(votes, 0 if work.next_mask is None else work.next_mask.shape[1])
+    second = None if work.grads is None else work.second_moment
     moments = None if second is None else second.exp_avg_sq
     if length > _LONGEST_SORTED and ranked > ranking.MAX_PASSES:
-        options: dict[str, Any] = {"clip_value": clip_value, "second_moment": second_moment}
-        chunked.sweep(region, residual, grads, scale, mask, values, **options, proposals=proposals, next_mask=next_mask)
+        chunked.sweep(work)
         return
     positions, networks = position_dtype(length), ranking.networks(length, ranked)
     of_moment = residual.dtype if moments is None else moments.dtype
     limit, largest = wire_limit(residual, values.dtype), scalar(of_moment, torch.finfo(of_moment).max)
-    for of_grad, table, numbers, count in sweeping.runs(region, residual, grads, second):
+    for of_grad, table, numbers, count in sweeping.runs(work.region, residual, work.grads, second):
         loop = functools.partial(
             sweeping.sweep,
             table,
             numbers,
             (array(residual), or_empty(moments, of_moment)),
-            array(scale.reshape(-1)),
-            (*bound_of(clip_value, of_grad), limit, largest),
+            array(work.scale.reshape(-1)),
+            (*bound_of(work.clip_value, of_grad), limit, largest),
             or_empty(mask, positions),
             array(values),
             (networks, votes, ranked),
-            or_empty(proposals, torch.uint8),
-            or_empty(next_mask, positions),
+            or_empty(work.proposals, torch.uint8),
+            or_empty(work.next_mask, positions),
             like(of_grad),
         )
         in_parallel(loop, count, rows_of_a_thread(length))

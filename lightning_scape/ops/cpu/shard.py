@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_scape.core.layout import Piece
 from lightning_scape.ops import naive
 from lightning_scape.ops.cpu import update as cpu_update
 from lightning_scape.ops.cpu.arrays import (
@@ -24,7 +23,7 @@ from lightning_scape.ops.cpu.arrays import (
     rows_of_a_thread,
     scalar,
 )
-from lightning_scape.ops.naive import RowNumbers, ShardState, chunked, position_dtype
+from lightning_scape.ops.naive import ParamEntries, RowNumbers, ShardState, chunked, position_dtype
 
 
 @implements
@@ -105,52 +104,31 @@ def changes(theta: Tensor, before: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @implements
-def gather_params(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int
-) -> None:
+def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> None:
     """See :func:`naive.gather_params`."""
-    if mask is None:  # plain copies
-        chunked.gather_params(flats, pieces, mask, out, block_size)
+    if entries.mask is None:  # plain copies
+        chunked.gather_params(entries, out, renew)
     else:
-        _exchange(flats, pieces, mask, out, block_size, cpu_update.GATHER)
+        _exchange(entries, out, cpu_update.RENEW if renew else cpu_update.GATHER)
 
 
 @implements
-def renew_masters(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, masters: Tensor, block_size: int
-) -> None:
-    """See :func:`naive.renew_masters`."""
-    if mask is None:
-        chunked.renew_masters(flats, pieces, mask, masters, block_size)
-    else:
-        _exchange(flats, pieces, mask, masters, block_size, cpu_update.RENEW)
-
-
-@implements
-def scatter_params(
-    flats: Sequence[Tensor],
-    pieces: Sequence[Piece],
-    mask: Tensor | None,
-    values: Tensor,
-    block_size: int,
-    add: bool = False,
-    scale: Tensor | None = None,
-) -> None:
+def scatter_params(entries: ParamEntries, values: Tensor, add: bool = False, scale: Tensor | None = None) -> None:
     """See :func:`naive.scatter_params`."""
     if scale is not None:
         scales = array(scale.reshape(-1))
-        pieces = [piece for piece in pieces if scales[piece.row if scale.dim() else 0] != 0]
-    if mask is None:
-        chunked.scatter_params(flats, pieces, mask, values, block_size, add)
+        taken = [piece for piece in entries.pieces if scales[piece.row if scale.dim() else 0] != 0]
+        entries = entries._replace(pieces=taken)
+    if entries.mask is None:
+        chunked.scatter_params(entries, values, add)
     else:
-        _exchange(flats, pieces, mask, values, block_size, cpu_update.ADD if add else cpu_update.WRITE)
+        _exchange(entries, values, cpu_update.ADD if add else cpu_update.WRITE)
 
 
-def _exchange(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor, values: Tensor, block_size: int, way: int
-) -> None:
-    for dtype, table, count in pieces_table(flats, pieces, mask.shape[1], block_size):
-        rest = array(mask), array(values), way, block_size, like(dtype)
+def _exchange(entries: ParamEntries, values: Tensor, way: int) -> None:
+    assert entries.mask is not None
+    for dtype, table, count in pieces_table(entries, entries.mask.shape[1]):
+        rest = array(entries.mask), array(values), way, entries.block_size, like(dtype)
         in_parallel(functools.partial(cpu_update.exchange, table, *rest), count, GRAIN)
 
 

@@ -27,7 +27,7 @@ _LR, _BETA1, _ONE_MINUS_BETA1, _BETA2, _ONE_MINUS_BETA2, _EPS, _KEEP, _LOG_KEEP 
 
 @jit
 def exchange(table, mask, values, way, length, like_flat, first, last):
-    """See :func:`naive.gather_params`, :func:`naive.renew_masters` and :func:`naive.scatter_params`.
+    """See :func:`naive.gather_params` and :func:`naive.scatter_params`.
 
     ``table [n, 4]``: address of the piece's first entry, chosen entries of all before, chosen entries, first row.
     ``way``: what is done. What is added is first rounded to the parameter's dtype.

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_scape.core.layout import Region, Span
+from lightning_scape.core.layout import Span
 from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.gradients import accumulate_exp_avg_sq, fold
 from lightning_scape.ops.cuda.masks import (
@@ -22,7 +22,7 @@ from lightning_scape.ops.cuda.masks import (
     store_largest,
 )
 from lightning_scape.ops.cuda.numbers import clamp, divide, narrow, pointer, widen
-from lightning_scape.ops.naive import SecondMoment, votes_in
+from lightning_scape.ops.naive import SecondMoment, Sweep, cut, votes_in
 from lightning_scape.ops.registry import CUDA
 
 _FEW = 4
@@ -244,56 +244,49 @@ def _code(bits, exponent):
 
 
 @CUDA.implements
-def sweep(
-    region: Region,
-    residual: Tensor,
-    grads: Sequence[Tensor | None] | None,
-    scale: Tensor,
-    mask: Tensor | None,
-    values: Tensor,
-    *,
-    clip_value: float | None = None,
-    second_moment: SecondMoment | None = None,
-    proposals: Tensor | None = None,
-    next_mask: Tensor | None = None,
-) -> None:
+def sweep(work: Sweep) -> None:
     """See :func:`naive.sweep`. One launch for each dtype of the gradients, one pass over residual and gradient."""
+    residual, values, proposals, next_mask = work.residual, work.values, work.proposals, work.next_mask
     votes = 0 if proposals is None else votes_in(proposals.shape[1], residual.shape[1])
-    by_kernel = _fits(residual, grads, (values, proposals, next_mask))
+    by_kernel = _fits(work)
     propose_now = by_kernel and proposals is not None and is_small(residual, votes)
     select_now = by_kernel and proposals is None and next_mask is not None and is_small(residual, next_mask.shape[1])
     if by_kernel:
         ranked = proposals if propose_now else next_mask if select_now else None
-        for spans in _by_dtype(region, grads):
-            _launch(spans, residual, grads, scale, mask, values, clip_value, second_moment, ranked, votes * propose_now)
+        for spans in _by_dtype(work):
+            _launch(work, spans, ranked, votes * propose_now)
     else:
-        _fold(region, residual, grads, scale, clip_value, second_moment)
-    for rows in region.rows:
+        _fold(work)
+    for rows in work.region.rows:
         if not by_kernel:
-            part = None if mask is None else mask[rows]
-            compact(residual[rows], part, values.dtype, scale[rows] if scale.dim() else scale, out=values[rows])
+            compact(residual[rows], cut(work.mask, rows), values.dtype, cut(work.scale, rows), out=values[rows])
         if proposals is not None and not propose_now:
             proposals[rows] = propose(residual[rows], votes)
         if next_mask is not None and not select_now:
             next_mask[rows] = select(residual[rows], next_mask.shape[1])
 
 
-def _fits(residual: Tensor, grads: Sequence[Tensor | None] | None, written: Sequence[Tensor | None]) -> bool:
+def _fits(work: Sweep) -> bool:
     """Whether the kernel can do it. Else one operation follows the other."""
+    written = work.values, work.proposals, work.next_mask
     return (
-        residual.shape[1] <= LONGEST_ROW
-        and residual.is_contiguous()
+        work.residual.shape[1] <= LONGEST_ROW
+        and work.residual.is_contiguous()
         and all(tensor is None or tensor.is_contiguous() for tensor in written)
-        and all(grad is None or grad.device == residual.device for grad in grads or ())
+        and all(grad is None or grad.device == work.residual.device for grad in work.grads or ())
     )
 
 
-def _by_dtype(region: Region, grads: Sequence[Tensor | None] | None) -> list[list[Span]]:
+def _grad_of(work: Sweep, span: Span) -> Tensor | None:
+    return None if work.grads is None or span.place is None else work.grads[span.place]
+
+
+def _by_dtype(work: Sweep) -> list[list[Span]]:
     """The rows of each launch. Those without a gradient go with the first."""
     groups: dict[torch.dtype, list[Span]] = {}
     without = []
-    for span in region.spans:
-        grad = None if grads is None or span.place is None else grads[span.place]
+    for span in work.region.spans:
+        grad = _grad_of(work, span)
         if grad is None:
             without.append(span)
         else:
@@ -304,30 +297,19 @@ def _by_dtype(region: Region, grads: Sequence[Tensor | None] | None) -> list[lis
     return [without + first, *others]
 
 
-def _launch(
-    spans: Sequence[Span],
-    residual: Tensor,
-    grads: Sequence[Tensor | None] | None,
-    scale: Tensor,
-    mask: Tensor | None,
-    values: Tensor,
-    clip_value: float | None,
-    second_moment: SecondMoment | None,
-    ranked: Tensor | None,
-    votes: int,
-) -> None:
+def _launch(work: Sweep, spans: Sequence[Span], ranked: Tensor | None, votes: int) -> None:
     """Launches the kernel on some rows; ``ranked`` takes proposals of so many votes, or, for 0 votes, a mask."""
+    residual, mask, values, clip_value = work.residual, work.mask, work.values, work.clip_value
     device, sent = residual.device, values.shape[1]
-    found = [None if grads is None or span.place is None else grads[span.place] for span in spans]
-    dense = [None if grad is None else launching.dense(grad) for grad in found]
+    dense = [None if (grad := _grad_of(work, span)) is None else launching.dense(grad) for span in spans]
     given = [grad for grad in dense if grad is not None]
     dtype = given[0].dtype if given else torch.float32
     shape = _shape(residual)
     starts = [grad.data_ptr() for grad in given] + [shape["ROWS"] * residual.shape[1] * dtype.itemsize]
     programs, (blocks, *chunks) = launching.chunks(tuple(span.blocks for span in spans), shape["ROWS"], device)
     # Gradients of zeros change the second moment, too.
-    folds = bool(given) or (second_moment is not None and grads is not None)
-    moments = second_moment if folds else None
+    folds = bool(given) or (work.second_moment is not None and work.grads is not None)
+    moments = work.second_moment if folds else None
     launching.launch(
         _sweep_kernel,
         programs,
@@ -339,9 +321,9 @@ def _launch(
         launching.table(tuple(span.row for span in spans), device),
         blocks,
         *chunks,
-        scale.to(device),
-        scale.dim(),
-        scale if clip_value is None else launching.bound(clip_value, dtype, device),
+        work.scale.to(device),
+        work.scale.dim(),
+        work.scale if clip_value is None else launching.bound(clip_value, dtype, device),
         launching.raw(values) if mask is None else mask.contiguous(),
         launching.raw(values),
         sent,
@@ -376,28 +358,19 @@ def _shares(moments: SecondMoment, spans: Sequence[Span]) -> tuple[float, ...]:
     return tuple(share for weight in weights for share in (1 - weight, weight / moments.ranks))
 
 
-def _fold(
-    region: Region,
-    residual: Tensor,
-    grads: Sequence[Tensor | None] | None,
-    scale: Tensor,
-    clip_value: float | None,
-    second_moment: SecondMoment | None,
-) -> None:
+def _fold(work: Sweep) -> None:
     """The first of the operations, where the kernel cannot do them together."""
-    if grads is None:
+    if work.grads is None:
         return
-    length = residual.shape[1]
-    parts = [residual.view(-1)[piece.of_blocks(length)] for piece in region.pieces]
-    own = scale
-    if scale.dim():
-        rows = launching.table(tuple(piece.row for piece in region.pieces), scale.device)
-        own = scale.index_select(0, rows)
+    pieces, length, own, second = work.region.pieces, work.residual.shape[1], work.scale, work.second_moment
+    parts = [work.residual.view(-1)[piece.of_blocks(length)] for piece in pieces]
+    if own.dim():
+        own = own.index_select(0, launching.table(tuple(piece.row for piece in pieces), own.device))
     # All rows that take part have one scale, and a parameter that takes no part has no gradient.
-    fold(parts, grads, own if own.dim() == 0 else _largest(own), clip_value)
-    if second_moment is not None:
-        moments = [second_moment.exp_avg_sq.view(-1)[piece.of_blocks(length)] for piece in region.pieces]
-        accumulate_exp_avg_sq(moments, grads, second_moment.weights, second_moment.ranks, own, clip_value)
+    fold(parts, work.grads, own if own.dim() == 0 else _largest(own), work.clip_value)
+    if second is not None:
+        moments = [second.exp_avg_sq.view(-1)[piece.of_blocks(length)] for piece in pieces]
+        accumulate_exp_avg_sq(moments, work.grads, second.weights, second.ranks, own, work.clip_value)
 
 
 def _largest(scales: Tensor) -> Tensor:

@@ -1,18 +1,15 @@
 """Triton kernels that update a shard and write its values back to the parameters."""
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_scape.core.layout import Piece
 from lightning_scape.ops import naive
 from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.masks import cells
 from lightning_scape.ops.cuda.numbers import divide, narrow, pointer, root, widen
-from lightning_scape.ops.naive import RowNumbers, ShardState
+from lightning_scape.ops.naive import ParamEntries, RowNumbers, ShardState
 from lightning_scape.ops.registry import CUDA
 
 _UPDATE_CHUNK = 512
@@ -261,41 +258,20 @@ def _exchange_kernel(
 
 
 @CUDA.implements
-def gather_params(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int
-) -> None:
+def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> None:
     """See :func:`naive.gather_params`. One launch per dtype of the parameters."""
-    _exchange(flats, pieces, mask, out, block_size, to_parameter=False)
+    _exchange(entries, out, to_parameter=False, renew=renew)
 
 
 @CUDA.implements
-def renew_masters(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, masters: Tensor, block_size: int
-) -> None:
-    """See :func:`naive.renew_masters`. One launch per dtype of the parameters."""
-    _exchange(flats, pieces, mask, masters, block_size, to_parameter=False, renew=True)
-
-
-@CUDA.implements
-def scatter_params(
-    flats: Sequence[Tensor],
-    pieces: Sequence[Piece],
-    mask: Tensor | None,
-    values: Tensor,
-    block_size: int,
-    add: bool = False,
-    scale: Tensor | None = None,
-) -> None:
+def scatter_params(entries: ParamEntries, values: Tensor, add: bool = False, scale: Tensor | None = None) -> None:
     """See :func:`naive.scatter_params`. One launch per dtype of the parameters."""
-    _exchange(flats, pieces, mask, values.contiguous(), block_size, scale, to_parameter=True, add=add)
+    _exchange(entries, values.contiguous(), scale, to_parameter=True, add=add)
 
 
 def _exchange(
-    flats: Sequence[Tensor],
-    pieces: Sequence[Piece],
-    mask: Tensor | None,
+    entries: ParamEntries,
     values: Tensor,
-    block_size: int,
     scale: Tensor | None = None,
     *,
     to_parameter: bool,
@@ -303,6 +279,7 @@ def _exchange(
     renew: bool = False,
 ) -> None:
     assert values.is_contiguous()
+    flats, pieces, mask, block_size = entries
     sent = values.shape[1]
     mask = None if mask is None else mask.contiguous()
     for dtype in dict.fromkeys(flats[piece.segment.index].dtype for piece in pieces):

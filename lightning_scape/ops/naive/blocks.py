@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from lightning_scape.core.layout import Piece, Region
 from lightning_scape.ops.naive.gradients import accumulate_exp_avg_sq, fold, within
 from lightning_scape.ops.naive.masks import propose, select, votes_in
-from lightning_scape.ops.naive.rules import SecondMoment, column
+from lightning_scape.ops.naive.rules import SecondMoment, column, cut
 from lightning_scape.ops.naive.wire import gather_blocks, scatter_blocks
 from lightning_scape.ops.registry import operation
 
@@ -44,20 +45,35 @@ def compact(
     return rounded if out is None else out.copy_(rounded)
 
 
+class Sweep(NamedTuple):
+    """What :func:`sweep` works on. Every tensor ``[rows, ...]`` counts the same rows."""
+
+    region: Region
+    """Which rows, and which parameters fill them."""
+    residual: Tensor
+    """``[rows, B]``, contiguous, changed in place."""
+    grads: Sequence[Tensor | None] | None
+    """Flat gradient of each piece, any float dtype; None is a gradient of zeros. None for all: they have been folded
+    before."""
+    scale: Tensor
+    """0-dim, or one for each row, the same for all rows of a piece. 0 folds and sends nothing: values are 0, the rest
+    stays as it is. What is left is ranked all the same."""
+    mask: Tensor | None
+    """``[rows, q]`` positions, or None: everything is sent."""
+    values: Tensor
+    """``[rows, q]`` of the wire's dtype, written."""
+    clip_value: float | None = None
+    """First clamps the gradient to ``[-v, v]``."""
+    second_moment: SecondMoment | None = None
+    """The owner's, or None."""
+    proposals: Tensor | None = None
+    """uint8 ``[rows, W]``, written: what :func:`propose` returns, as many entries as fit its width."""
+    next_mask: Tensor | None = None
+    """``[rows, q']``, written: what :func:`select` returns."""
+
+
 @operation
-def sweep(
-    region: Region,
-    residual: Tensor,
-    grads: Sequence[Tensor | None] | None,
-    scale: Tensor,
-    mask: Tensor | None,
-    values: Tensor,
-    *,
-    clip_value: float | None = None,
-    second_moment: SecondMoment | None = None,
-    proposals: Tensor | None = None,
-    next_mask: Tensor | None = None,
-) -> None:
+def sweep(work: Sweep) -> None:
     """All of a rank's work on the rows of a region, in one pass over memory (docs/design.md, 3).
 
     In this order, and equal to these operations one after the other:
@@ -68,38 +84,23 @@ def sweep(
     3. **propose**   what is left is ranked, for the other ranks (:func:`propose`, into ``proposals``) or for the next
        mask (:func:`select`, into ``next_mask``).
 
-    Every tensor ``[rows, ...]`` counts the same rows; those outside the region are left alone.
-
-    Args:
-        region: which rows, and which parameters fill them.
-        residual: ``[rows, B]``, contiguous, changed in place.
-        grads: flat gradient of each piece, any float dtype; None is a gradient of zeros. None for all: they have been
-            folded before.
-        scale: 0-dim, or one for each row, the same for all rows of a piece. 0 folds and sends nothing: values are 0,
-            the rest stays as it is. What is left is ranked all the same.
-        mask: ``[rows, q]`` positions, or None: everything is sent.
-        values: ``[rows, q]`` of the wire's dtype, written.
-        clip_value: first clamps the gradient to ``[-v, v]``.
-        second_moment: the owner's, or None.
-        proposals: uint8 ``[rows, W]``, written: what :func:`propose` returns, as many entries as fit its width.
-        next_mask: ``[rows, q']``, written: what :func:`select` returns.
+    Rows outside the region are left alone.
     """
-    length, pieces = residual.shape[1], region.pieces
-    if grads is not None:
-        scales = [scale if scale.dim() == 0 else scale[piece.row] for piece in pieces]
-        for piece, grad, own in zip(pieces, grads, scales, strict=True):
-            fold([_entries(residual, piece)], [grad], own, clip_value)
-        if second_moment is not None:
-            moments, weights, ranks = second_moment
-            for piece, grad, weight, own in zip(pieces, grads, weights, scales, strict=True):
-                accumulate_exp_avg_sq([_entries(moments, piece)], [grad], [weight], ranks, own, clip_value)
-    for rows in region.rows:
-        part = None if mask is None else mask[rows]
-        compact(residual[rows], part, values.dtype, scale[rows] if scale.dim() else scale, out=values[rows])
-        if proposals is not None:
-            proposals[rows] = propose(residual[rows], votes_in(proposals.shape[1], length))
-        if next_mask is not None:
-            next_mask[rows] = select(residual[rows], next_mask.shape[1])
+    residual, scale, values = work.residual, work.scale, work.values
+    if work.grads is not None:
+        for place, (piece, grad) in enumerate(zip(work.region.pieces, work.grads, strict=True)):
+            own = cut(scale, piece.row)
+            fold([_entries(residual, piece)], [grad], own, work.clip_value)
+            if work.second_moment is not None:
+                moments, weights, ranks = work.second_moment
+                one = [_entries(moments, piece)], [grad], [weights[place]]
+                accumulate_exp_avg_sq(*one, ranks, own, work.clip_value)
+    for rows in work.region.rows:
+        compact(residual[rows], cut(work.mask, rows), values.dtype, cut(scale, rows), out=values[rows])
+        if work.proposals is not None:
+            work.proposals[rows] = propose(residual[rows], votes_in(work.proposals.shape[1], residual.shape[1]))
+        if work.next_mask is not None:
+            work.next_mask[rows] = select(residual[rows], work.next_mask.shape[1])
 
 
 def _entries(blocks: Tensor, piece: Piece) -> Tensor:

@@ -9,15 +9,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_scape.core.layout import Piece, Region
 from lightning_scape.ops import naive
-from lightning_scape.ops.naive.masks import position_dtype, proposal_bytes
-from lightning_scape.ops.naive.rules import RowNumbers, SecondMoment, ShardState
+from lightning_scape.ops.naive.blocks import Sweep
+from lightning_scape.ops.naive.params import ParamEntries
+from lightning_scape.ops.naive.rules import RowNumbers, ShardState, cut
 from lightning_scape.ops.naive.wire import GROUP, group_bytes
 from lightning_scape.ops.registry import CHUNKED
 
@@ -28,10 +28,10 @@ def _chunk(tensor: Tensor) -> int:
 
 
 def _row_slices(matrix: Tensor, rows: slice | None = None) -> Iterator[slice]:
-    """Slices that cover the rows of ``matrix [R, columns]``, or some of them."""
+    """Slices, one at least, that cover the rows of ``matrix [R, columns]``, or some of them."""
     start, stop = (0, matrix.shape[0]) if rows is None else (rows.start, rows.stop)
     step = max(1, _chunk(matrix) // max(1, matrix.shape[1]))
-    for first in range(start, stop, step):
+    for first in range(start, stop, step) or [start]:
         yield slice(first, min(first + step, stop))
 
 
@@ -86,31 +86,20 @@ def accumulate_exp_avg_sq(
 @CHUNKED.implements
 def select(statistic: Tensor, sent: int) -> Tensor:
     """See :func:`naive.select`."""
-    blocks, length = statistic.shape
-    chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=statistic.device)
-    for rows in _row_slices(statistic):
-        chosen[rows] = naive.select(statistic[rows], sent)
-    return chosen
+    return torch.cat([naive.select(statistic[rows], sent) for rows in _row_slices(statistic)])
 
 
 @CHUNKED.implements
 def propose(residual: Tensor, votes: int) -> Tensor:
     """See :func:`naive.propose`."""
-    blocks, length = residual.shape
-    proposals = torch.empty(blocks, proposal_bytes(votes, length), dtype=torch.uint8, device=residual.device)
-    for rows in _row_slices(residual):
-        proposals[rows] = naive.propose(residual[rows], votes)
-    return proposals
+    return torch.cat([naive.propose(residual[rows], votes) for rows in _row_slices(residual)])
 
 
 @CHUNKED.implements
 def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) -> Tensor:
     """See :func:`naive.merge`."""
-    blocks, length = residual.shape
-    chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=residual.device)
-    for rows in _row_slices(residual):
-        chosen[rows] = naive.merge(residual[rows], proposals[:, rows], own, votes, sent)
-    return chosen
+    parts = ((residual[rows], proposals[:, rows]) for rows in _row_slices(residual))
+    return torch.cat([naive.merge(*part, own, votes, sent) for part in parts])
 
 
 # --------------------------------------------------------------------------------------------------- blocks
@@ -125,8 +114,7 @@ def compact(
     sent = length if mask is None else mask.shape[1]
     values = torch.empty(blocks, sent, dtype=wire_dtype, device=residual.device) if out is None else out
     for rows in _row_slices(values):
-        part = None if mask is None else mask[rows]
-        naive.compact(residual[rows], part, wire_dtype, scale[rows] if scale.dim() else scale, out=values[rows])
+        naive.compact(residual[rows], cut(mask, rows), wire_dtype, cut(scale, rows), out=values[rows])
     return values
 
 
@@ -160,43 +148,20 @@ def _group_slices(values: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 @CHUNKED.implements
-def sweep(
-    region: Region,
-    residual: Tensor,
-    grads: Sequence[Tensor | None] | None,
-    scale: Tensor,
-    mask: Tensor | None,
-    values: Tensor,
-    *,
-    clip_value: float | None = None,
-    second_moment: SecondMoment | None = None,
-    proposals: Tensor | None = None,
-    next_mask: Tensor | None = None,
-) -> None:
+def sweep(work: Sweep) -> None:
     """See :func:`naive.sweep`."""
-    length, starts = residual.shape[1], [piece.row for piece in region.pieces]
-    for rows in (part for each in region.rows for part in _row_slices(residual, each)):
+    pieces, grads, second = work.region.pieces, work.grads, work.second_moment
+    length, starts = work.residual.shape[1], [piece.row for piece in pieces]
+    for rows in (part for each in work.region.rows for part in _row_slices(work.residual, each)):
         places = range(max(0, bisect_right(starts, rows.start) - 1), bisect_right(starts, rows.stop - 1))
-        cut = {place: _cut(region.pieces[place], rows, length) for place in places}
-        inside = {place: piece for place, piece in cut.items() if piece is not None}
-        given: list[Tensor | None] | None = None
-        if grads is not None:
-            given = [_part_of(grads[place], region.pieces[place], piece) for place, piece in inside.items()]
-        second = second_moment
-        if second is not None:
-            second = second._replace(weights=[second.weights[place] for place in inside])
-        naive.sweep(
-            Region((rows,), tuple(inside.values())),
-            residual,
-            given,
-            scale,
-            mask,
-            values,
-            clip_value=clip_value,
-            second_moment=second,
-            proposals=proposals,
-            next_mask=next_mask,
+        parts = {place: _cut(pieces[place], rows, length) for place in places}
+        inside = {place: piece for place, piece in parts.items() if piece is not None}
+        given = (
+            None if grads is None else [_part_of(grads[place], pieces[place], part) for place, part in inside.items()]
         )
+        own = None if second is None else second._replace(weights=[second.weights[place] for place in inside])
+        region = Region((rows,), tuple(inside.values()))
+        naive.sweep(work._replace(region=region, grads=given, second_moment=own))
 
 
 def _cut(piece: Piece, rows: slice, length: int) -> Piece | None:
@@ -222,78 +187,45 @@ def update_adams(
     shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, floor: float = 1.0
 ) -> Tensor:
     """See :func:`naive.update_adams`."""
-    again = torch.zeros((), dtype=torch.int64, device=mean.device)
-    for rows in _row_slices(mean):
-        given = _rows_of(shard, mask, mean, numbers, rows)
-        again += naive.update_adams(*given, floor)
-    return again
+    parts = _updated_together(shard, mask, mean, numbers)
+    return torch.stack([naive.update_adams(*part, floor) for part in parts]).sum()
 
 
 @CHUNKED.implements
 def update_adamw(shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int) -> Tensor:
     """See :func:`naive.update_adamw`."""
-    again = torch.zeros((), dtype=torch.int64, device=mean.device)
+    parts = _updated_together(shard, mask, mean, numbers)
+    return torch.stack([naive.update_adamw(*part, ranks) for part in parts]).sum()
+
+
+def _updated_together(
+    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers
+) -> Iterator[tuple[ShardState, Tensor | None, Tensor, RowNumbers]]:
+    """What an update needs of some rows, for all of them in turn."""
     for rows in _row_slices(mean):
-        given = _rows_of(shard, mask, mean, numbers, rows)
-        again += naive.update_adamw(*given, ranks)
-    return again
-
-
-def _rows_of(
-    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, rows: slice
-) -> tuple[ShardState, Tensor | None, Tensor, RowNumbers]:
-    """What an update of some rows needs."""
-    state = ShardState(*(None if matrix is None else matrix[rows] for matrix in shard))  # type: ignore[arg-type]
-    step, scale, hyper, *rest = numbers  # the hyperparameters are by group, or the same for all
-    own = RowNumbers(_of_rows(step, rows), _of_rows(scale, rows), hyper, *(_of_rows(value, rows) for value in rest))
-    return state, None if mask is None else mask[rows], mean[rows], own
-
-
-def _of_rows(value: Any, rows: slice) -> Any:
-    """Numbers ``[R]`` of some rows; all else is the same for all."""
-    return value[rows] if isinstance(value, Tensor) and value.dim() else value
+        yield shard.of(rows), cut(mask, rows), mean[rows], numbers.of(rows)
 
 
 # ----------------------------------------------------------------------------------------------- parameters
 
 
 @CHUNKED.implements
-def gather_params(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int
-) -> None:
+def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> None:
     """See :func:`naive.gather_params`."""
-    naive.gather_params(flats, list(_small(pieces, out, block_size)), mask, out, block_size)
+    naive.gather_params(_in_small_pieces(entries, out), out, renew)
 
 
 @CHUNKED.implements
-def renew_masters(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, masters: Tensor, block_size: int
-) -> None:
-    """See :func:`naive.renew_masters`."""
-    naive.renew_masters(flats, list(_small(pieces, masters, block_size)), mask, masters, block_size)
-
-
-@CHUNKED.implements
-def scatter_params(
-    flats: Sequence[Tensor],
-    pieces: Sequence[Piece],
-    mask: Tensor | None,
-    values: Tensor,
-    block_size: int,
-    add: bool = False,
-    scale: Tensor | None = None,
-) -> None:
+def scatter_params(entries: ParamEntries, values: Tensor, add: bool = False, scale: Tensor | None = None) -> None:
     """See :func:`naive.scatter_params`."""
-    naive.scatter_params(flats, list(_small(pieces, values, block_size)), mask, values, block_size, add, scale)
+    naive.scatter_params(_in_small_pieces(entries, values), values, add, scale)
 
 
-def _small(pieces: Sequence[Piece], values: Tensor, block_size: int) -> Iterator[Piece]:
-    """The same pieces, in parts of a few rows."""
-    for piece in pieces:
-        for rows in _row_slices(values, slice(piece.row, piece.row + piece.blocks)):
-            part = _cut(piece, rows, block_size)
-            assert part is not None
-            yield part
+def _in_small_pieces(entries: ParamEntries, values: Tensor) -> ParamEntries:
+    """The same entries, in pieces of a few rows."""
+    rows = ((piece, slice(piece.row, piece.row + piece.blocks)) for piece in entries.pieces)
+    parts = (_cut(piece, some, entries.block_size) for piece, all_ in rows for some in _row_slices(values, all_))
+    return entries._replace(pieces=[part for part in parts if part is not None])
 
 
 @CHUNKED.implements

@@ -3,82 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_scape.core.layout import Piece
+from lightning_scape.ops.naive.rules import cut
 from lightning_scape.ops.registry import operation
 
 
+class ParamEntries(NamedTuple):
+    """The masked entries of parameters, which are the rows of a matrix ``[R, q]``."""
+
+    flats: Sequence[Tensor]
+    """Every parameter, flat, by index."""
+    pieces: Sequence[Piece]
+    """Which parameters fill which rows."""
+    mask: Tensor | None
+    """``[R, q]``, or None: all of them."""
+    block_size: int
+    """B."""
+
+
 @operation
-def gather_params(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, out: Tensor, block_size: int
-) -> None:
+def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> None:
     """Copies the masked entries of the parameters into ``out [R, q]``; positions that are pads are left alone.
 
     Example: ``B = 2``, parameters ``[5, 6, 7]`` and ``[8]``, mask ``[[1], [0], [0]]``: ``out = [[6], [7], [8]]``.
 
+    With ``renew``, ``out`` holds masters of the entries, and only those that do not round to their parameter give way
+    to it: somebody else has written the parameter. Example: parameter ``[1, 3]`` in bf16 and masters ``[[1.001, 2]]``
+    give ``[[1.001, 3]]``.
+
     Args:
-        flats: every parameter, flat, by index.
-        pieces: which parameters fill which rows of ``mask`` and ``out``.
-        mask: ``[R, q]`` or None.
-        out: ``[R, q]``, contiguous.
-        block_size: B.
+        entries: which.
+        out: ``[R, q]``, contiguous; masters are fp32 or fp64.
+        renew: see above.
     """
-    for piece in pieces:
-        _kept(out, piece, block_size).copy_(_masked(flats, piece, mask, block_size))
+    for piece in entries.pieces:
+        there, flat = _kept(out, piece, entries.block_size), _flat(entries, piece)
+        parameter = flat[_places(entries, piece)]
+        if renew:
+            parameter = torch.where(there.to(parameter.dtype) == parameter, there, parameter.to(there.dtype))
+        there.copy_(parameter)
 
 
 @operation
-def renew_masters(
-    flats: Sequence[Tensor], pieces: Sequence[Piece], mask: Tensor | None, masters: Tensor, block_size: int
-) -> None:
-    """Masters that do not round to their parameter give way to it: somebody else has written the parameter.
-
-    Example: parameter ``[1, 3]`` in bf16 and masters ``[[1.001, 2]]`` give ``[[1.001, 3]]``.
-
-    Args:
-        flats: as in :func:`gather_params`.
-        pieces: likewise.
-        mask: likewise.
-        masters: ``[R, q]``, contiguous, fp32 or fp64: of the masked entries. Changed in place.
-        block_size: B.
-    """
-    for piece in pieces:
-        master, parameter = _kept(masters, piece, block_size), _masked(flats, piece, mask, block_size)
-        master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.to(master.dtype)))
-
-
-@operation
-def scatter_params(
-    flats: Sequence[Tensor],
-    pieces: Sequence[Piece],
-    mask: Tensor | None,
-    values: Tensor,
-    block_size: int,
-    add: bool = False,
-    scale: Tensor | None = None,
-) -> None:
+def scatter_params(entries: ParamEntries, values: Tensor, add: bool = False, scale: Tensor | None = None) -> None:
     """The reverse of :func:`gather_params`: writes ``values [R, q]`` to the parameters' masked entries, or adds them.
 
     Values are rounded to the parameter's dtype first. ``scale`` is 0-dim, or one for each row ``[R]``, the same for all
     rows of a piece; where it is 0, nothing is written. None writes all.
     """
-    for piece in pieces:
-        flat = flats[piece.segment.index][piece.of_parameter]
-        new = _kept(values, piece, block_size).to(flat.dtype)
-        places = slice(None) if mask is None else _places(mask, piece, block_size)
+    for piece in entries.pieces:
+        flat, places = _flat(entries, piece), _places(entries, piece)
+        new = _kept(values, piece, entries.block_size).to(flat.dtype)
         new = flat[places] + new if add else new
         if scale is not None:
-            new = torch.where((scale[piece.row] if scale.dim() else scale) != 0, new, flat[places])
+            new = torch.where(cut(scale, piece.row) != 0, new, flat[places])
         flat[places] = new
 
 
-def _masked(flats: Sequence[Tensor], piece: Piece, mask: Tensor | None, block_size: int) -> Tensor:
-    """The piece's masked entries in its parameter."""
-    flat = flats[piece.segment.index][piece.of_parameter]
-    return flat if mask is None else flat[_places(mask, piece, block_size)]
+def _flat(entries: ParamEntries, piece: Piece) -> Tensor:
+    """The piece's part of its parameter."""
+    return entries.flats[piece.segment.index][piece.of_parameter]
 
 
 def _kept(matrix: Tensor, piece: Piece, block_size: int) -> Tensor:
@@ -87,8 +76,11 @@ def _kept(matrix: Tensor, piece: Piece, block_size: int) -> Tensor:
     return rows.view(-1)[: piece.kept(rows.shape[1], block_size)]
 
 
-def _places(mask: Tensor, piece: Piece, block_size: int) -> Tensor:
-    """Where the piece's masked entries lie in the piece: int64, without pads."""
+def _places(entries: ParamEntries, piece: Piece) -> Any:
+    """Where the piece's masked entries lie in the piece: int64, without pads; or all of them."""
+    mask, block_size = entries.mask, entries.block_size
+    if mask is None:
+        return slice(None)
     end = piece.blocks * block_size
     starts = torch.arange(0, end, block_size, dtype=torch.int64, device=mask.device).unsqueeze(1)
     places = mask[piece.row : piece.row + piece.blocks].long() + starts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,6 +64,10 @@ class ShardState(NamedTuple):
     last_step: Tensor
     """``[R, B]`` int32, step of each entry's last update."""
 
+    def of(self, rows: slice) -> ShardState:
+        """That of some rows."""
+        return ShardState(*(None if matrix is None else matrix[rows] for matrix in self))  # type: ignore[arg-type]
+
 
 class RowNumbers(NamedTuple):
     """What an update needs to know of each row: ``[R]``, or 0-dim where it is the same for all."""
@@ -80,6 +84,16 @@ class RowNumbers(NamedTuple):
     """Divides second moments: ``1 - beta2**t``."""
     group: Tensor | None = None
     """int32 ``[R]``, the parameter group of each row; None where ``hyper`` is 0-dim."""
+
+    def of(self, rows: slice) -> RowNumbers:
+        """Those of some rows; hyperparameters are by group, or the same for all."""
+        step, scale, hyper, *rest = (cut(value, rows) for value in self)
+        return RowNumbers(step, scale, hyper, *rest)
+
+
+def cut(values: Any, rows: slice | int) -> Any:
+    """Some rows of a tensor, or one; what is 0-dim, or no tensor, is the same for all."""
+    return values[rows] if isinstance(values, Tensor) and values.dim() else values
 
 
 class SecondMoment(NamedTuple):

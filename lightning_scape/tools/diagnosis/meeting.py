@@ -9,9 +9,10 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # torch names them late
@@ -100,8 +101,8 @@ class Meeting:
         self.place, self.seconds = place, seconds
         # Where torchrun keeps a store of its own, every rank is a guest; else rank 0 opens one.
         host = place.rank == 0 and not uses_agent_store()
-        self.environment = _Environment(place)
-        """Of this job, for errors."""
+        self.environment = SimpleNamespace(world_size=lambda: place.world_size, global_rank=lambda: place.rank)
+        """Of this job, for the errors of :func:`explained_rendezvous`."""
         with explained_rendezvous(self.environment):
             self.root: Store = TCPStore(
                 place.address,
@@ -127,13 +128,9 @@ class Meeting:
             seconds: how long to wait.
             ranks: of which ranks; None is all.
         """
-        ranks = range(self.place.world_size) if ranks is None else ranks
-        deadline, missing = time.monotonic() + seconds, list(ranks)
-        while missing and time.monotonic() < deadline:
-            missing = [rank for rank in missing if not self.store.check([f"{topic}/{rank}"])]
-            time.sleep(_POLL_SECONDS if missing else 0)
-        came = [rank for rank in ranks if rank not in missing]
-        return {rank: json.loads(self.store.get(f"{topic}/{rank}")) for rank in came}
+        keys = {rank: f"{topic}/{rank}" for rank in (range(self.place.world_size) if ranks is None else ranks)}
+        missing = self._missing(keys.values(), seconds)
+        return {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if key not in missing}
 
     def decide(self, topic: str, value: Any, seconds: float) -> Any:
         """One value for all ranks: rank 0 gives it, the others give None and wait for it.
@@ -149,31 +146,19 @@ class Meeting:
         if value is not None:
             self.store.set(topic, json.dumps(value))
             return value
-        deadline = time.monotonic() + seconds
-        while not self.store.check([topic]):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank 0 must answer within {seconds:g} s, got no answer. Look at its output.")
-            time.sleep(_POLL_SECONDS)
+        if self._missing([topic], seconds):
+            raise TimeoutError(f"rank 0 must answer within {seconds:g} s, got no answer. Look at its output.")
         return json.loads(self.store.get(topic))
 
     def part(self, present: list[int]) -> None:
         """Ends the meeting. Rank 0, which may keep the store, stays until the others have read what they need."""
         self.leave("parted", True)
-        deadline = time.monotonic() + _LAST_SECONDS
-        while self.place.rank == 0 and time.monotonic() < deadline:
-            if self.store.check([f"parted/{rank}" for rank in present]):
-                return
+        if self.place.rank == 0:
+            self._missing([f"parted/{rank}" for rank in present], _LAST_SECONDS)
+
+    def _missing(self, keys: Iterable[str], seconds: float) -> list[str]:
+        """Waits until all keys are written, but not longer than so many seconds; those that are not."""
+        deadline, missing = time.monotonic() + seconds, list(keys)
+        while (missing := [key for key in missing if not self.store.check([key])]) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-
-
-@dataclass(frozen=True)
-class _Environment:
-    """The two questions that :func:`explained_rendezvous` asks."""
-
-    place: Place
-
-    def world_size(self) -> int:
-        return self.place.world_size
-
-    def global_rank(self) -> int:
-        return self.place.rank
+        return missing
