@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer
 from lightning_scape.checkpoint.dcp import Chunk
+from lightning_scape.checkpoint.parts import Source
 from lightning_scape.checkpoint.saver import SavedContent, consolidate
-from lightning_scape.checkpoint.source import SavedShards, Source, WholeState
+from lightning_scape.checkpoint.source import SavedShards, WholeState
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.scape.form import FORM
 from lightning_scape.scape.keys import held, residual_key, state_key

@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from lightning_scape.checkpoint.checks import check_model
 from lightning_scape.checkpoint.inner import inner_for, inner_part, placed
-from lightning_scape.checkpoint.parts import OwnParts, Part, Place, of_flats, read_flats
-from lightning_scape.checkpoint.source import Form, SavedShards, Source, WholeState
+from lightning_scape.checkpoint.parts import OwnParts, Part, Place, Source, of_flats, read_flats
+from lightning_scape.checkpoint.source import Form, SavedShards, WholeState
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import Method, of_whole
 from lightning_scape.core.parameters import Parameters
@@ -64,11 +64,11 @@ class SavedByParts(Method):
         inner = self.communicator.raise_on_all_ranks(lambda: inner_part(self.optimizer))
         parts = [*self.parts(), parameters, inner]
         common = self.form.common(self.facts(), parts, self.parameters, self.communicator.world_size, 1)
-        return OwnParts(self.form, common, parts, self.parameters, self.communicator)
+        return OwnParts(common, parts, self.parameters, self.communicator)
 
     @override
     def consolidate_state_dict(self, to: int = 0) -> None:
-        self._whole = self.sharded_state_dict().whole(to)
+        self._whole = self.form.collected(self.sharded_state_dict(), to)
 
     @override
     def state_dict(self) -> dict[str, Any]:

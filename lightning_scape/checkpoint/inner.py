@@ -7,7 +7,7 @@ together to whole parameters and cut again: any mesh loads what any other saved.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_scape.checkpoint.dcp import Chunk
 from lightning_scape.checkpoint.packed import pack
-from lightning_scape.checkpoint.parts import Part, Place
+from lightning_scape.checkpoint.parts import Part, Place, Source
 from lightning_scape.core import local_shards
-
-if TYPE_CHECKING:
-    from lightning_scape.checkpoint.source import Source
 
 
 def inner_part(optimizer: torch.optim.Optimizer, name: str = "inner") -> Part:

@@ -20,10 +20,10 @@ the second line is a replica, and one of the third counts all ranks, a replica's
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,9 +32,6 @@ from lightning_scape.checkpoint.dcp import Chunk
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.layout import Layout, Piece
 from lightning_scape.core.parameters import Parameters
-
-if TYPE_CHECKING:
-    from lightning_scape.checkpoint.source import Form, Source
 
 Placement = Literal["owned", "each_rank"]
 OnOtherRanks = Literal["cut", "mean", "take", "drop"]
@@ -132,8 +129,6 @@ def of_flats(parameters: Parameters, flats: Sequence[Tensor]) -> dict[Any, Chunk
 class OwnParts:
     """What this rank holds of one optimizer's state: views of the live state."""
 
-    form: Form
-    """How it is written."""
     common: Mapping[str, Any]
     """Facts; the same on all ranks."""
     parts: Sequence[Part]
@@ -158,18 +153,6 @@ class OwnParts:
     def tensors(self) -> dict[str, Chunk]:
         """By key: what this rank writes into a directory."""
         return {part.key(index, self.place): chunk for part in self.parts for index, chunk in part.held.items()}
-
-    def whole(self, to: int) -> dict[str, Any] | None:
-        """The whole state on rank ``to``, in host memory; None elsewhere. Collective.
-
-        Args:
-            to: among all ranks.
-        """
-        tensors = self.collect(to)
-        collected = self.form.merged(self.common, tensors) if self.everyone.rank == to else None
-        for _ in tensors:
-            raise AssertionError("tensors arrive on one rank only")
-        return self.everyone.raise_on_all_ranks(lambda: None if collected is None else self.form.completed(collected))
 
     def collect(self, to: int) -> Iterator[tuple[str, Tensor]]:
         """All whole tensors on rank ``to``, in host memory; none elsewhere. Use each before the next. Collective.
@@ -250,6 +233,37 @@ def _joined(pieces: Sequence[Sequence[_Piece]], parts: Sequence[Tensor]) -> Iter
 
 
 # ------------------------------------------------------------------------------------------------ loading
+
+
+class Source(Protocol):
+    """A saved state."""
+
+    @property
+    def common(self) -> Mapping[str, Any]:
+        """Facts: all but the tensors."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Those of the method: ``world_size`` is one of them."""
+
+    @property
+    def entries(self) -> Mapping[int, Collection[str]]:
+        """Names of the tensors of each parameter that the ranks own."""
+
+    def find(self, key: str) -> Any:
+        """The tensor of a key, in its own shape; on ``meta`` if its values are still on disk. None if there is none.
+
+        A damaged state may give anything.
+        """
+
+    def read(self, targets: Mapping[str, Chunk]) -> None:
+        """Fills the chunks' tensors, in place; converts dtypes."""
+
+    def tensor(self, key: str) -> Tensor:
+        """One whole tensor: flat, where it is a parameter's."""
+
+    def unpacked(self, key: str) -> dict[str, Any]:
+        """The dict that a rank has saved beside its tensors."""
 
 
 def fill(source: Source, part: Part, ranks: int, place: Place) -> None:

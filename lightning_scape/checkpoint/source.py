@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,41 +15,10 @@ from lightning_scape.checkpoint import checks
 from lightning_scape.checkpoint.dcp import Chunk, Directory
 from lightning_scape.checkpoint.inner import inner_of
 from lightning_scape.checkpoint.packed import unpack
-from lightning_scape.checkpoint.parts import Part, Place, parameter_of
+from lightning_scape.checkpoint.parts import OwnParts, Part, Place, parameter_of
 from lightning_scape.core.method import of_state
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.tensors import flatten_like
-
-
-class Source(Protocol):
-    """A saved state."""
-
-    @property
-    def common(self) -> Mapping[str, Any]:
-        """Facts: all but the tensors."""
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """Those of the method: ``world_size`` is one of them."""
-
-    @property
-    def entries(self) -> Mapping[int, Collection[str]]:
-        """Names of the tensors of each parameter that the ranks own."""
-
-    def find(self, key: str) -> Any:
-        """The tensor of a key, in its own shape; on ``meta`` if its values are still on disk. None if there is none.
-
-        A damaged state may give anything.
-        """
-
-    def read(self, targets: Mapping[str, Chunk]) -> None:
-        """Fills the chunks' tensors, in place; converts dtypes."""
-
-    def tensor(self, key: str) -> Tensor:
-        """One whole tensor: flat, where it is a parameter's."""
-
-    def unpacked(self, key: str) -> dict[str, Any]:
-        """The dict that a rank has saved beside its tensors."""
 
 
 class Dense(NamedTuple):
@@ -180,6 +149,19 @@ class Form:
             holder[name] = tensor if index is None else tensor.as_strided(shape, stride)
         return whole
 
+    def collected(self, own: OwnParts, to: int) -> dict[str, Any] | None:
+        """The whole state on rank ``to``, in host memory; None elsewhere. Collective.
+
+        Args:
+            own: what this rank holds of it.
+            to: among all ranks.
+        """
+        tensors = own.collect(to)
+        whole = self.merged(own.common, tensors) if own.everyone.rank == to else None
+        for _ in tensors:
+            raise AssertionError("tensors arrive on one rank only")
+        return own.everyone.raise_on_all_ranks(lambda: None if whole is None else self.completed(whole))
+
     def whole_of(self, saved: SavedShards) -> dict[str, Any]:
         """The whole state that the optimizer would have given, read from a directory into host memory."""
         return self.completed(self.merged(saved.common, saved.tensors()))
@@ -198,7 +180,7 @@ class Form:
 
 
 class WholeState:
-    """A :class:`Source` over a whole state.
+    """A :class:`~lightning_scape.checkpoint.parts.Source` over a whole state.
 
     Args:
         form: of its method.
@@ -213,39 +195,39 @@ class WholeState:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """See :class:`Source`."""
+        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
         return self._form.facts(self.common)
 
     @property
     def entries(self) -> Mapping[int, Collection[str]]:
-        """See :class:`Source`."""
+        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
         return self._form.entries(self.common, self._whole)
 
     def find(self, key: str) -> Any:
-        """See :class:`Source`."""
+        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
         holder, name = self._form.slot(self._whole, key)
         return holder.get(name)
 
     def read(self, targets: Mapping[str, Chunk]) -> None:
-        """See :class:`Source`."""
+        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
         for key, chunk in targets.items():
             chunk.tensor.copy_(self.tensor(key)[chunk.offset : chunk.offset + len(chunk.tensor)])
 
     def tensor(self, key: str) -> Tensor:
-        """See :class:`Source`."""
+        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
         found: Tensor = self.find(key)
         index = parameter_of(key)
         return found if index is None else flatten_like(found, self._parameters[index])
 
     def unpacked(self, key: str) -> dict[str, Any]:
-        """See :class:`Source`."""
+        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
         found: dict[str, Any] = self.find(key)
         return found
 
 
 @dataclass(frozen=True)
 class SavedShards:
-    """A :class:`Source` over a directory, which may hold several optimizers' states.
+    """A :class:`~lightning_scape.checkpoint.parts.Source` over a directory, which may hold several optimizers' states.
 
     Nothing is read until asked for.
     """
@@ -263,16 +245,16 @@ class SavedShards:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """See :class:`Source`."""
+        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
         return self.form.facts(self.common)
 
     @property
     def entries(self) -> Mapping[int, Collection[str]]:
-        """See :class:`Source`."""
+        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
         return self.form.entries(self.common, None)
 
     def find(self, key: str) -> Tensor | None:
-        """See :class:`Source`."""
+        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
         if key not in self._shapes:
             return None
         shape = self._shapes[key]
@@ -284,18 +266,18 @@ class SavedShards:
         return found.view(shape) if found is not None and found.numel() == math.prod(shape) else found
 
     def read(self, targets: Mapping[str, Chunk]) -> None:
-        """See :class:`Source`."""
+        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
         self.directory.read({f"{self.key}.{key}": chunk for key, chunk in targets.items() if len(chunk.tensor)})
 
     def tensor(self, key: str) -> Tensor:
-        """See :class:`Source`."""
+        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
         found = self.find(key)
         if found is not None and not found.numel():
             return torch.empty(found.shape if parameter_of(key) is None else 0, dtype=found.dtype, device="cpu")
         return self.directory.tensor(f"{self.key}.{key}")
 
     def unpacked(self, key: str) -> dict[str, Any]:
-        """See :class:`Source`.
+        """See :class:`~lightning_scape.checkpoint.parts.Source`.
 
         Raises:
             CheckpointError: the bytes are damaged, or hold what only executing code would load.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape.checkpoint.checks import DAMAGED, check_mapping, check_places, is_shape, said
-from lightning_scape.checkpoint.source import Source
+from lightning_scape.checkpoint.parts import Source
 from lightning_scape.core.local_shards import is_sharded
 from lightning_scape.core.parameters import Parameters, problem_of_group
 from lightning_scape.scape.config import WarmupShape

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_scape.checkpoint.source import Source
+from lightning_scape.checkpoint.parts import Source
 from lightning_scape.scape.keys import has_second, state_key
 from lightning_scape.scape.snapshot import Snapshot
 

@@ -7,8 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_scape.checkpoint.dcp import Chunk
-from lightning_scape.checkpoint.parts import Part, Place
-from lightning_scape.checkpoint.source import Source
+from lightning_scape.checkpoint.parts import Part, Place, Source
 from lightning_scape.scape.state import SHARD_TENSORS
 
 _OLDER_NAMES = {"local_exp_avg_sum": "evidence", "local_exp_avg_sq": "noise"}

@@ -24,6 +24,7 @@ from lightning_scape.scape import optimizer_state as checkpoint
 from lightning_scape.scape.adams import AdamS
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.convert import check_convertible, with_fitting_update
+from lightning_scape.scape.form import FORM
 from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.scape.state import ScapeState
 from lightning_scape.scape.stats import StepStats
@@ -372,7 +373,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
         the update of AdamS ``4 P`` more: what AdamW would need to go on from it). To
         collect it takes little more: all ranks' residuals of one parameter at a time.
         """
-        self._shared.consolidated = self.sharded_state_dict().whole(to)
+        self._shared.consolidated = FORM.collected(self.sharded_state_dict(), to)
 
     def sharded_state_dict(self) -> OwnParts:
         """This rank's part of the state, as :func:`lightning_scape.checkpoint.dcp.write_directory` takes it; views.

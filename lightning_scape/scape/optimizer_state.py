@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_scape.checkpoint.dcp import Chunk
-from lightning_scape.checkpoint.parts import OwnParts, Place, fill
-from lightning_scape.checkpoint.source import SavedShards, Source, WholeState
+from lightning_scape.checkpoint.parts import OwnParts, Place, Source, fill
+from lightning_scape.checkpoint.source import SavedShards, WholeState
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.local_shards import numels_of
@@ -50,7 +50,7 @@ def own_parts(snapshot: Snapshot, communicator: Communicator, param_groups: list
     of_masks = {"mask_shape": shapes[0]} if shards.world_size == 1 else {"mask_shape": None, "mask_shapes": shapes}
     facts = {**_facts(snapshot), **of_masks, "param_groups": param_groups}
     common = FORM.common(facts, parts, parameters, communicator.world_size, shards.world_size)
-    return OwnParts(FORM, common, parts, parameters, communicator, shards)
+    return OwnParts(common, parts, parameters, communicator, shards)
 
 
 def _blocks_of_shards(snapshot: Snapshot) -> list[int]:

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from lightning_scape.checkpoint.checks import check_model
 from lightning_scape.checkpoint.inner import inner_for, inner_part
-from lightning_scape.checkpoint.parts import OwnParts, Part, Place, fill, of_blocks, of_flats, read_flats
-from lightning_scape.checkpoint.source import SavedShards, Source, WholeState
+from lightning_scape.checkpoint.parts import OwnParts, Part, Place, Source, fill, of_blocks, of_flats, read_flats
+from lightning_scape.checkpoint.source import SavedShards, WholeState
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.method import Method, of_whole
@@ -139,7 +139,7 @@ def own_parts(live: Live) -> OwnParts:
     parts.append(live.everyone.raise_on_all_ranks(lambda: inner_part(live.optimizer)))
     ranks, shards = live.communicator, live.shards
     common = FORM.common(live.facts(), parts, parameters, ranks.world_size, shards.world_size)
-    return OwnParts(FORM, common, parts, parameters, ranks, shards)
+    return OwnParts(common, parts, parameters, ranks, shards)
 
 
 # ------------------------------------------------------------------------------------------------ loading

@@ -20,6 +20,7 @@ from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import check_same_setup_everywhere
 from lightning_scape.sparseloco import checkpoint, rows, setup
 from lightning_scape.sparseloco.config import Average, Reduction, SparseLoCoConfig
+from lightning_scape.sparseloco.form import FORM
 from lightning_scape.sparseloco.state import LocoState
 from lightning_scape.sparseloco.stats import ExchangeStats
 from lightning_scape.sparseloco.windows import Windows
@@ -219,7 +220,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         Ranks differ inside a window. So the whole state holds every rank's parameters, error feedback and optimizer
         state: about ``16 N P`` bytes with AdamW. A sharded checkpoint spares one rank from holding all of it.
         """
-        self._consolidated = self.sharded_state_dict().whole(to)
+        self._consolidated = FORM.collected(self.sharded_state_dict(), to)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, the inner optimizers' included: tensors, numbers and strings only.
