@@ -326,8 +326,10 @@ def plain(config: Any) -> dict[str, Any]:
 
 def unwrapped(optimizer: object) -> object:
     """The optimizer inside a host's wrappers."""
-    while "_optimizer" in getattr(optimizer, "__dict__", {}):
-        optimizer = optimizer.__dict__["_optimizer"]
+    from lightning_scape.core.private_names import IN_WRAPPER
+
+    while IN_WRAPPER in getattr(optimizer, "__dict__", {}):
+        optimizer = optimizer.__dict__[IN_WRAPPER]
     return optimizer
 
 

@@ -8,20 +8,16 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import wraps
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, MixedPrecision, Precision
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
-from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.fabric.utilities.types import Optimizable
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -29,16 +25,15 @@ from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.saver import Saver
-from lightning_scape.comm.collectives import Communicator, is_distributed
+from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.lost_ranks import explained_messages
-from lightning_scape.comm.side_group import SideGroup
-from lightning_scape.core.method import Method, Spelling, Surroundings, find_all, for_config
-from lightning_scape.hosts import advice, launching, registration, rendezvous, setup, two_level
-from lightning_scape.hosts.buffers import Buffers
+from lightning_scape.core.method import Method, Spelling, Surroundings, find_all
+from lightning_scape.hosts import advice, setup, two_level
 from lightning_scape.hosts.fabric_checkpoints import FabricCheckpoints
 from lightning_scape.hosts.options import ScapeOptions, SparseLoCoOptions
 from lightning_scape.hosts.outsiders import Watch
 from lightning_scape.hosts.own_clipping import watch_gradients
+from lightning_scape.hosts.private_names import BackwardSyncControl
 
 
 class FabricMethodStrategy(FabricCheckpoints):
@@ -74,9 +69,6 @@ class FabricMethodStrategy(FabricCheckpoints):
         TypeError: an option of DDP's that is not needed here, or one that does not exist.
     """
 
-    method: ClassVar[str | None] = None
-    """Name of the method, where the strategy is of one."""
-
     def __init__(
         self,
         config: Any = None,
@@ -96,37 +88,30 @@ class FabricMethodStrategy(FabricCheckpoints):
         broadcast_buffers: bool = False,
         **options: Any,
     ) -> None:
-        launching.refuse_options_of_ddp(options)
         if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
             raise ValueError(
                 f"`total_steps` must be None or a whole number >= 1, got {total_steps!r}. Leave it out where you do not"
                 " know it."
             )
-        saver.check_saving(state_dict_type, async_save, checkpoint_io)
-        self.config = setup.resolve_config(self.method, config, options)
         super().__init__(
-            method=for_config(self.config),
-            nodes=two_level.Nodes(self.config, wrap),
+            config,
+            options,
+            wrap=wrap,
             state_dict_type=state_dict_type,
             async_save=async_save,
+            broadcast_buffers=broadcast_buffers,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision=precision,
             process_group_backend=process_group_backend,
-            timeout=launching.as_timeout(timeout),
+            timeout=timeout,
             start_method=start_method,
         )
-        self._backward_sync_control = _GradientSync()
+        self.hold_back_by(_GradientSync())
         self.total_steps = total_steps
-        self._side_group = SideGroup()
-        self._buffers = Buffers(broadcast_buffers)
         self._forget()
-
-    def __repr__(self) -> str:
-        """The options that differ from the defaults."""
-        return f"<{type(self).__name__}({advice.chosen(self.config)})>"
 
     def _forget(self) -> None:
         # Weak: a model that the user drops must not be kept alive by the strategy.
@@ -147,45 +132,14 @@ class FabricMethodStrategy(FabricCheckpoints):
         self.__dict__.update(state)
         self._forget()
 
-    @classmethod
     @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        if cls.method is not None:
-            registration.register_in(strategy_registry, cls.method, cls)
-
-    @override
-    def _configure_launcher(self) -> None:
-        launching.check_start_method(type(self).__name__, self._method.name, self._start_method)
-        super()._configure_launcher()
-
-    @override
-    def setup_environment(self) -> None:
-        launching.check_ranks(self.num_processes * self.num_nodes)
-        super().setup_environment()
-
-    @override
-    def _setup_distributed(self) -> None:
-        starting = not is_distributed()
-        with rendezvous.explained_rendezvous(self.cluster_environment):
-            self._set_world_ranks()
-            backend = self._get_process_group_backend()
-            rendezvous.start_process_group(self.cluster_environment, backend, self._timeout, self.root_device)
-            super()._setup_distributed()
-        if starting:
-            atexit.register(_destroy_dist_connection)  # see MethodStrategy
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
         atexit.register(_finish, weakref.ref(self._saver))  # Fabric never tears a strategy down
-        self._nodes.set_up(self.num_processes, self.root_device, self._timeout)  # collective, as the next
-        if not self._nodes.several:
-            self._side_group.get(self._timeout)
         if isinstance(self.precision, MixedPrecision):
             self.precision.scaler = setup.sharded_scaler(self.precision.scaler)
         if self._nodes.several:  # a sharded module sends messages in forward and backward
             two_level.explain_forward(self.precision)
-
-    @property
-    def device_mesh(self) -> DeviceMesh | None:
-        """With ``local_group_size`` above 1: nodes (``"replicate"``) times ranks of a node (``"shard"``)."""
-        return self._nodes.mesh
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
@@ -220,7 +174,7 @@ class FabricMethodStrategy(FabricCheckpoints):
         named = [pair for module in self.known_modules for pair in module.named_parameters()]
         self._nodes.follow_replaced(optimizer)
         self._close_those_replaced_by(optimizer)
-        side_group = self._nodes.side_group(self._side_group, self._timeout)
+        side_group = self._nodes.side_group(self._side_group, self.patience)
         surroundings = Surroundings(named, self._nodes.process_group, side_group, self.total_steps)
         attached = self._method.attach(optimizer, self._nodes.config, surroundings)
         if attached.clips and self.world_size > 1 and getattr(self.precision, "scaler", None) is None:
@@ -385,7 +339,7 @@ def _finish(saver: weakref.ref[Saver]) -> None:
         there.finish(raising=False)
 
 
-class _GradientSync(_BackwardSyncControl):
+class _GradientSync(BackwardSyncControl):
     """A module that is not sharded sends nothing in its backward pass: there is nothing to hold back."""
 
     @override

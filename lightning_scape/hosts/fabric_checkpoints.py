@@ -8,50 +8,33 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.strategies.strategy import _validate_keys_for_strict_loading
-from lightning.fabric.utilities.types import _PATH, _Stateful
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
-from lightning_scape.checkpoint.saver import RNG, Content, SavedContent, Saver, replicated
+from lightning_scape.checkpoint.saver import RNG, Content, SavedContent, replicated
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.comm.together import Together
-from lightning_scape.core.method import Method, find
+from lightning_scape.core.method import find
 from lightning_scape.hosts import two_level
-from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.hosts.common import CommonStrategy
+from lightning_scape.hosts.private_names import OpenedFabrics, check_strictly
 from lightning_scape.hosts.schedulers import Restored, is_scheduler
 
 
-class FabricCheckpoints(DDPStrategy):
+class FabricCheckpoints(CommonStrategy, OpenedFabrics):
     """Base of Fabric's strategies.
 
     Args:
-        method: by which it trains.
-        nodes: which ranks hold a replica together.
-        state_dict_type: ``"full"`` or ``"sharded"``.
-        async_save: write directories in the background.
-        options: DDPStrategy's.
+        options, more: CommonStrategy's.
     """
 
-    def __init__(
-        self,
-        *,
-        method: type[Method],
-        nodes: two_level.Nodes,
-        state_dict_type: saver.StateDictType,
-        async_save: bool,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self._method, self._nodes, self._state_dict_type = method, nodes, state_dict_type
-        self._saver, self._together = Saver(async_save), Together()
-        self._checkpoint_group = SideGroup("gloo")  # background writes must not meet the step's messages
+    def __init__(self, *options: Any, **more: Any) -> None:
+        super().__init__(*options, **more)
+        self._together = Together()
 
     @abstractmethod
     def _look_at_buffers(self, occasion: str) -> None:
@@ -73,23 +56,10 @@ class FabricCheckpoints(DDPStrategy):
         method.consolidate_state_dict()
         return method.state_dict() if self.is_global_zero else {}
 
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        """What writes and reads a checkpoint that is one file."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = ScapeCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        saver.check_saving(self._state_dict_type, self._saver.asynchronous, io)
-        self._checkpoint_io = io
-
     @override
     def save_checkpoint(
         self,
-        path: _PATH,
+        path: str | Path,
         state: dict[str, Module | Optimizer | Any],
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
@@ -109,7 +79,7 @@ class FabricCheckpoints(DDPStrategy):
             return
         ranks = Communicator(None, None)
         with self._together.inside():
-            converted = self._convert_stateful_objects_in_state(self._with_stand_ins(state), filter=filter or {})
+            converted = self.as_states(self._with_stand_ins(state), filter or {})
         if any(find(value) for value in state.values()):
             converted[RNG] = ranks.all_gather_object(rng_state())
 
@@ -129,19 +99,13 @@ class FabricCheckpoints(DDPStrategy):
                 self._together.agree()
                 content.optimizers[name] = ours.sharded_state_dict()
             else:
-                content.rest[name] = value.state_dict() if isinstance(value, _Stateful) else value
+                content.rest[name] = value.state_dict() if isinstance(value, Stateful) else value
         return content
-
-    def _offered_parameters(self, module: Module) -> list[str]:
-        """Names of the parameters that this rank may write into a directory: any rank, where all hold the same."""
-        if not self._method.exchanges_every_step and self.global_rank >= self._nodes.size:
-            return []  # between exchanges nodes differ: of the model only the first one's is saved
-        return [name for name, _ in module.named_parameters()]
 
     @override
     def load_checkpoint(
         self,
-        path: _PATH,
+        path: str | Path,
         state: Module | Optimizer | dict[str, Module | Optimizer | Any] | None = None,
         strict: bool = True,
         weights_only: bool | None = None,
@@ -152,7 +116,7 @@ class FabricCheckpoints(DDPStrategy):
                 method.restore_parameters()  # a model that was loaded after it
         return rest
 
-    def _load(self, path: _PATH, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+    def _load(self, path: str | Path, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
         self._saver.wait()
         ours = any(map(find, state.values() if isinstance(state, dict) else [state]))
         # Without one of ours a rank may read on its own, as with DDP.
@@ -185,13 +149,13 @@ class FabricCheckpoints(DDPStrategy):
         if isinstance(state, Optimizer):
             (find(state) or state).load_state_dict(content)
             return {}
-        _validate_keys_for_strict_loading(state.keys(), content.keys(), strict=strict)
+        check_strictly(state.keys(), content.keys(), strict=strict)
         for name, value in self._with_stand_ins(state).items():
             if name not in content:
                 continue
             if isinstance(value, Module):
                 self.load_module_state_dict(value, content.pop(name), strict=strict)
-            elif isinstance(value, (Optimizer, _Stateful)):
+            elif isinstance(value, (Optimizer, Stateful)):
                 (find(value) or value).load_state_dict(content.pop(name))
             else:
                 state[name] = content.pop(name)
@@ -204,7 +168,7 @@ class FabricCheckpoints(DDPStrategy):
                 " `fabric.load(path, {'model': model, ...})`, or make it one file by `lightning-scape consolidate`."
             )
         saved = SavedContent(path, self._checkpoint_ranks())
-        _validate_keys_for_strict_loading(state.keys(), saved.names, strict=strict)
+        check_strictly(state.keys(), saved.names, strict=strict)
         rest = dict(saved.rest)
 
         def take_up() -> None:
@@ -213,7 +177,7 @@ class FabricCheckpoints(DDPStrategy):
                     self.load_module_state_dict(value, saved.model(name), strict=strict)
                 elif name in saved.optimizers:
                     (find(value) or value).load_state_dict(saved.optimizers[name])
-                elif name in rest and isinstance(value, _Stateful):
+                elif name in rest and isinstance(value, Stateful):
                     value.load_state_dict(rest.pop(name))
                 elif name in rest:
                     state[name] = rest.pop(name)
@@ -224,10 +188,3 @@ class FabricCheckpoints(DDPStrategy):
             if generators is not None:
                 set_rng_state(generators)
         return rest
-
-    def wait_for_checkpoint(self) -> None:
-        """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""
-        self._saver.wait()
-
-    def _checkpoint_ranks(self) -> Communicator:
-        return Communicator(self._checkpoint_group.get(self._timeout), None)

@@ -7,38 +7,34 @@ gradient is reduced in the backward pass), and each optimizer is put under a
 
 from __future__ import annotations
 
-import atexit
 import functools
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
-from lightning_scape.comm.collectives import Communicator, is_distributed
+from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.comm.under_way import settle
 from lightning_scape.core.epoch_end import compare_ends
-from lightning_scape.core.method import Method, Surroundings, find_all, for_config
-from lightning_scape.hosts import advice, ending, launching, preemption, registration, rendezvous, setup, two_level
+from lightning_scape.core.method import Method, Surroundings, find_all
+from lightning_scape.hosts import advice, ending, preemption, setup, two_level
 from lightning_scape.hosts.density_bar import DensityBar
 from lightning_scape.hosts.options import ScapeOptions, SparseLoCoOptions
 from lightning_scape.hosts.own_clipping import watch_gradients
@@ -83,9 +79,6 @@ class MethodStrategy(TrainerCheckpoints):
         TypeError: an option of DDP's that is not needed here, or one that does not exist.
     """
 
-    method: ClassVar[str | None] = None
-    """Name of the method, where the strategy is of one."""
-
     def __init__(
         self,
         config: Any = None,
@@ -106,78 +99,43 @@ class MethodStrategy(TrainerCheckpoints):
         broadcast_buffers: bool = False,
         **options: Any,
     ) -> None:
-        launching.refuse_options_of_ddp(options)
-        saver.check_saving(state_dict_type, async_save, checkpoint_io)
-        self.config = setup.resolve_config(self.method, config, options)
         super().__init__(
-            method=for_config(self.config),
-            nodes=two_level.Nodes(self.config, wrap),
-            resumption=Resumption(resume, batches_per_step),
+            config,
+            options,
+            wrap=wrap,
             state_dict_type=state_dict_type,
             async_save=async_save,
             broadcast_buffers=broadcast_buffers,
+            resumption=Resumption(resume, batches_per_step),
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=launching.as_timeout(timeout),
+            timeout=timeout,
             start_method=start_method,
         )
-        self._side_group = SideGroup()
         self._interrupted = False
         self._progress_bar: DensityBar | None = None
         self._ends_group = SideGroup("gloo")  # each batch's messages must not meet the step's
         self._shared_nans = SharedNans()
 
+    @override
     def __repr__(self) -> str:
         """The options that differ from the defaults, and a remedy where the package is not the one we extend."""
         # pytorch_lightning's Trainer rejects us by printing us; this is the only word we get in.
         foreign = "pytorch_lightning" in sys.modules
         remedy = " for lightning.pytorch.Trainer; use `from lightning.pytorch import Trainer`" if foreign else ""
-        return f"<{type(self).__name__}({advice.chosen(self.config)}){remedy}>"
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        if cls.method is not None:
-            registration.register_in(strategy_registry, cls.method, cls)
-
-    @override
-    def _configure_launcher(self) -> None:
-        launching.check_start_method(type(self).__name__, self._method.name, self._start_method)
-        super()._configure_launcher()
+        return super().__repr__()[:-1] + f"{remedy}>"
 
     @override
     def setup_environment(self) -> None:
-        launching.check_ranks(self.num_processes * self.num_nodes)
         super().setup_environment()
         self._interrupted = False
         if self.lightning_module is not None:
             self._dump.attach(trainer := self.lightning_module.trainer)
             Communicator(None, None).raise_on_all_ranks(lambda: self._resumption.prepare(trainer))
-
-    @override
-    def setup_distributed(self) -> None:
-        starting = not is_distributed()
-        with rendezvous.explained_rendezvous(self.cluster_environment):
-            self.set_world_ranks()
-            backend = self._get_process_group_backend()
-            rendezvous.start_process_group(self.cluster_environment, backend, self._timeout, self.root_device)
-            super().setup_distributed()
-        if starting:
-            # Lightning does so for NCCL alone. A thread of gloo that still holds the last message's tensors when the
-            # interpreter ends aborts the process (seen with plain DDP, too: torch 2.13, 4 of 40 runs).
-            atexit.register(_destroy_dist_connection)
-        self._nodes.set_up(self.num_processes, self.root_device, self._timeout)  # collective, as the next
-        if not self._nodes.several:
-            self._side_group.get(self._timeout)
-
-    @property
-    def device_mesh(self) -> DeviceMesh | None:
-        """With ``local_group_size`` above 1: nodes (``"replicate"``) times ranks of a node (``"shard"``)."""
-        return self._nodes.mesh
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -188,8 +146,8 @@ class MethodStrategy(TrainerCheckpoints):
         assert self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting and self._layer_sync:
-            self.model = self._layer_sync.apply(self.model)
+        if fitting and self.layer_sync:
+            self.model = self.layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         # For evaluation too: the model may not fit on one rank.
         self._nodes.shard(self.model, self.root_device, two_level.compute_dtype(self.precision_plugin.precision))
@@ -214,17 +172,12 @@ class MethodStrategy(TrainerCheckpoints):
         return self._shared_nans.hold()
 
     @override
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        self._interrupted = False
-        super().setup_optimizers(trainer)
-
-    @override
     def _attach(self, optimizer: Optimizer) -> Method:
         assert self.lightning_module is not None
         surroundings = Surroundings(
             list(self.lightning_module.named_parameters()),
             self._nodes.process_group,
-            self._nodes.side_group(self._side_group, self._timeout),
+            self._nodes.side_group(self._side_group, self.patience),
             self._steps,
         )
         attached = self._method.attach(optimizer, self._nodes.config, surroundings)
@@ -261,7 +214,7 @@ class MethodStrategy(TrainerCheckpoints):
             return
         ends_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0  # on the ranks that go on
         if not (ends_step and self._steps_compare_ends):  # Lightning itself sends a message with every batch
-            ranks = Communicator(self._ends_group.get(self._timeout), None)
+            ranks = Communicator(self._ends_group.get(self.patience), None)
             compare_ends(ranks, batch_idx + 1, ends_epoch(trainer, ends_step))
 
     @property

@@ -18,6 +18,7 @@ from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator, Work
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.parameters import Parameters
+from lightning_scape.core.private_names import version
 from lightning_scape.core.ranges import profiler_range
 from lightning_scape.core.replicas import check_replicas
 from lightning_scape.scape.clipping import GradientClipping, check_max_norm, squared_norm
@@ -301,7 +302,7 @@ class Engine:
 
     def _versions(self) -> list[int | None]:
         """How often each gradient was written."""
-        return [None if parameter.grad is None else parameter.grad._version for parameter in self.parameters.tensors]
+        return [None if parameter.grad is None else version(parameter.grad) for parameter in self.parameters.tensors]
 
     def stats(self) -> StepStats | None:
         """See :attr:`ScapeOptimizer.stats`."""
