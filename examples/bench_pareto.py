@@ -30,7 +30,7 @@ from bench_quality import execute_all
 from quality_runs import Run, Setting, results, run_of, scape, sweep
 
 from lightning_scape import ScapeConfig
-from lightning_scape.planning import scape_bytes
+from lightning_scape.scape.cost import scape_bytes
 
 OUT = Path(__file__).parent / "results" / "pareto"
 BYTES = (

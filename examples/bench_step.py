@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, __version__
 from lightning_scape.comm.collectives import KINDS
-from lightning_scape.planning import scape_traffic
+from lightning_scape.scape.cost import scape_traffic
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

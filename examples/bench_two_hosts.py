@@ -143,7 +143,7 @@ def work(args: argparse.Namespace) -> None:
         model = build(model_name)
         measured = {"step_compute": measuring.measure_compute(model, args.batch_size, args.context), "link": vars(link)}
         machine = measuring.measure_machine(list(model.parameters()), sparsities=(0.0, 0.9, 0.99), repeats=3)
-        measured |= {"adamw": machine.adamw, "clip": machine.clip, "scape": dict(machine.scape)}
+        measured |= {"adamw": machine.adamw, "clip": machine.clip, "scape": dict(machine.own["scape"])}
         weights = [[w.numel, w.block, w.multiplied] for w in plan.weights_of(model)]
         del model
         found = {method: run_method(method, model_name, args) for method in args.methods}

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, Weight, compute_only, ddp, fsdp, scape
-from lightning_scape.planning.local_steps import sparseloco
+from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, Weight, compute_only, ddp, fsdp
+from lightning_scape.scape import plan as scape
 from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.sparseloco import cost as sparseloco
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 
 
@@ -34,13 +35,13 @@ PREDICTORS: dict[str, Callable[[Job, Link, Machine], Prediction]] = {
     "ddp": ddp,
     "ddp-bf16": lambda job, link, machine: ddp(job, link, machine, wire_bytes=2),
     "fsdp": lambda job, link, machine: fsdp(job, link, machine, reduce_passes=2),
-    "scape-0": lambda job, link, machine: scape(job, link, machine, ScapeConfig(sparsity=0.0)),
-    "scape-0.9": lambda job, link, machine: scape(job, link, machine, ScapeConfig(sparsity=0.9)),
-    "scape-0.99": lambda job, link, machine: scape(job, link, machine, ScapeConfig(sparsity=0.99)),
-    "scape-0.9-int4": lambda job, link, machine: scape(
+    "scape-0": lambda job, link, machine: scape.predict(job, link, machine, ScapeConfig(sparsity=0.0)),
+    "scape-0.9": lambda job, link, machine: scape.predict(job, link, machine, ScapeConfig(sparsity=0.9)),
+    "scape-0.99": lambda job, link, machine: scape.predict(job, link, machine, ScapeConfig(sparsity=0.99)),
+    "scape-0.9-int4": lambda job, link, machine: scape.predict(
         job, link, machine, ScapeConfig(sparsity=0.9, wire_dtype="int4")
     ),
-    "sparseloco-30": lambda job, link, machine: sparseloco(job, link, machine, SparseLoCoConfig(sync_every=30)),
+    "sparseloco-30": lambda job, link, machine: sparseloco.predict(job, link, machine, SparseLoCoConfig(sync_every=30)),
 }
 """By the methods' names in the results of bench_two_hosts.py; PowerSGD is not predicted."""
 
@@ -64,7 +65,7 @@ def compare_with_measured(results: Mapping[str, Any]) -> list[Comparison]:
         machine = Machine(
             adamw=cell["measured"]["adamw"],
             clip=cell["measured"]["clip"],
-            scape={float(density): (a, b) for density, (a, b) in cell["measured"]["scape"].items()},
+            own={"scape": {float(density): (a, b) for density, (a, b) in cell["measured"]["scape"].items()}},
         )
         link = Link(**cell["measured"]["link"])
         for method, predictor in PREDICTORS.items():

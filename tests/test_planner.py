@@ -19,9 +19,13 @@ from example_modules import load_example
 from torch import nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, StepStats
-from lightning_scape import planning as planner
+from lightning_scape.core.words import show_bandwidth, show_bytes
+from lightning_scape.planning import conclusions, cost_model
 from lightning_scape.planning import measure as measuring
-from lightning_scape.planning.cost_model import Job, Link, Machine, Weight
+from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, Weight
+from lightning_scape.scape import plan as scape_plan
+from lightning_scape.scape.cost import scape_bytes, scape_traffic
+from lightning_scape.scape.payoff import dense_would_be_faster
 from lightning_scape.tools import arguments as words
 from lightning_scape.tools import commands, plan
 
@@ -62,14 +66,12 @@ def planner_kinds() -> tuple[str, ...]:
 def test_bytes_are_those_that_a_real_step_counts(run_ranks: Any, sparsity: float, clip: bool) -> None:
     dtype = torch.bfloat16 if clip else torch.float32
     steps = run_ranks(_real_bytes, 3, sparsity, dtype, clip)[0]
-    expected = planner.scape_bytes(
-        (1003, 777, 4), 3, ScapeConfig(sparsity=sparsity), parameter_bytes=dtype.itemsize, clip=clip
-    )
+    expected = scape_bytes((1003, 777, 4), 3, ScapeConfig(sparsity=sparsity), parameter_bytes=dtype.itemsize, clip=clip)
     assert steps[-1] == expected
 
 
 def test_dense_bytes_are_those_of_rings() -> None:
-    sent = {p.method: p.bytes_sent for p in planner.predict(JOB, GIGABIT, MACHINE)}
+    sent = {p.method: p.bytes_sent for p in cost_model.predict(JOB, GIGABIT, MACHINE)}
     size = JOB.parameters * 4
     assert sent["compute only"] == 0
     assert sent["DDP"] == sent["ZeRO-1"] == 2 * size * 7 // 8
@@ -78,7 +80,7 @@ def test_dense_bytes_are_those_of_rings() -> None:
 
 
 def test_one_rank_sends_nothing() -> None:
-    for prediction in planner.predict(replace(JOB, ranks=1), GIGABIT, MACHINE):
+    for prediction in cost_model.predict(replace(JOB, ranks=1), GIGABIT, MACHINE):
         assert prediction.bytes_sent == 0
 
 
@@ -86,14 +88,14 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_nothing_is_faster_than_compute_alone_with_equal_optimizers() -> None:
-    free = Machine(adamw=0, clip=0, scape={0.01: (0.0, 0.0), 0.1: (0.0, 0.0)})
-    floor, *others = planner.predict(JOB, GIGABIT, free)
+    free = Machine(adamw=0, clip=0, own={"scape": {0.01: (0.0, 0.0), 0.1: (0.0, 0.0)}})
+    floor, *others = cost_model.predict(JOB, GIGABIT, free)
     assert all(prediction.seconds >= floor.seconds for prediction in others)
 
 
 def test_a_faster_link_never_slows_a_step() -> None:
     links = [Link(bandwidth=10**exponent) for exponent in (6, 7, 8, 9, 10, 11)]
-    rows = [planner.predict(JOB, link, MACHINE, [0.0, 0.9, 0.99]) for link in links]
+    rows = [cost_model.predict(JOB, link, MACHINE, [0.0, 0.9, 0.99]) for link in links]
     for column in zip(*rows, strict=True):
         seconds = [prediction.seconds for prediction in column]
         assert seconds == sorted(seconds, reverse=True)
@@ -101,8 +103,8 @@ def test_a_faster_link_never_slows_a_step() -> None:
 
 def test_on_a_slow_link_times_are_in_proportion_to_bytes() -> None:
     slow = Link(bandwidth=1e4, latency=0)
-    for prediction in planner.predict(JOB, slow, MACHINE)[1:]:
-        mask = planner.scape_bytes([w.numel for w in WEIGHTS], 8, ScapeConfig(sparsity=prediction.sparsity or 0.0))
+    for prediction in cost_model.predict(JOB, slow, MACHINE)[1:]:
+        mask = scape_bytes([w.numel for w in WEIGHTS], 8, ScapeConfig(sparsity=prediction.sparsity or 0.0))
         waited = prediction.bytes_sent - (mask["mask"] + mask["votes"] if prediction.sparsity else 0)
         assert prediction.seconds >= waited / 1e4
         assert prediction.seconds <= prediction.bytes_sent / 1e4 + 0.1
@@ -115,49 +117,62 @@ def test_ddp_hides_the_buckets_that_are_ready_early() -> None:
     link = Link(bandwidth=28e6, latency=0)
     free = Machine(adamw=0, clip=0)
     # forward 1 s, head's backward 1 s, its bucket until 3 s; the last bucket from 3 s to 4 s
-    assert planner.ddp(job, link, free).seconds == pytest.approx(4.0)
+    assert cost_model.ddp(job, link, free).seconds == pytest.approx(4.0)
 
 
 def test_the_processors_work_cannot_be_hidden() -> None:
     job = Job(weights=(Weight(7_000_000, 0), Weight(7_000_000)), ranks=2, step_compute=3.0, clip=False)
     link = Link(bandwidth=1e12, latency=0, reduce_seconds=1e-7)
-    assert planner.ddp(job, link, Machine(adamw=0, clip=0)).seconds == pytest.approx(3.0 + 56e6 * 1e-7)
+    assert cost_model.ddp(job, link, Machine(adamw=0, clip=0)).seconds == pytest.approx(3.0 + 56e6 * 1e-7)
 
 
 def test_an_all_to_all_loads_a_nodes_link_with_all_its_ranks() -> None:
-    free = Machine(adamw=0, clip=0, scape={0.01: (0.0, 0.0)})
+    free = Machine(adamw=0, clip=0, own={"scape": {0.01: (0.0, 0.0)}})
     link = Link(bandwidth=1e4, latency=0)
     config = ScapeConfig(sparsity=0.99)
-    one, four = (planner.scape(replace(JOB, ranks_per_node=g), link, free, config).seconds for g in (1, 4))
-    values = planner.scape_bytes([w.numel for w in WEIGHTS], 8, config)["values"]
+    one, four = (scape_plan.predict(replace(JOB, ranks_per_node=g), link, free, config).seconds for g in (1, 4))
+    values = scape_bytes([w.numel for w in WEIGHTS], 8, config)["values"]
     assert four - one == pytest.approx(values / 1e4 * (4 * 4 / 7 - 1), rel=1e-3)
 
 
+def gain(
+    sparsity: float = 0.99, job: Job = JOB, link: Link = GIGABIT, machine: Machine = MACHINE, **more: float
+) -> conclusions.Gain:
+    def there(other: Link) -> list[Prediction]:
+        return cost_model.predict(job, other, machine, [sparsity])
+
+    return conclusions.gain_of(f"SCAPE {sparsity:g}", there, link, **more)
+
+
+def break_even(machine: Machine = MACHINE, **more: float) -> float | None:
+    return conclusions.break_even_bandwidth(gain(machine=machine, **more), GIGABIT.bandwidth)
+
+
 def test_break_even_is_where_both_take_the_same_time() -> None:
-    even = planner.break_even_bandwidth(JOB, GIGABIT, MACHINE, 0.99)
+    even = break_even()
     assert even is not None
     assert math.isfinite(even)
-    found = planner.predict(JOB, replace(GIGABIT, bandwidth=even), MACHINE, [0.99])
-    assert found[-1].seconds == pytest.approx(planner.best_dense(found).seconds, rel=1e-2)
-    pays = planner.break_even_bandwidth(JOB, GIGABIT, MACHINE, 0.99, speedup=2.0)
+    found = cost_model.predict(JOB, replace(GIGABIT, bandwidth=even), MACHINE, [0.99])
+    assert found[-1].seconds == pytest.approx(conclusions.best_dense(found).seconds, rel=1e-2)
+    pays = break_even(speedup=2.0)
     assert pays is not None
-    found = planner.predict(JOB, replace(GIGABIT, bandwidth=pays), MACHINE, [0.99])
-    assert planner.best_dense(found).seconds == pytest.approx(2 * found[-1].seconds, rel=1e-2)
-    slow = Machine(adamw=0, clip=0, scape={0.01: (1.0, 1.0)})
-    assert planner.break_even_bandwidth(JOB, GIGABIT, slow, 0.99) is None
+    found = cost_model.predict(JOB, replace(GIGABIT, bandwidth=pays), MACHINE, [0.99])
+    assert conclusions.best_dense(found).seconds == pytest.approx(2 * found[-1].seconds, rel=1e-2)
+    slow = Machine(adamw=0, clip=0, own={"scape": {0.01: (1.0, 1.0)}})
+    assert break_even(slow) is None
 
 
 def test_memory_counts_what_each_rank_keeps() -> None:
-    memory = {p.method: p.memory / JOB.parameters for p in planner.predict(JOB, GIGABIT, MACHINE)}
+    memory = {p.method: p.memory / JOB.parameters for p in cost_model.predict(JOB, GIGABIT, MACHINE)}
     assert memory["DDP"] == pytest.approx(4 + 4 + 8 + 4)
     assert memory["ZeRO-1"] == pytest.approx(4 + 4 + 1 + 4)
     assert memory["SCAPE 0.99"] == pytest.approx(4 + 4 + 4 + 1 + 0.5)
-    adams = planner.scape(JOB, GIGABIT, MACHINE, ScapeConfig(update="adams", second_moment="reconstructed"))
+    adams = scape_plan.predict(JOB, GIGABIT, MACHINE, ScapeConfig(update="adams", second_moment="reconstructed"))
     assert adams.memory / JOB.parameters == pytest.approx(4 + 4 + 4 + 1)
 
 
 def test_more_ranks_cost_more_and_are_reported_up_to_1024() -> None:
-    scaling = planner.scaling(JOB, GIGABIT, MACHINE, [0.99])
+    scaling = cost_model.scaling(JOB, GIGABIT, MACHINE, [0.99])
     assert [*scaling] == [4, 8, 16, 32, 64, 128, 256, 512, 1024]
     for index in (1, -1):
         seconds = [row[index].seconds for row in scaling.values()]
@@ -189,7 +204,7 @@ def test_memory_of_no_speed_is_refused() -> None:
 )
 def test_more_ranks_are_whole_nodes_and_at_least_one_row(per_node: int, ranks: list[int]) -> None:
     job = replace(JOB, ranks=2 * per_node, ranks_per_node=per_node)
-    assert [*planner.scaling(job, GIGABIT, MACHINE, [])] == ranks
+    assert [*cost_model.scaling(job, GIGABIT, MACHINE, [])] == ranks
 
 
 def test_sparse_training_that_pays_on_fast_links_only_says_above() -> None:
@@ -197,52 +212,53 @@ def test_sparse_training_that_pays_on_fast_links_only_says_above() -> None:
     weights = tuple(Weight(10_000_000, i) for i in range(6))
     job = replace(JOB, weights=weights, ranks=4000, ranks_per_node=2000)
     link = Link(bandwidth=1e11)
-    found = planner.predict(job, link, MACHINE, [0.9])
-    assert planner.best_dense(found).seconds > found[-1].seconds
-    assert planner.break_even_bandwidth(job, link, MACHINE, 0.9) is None
-    least = planner.least_bandwidth(job, link, MACHINE, 0.9)
+    found = cost_model.predict(job, link, MACHINE, [0.9])
+    assert conclusions.best_dense(found).seconds > found[-1].seconds
+    there = gain(0.9, job, link), link.bandwidth
+    assert conclusions.break_even_bandwidth(*there) is None
+    least = conclusions.least_bandwidth(*there)
     assert least is not None
-    found = planner.predict(job, replace(link, bandwidth=least), MACHINE, [0.9])
-    assert found[-1].seconds == pytest.approx(planner.best_dense(found).seconds, rel=1e-2)
-    assert plan.show_turning_point(job, link, MACHINE, 0.9) == f"above {planner.show_bandwidth(least)}"
-    assert planner.least_bandwidth(JOB, GIGABIT, MACHINE, 0.99) is None  # it is fast on slow links already
+    found = cost_model.predict(job, replace(link, bandwidth=least), MACHINE, [0.9])
+    assert found[-1].seconds == pytest.approx(conclusions.best_dense(found).seconds, rel=1e-2)
+    assert plan.show_turning_point(*there) == f"above {show_bandwidth(least)}"
+    assert conclusions.least_bandwidth(gain(), GIGABIT.bandwidth) is None  # it is fast on slow links already
 
 
 # ----------------------------------------------------------------------------------------------------------- advice
 
 
 def test_advice_is_to_stay_dense_on_a_fast_link_and_not_on_a_slow_one() -> None:
-    fast = planner.advice(planner.predict(JOB, Link(bandwidth=1e13, latency=0), MACHINE))
-    slow = planner.advice(planner.predict(JOB, GIGABIT, MACHINE))
+    fast = conclusions.advice(cost_model.predict(JOB, Link(bandwidth=1e13, latency=0), MACHINE))
+    slow = conclusions.advice(cost_model.predict(JOB, GIGABIT, MACHINE))
     assert fast.startswith("Stay with ")
     assert slow.startswith("Use SCAPE 0.9")
 
 
-def predictions(dense: float = 1.0, **sparse: float) -> list[planner.Prediction]:
+def predictions(dense: float = 1.0, **sparse: float) -> list[Prediction]:
     """Compute alone and FSDP in 30 GB, DDP in 100 GB, SCAPE in 90 GB; ``s90=0.5`` is SCAPE 0.90 in 0.5 seconds."""
 
-    def one(method: str, seconds: float, gigabytes: int, **more: Any) -> planner.Prediction:
+    def one(method: str, seconds: float, gigabytes: int, **more: Any) -> Prediction:
         figures: dict[str, Any] = {"bytes_sent": 1000, "memory": gigabytes * 10**9, **more}
-        return planner.Prediction(method=method, seconds=seconds, **figures)
+        return Prediction(method=method, seconds=seconds, **figures)
 
     found = [one("compute only", 0.5, 30, bytes_sent=0), one("DDP", dense, 100), one("FSDP", 2 * dense, 30)]
     for name, seconds in sparse.items():
         sparsity = float(f"0.{name[1:]}")
-        found.append(one(f"SCAPE {sparsity:g}", seconds, 90, sparsity=sparsity))
+        found.append(one(f"SCAPE {sparsity:g}", seconds, 90, sparsity=sparsity, title="SCAPE"))
     return found
 
 
 def test_advice_takes_the_lowest_sparsity_that_pays() -> None:
     """0.9 is within 5% of 0.99, but only 0.99 is 1.1 times as fast as DDP: the advice was to stay with DDP."""
-    assert planner.advice(predictions(s9=0.92, s99=0.89, s999=0.88)).startswith("Use SCAPE 0.99:")
-    assert planner.advice(predictions(s9=0.90, s99=0.88)).startswith("Use SCAPE 0.9:")
-    said = planner.advice(predictions(s9=0.96, s99=0.93))
+    assert conclusions.advice(predictions(s9=0.92, s99=0.89, s999=0.88)).startswith("Use SCAPE 0.99:")
+    assert conclusions.advice(predictions(s9=0.90, s99=0.88)).startswith("Use SCAPE 0.9:")
+    said = conclusions.advice(predictions(s9=0.96, s99=0.93))
     assert said.startswith("Stay with DDP: SCAPE 0.99 would be 1.08x as fast")
 
 
 def test_advice_goes_beyond_99_percent_only_where_nothing_else_pays_and_says_what_it_costs() -> None:
-    assert planner.advice(predictions(s9=0.8, s99=0.7, s999=0.1)).startswith("Use SCAPE 0.99:")
-    said = planner.advice(predictions(s9=0.99, s99=0.95, s999=0.8))
+    assert conclusions.advice(predictions(s9=0.8, s99=0.7, s999=0.1)).startswith("Use SCAPE 0.99:")
+    said = conclusions.advice(predictions(s9=0.99, s99=0.95, s999=0.8))
     assert said.startswith("Use SCAPE 0.999: ")
     assert said.endswith(" But above 99%, once the warm-up is over, the loss ended several percent higher.")
 
@@ -252,8 +268,8 @@ def test_four_bits_are_named_only_where_they_shorten_a_step() -> None:
 
     def named(bandwidth: float) -> list[float | None]:
         link = replace(GIGABIT, bandwidth=bandwidth)
-        found = planner.in_four_bits(JOB, link, MACHINE, planner.predict(JOB, link, MACHINE, [0.0, 0.9]))
-        in_bf16 = {p.sparsity: p for p in planner.predict(JOB, link, MACHINE, [0.9])}
+        found = scape_plan.in_four_bits(JOB, link, MACHINE, cost_model.predict(JOB, link, MACHINE, [0.0, 0.9]))
+        in_bf16 = {p.sparsity: p for p in cost_model.predict(JOB, link, MACHINE, [0.9])}
         for p in found:
             wide = in_bf16[p.sparsity]
             assert p.seconds < wide.seconds
@@ -267,22 +283,24 @@ def test_four_bits_are_named_only_where_they_shorten_a_step() -> None:
 
 def test_advice_never_recommends_what_does_not_fit_while_something_does() -> None:
     slow = predictions(s99=0.5)
-    assert planner.advice(slow, 120e9) == planner.advice(slow)
-    assert planner.advice(slow, 95e9).startswith("Use SCAPE 0.99: a step takes 500 ms instead of 2.00 s with FSDP")
-    said = planner.advice(slow, 80e9)
+    assert conclusions.advice(slow, 120e9) == conclusions.advice(slow)
+    assert conclusions.advice(slow, 95e9).startswith("Use SCAPE 0.99: a step takes 500 ms instead of 2.00 s with FSDP")
+    said = conclusions.advice(slow, 80e9)
     assert said.startswith("Use FSDP: of what fits into the 80 GB of a rank it is the fastest; a step takes 2.00 s.")
     assert said.endswith("SCAPE 0.99 would take 500 ms, but needs 90 GB per rank; FSDP needs 30 GB.")
-    assert planner.advice(predictions(), 80e9).startswith("Use FSDP: ")
-    assert planner.advice(slow, 20e9).startswith("None of these methods fits into the 20 GB of a rank: FSDP needs the")
+    assert conclusions.advice(predictions(), 80e9).startswith("Use FSDP: ")
+    assert conclusions.advice(slow, 20e9).startswith(
+        "None of these methods fits into the 20 GB of a rank: FSDP needs the"
+    )
 
 
 def test_break_even_is_with_the_best_dense_method_that_fits() -> None:
     found = predictions(s99=0.5)
-    assert planner.best_dense(found, 80e9).method == "FSDP"
-    assert planner.best_dense(found, 1e9).method == planner.best_dense(found).method == "DDP"
-    memory = planner.fsdp(JOB, GIGABIT, MACHINE).memory
-    fits = planner.break_even_bandwidth(JOB, GIGABIT, MACHINE, 0.99, speedup=4.0, memory=memory)
-    anyhow = planner.break_even_bandwidth(JOB, GIGABIT, MACHINE, 0.99, speedup=4.0)
+    assert conclusions.best_dense(found, 80e9).method == "FSDP"
+    assert conclusions.best_dense(found, 1e9).method == conclusions.best_dense(found).method == "DDP"
+    memory = cost_model.fsdp(JOB, GIGABIT, MACHINE).memory
+    fits = break_even(speedup=4.0, memory=memory)
+    anyhow = break_even(speedup=4.0)
     assert fits is not None
     assert anyhow is not None
     assert fits > 1.1 * anyhow  # of the dense methods, DDP is the fastest there
@@ -292,29 +310,29 @@ def test_advice_names_the_latency_of_many_ranks_where_that_decides() -> None:
     """A hop of 0.2 ms on 1,024 ranks: SCAPE's three rings of hops are not hidden, and the link is not to blame."""
     job = replace(JOB, ranks=1024, step_compute=1.0)
     link = Link(bandwidth=1e12, latency=2e-4)
-    said = planner.advice(planner.predict(job, link, MACHINE))
+    said = conclusions.advice(cost_model.predict(job, link, MACHINE))
     assert said.startswith("Stay with ")
     assert said.endswith("616 ms of that are the latency of so many ranks, whatever the bandwidth.")
-    slow = replace(Machine.of_memory(1e10), scape={0.01: (1e-8, 0.0)})
-    quick = planner.predict(replace(JOB, step_compute=1.0), Link(bandwidth=1e12, latency=0), slow)
-    assert "the link is fast enough for this model" in planner.advice(quick)
+    slow = replace(Machine.of_memory(1e10), own={"scape": {0.01: (1e-8, 0.0)}})
+    quick = cost_model.predict(replace(JOB, step_compute=1.0), Link(bandwidth=1e12, latency=0), slow)
+    assert "the link is fast enough for this model" in conclusions.advice(quick)
 
 
 def test_advice_blames_the_link_only_where_dense_training_hides_its_messages() -> None:
     def said(**figures: float) -> str:
         *rest, last = predictions(s99=1.1)
-        return planner.advice([*rest, replace(last, **figures)])
+        return conclusions.advice([*rest, replace(last, **figures)])
 
     assert said(exposed=0.5).endswith("500 ms of that are spent waiting for its messages.")
     assert said(exposed=0.05).endswith("its own work takes longer here than its smaller messages save.")
     assert said(exposed=0.05, latency=0.05).endswith("its own work takes longer here than its smaller messages save.")
-    assert planner.advice(predictions(0.54, s99=0.6)).endswith("the link is fast enough for this model.")
+    assert conclusions.advice(predictions(0.54, s99=0.6)).endswith("the link is fast enough for this model.")
 
 
 def test_advice_for_one_rank_is_an_error_with_a_rule() -> None:
     """It was "min() arg is an empty sequence"."""
     with pytest.raises(ValueError, match="must be of at least 2 ranks"):
-        planner.advice(planner.predict(replace(JOB, ranks=1), GIGABIT, MACHINE))
+        conclusions.advice(cost_model.predict(replace(JOB, ranks=1), GIGABIT, MACHINE))
 
 
 def stats(**changes: Any) -> StepStats:
@@ -326,22 +344,20 @@ def stats(**changes: Any) -> StepStats:
 
 
 def test_a_runs_own_figures_tell_whether_dense_would_be_faster() -> None:
-    assert planner.dense_would_be_faster([stats()] * 3) is None  # dense: 10 s at the 10 MB/s reached
+    assert dense_would_be_faster([stats()] * 3) is None  # dense: 10 s at the 10 MB/s reached
     quick = stats(message_seconds=1e-4, seconds={"sweep": 0.03, "exchange": 1e-4, "update": 0.2})
-    said = planner.dense_would_be_faster([quick] * 3)  # dense: 10 ms + 70 ms against 230 ms
+    said = dense_would_be_faster([quick] * 3)  # dense: 10 ms + 70 ms against 230 ms
     assert said is not None
     assert "80 Gbit/s" in said
-    assert planner.dense_would_be_faster([]) is None
-    assert planner.dense_would_be_faster([replace(quick, skipped=True)]) is None
+    assert dense_would_be_faster([]) is None
+    assert dense_would_be_faster([replace(quick, skipped=True)]) is None
 
 
 def test_the_messages_are_never_said_to_take_longer_than_the_step_that_they_are_part_of() -> None:
     """It said that a part of 5.97 ms takes 6.64 ms for messages: those of clipping counted among these only."""
     seconds = {"norm": 2e-3, "sweep": 0.1e-3, "exchange": 5.87e-3}
     for message_seconds in (6.64e-3, 9e-3):  # or those of a comparison of replicas, which no phase covers
-        said = planner.dense_would_be_faster(
-            [stats(message_seconds=message_seconds, seconds=seconds, bytes_dense=10_000)] * 3
-        )
+        said = dense_would_be_faster([stats(message_seconds=message_seconds, seconds=seconds, bytes_dense=10_000)] * 3)
         assert said is not None
         whole, messages = re.findall(r"([\d.]+) ms", said)[:2]
         assert float(messages) == 1e3 * message_seconds
@@ -451,8 +467,8 @@ def test_a_step_timed_as_a_whole_is_divided_as_its_traffic_is() -> None:
     weight.grad = torch.randn_like(weight)
     for sparsity in (0.5, 0.99):
         config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0)
-        whole, shard = measuring.scape_as_a_whole(ScapeOptimizer([weight], config=config), repeats=2)
-        traffic = planner.scape_traffic(config.quota.density, votes=config.votes > 0)
+        whole, shard = scape_plan.as_a_whole(ScapeOptimizer([weight], config=config), repeats=2)
+        traffic = scape_traffic(config.quota.density, votes=config.votes > 0)
         assert whole > 0
         assert shard / whole == pytest.approx(traffic[1] / (traffic[0] - 4))
 
@@ -542,8 +558,8 @@ def test_units_are_read_and_written() -> None:
     assert words.bandwidth("10gbit") == 1.25e9
     assert words.seconds("350ms") == pytest.approx(0.35)
     assert words.seconds("0us") == 0
-    assert planner.show_bytes(4.87e12) == "4.87 TB"
-    assert [planner.show_bandwidth(x) for x in (1.25e9, 1.25e6, None, math.inf)] == [
+    assert show_bytes(4.87e12) == "4.87 TB"
+    assert [show_bandwidth(x) for x in (1.25e9, 1.25e6, None, math.inf)] == [
         "10 Gbit/s",
         "10 Mbit/s",
         "never",
@@ -565,7 +581,7 @@ def test_measuring_finds_a_link_and_what_optimizers_cost(run_ranks: Any) -> None
         assert 0 < link.latency < 1
         assert link.copy_seconds > 0
         assert machine.adamw > 0
-        assert min(machine.scape[0.1]) > 0
+        assert min(machine.own["scape"][0.1]) > 0
 
 
 def _planned_on_one_machine(rank: int, world_size: int) -> tuple[int, str]:
@@ -593,7 +609,7 @@ def test_an_all_to_all_is_measured_as_it_is_predicted(monkeypatch: pytest.Monkey
     monkeypatch.setattr(measuring, "Communicator", lambda *_: SimpleNamespace(world_size=8))
     link = measuring.measure_link(ranks_per_node=4)
     sent = 1e6 * 4 * 7 / 8
-    assert sent * planner.nodes_share(8, 4) / (link.bandwidth * link.exchange_share) == pytest.approx(4.0)
+    assert sent * cost_model.nodes_share(8, 4) / (link.bandwidth * link.exchange_share) == pytest.approx(4.0)
 
 
 # ------------------------------------------------------------------------------------------- against measured steps

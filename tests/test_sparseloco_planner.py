@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from lightning_scape import SparseLoCo, SparseLoCoConfig
-from lightning_scape import planning as planner
-from lightning_scape.planning.cost_model import Job, Link, Machine, Weight
+from lightning_scape.planning import conclusions, cost_model
+from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, Weight
+from lightning_scape.sparseloco.cost import exchange_bytes, predict
 from lightning_scape.tools import plan
 
 WEIGHTS = (Weight(5_000_000, None, False), *(Weight(3_000_000, i) for i in range(4)), Weight(5_000_000))
@@ -38,15 +39,22 @@ def _counted(rank: int, world_size: int, options: dict[str, Any]) -> int:
 )
 def test_bytes_are_those_that_a_real_exchange_counts(run_ranks: Any, options: dict[str, Any]) -> None:
     counted = run_ranks(_counted, 3, options)
-    assert counted == [planner.exchange_bytes(NUMELS, 3, SparseLoCoConfig(**options))] * 3
+    assert counted == [exchange_bytes(NUMELS, 3, SparseLoCoConfig(**options))] * 3
+
+
+def both(link: Link) -> tuple[list[Prediction], list[Prediction]]:
+    return cost_model.predict(JOB, link, MACHINE, [0.9, 0.99]), cost_model.predict_local(JOB, link, MACHINE)
 
 
 def test_the_advice_follows_the_bandwidth() -> None:
     said = {}
     for bandwidth in (1.25e6, 5e6, 1.25e7, 1.25e9):
         link = Link(bandwidth=bandwidth)
-        predictions, local = planner.predict(JOB, link, MACHINE, [0.9, 0.99]), planner.predict_local(JOB, link, MACHINE)
-        said[bandwidth] = planner.which_method(predictions, local)
+        predictions, local = (
+            cost_model.predict(JOB, link, MACHINE, [0.9, 0.99]),
+            cost_model.predict_local(JOB, link, MACHINE),
+        )
+        said[bandwidth] = conclusions.which_method(predictions, local)
     assert "Take SparseLoCo with sync_every=60" in said[1.25e6]  # four ranks gather: 30 would take 1.16x of compute
     assert "Take SparseLoCo with sync_every=15" in said[5e6]
     assert "SparseLoCo is not needed: with sync_every=5" in said[1.25e7]  # SCAPE 0.99 takes 1.4% longer
@@ -54,7 +62,7 @@ def test_the_advice_follows_the_bandwidth() -> None:
 
 
 def test_longer_windows_send_less_and_wait_less() -> None:
-    local = planner.predict_local(JOB, Link(bandwidth=1.25e6), MACHINE)
+    local = cost_model.predict_local(JOB, Link(bandwidth=1.25e6), MACHINE)
     assert [p.bytes_sent for p in local] == sorted((p.bytes_sent for p in local), reverse=True)
     assert [p.seconds for p in local] == sorted((p.seconds for p in local), reverse=True)
     assert local[0].bytes_sent == pytest.approx(30 * local[3].bytes_sent, rel=1e-3)
@@ -62,14 +70,13 @@ def test_longer_windows_send_less_and_wait_less() -> None:
 
 def test_a_latency_of_50_ms_is_paid_once_in_a_window() -> None:
     link = Link(bandwidth=1.25e7)
-    near, far = (planner.predict_local(JOB, each, MACHINE)[3] for each in (link, replace(link, latency=0.05)))
+    near, far = (cost_model.predict_local(JOB, each, MACHINE)[3] for each in (link, replace(link, latency=0.05)))
     assert far.seconds - near.seconds == pytest.approx((3 * 3 + 1) * (0.05 - 50e-6) / 30, rel=1e-3)
 
 
 def test_state_on_the_host_takes_8_bytes_a_parameter_off_the_device() -> None:
     beside, away = (
-        planner.sparseloco(JOB, Link(bandwidth=1.25e7), MACHINE, SparseLoCoConfig(device=device))
-        for device in (None, "cpu")
+        predict(JOB, Link(bandwidth=1.25e7), MACHINE, SparseLoCoConfig(device=device)) for device in (None, "cpu")
     )
     assert beside.memory - away.memory == 8 * JOB.parameters
 
@@ -95,8 +102,11 @@ def test_a_plan_gives_one_advice(capsys: pytest.CaptureFixture[str], bandwidth: 
 
 def test_what_does_not_fit_is_not_advised() -> None:
     link = Link(bandwidth=1.25e6)
-    predictions, local = planner.predict(JOB, link, MACHINE, [0.9, 0.99]), planner.predict_local(JOB, link, MACHINE)
-    assert planner.which_method(predictions, local).startswith("Take SparseLoCo")
-    said = planner.which_method(predictions, local, memory=min(p.memory for p in local) - 1)
+    predictions, local = (
+        cost_model.predict(JOB, link, MACHINE, [0.9, 0.99]),
+        cost_model.predict_local(JOB, link, MACHINE),
+    )
+    assert conclusions.which_method(predictions, local).startswith("Take SparseLoCo")
+    said = conclusions.which_method(predictions, local, memory=min(p.memory for p in local) - 1)
     assert "Take SparseLoCo" not in said
     assert said.endswith("per rank: too much.")

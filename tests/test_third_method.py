@@ -19,6 +19,7 @@ from trainer_helpers import MARKS, GivenRanks, Regression, loader, make_trainer,
 
 from lightning_scape import FabricMethodStrategy, MethodStrategy, ScapeMonitor
 from lightning_scape.core import method
+from lightning_scape.planning.cost_model import step_costs
 from lightning_scape.tools.commands import main
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "third_method"))
@@ -202,3 +203,8 @@ def test_litgpts_command_line_knows_its_options() -> None:
     with pytest.raises(ValueError, match=r"An option of DiLoCo must be one of .*Did you mean outer_lr\?"):
         litgpt_cli.split_arguments(["--diloco.outer_l=1"])
     assert "--diloco.outer_lr OUTER_LR" in litgpt_cli.options_help()
+
+
+def test_a_plan_leaves_out_a_method_that_does_not_say_what_its_steps_cost() -> None:
+    assert "diloco" in method.names()
+    assert "diloco" not in step_costs()

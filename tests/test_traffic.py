@@ -20,7 +20,7 @@ from lightning_scape import ScapeConfig, ops
 from lightning_scape.core.layout import Layout
 from lightning_scape.ops.cuda import launch as cuda_launch
 from lightning_scape.ops.registry import CUDA as cuda
-from lightning_scape.planning import scape_traffic
+from lightning_scape.scape.cost import scape_traffic
 
 pytestmark = [
     pytest.mark.skipif(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_scape import planning as planner
-from lightning_scape.planning.cost_model import Job, Link, Machine, Weight
+from lightning_scape.planning import conclusions, cost_model, two_level
+from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, Weight
 from lightning_scape.tools import plan
 
 WEIGHTS = (
@@ -22,12 +22,12 @@ BETWEEN, INSIDE = Link(bandwidth=1.25e9), Link(bandwidth=2e11, latency=5e-6)
 
 
 def nodes(job: Job = JOB, link: Link = BETWEEN, sparsity: float = 0.99) -> tuple[Any, Any]:
-    dense, sparse = planner.predict_nodes(job, link, MACHINE, INSIDE, [sparsity])
+    dense, sparse = two_level.predict_nodes(job, link, MACHINE, INSIDE, [sparsity])
     return dense, sparse
 
 
 def test_a_card_sends_what_one_flat_rank_sends_and_far_less_than_that_of_flat_ranks() -> None:
-    flat = planner.predict(JOB, BETWEEN, MACHINE, [0.99])[-1]
+    flat = cost_model.predict(JOB, BETWEEN, MACHINE, [0.99])[-1]
     _, sparse = nodes()
     assert sparse.on_card <= 1.05 * flat.bytes_sent
     assert sparse.bytes_sent == pytest.approx(sparse.on_card / 8)
@@ -42,26 +42,26 @@ def test_hsdp_sends_the_whole_gradient_through_the_card_and_scape_a_hundredth() 
 
 
 def test_memory_falls_with_the_ranks_of_a_node() -> None:
-    flat = planner.predict(JOB, BETWEEN, MACHINE, [0.99])[-1]
+    flat = cost_model.predict(JOB, BETWEEN, MACHINE, [0.99])[-1]
     _, sparse = nodes()
     gathered = 2 * 4 * 100_000_000  # the root's parameters and their gradients, whole
     assert sparse.memory == pytest.approx(flat.memory / 8 + gathered, rel=0.1)
 
 
 def test_the_advice_takes_whole_nodes_where_their_ranks_share_a_slow_card() -> None:
-    everything = planner.predict(JOB, BETWEEN, MACHINE, [0.99]) + [*nodes()]
-    assert planner.advice(everything).startswith("Use SCAPE 0.99, local_group_size 8: ")
+    everything = cost_model.predict(JOB, BETWEEN, MACHINE, [0.99]) + [*nodes()]
+    assert conclusions.advice(everything).startswith("Use SCAPE 0.99, local_group_size 8: ")
 
 
 def test_on_a_fast_link_hsdp_or_another_dense_method_stays() -> None:
     fast = Link(bandwidth=5e11, latency=2e-6)
-    everything = planner.predict(JOB, fast, MACHINE, [0.99]) + [*nodes(link=fast)]
-    assert planner.advice(everything).startswith("Stay with ")
+    everything = cost_model.predict(JOB, fast, MACHINE, [0.99]) + [*nodes(link=fast)]
+    assert conclusions.advice(everything).startswith("Stay with ")
 
 
 def test_nodes_of_one_rank_are_refused() -> None:
     with pytest.raises(ValueError, match="`ranks_per_node` must be at least 2"):
-        planner.predict_nodes(replace(JOB, ranks_per_node=1), BETWEEN, MACHINE, INSIDE)
+        two_level.predict_nodes(replace(JOB, ranks_per_node=1), BETWEEN, MACHINE, INSIDE)
 
 
 def test_the_command_compares_both_and_advises(capsys: Any) -> None:
@@ -79,17 +79,20 @@ def test_the_command_compares_both_and_advises(capsys: Any) -> None:
 
 
 def test_whole_nodes_have_a_bandwidth_below_which_they_pay() -> None:
-    which: dict[str, Any] = {"inside": INSIDE, "whole_nodes": True}
-    even = planner.break_even_bandwidth(JOB, BETWEEN, MACHINE, 0.99, **which)
+    def there(link: Link) -> list[Prediction]:
+        return [*cost_model.predict(JOB, link, MACHINE, [0.99]), *nodes(link=link)]
+
+    gain = conclusions.gain_of("SCAPE 0.99, local_group_size 8", there, BETWEEN)
+    even = conclusions.break_even_bandwidth(gain, BETWEEN.bandwidth)
     assert even is not None
     for factor, faster in ((0.9, True), (1.1, False)):
         link = Link(bandwidth=factor * even)
-        dense = planner.best_dense([*planner.predict(JOB, link, MACHINE, []), nodes(link=link)[0]])
+        dense = conclusions.best_dense([*cost_model.predict(JOB, link, MACHINE, []), nodes(link=link)[0]])
         assert (nodes(link=link)[1].seconds < dense.seconds) == faster
 
 
 def test_every_sparse_line_of_the_plan_says_from_where_it_pays() -> None:
-    everything = planner.predict(JOB, BETWEEN, MACHINE, [0.99]) + [*nodes()]
+    everything = cost_model.predict(JOB, BETWEEN, MACHINE, [0.99]) + [*nodes()]
     text = plan.report("m", JOB, BETWEEN, MACHINE, everything, [], inside=INSIDE)
     rows = [line for line in text.splitlines() if line.startswith("| SCAPE")]
     assert len(rows) == 2

@@ -13,7 +13,7 @@ from optimizer_helpers import assert_replicas_equal
 from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape import planning as planner
+from lightning_scape.scape.cost import scape_bytes
 from lightning_scape.scape.state import Step
 from lightning_scape.wire.blocks import Wire
 from lightning_scape.wire.values import GROUP, ValueWire, packed_bytes
@@ -97,7 +97,7 @@ def _train(rank: int, world_size: int, wire: str, dtype: torch.dtype, sparsity: 
     assert stats is not None
     counted = {"values": stats.bytes_values, "parameters": stats.bytes_parameters}
     width = 2 if dtype == torch.bfloat16 else 4
-    planned = planner.scape_bytes(NUMELS, world_size, config, parameter_bytes=width)
+    planned = scape_bytes(NUMELS, world_size, config, parameter_bytes=width)
     assert counted == {kind: planned[kind] for kind in counted}
     error = 0.0 if state.change_error is None else float(state.change_error.abs().max())
     return {"end": torch.cat([p.detach().flatten().float() for p in params]), "error": error, **counted}

@@ -82,6 +82,8 @@ class Method(ABC):
     """Options of which :meth:`summary` speaks; None: it tells all that matter."""
     compares_ends: ClassVar[bool] = False
     """Whether the step's own message says where an epoch ends (:meth:`announce_batch`). Else the host sends one."""
+    step_cost: ClassVar[Any] = None
+    """What its steps cost (``planning.cost_model.StepCost``); None: ``lightning-scape plan`` leaves it out."""
 
     # --------------------------------------------------------------------------- an optimizer comes, and goes
 

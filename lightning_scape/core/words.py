@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def show_bytes(size: float) -> str:
     """``1_234_567`` is ``"1.23 MB"``."""
@@ -14,6 +16,18 @@ def show_bytes(size: float) -> str:
 def show_seconds(seconds: float) -> str:
     """``0.0123`` is ``"12.3 ms"``."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def show_bandwidth(value: float | None) -> str:
+    """Bytes per second as bits: ``1.25e9`` is ``"10 Gbit/s"``."""
+    if value is None:
+        return "never"
+    if math.isinf(value):
+        return "always"
+    bits = value * 8
+    if bits >= 1e12:
+        return f"{bits * 1e-12:.3g} Tbit/s"
+    return f"{bits * 1e-9:.3g} Gbit/s" if bits >= 1e9 else f"{bits * 1e-6:.3g} Mbit/s"
 
 
 def no_option(name: str, received: str, now: str) -> str:

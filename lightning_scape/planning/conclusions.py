@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TypedDict
-
-from typing_extensions import Unpack
 
 from lightning_scape.core.words import show_bytes, show_seconds
-from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, predict, scape
-from lightning_scape.planning.two_level import predict_nodes
-from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.planning.cost_model import Link, Prediction
 
 WORTH = 1.1
 """Speed-up from which sparse training is advised."""
 SPARSEST = 0.99
 """Sparsity up to which training was measured to end near AdamW; above it ends percents higher (docs/quality.md)."""
+NEAR_COMPUTE = 1.15
+"""A step of so many times compute alone is as good as free of messages."""
 COSTS_QUALITY = f"above {SPARSEST:.0%}, once the warm-up is over, the loss ended several percent higher"
 SLOWEST, FASTEST = 1.25e5, 1.25e13
 """Bytes per second between which break-even is looked for: 1 Mbit/s and 100 Tbit/s."""
@@ -33,102 +30,76 @@ def best_dense(predictions: Iterable[Prediction], memory: float = math.inf) -> P
     Raises:
         ValueError: they are of one rank, which has nobody to talk to.
     """
-    dense = [p for p in predictions if not p.is_scape and p.bytes_sent]
+    dense = [p for p in predictions if not p.title and p.bytes_sent]
     if not dense:
         raise ValueError("`predictions` must be of at least 2 ranks, got none that sends anything. Give a job of more.")
     return _fastest([p for p in dense if p.memory <= memory] or dense)
 
 
-class Which(TypedDict, total=False):
-    """What :func:`break_even_bandwidth` compares; each may be left out."""
-
-    speedup: float
-    """How many times as fast SCAPE is to be; 1."""
-    memory: float
-    """Bytes of a rank's device; infinite."""
-    inside: Link | None
-    """From a rank of a node to its other ranks; HSDP is then one of the dense methods. None."""
-    whole_nodes: bool
-    """Of SCAPE with ``local_group_size``; needs ``inside``. False."""
+Gain = Callable[[float], float]
+"""By bytes per second: the seconds by which a method is faster than asked for."""
 
 
-def break_even_bandwidth(
-    job: Job, link: Link, machine: Machine, sparsity: float, **which: Unpack[Which]
-) -> float | None:
-    """Bytes per second below which SCAPE is ``speedup`` times as fast as the best dense method (that fits).
+def gain_of(
+    method: str,
+    predict: Callable[[Link], Sequence[Prediction]],
+    link: Link,
+    *,
+    speedup: float = 1.0,
+    memory: float = math.inf,
+) -> Gain:
+    """How much faster a method is than the best dense one (that fits), slowed down by ``speedup``.
 
     Args:
-        job: what is trained, on how many ranks.
+        method: the name of its prediction: ``"SCAPE 0.99"``.
+        predict: a step over a link, by this method and by the dense ones.
         link: between nodes; its bandwidth is varied.
-        machine: what the optimizers cost.
-        sparsity: of SCAPE.
-        **which: :class:`Which` step of SCAPE, against which of the dense methods.
-
-    Returns:
-        None where it is not so fast at 1 Mbit/s already; infinite where it is at 100 Tbit/s still.
+        speedup: how many times as fast it is to be.
+        memory: bytes of a rank's device.
     """
-    gain = _gain(job, link, machine, sparsity, **which)
-    low, high = SLOWEST, FASTEST
-    if gain(low) <= 0:
-        return None
-    if gain(high) > 0:
-        if gain(link.bandwidth) > 0:
-            return math.inf
-        high = link.bandwidth  # on faster links it wins again, by sending fewer messages
-    return _where_it_turns(gain, low, high)
-
-
-def least_bandwidth(job: Job, link: Link, machine: Machine, sparsity: float, **which: Unpack[Which]) -> float | None:
-    """The opposite: bytes per second from which on SCAPE is so fast, though it is not on the slowest links.
-
-    On many ranks it sends fewer messages than dense methods do, but its all-to-all may load a node's link with more
-    bytes. None where it is not so fast on ``link``, or is at 1 Mbit/s already. Arguments are those of
-    :func:`break_even_bandwidth`.
-    """
-    gain = _gain(job, link, machine, sparsity, **which)
-    if gain(link.bandwidth) <= 0 or gain(SLOWEST) > 0:
-        return None
-    return _where_it_turns(gain, SLOWEST, link.bandwidth)
-
-
-def _gain(job: Job, link: Link, machine: Machine, sparsity: float, **which: Unpack[Which]) -> Callable[[float], float]:
-    inside, whole_nodes = which.get("inside"), which.get("whole_nodes", False)
 
     def gain(bandwidth: float) -> float:
-        there = replace(link, bandwidth=bandwidth)
-        found = predict(job, there, machine, [sparsity])
-        found += [] if inside is None else predict_nodes(job, there, machine, inside, [sparsity])
-        scape = next(p for p in found if p.is_scape and (p.group_size > 1) == whole_nodes)
-        dense = best_dense(found, which.get("memory", math.inf))
-        return dense.seconds - which.get("speedup", 1.0) * scape.seconds
+        found = predict(replace(link, bandwidth=bandwidth))
+        (sparse,) = (p for p in found if p.method == method)
+        return best_dense(found, memory).seconds - speedup * sparse.seconds
 
     return gain
 
 
-def _where_it_turns(gain: Callable[[float], float], low: float, high: float) -> float:
+def break_even_bandwidth(gain: Gain, bandwidth: float) -> float | None:
+    """Bytes per second below which there is a gain, on links like the one with ``bandwidth``.
+
+    Returns:
+        None where there is none at 1 Mbit/s already; infinite where there is one at 100 Tbit/s still.
+    """
+    low, high = SLOWEST, FASTEST
+    if gain(low) <= 0:
+        return None
+    if gain(high) > 0:
+        if gain(bandwidth) > 0:
+            return math.inf
+        high = bandwidth  # on faster links it wins again, by sending fewer messages
+    return _where_it_turns(gain, low, high)
+
+
+def least_bandwidth(gain: Gain, bandwidth: float) -> float | None:
+    """The opposite: bytes per second from which on there is a gain, though there is none on the slowest links.
+
+    On many ranks a method sends fewer messages than dense ones do, but its all-to-all may load a node's link with more
+    bytes. None where there is no gain at ``bandwidth``, or there is one at 1 Mbit/s already.
+    """
+    if gain(bandwidth) <= 0 or gain(SLOWEST) > 0:
+        return None
+    return _where_it_turns(gain, SLOWEST, bandwidth)
+
+
+def _where_it_turns(gain: Gain, low: float, high: float) -> float:
     """Where the gain changes its sign, to one in a thousand."""
     falling = gain(low) > 0
     while high / low > 1.001:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if (gain(middle) > 0) == falling else (low, middle)
     return math.sqrt(low * high)
-
-
-def in_four_bits(job: Job, link: Link, machine: Machine, predictions: Iterable[Prediction]) -> list[Prediction]:
-    """SCAPE with ``wire_dtype="int4"``, where that shortens a step by at least 5%.
-
-    Args:
-        job: what is trained, on how many ranks.
-        link: between nodes.
-        machine: what the optimizers cost.
-        predictions: from :func:`predict`: the same in bf16.
-    """
-    found = []
-    for p in predictions:
-        if p.sparsity and p.group_size == 1:
-            narrow = scape(job, link, machine, ScapeConfig(sparsity=p.sparsity, wire_dtype="int4"))
-            found += [narrow] if 1.05 * narrow.seconds <= p.seconds else []
-    return found
 
 
 def _fastest(methods: Iterable[Prediction]) -> Prediction:
@@ -139,7 +110,7 @@ def advice(predictions: Sequence[Prediction], memory: float = math.inf) -> str:
     """What to use, and why; never what does not fit.
 
     Args:
-        predictions: from :func:`predict`, compute alone included.
+        predictions: from :func:`~lightning_scape.planning.cost_model.predict`, compute alone included.
         memory: bytes of a rank's device.
 
     Raises:
@@ -156,9 +127,9 @@ def advice(predictions: Sequence[Prediction], memory: float = math.inf) -> str:
             f"None of these methods fits into the {show_bytes(memory)} of a rank: {least.method} needs the least,"
             f" {show_bytes(least.memory)}. Use more ranks, devices with more memory, or a smaller model."
         )
-    alone = _fastest(p for p in predictions if not p.is_scape and not p.bytes_sent)
+    alone = _fastest(p for p in predictions if not p.title and not p.bytes_sent)
     choice = _choice(fitting)
-    several = any(p.sparsity for p in fitting) and not all(p.is_scape for p in fitting)
+    several = any(p.sparsity for p in fitting) and not all(p.title for p in fitting)
     if several:
         said = _compared(choice, best_dense(fitting), _sparse_choice(fitting), alone)
     else:
@@ -178,7 +149,7 @@ def advice(predictions: Sequence[Prediction], memory: float = math.inf) -> str:
 
 def _choice(methods: Sequence[Prediction]) -> Prediction:
     """Sparse training where it pays, else the fastest dense method; the fastest of all where one kind is missing."""
-    sparse, dense = [p for p in methods if p.sparsity], [p for p in methods if not p.is_scape]
+    sparse, dense = [p for p in methods if p.sparsity], [p for p in methods if not p.title]
     if not sparse or not dense:
         return _fastest(methods)
     found, instead = _sparse_choice(methods), _fastest(dense)
@@ -229,13 +200,42 @@ def _compared(choice: Prediction, dense: Prediction, sparse: Prediction, alone: 
     )
 
 
-def show_bandwidth(value: float | None) -> str:
-    """Bytes per second as bits: ``1.25e9`` is ``"10 Gbit/s"``."""
-    if value is None:
-        return "never"
-    if math.isinf(value):
-        return "always"
-    bits = value * 8
-    if bits >= 1e12:
-        return f"{bits * 1e-12:.3g} Tbit/s"
-    return f"{bits * 1e-9:.3g} Gbit/s" if bits >= 1e9 else f"{bits * 1e-6:.3g} Mbit/s"
+def which_method(predictions: Sequence[Prediction], local: Sequence[Prediction], memory: float = math.inf) -> str:
+    """The one advice of a plan: a method that exchanges in every step, or one that does so after several; and why.
+
+    The first, up to a sparsity of 99%, is preferred where its exchange in every step is nearly free, or where the other
+    gains little: its ranks never differ. Else the shortest window whose messages are nearly free is the choice: longer
+    ones cost more in quality. What does not fit into memory is never advised.
+
+    Args:
+        predictions: from :func:`~lightning_scape.planning.cost_model.predict`, compute alone included.
+        local: from :func:`~lightning_scape.planning.cost_model.predict_local`.
+        memory: bytes of a rank's device.
+
+    Raises:
+        ValueError: the predictions are of one rank.
+    """
+    said = advice(predictions, memory)
+    alone = min(p.seconds for p in predictions if not p.bytes_sent)
+    fitting = [p for p in local if p.memory <= memory]
+    every_step = [p for p in predictions if p.bytes_sent and p.memory <= memory]
+    weighed = [p for p in every_step if (p.sparsity or 0) <= SPARSEST]
+    if not weighed or not fitting:
+        least = [] if fitting else sorted(local, key=lambda p: p.memory)[:1]
+        return said + "".join(f" {p.title} needs {show_bytes(p.memory)} per rank: too much." for p in least)
+    free = next((p for p in fitting if p.seconds <= NEAR_COMPUTE * alone), None)
+    choice = free or min(fitting, key=lambda p: p.seconds)
+    best = min(weighed, key=lambda p: p.seconds)
+    if best.seconds <= NEAR_COMPUTE * alone or best.seconds < WORTH * choice.seconds:
+        return (
+            f"{said} {choice.title} is not needed: with {choice.window_option} a step would take"
+            f" {show_seconds(choice.seconds)} on average, {choice.seconds / alone:.2f}x of compute alone."
+        )
+    sparser = min(every_step, key=lambda p: p.seconds)
+    dearer = f" ({sparser.method}: {show_seconds(sparser.seconds)}, but {COSTS_QUALITY})"
+    return (
+        f"Take {choice.title} with {choice.window_option}: a step takes {show_seconds(choice.seconds)} on average,"
+        f" {choice.seconds / alone:.2f}x of compute alone, and sends {show_bytes(choice.bytes_sent)}; exchanging in"
+        f" every step takes {show_seconds(best.seconds)} with {best.method}{dearer if sparser is not best else ''}."
+        " Ranks differ between exchanges, which costs some quality: take the shortest window that you can afford."
+    )

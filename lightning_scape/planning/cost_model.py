@@ -1,4 +1,6 @@
-"""Will it help here? Step time, bytes and memory of DDP, FSDP, ZeRO-1 and SCAPE, predicted before a job is launched.
+"""Will it help here? Step time, bytes and memory of a step, predicted before a job is launched.
+
+What is dense (DDP, FSDP, ZeRO-1) is predicted here; what the registered methods do, by themselves: :class:`StepCost`.
 
 Symbols: ``P`` parameters, ``N`` ranks, ``G`` ranks per node, ``W`` bytes per second of one node's link, ``a`` seconds
 of latency, ``h`` seconds of the host per byte, ``C`` seconds of forward and backward of one step.
@@ -15,9 +17,9 @@ The model, in full:
 - **A node's link** is shared by its ranks: a ring crosses it once, an all-to-all with the bytes of all ``G`` ranks.
 - **Overlap**: DDP reduces buckets of 25 MB during the backward pass, each as soon as its gradients are there; backward
   is two thirds of ``C``, spread over the parameters by their matrix products. FSDP gathers the next block while one
-  computes, but waits for what lies outside of blocks (embedding and head). SCAPE's mask travels during forward and
-  backward, its other three messages are waited for. ZeRO-1 overlaps its gradients as DDP does and waits for its
-  parameters. Where the processor moves the bytes, its work is added to the compute that it interrupts.
+  computes, but waits for what lies outside of blocks (embedding and head). ZeRO-1 overlaps its gradients as DDP does
+  and waits for its parameters. Where the processor moves the bytes, its work is added to the compute that it
+  interrupts.
 - **Copies**: DDP and ZeRO-1 copy gradients into buckets and back, FSDP into and out of flat buffers: 16 bytes of memory
   a parameter, at the speed at which AdamW moves its 28.
 - **The optimizer's own time** is proportional to parameters: measured (``lightning-scape plan --measure``), or taken
@@ -28,11 +30,14 @@ The model, in full:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.cost import PACKING_BYTES, scape_bytes, scape_traffic, state_bytes
+from torch import Tensor
+
+from lightning_scape.core import method as methods
 
 PEER_SECONDS = 2e-6
 """What each further peer of an all-to-all costs."""
@@ -120,15 +125,14 @@ class Machine:
     """Dense AdamW (and AdamS), for every parameter that is updated here."""
     clip: float
     """Norm and scaling of a dense gradient."""
-    scape: Mapping[float, tuple[float, float]] = field(default_factory=dict)
-    """By density: per parameter of the model (norm, sweep, write-back), and of the shard (second moment, merge,
-    update). Where it is measured, the second may be negative: an owner proposes nothing to itself."""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """By a method's name: what its own work costs, as its :class:`StepCost` tells it."""
 
     @classmethod
     def of_memory(cls, bytes_per_second: float) -> Machine:
         """An estimate for devices bound by their memory, from the bytes that a step touches per parameter (fp32).
 
-        AdamW reads four and writes three tensors; SCAPE's are in :func:`scape_traffic`.
+        AdamW reads four and writes three tensors.
 
         Raises:
             ValueError: the bandwidth is not a positive number.
@@ -138,33 +142,8 @@ class Machine:
                 f"`bytes_per_second` must be > 0 and finite, got {bytes_per_second!r}. An H100 reaches 3e12, a"
                 " desktop's processor 5e10."
             )
-
-        def of(density: float) -> tuple[float, float]:
-            votes = 0 < density < 1 and ScapeConfig(sparsity=1 - density).votes > 0
-            whole, shard = scape_traffic(density, votes=votes)
-            return whole / bytes_per_second, shard / bytes_per_second
-
-        return cls(
-            adamw=28 / bytes_per_second,
-            clip=12 / bytes_per_second,
-            scape={density: of(density) for density in (0.0, 0.001, 0.01, 0.05, 0.1, 1.0)},
-        )
-
-    def scape_seconds(self, density: float, parameters: int, ranks: int) -> float:
-        """A step's own time, linear in between the densities that are known (beyond them, as the nearest).
-
-        Raises:
-            ValueError: nothing is known.
-        """
-        if not self.scape:
-            raise ValueError("`scape` must hold a measurement, got none. Measure, or use Machine.of_memory().")
-        known = sorted(self.scape)
-        density = min(max(density, known[0]), known[-1])
-        low = max(d for d in known if d <= density)
-        high = min(d for d in known if d >= density)
-        part = 0.0 if low == high else (density - low) / (high - low)
-        whole, shard = (a + part * (b - a) for a, b in zip(self.scape[low], self.scape[high], strict=True))
-        return parameters * (whole + shard / ranks)
+        own = {name: cost.of_memory(bytes_per_second) for name, cost in step_costs().items()}
+        return cls(adamw=28 / bytes_per_second, clip=12 / bytes_per_second, own=own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +151,9 @@ class Prediction:
     """One method on one job: what it takes."""
 
     method: str
+    """As it is shown, with the options that matter."""
+    title: str = ""
+    """Of a registered method; empty is dense training."""
     seconds: float
     """Of a step."""
     bytes_sent: int
@@ -181,40 +163,91 @@ class Prediction:
     gathered blocks, and are left out."""
     sparsity: float | None = None
     exposed: float = 0.0
-    """Of SCAPE: seconds of the step in which it waits for messages."""
+    """Of a registered method: seconds of the step in which it waits for messages."""
     latency: float = 0.0
     """Of these, what the hops take, whatever the bandwidth."""
     card_bytes: int | None = None
     """Bytes that a node's network card sends in a step; None: as many as a rank sends (a ring leaves a node once)."""
     group_size: int = 1
-    """Of SCAPE: ``local_group_size``."""
+    """``local_group_size``: ranks that hold a replica together."""
     window: int = 1
-    """Of SparseLoCo: ``sync_every``."""
+    """Steps from one exchange to the next."""
+    window_option: str = ""
+    """By which it is set: ``sync_every=30``."""
 
     @property
     def on_card(self) -> int:
         """Bytes that a node's network card sends in a step."""
         return self.bytes_sent if self.card_bytes is None else self.card_bytes
 
-    @property
-    def is_scape(self) -> bool:
-        """Whether sparse training does it."""
-        return self.sparsity is not None
+
+class StepCost(ABC):
+    """What a method tells a plan of its steps: ``Method.step_cost``."""
+
+    @abstractmethod
+    def predict(self, job: Job, link: Link, machine: Machine, sparsities: Sequence[float]) -> list[Prediction]:
+        """Its steps with the options that are worth a comparison.
+
+        Args:
+            job: what is trained, on how many ranks.
+            link: between nodes.
+            machine: what the optimizers cost.
+            sparsities: those that the user asks for, if the method has such an option.
+        """
+
+    def of_memory(self, bytes_per_second: float) -> Any:
+        """What its own work costs a device that is bound by its memory: its part of ``Machine.own``."""
+        return None
+
+    def measure(self, parameters: Sequence[Tensor], sparsities: Sequence[float], repeats: int) -> Any:
+        """The same, measured here; parameters have gradients, and may be changed."""
+        return None
+
+    def remark(self, job: Job, link: Link, machine: Machine, predictions: Sequence[Prediction], memory: float) -> str:
+        """A sentence on a further option, where it helps.
+
+        Args:
+            job: what is trained, on how many ranks.
+            link: between nodes.
+            machine: what the optimizers cost.
+            predictions: of all methods.
+            memory: bytes of a rank's device.
+        """
+        return ""
 
 
-def _memory(job: Job, state: float, whole_gradient: bool = True) -> int:
-    gradient = job.parameter_bytes if whole_gradient else 0
-    return round(job.parameters * (job.parameter_bytes + gradient + state))
+def step_costs(*, every_step: bool | None = None) -> dict[str, StepCost]:
+    """By name: the methods that can be planned; of ``every_step``, only those that exchange in each step, or do not."""
+    known = {name: methods.named(name) for name in methods.names()}
+    return {
+        name: method.step_cost
+        for name, method in known.items()
+        if method.step_cost is not None and every_step in (None, method.exchanges_every_step)
+    }
+
+
+def replicated_memory(job: Job, state: float) -> int:
+    """Bytes of a rank that holds all parameters and gradients, and ``state`` bytes for each of them."""
+    return round(job.parameters * (2 * job.parameter_bytes + state))
 
 
 # ------------------------------------------------------------------------------------------------- the methods' steps
 
 
-def predict(job: Job, link: Link, machine: Machine, sparsities: Iterable[float] = (0.9, 0.99)) -> list[Prediction]:
-    """Step time, bytes and memory of compute alone, DDP (fp32 and bf16 wire), ZeRO-1, FSDP, and SCAPE."""
+def predict(job: Job, link: Link, machine: Machine, sparsities: Sequence[float] = (0.9, 0.99)) -> list[Prediction]:
+    """Compute alone, DDP (fp32 and bf16 wire), ZeRO-1, FSDP, and the methods that exchange in every step."""
     found = [compute_only(job, machine), ddp(job, link, machine), ddp(job, link, machine, wire_bytes=2)]
-    found += [zero1(job, link, machine), fsdp(job, link, machine)]
-    return found + [scape(job, link, machine, ScapeConfig(sparsity=sparsity)) for sparsity in sparsities]
+    return [*found, zero1(job, link, machine), fsdp(job, link, machine), *_sparse(job, link, machine, sparsities, True)]
+
+
+def predict_local(job: Job, link: Link, machine: Machine, sparsities: Sequence[float] = ()) -> list[Prediction]:
+    """The methods that exchange after several steps, at several lengths of their window, shortest first."""
+    return _sparse(job, link, machine, sparsities, False)
+
+
+def _sparse(job: Job, link: Link, machine: Machine, sparsities: Sequence[float], every: bool) -> list[Prediction]:
+    costs = step_costs(every_step=every).values()
+    return [found for cost in costs for found in cost.predict(job, link, machine, sparsities)]
 
 
 def compute_only(job: Job, machine: Machine) -> Prediction:
@@ -223,7 +256,7 @@ def compute_only(job: Job, machine: Machine) -> Prediction:
         method="compute only",
         seconds=job.step_compute + _dense_optimizer(job, machine),
         bytes_sent=0,
-        memory=_memory(job, 8),
+        memory=replicated_memory(job, 8),
     )
 
 
@@ -235,7 +268,7 @@ def ddp(job: Job, link: Link, machine: Machine, wire_bytes: int | None = None) -
         method="DDP" if wire_bytes is None else "DDP (bf16 wire)",
         seconds=seconds + _copies(job, machine) + _dense_optimizer(job, machine),
         bytes_sent=sent,
-        memory=_memory(job, 8 + job.parameter_bytes),  # the buckets hold the gradient once more
+        memory=replicated_memory(job, 8 + job.parameter_bytes),  # the buckets hold the gradient once more
     )
 
 
@@ -249,7 +282,7 @@ def zero1(job: Job, link: Link, machine: Machine) -> Prediction:
         method="ZeRO-1",
         seconds=seconds + gather + _copies(job, machine) + own,
         bytes_sent=2 * sent,
-        memory=_memory(job, 8 / job.ranks + width),
+        memory=replicated_memory(job, 8 / job.ranks + width),
     )
 
 
@@ -291,39 +324,6 @@ def fsdp(job: Job, link: Link, machine: Machine, *, reduce_passes: int = 1) -> P
         seconds=seconds + _copies(job, machine) + own,
         bytes_sent=round((2 * inside + root + reduce_passes * job.parameters) * width * share),
         memory=round((2 * width + 8) * job.parameters / job.ranks + 2 * largest * width),
-    )
-
-
-def scape(job: Job, link: Link, machine: Machine, config: ScapeConfig) -> Prediction:
-    """SCAPE with ``config``, once its warm-up is over; at sparsity 0 it is dense training, sharded.
-
-    While its messages travel, a step sweeps its own shard and applies its own changes. The model adds that time to the
-    messages': on slow links it is up to that much too long.
-    """
-    numels = [weight.numel for weight in job.weights]
-    sent = scape_bytes(numels, job.ranks, config, parameter_bytes=job.parameter_bytes, clip=job.clip)
-    exposed = message(link, sent["norm"], 2 * (job.ranks - 1), adding=True)
-    hop = all_to_all_hop(job, link)
-    exposed += all_to_all(job, link, sent["values"])
-    exposed += hop
-    exposed += message(link, sent["parameters"], job.ranks - 1, adding=False)
-    beside = sent["mask"] + sent["votes"]
-    mask = message(link, beside, job.ranks - 1, adding=False) if beside else 0.0
-    compute = max(job.step_compute + beside * link.copy_seconds, mask)
-    own = machine.scape_seconds(config.quota.density, job.parameters, job.ranks)
-    packs = config.wire_bits is not None
-    shared = nodes_share(job.ranks, job.ranks_per_node)
-    if packs:
-        own += config.quota.density * job.parameters * PACKING_BYTES / 28 * machine.adamw
-    return Prediction(
-        method=f"SCAPE {config.sparsity:g}{f', {config.wire_dtype}' if packs else ''}",
-        seconds=compute + exposed + own,
-        bytes_sent=sum(sent.values()),
-        memory=_memory(job, state_bytes(config, job.ranks, job.parameter_bytes)),
-        sparsity=config.sparsity,
-        exposed=exposed,
-        card_bytes=sum(sent.values()) + round((sent["values"] + sent["votes"]) * (shared - 1)),
-        latency=3 * (job.ranks - 1) * link.latency + hop,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -10,13 +9,8 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.planning.cost_model import Link, Machine, nodes_share
-from lightning_scape.scape.clipping import SKETCH_WIDTHS
-from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.cost import scape_traffic
-from lightning_scape.scape.optimizer import ScapeOptimizer
+from lightning_scape.planning.cost_model import Link, Machine, nodes_share, step_costs
 
 CPU = torch.device("cpu")
 
@@ -51,7 +45,7 @@ def measure_compute(
 def measure_machine(parameters: Sequence[Tensor], sparsities: Sequence[float], repeats: int = 4) -> Machine:
     """What the optimizers cost here, per parameter; parameters must have gradients, and are changed.
 
-    SCAPE's phases are timed in a group of this rank alone: messages are the link's, not the machine's.
+    Methods are timed in a group of this rank alone: messages are the link's, not the machine's.
     """
     device = parameters[0].device
     count = sum(parameter.numel() for parameter in parameters)
@@ -59,68 +53,8 @@ def measure_machine(parameters: Sequence[Tensor], sparsities: Sequence[float], r
     dense = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
     adamw = median_seconds(dense.step, repeats, device)
     del dense
-    grads = [parameter.grad.reshape(-1) for parameter in parameters if parameter.grad is not None]
-    signs = torch.ones(1 << 17, dtype=torch.float32, device=device)
-    norm = median_seconds(lambda: ops.sketch(grads, signs, SKETCH_WIDTHS), repeats, device)
-    measure = scape_as_a_whole if device.type == "cuda" else _scape_by_phase
-    found: dict[float, tuple[float, float]] = {}
-    for sparsity in sparsities:
-        config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0, update="adamw")
-        optimizer = ScapeOptimizer(parameters, lr=1e-6, config=config, communicator=Communicator.alone())
-        whole, shard = measure(optimizer, repeats)
-        optimizer.drain()
-        found[config.quota.density] = ((whole + norm) / count, shard / count)
-    return Machine(adamw=adamw / count, clip=clip / count, scape=found)
-
-
-def _scape_by_phase(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, float]:
-    """Seconds of a step without the norm: of what all parameters need, and of what the shard does."""
-    rows = []
-    for step in range(repeats + 2):  # the first makes its mask twice, and touches new memory
-        optimizer.step()
-        if step >= 2 and optimizer.stats is not None:
-            rows.append(dict(optimizer.stats.seconds))
-    phases = {name: median(row[name] for row in rows) for name in rows[0]}
-    remote = median_seconds(_remote_sweep(optimizer), repeats, CPU)
-    # A rank alone has everything in its own shard, whose sweep also keeps the second moment and ranks for the mask.
-    shard = phases["update"] + max(0.0, phases["sweep"] - remote)
-    return remote + phases["write"], shard
-
-
-def _remote_sweep(optimizer: ScapeOptimizer) -> Callable[[], None]:
-    """The sweep of other ranks' shards, over all blocks; a rank alone has none."""
-    engine, config = optimizer.engine, optimizer.config
-    assert engine.state is not None
-    residual, region = engine.state.residual, engine.layout.everything()
-    grads = [parameter.grad for parameter in engine.parameters.tensors]
-    parts = [None if grad is None else grad.reshape(-1) for grad in grads]
-    taken = [parts[piece.segment.index] for piece in region.pieces]
-    blocks, quota = engine.layout.blocks, config.quota
-    mask = ops.select(residual, quota.sent)
-    values = torch.empty(blocks, quota.sent, dtype=config.values_dtype, device=CPU)
-    width = ops.proposal_bytes(config.votes, quota.block_size)
-    proposals = torch.empty(blocks, width, dtype=torch.uint8, device=CPU) if width else None
-    scale = torch.ones((), dtype=torch.float32, device=CPU)
-    return functools.partial(ops.sweep, region, residual, taken, scale, mask, values, proposals=proposals)
-
-
-def scape_as_a_whole(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, float]:
-    """Likewise where the host only queues the work: a step is timed to its end, and divided as its memory traffic is.
-
-    One rank alone proposes nothing; the traffic counts proposals, which are few bytes.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    device = parameters[0].device
-    grads = [parameter.grad.reshape(-1) for parameter in parameters if parameter.grad is not None]
-    optimizer.step()  # as above
-    step = median_seconds(optimizer.step, repeats, device)
-    norm = median_seconds(lambda: ops.squared_norm(grads), repeats, device)  # a rank alone makes no sketch
-    config = optimizer.config
-    width = parameters[0].element_size()
-    whole, shard = scape_traffic(config.quota.density, votes=config.votes > 0, parameter_bytes=width)
-    own = whole - width  # without the norm, which reads the gradient
-    part = max(0.0, step - norm) / (own + shard)
-    return own * part, shard * part
+    own = {name: cost.measure(parameters, sparsities, repeats) for name, cost in step_costs().items()}
+    return Machine(adamw=adamw / count, clip=clip / count, own=own)
 
 
 def measure_link(

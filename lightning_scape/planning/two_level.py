@@ -1,4 +1,4 @@
-"""Nodes of several ranks: FSDP2 inside the node and, between nodes, an all-reduce (HSDP) or SCAPE.
+"""Nodes of several ranks: FSDP2 inside the node and, between nodes, an all-reduce (HSDP) or a registered method.
 
 Symbols: ``L`` ranks of a node, ``G`` nodes, and those of :mod:`lightning_scape.planning.cost_model`.
 
@@ -6,24 +6,23 @@ Symbols: ``L`` ranks of a node, ``G`` nodes, and those of :mod:`lightning_scape.
   it, over the node's own links.
 - **Between nodes** each rank talks to the ranks of the other nodes that hold the same rows: ``P/L`` parameters on ``G``
   ranks. All L ranks of a node share its network card, so each has ``W/L`` of its bandwidth.
-- HSDP's all-reduces overlap with the backward pass; SCAPE's messages are waited for, but for the mask's.
+- HSDP's all-reduces overlap with the backward pass; a method's messages as it predicts them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_scape.planning.cost_model import BACKWARD_SHARE, Job, Link, Machine, Prediction, Weight, fsdp, scape
-from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.planning.cost_model import BACKWARD_SHARE, Job, Link, Machine, Prediction, Weight, fsdp, step_costs
 
 _NO_OPTIMIZER = Machine(adamw=0.0, clip=0.0)
 
 
 def predict_nodes(
-    job: Job, link: Link, machine: Machine, inside: Link, sparsities: Iterable[float] = (0.9, 0.99)
+    job: Job, link: Link, machine: Machine, inside: Link, sparsities: Sequence[float] = (0.9, 0.99)
 ) -> list[Prediction]:
-    """HSDP (LitGPT's HYBRID_SHARD), and SCAPE with ``local_group_size``: step time, bytes and memory.
+    """HSDP (LitGPT's HYBRID_SHARD), and methods with ``local_group_size`` that exchange in every step.
 
     ``bytes_sent`` are those that a rank sends to other nodes.
 
@@ -32,7 +31,7 @@ def predict_nodes(
         link: between nodes.
         machine: what the optimizers cost.
         inside: from a rank of a node to its other ranks.
-        sparsities: of SCAPE.
+        sparsities: of the methods.
 
     Raises:
         ValueError: nodes have one rank.
@@ -41,8 +40,13 @@ def predict_nodes(
         raise ValueError(
             f"`ranks_per_node` must be at least 2 to shard inside a node, got {job.ranks_per_node}. Use predict()."
         )
-    configs = [ScapeConfig(sparsity=sparsity) for sparsity in sparsities]
-    return [hsdp(job, link, machine, inside), *(scape_nodes(job, link, machine, inside, each) for each in configs)]
+    node = _inside(job, inside)
+    between = replace(_shard(job), step_compute=node.seconds), _own_link(job, link), machine, sparsities
+    costs = step_costs(every_step=True).values()
+    return [
+        hsdp(job, link, machine, inside),
+        *(_on_nodes(job, node, p) for cost in costs for p in cost.predict(*between)),
+    ]
 
 
 def hsdp(job: Job, link: Link, machine: Machine, inside: Link) -> Prediction:
@@ -63,10 +67,8 @@ def hsdp(job: Job, link: Link, machine: Machine, inside: Link) -> Prediction:
     )
 
 
-def scape_nodes(job: Job, link: Link, machine: Machine, inside: Link, config: ScapeConfig) -> Prediction:
-    """FSDP inside the node; SCAPE between nodes, on shards."""
-    node = _inside(job, inside)
-    between = scape(replace(_shard(job), step_compute=node.seconds), _own_link(job, link), machine, config)
+def _on_nodes(job: Job, node: Prediction, between: Prediction) -> Prediction:
+    """FSDP inside the node; ``between`` nodes a method, on shards."""
     gathered = node.memory - round((2 * job.parameter_bytes + 8) * job.parameters / job.ranks_per_node)
     return replace(
         between,

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from lightning_scape.checkpoint.temporaries import replacing
-from lightning_scape.planning import show_bytes, show_seconds
+from lightning_scape.core.words import show_bytes, show_seconds
 from lightning_scape.reporting.history import FIGURES, History, Run, last_values, total
 from lightning_scape.reporting.plots import MOST_POINTS, Plot, plots
 from lightning_scape.reporting.words import number, plain

@@ -20,6 +20,7 @@ from lightning_scape.scape.config import REMOVED_OPTIONS, ScapeConfig
 from lightning_scape.scape.optimizer import ScapeOptimizer
 from lightning_scape.scape.optimizer_state import merge_shards
 from lightning_scape.scape.payoff import PayoffCheck, still_dense
+from lightning_scape.scape.plan import ScapeCost
 
 _trained: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """The user's optimizers that an earlier fit has trained."""
@@ -35,6 +36,7 @@ class ScapeMethod(Method):
     removed = {name: option.sentence for name, option in REMOVED_OPTIONS.items()}
     told = frozenset({"sparsity", "sparsity_warmup_steps", "dense_steps", "update"})
     exchanges_every_step = clips = compares_ends = True
+    step_cost = ScapeCost()
     optimizer: ScapeOptimizer
 
     def __init__(self, given: Optimizer, optimizer: ScapeOptimizer) -> None:

@@ -1,14 +1,67 @@
-"""What an exchange of SparseLoCo costs: bytes of its messages, memory that it keeps, its own work."""
+"""What an exchange of SparseLoCo costs: bytes of its messages, memory that it keeps, its own work; and a plan's steps.
+
+A window is ``H`` steps of compute and AdamW on every rank, then one exchange: an all-reduce of 4 bytes, an all-to-all
+and an all-gather of the same size. Its own work reads and writes about as much memory as a few steps of AdamW. Nothing
+overlaps, as with ``overlap_steps=0``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from lightning_scape.core.layout import Layout
+from lightning_scape.planning.cost_model import (
+    Job,
+    Link,
+    Machine,
+    Prediction,
+    StepCost,
+    all_to_all,
+    all_to_all_hop,
+    compute_only,
+    message,
+    replicated_memory,
+)
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 
 EXCHANGE_WORK = 14.0
 """Own work of an exchange in steps of fused AdamW: measured on one CPU core, 13M parameters."""
+WINDOWS = (1, 5, 15, 30, 60, 100)
+"""``sync_every`` of a plan's predictions."""
+
+
+class SparseLoCoCost(StepCost):
+    """The defaults at several lengths of the window, shortest first."""
+
+    @override
+    def predict(self, job: Job, link: Link, machine: Machine, sparsities: Sequence[float]) -> list[Prediction]:
+        return [predict(job, link, machine, SparseLoCoConfig(sync_every=every)) for every in WINDOWS]
+
+
+def predict(job: Job, link: Link, machine: Machine, config: SparseLoCoConfig) -> Prediction:
+    """SparseLoCo with ``config``; time and bytes are per step, on average over a window."""
+    sent = exchange_bytes([weight.numel for weight in job.weights], job.ranks, config)
+    share = config.quota.sent / (config.quota.sent + config.return_quota.sent)
+    there = 0.0 if config.gathers(job.ranks) else sent * share
+    messages = all_to_all(job, link, there) + message(link, sent - there, 0, adding=False)
+    latency = 3 * (job.ranks - 1) * link.latency + all_to_all_hop(job, link)
+    own = EXCHANGE_WORK * machine.adamw * job.parameters
+    alone = compute_only(job, machine)
+    every = config.sync_every
+    state = 8 + state_bytes(config, job.ranks, job.parameter_bytes)  # AdamW's, and the method's
+    return Prediction(
+        method=f"SparseLoCo H={every}",
+        title="SparseLoCo",
+        window=every,
+        window_option=f"sync_every={every}",
+        seconds=alone.seconds + (messages + latency + own) / every,
+        bytes_sent=round(sent / every),
+        memory=replicated_memory(job, state),
+        exposed=(messages + latency) / every,
+        latency=latency / every,
+    )
 
 
 def exchange_bytes(numels: Sequence[int], ranks: int, config: SparseLoCoConfig) -> int:

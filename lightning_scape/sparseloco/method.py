@@ -15,6 +15,7 @@ from lightning_scape.core.words import show_bytes
 from lightning_scape.sparseloco import packed
 from lightning_scape.sparseloco.checkpoint import whole_state
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
+from lightning_scape.sparseloco.cost import SparseLoCoCost
 from lightning_scape.sparseloco.wrapper import SparseLoCo
 
 _LET_GO = "_lightning_scape_let_go"
@@ -29,6 +30,7 @@ class SparseLoCoMethod(Method):
     config_class = SparseLoCoConfig
     shown = ("compression", "delta_norm")
     told = None
+    step_cost = SparseLoCoCost()
 
     def __init__(self, loco: SparseLoCo) -> None:
         self.loco = loco

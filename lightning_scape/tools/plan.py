@@ -17,10 +17,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_scape import planning as planner
 from lightning_scape.comm.collectives import is_distributed
-from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, Weight
+from lightning_scape.core.words import show_bandwidth, show_bytes, show_seconds
+from lightning_scape.planning.conclusions import (
+    WORTH,
+    Gain,
+    break_even_bandwidth,
+    gain_of,
+    least_bandwidth,
+    which_method,
+)
+from lightning_scape.planning.cost_model import (
+    Job,
+    Link,
+    Machine,
+    Prediction,
+    Weight,
+    predict,
+    predict_local,
+    scaling,
+    step_costs,
+)
 from lightning_scape.planning.measure import CPU, measure_compute, measure_link, measure_machine
+from lightning_scape.planning.two_level import predict_nodes
 from lightning_scape.tools.arguments import import_matplotlib, launched, plan_arguments
 from lightning_scape.tools.console import ends_quietly
 
@@ -64,8 +83,8 @@ def _predict(
     job: Job, link: Link, machine: Machine, sparsities: Sequence[float], inside: Link | None
 ) -> list[Prediction]:
     """Of all methods; those that shard inside a node too, where nodes have several ranks."""
-    flat = planner.predict(job, link, machine, sparsities)
-    return flat if inside is None else flat + planner.predict_nodes(job, link, machine, inside, sparsities)
+    flat = predict(job, link, machine, sparsities)
+    return flat if inside is None else flat + predict_nodes(job, link, machine, inside, sparsities)
 
 
 def _ranks_per_node(ranks: int, on_each: int) -> int:
@@ -151,7 +170,7 @@ def _inputs(args: Namespace) -> tuple[Machine, Link, float, list[str]]:
     if args.nodes == 1:
         assumed.append("every rank counts as a node: the link was measured between the ranks of one machine")
     if link.copy_seconds == 0:
-        assumed.append(f"a hop takes {planner.show_seconds(link.latency)}; moving bytes costs the processor nothing")
+        assumed.append(f"a hop takes {show_seconds(link.latency)}; moving bytes costs the processor nothing")
     return machine, link, step_compute, assumed
 
 
@@ -208,69 +227,65 @@ def report(
     inside: Link | None = None,
 ) -> str:
     """Tables in Markdown, the advice first. ``inside`` is the link between a node's ranks, where it has several."""
-    alone, shared = predictions[0].seconds, inside is not None
-    local = planner.predict_local(job, link, machine)
+    alone, shared, local = predictions[0].seconds, inside is not None, predict_local(job, link, machine)
     lines = [
         f"{model}: {job.parameters / 1e6:.1f}M parameters on {job.ranks} ranks ({job.ranks_per_node} per node),"
-        f" {link.bandwidth * 8e-9:.3g} Gbit/s, forward and backward {planner.show_seconds(job.step_compute)}",
+        f" {link.bandwidth * 8e-9:.3g} Gbit/s, forward and backward {show_seconds(job.step_compute)}",
         "",
-        planner.which_method(predictions, local, memory),
+        which_method(predictions, local, memory),
         "",
-        "| method | step | over compute only | sent per rank and step"
-        f"{' | sent per network card' if shared else ''} | memory per rank* | as fast as dense below | pays below |",
-        "|---" * (7 + shared) + "|",
     ]
-    for p in predictions:
-        even, pays = "-", "-"
-        if p.sparsity is not None:
-            where: dict[str, Any] = {"memory": memory, "inside": inside, "whole_nodes": p.group_size > 1}
-            even = show_turning_point(job, link, machine, p.sparsity, **where)
-            pays = show_turning_point(job, link, machine, p.sparsity, speedup=planner.WORTH, **where)
-        needed = planner.show_bytes(p.memory) + (", too much" if p.memory > memory else "")
-        lines.append(
-            f"| {p.method} | {planner.show_seconds(p.seconds)} | {p.seconds / alone:.2f}x"
-            f" | {planner.show_bytes(p.bytes_sent)}{f' | {planner.show_bytes(p.on_card)}' if shared else ''} | {needed}"
-            f" | {even} | {pays} |"
-        )
-    narrow = [
-        f"{planner.show_seconds(p.seconds)} and {planner.show_bytes(p.bytes_sent)} at sparsity {p.sparsity:g}"
-        for p in planner.in_four_bits(job, link, machine, predictions)
-        if p.memory <= memory
+    head = ["method", "step", "over compute only", "sent per rank and step", *["sent per network card"] * shared]
+    rows = [
+        [
+            p.method,
+            *_figures(p, alone),
+            *[show_bytes(p.on_card)] * shared,
+            _needed(p, memory),
+            *(_turning_points(job, link, machine, p, memory, inside) if p.sparsity is not None else ("-", "-")),
+        ]
+        for p in predictions
     ]
-    lines += ["", f'With wire_dtype="int4" a step takes {", ".join(narrow)}.'] if narrow else []
-    lines += ["", *local_lines(local, alone, memory)]
-    sparsities = [p.sparsity for p in predictions if p.sparsity is not None and p.group_size == 1]
+    lines += _table([*head, "memory per rank*", "as fast as dense below", "pays below"], rows)
+    costs = step_costs(every_step=True).values()
+    remarks = [said for cost in costs if (said := cost.remark(job, link, machine, predictions, memory))]
+    lines += [line for said in remarks for line in ("", said)]
+    for title in dict.fromkeys(p.title for p in local):
+        head = [title, "step, on average", "over compute only", "sent per rank and step", "memory per rank*"]
+        rows = [[f"H = {p.window}", *_figures(p, alone), _needed(p, memory)] for p in local if p.title == title]
+        lines += ["", *_table(head, rows)]
     lines += ["", "The same work per rank on more ranks:", ""]
-    scaling = planner.scaling(job, link, machine, sparsities)
-    methods = [p.method for p in predictions]
-    lines += [f"| ranks | {' | '.join(methods)} |", "|---" * (len(methods) + 1) + "|"]
-    for ranks, row in scaling.items():
-        row += planner.predict_nodes(replace(job, ranks=ranks), link, machine, inside, sparsities) if inside else []
-        lines.append(f"| {ranks} | {' | '.join(planner.show_seconds(p.seconds) for p in row)} |")
-    fits = "" if memory == math.inf else f" that fit into {planner.show_bytes(memory)} (all, if none does)"
+    sparsities = [p.sparsity for p in predictions if p.sparsity is not None and p.group_size == 1]
+    rows = []
+    for ranks, row in scaling(job, link, machine, sparsities).items():
+        row += predict_nodes(replace(job, ranks=ranks), link, machine, inside, sparsities) if inside else []
+        rows.append([str(ranks), *(show_seconds(p.seconds) for p in row)])
+    lines += _table(["ranks", *(p.method for p in predictions)], rows)
+    fits = "" if memory == math.inf else f" that fit into {show_bytes(memory)} (all, if none does)"
+    flat = [f"{title}'s ranks {FLAT}" for title in dict.fromkeys(p.title for p in predictions) if title]
     lines += [
         "",
         "Compute only: no messages, and the whole of AdamW on every rank; what shards the optimizer may take less.",
         "",
         "\\* parameters, gradients, optimizer and buffers; activations come on top. The last columns: the bandwidth",
-        f"below which it is as fast as the best of the dense methods{fits}, and {planner.WORTH}x as fast.",
+        f"below which it is as fast as the best of the dense methods{fits}, and {WORTH}x as fast.",
         "",
-        "Assumed: " + "; ".join([*assumed, *ASSUMPTIONS]) + ".",
+        "Assumed: " + "; ".join([*assumed, *ASSUMPTIONS, *flat]) + ".",
     ]
     return "\n".join(lines)
 
 
-def local_lines(local: Sequence[Prediction], alone: float, memory: float) -> list[str]:
-    """SparseLoCo's table in Markdown: a step on average over a window of H. ``alone`` is compute only, in seconds."""
-    lines = ["| SparseLoCo | step, on average | over compute only | sent per rank and step | memory per rank* |"]
-    lines += ["|---|---|---|---|---|"]
-    for p in local:
-        lines.append(
-            f"| H = {p.window} | {planner.show_seconds(p.seconds)} | {p.seconds / alone:.2f}x"
-            f" | {planner.show_bytes(p.bytes_sent)}"
-            f" | {planner.show_bytes(p.memory)}{', too much' if p.memory > memory else ''} |"
-        )
-    return lines
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def _figures(p: Prediction, alone: float) -> tuple[str, str, str]:
+    """Of every table: the step, over compute only, and what is sent."""
+    return show_seconds(p.seconds), f"{p.seconds / alone:.2f}x", show_bytes(p.bytes_sent)
+
+
+def _needed(p: Prediction, memory: float) -> str:
+    return show_bytes(p.memory) + (", too much" if p.memory > memory else "")
 
 
 TCP_SHARE = 0.95
@@ -279,15 +294,24 @@ ASSUMPTIONS = (
     "backward is two thirds of the compute",
     "rings for all-reduce, all-gather and reduce-scatter, each node's link used once a pass",
     "an all-to-all crosses a node's link with the bytes of all its ranks",
-    "SCAPE's ranks form one flat group, unless the line names a local_group_size",
 )
+FLAT = "form one flat group, unless the line names a local_group_size"
 
 
-def show_turning_point(job: Job, link: Link, machine: Machine, sparsity: float, **which: Any) -> str:
-    """The bandwidth below which SCAPE is so fast, or ``"above"`` that from which on it is."""
-    below = planner.break_even_bandwidth(job, link, machine, sparsity, **which)
-    above = planner.least_bandwidth(job, link, machine, sparsity, **which)
-    return planner.show_bandwidth(below) if above is None else f"above {planner.show_bandwidth(above)}"
+def _turning_points(
+    job: Job, link: Link, machine: Machine, p: Prediction, memory: float, inside: Link | None
+) -> list[str]:
+    def there(other: Link) -> list[Prediction]:
+        return _predict(job, other, machine, [p.sparsity or 0.0], inside)
+
+    gains = [gain_of(p.method, there, link, speedup=speedup, memory=memory) for speedup in (1.0, WORTH)]
+    return [show_turning_point(gain, link.bandwidth) for gain in gains]
+
+
+def show_turning_point(gain: Gain, bandwidth: float) -> str:
+    """The bandwidth below which there is a gain, or ``"above"`` that from which on there is one."""
+    below, above = break_even_bandwidth(gain, bandwidth), least_bandwidth(gain, bandwidth)
+    return show_bandwidth(below) if above is None else f"above {show_bandwidth(above)}"
 
 
 def plot(path: Path, model: str, job: Job, link: Link, machine: Machine, sparsities: Sequence[float]) -> None:
@@ -301,13 +325,13 @@ def plot(path: Path, model: str, job: Job, link: Link, machine: Machine, sparsit
 
     figure, (over_bandwidth, over_ranks) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     bits = [10 ** (7 + 0.05 * i) for i in range(101)]
-    rows = [planner.predict(job, replace(link, bandwidth=b / 8), machine, sparsities) for b in bits]
-    scaling = planner.scaling(job, link, machine, sparsities)
+    rows = [predict(job, replace(link, bandwidth=b / 8), machine, sparsities) for b in bits]
+    over = scaling(job, link, machine, sparsities)
     styles: dict[bool, dict[str, Any]] = {True: {"linewidth": 2}, False: {"linestyle": "--"}}
     for index, first in enumerate(rows[0]):
-        style = styles[first.is_scape]
+        style = styles[bool(first.title)]
         over_bandwidth.plot(bits, [row[index].seconds for row in rows], label=first.method, **style)
-        over_ranks.plot([*scaling], [row[index].seconds for row in scaling.values()], marker=".", **style)
+        over_ranks.plot([*over], [row[index].seconds for row in over.values()], marker=".", **style)
     over_bandwidth.axvline(link.bandwidth * 8, color="lightgray", zorder=0)
     over_bandwidth.set(xscale="log", yscale="log", xlabel="bandwidth, bit/s", ylabel="seconds per step")
     over_ranks.set(xscale="log", yscale="log", xlabel="ranks, the same work each")

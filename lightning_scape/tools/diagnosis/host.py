@@ -13,7 +13,7 @@ import torch
 
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.planning import show_bytes, show_seconds
+from lightning_scape.core.words import show_bytes, show_seconds
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.optimizer import ScapeOptimizer
 from lightning_scape.tools.diagnosis.findings import Finding

@@ -15,8 +15,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch 
 
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.round_trips import neighbours, round_trip
+from lightning_scape.core.words import show_bandwidth, show_bytes, show_seconds
 from lightning_scape.hosts.rendezvous import explained_rendezvous
-from lightning_scape.planning import show_bandwidth, show_bytes, show_seconds
 from lightning_scape.planning.measure import measure_link, median_seconds
 from lightning_scape.tools.diagnosis.findings import Finding
 from lightning_scape.tools.diagnosis.meeting import Meeting, Place
