@@ -1,4 +1,4 @@
-"""Strategies of ``lightning.fabric.Fabric``: one for all methods, and a thin one for each of ours."""
+"""The strategy of ``lightning.fabric.Fabric``: one for all methods."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.core.method import Method, Spelling, Surroundings, find_all
 from lightning_scape.hosts import advice, setup, two_level
 from lightning_scape.hosts.fabric_checkpoints import FabricCheckpoints
-from lightning_scape.hosts.options import ScapeOptions, SparseLoCoOptions
 from lightning_scape.hosts.outsiders import Watch
 from lightning_scape.hosts.own_clipping import watch_gradients
 from lightning_scape.hosts.private_names import BackwardSyncControl
@@ -306,32 +305,6 @@ class FabricMethodStrategy(FabricCheckpoints):
     def stop_requested(self) -> bool:
         """After the optimizers' steps: whether all ranks stop here, for one of them was told to. The same on all."""
         return any(method.stop_requested for method in self._methods())
-
-
-class FabricScapeStrategy(ScapeOptions, FabricMethodStrategy):
-    """``L.Fabric(strategy=FabricScapeStrategy(sparsity=0.99))``, or ``L.Fabric(strategy="scape")`` for the defaults.
-
-    ``fabric.setup`` swaps AdamW, Adam or AdamS for a :class:`~lightning_scape.ScapeOptimizer`. Build LR schedulers on
-    the optimizer that ``setup`` returns, or on the one that it was given, whose ``step`` is now the new one's.
-    ``clip_gradients`` returns the norm of the averaged gradient, and leaves ``p.grad`` as it is.
-
-    Its options: those of :class:`~lightning_scape.hosts.options.ScapeOptions`, then those of
-    :class:`FabricMethodStrategy`. With the update of AdamS the default warm-up is no longer than ``total_steps``.
-    """
-
-
-class FabricSparseLoCoStrategy(SparseLoCoOptions, FabricMethodStrategy):
-    """``L.Fabric(strategy=FabricSparseLoCoStrategy(sync_every=30))``, or ``L.Fabric(strategy="sparseloco")``.
-
-    ``fabric.setup`` wraps the optimizer, any of torch's, in a :class:`~lightning_scape.SparseLoCo`; optimizer and model
-    stay what they are. ``clip_gradients`` is of the rank's own gradient. Inside a window every rank has parameters of
-    its own, and rank 0's are what ``save`` writes for the model. Call ``fabric.strategy.sync()`` at the end of
-    training, or give ``total_steps``: the last step then ends its window; and before you set up another optimizer over
-    the same parameters.
-
-    Its options: those of :class:`~lightning_scape.hosts.options.SparseLoCoOptions`, then those of
-    :class:`FabricMethodStrategy`.
-    """
 
 
 def _finish(saver: weakref.ref[Saver]) -> None:

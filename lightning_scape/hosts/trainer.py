@@ -1,4 +1,4 @@
-"""Strategies of ``lightning.pytorch.Trainer``: one for all methods, and a thin one for each of ours.
+"""The strategy of ``lightning.pytorch.Trainer``: one for all methods.
 
 Launching, environments, samplers and checkpoint files are DDPStrategy's. What differs: the module is not wrapped (no
 gradient is reduced in the backward pass), and each optimizer is put under a
@@ -36,7 +36,6 @@ from lightning_scape.core.epoch_end import compare_ends
 from lightning_scape.core.method import Method, Surroundings, find_all
 from lightning_scape.hosts import advice, ending, preemption, setup, two_level
 from lightning_scape.hosts.density_bar import DensityBar
-from lightning_scape.hosts.options import ScapeOptions, SparseLoCoOptions
 from lightning_scape.hosts.own_clipping import watch_gradients
 from lightning_scape.hosts.resume import Resume, Resumption
 from lightning_scape.hosts.run_length import compare_lengths, ends_epoch, steps_of_run
@@ -313,38 +312,3 @@ class MethodStrategy(TrainerCheckpoints):
         assert self.accelerator is not None
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             part.teardown()
-
-
-class ScapeStrategy(ScapeOptions, MethodStrategy):
-    """Data-parallel training that sends 1% of the entries each step (SCAPE, arXiv 2607.01678).
-
-    ``Trainer(strategy=ScapeStrategy(sparsity=0.99))``, or ``Trainer(strategy="scape")`` for the defaults, and nothing
-    else changes: return AdamW, Adam or AdamS from ``configure_optimizers`` and they are swapped for a
-    :class:`~lightning_scape.ScapeOptimizer` with the same parameter groups. Schedulers, gradient accumulation,
-    ``gradient_clip_val``, every precision, callbacks and checkpoints work as they do with DDP.
-
-    Clipping leaves ``p.grad`` as it is: the factor acts in the step, on the averaged gradient. :class:`MethodStrategy`
-    says what holds for buffers and checkpoints.
-
-    Its options: those of :class:`~lightning_scape.hosts.options.ScapeOptions`, then those of :class:`MethodStrategy`.
-    """
-
-
-class SparseLoCoStrategy(SparseLoCoOptions, MethodStrategy):
-    """Data-parallel training whose ranks exchange every ``sync_every`` steps, sparsely (SparseLoCo, arXiv 2508.15706).
-
-    ``Trainer(strategy=SparseLoCoStrategy(sync_every=30))``, or ``Trainer(strategy="sparseloco")`` for the defaults. Any
-    torch optimizer serves; it is not replaced. Schedulers, gradient accumulation, every precision, callbacks and
-    checkpoints work as they do with DDP.
-
-    What differs from DDP: inside a window every rank has parameters of its own. ``gradient_clip_val`` bounds the norm
-    of each rank's own gradient. Validation and a checkpoint's ``state_dict`` inside a window are of rank 0's parameters
-    (each rank validates with its own); a resumed run takes up every rank's, bit for bit. At the end of a fit the window
-    that has begun is ended early, so that all ranks hold the same model; callbacks that put averaged weights in place
-    then (EMA, SWA) come before that, so let such a fit end with a window. With ``precision="16-mixed"`` all ranks skip
-    a step together, for which they exchange a number in every step. :class:`MethodStrategy` says what holds for buffers
-    and checkpoints.
-
-    Its options: those of :class:`~lightning_scape.hosts.options.SparseLoCoOptions`, then those of
-    :class:`MethodStrategy`.
-    """
