@@ -8,17 +8,21 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
 from lightning_scape.comm.collectives import Communicator, is_distributed
 from lightning_scape.comm.side_group import SideGroup
-from lightning_scape.core.method import for_config
+from lightning_scape.core.method import Method, Surroundings, for_config
 from lightning_scape.hosts import advice, launching, registration, rendezvous, setup, two_level
 from lightning_scape.hosts.buffers import Buffers
 from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.hosts.own_clipping import watch_gradients
 from lightning_scape.hosts.private_names import Opened, WrappingIO, destroy_process_group
 
 
@@ -103,6 +107,18 @@ class CommonStrategy(Opened):
         self._nodes.set_up(host.num_processes, host.root_device, self.patience)  # collective, as the next
         if not self._nodes.several:
             self._side_group.get(self.patience)
+
+    def _put_under_method(
+        self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]], steps: float | None, precision: Any, clip: str
+    ) -> Method:
+        """Attaches one of the user's optimizers; a module that clips its gradients itself is told of ``clip``."""
+        host: Any = self
+        side_group = self._nodes.side_group(self._side_group, self.patience)
+        surroundings = Surroundings(named, self._nodes.process_group, side_group, steps)
+        attached = self._method.attach(optimizer, self._nodes.config, surroundings)
+        if attached.clips and host.world_size > 1 and getattr(precision, "scaler", None) is None:
+            watch_gradients(attached, clip, rank_zero_warn)
+        return attached
 
     @property
     def device_mesh(self) -> DeviceMesh | None:

@@ -29,7 +29,8 @@ def watch_gradients(method: Method, clip: str, say: Callable[[str], object], ste
         say: takes a sentence.
         steps: after these, the watch ends.
     """
-    optimizer, parameters = method.optimizer, method.named_parameters
+    assert method.clipping is not None
+    optimizer, parameters = method.optimizer, method.clipping.named_parameters
     written: dict[int, tuple[int, int]] = {}
     left = steps
 

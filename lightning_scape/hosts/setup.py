@@ -106,27 +106,27 @@ def clip_gradients(optimizer: object, clip_val: float = 0.0, gradient_clip_algor
     found = clipping(optimizer)
     algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
     if algorithm == "norm":
-        found.clip_norm(clip_val)
+        found.norm(clip_val)
     elif algorithm == "value":
-        found.clip_value(clip_val)
+        found.value(clip_val)
     else:
         raise ValueError(f'`gradient_clip_algorithm` must be "norm" or "value", got {algorithm!r}. Use one of the two.')
 
 
-def clipping(optimizer: object) -> method.Method:
-    """The method of an optimizer whose averaged gradient is to be clipped.
+def clipping(optimizer: object) -> method.Clipping:
+    """What clips the averaged gradient of an optimizer.
 
     Raises:
         TypeError: it is under none.
     """
     found = method.find(optimizer)
-    if found is None or not found.clips:
+    if found is None or found.clipping is None:
         raise TypeError(
             "Clipping the averaged gradient needs an optimizer that was given to the strategy, got"
             f" {type(method.unwrapped(optimizer)).__name__}. Give AdamW, Adam or AdamS to the strategy (Trainer:"
             " `configure_optimizers`; Fabric: `fabric.setup`) and clip the optimizer it gives back."
         )
-    return found
+    return found.clipping
 
 
 def sharded_scaler(scaler: GradScaler | None, process_group: ProcessGroup | None = None) -> GradScaler | None:

@@ -33,10 +33,9 @@ from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.comm.under_way import settle
 from lightning_scape.core.epoch_end import compare_ends
-from lightning_scape.core.method import Method, Surroundings, find_all
+from lightning_scape.core.method import Method, find_all
 from lightning_scape.hosts import advice, ending, preemption, setup, two_level
 from lightning_scape.hosts.density_bar import DensityBar
-from lightning_scape.hosts.own_clipping import watch_gradients
 from lightning_scape.hosts.resume import Resume, Resumption
 from lightning_scape.hosts.run_length import compare_lengths, ends_epoch, steps_of_run
 from lightning_scape.hosts.shared_nans import SharedNans
@@ -173,16 +172,11 @@ class MethodStrategy(TrainerCheckpoints):
     @override
     def _attach(self, optimizer: Optimizer) -> Method:
         assert self.lightning_module is not None
-        surroundings = Surroundings(
+        named, clip = (
             list(self.lightning_module.named_parameters()),
-            self._nodes.process_group,
-            self._nodes.side_group(self._side_group, self.patience),
-            self._steps,
+            "`self.clip_gradients(optimizer, gradient_clip_val=...)`",
         )
-        attached = self._method.attach(optimizer, self._nodes.config, surroundings)
-        if attached.clips and self.world_size > 1 and getattr(self.precision_plugin, "scaler", None) is None:
-            watch_gradients(attached, "`self.clip_gradients(optimizer, gradient_clip_val=...)`", rank_zero_warn)
-        return attached
+        return self._put_under_method(optimizer, named, self._steps, self.precision_plugin, clip)
 
     @override
     def on_train_start(self) -> None:
@@ -199,7 +193,7 @@ class MethodStrategy(TrainerCheckpoints):
             each.expect_steps(steps)
         for line in self._method.summary(methods, steps, advice.as_call(type(self).__name__)):
             rank_zero_info(line)
-        if warning := methods[0].warning(steps):
+        if warning := methods[0].advice.at_start(steps):
             rank_zero_warn(warning)
         if trainer.progress_bar_callback is not None:
             self._progress_bar = DensityBar(trainer.progress_bar_callback, self)
@@ -234,7 +228,7 @@ class MethodStrategy(TrainerCheckpoints):
         if method is None:
             return result
         self._first = self._first or method
-        if method is self._first and (verdict := method.after_step(self.root_device)):
+        if method is self._first and (verdict := method.advice.after_step(self.root_device)):
             rank_zero_warn(f'{verdict} Use `strategy="ddp"`, or see `lightning-scape plan --help`.')
         # The step counts only afterwards. What is saved at the end of the fit is then the model that it ends with.
         if self.lightning_module.automatic_optimization and self._steps == self.lightning_module.global_step + 1:
