@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -18,7 +18,8 @@ from typing_extensions import override
 from lightning_scape.checkpoint import saver
 from lightning_scape.comm.collectives import Communicator, is_distributed
 from lightning_scape.comm.side_group import SideGroup
-from lightning_scape.core.method import Method, Surroundings, for_config
+from lightning_scape.comm.together import Together
+from lightning_scape.core.method import Method, Surroundings, find, for_config
 from lightning_scape.hosts import advice, launching, registration, rendezvous, setup, two_level
 from lightning_scape.hosts.buffers import Buffers
 from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
@@ -43,6 +44,8 @@ class CommonStrategy(Opened):
 
     method: ClassVar[str | None] = None
     """Name of the method, where the strategy is of one."""
+    _together: Together
+    """Inside it a checkpoint is put together."""
 
     def __init__(
         self,
@@ -141,6 +144,25 @@ class CommonStrategy(Opened):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         saver.check_saving(self._state_dict_type, self._saver.asynchronous, io)
         self.given_io = io
+
+    def _whole_module(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A module's state as a file takes it: whole, on rank 0."""
+        if self._state_dict_type == "sharded" or not self._nodes.several:
+            return state_dict
+        self._together.agree()
+        host: Any = self
+        return two_level.whole_state_dict(state_dict, keep=host.is_global_zero)
+
+    def _state_of(self, optimizer: Optimizer, own: Callable[[Optimizer], dict[str, Any]]) -> Any:
+        """An optimizer's state for a file or a directory; ``own`` is the host's way, where it is under no method."""
+        self._together.agree()
+        if (method := find(optimizer)) is None:
+            return own(optimizer)
+        if self._state_dict_type == "sharded":
+            return method.sharded_state_dict()
+        method.consolidate_state_dict()
+        host: Any = self
+        return method.state_dict() if host.is_global_zero else {}
 
     def wait_for_checkpoint(self) -> None:
         """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""

@@ -19,7 +19,6 @@ from lightning_scape.checkpoint.saver import RNG, Content, SavedContent, replica
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.together import Together
 from lightning_scape.core.method import find
-from lightning_scape.hosts import two_level
 from lightning_scape.hosts.common import CommonStrategy
 from lightning_scape.hosts.private_names import OpenedFabrics, check_strictly
 from lightning_scape.hosts.schedulers import Restored, is_scheduler
@@ -42,19 +41,11 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
 
     @override
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
-        state_dict = super().get_module_state_dict(module)
-        if self._state_dict_type == "sharded" or not self._nodes.several:
-            return state_dict
-        self._together.agree()
-        return two_level.whole_state_dict(state_dict, keep=self.is_global_zero)
+        return self._whole_module(super().get_module_state_dict(module))
 
     @override
-    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._together.agree()
-        if (method := find(optimizer)) is None:
-            return super().get_optimizer_state(optimizer)
-        method.consolidate_state_dict()
-        return method.state_dict() if self.is_global_zero else {}
+    def get_optimizer_state(self, optimizer: Optimizer) -> Any:
+        return self._state_of(optimizer, super().get_optimizer_state)
 
     @override
     def save_checkpoint(
@@ -95,9 +86,8 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
             if isinstance(value, Module):
                 offered = self._offered_parameters(value)
                 content.models[name] = replicated(self.get_module_state_dict(value), offered, self.global_rank)
-            elif (ours := find(value)) is not None:
-                self._together.agree()
-                content.optimizers[name] = ours.sharded_state_dict()
+            elif find(value) is not None:
+                content.optimizers[name] = self.get_optimizer_state(value)
             else:
                 content.rest[name] = value.state_dict() if isinstance(value, Stateful) else value
         return content
@@ -122,17 +112,19 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
         # Without one of ours a rank may read on its own, as with DDP.
         ranks = Communicator(None, None) if ours else Communicator.alone()
         if saver.is_directory(path, ranks):
-            return self._load_directory(Path(path), state, strict)
+            return self._load_directory(Path(path), state, strict, ours)
         read = functools.partial(super().load_checkpoint, path, weights_only=weights_only)
         content = ranks.raise_on_all_ranks(read)
         if not state:
             return content
-        rest = ranks.raise_on_all_ranks(lambda: self._take_up(content, state, strict))
-        if ours and isinstance(state, dict):
-            states = rest.pop(RNG, [])
+        ranks.raise_on_all_ranks(lambda: self._take_up(content, state, strict))
+        if not isinstance(state, dict):
+            return {}
+        if ours:
+            states = content.pop(RNG, [])
             if len(states) == self.world_size:
                 set_rng_state(states[self.global_rank])
-        return rest
+        return content
 
     def _with_stand_ins(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """With what gives and takes data alone in the place of schedulers."""
@@ -141,50 +133,37 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
     def _is_scheduler(self, value: Any) -> bool:
         return is_scheduler(value) and find(value) is None
 
-    def _take_up(self, content: dict[str, Any], state: Any, strict: bool) -> dict[str, Any]:
-        """Loads a file's content into what was given for it, as Lightning does; returns the rest."""
-        if isinstance(state, Module):
-            self.load_module_state_dict(state, content, strict=strict)
-            return {}
-        if isinstance(state, Optimizer):
-            (find(state) or state).load_state_dict(content)
-            return {}
+    def _take_up(self, content: dict[str, Any], state: Any, strict: bool) -> None:
+        """Loads a checkpoint's content into what was given for it, as Lightning does, and takes that from it."""
+        if not isinstance(state, dict):
+            self._load_into(state, content, strict)
+            return
         check_strictly(state.keys(), content.keys(), strict=strict)
         for name, value in self._with_stand_ins(state).items():
             if name not in content:
                 continue
-            if isinstance(value, Module):
-                self.load_module_state_dict(value, content.pop(name), strict=strict)
-            elif isinstance(value, (Optimizer, Stateful)):
-                (find(value) or value).load_state_dict(content.pop(name))
+            if isinstance(value, (Module, Optimizer, Stateful)):
+                self._load_into(value, content.pop(name), strict)
             else:
                 state[name] = content.pop(name)
-        return content
 
-    def _load_directory(self, path: Path, state: Any, strict: bool) -> dict[str, Any]:
+    def _load_into(self, value: Any, saved: Any, strict: bool) -> None:
+        if isinstance(value, Module):
+            self.load_module_state_dict(value, saved() if callable(saved) else saved, strict=strict)
+        else:
+            (find(value) or value).load_state_dict(saved)
+
+    def _load_directory(self, path: Path, state: Any, strict: bool, ours: bool) -> dict[str, Any]:
         if not isinstance(state, dict) or not state:
             raise ValueError(
                 f"A sharded checkpoint must be loaded into a state, got {type(state).__name__} for {str(path)!r}. Call"
                 " `fabric.load(path, {'model': model, ...})`, or make it one file by `lightning-scape consolidate`."
             )
-        saved = SavedContent(path, self._checkpoint_ranks())
-        check_strictly(state.keys(), saved.names, strict=strict)
-        rest = dict(saved.rest)
-
-        def take_up() -> None:
-            for name, value in self._with_stand_ins(state).items():
-                if isinstance(value, Module) and name in saved.models:
-                    self.load_module_state_dict(value, saved.model(name), strict=strict)
-                elif name in saved.optimizers:
-                    (find(value) or value).load_state_dict(saved.optimizers[name])
-                elif name in rest and isinstance(value, Stateful):
-                    value.load_state_dict(rest.pop(name))
-                elif name in rest:
-                    state[name] = rest.pop(name)
-
-        self._checkpoint_ranks().raise_on_all_ranks(take_up)
-        if any(find(value) for value in state.values()):
-            generators = saved.rng(self.global_rank, self.world_size)
-            if generators is not None:
-                set_rng_state(generators)
-        return rest
+        ranks = self._checkpoint_ranks()
+        saved = SavedContent(path, ranks)
+        models = {name: functools.partial(saved.model, name) for name in saved.models}  # read when it is asked for
+        content = {**models, **saved.optimizers, **saved.rest}
+        ranks.raise_on_all_ranks(lambda: self._take_up(content, state, strict))
+        if ours and (generators := saved.rng(self.global_rank, self.world_size)) is not None:
+            set_rng_state(generators)
+        return {name: content[name] for name in saved.rest if name in content}

@@ -132,7 +132,7 @@ class MethodStrategy(TrainerCheckpoints):
         super().setup_environment()
         self._interrupted = False
         if self.lightning_module is not None:
-            self._dump.attach(trainer := self.lightning_module.trainer)
+            self._together.attach(trainer := self.lightning_module.trainer)
             Communicator(None, None).raise_on_all_ranks(lambda: self._resumption.prepare(trainer))
 
     @override
@@ -172,10 +172,8 @@ class MethodStrategy(TrainerCheckpoints):
     @override
     def _attach(self, optimizer: Optimizer) -> Method:
         assert self.lightning_module is not None
-        named, clip = (
-            list(self.lightning_module.named_parameters()),
-            "`self.clip_gradients(optimizer, gradient_clip_val=...)`",
-        )
+        named = list(self.lightning_module.named_parameters())
+        clip = "`self.clip_gradients(optimizer, gradient_clip_val=...)`"
         return self._put_under_method(optimizer, named, self._steps, self.precision_plugin, clip)
 
     @override

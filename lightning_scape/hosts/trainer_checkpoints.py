@@ -15,7 +15,6 @@ from lightning_scape.checkpoint.rng import rng_state, set_rng_state
 from lightning_scape.checkpoint.saver import RNG, host_content
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import find
-from lightning_scape.hosts import two_level
 from lightning_scape.hosts.dump import Dump, load_dump, restore_schedulers
 from lightning_scape.hosts.resume import Resumption
 from lightning_scape.hosts.unwrapped import UnwrappedStrategy
@@ -29,9 +28,11 @@ class TrainerCheckpoints(UnwrappedStrategy):
         options, more: CommonStrategy's.
     """
 
+    _together: Dump
+
     def __init__(self, *options: Any, resumption: Resumption, **more: Any) -> None:
         super().__init__(*options, **more)
-        self._resumption, self._dump = resumption, Dump()
+        self._resumption, self._together = resumption, Dump()
         self._saved_rng: Tensor | None = None
 
     @property
@@ -41,21 +42,11 @@ class TrainerCheckpoints(UnwrappedStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        state_dict = super().lightning_module_state_dict()
-        if self._state_dict_type == "sharded" or not self._nodes.several:
-            return state_dict
-        self._dump.agree()
-        return two_level.whole_state_dict(state_dict, keep=self.is_global_zero)
+        return self._whole_module(super().lightning_module_state_dict())
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._dump.agree()
-        if (method := find(optimizer)) is None:
-            return super().optimizer_state(optimizer)
-        if self._state_dict_type == "sharded":
-            return method.sharded_state_dict()  # type: ignore[no-any-return] # taken by save_checkpoint
-        method.consolidate_state_dict()
-        return method.state_dict() if self.is_global_zero else {}
+    def optimizer_state(self, optimizer: Optimizer) -> Any:  # what `save_checkpoint` takes
+        return self._state_of(optimizer, super().optimizer_state)
 
     @override
     def save_checkpoint(
