@@ -16,14 +16,21 @@ if TYPE_CHECKING:
     from lightning_scape.checkpoint.inspection import newest_checkpoint, resume_path
     from lightning_scape.comm.restarts import init_process_group
     from lightning_scape.data import PythonSource
-    from lightning_scape.hosts.fabric import FabricMethodStrategy, FabricScapeStrategy, FabricSparseLoCoStrategy
-    from lightning_scape.hosts.monitor import ScapeMonitor, SparseLoCoMonitor
-    from lightning_scape.hosts.trainer import MethodStrategy, ScapeStrategy, SparseLoCoStrategy
+    from lightning_scape.hosts.fabric import FabricMethodStrategy
+    from lightning_scape.hosts.monitor import ScapeMonitor
+    from lightning_scape.hosts.trainer import MethodStrategy
     from lightning_scape.scape.adams import AdamS
     from lightning_scape.scape.config import ScapeConfig
     from lightning_scape.scape.optimizer import ScapeOptimizer
     from lightning_scape.scape.stats import StepStats
     from lightning_scape.sparseloco import ExchangeStats, SparseLoCo, SparseLoCoConfig
+    from lightning_scape.strategies import (
+        FabricScapeStrategy,
+        FabricSparseLoCoStrategy,
+        ScapeStrategy,
+        SparseLoCoMonitor,
+        SparseLoCoStrategy,
+    )
 
 __all__ = [
     "AdamS",
@@ -54,18 +61,18 @@ HOMES = {
     "CheckpointError": "checkpoint.atomic_files",
     "ExchangeStats": "sparseloco",
     "FabricMethodStrategy": "hosts.fabric",
-    "FabricScapeStrategy": "hosts.fabric",
-    "FabricSparseLoCoStrategy": "hosts.fabric",
+    "FabricScapeStrategy": "strategies",
+    "FabricSparseLoCoStrategy": "strategies",
     "MethodStrategy": "hosts.trainer",
     "PythonSource": "data",
     "ScapeConfig": "scape.config",
     "ScapeMonitor": "hosts.monitor",
     "ScapeOptimizer": "scape.optimizer",
-    "ScapeStrategy": "hosts.trainer",
+    "ScapeStrategy": "strategies",
     "SparseLoCo": "sparseloco",
     "SparseLoCoConfig": "sparseloco",
-    "SparseLoCoMonitor": "hosts.monitor",
-    "SparseLoCoStrategy": "hosts.trainer",
+    "SparseLoCoMonitor": "strategies",
+    "SparseLoCoStrategy": "strategies",
     "StepStats": "scape.stats",
     "init_process_group": "comm.restarts",
     "newest_checkpoint": "checkpoint.inspection",
@@ -92,4 +99,9 @@ def __dir__() -> list[str]:
 
 import_old_names()
 # No entry point registers strategies: `strategy="scape"` works once this package is imported.
-register_with_lightning()
+register_with_lightning(
+    {
+        "scape": ("ScapeStrategy", "FabricScapeStrategy"),
+        "sparseloco": ("SparseLoCoStrategy", "FabricSparseLoCoStrategy"),
+    }
+)

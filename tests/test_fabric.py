@@ -415,7 +415,7 @@ def test_a_run_that_goes_on_for_longer_keeps_the_warm_up_that_it_began_with(
 def test_the_strategy_can_be_sent_to_spawned_processes() -> None:
     sent = pickle.loads(pickle.dumps(FabricScapeStrategy(sparsity=0.9, start_method="spawn")))
     assert sent.config == ScapeConfig(sparsity=0.9)
-    assert not list(sent.known_modules)
+    assert not list(sent.known.modules)
 
 
 def overflow_on_one_rank(rank: int, world_size: int) -> list[bool]:

@@ -1,4 +1,4 @@
-"""The size of modules and functions: a reader finds the place by its name, and sees it whole."""
+"""The size of modules, classes and functions: a reader finds the place by its name, and sees it whole."""
 
 from __future__ import annotations
 
@@ -11,6 +11,21 @@ ROOT = Path(__file__).resolve().parent.parent / "lightning_scape"
 MODULES = sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py"))
 LONGEST_MODULE = 500
 LONGEST_FUNCTION = 60
+MOST_METHODS = 20
+MOST_ARGUMENTS = 12
+"""Of a constructor."""
+FACE = "a documented face: its options by name"
+OF_TORCH = "torch's interface of an optimizer, and what a user asks of it"
+MORE_METHODS = {
+    "_Machine": "a machine of pickle's instructions: a method for each kind of them",
+    "ScapeOptimizer": OF_TORCH,
+    "SparseLoCo": OF_TORCH,
+    **dict.fromkeys(("Communicator", "Engine", "Method"), "being split"),
+}
+MORE_ARGUMENTS = dict.fromkeys(
+    ("SparseLoCo", "ScapeOptions", "SparseLoCoOptions", "MethodStrategy", "FabricMethodStrategy"), FACE
+)
+"""Classes that have more of either, and why."""
 
 
 def too_long(source: str) -> list[str]:
@@ -26,6 +41,20 @@ def too_long(source: str) -> list[str]:
     return found
 
 
+def large(source: str) -> list[str]:
+    """Classes with too many methods (a property is one, with its setter), or too many arguments to make one."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            methods = {each.name: each.args for each in node.body if isinstance(each, ast.FunctionDef)}
+            made_of = methods.get("__init__")
+            given = [] if made_of is None else [*made_of.posonlyargs, *made_of.args[1:], *made_of.kwonlyargs]
+            many = len(methods) > MOST_METHODS and node.name not in MORE_METHODS
+            if many or (len(given) > MOST_ARGUMENTS and node.name not in MORE_ARGUMENTS):
+                found.append(f"{node.name}: {len(methods)} methods, {len(given)} arguments")
+    return found
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_no_module_is_long(module: str) -> None:
     assert len((ROOT / module).read_text(encoding="utf-8").splitlines()) <= LONGEST_MODULE
@@ -34,6 +63,20 @@ def test_no_module_is_long(module: str) -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_no_function_is_long(module: str) -> None:
     assert too_long((ROOT / module).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_class_is_large(module: str) -> None:
+    assert large((ROOT / module).read_text(encoding="utf-8")) == []
+
+
+def test_a_large_class_is_found() -> None:
+    methods = "".join(f"    def f{number}(self): ...\n" for number in range(MOST_METHODS))
+    assert large(f"class A:\n{methods}") == []
+    assert large(f"class A:\n{methods}    def g(self): ...\n") == ["A: 21 methods, 0 arguments"]
+    arguments = ", ".join(f"a{number}" for number in range(MOST_ARGUMENTS))
+    assert large(f"class A:\n    def __init__(self, {arguments}): ...\n") == []
+    assert large(f"class A:\n    def __init__(self, {arguments}, *, b): ...\n") == ["A: 1 methods, 13 arguments"]
 
 
 def test_a_long_function_is_found() -> None:

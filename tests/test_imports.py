@@ -25,6 +25,7 @@ LAYERS = (
     ("scape", "sparseloco"),
     ("reporting",),
     ("hosts",),
+    ("strategies",),
     ("tools",),
     ("__init__",),
     ("__main__",),
@@ -37,7 +38,7 @@ SIDEWAYS = ({"core", "comm"},)
 MAY_IMPORT_LIGHTNING = {"hosts", "data", "tools"}
 # What the hosts share knows neither.
 MAY_NOT_IMPORT_LIGHTNING = {
-    *("hosts.setup", "hosts.advice", "hosts.rendezvous", "hosts.options"),
+    *("hosts.setup", "hosts.advice", "hosts.rendezvous"),
     *("hosts.two_level", "hosts.outsiders", "hosts.buffers", "hosts.own_clipping"),
 }
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "litgpt", "pytorch_lightning"}
@@ -193,6 +194,32 @@ def test_module_keeps_to_its_place(module):
     assert find_violations(module, _modules()[module]) == []
 
 
+METHODS = ("scape", "sparseloco")
+
+
+def names_of_methods(source: str) -> list[str]:
+    """Where a source imports one of the package's own methods, or has its name as a string."""
+    tree = ast.parse(source)
+    own = [f"imports {name}" for _, name in _imported(tree, "hosts.x") if _ours(name) in METHODS]
+    strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    return own + [f"says {text!r}" for text in strings if isinstance(text, str) and text in METHODS]
+
+
+@pytest.mark.parametrize("module", [name for name in _modules() if name.startswith("hosts.")])
+def test_hosts_know_no_method_by_name(module):
+    """They ask the registry; names are for the faces of the package's own methods (``lightning_scape.strategies``)."""
+    assert names_of_methods(_modules()[module]) == []
+
+
+def test_a_name_of_a_method_is_found():
+    assert names_of_methods("from lightning_scape.scape.config import A") == ["imports lightning_scape.scape.config.A"]
+    assert names_of_methods("from ..sparseloco import A\nx = ('scape', 'scape_ranks')") == [
+        "imports lightning_scape.sparseloco.A",
+        "says 'scape'",
+    ]
+    assert names_of_methods('"""The scape of it."""\nfrom lightning_scape.core import method') == []
+
+
 def _lengths(source: str) -> dict[str, int]:
     """Lines of each function, without its list of arguments, which has one a line, and without its docstring."""
     functions = [
@@ -302,7 +329,7 @@ def test_violation_is_found(module, source, complaint):
         ("ops.__init__", "from .naive import fold\nfrom . import naive"),
         ("scape.step", "from lightning_scape.scape import mask\nfrom lightning_scape.comm import worker"),
         ("core.layout", "import torch\nfrom .quota import Quota"),
-        ("__init__", "from lightning_scape.hosts.trainer import ScapeStrategy"),
+        ("__init__", "from lightning_scape.strategies import ScapeStrategy"),
     ],
 )
 def test_what_a_module_may_do_is_no_violation(module, source):

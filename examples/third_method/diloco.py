@@ -64,7 +64,7 @@ class DiLoCo(Stoppable, SavedByParts):
         self.config = config
         self.parameters = Parameters.of(optimizer.param_groups)
         self.parameters.rename(surroundings.named_parameters)
-        self.ranks = Communicator.of_optimizer(surroundings.process_group)
+        self.communicator = self.ranks = Communicator.of_optimizer(surroundings.process_group)
         setup = {"options": [f"{key}={value}" for key, value in asdict(config).items()]}
         setup["parameters"] = list(map(str, self.parameters.describe()))
         check_same_setup(self.ranks, setup, self.parameters.problem([]), self.parameters.device)
@@ -151,11 +151,6 @@ class DiLoCo(Stoppable, SavedByParts):
     def finish(self) -> None:
         if self.start and self.in_window:
             self._exchange()
-
-    @property
-    @override
-    def communicator(self) -> Communicator:
-        return self.ranks
 
     @override
     def progress(self) -> Progress:

@@ -29,6 +29,7 @@ from lightning_scape.checkpoint import pickles
 from lightning_scape.checkpoint.regular import CheckpointError as CheckpointError
 from lightning_scape.checkpoint.regular import Slice, open_regular, size_of
 from lightning_scape.checkpoint.temporaries import MANIFEST, check_replaceable, replacing
+from lightning_scape.core.private_names import RecordReader
 
 FORMAT = 1
 _KIND = "lightning_scape sharded checkpoint"
@@ -434,7 +435,7 @@ def _damaged_record(file: BinaryIO, records: dict[str, zipfile.ZipInfo], compare
         ValueError: of what the pickle says.
     """
     file.seek(0)
-    reader = torch._C.PyTorchFileReader(file)
+    reader = RecordReader(file)
     names = reader.get_all_records()
     for name in sorted(set(names) ^ set(records)):
         return name

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # without marks for mypy
 
+from lightning_scape.core.private_names import default_store
+
 T = TypeVar("T")
 LOOK_SECONDS = 0.5
 """Between two looks of the watch."""
@@ -66,7 +68,7 @@ class Channel:
         self.group = group
         self.rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._numbers = itertools.count()
-        self._store = PrefixStore(f"lightning_scape/{token}", dist.distributed_c10d._get_default_store())
+        self._store = PrefixStore(f"lightning_scape/{token}", default_store())
         self._at = self._seen = At(0, "the beginning", False)
         self._since = time.monotonic()
         self._told: At | None = None

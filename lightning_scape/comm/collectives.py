@@ -42,6 +42,7 @@ from lightning_scape.comm.pairs import all_gather_into, all_to_all_into
 from lightning_scape.comm.work import SideStream
 from lightning_scape.comm.work import Work as Work
 from lightning_scape.comm.worker import Worker, end_groups_at_exit
+from lightning_scape.core.private_names import group_timeout
 
 T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
@@ -91,12 +92,7 @@ def new_node_groups(size: int, timeout: timedelta | None = None) -> tuple[Proces
 
 def timeout_of(process_group: ProcessGroup | None) -> timedelta | None:
     """A group's timeout; a new group would have its backend's (30 minutes for gloo), whatever the job's is."""
-    group: Any = process_group or dist.group.WORLD
-    try:
-        timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
-    except (AttributeError, IndexError, RuntimeError):  # not public: if torch moves it, its default has to do
-        return None
-    return timeout
+    return group_timeout(process_group or dist.group.WORLD)
 
 
 def is_distributed() -> bool:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_scape.comm.channel import Channel, asked
+from lightning_scape.core.private_names import default_store
 
 GRACE_SECONDS = 1.5
 """How long after a failure the other ranks may report it, too. Who does not is named."""
@@ -99,7 +100,7 @@ def forget_losses() -> None:
     if not dist.is_available() or not dist.is_initialized():
         return
     with contextlib.suppress(RuntimeError):  # not every store can
-        dist.distributed_c10d._get_default_store().delete_key(f"{_KEY}/{dist.get_rank()}")
+        default_store().delete_key(f"{_KEY}/{dist.get_rank()}")
 
 
 def _explained(error: RuntimeError, channel: Channel | None = None) -> RuntimeError:
@@ -131,7 +132,7 @@ def _who_is_missing() -> str:
 
 
 def _roll_call() -> list[int]:
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     store.set(f"{_KEY}/{dist.get_rank()}", "")
     missing, deadline = list(range(dist.get_world_size())), time.monotonic() + GRACE_SECONDS
     while missing and time.monotonic() < deadline:

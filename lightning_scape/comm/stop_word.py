@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # without a mark for mypy
 
 from lightning_scape.comm.collectives import Communicator, is_distributed, timeout_of
+from lightning_scape.core.private_names import default_store
 
 POLL_SECONDS = 0.5
 _PATIENCE = 1800.0
@@ -88,7 +89,7 @@ class StopWord:
         """Looks at the store once; False where there is nothing more to see, or no store: the process group is gone."""
         store: Any = None
         if is_distributed() and dist.group.WORLD is self._world():
-            store = dist.distributed_c10d._get_default_store()
+            store = default_store()
         if store is None:
             return False
         part = PrefixStore(f"{_KEY}/{self._name}", store)

@@ -3,7 +3,7 @@
 To add a method, write a frozen dataclass with its options and a subclass of :class:`Method`, and call :func:`register`
 once, before the strategy is made. From then on ``MethodStrategy(MyConfig(...))`` trains with it under Lightning's
 Trainer, ``FabricMethodStrategy(MyConfig(...))`` under Fabric, both know it by its name (``strategy="mine"``), and
-``ScapeMonitor`` logs its figures and writes their report. ``tests/test_method.py`` has one of some 60 lines.
+``ScapeMonitor`` logs its figures and writes their report. ``examples/third_method/`` is one.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Progress(NamedTuple):
     """Exchanges that have begun."""
     ended: int
     """Exchanges that have ended."""
+    shown: Mapping[str, float] = {}
+    """What a progress bar shows after every step."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,48 @@ Spelling = Callable[[Mapping[str, str]], str]
 """Writes options down as a user of the host would: those of a call, or flags."""
 
 
+class Clipping(ABC):
+    """What is asked of a method whose step takes the gradient averaged over ranks, which no rank holds."""
+
+    @property
+    @abstractmethod
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """Those that the method trains."""
+
+    @abstractmethod
+    def norm(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
+        """Bounds the norm of the averaged gradient in the coming step. Collective.
+
+        Returns:
+            The norm before, 0-dim; not finite if any rank's gradient is not.
+        """
+
+    @abstractmethod
+    def value(self, bound: float) -> None:
+        """Bounds each entry of this rank's gradient in the coming step."""
+
+    @abstractmethod
+    def after_backward(self, grads: Sequence[Tensor]) -> Tensor | None:
+        """A norm, 0-dim, not finite on any rank if a gradient of some rank is not. Collective.
+
+        None: there are no other ranks.
+        """
+
+
+class Advice:
+    """What a method warns the user of; nothing, unless it says otherwise."""
+
+    def at_start(self, steps: float | None) -> str | None:
+        """Whether a run of so many steps is too short, and for what; asked of the first optimizer."""
+        return None
+
+    def after_step(self, device: torch.device) -> str | None:
+        """Asked of the optimizer that steps first, after each of its steps: a sentence, at most once."""
+        return None
+
+
 class Method(ABC):
-    """One of the user's optimizers under a method of training; there is one object for each optimizer.
+    """One of the user's optimizers under a method of training. It may be seen through several such objects.
 
     Between steps it may be asked anything. What is collective says so: all ranks call it, in the same order.
     """
@@ -74,8 +116,7 @@ class Method(ABC):
     exchanges_every_step: ClassVar[bool] = False
     """Whether all ranks hold the same parameters after every step. Else they do after :meth:`finish`."""
     clips: ClassVar[bool] = False
-    """Whether a step takes the gradient averaged over ranks, which no rank holds: clipping, and whether a gradient is
-    finite, is then asked of the method. Else the host clips this rank's own gradient."""
+    """Whether it has a :attr:`clipping`. Else the host clips this rank's own gradient."""
     removed: ClassVar[Mapping[str, str]] = {}
     """Options that earlier versions had, and what holds now: an error, but in an old checkpoint's record."""
     told: ClassVar[frozenset[str] | None] = frozenset()
@@ -94,6 +135,11 @@ class Method(ABC):
     """The user's."""
     optimizer: Optimizer
     """What the host steps: the one in its place, or the user's own."""
+    communicator: Communicator
+    """Sends its messages."""
+    clipping: Clipping | None = None
+    """Clips the averaged gradient, and says whether that is finite."""
+    advice: Advice = Advice()
 
     @classmethod
     @abstractmethod
@@ -146,16 +192,6 @@ class Method(ABC):
 
     # ------------------------------------------------------------------------------------------- around a step
 
-    @property
-    @abstractmethod
-    def communicator(self) -> Communicator:
-        """Sends its messages."""
-
-    @property
-    def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """Those that it trains. Asked where ``clips``."""
-        raise NotImplementedError
-
     def expect_steps(self, total_steps: float | None) -> None:
         """Before the first step, where the host learns the length of the run late; None is not known."""
         return
@@ -163,29 +199,6 @@ class Method(ABC):
     def announce_batch(self, batches: int, last: bool | None) -> None:
         """Before a step: how many batches of the epoch this rank has had, and whether that is all; None: not said."""
         return
-
-    def after_step(self, device: torch.device) -> str | None:
-        """Asked of the optimizer that steps first, after each of its steps: a warning for the user, at most once."""
-        return None
-
-    def clip_norm(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
-        """Bounds the norm of the averaged gradient in the coming step, where ``clips``. Collective.
-
-        Returns:
-            The norm before, 0-dim; not finite if any rank's gradient is not.
-        """
-        raise NotImplementedError
-
-    def clip_value(self, bound: float) -> None:
-        """Bounds each entry of this rank's gradient in the coming step, where ``clips``."""
-        raise NotImplementedError
-
-    def norm_after_backward(self, grads: Sequence[Tensor]) -> Tensor | None:
-        """A norm, 0-dim, not finite on any rank if a gradient of some rank is not. Collective; where ``clips``.
-
-        None: there are no other ranks.
-        """
-        return None
 
     def weights_loaded(self) -> None:
         """Parameters were overwritten from outside."""
@@ -214,10 +227,6 @@ class Method(ABC):
         ``bytes_total``, ``bytes_dense``, ``bytes_<kind>`` and ``seconds/<phase>``. Any other name is logged.
         """
 
-    def bar(self) -> dict[str, float]:
-        """What the progress bar shows in every step. Waits for nothing."""
-        return {}
-
     @classmethod
     @abstractmethod
     def summary(cls, methods: Sequence[Self], steps: float | None, spell: Spelling) -> list[str]:
@@ -228,10 +237,6 @@ class Method(ABC):
             steps: of the whole run; None is not known.
             spell: how the user writes options.
         """
-
-    def warning(self, steps: float | None) -> str | None:
-        """Whether a run of so many steps is too short, and for what; asked of the first optimizer, when it starts."""
-        return None
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
@@ -338,8 +343,10 @@ def plain(config: Any) -> dict[str, Any]:
 
 def unwrapped(optimizer: object) -> object:
     """The optimizer inside a host's wrappers."""
-    while "_optimizer" in getattr(optimizer, "__dict__", {}):
-        optimizer = optimizer.__dict__["_optimizer"]
+    from lightning_scape.core.private_names import IN_WRAPPER
+
+    while IN_WRAPPER in getattr(optimizer, "__dict__", {}):
+        optimizer = optimizer.__dict__[IN_WRAPPER]
     return optimizer
 
 

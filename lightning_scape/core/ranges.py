@@ -10,6 +10,8 @@ import torch
 from torch.cuda import nvtx
 from torch.profiler import record_function
 
+from lightning_scape.core.private_names import profiler_records
+
 
 @contextmanager
 def profiler_range(label: str) -> Iterator[None]:
@@ -17,9 +19,8 @@ def profiler_range(label: str) -> Iterator[None]:
 
     Without a profiler torch's range costs several microseconds, and hands Python's lock to another thread.
     """
-    recording = getattr(torch.autograd, "_profiler_enabled", lambda: True)()
     with (
-        record_function(label) if recording else nullcontext(),
+        record_function(label) if profiler_records() else nullcontext(),
         nvtx.range(label) if torch.cuda.is_initialized() else nullcontext(),
     ):
         yield

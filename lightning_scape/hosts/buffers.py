@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_scape.comm.collectives import Communicator, broadcast_tensors, world_size
+from lightning_scape.core.private_names import IGNORED_BY_DDP, BatchNorm
 
 STEPS_BEFORE_A_LOOK = 100
 
@@ -105,7 +106,7 @@ class Buffers:
 
 def _shared_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Those that DDP would send: not what the user has told it to leave alone, nor rows of a sharded one."""
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    ignored = getattr(module, IGNORED_BY_DDP, ())
     for name, buffer in module.named_buffers():
         plain = buffer.layout == torch.strided and not buffer.is_meta and not isinstance(buffer, DTensor)
         if plain and buffer.numel() and name not in ignored:
@@ -121,6 +122,6 @@ def _digest(buffer: Tensor) -> str:
 def _local_batch_norms(module: nn.Module) -> Iterator[nn.Module]:
     """Those that keep statistics which each rank computes from its own data alone."""
     for layer in module.modules():
-        is_batch_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
+        is_batch_norm = isinstance(layer, BatchNorm)
         if is_batch_norm and not isinstance(layer, nn.SyncBatchNorm) and layer.track_running_stats:
             yield layer

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
-from lightning.fabric.utilities.types import _PATH
 from typing_extensions import override
 
 from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint.saver import is_directory
+from lightning_scape.hosts.private_names import replace_reader
 
 
 class ScapeCheckpointIO(TorchCheckpointIO):
@@ -25,8 +25,8 @@ class ScapeCheckpointIO(TorchCheckpointIO):
     """
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
-        if storage_options is not None or not _is_local_file_protocol(path):
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        if storage_options is not None or _is_distant(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         files.save_file(checkpoint, _local(path))
@@ -34,11 +34,11 @@ class ScapeCheckpointIO(TorchCheckpointIO):
     @override
     def load_checkpoint(
         self,
-        path: _PATH,
+        path: str | Path,
         map_location: Any | None = lambda storage, loc: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        if not _is_local_file_protocol(path):
+        if _is_distant(path):
             return super().load_checkpoint(path, map_location, weights_only=weights_only is not False)
         if not os.path.exists(_local(path)):
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
@@ -46,17 +46,8 @@ class ScapeCheckpointIO(TorchCheckpointIO):
         return loaded
 
 
-def explain_directories() -> None:
-    """A sharded checkpoint that is given to Lightning's ``load_from_checkpoint`` gets an error that says what to do.
-
-    A module and a data module have this method. It opens the file itself and asks no plugin of a strategy, of which it
-    knows none: so Lightning's own function is replaced, once.
-    """
-    from lightning.pytorch.core import saving
-
-    load = getattr(saving, "pl_load", None)
-    if load is None or hasattr(load, "__wrapped__"):
-        return
+def _explained(load: Callable[..., Any]) -> Callable[..., Any]:
+    """A sharded checkpoint that is given to Lightning's ``load_from_checkpoint`` gets an error that says what to do."""
 
     @functools.wraps(load)
     def explained_load(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,8 +59,15 @@ def explain_directories() -> None:
             )
         return load(path_or_url, *args, **kwargs)
 
-    vars(saving)["pl_load"] = explained_load
+    return explained_load
 
 
-def _local(path: _PATH) -> Path:
+replace_reader(_explained)
+
+
+def _is_distant(path: str | Path) -> bool:
+    return "://" in str(path) and not str(path).startswith("file://")
+
+
+def _local(path: str | Path) -> Path:
     return Path(str(path).removeprefix("file://"))

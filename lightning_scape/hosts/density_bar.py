@@ -11,7 +11,7 @@ from lightning_scape.hosts.advice import with_prefixes
 
 
 class DensityBar:
-    """Takes the place of a bar's ``get_metrics``: adds what the methods show (:meth:`Method.bar`).
+    """Takes the place of a bar's ``get_metrics``: adds what the methods show (``Progress.shown``).
 
     Logged with ``prog_bar=True`` it would be a tensor on the device, for which the bar waits.
 
@@ -27,7 +27,7 @@ class DensityBar:
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """What the bar would have given, and that."""
         methods = with_prefixes(find_all(self._strategy.optimizers))
-        added = {f"{prefix}/{name}": value for prefix, each in methods for name, value in each.bar().items()}
+        added = {f"{prefix}/{name}": value for prefix, each in methods for name, value in each.progress().shown.items()}
         return {**self._own(*args, **kwargs), **added}
 
     def take_off(self) -> None:

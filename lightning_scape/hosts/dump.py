@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_scape.checkpoint.saver import RNG, SavedContent, host_checkpoint, is_directory
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.together import Together
+from lightning_scape.hosts.private_names import checkpoints
 from lightning_scape.hosts.schedulers import as_data, with_live
 
 
@@ -27,7 +27,7 @@ class Dump(Together):
 
     def attach(self, trainer: Trainer) -> None:
         """Takes its place, for this fit and what is saved after it."""
-        self._connector = trainer._checkpoint_connector
+        self._connector = checkpoints(trainer)
         self._connector.dump_checkpoint = self
 
     def __call__(self, weights_only: bool | None = None) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def restore_schedulers(checkpoint: Any, schedulers: list[Any]) -> None:
 
 
 def load_dump(
-    path: _PATH, read: Callable[[], dict[str, Any]], group: Callable[[], Communicator]
+    path: str | Path, read: Callable[[], dict[str, Any]], group: Callable[[], Communicator]
 ) -> tuple[dict[str, Any], Tensor | None]:
     """A checkpoint, file or directory, and this rank's random number generators in it. Collective.
 

@@ -1,4 +1,4 @@
-"""Strategies of ``lightning.fabric.Fabric``: one for all methods, and a thin one for each of ours."""
+"""The strategy of ``lightning.fabric.Fabric``: one for all methods."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import wraps
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, MixedPrecision, Precision
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
-from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.fabric.utilities.types import Optimizable
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -29,16 +25,13 @@ from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.saver import Saver
-from lightning_scape.comm.collectives import Communicator, is_distributed
+from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.lost_ranks import explained_messages
-from lightning_scape.comm.side_group import SideGroup
-from lightning_scape.core.method import Method, Spelling, Surroundings, find_all, for_config
-from lightning_scape.hosts import advice, launching, registration, rendezvous, setup, two_level
-from lightning_scape.hosts.buffers import Buffers
+from lightning_scape.core.method import Method, Spelling, find_all
+from lightning_scape.hosts import advice, setup, two_level
 from lightning_scape.hosts.fabric_checkpoints import FabricCheckpoints
-from lightning_scape.hosts.options import ScapeOptions, SparseLoCoOptions
 from lightning_scape.hosts.outsiders import Watch
-from lightning_scape.hosts.own_clipping import watch_gradients
+from lightning_scape.hosts.private_names import BackwardSyncControl
 
 
 class FabricMethodStrategy(FabricCheckpoints):
@@ -74,9 +67,6 @@ class FabricMethodStrategy(FabricCheckpoints):
         TypeError: an option of DDP's that is not needed here, or one that does not exist.
     """
 
-    method: ClassVar[str | None] = None
-    """Name of the method, where the strategy is of one."""
-
     def __init__(
         self,
         config: Any = None,
@@ -96,96 +86,40 @@ class FabricMethodStrategy(FabricCheckpoints):
         broadcast_buffers: bool = False,
         **options: Any,
     ) -> None:
-        launching.refuse_options_of_ddp(options)
         if total_steps is not None and (not isinstance(total_steps, int) or total_steps < 1):
             raise ValueError(
                 f"`total_steps` must be None or a whole number >= 1, got {total_steps!r}. Leave it out where you do not"
                 " know it."
             )
-        saver.check_saving(state_dict_type, async_save, checkpoint_io)
-        self.config = setup.resolve_config(self.method, config, options)
         super().__init__(
-            method=for_config(self.config),
-            nodes=two_level.Nodes(self.config, wrap),
+            config,
+            options,
+            wrap=wrap,
             state_dict_type=state_dict_type,
             async_save=async_save,
+            broadcast_buffers=broadcast_buffers,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision=precision,
             process_group_backend=process_group_backend,
-            timeout=launching.as_timeout(timeout),
+            timeout=timeout,
             start_method=start_method,
         )
-        self._backward_sync_control = _GradientSync()
+        self.hold_back_by(_GradientSync())
         self.total_steps = total_steps
-        self._side_group = SideGroup()
-        self._buffers = Buffers(broadcast_buffers)
-        self._forget()
-
-    def __repr__(self) -> str:
-        """The options that differ from the defaults."""
-        return f"<{type(self).__name__}({advice.chosen(self.config)})>"
-
-    def _forget(self) -> None:
-        # Weak: a model that the user drops must not be kept alive by the strategy.
-        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        """Optimizers under the method, as the user steps them, and which one each was; all ranks count alike."""
-        self._count = 0
-        self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self.known_modules: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
-        """Modules that were set up, in order."""
-        self._watch: Watch | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For launchers that pickle the strategy (spawn, forkserver), before anything is set up."""
-        left_out = ("_numbers", "_told", "known_modules", "_watch")
-        return {name: value for name, value in self.__dict__.items() if name not in left_out}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        if cls.method is not None:
-            registration.register_in(strategy_registry, cls.method, cls)
+        self.known = Known()
+        """What was set up with this strategy."""
 
     @override
-    def _configure_launcher(self) -> None:
-        launching.check_start_method(type(self).__name__, self._method.name, self._start_method)
-        super()._configure_launcher()
-
-    @override
-    def setup_environment(self) -> None:
-        launching.check_ranks(self.num_processes * self.num_nodes)
-        super().setup_environment()
-
-    @override
-    def _setup_distributed(self) -> None:
-        starting = not is_distributed()
-        with rendezvous.explained_rendezvous(self.cluster_environment):
-            self._set_world_ranks()
-            backend = self._get_process_group_backend()
-            rendezvous.start_process_group(self.cluster_environment, backend, self._timeout, self.root_device)
-            super()._setup_distributed()
-        if starting:
-            atexit.register(_destroy_dist_connection)  # see MethodStrategy
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
         atexit.register(_finish, weakref.ref(self._saver))  # Fabric never tears a strategy down
-        self._nodes.set_up(self.num_processes, self.root_device, self._timeout)  # collective, as the next
-        if not self._nodes.several:
-            self._side_group.get(self._timeout)
         if isinstance(self.precision, MixedPrecision):
             self.precision.scaler = setup.sharded_scaler(self.precision.scaler)
         if self._nodes.several:  # a sharded module sends messages in forward and backward
             two_level.explain_forward(self.precision)
-
-    @property
-    def device_mesh(self) -> DeviceMesh | None:
-        """With ``local_group_size`` above 1: nodes (``"replicate"``) times ranks of a node (``"shard"``)."""
-        return self._nodes.mesh
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
@@ -205,58 +139,31 @@ class FabricMethodStrategy(FabricCheckpoints):
             self._nodes.shard(module, self.root_device, two_level.compute_dtype(self.precision.precision))
         else:
             setup.start_equal(module)
-        if module not in self.known_modules:
+        if self.known.add_module(module, self.world_size > 1):
             self._buffers.hand_on_before_forward(module)
-        self.known_modules[module] = None
-        if self.world_size > 1:
-            known = self.known_modules
-            remedy = "Give it to fabric.setup, or to fabric.setup_optimizers, and step it."
-            self._watch = self._watch or Watch(lambda: list(known), remedy)
-            self._watch.modules_changed()
         return module
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        named = [pair for module in self.known_modules for pair in module.named_parameters()]
         self._nodes.follow_replaced(optimizer)
-        self._close_those_replaced_by(optimizer)
-        side_group = self._nodes.side_group(self._side_group, self._timeout)
-        surroundings = Surroundings(named, self._nodes.process_group, side_group, self.total_steps)
-        attached = self._method.attach(optimizer, self._nodes.config, surroundings)
-        if attached.clips and self.world_size > 1 and getattr(self.precision, "scaler", None) is None:
-            watch_gradients(attached, "`fabric.clip_gradients(model, optimizer, max_norm=...)`", rank_zero_warn)
-        self._numbers[attached.optimizer] = self._count
-        self._count += 1
+        self.known.close_those_replaced_by(optimizer)
+        named = [pair for module in self.known.modules for pair in module.named_parameters()]
+        clip = "`fabric.clip_gradients(model, optimizer, max_norm=...)`"
+        attached = self._put_under_method(optimizer, named, self.total_steps, self.precision, clip)
+        self.known.add_optimizer(attached.optimizer)
         return attached.optimizer
-
-    def _close_those_replaced_by(self, optimizer: Optimizer) -> None:
-        """A method that works in hooks of the user's optimizers: those of the same parameters must not go on.
-
-        After ``sync()``, or the first step finds that ranks differ.
-        """
-        given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for former in self._methods():
-            held = {id(parameter) for group in former.optimizer.param_groups for parameter in group["params"]}
-            if former.optimizer is former.given and given & held:
-                former.close()
-                del self._numbers[former.optimizer]
-
-    def _methods(self) -> list[Method]:
-        """Those of the optimizers that are alive."""
-        return find_all(self._numbers)
 
     @override
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
         # Not before the first step: a checkpoint that is loaded brings its own warm-up along.
-        if len(self._told) < len(self._numbers):
-            untold = set(self._numbers) - set(self._told)
-            self._told |= untold
-            self._tell(find_all(untold))
+        if untold := self.known.untold():
+            self._tell(untold)
         result = super().optimizer_step(optimizer, **kwargs)
         for method in find_all([optimizer]):
             if method.progress().steps == self.total_steps:
                 method.finish()
-        self._look_at_buffers_in_time()
+        if self._buffers.count_step():
+            self._look_at_buffers("steps")
         return result
 
     def _tell(self, methods: list[Method]) -> None:
@@ -270,19 +177,12 @@ class FabricMethodStrategy(FabricCheckpoints):
 
     def sync(self) -> None:
         """Ends what has begun: all ranks hold the same parameters afterwards. Collective."""
-        # Those that live on all ranks, as they were built: each rank frees what is dropped in its own time.
-        by_number = {number: optimizer for optimizer, number in self._numbers.items()}
-        everywhere = set.intersection(*map(set, Communicator(None, None).all_gather_object([*by_number])))
-        for method in find_all(by_number[number] for number in sorted(everywhere)):
+        for method in self.known.methods_of_all_ranks():
             method.finish()
-
-    def _look_at_buffers_in_time(self) -> None:
-        if self._buffers.count_step():
-            self._look_at_buffers("steps")
 
     @override
     def _look_at_buffers(self, occasion: str) -> None:
-        if warning := self._buffers.compare(list(self.known_modules), type(self).__name__, occasion):
+        if warning := self._buffers.compare(list(self.known.modules), type(self).__name__, occasion):
             rank_zero_warn(warning)
 
     # Fabric refuses `loss.backward()` where this is overridden: so it finds its own.
@@ -322,7 +222,7 @@ class FabricMethodStrategy(FabricCheckpoints):
                 " gradient, and only its Euclidean norm can be estimated from sketches. Leave it at 2."
             )
         self.precision.unscale_gradients(optimizer)
-        return setup.clipping(optimizer).clip_norm(float(max_norm), error_if_nonfinite)
+        return setup.clipping(optimizer).norm(float(max_norm), error_if_nonfinite)
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
@@ -330,12 +230,12 @@ class FabricMethodStrategy(FabricCheckpoints):
             super().clip_gradients_value(module, optimizer, clip_val)
             return
         self.precision.unscale_gradients(optimizer)
-        setup.clipping(optimizer).clip_value(float(clip_val))
+        setup.clipping(optimizer).value(float(clip_val))
 
     @override
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         super().load_module_state_dict(module, state_dict, strict=strict)
-        for method in self._methods():
+        for method in self.known.methods():
             method.weights_loaded()
 
     # ------------------------------------------------------------------------------------------------- the end
@@ -345,39 +245,76 @@ class FabricMethodStrategy(FabricCheckpoints):
 
         All ranks learn it in the same step: see :attr:`stop_requested`.
         """
-        for method in self._methods():
+        for method in self.known.methods():
             method.request_stop()
 
     @property
     def stop_requested(self) -> bool:
         """After the optimizers' steps: whether all ranks stop here, for one of them was told to. The same on all."""
-        return any(method.stop_requested for method in self._methods())
+        return any(method.stop_requested for method in self.known.methods())
 
 
-class FabricScapeStrategy(ScapeOptions, FabricMethodStrategy):
-    """``L.Fabric(strategy=FabricScapeStrategy(sparsity=0.99))``, or ``L.Fabric(strategy="scape")`` for the defaults.
+class Known:
+    """What was set up with a strategy, as long as the user keeps it: the strategy must not keep a model alive."""
 
-    ``fabric.setup`` swaps AdamW, Adam or AdamS for a :class:`~lightning_scape.ScapeOptimizer`. Build LR schedulers on
-    the optimizer that ``setup`` returns, or on the one that it was given, whose ``step`` is now the new one's.
-    ``clip_gradients`` returns the norm of the averaged gradient, and leaves ``p.grad`` as it is.
+    def __init__(self) -> None:
+        self.modules: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
+        """In order."""
+        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """Optimizers under the method, as the user steps them, and which one each was; all ranks count alike."""
+        self._count = 0
+        self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._watch: Watch | None = None
 
-    Its options: those of :class:`~lightning_scape.hosts.options.ScapeOptions`, then those of
-    :class:`FabricMethodStrategy`. With the update of AdamS the default warm-up is no longer than ``total_steps``.
-    """
+    def __reduce__(self) -> tuple[type[Known], tuple[()]]:
+        """For launchers that pickle the strategy (spawn, forkserver), before anything is set up."""
+        return Known, ()
 
+    def add_module(self, module: Module, watched: bool) -> bool:
+        """Notes a module, and has its optimizers ``watched``; returns whether it is new."""
+        new = module not in self.modules
+        self.modules[module] = None
+        if watched:
+            known = self.modules
+            remedy = "Give it to fabric.setup, or to fabric.setup_optimizers, and step it."
+            self._watch = self._watch or Watch(lambda: list(known), remedy)
+            self._watch.modules_changed()
+        return new
 
-class FabricSparseLoCoStrategy(SparseLoCoOptions, FabricMethodStrategy):
-    """``L.Fabric(strategy=FabricSparseLoCoStrategy(sync_every=30))``, or ``L.Fabric(strategy="sparseloco")``.
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Notes one that the user steps."""
+        self._numbers[optimizer] = self._count
+        self._count += 1
 
-    ``fabric.setup`` wraps the optimizer, any of torch's, in a :class:`~lightning_scape.SparseLoCo`; optimizer and model
-    stay what they are. ``clip_gradients`` is of the rank's own gradient. Inside a window every rank has parameters of
-    its own, and rank 0's are what ``save`` writes for the model. Call ``fabric.strategy.sync()`` at the end of
-    training, or give ``total_steps``: the last step then ends its window; and before you set up another optimizer over
-    the same parameters.
+    def close_those_replaced_by(self, optimizer: Optimizer) -> None:
+        """A method that works in hooks of the user's optimizers: those of the same parameters must not go on.
 
-    Its options: those of :class:`~lightning_scape.hosts.options.SparseLoCoOptions`, then those of
-    :class:`FabricMethodStrategy`.
-    """
+        After ``sync()``, or the first step finds that ranks differ.
+        """
+        given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for former in self.methods():
+            held = {id(parameter) for group in former.optimizer.param_groups for parameter in group["params"]}
+            if former.optimizer is former.given and given & held:
+                former.close()
+                del self._numbers[former.optimizer]
+
+    def methods(self) -> list[Method]:
+        """Those of the optimizers that are alive."""
+        return find_all(self._numbers)
+
+    def methods_of_all_ranks(self) -> list[Method]:
+        """Those that live on all ranks, as they were built: each rank frees what is dropped in its own time."""
+        by_number = {number: optimizer for optimizer, number in self._numbers.items()}
+        everywhere = set.intersection(*map(set, Communicator(None, None).all_gather_object([*by_number])))
+        return find_all(by_number[number] for number in sorted(everywhere))
+
+    def untold(self) -> list[Method]:
+        """Those that were not given by an earlier call."""
+        if len(self._told) >= len(self._numbers):
+            return []
+        untold = set(self._numbers) - set(self._told)
+        self._told |= untold
+        return find_all(untold)
 
 
 def _finish(saver: weakref.ref[Saver]) -> None:
@@ -385,7 +322,7 @@ def _finish(saver: weakref.ref[Saver]) -> None:
         there.finish(raising=False)
 
 
-class _GradientSync(_BackwardSyncControl):
+class _GradientSync(BackwardSyncControl):
     """A module that is not sharded sends nothing in its backward pass: there is nothing to hold back."""
 
     @override

@@ -8,50 +8,32 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.strategies.strategy import _validate_keys_for_strict_loading
-from lightning.fabric.utilities.types import _PATH, _Stateful
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
-from lightning_scape.checkpoint.saver import RNG, Content, SavedContent, Saver, replicated
+from lightning_scape.checkpoint.saver import RNG, Content, SavedContent, replicated
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.comm.together import Together
-from lightning_scape.core.method import Method, find
-from lightning_scape.hosts import two_level
-from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.core.method import find
+from lightning_scape.hosts.common import CommonStrategy
+from lightning_scape.hosts.private_names import OpenedFabrics, check_strictly
 from lightning_scape.hosts.schedulers import Restored, is_scheduler
 
 
-class FabricCheckpoints(DDPStrategy):
+class FabricCheckpoints(CommonStrategy, OpenedFabrics):
     """Base of Fabric's strategies.
 
     Args:
-        method: by which it trains.
-        nodes: which ranks hold a replica together.
-        state_dict_type: ``"full"`` or ``"sharded"``.
-        async_save: write directories in the background.
-        options: DDPStrategy's.
+        options, more: CommonStrategy's.
     """
 
-    def __init__(
-        self,
-        *,
-        method: type[Method],
-        nodes: two_level.Nodes,
-        state_dict_type: saver.StateDictType,
-        async_save: bool,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self._method, self._nodes, self._state_dict_type = method, nodes, state_dict_type
-        self._saver, self._together = Saver(async_save), Together()
-        self._checkpoint_group = SideGroup("gloo")  # background writes must not meet the step's messages
+    def __init__(self, *options: Any, **more: Any) -> None:
+        super().__init__(*options, **more)
+        self._together = Together()
 
     @abstractmethod
     def _look_at_buffers(self, occasion: str) -> None:
@@ -59,37 +41,16 @@ class FabricCheckpoints(DDPStrategy):
 
     @override
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
-        state_dict = super().get_module_state_dict(module)
-        if self._state_dict_type == "sharded" or not self._nodes.several:
-            return state_dict
-        self._together.agree()
-        return two_level.whole_state_dict(state_dict, keep=self.is_global_zero)
+        return self._whole_module(super().get_module_state_dict(module))
 
     @override
-    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._together.agree()
-        if (method := find(optimizer)) is None:
-            return super().get_optimizer_state(optimizer)
-        method.consolidate_state_dict()
-        return method.state_dict() if self.is_global_zero else {}
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        """What writes and reads a checkpoint that is one file."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = ScapeCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        saver.check_saving(self._state_dict_type, self._saver.asynchronous, io)
-        self._checkpoint_io = io
+    def get_optimizer_state(self, optimizer: Optimizer) -> Any:
+        return self._state_of(optimizer, super().get_optimizer_state)
 
     @override
     def save_checkpoint(
         self,
-        path: _PATH,
+        path: str | Path,
         state: dict[str, Module | Optimizer | Any],
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
@@ -109,7 +70,7 @@ class FabricCheckpoints(DDPStrategy):
             return
         ranks = Communicator(None, None)
         with self._together.inside():
-            converted = self._convert_stateful_objects_in_state(self._with_stand_ins(state), filter=filter or {})
+            converted = self.as_states(self._with_stand_ins(state), filter or {})
         if any(find(value) for value in state.values()):
             converted[RNG] = ranks.all_gather_object(rng_state())
 
@@ -125,23 +86,16 @@ class FabricCheckpoints(DDPStrategy):
             if isinstance(value, Module):
                 offered = self._offered_parameters(value)
                 content.models[name] = replicated(self.get_module_state_dict(value), offered, self.global_rank)
-            elif (ours := find(value)) is not None:
-                self._together.agree()
-                content.optimizers[name] = ours.sharded_state_dict()
+            elif find(value) is not None:
+                content.optimizers[name] = self.get_optimizer_state(value)
             else:
-                content.rest[name] = value.state_dict() if isinstance(value, _Stateful) else value
+                content.rest[name] = value.state_dict() if isinstance(value, Stateful) else value
         return content
-
-    def _offered_parameters(self, module: Module) -> list[str]:
-        """Names of the parameters that this rank may write into a directory: any rank, where all hold the same."""
-        if not self._method.exchanges_every_step and self.global_rank >= self._nodes.size:
-            return []  # between exchanges nodes differ: of the model only the first one's is saved
-        return [name for name, _ in module.named_parameters()]
 
     @override
     def load_checkpoint(
         self,
-        path: _PATH,
+        path: str | Path,
         state: Module | Optimizer | dict[str, Module | Optimizer | Any] | None = None,
         strict: bool = True,
         weights_only: bool | None = None,
@@ -152,23 +106,25 @@ class FabricCheckpoints(DDPStrategy):
                 method.restore_parameters()  # a model that was loaded after it
         return rest
 
-    def _load(self, path: _PATH, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+    def _load(self, path: str | Path, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
         self._saver.wait()
         ours = any(map(find, state.values() if isinstance(state, dict) else [state]))
         # Without one of ours a rank may read on its own, as with DDP.
         ranks = Communicator(None, None) if ours else Communicator.alone()
         if saver.is_directory(path, ranks):
-            return self._load_directory(Path(path), state, strict)
+            return self._load_directory(Path(path), state, strict, ours)
         read = functools.partial(super().load_checkpoint, path, weights_only=weights_only)
         content = ranks.raise_on_all_ranks(read)
         if not state:
             return content
-        rest = ranks.raise_on_all_ranks(lambda: self._take_up(content, state, strict))
-        if ours and isinstance(state, dict):
-            states = rest.pop(RNG, [])
+        ranks.raise_on_all_ranks(lambda: self._take_up(content, state, strict))
+        if not isinstance(state, dict):
+            return {}
+        if ours:
+            states = content.pop(RNG, [])
             if len(states) == self.world_size:
                 set_rng_state(states[self.global_rank])
-        return rest
+        return content
 
     def _with_stand_ins(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """With what gives and takes data alone in the place of schedulers."""
@@ -177,57 +133,37 @@ class FabricCheckpoints(DDPStrategy):
     def _is_scheduler(self, value: Any) -> bool:
         return is_scheduler(value) and find(value) is None
 
-    def _take_up(self, content: dict[str, Any], state: Any, strict: bool) -> dict[str, Any]:
-        """Loads a file's content into what was given for it, as Lightning does; returns the rest."""
-        if isinstance(state, Module):
-            self.load_module_state_dict(state, content, strict=strict)
-            return {}
-        if isinstance(state, Optimizer):
-            (find(state) or state).load_state_dict(content)
-            return {}
-        _validate_keys_for_strict_loading(state.keys(), content.keys(), strict=strict)
+    def _take_up(self, content: dict[str, Any], state: Any, strict: bool) -> None:
+        """Loads a checkpoint's content into what was given for it, as Lightning does, and takes that from it."""
+        if not isinstance(state, dict):
+            self._load_into(state, content, strict)
+            return
+        check_strictly(state.keys(), content.keys(), strict=strict)
         for name, value in self._with_stand_ins(state).items():
             if name not in content:
                 continue
-            if isinstance(value, Module):
-                self.load_module_state_dict(value, content.pop(name), strict=strict)
-            elif isinstance(value, (Optimizer, _Stateful)):
-                (find(value) or value).load_state_dict(content.pop(name))
+            if isinstance(value, (Module, Optimizer, Stateful)):
+                self._load_into(value, content.pop(name), strict)
             else:
                 state[name] = content.pop(name)
-        return content
 
-    def _load_directory(self, path: Path, state: Any, strict: bool) -> dict[str, Any]:
+    def _load_into(self, value: Any, saved: Any, strict: bool) -> None:
+        if isinstance(value, Module):
+            self.load_module_state_dict(value, saved() if callable(saved) else saved, strict=strict)
+        else:
+            (find(value) or value).load_state_dict(saved)
+
+    def _load_directory(self, path: Path, state: Any, strict: bool, ours: bool) -> dict[str, Any]:
         if not isinstance(state, dict) or not state:
             raise ValueError(
                 f"A sharded checkpoint must be loaded into a state, got {type(state).__name__} for {str(path)!r}. Call"
                 " `fabric.load(path, {'model': model, ...})`, or make it one file by `lightning-scape consolidate`."
             )
-        saved = SavedContent(path, self._checkpoint_ranks())
-        _validate_keys_for_strict_loading(state.keys(), saved.names, strict=strict)
-        rest = dict(saved.rest)
-
-        def take_up() -> None:
-            for name, value in self._with_stand_ins(state).items():
-                if isinstance(value, Module) and name in saved.models:
-                    self.load_module_state_dict(value, saved.model(name), strict=strict)
-                elif name in saved.optimizers:
-                    (find(value) or value).load_state_dict(saved.optimizers[name])
-                elif name in rest and isinstance(value, _Stateful):
-                    value.load_state_dict(rest.pop(name))
-                elif name in rest:
-                    state[name] = rest.pop(name)
-
-        self._checkpoint_ranks().raise_on_all_ranks(take_up)
-        if any(find(value) for value in state.values()):
-            generators = saved.rng(self.global_rank, self.world_size)
-            if generators is not None:
-                set_rng_state(generators)
-        return rest
-
-    def wait_for_checkpoint(self) -> None:
-        """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""
-        self._saver.wait()
-
-    def _checkpoint_ranks(self) -> Communicator:
-        return Communicator(self._checkpoint_group.get(self._timeout), None)
+        ranks = self._checkpoint_ranks()
+        saved = SavedContent(path, ranks)
+        models = {name: functools.partial(saved.model, name) for name in saved.models}  # read when it is asked for
+        content = {**models, **saved.optimizers, **saved.rest}
+        ranks.raise_on_all_ranks(lambda: self._take_up(content, state, strict))
+        if ours and (generators := saved.rng(self.global_rank, self.world_size)) is not None:
+            set_rng_state(generators)
+        return {name: content[name] for name in saved.rest if name in content}

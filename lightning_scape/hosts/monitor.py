@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -44,6 +44,8 @@ class ScapeMonitor(ReportingCallback):
         ModuleNotFoundError: matplotlib is missing.
     """
 
+    method: ClassVar[str | None] = None
+    """Name of the one whose figures are logged; None: of whichever the optimizers are under."""
     _needs = "`Trainer(strategy=ScapeStrategy(...))`"
 
     def __init__(self, every_n_steps: int = 50, report: str | os.PathLike[str] | None = None) -> None:
@@ -70,7 +72,7 @@ class ScapeMonitor(ReportingCallback):
         self.begin_report(trainer, type(methods[0]))
 
     def _watched(self, trainer: Trainer) -> list[Method]:
-        return find_all(trainer.optimizers)
+        return [each for each in find_all(trainer.optimizers) if self.method in (None, each.name)]
 
     @override
     def on_train_batch_end(
@@ -108,27 +110,6 @@ class ScapeMonitor(ReportingCallback):
         if methods and not methods[0].exchanges_every_step:
             return self._news(methods)
         return collect_metrics(trainer.optimizers)
-
-
-class SparseLoCoMonitor(ScapeMonitor):
-    """Logs the figures of every exchange of SparseLoCo, as :class:`ScapeMonitor` does under it.
-
-    Args:
-        report: folder of the page; None for none. Needs matplotlib (extra ``plots``).
-
-    Raises:
-        ValueError: rank 0 cannot write to ``report`` (at the start of the fit, on every rank).
-        ModuleNotFoundError: matplotlib is missing.
-    """
-
-    _needs = "`Trainer(strategy=SparseLoCoStrategy(...))`"
-
-    def __init__(self, report: str | os.PathLike[str] | None = None) -> None:
-        super().__init__(report=report)
-
-    @override
-    def _watched(self, trainer: Trainer) -> list[Method]:
-        return [each for each in super()._watched(trainer) if each.name == "sparseloco"]
 
 
 def collect_metrics(optimizers: Iterable[object]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_scape.core.local_shards import local
 from lightning_scape.core.method import Method
+from lightning_scape.core.private_names import version
 
 STEPS = 100
 
@@ -28,7 +29,8 @@ def watch_gradients(method: Method, clip: str, say: Callable[[str], object], ste
         say: takes a sentence.
         steps: after these, the watch ends.
     """
-    optimizer, parameters = method.optimizer, method.named_parameters
+    assert method.clipping is not None
+    optimizer, parameters = method.optimizer, method.clipping.named_parameters
     written: dict[int, tuple[int, int]] = {}
     left = steps
 
@@ -64,4 +66,4 @@ def watch_gradients(method: Method, clip: str, say: Callable[[str], object], ste
 
 def _version(grad: Tensor) -> tuple[int, int]:
     own = local(grad)
-    return own._version, own.data_ptr()
+    return version(own), own.data_ptr()

@@ -17,9 +17,7 @@ from typing_extensions import override
 
 from lightning_scape.core.method import find_all
 from lightning_scape.hosts import requeue
-
-_HANDLER = "_sigterm_notifier_fn"
-_BROADCAST = "_broadcast_sigterm_tensor"
+from lightning_scape.hosts.private_names import BROADCAST, SIGTERM_HANDLER, signals
 
 
 def ends_together(exception: BaseException) -> bool:
@@ -37,7 +35,7 @@ class Preemption(Callback):
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Trainer | None = trainer
         self._noted = False
-        self._own = getattr(trainer.fit_loop.epoch_loop, _BROADCAST)
+        self._own = getattr(trainer.fit_loop.epoch_loop, BROADCAST)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is nobody's handler."""
@@ -65,7 +63,7 @@ class Preemption(Callback):
         for each in told:
             each.request_stop()
         if not told and trainer.training:  # without an optimizer no rank waits for another
-            trainer._signal_connector.received_sigterm = True
+            signals(trainer).received_sigterm = True
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -76,7 +74,7 @@ class Preemption(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        connector = trainer._signal_connector
+        connector = signals(trainer)
         if not connector.received_sigterm and any(each.stop_requested for each in find_all(trainer.optimizers)):
             rank_zero_info(f"SIGTERM on some rank: all ranks end after step {trainer.global_step}.")
             connector.received_sigterm = True
@@ -86,14 +84,14 @@ def attach(trainer: Trainer) -> None:
     """Before Lightning registers its handlers for a fit."""
     detach(trainer)
     preemption = Preemption(trainer)
-    setattr(trainer._signal_connector, _HANDLER, preemption.note)
-    setattr(trainer.fit_loop.epoch_loop, _BROADCAST, preemption.before_batch)
+    setattr(signals(trainer), SIGTERM_HANDLER, preemption.note)
+    setattr(trainer.fit_loop.epoch_loop, BROADCAST, preemption.before_batch)
     requeue.insert(trainer, preemption)
 
 
 def detach(trainer: Trainer) -> None:
     """After a fit: the Trainer is as it was."""
-    vars(trainer._signal_connector).pop(_HANDLER, None)
-    vars(trainer.fit_loop.epoch_loop).pop(_BROADCAST, None)
+    vars(signals(trainer)).pop(SIGTERM_HANDLER, None)
+    vars(trainer.fit_loop.epoch_loop).pop(BROADCAST, None)
     callbacks = requeue.callbacks_of(trainer)
     callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Preemption)]

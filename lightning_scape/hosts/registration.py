@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from types import ModuleType
@@ -19,20 +19,20 @@ from lightning_scape.core.method import named, names, when_registered
 HOST = "lightning"
 """Importing it, or any module in it, imports both registries."""
 REGISTRIES = {
-    ("lightning.pytorch.strategies", "StrategyRegistry"): (
-        {"scape": "ScapeStrategy", "sparseloco": "SparseLoCoStrategy"},
-        "lightning_scape.hosts.trainer:MethodStrategy",
-    ),
-    ("lightning.fabric.strategies", "STRATEGY_REGISTRY"): (
-        {"scape": "FabricScapeStrategy", "sparseloco": "FabricSparseLoCoStrategy"},
-        "lightning_scape.hosts.fabric:FabricMethodStrategy",
-    ),
+    ("lightning.pytorch.strategies", "StrategyRegistry"): "lightning_scape.hosts.trainer:MethodStrategy",
+    ("lightning.fabric.strategies", "STRATEGY_REGISTRY"): "lightning_scape.hosts.fabric:FabricMethodStrategy",
 }
-"""Each registry's module and name, the classes of its strategies by method, and the one for any other method."""
+"""Each registry's module and name, and the strategy of any method."""
+_faces: dict[str, tuple[str, ...]] = {}
 
 
-def register_with_lightning() -> None:
-    """Now, if Lightning is imported; else when it is."""
+def register_with_lightning(faces: Mapping[str, tuple[str, ...]]) -> None:
+    """Now, if Lightning is imported; else when it is.
+
+    Args:
+        faces: names of the strategies that are of one method, by method: for each of :data:`REGISTRIES`.
+    """
+    _faces.update(faces)
     if HOST in sys.modules:
         _register_all()
     else:
@@ -59,15 +59,16 @@ def _register_all() -> None:
 
 
 def _register(method: str) -> None:
-    for (module, name), (classes, general) in REGISTRIES.items():
-        make = functools.partial(_make, method, classes.get(method), general)
+    faces = _faces.get(method, (None,) * len(REGISTRIES))
+    for ((module, name), general), face in zip(REGISTRIES.items(), faces, strict=True):
+        make = functools.partial(_make, method, face, general)
         register_in(getattr(import_module(module), name), method, make)
 
 
-def _make(method: str, strategy: str | None, general: str, **options: Any) -> Any:
-    """One of ours, or the general one with the method's options, by name or at their defaults."""
-    if strategy is not None:
-        return getattr(sys.modules["lightning_scape"], strategy)(**options)
+def _make(method: str, face: str | None, general: str, **options: Any) -> Any:
+    """The one of the method, or the general one with the method's options, by name or at their defaults."""
+    if face is not None:
+        return getattr(sys.modules["lightning_scape"], face)(**options)
     module, _, name = general.partition(":")
     return getattr(import_module(module), name)(named(method).config_class(), **options)
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -28,9 +27,10 @@ from typing_extensions import override
 
 from lightning_scape.comm.collectives import is_distributed
 from lightning_scape.core.method import find_all
+from lightning_scape.core.private_names import default_store
+from lightning_scape.hosts.private_names import REQUEUE_HANDLER, signals
 
 _KEY = "lightning_scape/requeue"
-_HANDLER = "_slurm_sigusr_handler_fn"
 _FITS = itertools.count()
 """Of this process: all ranks count alike, and no fit meets what an earlier one left in the store."""
 _PATIENCE = 20
@@ -58,7 +58,7 @@ class Requeue(Callback):
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._own = getattr(trainer._signal_connector, _HANDLER)
+        self._own = getattr(signals(trainer), REQUEUE_HANDLER)
         self._fit, self._obeyed = next(_FITS), 0
         self._forget()
 
@@ -96,7 +96,7 @@ class Requeue(Callback):
     def _last(self, exchanges: Exchanges, trainer: Trainer) -> int | None:
         """The largest number of exchanges begun at which a rank has left word; None until all have."""
         if self._store is None:
-            root = dist.distributed_c10d._get_default_store() if is_distributed() else HashStore()
+            root = default_store() if is_distributed() else HashStore()
             self._store = PrefixStore(f"{_KEY}/{self._fit}/{self._obeyed}", root)
             self._store.set(str(trainer.global_rank), str(exchanges.begun))
         ranks = [str(rank) for rank in range(trainer.world_size)]
@@ -143,7 +143,7 @@ def attach(trainer: Trainer) -> None:
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
         return
     requeue = Requeue(trainer)
-    setattr(trainer._signal_connector, _HANDLER, requeue.note)
+    setattr(signals(trainer), REQUEUE_HANDLER, requeue.note)
     insert(trainer, requeue)
 
 
@@ -156,7 +156,7 @@ def insert(trainer: Trainer, callback: Callback) -> None:
 
 def detach(trainer: Trainer) -> None:
     """After a fit: the Trainer is as it was."""
-    vars(trainer._signal_connector).pop(_HANDLER, None)
+    vars(signals(trainer)).pop(REQUEUE_HANDLER, None)
     callbacks = callbacks_of(trainer)
     callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Requeue)]
 

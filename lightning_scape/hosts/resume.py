@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_scape.checkpoint.inspection import resume_path
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.hosts import preemption, requeue
+from lightning_scape.hosts.private_names import checkpoints
 
 Resume = Literal["auto"] | None
 _RANKS = "scape_ranks"
@@ -78,7 +79,7 @@ class Resumption:
         trainer, self._trainer = self._trainer, None
         if trainer is None:
             return
-        vars(trainer._checkpoint_connector).pop("resume_start", None)
+        vars(checkpoints(trainer)).pop("resume_start", None)
         requeue.detach(trainer)
         preemption.detach(trainer)
         if self._window is not None:
@@ -156,7 +157,7 @@ def _folders(trainer: Trainer) -> list[str]:
 def _resume_by(trainer: Trainer, folders: list[str] | None) -> None:
     """Puts :func:`_resume_start` in its place; a partial, so that the Trainer can be copied."""
     start = functools.partial(_resume_start, trainer, folders)
-    trainer._checkpoint_connector.resume_start = start  # type: ignore[method-assign]
+    checkpoints(trainer).resume_start = start
 
 
 def _resume_start(
@@ -188,5 +189,5 @@ def _resume_start(
             f"All ranks must load the checkpoint, or none, got {there[1]!r} on rank {there[0]} and none on rank"
             f" {missing}. Save to a file system that all machines share."
         )
-    connector = trainer._checkpoint_connector
+    connector = checkpoints(trainer)
     type(connector).resume_start(connector, newest or (None if by_signal else checkpoint_path), weights_only)

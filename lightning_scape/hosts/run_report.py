@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_scape.__about__ import __version__
 from lightning_scape.core.method import Method, find_all
 from lightning_scape.hosts.ending import unseen
+from lightning_scape.hosts.private_names import logged_step
 from lightning_scape.reporting import History, write_page
 from lightning_scape.reporting.history import Writer
 
@@ -114,7 +115,7 @@ class ReportingCallback(Callback):
         if not metrics:
             return
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics(metrics, step=logged_step(trainer))
         bar = {
             name: value for name, value in metrics.items() if name.rpartition("/")[2] in shown and math.isfinite(value)
         }

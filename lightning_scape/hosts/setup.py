@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, broadcast_tensors, world_size
 from lightning_scape.core import method
 from lightning_scape.core.parameters import problem_of_lazy
+from lightning_scape.core.private_names import scaler_device
 from lightning_scape.core.replicas import check_same_setup
 
 
@@ -75,9 +76,7 @@ def build_alike(build: Callable[[], None], optimizers: Callable[[], Iterable[obj
     """
     ranks = Communicator(None, None)
     ranks.raise_on_all_ranks(build)
-    names = [type(stepped(each)).__name__ for each in optimizers()]
-    # Lightning's Trainer has a stand-in where the user has built none.
-    first, *others = ranks.all_gather_object([name for name in names if name != "_MockOptimizer"])
+    first, *others = ranks.all_gather_object([type(stepped(each)).__name__ for each in optimizers()])
     for rank, kinds in enumerate(others, 1):
         if kinds != first:
             raise ValueError(
@@ -107,27 +106,27 @@ def clip_gradients(optimizer: object, clip_val: float = 0.0, gradient_clip_algor
     found = clipping(optimizer)
     algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
     if algorithm == "norm":
-        found.clip_norm(clip_val)
+        found.norm(clip_val)
     elif algorithm == "value":
-        found.clip_value(clip_val)
+        found.value(clip_val)
     else:
         raise ValueError(f'`gradient_clip_algorithm` must be "norm" or "value", got {algorithm!r}. Use one of the two.')
 
 
-def clipping(optimizer: object) -> method.Method:
-    """The method of an optimizer whose averaged gradient is to be clipped.
+def clipping(optimizer: object) -> method.Clipping:
+    """What clips the averaged gradient of an optimizer.
 
     Raises:
         TypeError: it is under none.
     """
     found = method.find(optimizer)
-    if found is None or not found.clips:
+    if found is None or found.clipping is None:
         raise TypeError(
             "Clipping the averaged gradient needs an optimizer that was given to the strategy, got"
             f" {type(method.unwrapped(optimizer)).__name__}. Give AdamW, Adam or AdamS to the strategy (Trainer:"
             " `configure_optimizers`; Fabric: `fabric.setup`) and clip the optimizer it gives back."
         )
-    return found
+    return found.clipping
 
 
 def sharded_scaler(scaler: GradScaler | None, process_group: ProcessGroup | None = None) -> GradScaler | None:
@@ -144,7 +143,7 @@ def sharded_scaler(scaler: GradScaler | None, process_group: ProcessGroup | None
 
     if isinstance(scaler, ShardedGradScaler):
         return scaler
-    sharded = ShardedGradScaler(device=getattr(scaler, "_device", "cuda"), process_group=process_group)
+    sharded = ShardedGradScaler(device=scaler_device(scaler), process_group=process_group)
     sharded.load_state_dict(scaler.state_dict())
     return sharded
 

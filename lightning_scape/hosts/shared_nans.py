@@ -61,9 +61,10 @@ class SharedNans:
 @torch.no_grad()
 def _share_of(methods: Sequence[Method]) -> None:
     """Makes the first entry of each gradient NaN if some rank has one that is not finite. Collective."""
-    grads = [local(p.grad) for each in methods for _, p in each.named_parameters if p.grad is not None]
+    all_clipping = [each.clipping for each in methods if each.clipping is not None]
+    grads = [local(p.grad) for each in all_clipping for _, p in each.named_parameters if p.grad is not None]
     given = [grad for grad in grads if grad.numel()]
-    norm = methods[0].norm_after_backward(given) if methods else None
+    norm = all_clipping[0].after_backward(given) if all_clipping else None
     if norm is None:
         return
     poison = torch.where(torch.isfinite(norm), -0.0, torch.nan)  # x + -0.0 is x, for every x

@@ -1,4 +1,4 @@
-"""Strategies of ``lightning.pytorch.Trainer``: one for all methods, and a thin one for each of ours.
+"""The strategy of ``lightning.pytorch.Trainer``: one for all methods.
 
 Launching, environments, samplers and checkpoint files are DDPStrategy's. What differs: the module is not wrapped (no
 gradient is reduced in the backward pass), and each optimizer is put under a
@@ -7,41 +7,35 @@ gradient is reduced in the backward pass), and each optimizer is put under a
 
 from __future__ import annotations
 
-import atexit
 import functools
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
-from lightning_scape.comm.collectives import Communicator, is_distributed
+from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.comm.under_way import settle
 from lightning_scape.core.epoch_end import compare_ends
-from lightning_scape.core.method import Method, Surroundings, find_all, for_config
-from lightning_scape.hosts import advice, ending, launching, preemption, registration, rendezvous, setup, two_level
+from lightning_scape.core.method import Method, find_all
+from lightning_scape.hosts import advice, ending, preemption, setup, two_level
 from lightning_scape.hosts.density_bar import DensityBar
-from lightning_scape.hosts.options import ScapeOptions, SparseLoCoOptions
-from lightning_scape.hosts.own_clipping import watch_gradients
 from lightning_scape.hosts.resume import Resume, Resumption
 from lightning_scape.hosts.run_length import compare_lengths, ends_epoch, steps_of_run
 from lightning_scape.hosts.shared_nans import SharedNans
@@ -83,9 +77,6 @@ class MethodStrategy(TrainerCheckpoints):
         TypeError: an option of DDP's that is not needed here, or one that does not exist.
     """
 
-    method: ClassVar[str | None] = None
-    """Name of the method, where the strategy is of one."""
-
     def __init__(
         self,
         config: Any = None,
@@ -106,78 +97,43 @@ class MethodStrategy(TrainerCheckpoints):
         broadcast_buffers: bool = False,
         **options: Any,
     ) -> None:
-        launching.refuse_options_of_ddp(options)
-        saver.check_saving(state_dict_type, async_save, checkpoint_io)
-        self.config = setup.resolve_config(self.method, config, options)
         super().__init__(
-            method=for_config(self.config),
-            nodes=two_level.Nodes(self.config, wrap),
-            resumption=Resumption(resume, batches_per_step),
+            config,
+            options,
+            wrap=wrap,
             state_dict_type=state_dict_type,
             async_save=async_save,
             broadcast_buffers=broadcast_buffers,
+            resumption=Resumption(resume, batches_per_step),
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=launching.as_timeout(timeout),
+            timeout=timeout,
             start_method=start_method,
         )
-        self._side_group = SideGroup()
         self._interrupted = False
         self._progress_bar: DensityBar | None = None
         self._ends_group = SideGroup("gloo")  # each batch's messages must not meet the step's
         self._shared_nans = SharedNans()
 
+    @override
     def __repr__(self) -> str:
         """The options that differ from the defaults, and a remedy where the package is not the one we extend."""
         # pytorch_lightning's Trainer rejects us by printing us; this is the only word we get in.
         foreign = "pytorch_lightning" in sys.modules
         remedy = " for lightning.pytorch.Trainer; use `from lightning.pytorch import Trainer`" if foreign else ""
-        return f"<{type(self).__name__}({advice.chosen(self.config)}){remedy}>"
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        if cls.method is not None:
-            registration.register_in(strategy_registry, cls.method, cls)
-
-    @override
-    def _configure_launcher(self) -> None:
-        launching.check_start_method(type(self).__name__, self._method.name, self._start_method)
-        super()._configure_launcher()
+        return super().__repr__()[:-1] + f"{remedy}>"
 
     @override
     def setup_environment(self) -> None:
-        launching.check_ranks(self.num_processes * self.num_nodes)
         super().setup_environment()
         self._interrupted = False
         if self.lightning_module is not None:
-            self._dump.attach(trainer := self.lightning_module.trainer)
+            self._together.attach(trainer := self.lightning_module.trainer)
             Communicator(None, None).raise_on_all_ranks(lambda: self._resumption.prepare(trainer))
-
-    @override
-    def setup_distributed(self) -> None:
-        starting = not is_distributed()
-        with rendezvous.explained_rendezvous(self.cluster_environment):
-            self.set_world_ranks()
-            backend = self._get_process_group_backend()
-            rendezvous.start_process_group(self.cluster_environment, backend, self._timeout, self.root_device)
-            super().setup_distributed()
-        if starting:
-            # Lightning does so for NCCL alone. A thread of gloo that still holds the last message's tensors when the
-            # interpreter ends aborts the process (seen with plain DDP, too: torch 2.13, 4 of 40 runs).
-            atexit.register(_destroy_dist_connection)
-        self._nodes.set_up(self.num_processes, self.root_device, self._timeout)  # collective, as the next
-        if not self._nodes.several:
-            self._side_group.get(self._timeout)
-
-    @property
-    def device_mesh(self) -> DeviceMesh | None:
-        """With ``local_group_size`` above 1: nodes (``"replicate"``) times ranks of a node (``"shard"``)."""
-        return self._nodes.mesh
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -188,8 +144,8 @@ class MethodStrategy(TrainerCheckpoints):
         assert self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting and self._layer_sync:
-            self.model = self._layer_sync.apply(self.model)
+        if fitting and self.layer_sync:
+            self.model = self.layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         # For evaluation too: the model may not fit on one rank.
         self._nodes.shard(self.model, self.root_device, two_level.compute_dtype(self.precision_plugin.precision))
@@ -214,23 +170,11 @@ class MethodStrategy(TrainerCheckpoints):
         return self._shared_nans.hold()
 
     @override
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        self._interrupted = False
-        super().setup_optimizers(trainer)
-
-    @override
     def _attach(self, optimizer: Optimizer) -> Method:
         assert self.lightning_module is not None
-        surroundings = Surroundings(
-            list(self.lightning_module.named_parameters()),
-            self._nodes.process_group,
-            self._nodes.side_group(self._side_group, self._timeout),
-            self._steps,
-        )
-        attached = self._method.attach(optimizer, self._nodes.config, surroundings)
-        if attached.clips and self.world_size > 1 and getattr(self.precision_plugin, "scaler", None) is None:
-            watch_gradients(attached, "`self.clip_gradients(optimizer, gradient_clip_val=...)`", rank_zero_warn)
-        return attached
+        named = list(self.lightning_module.named_parameters())
+        clip = "`self.clip_gradients(optimizer, gradient_clip_val=...)`"
+        return self._put_under_method(optimizer, named, self._steps, self.precision_plugin, clip)
 
     @override
     def on_train_start(self) -> None:
@@ -247,7 +191,7 @@ class MethodStrategy(TrainerCheckpoints):
             each.expect_steps(steps)
         for line in self._method.summary(methods, steps, advice.as_call(type(self).__name__)):
             rank_zero_info(line)
-        if warning := methods[0].warning(steps):
+        if warning := methods[0].advice.at_start(steps):
             rank_zero_warn(warning)
         if trainer.progress_bar_callback is not None:
             self._progress_bar = DensityBar(trainer.progress_bar_callback, self)
@@ -261,7 +205,7 @@ class MethodStrategy(TrainerCheckpoints):
             return
         ends_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0  # on the ranks that go on
         if not (ends_step and self._steps_compare_ends):  # Lightning itself sends a message with every batch
-            ranks = Communicator(self._ends_group.get(self._timeout), None)
+            ranks = Communicator(self._ends_group.get(self.patience), None)
             compare_ends(ranks, batch_idx + 1, ends_epoch(trainer, ends_step))
 
     @property
@@ -282,7 +226,7 @@ class MethodStrategy(TrainerCheckpoints):
         if method is None:
             return result
         self._first = self._first or method
-        if method is self._first and (verdict := method.after_step(self.root_device)):
+        if method is self._first and (verdict := method.advice.after_step(self.root_device)):
             rank_zero_warn(f'{verdict} Use `strategy="ddp"`, or see `lightning-scape plan --help`.')
         # The step counts only afterwards. What is saved at the end of the fit is then the model that it ends with.
         if self.lightning_module.automatic_optimization and self._steps == self.lightning_module.global_step + 1:
@@ -360,38 +304,3 @@ class MethodStrategy(TrainerCheckpoints):
         assert self.accelerator is not None
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             part.teardown()
-
-
-class ScapeStrategy(ScapeOptions, MethodStrategy):
-    """Data-parallel training that sends 1% of the entries each step (SCAPE, arXiv 2607.01678).
-
-    ``Trainer(strategy=ScapeStrategy(sparsity=0.99))``, or ``Trainer(strategy="scape")`` for the defaults, and nothing
-    else changes: return AdamW, Adam or AdamS from ``configure_optimizers`` and they are swapped for a
-    :class:`~lightning_scape.ScapeOptimizer` with the same parameter groups. Schedulers, gradient accumulation,
-    ``gradient_clip_val``, every precision, callbacks and checkpoints work as they do with DDP.
-
-    Clipping leaves ``p.grad`` as it is: the factor acts in the step, on the averaged gradient. :class:`MethodStrategy`
-    says what holds for buffers and checkpoints.
-
-    Its options: those of :class:`~lightning_scape.hosts.options.ScapeOptions`, then those of :class:`MethodStrategy`.
-    """
-
-
-class SparseLoCoStrategy(SparseLoCoOptions, MethodStrategy):
-    """Data-parallel training whose ranks exchange every ``sync_every`` steps, sparsely (SparseLoCo, arXiv 2508.15706).
-
-    ``Trainer(strategy=SparseLoCoStrategy(sync_every=30))``, or ``Trainer(strategy="sparseloco")`` for the defaults. Any
-    torch optimizer serves; it is not replaced. Schedulers, gradient accumulation, every precision, callbacks and
-    checkpoints work as they do with DDP.
-
-    What differs from DDP: inside a window every rank has parameters of its own. ``gradient_clip_val`` bounds the norm
-    of each rank's own gradient. Validation and a checkpoint's ``state_dict`` inside a window are of rank 0's parameters
-    (each rank validates with its own); a resumed run takes up every rank's, bit for bit. At the end of a fit the window
-    that has begun is ended early, so that all ranks hold the same model; callbacks that put averaged weights in place
-    then (EMA, SWA) come before that, so let such a fit end with a window. With ``precision="16-mixed"`` all ranks skip
-    a step together, for which they exchange a number in every step. :class:`MethodStrategy` says what holds for buffers
-    and checkpoints.
-
-    Its options: those of :class:`~lightning_scape.hosts.options.SparseLoCoOptions`, then those of
-    :class:`MethodStrategy`.
-    """

@@ -7,55 +7,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
-from lightning_scape.checkpoint.saver import RNG, Saver, host_content
+from lightning_scape.checkpoint.saver import RNG, host_content
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.comm.side_group import SideGroup
-from lightning_scape.core.method import Method, find
-from lightning_scape.hosts import two_level
-from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO, explain_directories
+from lightning_scape.core.method import find
 from lightning_scape.hosts.dump import Dump, load_dump, restore_schedulers
 from lightning_scape.hosts.resume import Resumption
 from lightning_scape.hosts.unwrapped import UnwrappedStrategy
-
-explain_directories()
 
 
 class TrainerCheckpoints(UnwrappedStrategy):
     """Base of the Trainer's strategies.
 
     Args:
-        method: by which it trains.
-        nodes: which ranks hold a replica together.
         resumption: where a fit goes on.
-        state_dict_type: ``"full"`` or ``"sharded"``.
-        async_save: write directories in the background.
-        options: UnwrappedStrategy's.
+        options, more: CommonStrategy's.
     """
 
-    def __init__(
-        self,
-        *,
-        method: type[Method],
-        nodes: two_level.Nodes,
-        resumption: Resumption,
-        state_dict_type: saver.StateDictType,
-        async_save: bool,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self._method, self._nodes, self._resumption = method, nodes, resumption
-        self._state_dict_type = state_dict_type
-        self._saver, self._dump = Saver(async_save), Dump()
-        self._checkpoint_group = SideGroup("gloo")  # background writes must not meet the step's messages
+    _together: Dump
+
+    def __init__(self, *options: Any, resumption: Resumption, **more: Any) -> None:
+        super().__init__(*options, **more)
+        self._resumption, self._together = resumption, Dump()
         self._saved_rng: Tensor | None = None
 
     @property
@@ -65,39 +42,16 @@ class TrainerCheckpoints(UnwrappedStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        state_dict = super().lightning_module_state_dict()
-        if self._state_dict_type == "sharded" or not self._nodes.several:
-            return state_dict
-        self._dump.agree()
-        return two_level.whole_state_dict(state_dict, keep=self.is_global_zero)
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        """What writes and reads a checkpoint that is one file."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = ScapeCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):  # which keeps the one it was given, if any
-            self._checkpoint_io.checkpoint_io = ScapeCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        saver.check_saving(self._state_dict_type, self._saver.asynchronous, io)
-        self._checkpoint_io = io
+        return self._whole_module(super().lightning_module_state_dict())
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self._dump.agree()
-        if (method := find(optimizer)) is None:
-            return super().optimizer_state(optimizer)
-        if self._state_dict_type == "sharded":
-            return method.sharded_state_dict()  # type: ignore[no-any-return] # taken by save_checkpoint
-        method.consolidate_state_dict()
-        return method.state_dict() if self.is_global_zero else {}
+    def optimizer_state(self, optimizer: Optimizer) -> Any:  # what `save_checkpoint` takes
+        return self._state_of(optimizer, super().optimizer_state)
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
         """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
         self._look_at_buffers("save")
         checkpoint = {**checkpoint}  # a callback may have kept the one that its hook was given
@@ -109,7 +63,9 @@ class TrainerCheckpoints(UnwrappedStrategy):
                     f" {storage_options!r}: a directory is written by torch.distributed.checkpoint."
                 )
             path = Path(self.broadcast(str(filepath)))
-            content = host_content(checkpoint, self._offered_parameters(), self.global_rank)
+            assert self.lightning_module is not None
+            offered = self._offered_parameters(self.lightning_module)
+            content = host_content(checkpoint, offered, self.global_rank)
             self._saver.save(path, content, self._checkpoint_ranks())
             return
         ranks = Communicator(None, None)
@@ -120,15 +76,8 @@ class TrainerCheckpoints(UnwrappedStrategy):
             lambda: super(TrainerCheckpoints, self).save_checkpoint(checkpoint, filepath, storage_options)
         )
 
-    def _offered_parameters(self) -> list[str]:
-        """Names of the parameters that this rank may write into a directory: any rank, where all hold the same."""
-        if not self._method.exchanges_every_step and self.global_rank >= self._nodes.size:
-            return []  # between exchanges nodes differ: of the model only the first one's is saved
-        assert self.lightning_module is not None
-        return [name for name, _ in self.lightning_module.named_parameters()]
-
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self._saver.wait()
         read = functools.partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
         checkpoint, self._saved_rng = load_dump(checkpoint_path, read, self._checkpoint_ranks)
@@ -157,12 +106,5 @@ class TrainerCheckpoints(UnwrappedStrategy):
         return super().training_step(*args, **kwargs)
 
     @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
+    def remove_checkpoint(self, filepath: str | Path) -> None:
         self._saver.after(functools.partial(super().remove_checkpoint, filepath))
-
-    def wait_for_checkpoint(self) -> None:
-        """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""
-        self._saver.wait()
-
-    def _checkpoint_ranks(self) -> Communicator:
-        return Communicator(self._checkpoint_group.get(self._timeout), None)

@@ -385,7 +385,9 @@ def _take_whole_states(module: nn.Module) -> None:
 
 
 def _cut_to_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, parameter in itertools.chain(module._parameters.items(), module._buffers.items()):
+    own_parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    own_buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    for name, parameter in itertools.chain(own_parameters, own_buffers):
         given = state_dict.get(prefix + name)
         if not isinstance(parameter, DTensor) or not isinstance(given, Tensor) or isinstance(given, DTensor):
             continue

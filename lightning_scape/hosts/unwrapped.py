@@ -9,21 +9,19 @@ from contextlib import nullcontext
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.core.method import Method
 from lightning_scape.hosts import setup
-from lightning_scape.hosts.buffers import Buffers
+from lightning_scape.hosts.common import CommonStrategy
 from lightning_scape.hosts.outsiders import Watch
+from lightning_scape.hosts.private_names import NoOptimizer, OpenedTrainers
 from lightning_scape.hosts.schedulers import retarget_schedulers
 
 
-class UnwrappedStrategy(DDPStrategy):
+class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
     """Base of the Trainer's strategies: which optimizers are under the method, and what becomes of buffers.
 
     Every optimizer comes through :attr:`optimizers`: those of ``configure_optimizers``, those of another
@@ -31,13 +29,11 @@ class UnwrappedStrategy(DDPStrategy):
     they are put under the method, and those that leave are let go; both are collective.
 
     Args:
-        broadcast_buffers: hand rank 0's buffers on before each training step.
-        options: DDPStrategy's.
+        options, more: CommonStrategy's.
     """
 
-    def __init__(self, *, broadcast_buffers: bool = False, **options: Any) -> None:
-        super().__init__(**options)
-        self._buffers = Buffers(broadcast_buffers)
+    def __init__(self, *options: Any, **more: Any) -> None:
+        super().__init__(*options, **more)
         self._attached: list[Method] = []
         self._first: Method | None = None
         """The one of them that steps first."""
@@ -54,18 +50,14 @@ class UnwrappedStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        assert self.model is not None
-        self.model = self._setup_model(self.model)
-
-    @override
-    def _setup_model(self, model: Module) -> Module:  # type: ignore[override]
-        """Makes all ranks equal to rank 0, as DDP's constructor does."""
+        """Makes all ranks equal to rank 0, as DDP's constructor does, and wraps nothing."""
+        model = self.model
+        assert model is not None
         setup.start_equal(model)
         if warning := self._buffers.at_start(model, type(self).__name__):
             rank_zero_warn(warning)
         if not hasattr(model, "no_sync"):  # of DDP's wrapper: nothing is sent in the backward pass
             model.no_sync = nullcontext  # type: ignore[assignment]
-        return model
 
     # --------------------------------------------------------------------------------------- the optimizers
 
@@ -73,12 +65,12 @@ class UnwrappedStrategy(DDPStrategy):
     @override
     def optimizers(self) -> list[Optimizer]:
         """Those that the Trainer steps. What is assigned in a fit is put under the method; collective then."""
-        return self._optimizers
+        return super().optimizers
 
     @optimizers.setter
     def optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = self._attach_all(optimizers) if self._attaching else list(optimizers)
-        self._lightning_optimizers = [LightningOptimizer._to_lightning_optimizer(o, self) for o in self._optimizers]
+        taken = self._attach_all(optimizers) if self._attaching else list(optimizers)
+        OpenedTrainers.optimizers.fset(self, taken)  # type: ignore[attr-defined] # Lightning's wrappers with them
 
     def _attach_all(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         inner: list[Any] = [setup.stepped(each) for each in optimizers]
@@ -90,7 +82,7 @@ class UnwrappedStrategy(DDPStrategy):
         attached = {id(each.optimizer) for each in self._attached}
         for place, one in enumerate(inner):
             # `configure_optimizers` may return None: Lightning then runs without an optimizer.
-            if not isinstance(one, _MockOptimizer) and id(one) not in attached:
+            if not isinstance(one, NoOptimizer) and id(one) not in attached:
                 self._attached.append(new := self._attach(one))
                 inner[place] = new.optimizer
         return inner
@@ -107,7 +99,7 @@ class UnwrappedStrategy(DDPStrategy):
             self._attached, self._first, self._steps = [], None, None
             self._buffers.forget()
         self._attaching = False  # until it is known that all ranks have built the same
-        setup.build_alike(functools.partial(super().setup_optimizers, trainer), lambda: self.optimizers)
+        setup.build_alike(functools.partial(super().setup_optimizers, trainer), self._built)
         self._attaching = True
         if self._watch is None and self.world_size > 1:
             self._watch = Watch(
@@ -116,6 +108,9 @@ class UnwrappedStrategy(DDPStrategy):
             )
         self.optimizers = self.optimizers
         self._steer()
+
+    def _built(self) -> list[Optimizer]:
+        return [each for each in self.optimizers if not isinstance(each, NoOptimizer)]
 
     def _steer(self, back: bool = False) -> None:
         """Makes the schedulers drive what the Trainer steps, or what the user has built."""

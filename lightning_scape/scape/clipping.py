@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ops
+from lightning_scape.core.private_names import version
 from lightning_scape.core.tensors import OnItsWay
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.first_message import Answer, FirstMessage, Standing
@@ -104,12 +105,12 @@ class GradientClipping:
 
     def remember(self, grads: Sequence[Tensor | None]) -> None:
         """Notes which gradients the recorded norm is of; :meth:`check_unchanged` takes the same tensors."""
-        self._measured = [(grad, 0 if grad is None else grad._version) for grad in grads]
+        self._measured = [(grad, 0 if grad is None else version(grad)) for grad in grads]
 
     def check_unchanged(self, grads: Sequence[Tensor | None]) -> None:
         """Raises ``RuntimeError`` if a gradient has changed since :meth:`remember`: it may not be finite any more."""
-        for place, (grad, (known, version)) in enumerate(zip(grads, self._measured, strict=False)):
-            if grad is not known or (grad is not None and grad._version != version):
+        for place, (grad, (known, known_version)) in enumerate(zip(grads, self._measured, strict=False)):
+            if grad is not known or (grad is not None and version(grad) != known_version):
                 raise RuntimeError(
                     "Gradients must stay as they are between clip_grad_norm() and step(), got another one for parameter"
                     f" {place}: neither its norm nor that it is finite is known. Clip last, or call the optimizer's"

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_scape.checkpoint.parts import OwnParts
-from lightning_scape.comm.collectives import Communicator
-from lightning_scape.core.method import Method, Progress, Spelling, Surroundings
+from lightning_scape.core.method import Advice, Clipping, Method, Progress, Spelling, Surroundings
 from lightning_scape.scape import advice, stand_in
 from lightning_scape.scape.config import REMOVED_OPTIONS, ScapeConfig
 from lightning_scape.scape.form import FORM
@@ -23,6 +22,57 @@ from lightning_scape.scape.plan import ScapeCost
 
 _trained: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """The user's optimizers that an earlier fit has trained."""
+
+
+class ScapeClipping(Clipping):
+    """Of the averaged gradient, by sketches.
+
+    Args:
+        optimizer: whose.
+    """
+
+    def __init__(self, optimizer: ScapeOptimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    @override
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        parameters = self._optimizer.engine.parameters
+        return list(zip(parameters.names, parameters.tensors, strict=True))
+
+    @override
+    def norm(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
+        return self._optimizer.clip_grad_norm(max_norm, error_if_nonfinite=error_if_nonfinite)
+
+    @override
+    def value(self, bound: float) -> None:
+        self._optimizer.clip_grad_value(bound)
+
+    @override
+    def after_backward(self, grads: Sequence[Tensor]) -> Tensor | None:
+        optimizer = self._optimizer
+        return optimizer.engine.opening.norm_after_backward(optimizer.param_groups, optimizer.steps_taken, grads)
+
+
+class ScapeAdvice(Advice):
+    """Where the run is too short, and where dense training would be faster.
+
+    Args:
+        optimizer: whose.
+    """
+
+    def __init__(self, optimizer: ScapeOptimizer) -> None:
+        self._optimizer = optimizer
+        self._payoff: advice.PayoffCheck | None = None
+
+    @override
+    def at_start(self, steps: float | None) -> str | None:
+        return advice.too_short(self._optimizer, steps)
+
+    @override
+    def after_step(self, device: torch.device) -> str | None:
+        self._payoff = self._payoff or advice.PayoffCheck()
+        return self._payoff.look(self._optimizer, device)
 
 
 class ScapeMethod(Method):
@@ -40,8 +90,8 @@ class ScapeMethod(Method):
     optimizer: ScapeOptimizer
 
     def __init__(self, given: Optimizer, optimizer: ScapeOptimizer) -> None:
-        self.given, self.optimizer = given, optimizer
-        self._payoff = advice.PayoffCheck()
+        self.given, self.optimizer, self.communicator = given, optimizer, optimizer.communicator
+        self.clipping, self.advice = ScapeClipping(optimizer), ScapeAdvice(optimizer)
 
     @classmethod
     @override
@@ -87,17 +137,6 @@ class ScapeMethod(Method):
         if self.optimizer.steps_taken:
             _trained.add(self.given)
 
-    @property
-    @override
-    def communicator(self) -> Communicator:
-        return self.optimizer.communicator
-
-    @property
-    @override
-    def named_parameters(self) -> list[tuple[str, Tensor]]:
-        parameters = self.optimizer.engine.parameters
-        return list(zip(parameters.names, parameters.tensors, strict=True))
-
     @override
     def expect_steps(self, total_steps: float | None) -> None:
         self.optimizer.expect_steps(total_steps)
@@ -105,23 +144,6 @@ class ScapeMethod(Method):
     @override
     def announce_batch(self, batches: int, last: bool | None) -> None:
         self.optimizer.announce_batch(batches, last)
-
-    @override
-    def after_step(self, device: torch.device) -> str | None:
-        return self._payoff.look(self.optimizer, device)
-
-    @override
-    def clip_norm(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
-        return self.optimizer.clip_grad_norm(max_norm, error_if_nonfinite=error_if_nonfinite)
-
-    @override
-    def clip_value(self, bound: float) -> None:
-        self.optimizer.clip_grad_value(bound)
-
-    @override
-    def norm_after_backward(self, grads: Sequence[Tensor]) -> Tensor | None:
-        optimizer = self.optimizer
-        return optimizer.engine.opening.norm_after_backward(optimizer.param_groups, optimizer.steps_taken, grads)
 
     @override
     def weights_loaded(self) -> None:
@@ -138,30 +160,21 @@ class ScapeMethod(Method):
 
     @override
     def progress(self) -> Progress:
-        steps = self.optimizer.steps_taken
-        return Progress(steps, steps, steps)
+        """With the density, as long as the warm-up lasts."""
+        schedule, steps = self.optimizer.schedule, self.optimizer.steps_taken
+        warms_up = bool(steps) and advice.still_dense(self.optimizer)
+        shown = {"density": schedule.sent(steps - 1) / schedule.quota.block_size} if warms_up else {}
+        return Progress(steps, steps, steps, shown)
 
     @override
     def stats(self) -> dict[str, float]:
         stats = self.optimizer.stats
         return {} if stats is None else stats.as_dict("")
 
-    @override
-    def bar(self) -> dict[str, float]:
-        """The density, as long as the warm-up lasts."""
-        schedule, steps = self.optimizer.schedule, self.optimizer.steps_taken
-        if not steps or not advice.still_dense(self.optimizer):
-            return {}
-        return {"density": schedule.sent(steps - 1) / schedule.quota.block_size}
-
     @classmethod
     @override
     def summary(cls, methods: Sequence[Self], steps: float | None, spell: Spelling) -> list[str]:
         return [advice.summary([method.optimizer for method in methods], steps, spell)]
-
-    @override
-    def warning(self, steps: float | None) -> str | None:
-        return advice.too_short(self.optimizer, steps)
 
     @override
     def consolidate_state_dict(self, to: int = 0) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.parameters import Parameters
+from lightning_scape.core.private_names import version
 from lightning_scape.scape.clipping import GradientClipping, squared_norm
 from lightning_scape.scape.first_message import BACKWARD, Standing, describe, problem_of, settings
 
@@ -111,4 +112,4 @@ class Opening:
 
     def _versions(self) -> list[int | None]:
         """How often each gradient was written."""
-        return [None if p.grad is None else p.grad._version for p in self._parameters.tensors]
+        return [None if p.grad is None else version(p.grad) for p in self._parameters.tensors]

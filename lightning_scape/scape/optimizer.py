@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
 
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.parts import OwnParts
@@ -19,6 +17,7 @@ from lightning_scape.checkpoint.source import SavedShards
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_group_like
 from lightning_scape.core import local_shards
 from lightning_scape.core.parameters import Parameters
+from lightning_scape.core.private_names import IN_WRAPPER, AsksGradScaler
 from lightning_scape.core.replicas import check_same_setup_everywhere
 from lightning_scape.scape import optimizer_state as checkpoint
 from lightning_scape.scape.adams import AdamS
@@ -38,7 +37,7 @@ class _Shared:
     consolidated: dict[str, Any] | None = None
 
 
-class ScapeOptimizer(torch.optim.Optimizer):
+class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
     r"""AdamW or AdamS with sharded state, whose ranks exchange ``1 - sparsity`` of the entries per step.
 
     Every rank holds all parameters and a residual (fp32, P entries): its gradients that are not yet sent. Rank j owns
@@ -225,23 +224,9 @@ class ScapeOptimizer(torch.optim.Optimizer):
         with self.engine.opening.dropping():
             super().zero_grad(set_to_none)
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """False. A GradScaler asks it in its ``step()``, on every rank: the one that decides alone is refused there.
-
-        Raises:
-            RuntimeError: a plain ``torch.amp.GradScaler`` asks, and there are several ranks.
-        """
-        asks = sys._getframe(1).f_locals.get("self")
-        if isinstance(asks, GradScaler) and asks.is_enabled() and self.engine.comm.world_size > 1:
-            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-            if not isinstance(asks, ShardedGradScaler):
-                raise RuntimeError(
-                    "All ranks must skip the same steps, got a GradScaler, by which each rank decides for itself. Use"
-                    " torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler with the same arguments."
-                )
-        return False
+    def ranks_that_skip_together(self) -> int:
+        """All."""
+        return self.engine.comm.world_size
 
     # --------------------------------------------------------------------------------- life of the state
 
@@ -354,9 +339,7 @@ class ScapeOptimizer(torch.optim.Optimizer):
 
         The moments lie on all ranks, and are not part of it: a warning says so.
         """
-        mine: ScapeOptimizer = self.__dict__.get(
-            "_optimizer", self
-        )  # inside Fabric's wrapper, which imitates the class
+        mine: ScapeOptimizer = self.__dict__.get(IN_WRAPPER, self)  # inside Fabric's, which imitates the class
         if mine.steps_taken:
             warnings.warn(
                 f"A copy or pickle of a ScapeOptimizer is the {type(mine.dense).__name__} that it stands in for, with"

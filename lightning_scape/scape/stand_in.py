@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_scape.core.private_names import mark_tracked, note_step, share_hooks, step_was_called
 from lightning_scape.scape.optimizer import ScapeOptimizer
 
 _PASSED_ON = ("zero_grad", "state_dict", "load_state_dict", "consolidate_state_dict", "add_param_group")
@@ -38,7 +39,8 @@ def put_in_place(dense: Optimizer, scape: ScapeOptimizer) -> None:
 
     own = vars(dense)
     own[_HERE] = _StandIn(scape, own.get("step"))
-    # A scheduler that is built on the old optimizer finds its step marked, and asks `_opt_called`, which ours keeps.
+    # A scheduler that is built on the old optimizer finds its step marked, and asks whether it was called: that ours
+    # notes, too.
     own["step"] = step
     own.update({name: getattr(scape, name) for name in _PASSED_ON})
 
@@ -63,14 +65,11 @@ def give_back(dense: Optimizer) -> None:
 
 def _carry_over(dense: Optimizer, scape: ScapeOptimizer) -> None:
     """Lets the new optimizer go on where the old one stood with the user's hooks and with its schedulers."""
-    # Shared, not copied: the handles the user holds go on removing their hooks.
-    scape._optimizer_step_pre_hooks = dense._optimizer_step_pre_hooks
-    scape._optimizer_step_post_hooks = dense._optimizer_step_post_hooks
+    share_hooks(scape, dense)
     # A scheduler warns of a missing optimizer step unless step() is marked and notes its calls, which the constructor
     # of the scheduler arranges on its optimizer (torch/optim/lr_scheduler.py, patch_track_step_called). Whichever of
     # the two a scheduler holds, before or after the swap, it finds both.
-    called = getattr(dense, "_opt_called", False)
-    scape._opt_called = called  # type: ignore[attr-defined]
+    note_step(scape, step_was_called(dense))
     step: Callable[..., Any] = type(scape).step
     owner, former = weakref.ref(scape), weakref.ref(dense)
 
@@ -80,8 +79,8 @@ def _carry_over(dense: Optimizer, scape: ScapeOptimizer) -> None:
         assert optimizer is not None
         for each in (optimizer, former()):
             if each is not None:
-                each._opt_called = True  # type: ignore[attr-defined]
+                note_step(each)
         return step(optimizer, *args, **kwargs)
 
-    tracked_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    mark_tracked(tracked_step)
     scape.step = tracked_step  # type: ignore[method-assign]

@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_scape.checkpoint.parts import OwnParts
-from lightning_scape.comm.collectives import Communicator
-from lightning_scape.core.method import Method, Progress, Spelling, Surroundings
+from lightning_scape.core.method import Advice, Method, Progress, Spelling, Surroundings
 from lightning_scape.core.words import show_bytes
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
 from lightning_scape.sparseloco.cost import SparseLoCoCost
@@ -19,6 +18,27 @@ from lightning_scape.sparseloco.wrapper import SparseLoCo
 
 _LET_GO = "_lightning_scape_let_go"
 """Attribute of the user's optimizer, which it neither copies nor pickles: what has wrapped it in a fit."""
+
+
+class SparseLoCoAdvice(Advice):
+    """Where a run has no whole window.
+
+    Args:
+        loco: whose.
+    """
+
+    def __init__(self, loco: SparseLoCo) -> None:
+        self._loco = loco
+
+    @override
+    def at_start(self, steps: float | None) -> str | None:
+        every = self._loco.config.sync_every
+        if steps is None or steps >= every:
+            return None
+        return (
+            f"This run has {steps:.0f} steps, fewer than sync_every={every}: ranks exchange once, at its end. Lower"
+            " `sync_every`, or train longer."
+        )
 
 
 class SparseLoCoMethod(Method):
@@ -35,6 +55,7 @@ class SparseLoCoMethod(Method):
     def __init__(self, loco: SparseLoCo) -> None:
         self.loco = loco
         self.given = self.optimizer = loco.optimizer
+        self.communicator, self.advice = loco.communicator, SparseLoCoAdvice(loco)
 
     @classmethod
     @override
@@ -84,11 +105,6 @@ class SparseLoCoMethod(Method):
         stepping = [loco for each in SparseLoCo._of.values() if (loco := each()) is not None and loco._stepping]
         return {id(p) for loco in stepping for group in loco.optimizer.param_groups for p in group["params"]}
 
-    @property
-    @override
-    def communicator(self) -> Communicator:
-        return self.loco.communicator
-
     @override
     def request_stop(self) -> None:
         self.loco.request_stop()
@@ -111,16 +127,6 @@ class SparseLoCoMethod(Method):
     @override
     def summary(cls, methods: Sequence[Self], steps: float | None, spell: Spelling) -> list[str]:
         return [summary(method.loco) for method in methods]
-
-    @override
-    def warning(self, steps: float | None) -> str | None:
-        every = self.loco.config.sync_every
-        if steps is None or steps >= every:
-            return None
-        return (
-            f"This run has {steps:.0f} steps, fewer than sync_every={every}: ranks exchange once, at its end. Lower"
-            " `sync_every`, or train longer."
-        )
 
     @override
     def consolidate_state_dict(self, to: int = 0) -> None:

@@ -1,15 +1,20 @@
-"""How a user names the options of the package's own methods, under either host: the often used ones, and ``config``.
+"""The package's own methods by name: their options, their strategies for both hosts, and a monitor.
 
-A base beside the host's strategy; what it does not name goes on to that.
+All that they do is the hosts'. A base with the options, by name and as ``config``, stands before the host's strategy;
+what it does not name goes on to that.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
 import torch
 
+from lightning_scape.hosts.fabric import FabricMethodStrategy
+from lightning_scape.hosts.monitor import ScapeMonitor
+from lightning_scape.hosts.trainer import MethodStrategy
 from lightning_scape.scape.config import ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
 from lightning_scape.sparseloco.config import Average, Reduction, SparseLoCoConfig
 
@@ -129,3 +134,82 @@ class SparseLoCoOptions:
         given = locals()
         named = {field.name: given[field.name] for field in fields(SparseLoCoConfig)}
         super().__init__(config, **named, **options)  # type: ignore[call-arg] # of the host's strategy, the next base
+
+
+class ScapeStrategy(ScapeOptions, MethodStrategy):
+    """Data-parallel training that sends 1% of the entries each step (SCAPE, arXiv 2607.01678).
+
+    ``Trainer(strategy=ScapeStrategy(sparsity=0.99))``, or ``Trainer(strategy="scape")`` for the defaults, and nothing
+    else changes: return AdamW, Adam or AdamS from ``configure_optimizers`` and they are swapped for a
+    :class:`~lightning_scape.ScapeOptimizer` with the same parameter groups. Schedulers, gradient accumulation,
+    ``gradient_clip_val``, every precision, callbacks and checkpoints work as they do with DDP.
+
+    Clipping leaves ``p.grad`` as it is: the factor acts in the step, on the averaged gradient.
+    :class:`~lightning_scape.MethodStrategy` says what holds for buffers and checkpoints.
+
+    Its options: those of :class:`ScapeOptions`, then those of :class:`~lightning_scape.MethodStrategy`.
+    """
+
+
+class SparseLoCoStrategy(SparseLoCoOptions, MethodStrategy):
+    """Data-parallel training whose ranks exchange every ``sync_every`` steps, sparsely (SparseLoCo, arXiv 2508.15706).
+
+    ``Trainer(strategy=SparseLoCoStrategy(sync_every=30))``, or ``Trainer(strategy="sparseloco")`` for the defaults. Any
+    torch optimizer serves; it is not replaced. Schedulers, gradient accumulation, every precision, callbacks and
+    checkpoints work as they do with DDP.
+
+    What differs from DDP: inside a window every rank has parameters of its own. ``gradient_clip_val`` bounds the norm
+    of each rank's own gradient. Validation and a checkpoint's ``state_dict`` inside a window are of rank 0's parameters
+    (each rank validates with its own); a resumed run takes up every rank's, bit for bit. At the end of a fit the window
+    that has begun is ended early, so that all ranks hold the same model; callbacks that put averaged weights in place
+    then (EMA, SWA) come before that, so let such a fit end with a window. With ``precision="16-mixed"`` all ranks skip
+    a step together, for which they exchange a number in every step. :class:`~lightning_scape.MethodStrategy` says what
+    holds for buffers and checkpoints.
+
+    Its options: those of :class:`SparseLoCoOptions`, then those of
+    :class:`~lightning_scape.MethodStrategy`.
+    """
+
+
+class FabricScapeStrategy(ScapeOptions, FabricMethodStrategy):
+    """``L.Fabric(strategy=FabricScapeStrategy(sparsity=0.99))``, or ``L.Fabric(strategy="scape")`` for the defaults.
+
+    ``fabric.setup`` swaps AdamW, Adam or AdamS for a :class:`~lightning_scape.ScapeOptimizer`. Build LR schedulers on
+    the optimizer that ``setup`` returns, or on the one that it was given, whose ``step`` is now the new one's.
+    ``clip_gradients`` returns the norm of the averaged gradient, and leaves ``p.grad`` as it is.
+
+    Its options: those of :class:`ScapeOptions`, then those of :class:`~lightning_scape.FabricMethodStrategy`. With the
+    update of AdamS the default warm-up is no longer than ``total_steps``.
+    """
+
+
+class FabricSparseLoCoStrategy(SparseLoCoOptions, FabricMethodStrategy):
+    """``L.Fabric(strategy=FabricSparseLoCoStrategy(sync_every=30))``, or ``L.Fabric(strategy="sparseloco")``.
+
+    ``fabric.setup`` wraps the optimizer, any of torch's, in a :class:`~lightning_scape.SparseLoCo`; optimizer and model
+    stay what they are. ``clip_gradients`` is of the rank's own gradient. Inside a window every rank has parameters of
+    its own, and rank 0's are what ``save`` writes for the model. Call ``fabric.strategy.sync()`` at the end of
+    training, or give ``total_steps``: the last step then ends its window; and before you set up another optimizer over
+    the same parameters.
+
+    Its options: those of :class:`SparseLoCoOptions`, then those of
+    :class:`~lightning_scape.FabricMethodStrategy`.
+    """
+
+
+class SparseLoCoMonitor(ScapeMonitor):
+    """Logs the figures of every exchange of SparseLoCo, as :class:`~lightning_scape.ScapeMonitor` does under it.
+
+    Args:
+        report: folder of the page; None for none. Needs matplotlib (extra ``plots``).
+
+    Raises:
+        ValueError: rank 0 cannot write to ``report`` (at the start of the fit, on every rank).
+        ModuleNotFoundError: matplotlib is missing.
+    """
+
+    method = "sparseloco"
+    _needs = "`Trainer(strategy=SparseLoCoStrategy(...))`"
+
+    def __init__(self, report: str | os.PathLike[str] | None = None) -> None:
+        super().__init__(report=report)

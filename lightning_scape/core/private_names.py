@@ -1,0 +1,106 @@
+"""Private names of torch's, each with the reason: no other file of the package uses one.
+
+There is a second such file, hosts/private_names.py, for Lightning's: only the hosts know that. What stands here is
+needed below them. ``tests/test_private_names.py`` holds all of them against the installed packages.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+BatchNorm = nn.modules.batchnorm._BatchNorm
+"""Layers of users' own derive from it, not only torch's three."""
+RecordReader = torch._C.PyTorchFileReader
+"""Reads a file of ``torch.save`` record by record, as ``torch.load`` does; ``zipfile`` accepts other files."""
+IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a module: names that DDP shall not send. Torch has no public way to ask for them."""
+IN_WRAPPER = "_optimizer"
+"""Attribute of both of Lightning's wrappers: the optimizer inside. They imitate its class, so nothing else tells."""
+
+
+def default_store() -> Any:
+    """The store by which the ranks have met. ``ProcessGroup.get_group_store`` is newer than the oldest torch we take.
+
+    Raises:
+        ValueError: no process group is up.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
+def group_timeout(group: Any) -> timedelta | None:
+    """How long a process group waits: a group made beside it shall wait as long. None where torch does not say."""
+    try:
+        timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    except (AttributeError, IndexError, RuntimeError):  # if torch moves it, its default has to do
+        return None
+    return timeout
+
+
+def profiler_records() -> bool:
+    """Whether torch's profiler records: a range costs microseconds also where none does."""
+    recording: bool = getattr(torch.autograd, "_profiler_enabled", lambda: True)()
+    return recording
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was written in place: whether somebody has changed a gradient is not to be seen otherwise."""
+    return tensor._version
+
+
+def share_hooks(new: Optimizer, old: Optimizer) -> None:
+    """An optimizer runs another one's hooks. Shared, not copied: the handles the user holds go on removing them."""
+    new._optimizer_step_pre_hooks = old._optimizer_step_pre_hooks
+    new._optimizer_step_post_hooks = old._optimizer_step_post_hooks
+
+
+def step_was_called(optimizer: Optimizer) -> bool:
+    """What an LR scheduler asks of its optimizer, to warn where it is stepped first."""
+    return getattr(optimizer, "_opt_called", False)
+
+
+def note_step(optimizer: Optimizer, called: bool = True) -> None:
+    """Answers the question of :func:`step_was_called`."""
+    optimizer._opt_called = called  # type: ignore[attr-defined]
+
+
+def mark_tracked(step: Any) -> None:
+    """Says that ``step`` notes its calls; else a scheduler wraps it (``patch_track_step_called``)."""
+    step._wrapped_by_lr_sched = True
+
+
+def scaler_device(scaler: GradScaler) -> str:
+    """The type of the device that a GradScaler is for."""
+    device: str = getattr(scaler, "_device", "cuda")
+    return device
+
+
+class AsksGradScaler:
+    """An optimizer that refuses a plain GradScaler among several ranks, each of which would decide for itself.
+
+    A scaler asks in its ``step()``, on every rank, whether the optimizer unscales: the one place to see it.
+    """
+
+    def ranks_that_skip_together(self) -> int:
+        """How many ranks must leave out the same steps."""
+        raise NotImplementedError
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        asks = sys._getframe(1).f_locals.get("self")
+        if isinstance(asks, GradScaler) and asks.is_enabled() and self.ranks_that_skip_together() > 1:
+            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+            if not isinstance(asks, ShardedGradScaler):
+                raise RuntimeError(
+                    "All ranks must skip the same steps, got a GradScaler, by which each rank decides for itself. Use"
+                    " torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler with the same arguments."
+                )
+        return False

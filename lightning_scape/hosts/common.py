@@ -1,0 +1,179 @@
+"""What the strategies of both hosts do alike: options, how ranks are started and meet, where checkpoints go."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_scape.checkpoint import saver
+from lightning_scape.comm.collectives import Communicator, is_distributed
+from lightning_scape.comm.side_group import SideGroup
+from lightning_scape.comm.together import Together
+from lightning_scape.core.method import Method, Surroundings, find, for_config
+from lightning_scape.hosts import advice, launching, registration, rendezvous, setup, two_level
+from lightning_scape.hosts.buffers import Buffers
+from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.hosts.own_clipping import watch_gradients
+from lightning_scape.hosts.private_names import Opened, WrappingIO, destroy_process_group
+
+
+class CommonStrategy(Opened):
+    """A base of a strategy of either host, beside the host's DDPStrategy and before it.
+
+    Args:
+        config: the method's options, or None.
+        options: of the method, by name.
+        wrap: class names of the modules that are gathered as a unit.
+        state_dict_type: ``"full"`` or ``"sharded"``.
+        async_save: write directories in the background.
+        broadcast_buffers: hand rank 0's buffers on.
+        checkpoint_io: how checkpoints are written.
+        timeout: how long a collective waits.
+        host: DDPStrategy's other options.
+    """
+
+    method: ClassVar[str | None] = None
+    """Name of the method, where the strategy is of one."""
+    _together: Together
+    """Inside it a checkpoint is put together."""
+
+    def __init__(
+        self,
+        config: Any,
+        options: Mapping[str, Any],
+        *,
+        wrap: Sequence[str],
+        state_dict_type: saver.StateDictType,
+        async_save: bool,
+        broadcast_buffers: bool,
+        checkpoint_io: CheckpointIO | None,
+        timeout: timedelta | float | None,
+        **host: Any,
+    ) -> None:
+        launching.refuse_options_of_ddp(options)
+        saver.check_saving(state_dict_type, async_save, checkpoint_io)
+        self.config = setup.resolve_config(self.method, config, options)
+        self._method = for_config(self.config)
+        self._nodes = two_level.Nodes(self.config, wrap)
+        self._buffers = Buffers(broadcast_buffers)
+        self._state_dict_type, self._saver = state_dict_type, saver.Saver(async_save)
+        self._side_group = SideGroup()
+        self._checkpoint_group = SideGroup("gloo")  # background writes must not meet the step's messages
+        timeout = launching.as_timeout(timeout)
+        super().__init__(checkpoint_io=checkpoint_io, timeout=timeout, **host)  # type: ignore[call-arg]
+
+    def __repr__(self) -> str:
+        """The options that differ from the defaults."""
+        return f"<{type(self).__name__}({advice.chosen(self.config)})>"
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Called by Lightning for each strategy that it knows."""
+        if cls.method is not None:
+            registration.register_in(strategy_registry, cls.method, cls)
+
+    # -------------------------------------------------------------------------------------------- how ranks meet
+
+    @override
+    def before_launch(self) -> None:
+        launching.check_start_method(type(self).__name__, self._method.name, self.launched_by)
+
+    def setup_environment(self) -> None:
+        """As the host's, for the right number of ranks."""
+        host: Any = self
+        launching.check_ranks(host.num_processes * host.num_nodes)
+        super().setup_environment()  # type: ignore[misc]
+
+    def setup_distributed(self) -> None:
+        """Starts the process group as the host does, with advice where ranks do not meet, and those beside it."""
+        host: Any = self
+        starting = not is_distributed()
+        with rendezvous.explained_rendezvous(host.cluster_environment):
+            host.set_world_ranks()
+            backend = self.chosen_backend
+            rendezvous.start_process_group(host.cluster_environment, backend, self.patience, host.root_device)
+            super().setup_distributed()  # type: ignore[misc]
+        if starting:
+            # Lightning does so for NCCL alone. A thread of gloo that still holds the last message's tensors when the
+            # interpreter ends aborts the process (seen with plain DDP, too: torch 2.13, 4 of 40 runs).
+            atexit.register(destroy_process_group)
+        self._nodes.set_up(host.num_processes, host.root_device, self.patience)  # collective, as the next
+        if not self._nodes.several:
+            self._side_group.get(self.patience)
+
+    def _put_under_method(
+        self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]], steps: float | None, precision: Any, clip: str
+    ) -> Method:
+        """Attaches one of the user's optimizers; a module that clips its gradients itself is told of ``clip``."""
+        host: Any = self
+        side_group = self._nodes.side_group(self._side_group, self.patience)
+        surroundings = Surroundings(named, self._nodes.process_group, side_group, steps)
+        attached = self._method.attach(optimizer, self._nodes.config, surroundings)
+        if attached.clips and host.world_size > 1 and getattr(precision, "scaler", None) is None:
+            watch_gradients(attached, clip, rank_zero_warn)
+        return attached
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """With ``local_group_size`` above 1: nodes (``"replicate"``) times ranks of a node (``"shard"``)."""
+        return self._nodes.mesh
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes and reads a checkpoint that is one file."""
+        io = self.given_io
+        if io is None:
+            self.given_io = io = ScapeCheckpointIO()
+        elif isinstance(io, WrappingIO):  # which keeps the one it was given, if any
+            io.checkpoint_io = ScapeCheckpointIO()
+        return io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        saver.check_saving(self._state_dict_type, self._saver.asynchronous, io)
+        self.given_io = io
+
+    def _whole_module(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A module's state as a file takes it: whole, on rank 0."""
+        if self._state_dict_type == "sharded" or not self._nodes.several:
+            return state_dict
+        self._together.agree()
+        host: Any = self
+        return two_level.whole_state_dict(state_dict, keep=host.is_global_zero)
+
+    def _state_of(self, optimizer: Optimizer, own: Callable[[Optimizer], dict[str, Any]]) -> Any:
+        """An optimizer's state for a file or a directory; ``own`` is the host's way, where it is under no method."""
+        self._together.agree()
+        if (method := find(optimizer)) is None:
+            return own(optimizer)
+        if self._state_dict_type == "sharded":
+            return method.sharded_state_dict()
+        method.consolidate_state_dict()
+        host: Any = self
+        return method.state_dict() if host.is_global_zero else {}
+
+    def wait_for_checkpoint(self) -> None:
+        """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""
+        self._saver.wait()
+
+    def _checkpoint_ranks(self) -> Communicator:
+        return Communicator(self._checkpoint_group.get(self.patience), None)
+
+    def _offered_parameters(self, module: Module) -> list[str]:
+        """Names of the parameters that this rank may write into a directory: any rank, where all hold the same."""
+        host: Any = self
+        if not self._method.exchanges_every_step and host.global_rank >= self._nodes.size:
+            return []  # between exchanges nodes differ: of the model only the first one's is saved
+        return [name for name, _ in module.named_parameters()]

@@ -1,0 +1,138 @@
+"""Private names of Lightning's, each with the reason: no other file of the package uses one.
+
+Those of torch's, which layers below the hosts need, stand in core/private_names.py.
+``tests/test_private_names.py`` holds all of them against the installed packages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.fabric.strategies as of_fabric
+import lightning.pytorch.strategies as of_trainer
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
+from lightning.fabric.utilities.distributed import _destroy_dist_connection
+from lightning.pytorch import Trainer
+from lightning.pytorch.core import saving
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from typing_extensions import override
+
+BackwardSyncControl = _BackwardSyncControl
+"""Fabric asks it to hold gradients back; without one it warns in each accumulation."""
+WrappingIO = _WrappingCheckpointIO
+"""Such a plugin keeps the one that it was given inside; ours goes there where it was given none."""
+NoOptimizer = _MockOptimizer
+"""What the Trainer steps where ``configure_optimizers`` returns None."""
+destroy_process_group = _destroy_dist_connection
+"""What Lightning registers at exit for NCCL alone; the same function for gloo, too."""
+check_strictly = _validate_keys_for_strict_loading
+"""Raises for names that are asked for and not in a checkpoint, as Fabric does."""
+
+SIGTERM_HANDLER = "_sigterm_notifier_fn"
+"""Of :func:`signals`: it sends a message to all ranks from inside the handler."""
+REQUEUE_HANDLER = "_slurm_sigusr_handler_fn"
+"""Of :func:`signals`: it saves from inside the handler."""
+BROADCAST = "_broadcast_sigterm_tensor"
+"""Of the epoch's loop: a message before each batch."""
+
+
+def signals(trainer: Trainer) -> Any:
+    """Holds the handlers that the Trainer registers for a fit, and whether SIGTERM has come."""
+    return trainer._signal_connector
+
+
+def checkpoints(trainer: Trainer) -> Any:
+    """Makes the checkpoints (``dump_checkpoint``) and loads one at the start of a fit (``resume_start``)."""
+    return trainer._checkpoint_connector
+
+
+def logged_step(trainer: Trainer) -> int:
+    """The loggers' step axis for what is logged after a batch; the Trainer's own callbacks read it, too."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def replace_reader(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Puts what ``wrapped`` makes of it in the place of the function by which ``load_from_checkpoint`` reads, once.
+
+    It asks no plugin of a strategy, for it knows none.
+    """
+    load = getattr(saving, "pl_load", None)
+    if load is not None and not hasattr(load, "__wrapped__"):
+        vars(saving)["pl_load"] = wrapped(load)
+
+
+class Opened:
+    """A base of a strategy of either host: what both keep to themselves, under names of ours."""
+
+    _start_method: Literal["popen", "spawn", "fork", "forkserver"]
+    _timeout: timedelta | None
+    _checkpoint_io: CheckpointIO | None
+    _get_process_group_backend: Callable[[], str]
+
+    def before_launch(self) -> None:
+        """Called before the launcher is chosen, which starts the ranks: the place for an error in one process."""
+
+    def _configure_launcher(self) -> None:
+        self.before_launch()
+        super()._configure_launcher()  # type: ignore[misc]
+
+    @property
+    def launched_by(self) -> str:
+        """The option ``start_method``."""
+        return self._start_method
+
+    @property
+    def patience(self) -> timedelta | None:
+        """The option ``timeout``."""
+        return self._timeout
+
+    @property
+    def given_io(self) -> CheckpointIO | None:
+        """The plugin that was given, or set by now: the hosts look at this, and refuse a second one."""
+        return self._checkpoint_io
+
+    @given_io.setter
+    def given_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def chosen_backend(self) -> str:
+        """The option ``process_group_backend``, or what goes with the device."""
+        return self._get_process_group_backend()
+
+
+class OpenedTrainers(Opened, of_trainer.DDPStrategy):
+    """DDPStrategy of the Trainer."""
+
+    @property
+    def layer_sync(self) -> Any:
+        """What ``Trainer(sync_batchnorm=True)`` puts there."""
+        return self._layer_sync
+
+
+class OpenedFabrics(Opened, of_fabric.DDPStrategy):
+    """DDPStrategy of Fabric, which has no public place to set up the process group, as the Trainer's has."""
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment of the ranks."""
+        self._set_world_ranks()
+
+    @override
+    def _setup_distributed(self) -> None:
+        self.setup_distributed()
+
+    def setup_distributed(self) -> None:
+        """Starts the process group."""
+        super()._setup_distributed()
+
+    def hold_back_by(self, control: BackwardSyncControl) -> None:
+        """Has Fabric's ``no_backward_sync`` ask it."""
+        self._backward_sync_control = control
+
+    def as_states(self, state: dict[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]) -> dict[str, Any]:
+        """Modules, optimizers and others of the kind by their states, as Fabric saves them."""
+        return self._convert_stateful_objects_in_state(state, filter=dict(filter))
