@@ -19,8 +19,6 @@ OF_TORCH = "torch's interface of an optimizer, and what a user asks of it"
 MORE_METHODS = {
     "_Machine": "a machine of pickle's instructions: a method for each kind of them",
     "ScapeOptimizer": OF_TORCH,
-    "SparseLoCo": OF_TORCH,
-    **dict.fromkeys(("Communicator", "Engine", "Method"), "being split"),
 }
 MORE_ARGUMENTS = dict.fromkeys(
     ("SparseLoCo", "ScapeOptions", "SparseLoCoOptions", "MethodStrategy", "FabricMethodStrategy"), FACE
