@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import compile_once
 import launcher
 import pytest
 import torch
@@ -36,6 +37,24 @@ settings.register_profile("scape-slow", settings.get_profile("scape"), max_examp
 settings.load_profile("scape")
 
 
+LONGEST = (
+    *("cpu", "kernels", "checkpoint", "adamw", "example", "two_hosts", "elastic", "crash", "cli", "quality", "litgpt"),
+    *(
+        "link_faults",
+        "sharded",
+        "sparseloco_litgpt",
+        "optimizer",
+        "resume",
+        "replicas",
+        "apart",
+        "two_level_checkpoint",
+    ),
+    *("requeue", "bench_gpu", "fabric", "faults", "two_level_trainer", "notebook", "optimizer_life", "report", "soak"),
+    *("strategy", "strategy_life", "older_checkpoints", "examples", "no_part", "uneven_loaders", "doctor", "restarts"),
+)
+"""Files whose tests take longest. They come first, so that no worker is left alone with one of them at the end."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow (minutes each)")
     parser.addoption("--fresh-processes", action="store_true", help="every process of a test imports all it needs")
@@ -48,9 +67,14 @@ def pytest_configure(config: pytest.Config) -> None:
         warm_python.wanted = False
     elif warm_python.wanted and config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         warm_python.start()  # one for all workers, and in time for their first tests
+    if hasattr(config, "workerinput"):
+        compile_once.patch()
+    config.option.loadscopereorder = False  # --dist loadfile: the order is ours, not that of the numbers of tests
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    begun_first = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: begun_first.get(item.path.name, len(LONGEST)))
     for item in items:
         if "slow" in item.keywords and not config.getoption("--run-slow"):
             item.add_marker(pytest.mark.skip(reason="slow: needs --run-slow"))
