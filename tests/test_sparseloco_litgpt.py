@@ -53,6 +53,11 @@ def _train_and_resume(rank: int, world_size: int, folder: str) -> str:
     return _train(rank, world_size, f"{folder}/stopped", 7, "--resume=auto")
 
 
+def inner_states(state: Any) -> list[str]:
+    """The keys of what each rank's own optimizer has."""
+    return [key for key in state["optimizer"]["sparseloco"]["tensors"] if key.startswith("inner.")]
+
+
 def test_litgpt_trains_and_resumes_with_the_options_of_the_checkpoint(
     run_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
@@ -65,7 +70,7 @@ def test_litgpt_trains_and_resumes_with_the_options_of_the_checkpoint(
         state = torch.load(tmp_path / folder / "lit_model.pth", weights_only=True)
         assert state["step_count"] == steps
         assert state["optimizer"]["sparseloco"]["progress"]["steps"] == steps
-        assert len(state["optimizer"]["sparseloco"]["ranks"]) == 2
+        assert len(inner_states(state)) == 2
 
 
 def _train_on_nodes(rank: int, world_size: int, folder: str) -> None:
@@ -78,7 +83,7 @@ def test_litgpt_trains_on_nodes_of_two_and_saves_a_whole_model(
     run_ranks(_train_on_nodes, 4, str(tmp_path))
     state = torch.load(tmp_path / "final" / "lit_model.pth", weights_only=True)
     loco = state["optimizer"]["sparseloco"]
-    assert (loco["world_size"], loco["shards"], len(loco["ranks"])) == (2, 2, 4)
+    assert (loco["world_size"], loco["shards"], len(inner_states(state))) == (2, 2, 4)
     assert loco["progress"]["steps"] == 4
     assert state["model"]["transformer.wte.weight"].shape[1] == 32  # n_embd: whole rows, all of them
     assert state["model"]["lm_head.weight"].shape == state["model"]["transformer.wte.weight"].shape

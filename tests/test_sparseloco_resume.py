@@ -407,7 +407,10 @@ def test_a_directory_of_sparseloco_is_made_the_file_of_a_full_save(tmp_path: Pat
         if not key.startswith("inner"):
             torch.testing.assert_close(tensor, given["sparseloco"]["tensors"][key], rtol=0, atol=0)
     loco.load_state_dict(made)
-    assert "SparseLoCo" in (tmp_path / "saved" / "README.txt").read_text()
+    assert "consolidate --optimizer adamw" in (tmp_path / "saved" / "README.txt").read_text()
+    with pytest.warns(UserWarning, match="SparseLoCo's state as AdamW's.*What ranks have not yet sent is lost"):
+        for_adamw = consolidate(tmp_path / "saved", "adamw")["loco"]
+    torch.optim.AdamW(model().parameters()).load_state_dict(for_adamw)
     scape = ScapeOptimizer(model().parameters(), config=ScapeConfig())
     with pytest.raises(ValueError, match=r"must be one of SCAPE, got one of SparseLoCo.*state_dict_type=\"full\""):
         scape.load_state_dict(SavedContent(tmp_path / "saved").optimizers["loco"])

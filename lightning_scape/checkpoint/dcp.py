@@ -181,13 +181,10 @@ def _oserror_in(error: BaseException | None) -> OSError | None:
 _README = """\
 This directory is one checkpoint, written by lightning_scape with state_dict_type="sharded".
 
-With the strategy that wrote it (ScapeStrategy, SparseLoCoStrategy, or Fabric's), load it by its path: ckpt_path=...,
-fabric.load(...). With any other strategy (ddp, ...), make it one file with AdamW's state first:
+With the strategy that wrote it, load it by its path: ckpt_path=..., fabric.load(...). With any other strategy (ddp,
+...), make it one file with AdamW's state first:
 
     lightning-scape consolidate --optimizer adamw THIS_DIRECTORY NEW_FILE
-
-That takes what ScapeStrategy wrote. From SparseLoCo, load it and save it again with state_dict_type="full": other
-strategies take that file as it is.
 """
 
 

@@ -157,7 +157,8 @@ class OwnParts:
     def collect(self, to: int) -> Iterator[tuple[str, Tensor]]:
         """All whole tensors on rank ``to``, in host memory; none elsewhere. Use each before the next. Collective.
 
-        A part that the ranks own arrives at once, others one parameter at a time: the least memory with few messages.
+        A part that the ranks own arrives at once; of one that each rank has, some parameters at a time: rank ``to``
+        holds no more than one such message of all ranks.
 
         Args:
             to: among all ranks.
@@ -181,14 +182,33 @@ class OwnParts:
             if part.on_other_ranks != "mean":
                 yield part, list(part.held.items())
                 continue
-            for index in self.parameters.indices:
-                yield part, [(index, part.held[index])] if index in part.held else []
+            numels = dict(zip(self.parameters.indices, (p.numel() for p in self.parameters.tensors), strict=True))
+            for together in _filled(numels, _AT_ONCE):
+                yield part, [(index, part.held[index]) for index in together if index in part.held]
 
     @property
     def _device(self) -> torch.device:
         """By way of which tensors travel: not the parameters', which Lightning takes to the CPU when a fit ends."""
         held = (chunk.tensor.device for part in self.parts for chunk in part.held.values())
         return next((device for device in held if device.type != "cpu"), self.parameters.device)
+
+
+_AT_ONCE = 1 << 24
+"""Entries of one message of a part that each rank has, but for a parameter that has more."""
+
+
+def _filled(numels: Mapping[int, int], limit: int) -> Iterator[list[int]]:
+    """The keys, in order, in lists whose numbers add up to no more than ``limit``."""
+    together: list[int] = []
+    filled = 0
+    for index, numel in numels.items():
+        if together and filled + numel > limit:
+            yield together
+            together, filled = [], 0
+        together.append(index)
+        filled += numel
+    if together:
+        yield together
 
 
 class _Piece(NamedTuple):

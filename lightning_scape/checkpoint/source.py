@@ -92,9 +92,8 @@ class Form:
         ranks, shards = facts["world_size"], facts.get("shards", 1)
         for part in self.parts(common):
             if part.by_parameter:
-                copies = range(ranks if part.on_other_ranks == "mean" else 1)
-                for index, shape in facts["shapes"].items():
-                    yield from ((part.key(index, Place(rank)), shape) for rank in copies)
+                for rank in range(ranks if part.on_other_ranks == "mean" else 1):
+                    yield from ((part.key(i, Place(rank)), shape) for i, shape in facts["shapes"].items())
             elif part.on_other_ranks == "take":
                 yield from ((part.key(None, Place(number)), None) for number in range(ranks * shards))
         yield from self.rows_shapes(common).items()

@@ -25,7 +25,9 @@ class LocoForm(Form):
 
     @override
     def check(self, common: Mapping[str, Any]) -> None:
-        if not older.is_older(common):
+        if older.is_older(common):
+            older.check(common[KEY])
+        else:
             super().check(common)
 
     @override

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_scape.checkpoint.checks import DAMAGED, is_shape, is_size, said
 from lightning_scape.checkpoint.dcp import Chunk
 from lightning_scape.checkpoint.inner import joined
 from lightning_scape.checkpoint.parts import parameter_of
@@ -42,6 +43,19 @@ def is_older(content: Mapping[str, Any]) -> bool:
     return isinstance(facts, Mapping) and facts.get("format") == 1
 
 
+def check(facts: Mapping[str, Any]) -> None:
+    """Raises ValueError if the facts of a state in a directory are impossible."""
+    numels: Any = facts.get("numels")
+    shapes: Any = facts.get("shapes", [] if facts.get("shards", 1) == 1 else None)
+    numbers: Any = facts.get("indices", numels)
+    if not is_shape(numels) or not is_shape(numbers) or len(numbers) != len(numels):
+        raise ValueError(f"`numels` and `indices` must be whole numbers for the same parameters, got others. {DAMAGED}")
+    if not isinstance(shapes, list) or not all(map(is_shape, shapes)) or len(shapes) not in (0, len(numels)):
+        raise ValueError(f"`shapes` must be those of all parameters, got others. {DAMAGED}")
+    if not is_size(facts.get("block_size")):
+        raise ValueError(f"`block_size` must be a whole number, got {said(facts.get('block_size'))}. {DAMAGED}")
+
+
 def keys(common: Mapping[str, Any]) -> Iterator[tuple[str, None]]:
     """The keys of what each rank has packed."""
     facts = common[KEY]
@@ -57,10 +71,11 @@ def whole_of(saved: SavedShards) -> dict[str, Any]:
     for name in _OWNED:
         each = [_blocks(saved, name, shard) for shard in range(shards)]
         whole[name] = each[0] if shards == 1 else each
-    places = range(len(facts["shapes"]))
-    numbers = facts.get("indices", places)  # the oldest states: without frozen parameters they are these
-    shapes = {index: shape for index, shape in zip(numbers, facts["shapes"], strict=True) if shape}
-    first = joined(ranks[:shards], shapes) if shards > 1 else ranks[0]
+    first = ranks[0]
+    if shards > 1:
+        numbers = facts.get("indices", range(len(facts["shapes"])))  # without frozen parameters they are these
+        shapes = {index: shape for index, shape in zip(numbers, facts["shapes"], strict=True) if shape}
+        first = joined(ranks[:shards], shapes)
     return {"state": first["state"], "param_groups": first["param_groups"], KEY: whole}
 
 
