@@ -9,7 +9,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import without_lightning  # noqa: F401
 
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.optimizer import ScapeOptimizer

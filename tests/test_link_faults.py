@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -66,7 +67,7 @@ def launch(hosts: Hosts) -> Iterator[Callable[..., Ranks]]:
         place = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(next(ports)), "WORLD_SIZE": "2"}
         place |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        command = [sys.executable, JOB, str(steps), str(timeout), str(sparsity)]
+        command = [warm_python(), JOB, str(steps), str(timeout), str(sparsity)]
         processes = [host.start(command, env={**place, "RANK": str(i)}, **pipes) for i, host in enumerate(hosts)]
         started.extend(processes)
         output: list[list[str]] = [[], []]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from trainer_helpers import MARKS, Regression, make_trainer
+from warm_python import warm_python
 
 from lightning_scape import CheckpointError, ScapeStrategy, SparseLoCoStrategy, resume_path
 from lightning_scape.comm.restarts import agree_on_name
@@ -75,7 +75,7 @@ def test_missing_ranks_are_an_error_on_those_that_are_there() -> None:
 
 
 RESTARTED = """
-import os, torch, torch.distributed as dist, without_lightning
+import os, torch, torch.distributed as dist
 from datetime import timedelta
 from lightning_scape.comm.restarts import init_process_group
 init_process_group("gloo", timeout=timedelta(seconds=240))
@@ -94,7 +94,7 @@ def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path) -> None:
     """With torch's own init_process_group they read the dead ranks' addresses and wait until the timeout."""
     script = tmp_path / "job.py"
     script.write_text(RESTARTED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     environ = {name: value for name, value in os.environ.items() if "RDZV" not in name}
     environ["PYTHONPATH"] = str(Path(__file__).parent)
     done = subprocess.run(
