@@ -27,7 +27,7 @@ def _compile_alone(self: Dispatcher, signature: Any) -> Any:
 
     A loop's lock is held while those that it calls are compiled, which never call it: nobody waits in a circle.
     """
-    folder = self._cache.cache_path
+    folder = self.stats.cache_path
     if folder is None:  # this loop is not kept
         return _compile(self, signature)
     path = Path(folder, f"{self.py_func.__module__}.{self.py_func.__qualname__}.lock")

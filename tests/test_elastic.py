@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from test_example import ROOT, run_script
-from warm_python import warm_python
 
 ELASTIC = ROOT / "examples" / "elastic.py"
 EVERY = 10
@@ -18,10 +17,7 @@ EVERY = 10
 def lose_and_regain(out: Path, *options: str, ranks: tuple[int, ...] = (2, 1, 2)) -> None:
     # A new interpreter: the example kills an agent and all that it has started, which it finds by their parents.
     options = (f"--out={out}", f"--save-every={EVERY}", "--phase=25", *options)
-    # torchrun starts the ranks by what PYTHON_EXEC names, as its children.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHON_EXEC", warm_python())
-        run_script(ELASTIC, *options, timeout=1100, python=sys.executable)
+    run_script(ELASTIC, *options, timeout=1100, python=sys.executable)
     result = json.loads((out / "elastic.json").read_text())
     assert result["ranks"] == list(ranks)
     assert result["skipped"] == 0
