@@ -237,16 +237,24 @@ def replicated_memory(job: Job, state: float) -> int:
 def predict(job: Job, link: Link, machine: Machine, sparsities: Sequence[float] = (0.9, 0.99)) -> list[Prediction]:
     """Compute alone, DDP (fp32 and bf16 wire), ZeRO-1, FSDP, and the methods that exchange in every step."""
     found = [compute_only(job, machine), ddp(job, link, machine), ddp(job, link, machine, wire_bytes=2)]
-    return [*found, zero1(job, link, machine), fsdp(job, link, machine), *_sparse(job, link, machine, sparsities, True)]
+    return [
+        *found,
+        zero1(job, link, machine),
+        fsdp(job, link, machine),
+        *of_methods(job, link, machine, sparsities, every_step=True),
+    ]
 
 
 def predict_local(job: Job, link: Link, machine: Machine, sparsities: Sequence[float] = ()) -> list[Prediction]:
     """The methods that exchange after several steps, at several lengths of their window, shortest first."""
-    return _sparse(job, link, machine, sparsities, False)
+    return of_methods(job, link, machine, sparsities, every_step=False)
 
 
-def _sparse(job: Job, link: Link, machine: Machine, sparsities: Sequence[float], every: bool) -> list[Prediction]:
-    costs = step_costs(every_step=every).values()
+def of_methods(
+    job: Job, link: Link, machine: Machine, sparsities: Sequence[float], *, every_step: bool
+) -> list[Prediction]:
+    """The registered methods that exchange in every step, or those that do after several."""
+    costs = step_costs(every_step=every_step).values()
     return [found for cost in costs for found in cost.predict(job, link, machine, sparsities)]
 
 

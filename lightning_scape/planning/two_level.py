@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_scape.planning.cost_model import BACKWARD_SHARE, Job, Link, Machine, Prediction, Weight, fsdp, step_costs
+from lightning_scape.planning.cost_model import BACKWARD_SHARE, Job, Link, Machine, Prediction, Weight, fsdp, of_methods
 
 _NO_OPTIMIZER = Machine(adamw=0.0, clip=0.0)
 
@@ -42,11 +42,8 @@ def predict_nodes(
         )
     node = _inside(job, inside)
     between = replace(_shard(job), step_compute=node.seconds), _own_link(job, link), machine, sparsities
-    costs = step_costs(every_step=True).values()
-    return [
-        hsdp(job, link, machine, inside),
-        *(_on_nodes(job, node, p) for cost in costs for p in cost.predict(*between)),
-    ]
+    methods = of_methods(*between, every_step=True)
+    return [hsdp(job, link, machine, inside), *(_on_nodes(job, node, p) for p in methods)]
 
 
 def hsdp(job: Job, link: Link, machine: Machine, inside: Link) -> Prediction:
