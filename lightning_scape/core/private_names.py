@@ -27,7 +27,7 @@ IN_WRAPPER = "_optimizer"
 
 
 def default_store() -> Any:
-    """The store by which the ranks have met. ``ProcessGroup.get_group_store`` is newer than the oldest torch we take.
+    """The store by which the ranks have met. Whether the oldest torch we take has ``get_group_store`` was not tried.
 
     Raises:
         ValueError: no process group is up.
