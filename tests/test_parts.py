@@ -72,7 +72,7 @@ def load(rank: int, world_size: int, whole: dict[str, Any], folder: str) -> list
     for source in (sources[0], sources[1].optimizers["tiny"]):
         place = Place(rank)
         flats = [read_flats(source, part, parameters, world_size, place) for part in Tiny.form.parts(source.common)[:2]]
-        found.append((*flats, inner_for(source, "inner", place)["param_groups"][0]["lr"], source.facts["count"]))
+        found.append((*flats, inner_for(source, place)["param_groups"][0]["lr"], source.facts["count"]))
     return found
 
 

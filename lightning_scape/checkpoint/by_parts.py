@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_scape.checkpoint.checks import check_model
+from lightning_scape.checkpoint.checks import check_model, collected_before
 from lightning_scape.checkpoint.inner import inner_for, inner_part, placed
 from lightning_scape.checkpoint.parts import OwnParts, Part, Place, Source, of_flats, read_flats
 from lightning_scape.checkpoint.source import Form, SavedShards, WholeState
@@ -74,12 +74,7 @@ class SavedByParts(Method):
     def state_dict(self) -> dict[str, Any]:
         if self._whole is None and self.communicator.world_size == 1:
             self.consolidate_state_dict()
-        if self._whole is None:
-            raise RuntimeError(
-                "The state must be collected from all ranks before it is read, got a call of state_dict() on rank"
-                f" {self.communicator.rank} without it. Call consolidate_state_dict(to=0) on every rank first."
-            )
-        return self._whole
+        return collected_before(self._whole, self.communicator.rank)
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any] | SavedShards) -> None:
@@ -100,13 +95,13 @@ class SavedByParts(Method):
         self.restore_parameters()
 
     def _read(self, saved: Any) -> tuple[dict[str, Any], Mapping[str, Any], dict[str, list[Tensor]]]:
-        whole_or_directory = saved if isinstance(saved, SavedShards) else WholeState(self.form, saved, self.parameters)
-        source = cast(Source, whole_or_directory)
+        shards = isinstance(saved, SavedShards)
+        source: Source = saved if shards else WholeState(self.form, saved, self.parameters)
         check_model(source.facts, self.parameters)
         ranks, place = self.communicator.world_size, Place(self.communicator.rank)
         parts = [part for part in self.form.parts(source.common) if part.by_parameter]
         tensors = {part.name: read_flats(source, part, self.parameters, ranks, place) for part in parts}
-        return inner_for(source, "inner", place), source.facts, tensors
+        return inner_for(source, place), source.facts, tensors
 
     def _load_inner(self, state: Mapping[str, Any]) -> None:
         """A state of the inner optimizer, or of another method, whose AdamW is taken."""

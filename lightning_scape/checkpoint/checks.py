@@ -12,6 +12,16 @@ from lightning_scape.core.parameters import Parameters
 DAMAGED = "The state is damaged: load another checkpoint."
 
 
+def collected_before(whole: dict[str, Any] | None, rank: int) -> dict[str, Any]:
+    """A whole state that was collected on this rank; raises RuntimeError if none was."""
+    if whole is None:
+        raise RuntimeError(
+            "The state must be collected from all ranks before it is read, got a call of state_dict() on rank"
+            f" {rank} without it. Call consolidate_state_dict(to=0) on every rank, then state_dict() on rank 0."
+        )
+    return whole
+
+
 def check_mapping(name: str, value: Any) -> None:
     """Raises ValueError if ``value`` is no dict."""
     if not isinstance(value, Mapping):

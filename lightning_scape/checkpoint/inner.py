@@ -18,13 +18,16 @@ from lightning_scape.checkpoint.packed import pack
 from lightning_scape.checkpoint.parts import Part, Place, Source
 from lightning_scape.core import local_shards
 
+INNER = "inner"
+"""Name of the part."""
 
-def inner_part(optimizer: torch.optim.Optimizer, name: str = "inner") -> Part:
+
+def inner_part(optimizer: torch.optim.Optimizer) -> Part:
     """This rank's optimizer as a part of a state: its rows in place of DTensors."""
     saved = optimizer.state_dict()
     state = {index: _plain(entry) for index, entry in saved["state"].items()}
     packed = pack({"state": state, "param_groups": saved["param_groups"]})
-    return Part(name, "each_rank", "take", {None: Chunk.whole(packed)})
+    return Part(INNER, "each_rank", "take", {None: Chunk.whole(packed)})
 
 
 def _plain(entry: Any) -> Any:
@@ -36,27 +39,27 @@ def _plain(entry: Any) -> Any:
 # ------------------------------------------------------------------------------------------------ loading
 
 
-def inner_for(source: Source, name: str, place: Place) -> dict[str, Any]:
+def inner_for(source: Source, place: Place) -> dict[str, Any]:
     """The state dict that a rank takes: with its rows, or with whole parameters where the mesh was another one.
 
     On another number of ranks it is that of rank r modulo their number.
     """
     replica = place.replica % source.facts["world_size"]
     if source.facts.get("shards", 1) != place.shards:
-        return inner_of(source, name, replica)
-    return _of_rank(source, name, place._replace(replica=replica))
+        return inner_of(source, replica)
+    return _of_rank(source, place._replace(replica=replica))
 
 
-def inner_of(source: Source, name: str, replica: int) -> dict[str, Any]:
+def inner_of(source: Source, replica: int) -> dict[str, Any]:
     """The state dict of a whole replica, from those of the ranks that hold it together."""
     shards = source.facts.get("shards", 1)
-    each = [_of_rank(source, name, Place(replica, shard, shards)) for shard in range(shards)]
+    each = [_of_rank(source, Place(replica, shard, shards)) for shard in range(shards)]
     shapes = {index: shape for index, shape in source.facts["shapes"].items() if shape}
     return each[0] if shards == 1 else joined(each, shapes)
 
 
-def _of_rank(source: Source, name: str, place: Place) -> dict[str, Any]:
-    return source.unpacked(Part(name, "each_rank", "take").key(None, place))
+def _of_rank(source: Source, place: Place) -> dict[str, Any]:
+    return source.unpacked(Part(INNER, "each_rank", "take").key(None, place))
 
 
 def joined(parts: Sequence[Mapping[str, Any]], shapes: Mapping[int, Sequence[int]]) -> dict[str, Any]:

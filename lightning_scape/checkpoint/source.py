@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_scape.checkpoint import checks
 from lightning_scape.checkpoint.dcp import Chunk, Directory
-from lightning_scape.checkpoint.inner import inner_of
+from lightning_scape.checkpoint.inner import INNER, inner_of
 from lightning_scape.checkpoint.packed import unpack
 from lightning_scape.checkpoint.parts import OwnParts, Part, Place, parameter_of
 from lightning_scape.core.method import of_state
@@ -36,15 +36,15 @@ class Form:
     """How a method's states are written: the facts, and where in a whole state a tensor has its place.
 
     A whole state is ``{"state": ..., "param_groups": ..., name: {**facts, "tensors": {key: tensor}}}``. The first two
-    are those of torch: another strategy takes them as they are. Tensors have their parameters' shapes.
+    are those of torch: another strategy takes them as they are. They are the inner optimizer's, of rank 0. Tensors have
+    their parameters' shapes.
 
     Args:
         name: of the method.
-        inner: the part that holds each rank's inner optimizer, whose state fills the first two.
     """
 
-    def __init__(self, name: str, inner: str | None = "inner") -> None:
-        self.name, self.inner = name, inner
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def facts(self, common: Mapping[str, Any]) -> Mapping[str, Any]:
         """The method's facts, of all that is not a tensor."""
@@ -111,7 +111,7 @@ class Form:
 
     def packed_names(self, key: str) -> set[str]:
         """What a rank's packed dict must have, by its key."""
-        return {"state", "param_groups"} if self.inner is not None and key.startswith(f"{self.inner}.") else set()
+        return {"state", "param_groups"} if key.startswith(f"{INNER}.") else set()
 
     # ------------------------------------------------------------------------------------------- a whole state
 
@@ -133,10 +133,8 @@ class Form:
         for key in packed:
             holder, name = self.slot(whole, key)
             holder[name] = unpack(holder[name], key, self.packed_names(key))
-        if self.inner is not None:
-            first = inner_of(WholeState(self, whole), self.inner, 0)
-            whole.update({name: first[name] for name in ("state", "param_groups")})
-        return whole
+        first = inner_of(WholeState(self, whole), 0)
+        return {**whole, **{name: first[name] for name in ("state", "param_groups")}}
 
     def merged(self, common: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
         """A whole state but for what :meth:`completed` does: from facts, and tensors by key in memory of their own."""

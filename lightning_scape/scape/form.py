@@ -126,4 +126,4 @@ class ScapeForm(Form):
         return Dense(state, moments, lost)
 
 
-FORM = ScapeForm("scape", None)
+FORM = ScapeForm("scape")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape.__about__ import __version__
+from lightning_scape.checkpoint.checks import collected_before
 from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.checkpoint.source import SavedShards
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_group_like
@@ -374,14 +375,9 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         """
         if self.engine.comm.world_size == self.engine.shards.world_size == 1:
             self.consolidate_state_dict()
-        if self._shared.consolidated is None:
-            raise RuntimeError(
-                "The state must be collected from all ranks before it is read, got a call of state_dict() on rank"
-                f" {self.engine.comm.rank} without it. Call consolidate_state_dict(to=0) on every rank, then"
-                " state_dict() on rank 0."
-            )
+        whole = collected_before(self._shared.consolidated, self.engine.comm.rank)
         # Groups as they are now: a scheduler may have moved on since.
-        return {**self._shared.consolidated, "param_groups": super().state_dict()["param_groups"]}
+        return {**whole, "param_groups": super().state_dict()["param_groups"]}
 
     def load_state_dict(self, state_dict: dict[str, Any] | SavedShards) -> None:
         """Takes this rank's part of a whole state, or of a sharded one. Call on every rank, with the same state.

@@ -199,12 +199,13 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
 
     fill(source, Part("start", "owned", "cut", live.blocks(live.state.start)), now, place)
     fill(source, Part("error", "each_rank", "mean", live.blocks(live.state.error)), now, place)
-    _carry(source, live)
     saved_parts = {part.name for part in FORM.parts(source.common)}
+    if "owner_error" in saved_parts:
+        _carry(source, live)
     if "launched" in saved_parts:
         live.state.launched = flats("launched")
     return Loaded(
-        inner=inner_for(source, "inner", place),
+        inner=inner_for(source, place),
         state=live.state,
         parameters=flats("parameters"),
         progress=facts["progress"],
@@ -215,9 +216,7 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
 
 def _carry(source: Source, live: Live) -> None:
     """Takes up what the owners owe. Older states hold zeros where messages were gathered."""
-    facts, state = source.facts, live.state
-    if facts.get("reduction") == "gathered" or "owner_error" not in {part.name for part in FORM.parts(source.common)}:
-        return
+    state = live.state
     owed = torch.zeros_like(state.start)
     fill(source, Part("owner_error", "owned", "cut", live.blocks(owed)), live.communicator.world_size, live.place)
     if live.rule.reduction == "sharded":

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_scape.checkpoint.checks import collected_before
 from lightning_scape.checkpoint.inner import placed
 from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined
@@ -232,13 +233,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         """
         if self.everyone.world_size == 1:
             self.consolidate_state_dict()
-        if self._consolidated is None:
-            raise RuntimeError(
-                "The state must be collected from all ranks before it is read, got a call of state_dict() on rank"
-                f" {self.everyone.rank} without it. Call consolidate_state_dict(to=0) on every rank, then"
-                " state_dict() on rank 0."
-            )
-        return self._consolidated
+        return collected_before(self._consolidated, self.everyone.rank)
 
     def sharded_state_dict(self) -> OwnParts:
         """This rank's part of the state, for a checkpoint that is a directory. Nothing is sent."""
@@ -298,9 +293,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         Args:
             allocate: fresh buffers, for a load.
         """
-        if allocate:
-            self.windows.wait_for_others()
-        else:
+        if not allocate:
             self.windows.rest()
         if self.parameters.device.type == "cuda":
             torch.cuda.synchronize(self.parameters.device)  # copies to the host, and the side stream
