@@ -217,6 +217,7 @@ def in_turns(*lists: list[Run]) -> list[Run]:
 BOTH_BETAS = [BETAS, TORCH_BETAS]
 LARGE: dict[str, Any] = {"batch": 4, "context": 128}
 """Of a rank, where a step takes seconds."""
+FOUR_BITS = [scape(sparsity, wire_dtype="int4") for sparsity in (0.9, 0.99)]
 DIGITS: dict[str, Any] = {"steps": 1500, "betas": TORCH_BETAS}
 DROP_IN: dict[str, list[Run]] = {
     "drop_in_short": in_turns(
@@ -277,15 +278,25 @@ SUITES: dict[str, list[Run]] = {
         ),
     ],
     "wires": [
-        *sweep((scape(s, wire_dtype="int4") for s in (0.99, 0.9)), [8e-3], (0, 1, 2), size="0.03M", steps=10_000),
-        *sweep(
-            (scape(s, wire_dtype="int4") for s in (0.9, 0.99)),
-            [4e-3],
-            range(5),
-            size="0.2M",
-            steps=10_000,
-            betas=TORCH_BETAS,
+        *(
+            run
+            for betas, lr in ((BETAS, 16e-3), (TORCH_BETAS, 8e-3))
+            for run in sweep(FOUR_BITS, [lr], (0, 1, 2), size="0.03M", steps=1000, betas=betas)
         ),
+        *(
+            run
+            for task in ("digits-conv", "digits-gru")
+            for run in sweep(FOUR_BITS, [16e-3], range(10), task=task, **DIGITS)
+        ),
+        *(
+            run
+            for betas in BOTH_BETAS
+            for run in sweep(FOUR_BITS, [8e-3], (0, 1, 2), size="0.03M", steps=10_000, betas=betas)
+        ),
+        *sweep(FOUR_BITS, [4e-3], range(5), size="0.2M", steps=10_000, betas=TORCH_BETAS),
+        *sweep(FOUR_BITS[1:], [2e-3], size="1M", batch=4, steps=6000),
+        *sweep(FOUR_BITS, [4e-3], (0, 1), size="0.2M", steps=10_000),
+        *sweep(FOUR_BITS[:1], [4e-3], range(5, 10), size="0.2M", steps=10_000, betas=TORCH_BETAS),
         *sweep(
             [
                 scape(sparsity, wire_dtype=wire, sparsity_warmup_steps=1000)
