@@ -35,6 +35,10 @@ class Saving:
         self._collected, self._moved = 0.0, 0
         self._since: float | None = None
 
+    def begin_fit(self) -> None:
+        """What an earlier one has waited for does not count."""
+        self._since = None
+
     def settle(self, folders: Sequence[Path | None], nodes: int) -> None:
         """With ``"auto"``: directories where several nodes see the same folder, which is tried once. Collective.
 
@@ -83,7 +87,7 @@ class Saving:
         if not (self._judged and long):
             return None
         remedy = instead or "`async_save=True` collects and writes them beside training"
-        if not instead and self._is_shared(folder):
+        if not instead and folder is not None and is_shared(folder, Communicator(None, None)):
             remedy += f'; `state_dict_type="sharded"` writes them where the ranks are, which all see {str(folder)!r}'
         return (
             f"In {show_seconds(trained)} of training ranks waited {show_seconds(self._collected)} for"

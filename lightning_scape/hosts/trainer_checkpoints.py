@@ -48,9 +48,11 @@ class TrainerCheckpoints(UnwrappedStrategy):
         super().on_train_start()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        kept = [each for each in callbacks_of(trainer) if isinstance(each, ModelCheckpoint)]
-        paths = [local_path(each.dirpath or trainer.default_root_dir) for each in kept]
-        self._saving.settle(paths, self.num_nodes)
+        self._saving.begin_fit()
+        if self._saving.asked == "auto":
+            kept = [each for each in callbacks_of(trainer) if isinstance(each, ModelCheckpoint)]
+            folders = self.broadcast([str(each.dirpath or trainer.default_root_dir) for each in kept])
+            self._saving.settle([*map(local_path, folders)], self.num_nodes)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
