@@ -29,7 +29,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from two_hosts import Hosts, bits_per_second, machine, missing, sent_bytes, torchrun
+from two_hosts import ROOT, Hosts, bits_per_second, machine, missing, sent_bytes, torchrun
 
 METHODS = {
     "compute": "compute only",
@@ -195,12 +195,13 @@ def run(method: str, args: argparse.Namespace) -> dict[str, Any]:
     source.trainer = trainer
     trainer.fit(module, source)
     end = clock.now()
+    saved = getattr(trainer.strategy, "checkpoint_bytes", None)  # what the package counted, as it did the steps'
     return {
         "points": clock.points,
         **end,
         "validating": clock.validating,
         "saving": clock.saving,
-        "counted": clock.counted,
+        "counted": clock.counted + (saved.sent if saved else 0),
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
     }
 
@@ -266,9 +267,10 @@ def launch(hosts: Hosts, args: argparse.Namespace, link: str, methods: list[str]
 
 def merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Of both ranks: the seconds of the slower, the bytes of the one that sends more, rank 0's losses."""
-    sent = max(ranks, key=lambda rank: rank["sent"])["points"]
-    points = [{**mine, "sent": each["sent"]} for mine, each in zip(ranks[0]["points"], sent, strict=True)]
-    most = {name: max(rank[name] for rank in ranks) for name in ("seconds", "sent", "validating", "saving", "counted")}
+    sender = max(ranks, key=lambda rank: rank["sent"])
+    points = [{**mine, "sent": each["sent"]} for mine, each in zip(ranks[0]["points"], sender["points"], strict=True)]
+    most = {name: max(rank[name] for rank in ranks) for name in ("seconds", "validating", "saving")}
+    most |= {name: sender[name] for name in ("sent", "counted")}
     return {**most, "loss": points[-1]["loss"], "points": points, "sent_by_rank": [rank["sent"] for rank in ranks]}
 
 
@@ -291,14 +293,23 @@ def summarize(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> dic
         for row in rows.values():
             row["reached"] = seconds_to(MARGIN * dense["loss"], row["points"]) if dense else None
         links[link] = {"methods": rows, "plan": runs["plan"]}
-    return {"settings": settings(args), "machine": machine(), "links": links}
+    results = {"settings": settings(args), "machine": machine(), "links": links}
+    if "compute" in args.methods:
+        sys.path.insert(0, str(ROOT))
+        from predicted_steps import compare_runs, median_error
+
+        compared = compare_runs(results, VALIDATIONS)
+        for each in compared:
+            links[each.link]["methods"][each.method]["predicted"] = each.predicted
+        results["planner"] = {"median_error": median_error(compared), "runs": len(compared)}
+    return results
 
 
 def table(results: dict[str, Any]) -> str:
     lines = [
         "| link | method | final loss | above AdamW | seconds to AdamW + 2% | DDP's / it | seconds in all | over"
-        " compute | checkpoints, s | sent, MB | counted / sent |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        " compute | predicted, s | checkpoints, s | sent, MB | counted / sent |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for link, cell in results["links"].items():
         rows = cell["methods"]
@@ -317,11 +328,17 @@ def table(results: dict[str, Any]) -> str:
                 "-" if gain is None else f"{gain:.2f}",
                 f"{row['seconds']:.0f}",
                 f"{row['seconds'] / compute['seconds']:.2f}" if compute else "-",
+                f"{row['predicted']:.0f}" if "predicted" in row else "-",
                 f"{row['saving']:.1f}",
                 f"{row['sent'] / 1e6:.1f}",
                 f"{row['counted'] / row['sent']:.3f}" if row["counted"] else "-",
             ]
             lines.append(f"| {' | '.join(cells)} |")
+    if planner := results.get("planner"):
+        error = (
+            f"Median error of `lightning-scape plan --steps`: {planner['median_error']:.1%} of {planner['runs']} runs."
+        )
+        lines += ["", error]
     return "\n".join(lines)
 
 

@@ -44,8 +44,8 @@ METHODS = {
     "powersgd": "DDP, PowerSGD rank 1",
     "fsdp": "FSDP",
     "scape-0": "ScapeStrategy 0 (dense AdamS)",
-    "scape-0.9": "SCAPE 0.9",
-    "scape-0.99": "SCAPE 0.99",
+    "scape-0.9": "SCAPE 0.9, values in bf16",
+    "scape-0.99": "SCAPE 0.99, values in bf16",
     "scape-0.9-int4": "SCAPE 0.9, values in 4 bits",
     "scape-0.99-int4": "SCAPE 0.99, values in 4 bits",
     "scape-0.99-int8": "SCAPE 0.99, values in 8 bits",
@@ -221,8 +221,8 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
         if kind == "nodes":
             options = {"local_group_size": "node", "reshard_after_forward": False}
             options |= {"wrap": ["GPT"]} if args.one_unit else {}
-        elif more:
-            options = {"wire_dtype": more[0]}
+        else:
+            options = {"wire_dtype": more[0] if more else "bf16"}
         return ScapeStrategy(sparsity=float(sparsity), sparsity_warmup_steps=0, **options)
 
     class Watch(pl.Callback):
