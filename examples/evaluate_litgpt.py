@@ -253,6 +253,16 @@ def bits(model: torch.nn.Module, texts: list[str], context: int) -> float:
     return scored * math.log2(perplexity.compute().item())
 
 
+def save_checkpoint(model: Any, folder: Path) -> None:
+    """Writes a GPT of LitGPT's over bytes as a folder of LitGPT's, which this script takes."""
+    from litgpt.utils import copy_config_files, save_config
+
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), folder / "lit_model.pth")
+    save_config(model.config, folder)
+    copy_config_files(Path(__file__).resolve().parents[1] / "configs" / "byte_tokenizer", folder)
+
+
 def load_model(config: Any, checkpoint: Path) -> torch.nn.Module:
     from litgpt import GPT
 
