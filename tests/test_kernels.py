@@ -84,6 +84,8 @@ def test_every_public_function_of_the_reference_is_an_operation_or_a_known_helpe
         "votes_in",
         "proposals_of",
         "group_bytes",
+        "bits_in",
+        "pack_by",
         "column",
         "cut",
     }

@@ -165,7 +165,7 @@ def test_errors_of_rounding_are_sent_later_and_rows_that_stand_still_keep_theirs
     values = values.t().contiguous().t()  # rows that do not lie one behind the other
     mask = None if sent is None else ops.select(error, sent)
     scale, before = torch.arange(70) % 3.0, error.clone()
-    message = ops.quantize_with_error(error, mask, values, scale, 4)
+    message = ops.quantize_with_error(error, mask, values, torch.zeros_like(values), scale, 4)
     read = ops.dequantize(message.unsqueeze(0), 4, values.numel()).view(values.shape)
     due = values + ops.gather_blocks(before, mask)
     moved = scale > 0

@@ -158,14 +158,13 @@ class Shard:
         else:  # with what earlier ones' rounding has left; what is left now stays with us
             if state.change_error is None:
                 state.change_error = torch.zeros_like(state.exp_avg)
-            changes = ops.changes(theta, before, theta.dtype)
-            return self.wire.pack_with_error(state.change_error, mask, changes, step.scale.mine)
+            return self.wire.pack_with_error(state.change_error, mask, theta, before, step.scale.mine)
         takes_part = step.scale.mine  # the rows of others are not written: 0
         return torch.where(takes_part.unsqueeze(1) != 0, message, 0.0) if takes_part.dim() else message
 
-    def read(self, step: Step, message: Tensor, shards: int) -> Tensor:
-        """Updated values or changes of a message, ``[shards * R, q]``; every rank reads the same."""
-        return self.wire.read(message, self._layout.shard_blocks, step.sent, shards)
+    def read(self, step: Step, message: Tensor, shards: int, some: Sequence[slice] | None = None) -> Tensor:
+        """Updated values or changes of a message, ``[shards * R, q]``, or some rows; every rank reads the same."""
+        return self.wire.read(message, self._layout.shard_blocks, step.sent, shards, some)
 
     def _update(self, step: Step, theta: Tensor, mean: Tensor) -> Tensor:
         """Updates ``theta [R, q]``; returns how many of the entries were visited in the step before too."""

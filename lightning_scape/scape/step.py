@@ -166,7 +166,7 @@ class Engine:
             entries = ops.ParamEntries(flat, self.shard.region.pieces, mask.mine, block_size)
             ops.scatter_params(entries, mine, add, scale.mine)
         finally:
-            everyone = self.shard.read(step, arriving.wait(), self.comm.world_size)
+            everyone = self.shard.read(step, arriving.wait(), self.comm.world_size, self.outgoing.region.rows)
             entries = ops.ParamEntries(flat, self.outgoing.region.pieces, mask.everyone, block_size)
             ops.scatter_params(entries, everyone, add, scale.blocks)
 
