@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -112,7 +113,13 @@ def _train(rank: int, world_size: int, wire: str, dtype: torch.dtype, sparsity: 
     planned = scape_bytes(NUMELS, world_size, config, parameter_bytes=width)
     assert counted == {kind: planned[kind] for kind in counted}
     error = 0.0 if state.change_error is None else float(state.change_error.abs().max())
-    return {"end": torch.cat([p.detach().flatten().float() for p in params]), "error": error, **counted}
+    masters = state.master is not None
+    return {
+        "masters": masters,
+        "end": torch.cat([p.detach().flatten().float() for p in params]),
+        "error": error,
+        **counted,
+    }
 
 
 CASES = [*itertools.product(("int8", "int4"), (torch.float32, torch.bfloat16), (0.9,))]
@@ -129,8 +136,8 @@ def test_ranks_are_bitwise_equal_bytes_are_as_planned_and_training_is_as_with_fp
         wire, dtype, _ = case
         assert torch.equal(found[0]["end"], found[1]["end"])  # as after every step
         assert bool(found[0]["end"].isfinite().all())
-        kept = max(each["error"] for each in found) > 0
-        assert kept == (dtype == torch.float32 and wire != "fp32")  # bf16 comes back as values
+        assert (max(each["error"] for each in found) > 0) == (wire != "fp32")
+        assert all(each["masters"] == (dtype == torch.bfloat16 and wire == "fp32") for each in found)
     exact, eight, four = everyone[0][len(CASES) :]
     way = float((exact["end"] - torch.cat([p.detach().flatten() for p in model(torch.float32)])).norm())
     assert 0 < float((eight["end"] - exact["end"]).norm()) < 0.05 * way
@@ -185,10 +192,115 @@ def test_nothing_is_lost_to_rounding_on_either_way(run_ranks: Any) -> None:
         assert float(lost.abs().max()) == 0.0
 
 
-def _resume(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+MIXED = [torch.bfloat16, torch.float32, torch.float16]
+
+
+def _kept_of_narrow(rank: int, world_size: int, sparsity: float, choice: str) -> None:
+    """Parameter plus error is, before and after a step, what a master of more digits would be."""
+    params = [nn.Parameter(p.detach().to(dtype)) for p, dtype in zip(model(torch.float32), MIXED, strict=True)]
+    options: dict[str, Any] = {"sparsity_warmup_steps": None if sparsity == 0 else 0}
+    config = ScapeConfig(sparsity=sparsity, wire_dtype="int4", update="adamw", **options)
+    optimizer = ScapeOptimizer(params, lr=1e-2, config=config)
+    engine, shard = optimizer.engine, optimizer.engine.shard
+    packed, wanted = shard.wire.pack_with_error, []
+
+    def held() -> Tensor:
+        there = torch.zeros_like(engine.state.exp_avg)
+        ops.gather_params(ops.ParamEntries(engine.parameters.flat, shard.region.pieces, None, there.shape[1]), there)
+        return there.double()
+
+    def watched(error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor) -> Tensor:
+        goal = held() + error
+        ops.scatter_blocks(goal, mask, theta.double() - before.double(), add=True)
+        wanted.append(goal)
+        return packed(error, mask, theta, before, scale)
+
+    shard.wire.pack_with_error = watched  # type: ignore[method-assign]
+    with ops.using(choice):
+        for number in range(6):
+            step(params, optimizer, rank, number)
+            assert_replicas_equal(params)
+            assert engine.state is not None
+            assert engine.state.master is None
+            assert engine.state.change_error is not None
+            inside = torch.cat(
+                [
+                    torch.arange(engine.layout.shard_blocks * engine.layout.block_size)[
+                        piece.of_blocks(engine.layout.block_size)
+                    ]
+                    for piece in shard.region.pieces
+                ]
+            )
+            now = (held() + engine.state.change_error).view(-1)[inside]
+            torch.testing.assert_close(now, wanted[-1].view(-1)[inside], rtol=2e-7, atol=2e-7)
+    if rank == 0:  # bf16's part has lost more to rounding than fp32's to the wire, and all of it is kept
+        assert float(engine.state.change_error.abs().max()) > 2**-9
+
+
+def _keep_all(rank: int, world_size: int) -> None:
+    for sparsity, choice in ((0.9, "cpu"), (0.9, "naive"), (0.0, "cpu")):
+        _kept_of_narrow(rank, world_size, sparsity, choice)
+
+
+def test_what_narrower_parameters_lose_to_rounding_stays_with_their_owner(run_ranks: Any) -> None:
+    run_ranks(_keep_all, 2)
+
+
+def _switch(rank: int, world_size: int) -> None:
+    """A state of one wire goes on with another, and a master is what the parameter holds and lacks."""
+    params, gradient = model(torch.bfloat16), iter(range(100))
+
+    def made(wire: str) -> ScapeOptimizer:
+        options: dict[str, Any] = {"wire_dtype": wire, "sparsity_warmup_steps": 0}
+        return ScapeOptimizer(params, lr=1e-3, config=ScapeConfig(sparsity=0.9, update="adamw", **options))
+
+    def given_to(optimizer: ScapeOptimizer, state: dict[str, Any]) -> Any:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            optimizer.load_state_dict(state)
+        assert any("wire_dtype" in str(warning.message) for warning in told)
+        state = optimizer.engine.state_at_rest()
+        optimizer.engine.parameters.flatten()
+        optimizer.engine.shard.refresh(state, stale=True)
+        return state
+
+    def whole(optimizer: ScapeOptimizer) -> dict[str, Any]:
+        optimizer.consolidate_state_dict()
+        states = [optimizer.state_dict() if rank == 0 else None]
+        torch.distributed.broadcast_object_list(states)
+        return states[0]
+
+    first = made("bf16")
+    for _ in range(3):
+        step(params, first, rank, next(gradient))
+    before = first.engine.state
+    second = made("int4")
+    after = given_to(second, whole(first))
+    assert after.master is None
+    blocks, pieces = first.engine.layout.block_size, first.engine.shard.region.pieces
+    held = torch.zeros_like(before.master)
+    ops.gather_params(ops.ParamEntries(second.engine.parameters.flat, pieces, None, blocks), held)
+    assert torch.equal(held + after.change_error, before.master)
+    assert after.change_error.any()
+    step(params, second, rank, next(gradient))
+    third = made("bf16")
+    ops.gather_params(ops.ParamEntries(second.engine.parameters.flat, pieces, None, blocks), held)
+    expected = held + second.engine.state.change_error
+    last = given_to(third, whole(second))
+    assert last.change_error is None
+    assert torch.equal(last.master, expected)
+    step(params, third, rank, next(gradient))
+    assert_replicas_equal(params)
+
+
+def test_masters_and_what_parameters_lack_become_one_another_where_the_wire_changes(run_ranks: Any) -> None:
+    run_ranks(_switch, 2)
+
+
+def _resume(rank: int, world_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     ends, saved = [], None
     for first in (0, 4):
-        params = model(torch.float32)
+        params = model(dtype)
         config = ScapeConfig(sparsity=0.9, wire_dtype="int4", update="adamw", sparsity_warmup_steps=0)
         optimizer = ScapeOptimizer(params, lr=1e-2, config=config)
         if saved is not None:
@@ -206,6 +318,7 @@ def _resume(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
-def test_a_resumed_run_has_the_owners_rounding_errors_too(run_ranks: Any) -> None:
-    for straight, resumed in run_ranks(_resume, 2):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_run_has_the_owners_rounding_errors_too(run_ranks: Any, dtype: torch.dtype) -> None:
+    for straight, resumed in run_ranks(_resume, 2, dtype):
         assert torch.equal(straight, resumed)

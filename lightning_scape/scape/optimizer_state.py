@@ -180,8 +180,9 @@ def _read_shard(snapshot: Snapshot, source: Source, rank: int) -> None:
     state, names = snapshot.state, keys.held(source)
     if "master" in names and snapshot.parameters.need_masters:
         state.master = torch.zeros_like(state.exp_avg)
-    packs = snapshot.config.wire_bits is not None and snapshot.parameters.travel_as_changes(torch.uint8)
-    if "change_error" in names and packs:  # else it ends with the wire that made it: less than a unit of each entry
+    packs = snapshot.config.wire_bits is not None
+    # Of fp32 parameters it ends with the wire that made it: less than a unit of each entry.
+    if "change_error" in names and (packs or snapshot.parameters.need_masters):
         state.change_error = torch.zeros_like(state.exp_avg)
     if state.exp_avg_sq is not None and "noise" in names and "exp_avg_sq" not in names:
         state.local_exp_avg_sq = torch.zeros_like(state.exp_avg_sq)  # AdamS's gives AdamW's its second moment

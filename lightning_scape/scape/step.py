@@ -164,7 +164,7 @@ class Engine:
         try:  # the moments have gone on, and so must all parameters
             mine = self.shard.read(step, update, 1)
             entries = ops.ParamEntries(flat, self.shard.region.pieces, mask.mine, block_size)
-            ops.scatter_params(entries, mine, add, scale.mine)
+            ops.scatter_params(entries, mine, add, scale.mine, self.shard.error_of_rounding(step.state))
         finally:
             everyone = self.shard.read(step, arriving.wait(), self.comm.world_size, self.outgoing.region.rows)
             entries = ops.ParamEntries(flat, self.outgoing.region.pieces, mask.everyone, block_size)
@@ -264,8 +264,7 @@ class Engine:
         self._masters_stale = True
 
     def _refresh_masters(self, state: ScapeState) -> None:
-        if self.parameters.need_masters and (state.master is None or self._masters_stale):
-            state.refresh_master(self.parameters.flat, self.layout, self.comm.rank)
+        self.shard.refresh(state, stale=self._masters_stale)
         self._masters_stale = False
 
     def bytes_per_step(self, sent: int | None = None) -> int:

@@ -110,6 +110,7 @@ def quantize_with_error(error, mask, theta, before, message, bits, first, last):
         due[size:] = 0
         for j in range(size):
             kept = there[places[j]]
+            kept = kept if abs(kept) < np.inf else np.float32(0)
             due[j] = kept if new[j] == old[j] else (new[j] - old[j]) + kept
         for group in range(-(-size // GROUP)):
             scale = _take_steps(due[group * GROUP : (group + 1) * GROUP], codes, levels)

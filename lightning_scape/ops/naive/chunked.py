@@ -229,9 +229,15 @@ def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> No
 
 
 @CHUNKED.implements
-def scatter_params(entries: ParamEntries, values: Tensor, add: bool = False, scale: Tensor | None = None) -> None:
+def scatter_params(
+    entries: ParamEntries,
+    values: Tensor,
+    add: bool = False,
+    scale: Tensor | None = None,
+    error: Tensor | None = None,
+) -> None:
     """See :func:`naive.scatter_params`."""
-    naive.scatter_params(_in_small_pieces(entries, values), values, add, scale)
+    naive.scatter_params(_in_small_pieces(entries, values), values, add, scale, error)
 
 
 def _in_small_pieces(entries: ParamEntries, values: Tensor) -> ParamEntries:

@@ -94,6 +94,7 @@ def quantize_with_error(
 
     Args:
         error: ``[R, B]``, fp32 or fp64: what is left of each entry's changes. Its masked entries are changed in place.
+            One that is not finite counts as 0: its parameter was not finite, and somebody may have mended that.
         mask: ``[R, q]`` or None.
         theta: ``[R, q]`` of the same dtype.
         before: likewise; ``theta - before`` is the change.
@@ -116,6 +117,7 @@ def feed_error_back(
 ) -> Tensor:
     """:func:`quantize_with_error` of these changes, by any implementation of :func:`quantize`."""
     kept = gather_blocks(error, mask)
+    kept = torch.where(kept.isfinite(), kept, 0.0)
     applied = scale.unsqueeze(1) != 0 if scale.dim() else scale != 0
     due = torch.where(applied, values + kept, 0.0)
     sent = due.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
