@@ -113,7 +113,7 @@ def rates(link: Link) -> str:
         run, options = content["run"], dict(content["run"]["options"])
         if run["method"] == "adamw":
             losses[DENSE, run["lr"]] = content["loss"]
-        elif options in ({"sparsity": 0.9, "update": "adamw"}, {"sparsity": 0.99, "update": "adamw"}):
+        elif options in ({"sparsity": sparsity, "update": "adamw", "wire_dtype": "int4"} for sparsity in (0.9, 0.99)):
             losses[f"SCAPE {options['sparsity']:.0%}", run["lr"]] = content["loss"]
     rows = []
     for lr in sorted({lr for _, lr in losses}):

@@ -1,12 +1,17 @@
-"""What a checkpoint that is written while training goes on (`async_save`) costs. pythia-14m, two ranks on CPUs.
+"""What a checkpoint costs that is written while training goes on (`async_save`), or while it waits. Two ranks on CPUs.
 
-    python examples/bench_async_save.py                      # a few minutes on two idle cores
+    python examples/bench_async_save.py                      # pythia-14m, a few minutes on two idle cores
     python examples/bench_async_save.py --model pythia-14m --steps 6 --rounds 5 --out out/async_save
+    sudo python examples/bench_async_save.py --link 100mbit --model small --kinds full full_async async_save --steps 60
+
+With --link the ranks are on two hosts, network namespaces that a link of that rate joins (see two_hosts.py). "small" is
+the 3M model of pretrain_python.py.
 
 Blocks of steps with one checkpoint and without one take turns. A block ends when its checkpoint is complete. The cost
 of a checkpoint is the difference of two neighbours: in CPU seconds of a rank (all threads, the one that writes too), in
-seconds of the clock, and in seconds for which `save` itself holds the step up. A share of the time follows for any
-interval. Writes `async_save.json`, with the machine's load: under load the clock says little, CPU seconds still hold.
+seconds of the clock, in seconds for which `save` itself holds the step up, and in seconds that the block's steps lose
+in all, those included. A share of the time follows for any interval. Writes a file for each kind, with the machine's
+load: under load the clock says little, CPU seconds still hold.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import json
 import os
 import shutil
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,13 +32,25 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import lightning as L
 import torch
 from litgpt import GPT, Config
+from pretrain_python import SIZES, build_gpt
+from two_hosts import Hosts, sent_bytes, torchrun
 
 from lightning_scape import FabricScapeStrategy, __version__
+
+KINDS: dict[str, dict[str, Any]] = {
+    "async_save": {"state_dict_type": "sharded", "async_save": True},
+    "sharded": {"state_dict_type": "sharded"},
+    "full": {},
+    "full_async": {"async_save": True},
+}
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="pythia-14m", help="of LitGPT's")
+    parser.add_argument("--model", default="pythia-14m", help="of LitGPT's, or of pretrain_python.py's")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["async_save"])
+    parser.add_argument("--link", help="rate of the link between two hosts; needs root (default: one machine)")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=6, help="in a block")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of blocks")
     parser.add_argument("--context", type=int, default=32)
@@ -47,29 +65,40 @@ def block(fabric: L.Fabric, state: dict[str, Any], steps: int, context: int, pat
     model, optimizer = state["model"], state["optimizer"]
     fabric.barrier()
     wall, cpu, held, in_steps = time.perf_counter(), time.process_time(), 0.0, 0.0
+    sent = sent_bytes()[0] if on_hosts() else 0
     if path is not None:
         fabric.save(path, state)
         held = time.perf_counter() - wall
     for _ in range(steps):
         began = time.perf_counter()
-        batch = torch.randint(256, (1, context + 1))
+        batch = torch.randint(255, (1, context + 1))
         loss = torch.nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         in_steps += time.perf_counter() - began
+    training = held + in_steps
     fabric.strategy.wait_for_checkpoint()
     return {
         "wall": time.perf_counter() - wall,
         "cpu": time.process_time() - cpu,
         "held": held,
         "step": in_steps / steps,
+        "training": training,
+        "sent": sent_bytes()[0] - sent if on_hosts() else 0,
     }
+
+
+def on_hosts() -> bool:
+    return os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
 def measure(fabric: L.Fabric, arguments: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(fabric.global_rank)
-    model = GPT(Config.from_name(arguments.model, block_size=arguments.context))
+    if arguments.model in SIZES:
+        model = build_gpt(f"python-{arguments.model}", arguments.context, SIZES[arguments.model])
+    else:
+        model = GPT(Config.from_name(arguments.model, block_size=arguments.context))
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     state = {"model": model, "optimizer": optimizer}
     path = arguments.out / "checkpoint"
@@ -83,8 +112,11 @@ def measure(fabric: L.Fabric, arguments: argparse.Namespace) -> dict[str, Any]:
             found = block(fabric, state, arguments.steps, arguments.context, turn)
             (without if turn is None else saved).append(found)
         load.append(os.getloadavg()[0])
-    size = sum(file.stat().st_size for file in path.iterdir())
-    return {"without": without, "saved": saved, "load": load, "bytes": size, "memory_copied": own_bytes(optimizer)}
+    fabric.barrier()
+    files = path.iterdir() if path.is_dir() else [path]
+    found = {"without": without, "saved": saved, "load": load, "bytes": sum(file.stat().st_size for file in files)}
+    moved = fabric.strategy.checkpoint_bytes
+    return {**found, "memory_copied": own_bytes(optimizer), "moved": (moved.sent + moved.received) / (len(saved) + 1)}
 
 
 def own_bytes(optimizer: Any) -> int:
@@ -103,6 +135,9 @@ def summarize(results: list[dict[str, Any]], arguments: argparse.Namespace) -> d
         "cpu_seconds": cost("cpu"),
         "wall_seconds": cost("wall"),
         "held_up_seconds": statistics.median(block["held"] for r in results for block in r["saved"]),
+        "lost_seconds": cost("training"),
+        "interface_bytes": cost("sent"),
+        "moved_bytes": results[0]["moved"],
     }
     # On a machine where only this job runs, a CPU second of a rank is a second that its core does not train in, at
     # worst: where cores are idle, the writer's part costs nothing.
@@ -126,32 +161,43 @@ def summarize(results: list[dict[str, Any]], arguments: argparse.Namespace) -> d
     }
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    strategy = FabricScapeStrategy(
-        sparsity=0.99, sparsity_warmup_steps=0, state_dict_type="sharded", async_save=True, timeout=600
-    )
-    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+def run_kind(kind: str, arguments: argparse.Namespace) -> None:
+    strategy = FabricScapeStrategy(sparsity=0.99, sparsity_warmup_steps=0, timeout=600, **KINDS[kind])
+    nodes = 2 if arguments.worker else 1
+    fabric = L.Fabric(accelerator="cpu", devices=2 // nodes, num_nodes=nodes, strategy=strategy)
     fabric.launch()
     result = measure(fabric, arguments)
     results: list[Any] = [None] * fabric.world_size
     torch.distributed.all_gather_object(results, result)
     if not fabric.is_global_zero:
         return
-    shutil.rmtree(arguments.out / "checkpoint")
-    summary = summarize(results, arguments)
-    (arguments.out / "async_save.json").write_text(json.dumps(summary, indent=1) + "\n")
+    path = arguments.out / "checkpoint"
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    summary = summarize(results, arguments) | {"kind": kind, "link": arguments.link}
+    (arguments.out / f"{kind}.json").write_text(json.dumps(summary, indent=1) + "\n")
     cost, load = summary["per_save"], ", ".join(f"{value:.1f}" for value in summary["load_average"])
     share = cost["cpu_seconds"] / (60 * arguments.minutes)
     print(
-        f"A checkpoint of {summary['checkpoint_bytes'] / 1e6:.0f} MB costs a rank {cost['cpu_seconds']:.2f} CPU"
-        f" seconds, {cost['wall_seconds']:.2f} s by the clock, and holds a step up for"
-        f" {cost['held_up_seconds']:.2f} s: every {arguments.minutes:g} minutes {100 * share:.2f}% of the time"
-        f" (load {load})"
+        f"{kind}: a checkpoint of {summary['checkpoint_bytes'] / 1e6:.0f} MB costs a rank {cost['cpu_seconds']:.2f} CPU"
+        f" seconds, {cost['wall_seconds']:.2f} s by the clock, holds a step up for {cost['held_up_seconds']:.2f} s, and"
+        f" takes {cost['lost_seconds']:.2f} s from training: every {arguments.minutes:g} minutes {100 * share:.2f}% of"
+        f" the time (load {load}; {cost['moved_bytes'] / 1e6:.1f} MB moved between ranks)",
+        flush=True,
     )
-    if share > arguments.bound:
+    if KINDS[kind].get("async_save") and share > arguments.bound:
         raise SystemExit(f"A save must cost at most {100 * arguments.bound:g}% of the time, got {100 * share:.2f}%.")
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.link and not arguments.worker:
+        with Hosts(2, arguments.link) as hosts:
+            torchrun(hosts, [*sys.argv, "--worker"], arguments.out / "bench", timeout=3600)
+        print((arguments.out / "bench.host0.log").read_text())
+        return
+    for kind in arguments.kinds:
+        run_kind(kind, arguments)
 
 
 if __name__ == "__main__":

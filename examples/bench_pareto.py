@@ -48,8 +48,10 @@ def peer(method: str, **options: Any) -> dict[str, Any]:
 
 
 ADAMW: dict[str, Any] = {"method": "adamw"}
-SCAPE = [scape(sparsity, sparsity_warmup_steps=1000) for sparsity in (0.9, 0.99, 0.999)]  # the default outlasts 3,000
-AT_ONCE = [scape(sparsity, sparsity_warmup_steps=0) for sparsity in (0.9, 0.99)]
+SCAPE = [
+    scape(sparsity, sparsity_warmup_steps=1000, wire_dtype="bf16") for sparsity in (0.9, 0.99, 0.999)
+]  # the default outlasts 3,000
+AT_ONCE = [scape(sparsity, sparsity_warmup_steps=0, wire_dtype="bf16") for sparsity in (0.9, 0.99)]
 SPARSELOCO = [
     peer("sparseloco", sync_every=every, reduction=reduction)
     for reduction in ("gathered", "sharded")

@@ -26,9 +26,7 @@ import contextlib
 import json
 import math
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -37,9 +35,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from two_hosts import Hosts, bits_per_second, missing, sent_bytes
+from two_hosts import ROOT, Hosts, bits_per_second, machine, missing, sent_bytes, torchrun
 
-ROOT = Path(__file__).resolve().parents[1]
 METHODS = {
     "compute": "compute only",
     "ddp": "DDP fp32",
@@ -47,8 +44,8 @@ METHODS = {
     "powersgd": "DDP, PowerSGD rank 1",
     "fsdp": "FSDP",
     "scape-0": "ScapeStrategy 0 (dense AdamS)",
-    "scape-0.9": "SCAPE 0.9",
-    "scape-0.99": "SCAPE 0.99",
+    "scape-0.9": "SCAPE 0.9, values in bf16",
+    "scape-0.99": "SCAPE 0.99, values in bf16",
     "scape-0.9-int4": "SCAPE 0.9, values in 4 bits",
     "scape-0.99-int4": "SCAPE 0.99, values in 4 bits",
     "scape-0.99-int8": "SCAPE 0.99, values in 8 bits",
@@ -174,9 +171,9 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
     import lightning.pytorch as pl
     import torch
     import torch.distributed as dist
+    from dense_strategies import BFloat16DDP, PowerSGD, Unsynchronized
     from host_memory import share_host_memory
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.functional import cross_entropy
@@ -215,25 +212,6 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
-    class Unsynchronized(DDPStrategy):
-        """Every rank for itself."""
-
-        def configure_ddp(self) -> None:
-            pass
-
-    class Hooked(DDPStrategy):
-        """Lightning registers hooks on CUDA only, and DDP knows torch's bf16 hook by name: gloo can do both."""
-
-        def _register_ddp_hooks(self) -> None:
-            if method == "ddp-bf16":
-                self.model.register_comm_hook(None, bf16_hook)
-            else:
-                state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-                self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-    def bf16_hook(state, bucket):  # DDP wants its annotations as classes or not at all
-        return default_hooks.bf16_compress_hook(state, bucket)
-
     def sharded_strategy() -> ModelParallelStrategy:
         return ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
 
@@ -243,8 +221,8 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
         if kind == "nodes":
             options = {"local_group_size": "node", "reshard_after_forward": False}
             options |= {"wrap": ["GPT"]} if args.one_unit else {}
-        elif more:
-            options = {"wire_dtype": more[0]}
+        else:
+            options = {"wire_dtype": more[0] if more else "bf16"}
         return ScapeStrategy(sparsity=float(sparsity), sparsity_warmup_steps=0, **options)
 
     class Watch(pl.Callback):
@@ -309,9 +287,8 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
     strategy: Any = {
         "compute": Unsynchronized,
         "ddp": DDPStrategy,
-        "ddp-bf16": Hooked,
-        # One bucket: with several, gloo calls the hook's callbacks in another order on each rank, and aborts.
-        "powersgd": lambda: Hooked(bucket_cap_mb=4096),
+        "ddp-bf16": BFloat16DDP,
+        "powersgd": lambda: PowerSGD(rank=1),
         "fsdp": sharded_strategy,
         "hsdp": sharded_strategy,
         "hsdp-shm": sharded_strategy,
@@ -372,48 +349,15 @@ def expected_bytes(method: str, trainer: Any, numels: list[int], ranks_per_host:
 
 def launch(hosts: Hosts, args: argparse.Namespace, model: str, link: str, path: Path) -> None:
     """One torchrun per host; ends when all have."""
-    cores = sorted(os.sched_getaffinity(0))
     flags = [f"--models={model}", f"--links={link}", f"--worker={path}", "--methods", *args.methods]
     given = ("batch-size", "context", "max-steps", "seconds", "ranks-per-host")
     flags += [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in given]
     flags += ["--one-unit"] if args.one_unit else []
-    logs, running = [], []
-    environ = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    environ |= KEEPING if args.keep_memory else {}
+    environ = KEEPING if args.keep_memory else {}
     try:
-        for index, host in enumerate(hosts):
-            log = path.with_suffix(f".host{index}.log")
-            logs.append(log)
-            torchrun = [
-                *("taskset", "--cpu-list", str(cores[index % len(cores)])),
-                *(sys.executable, "-m", "torch.distributed.run"),
-                *(f"--nnodes={len(hosts)}", f"--nproc-per-node={args.ranks_per_host}"),
-                *(f"--node-rank={index}", f"--master-addr={hosts[0].address}", "--master-port=29500"),
-            ]
-            with log.open("w") as out:
-                running.append(host.start([*torchrun, __file__, *flags], env=environ, stdout=out, stderr=out))
-        deadline = time.monotonic() + args.timeout
-        while any(process.poll() is None for process in running) and not any(process.poll() for process in running):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"{model} at {link} must end within --timeout {args.timeout:g} s:\n{tail(logs[0])}")
-            time.sleep(0.1)
-        for process, log in zip(running, logs, strict=True):
-            if process.poll():
-                raise RuntimeError(f"{model} at {link} failed; see {log}:\n{tail(log)}")
-    finally:
-        for host, process in zip(hosts, running, strict=False):
-            if process.poll() is None:
-                for pid in host.processes():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, 9)
-            process.wait()
-
-
-def tail(log: Path) -> str:
-    """The last of what a rank said, without what torchrun says afterwards."""
-    said, _, _ = log.read_text().partition("torch/distributed/elastic/multiprocessing/api.py")
-    lines = said.splitlines()
-    return "\n".join([line for line in lines if line.startswith("[rank")][-15:] or lines[-15:])
+        torchrun(hosts, [__file__, *flags], path, args.timeout, ranks_per_host=args.ranks_per_host, env=environ)
+    except RuntimeError as error:
+        raise RuntimeError(f"{model} at {link}: {error}") from None
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -496,26 +440,6 @@ def median_of(parts: list[Any]) -> Any:
     if isinstance(parts[0], list):
         return [median_of(list(column)) for column in zip(*parts, strict=True)]
     return statistics.median(parts)
-
-
-def machine() -> dict[str, Any]:
-    import importlib.metadata
-
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "lightning", "litgpt")}
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True, text=True, check=False,
-    ).stdout.strip()  # fmt: skip
-    info = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), "unknown")
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        **versions,
-        "commit": commit or None,
-    }
 
 
 # ------------------------------------------------------------------------------------------------------ the report

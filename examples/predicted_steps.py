@@ -1,13 +1,14 @@
-"""Predicted steps beside those that bench_two_hosts.py measured; no script of its own."""
+"""Predicted steps and runs beside those that bench_two_hosts.py and bench_end_to_end.py measured; no script."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, Weight, compute_only, ddp, fsdp
+from lightning_scape.planning.run import Run, predict_run
 from lightning_scape.scape import plan as scape
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.sparseloco import cost as sparseloco
@@ -30,20 +31,44 @@ class Comparison:
         return abs(self.predicted - self.measured) / self.measured
 
 
-PREDICTORS: dict[str, Callable[[Job, Link, Machine], Prediction]] = {
-    "compute": lambda job, link, machine: compute_only(job, machine),
-    "ddp": ddp,
-    "ddp-bf16": lambda job, link, machine: ddp(job, link, machine, wire_bytes=2),
-    "fsdp": lambda job, link, machine: fsdp(job, link, machine, reduce_passes=2),
-    "scape-0": lambda job, link, machine: scape.predict(job, link, machine, ScapeConfig(sparsity=0.0)),
-    "scape-0.9": lambda job, link, machine: scape.predict(job, link, machine, ScapeConfig(sparsity=0.9)),
-    "scape-0.99": lambda job, link, machine: scape.predict(job, link, machine, ScapeConfig(sparsity=0.99)),
-    "scape-0.9-int4": lambda job, link, machine: scape.predict(
-        job, link, machine, ScapeConfig(sparsity=0.9, wire_dtype="int4")
-    ),
-    "sparseloco-30": lambda job, link, machine: sparseloco.predict(job, link, machine, SparseLoCoConfig(sync_every=30)),
-}
-"""By the methods' names in the results of bench_two_hosts.py; PowerSGD is not predicted."""
+def predicted(method: str, job: Job, link: Link, machine: Machine, wire: str | None = None) -> Prediction | None:
+    """A step of a method by its name in the results; None: it is not predicted (PowerSGD).
+
+    Args:
+        method: such as ``"scape-0.9-int4"``.
+        job: what was trained, on how many ranks.
+        link: between them.
+        machine: what the optimizers cost.
+        wire: of SCAPE, where the name gives none; None: the default.
+    """
+    kind, _, option = method.partition("-")
+    if kind == "scape":
+        sparsity, _, named = option.partition("-")
+        wires = {"wire_dtype": named or wire} if named or wire else {}
+        return scape.predict(job, link, machine, ScapeConfig(sparsity=float(sparsity), **wires))
+    if kind == "sparseloco":
+        return sparseloco.predict(job, link, machine, SparseLoCoConfig(sync_every=int(option)))
+    dense: dict[str, Callable[[], Prediction]] = {
+        "compute": lambda: compute_only(job, machine),
+        "ddp": lambda: ddp(job, link, machine),
+        "ddp-bf16": lambda: ddp(job, link, machine, wire_bytes=2),
+        "fsdp": lambda: fsdp(job, link, machine, reduce_passes=2),
+    }
+    return dense[method]() if method in dense else None
+
+
+def inputs(measured: Mapping[str, Any], weights: Iterable[Sequence[Any]], ranks: int) -> tuple[Job, Link, Machine]:
+    """What ``lightning-scape plan --measure`` would predict from.
+
+    Args:
+        measured: ``step_compute``, ``link``, ``adamw``, ``clip`` and ``scape``.
+        weights: entries, block and whether they are multiplied.
+        ranks: of the run.
+    """
+    own = {"scape": {float(density): (a, b) for density, (a, b) in measured["scape"].items()}}
+    job = Job(weights=tuple(Weight(*weight) for weight in weights), ranks=ranks, step_compute=measured["step_compute"])
+    machine = Machine(adamw=measured["adamw"], clip=measured["clip"], own=own)
+    return job, Link(**measured["link"]), machine
 
 
 def compare_with_measured(results: Mapping[str, Any]) -> list[Comparison]:
@@ -55,25 +80,38 @@ def compare_with_measured(results: Mapping[str, Any]) -> list[Comparison]:
     Args:
         results: its JSON.
     """
-    found = []
+    found, settings = [], results["settings"]
     for cell in results["cells"]:
-        job = Job(
-            weights=tuple(Weight(*weight) for weight in results["models"][cell["model"]]["weights"]),
-            ranks=results["settings"]["hosts"],
-            step_compute=cell["measured"]["step_compute"],
-        )
-        machine = Machine(
-            adamw=cell["measured"]["adamw"],
-            clip=cell["measured"]["clip"],
-            own={"scape": {float(density): (a, b) for density, (a, b) in cell["measured"]["scape"].items()}},
-        )
-        link = Link(**cell["measured"]["link"])
-        for method, predictor in PREDICTORS.items():
-            if method in cell["methods"]:
-                measured = cell["methods"][method]["seconds"]
-                found.append(
-                    Comparison(cell["model"], cell["link"], method, measured, predictor(job, link, machine).seconds)
-                )
+        given = inputs(cell["measured"], results["models"][cell["model"]]["weights"], settings["hosts"])
+        for method, row in cell["methods"].items():
+            late = predicted(method, *given, wire=settings.get("wire_dtype", "bf16"))  # the default of that time
+            if late is not None:
+                found.append(Comparison(cell["model"], cell["link"], method, row["seconds"], late.seconds))
+    return found
+
+
+def compare_runs(results: Mapping[str, Any], checkpoints: int = 12, **saved: bool) -> list[Comparison]:
+    """Every whole run that bench_end_to_end.py measured, beside its prediction by ``planning.run.predict_run``.
+
+    A validation, and what writing a checkpoint takes apart from its messages, are those of compute only.
+
+    Args:
+        results: its JSON.
+        checkpoints: of a run.
+        **saved: ``sharded`` or ``beside``, as :class:`~lightning_scape.planning.run.Run` takes them.
+    """
+    found = []
+    for link, cell in results["links"].items():
+        slower = max(cell["plan"], key=lambda rank: rank["step_compute"])
+        job, measured_link, machine = inputs(slower, slower["weights"], len(cell["plan"]))
+        alone, steps = cell["methods"]["compute"], results["settings"]["steps"]
+        taken = {"validation": alone["validating"], "saving": alone["saving"] / checkpoints}
+        run = Run(steps=steps, checkpoints=checkpoints, **taken, **saved)
+        for method, row in cell["methods"].items():
+            late = predicted(method, job, measured_link, machine)
+            if late is not None:
+                seconds = predict_run(late, job, measured_link, run).seconds
+                found.append(Comparison(results["settings"]["size"], link, method, row["seconds"], seconds))
     return found
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from quality_runs import BETAS, Run, Setting, results, run_of
+from quality_runs import BETAS, USUAL_WIRE, Run, Setting, results, run_of
 
 from lightning_scape import ScapeConfig
 from lightning_scape.scape.mask import SparsitySchedule
@@ -392,7 +392,10 @@ def plot_rates(found: list[dict[str, Any]], out: Path) -> None:
 
 def is_plain(run: Run) -> bool:
     """Whether nothing but the sparsity, its warm-up, the update and the way of catching up is chosen."""
-    return {key for key, _ in run.options} <= {"sparsity", "sparsity_warmup_steps", "update", "catch_up"}
+    options = dict(run.options)
+    wire = options.pop("wire_dtype", None)
+    usual = wire in (None, USUAL_WIRE[options.get("update", "adamw")])
+    return usual and options.keys() <= {"sparsity", "sparsity_warmup_steps", "update", "catch_up"}
 
 
 def save(figure: Any, path: Path) -> None:

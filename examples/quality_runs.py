@@ -23,6 +23,9 @@ BETAS = (0.9, 0.95)
 TORCH_BETAS = (0.9, 0.999)
 """torch's default."""
 
+USUAL_WIRE = {"adamw": "int4", "adams": "bf16"}
+"""By the update: today's default, and that of the time when the update of AdamS was measured."""
+
 
 class Setting(NamedTuple):
     """What methods that are compared have in common."""
@@ -94,8 +97,11 @@ class Run:
                 ]
             )
         parts = [f"SCAPE {options.pop('sparsity', 0.99):.1%}".replace(".0%", "%")]
-        if options.pop("update", "adamw") == "adams":
+        update = options.pop("update", "adamw")
+        if update == "adams":
             parts.append("AdamS's update")
+        if options.get("wire_dtype") == USUAL_WIRE[update]:
+            options.pop("wire_dtype")
         warmup = options.pop("sparsity_warmup_steps", None)
         if warmup is not None:
             parts.append(f"warm-up {warmup:,}" if warmup else "no warm-up")
@@ -123,17 +129,18 @@ class Run:
 def scape(sparsity: float = 0.99, **options: Any) -> dict[str, Any]:
     """Arguments of a SCAPE run; what stands in Run's fields goes there, the rest into its options.
 
-    The update is AdamW's, and the warm-up of the sparsity the default, if nothing else is said.
+    The update is AdamW's, values have 4 bits, and the warm-up of the sparsity is the default, if nothing else is said.
     """
     own = {f.name for f in dataclasses.fields(Run)}
     settings = {key: options.pop(key) for key in list(options) if key in own}
-    options = {"update": "adamw", **options}
+    options = {"update": "adamw", "wire_dtype": USUAL_WIRE["adamw"], **options}
     return {"method": "scape", "options": (("sparsity", sparsity), *sorted(options.items())), **settings}
 
 
 def paper(sparsity: float = 0.99, **options: Any) -> dict[str, Any]:
-    """The same with the update of AdamS and without a warm-up, as the paper has it."""
-    return scape(sparsity, **{"update": "adams", "sparsity_warmup_steps": 0, **options})
+    """The same with the update of AdamS, without a warm-up, and with values in bf16, as the paper has it."""
+    wire = USUAL_WIRE["adams"]
+    return scape(sparsity, **{"update": "adams", "sparsity_warmup_steps": 0, "wire_dtype": wire, **options})
 
 
 def sweep(
@@ -251,6 +258,14 @@ DROP_IN: dict[str, list[Run]] = {
     "drop_in_10M_rates": sweep(DENSE[:1], [1e-3, 2e-3, 5e-4], size="10M", steps=600, **LARGE),
 }
 """SCAPE with AdamW's settings, unchanged."""
+
+
+def in_bf16(run: Run) -> Run:
+    """The same run with values in bf16, to be paired with it."""
+    options = {**dict(run.options), "wire_dtype": "bf16"}
+    return dataclasses.replace(run, options=tuple(options.items()))
+
+
 SUITES: dict[str, list[Run]] = {
     **DROP_IN,
     "drop_in": [run for runs in DROP_IN.values() for run in runs],
@@ -277,20 +292,12 @@ SUITES: dict[str, list[Run]] = {
         ),
     ],
     "wires": [
-        *sweep((scape(s, wire_dtype="int4") for s in (0.99, 0.9)), [8e-3], (0, 1, 2), size="0.03M", steps=10_000),
-        *sweep(
-            (scape(s, wire_dtype="int4") for s in (0.9, 0.99)),
-            [4e-3],
-            range(5),
-            size="0.2M",
-            steps=10_000,
-            betas=TORCH_BETAS,
-        ),
+        *(in_bf16(run) for runs in DROP_IN.values() for run in runs if run.method == "scape"),
         *sweep(
             [
                 scape(sparsity, wire_dtype=wire, sparsity_warmup_steps=1000)
                 for sparsity in (0.99, 0.9)
-                for wire in ("int8", "int4", "fp32")
+                for wire in ("int8", "int4", "fp32", "bf16")
             ],
             [16e-3],
             size="0.03M",

@@ -126,7 +126,7 @@ class LocalCommunicator(Communicator):
     def gather_elected(self, full: Tensor, mine: Tensor) -> None:
         torch.cat(self.meeting.share(self.rank, mine), out=full)
 
-    def gather(self, flat: Tensor, to: int, device: torch.device) -> list[Tensor] | None:
+    def gather(self, flat: Tensor, to: int, device: torch.device, at_once: int = 0) -> list[Tensor] | None:
         parts = self.meeting.share(self.rank, flat.clone())
         return parts if self.rank == to else None
 

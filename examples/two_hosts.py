@@ -14,8 +14,10 @@ them is killed, when the block ends: also by an exception, by Ctrl+C and by SIGT
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import itertools
 import os
+import platform
 import re
 import shutil
 import signal
@@ -27,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
 INTERFACE = "eth0"
 _HEADERS = 14 + 20 + 32
 """Bytes of Ethernet, IPv4 and TCP (with timestamps) around each packet's payload."""
@@ -210,6 +213,85 @@ class Hosts:
         for namespace in (*(host.namespace for host in self._members), self._switch):
             # With the namespace goes its end of every cable, and with one end the other.
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
+
+
+def torchrun(
+    hosts: Hosts,
+    command: Sequence[str],
+    logs: Path,
+    timeout: float,
+    *,
+    ranks_per_host: int = 1,
+    env: Mapping[str, str] | None = None,
+) -> None:
+    """Runs a Python script on every host, by torchrun, each host pinned to a core; ends when all have.
+
+    Args:
+        hosts: the hosts.
+        command: the script and its arguments.
+        logs: what a host's processes say goes to ``<logs>.host<i>.log``.
+        timeout: seconds.
+        ranks_per_host: processes of a host.
+        env: added to this environment.
+
+    Raises:
+        RuntimeError: a host has failed, or time is up; the others are killed.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    paths = [logs.with_suffix(f".host{index}.log") for index in range(len(hosts))]
+    running: list[subprocess.Popen] = []
+    environ = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]), **(env or {})}
+    try:
+        for index, (host, log) in enumerate(zip(hosts, paths, strict=True)):
+            launcher = [
+                *("taskset", "--cpu-list", str(cores[index % len(cores)])),
+                *(sys.executable, "-m", "torch.distributed.run"),
+                *(f"--nnodes={len(hosts)}", f"--nproc-per-node={ranks_per_host}"),
+                *(f"--node-rank={index}", f"--master-addr={hosts[0].address}", "--master-port=29500"),
+            ]
+            with log.open("w") as out:
+                running.append(host.start([*launcher, *command], env=environ, stdout=out, stderr=out))
+        deadline = time.monotonic() + timeout
+        while any(process.poll() is None for process in running) and not any(process.poll() for process in running):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"it must end within {timeout:g} s; see {paths[0]}:\n{_last_words(paths[0])}")
+            time.sleep(0.1)
+        for process, log in zip(running, paths, strict=True):
+            if process.poll():
+                raise RuntimeError(f"it failed; see {log}:\n{_last_words(log)}")
+    finally:
+        for host, process in zip(hosts, running, strict=False):
+            if process.poll() is None:
+                for pid in host.processes():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            process.wait()
+
+
+def _last_words(log: Path) -> str:
+    """The last of what a rank said, without what torchrun says afterwards."""
+    said, _, _ = log.read_text().partition("torch/distributed/elastic/multiprocessing/api.py")
+    lines = said.splitlines()
+    return "\n".join([line for line in lines if line.startswith("[rank")][-15:] or lines[-15:])
+
+
+def machine() -> dict[str, Any]:
+    """What a measurement was made on: processor, versions, commit."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "lightning", "litgpt")}
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"],
+        capture_output=True, text=True, check=False,
+    ).stdout.strip()  # fmt: skip
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), "unknown")
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **versions,
+        "commit": commit or None,
+    }
 
 
 def sent_bytes() -> tuple[int, int]:

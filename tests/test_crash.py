@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launcher import RankError
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from optimizer_helpers import parameters, set_gradients, values
 from test_checkpoint import build, everything, train
 from test_sharded import load, numbered
@@ -187,7 +188,8 @@ def train_and_save(
     """From the newest checkpoint to the end, saving over one name at every step; ``kill`` is whom, how and when."""
     ranks, path = Communicator(None, None), Path(folder) / "only.ckpt"
     params, optimizer = build(CONFIG, torch.float32)
-    group = Communicator(dist.new_group(), None) if kind == "asynchronous" else ranks
+    background = kind in ("asynchronous", "collected")
+    group = Communicator(dist.new_group(), None) if background else ranks
     dist.barrier()  # who dies while groups are being made is waited for until the timeout
     if kill is not None and kill[0] in (rank, -1):
         if kill[1] == "events":
@@ -197,7 +199,7 @@ def train_and_save(
     (newest, *_) = ranks.all_gather_object(newest_checkpoint(folder) if rank == 0 else None)
     begin = 0
     if newest is not None:
-        if kind == "full":
+        if kind in ("full", "collected"):
             content = load_file(newest)
             optimizer.load_state_dict(content["optimizer"])
             begin, model = content["step"], content["model"]
@@ -208,12 +210,15 @@ def train_and_save(
             parameter.data.copy_(value)
     if expected and begin:
         assert digest(params, optimizer) == expected[rank][begin - 1], f"not as it was after step {begin}"
-    digests, saver = [], Saver(asynchronous=kind == "asynchronous")
+    digests, saver = [], Saver(asynchronous=background)
     for step in range(begin, STEPS):
         train(params, optimizer, rank, range(step, step + 1))
         digests.append(digest(params, optimizer))
-        if kind == "full":
-            file = {"step": step + 1, "model": values(params), "optimizer": None}
+        file = {"step": step + 1, "model": values(params), "optimizer": None}
+        if kind == "collected":
+            file["optimizer"] = optimizer.sharded_state_dict()
+            saver.save_file(path, file, lambda whole: save_file(whole, path), group)
+        elif kind == "full":
             optimizer.consolidate_state_dict()
             if rank == 0:
                 save_file({**file, "optimizer": optimizer.state_dict()}, path)
@@ -255,7 +260,7 @@ def survive(run_ranks: RunRanks, folder: Path, kind: str, rounds: int, seed: int
         assert end == whole[len(whole) - len(end) :]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "sharded", "asynchronous"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "sharded", "asynchronous", "collected"])
 def test_killed_at_random_moments_training_ends_bitwise_as_without(
     run_ranks: RunRanks, tmp_path: Path, kind: str
 ) -> None:
@@ -264,7 +269,7 @@ def test_killed_at_random_moments_training_ends_bitwise_as_without(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["full", "sharded", "asynchronous"])
+@pytest.mark.parametrize("kind", ["full", "sharded", "asynchronous", "collected"])
 def test_killed_forty_times_training_ends_bitwise_as_without(run_ranks: RunRanks, tmp_path: Path, kind: str) -> None:
     survive(run_ranks, tmp_path, kind, rounds=40, seed=2)
 
@@ -272,8 +277,15 @@ def test_killed_forty_times_training_ends_bitwise_as_without(run_ranks: RunRanks
 # ------------------------------------------------------------------------------------------------ failing disks
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "collected": {"async_save": True},
+    "sharded": {"state_dict_type": "sharded"},
+}
+
+
 def trainer_cannot_write(rank: int, world_size: int, folder: str, kind: str) -> str:
-    trainer = make_trainer(ScapeStrategy(sparsity=0.9, state_dict_type=kind, sparsity_warmup_steps=0), max_steps=3)
+    trainer = make_trainer(ScapeStrategy(sparsity=0.9, sparsity_warmup_steps=0, **KINDS[kind]), max_steps=3)
     trainer.fit(Regression())
     trainer.save_checkpoint(f"{folder}/good.ckpt")
     with pytest.raises(OSError, match="could not be written.*untouched") as caught:
@@ -285,7 +297,7 @@ def trainer_cannot_write(rank: int, world_size: int, folder: str, kind: str) -> 
 
 def fabric_cannot_write(rank: int, world_size: int, folder: str, kind: str) -> str:
     strategy = FabricScapeStrategy(
-        sparsity=0.9, state_dict_type=kind, cluster_environment=GivenRanks(), sparsity_warmup_steps=0
+        sparsity=0.9, cluster_environment=GivenRanks(), sparsity_warmup_steps=0, **KINDS[kind]
     )
     fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
     fabric.launch()
@@ -297,7 +309,7 @@ def fabric_cannot_write(rank: int, world_size: int, folder: str, kind: str) -> s
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("host", [trainer_cannot_write, fabric_cannot_write])
 def test_a_folder_that_cannot_be_written_is_told_on_every_rank(
     run_ranks: RunRanks, tmp_path: Path, host: Any, kind: str
@@ -350,8 +362,8 @@ def test_a_background_write_that_fails_is_told_on_every_rank_and_removes_nothing
 
 def test_options_on_saving_must_go_together() -> None:
     for make in (ScapeStrategy, FabricScapeStrategy):
-        with pytest.raises(ValueError, match='`async_save` must come with state_dict_type="sharded"'):
-            make(async_save=True)
+        with pytest.raises(ValueError, match=r"`checkpoint_io` must write at once .*, got AsyncCheckpointIO"):
+            make(async_save=True, checkpoint_io=AsyncCheckpointIO())
         with pytest.raises(ValueError, match='must be "full" .* or "sharded" .*, got \'both\''):
             make(state_dict_type="both")
         with pytest.raises(ValueError, match="`checkpoint_io` must be None"):

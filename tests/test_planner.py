@@ -263,22 +263,20 @@ def test_advice_goes_beyond_99_percent_only_where_nothing_else_pays_and_says_wha
     assert said.endswith(" But above 99%, once the warm-up is over, the loss ended several percent higher.")
 
 
-def test_four_bits_are_named_only_where_they_shorten_a_step() -> None:
-    """Also with the sketch of the norm, which is a large part of what so small a model sends."""
-
-    def named(bandwidth: float) -> list[float | None]:
-        link = replace(GIGABIT, bandwidth=bandwidth)
-        found = scape_plan.in_four_bits(JOB, link, MACHINE, cost_model.predict(JOB, link, MACHINE, [0.0, 0.9]))
-        in_bf16 = {p.sparsity: p for p in cost_model.predict(JOB, link, MACHINE, [0.9])}
-        for p in found:
-            wide = in_bf16[p.sparsity]
-            assert p.seconds < wide.seconds
-            assert p.bytes_sent < 0.6 * wide.bytes_sent
-            assert p.memory == wide.memory + 4 * JOB.parameters // JOB.ranks  # the owner keeps the changes' errors
-        return [p.sparsity for p in found]
-
-    assert named(1.25e7) == [0.9]
-    assert named(1e12) == []
+def test_the_other_wire_sends_and_keeps_what_it_takes() -> None:
+    """4 bits beside bf16, whichever is the default."""
+    link = replace(GIGABIT, bandwidth=1.25e7)
+    wide, narrow = (
+        scape_plan.predict(JOB, link, MACHINE, ScapeConfig(sparsity=0.9, wire_dtype=wire)) for wire in ("bf16", "int4")
+    )
+    assert narrow.seconds < wide.seconds
+    assert narrow.bytes_sent < 0.6 * wide.bytes_sent
+    assert narrow.memory == wide.memory + 4 * JOB.parameters // JOB.ranks  # the owner keeps the changes' errors
+    (late,) = scape_plan.ScapeCost().predict(JOB, link, MACHINE, [0.9])
+    (other,) = scape_plan.ScapeCost().alternatives(JOB, link, MACHINE, late)
+    assert {late.option, other.option} == {'wire_dtype="bf16"', 'wire_dtype="int4"'}
+    dense = scape_plan.predict(JOB, link, MACHINE, ScapeConfig(sparsity=0.0))
+    assert scape_plan.ScapeCost().alternatives(JOB, link, MACHINE, dense) == []
 
 
 def test_advice_never_recommends_what_does_not_fit_while_something_does() -> None:

@@ -232,6 +232,7 @@ def fabric_stops_and_goes(rank: int, world_size: int, folder: str, precision: An
 
 FORMATS = {
     "full": {},
+    "collected": {"async_save": True},
     "sharded": {"state_dict_type": "sharded"},
     "asynchronous": {"state_dict_type": "sharded", "async_save": True},
 }

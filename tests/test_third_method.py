@@ -103,7 +103,7 @@ def _resumed(rank: int, world_size: int, folder: str, options: dict[str, Any]) -
     return torch.equal(goes_on, again) and bool(torch.isfinite(whole).all())
 
 
-@pytest.mark.parametrize("options", [{}, {"state_dict_type": "sharded", "async_save": True}])
+@pytest.mark.parametrize("options", [{}, {"async_save": True}, {"state_dict_type": "sharded", "async_save": True}])
 def test_a_checkpoint_resumes_alike_on_any_number_of_ranks(
     run_ranks: RunRanks, tmp_path: Path, options: dict[str, Any]
 ) -> None:

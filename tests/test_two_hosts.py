@@ -358,9 +358,37 @@ def test_the_benchmark_runs_every_method_counts_its_bytes_and_resumes(tmp_path: 
     assert methods["ddp"]["sent"] > 20 * methods["scape-0.99"]["sent"]
     assert results["machine"]["torch"]
     assert (tmp_path / "two_hosts.png").read_bytes().startswith(b"\x89PNG")
-    assert "| SCAPE 0.99 |" in (tmp_path / "two_hosts.md").read_text()
+    assert "| SCAPE 0.99, values in bf16 |" in (tmp_path / "two_hosts.md").read_text()
     again = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
     assert ", 0 s] tiny 1gbit" in again.stdout  # read, not measured
+
+
+@two_host
+def test_whole_runs_are_compared_over_seconds_and_bytes(tmp_path: Path) -> None:
+    command = [warm_python(), str(EXAMPLES / "bench_end_to_end.py"), "--short", f"--out={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "end_to_end.json").read_text())
+    methods = results["links"]["1gbit"]["methods"]
+    assert set(methods) == {"compute", "ddp", "scape-0.99"}
+    for row in methods.values():
+        assert [point["step"] for point in row["points"]] == list(range(2, 25, 2))
+        assert row["points"][-1]["seconds"] <= row["seconds"]
+        assert row["points"][-1]["sent"] <= row["sent"]
+    parameters = sum(weight[0] for weight in results["links"]["1gbit"]["plan"][0]["weights"])
+    # Two ranks: an all-reduce sends each entry once; and the buffers of the model, and the headers of packets.
+    assert 1.0 <= methods["ddp"]["sent"] / (24 * 4 * parameters) < 1.1
+    assert methods["compute"]["sent"] < 0.02 * methods["ddp"]["sent"]
+    assert methods["ddp"]["reached"] < methods["ddp"]["seconds"]
+    assert abs(methods["scape-0.99"]["loss"] - methods["ddp"]["loss"]) < 0.1  # measured 0.038
+    # Steps and checkpoints; the rest is the metrics of validations, and headers.
+    assert 0.9 < methods["scape-0.99"]["counted"] / methods["scape-0.99"]["sent"] <= 1.0
+    assert results["planner"]["runs"] == 3
+    for plot in ("loss_over_seconds.png", "loss_over_bytes.png"):
+        assert (tmp_path / plot).read_bytes().startswith(b"\x89PNG")
+    assert "| 1gbit | SCAPE 99% |" in (tmp_path / "end_to_end.md").read_text()
+    again = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
+    assert ", 0 s] 1gbit ddp" in again.stdout  # read, not measured
 
 
 @two_host

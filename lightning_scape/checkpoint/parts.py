@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
@@ -125,6 +126,26 @@ def of_flats(parameters: Parameters, flats: Sequence[Tensor]) -> dict[Any, Chunk
 # ------------------------------------------------------------------------------------------------ saving
 
 
+@dataclass
+class Moved:
+    """Bytes of checkpoints that went from rank to rank, as this rank has seen them."""
+
+    sent: int = 0
+    received: int = 0
+
+    def count(self, length: int, ranks: Communicator, to: int) -> None:
+        """Counts ``length`` bytes from each of the others to rank ``to``."""
+        if ranks.rank == to:
+            self.received += length * (ranks.world_size - 1)
+        else:
+            self.sent += length
+
+    def add(self, other: Moved) -> None:
+        """Counts what another one has."""
+        self.sent += other.sent
+        self.received += other.received
+
+
 @dataclass(frozen=True)
 class OwnParts:
     """What this rank holds of one optimizer's state: views of the live state."""
@@ -138,6 +159,8 @@ class OwnParts:
     """Those that hold the same rows."""
     shards: Communicator = field(default_factory=Communicator.alone)
     """Those that hold a replica together."""
+    moved: Moved = field(default_factory=Moved)
+    """What collecting it has moved so far."""
 
     @property
     def everyone(self) -> Communicator:
@@ -154,7 +177,12 @@ class OwnParts:
         """By key: what this rank writes into a directory."""
         return {part.key(index, self.place): chunk for part in self.parts for index, chunk in part.held.items()}
 
-    def collect(self, to: int) -> Iterator[tuple[str, Tensor]]:
+    def copied(self) -> OwnParts:
+        """The same in host memory of its own: training goes on meanwhile."""
+        parts = [replace(part, held={i: chunk.copied() for i, chunk in part.held.items()}) for part in self.parts]
+        return replace(self, common=deepcopy(self.common), parts=parts)
+
+    def collect(self, to: int, background: Communicator | None = None) -> Iterator[tuple[str, Tensor]]:
         """All whole tensors on rank ``to``, in host memory; none elsewhere. Use each before the next. Collective.
 
         A part that the ranks own arrives at once; of one that each rank has, some parameters at a time: rank ``to``
@@ -162,8 +190,13 @@ class OwnParts:
 
         Args:
             to: among all ranks.
+            background: all ranks, on a group of its own that works in host memory: the messages are small, so that
+                those of the training are not held up.
         """
-        everyone = self.everyone
+        everyone, device, at_once = self.everyone, self._device, _LARGE
+        if background is not None:
+            everyone, device = background, torch.device("cpu")
+            at_once = max(1, _SMALL // max(1, everyone.world_size - 1))
         groups = list(self._groups())
         mine = [[_Piece.of(part.key(index, self.place), chunk) for index, chunk in held] for part, held in groups]
         told: list[list[list[_Piece]]] = everyone.all_gather_object(mine)
@@ -172,7 +205,9 @@ class OwnParts:
             sizes = [sum(piece.nbytes for piece in each) for each in pieces]
             parts: list[Tensor] | None = [torch.empty(0, dtype=torch.uint8, device="cpu")] * len(pieces)
             if any(sizes):  # no message for nothing
-                parts = everyone.gather(_as_bytes([chunk for _, chunk in held], max(sizes)), to, self._device)
+                mine_here = _as_bytes([chunk for _, chunk in held], max(sizes))
+                parts = everyone.gather(mine_here, to, device, at_once)
+                self.moved.count(len(mine_here), everyone, to)
             if parts is not None and everyone.rank == to:
                 yield from _joined(pieces, parts)
 
@@ -193,6 +228,8 @@ class OwnParts:
         return next((device for device in held if device.type != "cpu"), self.parameters.device)
 
 
+_LARGE, _SMALL = 1 << 22, 1 << 18
+"""Bytes on their way at a time: of each rank where all wait for them; of all ranks where they train meanwhile."""
 _AT_ONCE = 1 << 24
 """Entries of one message of a part that each rank has, but for a parameter that has more."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint.checks import check_mapping, check_ranks
+from lightning_scape.checkpoint.collecting import Uncollected
 from lightning_scape.checkpoint.dcp import REST, Chunk, Directory, as_bytes, write_directory
-from lightning_scape.checkpoint.parts import OwnParts
+from lightning_scape.checkpoint.parts import Moved, OwnParts
 from lightning_scape.checkpoint.rng import rng_state
 from lightning_scape.checkpoint.source import Dense, SavedShards
 from lightning_scape.comm.collectives import Communicator
@@ -140,18 +142,20 @@ class SavedContent:
 
 
 class Saver:
-    """Writes sharded checkpoints, at once or while training goes on.
+    """Writes checkpoints, directories or files, at once or while training goes on.
 
     In the background one checkpoint is written at a time, from a copy in host memory (this rank's part, and the
     model); the next save, a load, and the end of a Trainer's fit wait for it and raise what went wrong, on every rank;
     the end of a process that uses Fabric waits, and warns.
 
     Args:
-        asynchronous: return from :meth:`save` as soon as the copy is made.
+        asynchronous: return from :meth:`save` and :meth:`save_file` as soon as the copy is made.
     """
 
     def __init__(self, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
+        self.moved = Moved()
+        """Of all checkpoints so far: what became one file came from all ranks."""
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
 
@@ -176,17 +180,58 @@ class Saver:
             write_directory(path, tensors, rest, communicator)
             return
 
-        # Lightning links to the checkpoint, and so needs its folder, before it is there.
-        def prepare() -> dict[str, Chunk]:
-            if communicator.rank == 0:
-                path.parent.mkdir(parents=True, exist_ok=True)
+        def copied() -> dict[str, Chunk]:
             return {key: chunk.copied() for key, chunk in tensors.items()}
 
-        with files.explained_oserror(path):
-            copies = communicator.raise_on_all_ranks(prepare)
+        _make_folder(path, communicator)
+        copies = communicator.raise_on_all_ranks(copied)
+        self._begin(functools.partial(write_directory, path, copies, rest, communicator))
+
+    def collected(self, own: OwnParts, background: Communicator | None = None) -> dict[str, Any] | None:
+        """An optimizer's whole state on rank 0, None elsewhere; what that moves is counted. Collective.
+
+        Args:
+            own: what this rank holds of it.
+            background: see :meth:`~lightning_scape.checkpoint.parts.OwnParts.collect`.
+        """
+        whole: dict[str, Any] | None = of_state(own.common).form.collected(own, 0, background)
+        self.moved.add(own.moved)
+        return whole
+
+    def save_file(
+        self,
+        path: Path | None,
+        content: Mapping[str, Any],
+        write: Callable[[dict[str, Any]], None],
+        communicator: Communicator,
+    ) -> None:
+        """Writes one file in the background: this rank's part of it is copied at once. Collective.
+
+        Args:
+            path: of the file, the same on all ranks; None is none of this machine's.
+            content: rank 0's is written. Optimizers' states are ``OwnParts``, as values or in a list.
+            write: writes what it is given; called on rank 0.
+            communicator: as in :meth:`save`.
+
+        Raises:
+            OSError: as in :meth:`save`.
+            ValueError: ranks have other optimizers; on every rank.
+        """
+        self.wait()
+        if path is not None:
+            _make_folder(path, communicator)
+        copies = Uncollected.of(content, communicator)
+
+        def collect_and_write() -> None:
+            whole = copies.collected(lambda own: self.collected(own, communicator))
+            communicator.raise_on_all_ranks(lambda: write(whole) if communicator.rank == 0 else None)
+
+        self._begin(collect_and_write)
+
+    def _begin(self, act: Callable[[], None]) -> None:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scape-checkpoint")
-        self._pending = self._executor.submit(write_directory, path, copies, rest, communicator)
+        self._pending = self._executor.submit(act)
 
     def wait(self) -> None:
         """Waits until nothing is being written; raises the error of a write that failed."""
@@ -224,6 +269,13 @@ class Saver:
             _tried(act)
 
         self._pending = executor.submit(run)
+
+
+def _make_folder(path: Path, communicator: Communicator) -> None:
+    """Lightning links to a checkpoint, and so needs its folder, before it is there."""
+    with files.explained_oserror(path):
+        lead = communicator.rank == 0
+        communicator.raise_on_all_ranks(lambda: path.parent.mkdir(parents=True, exist_ok=True) if lead else None)
 
 
 def _tried(remove: Callable[[], None]) -> None:
@@ -328,16 +380,11 @@ def host_content(checkpoint: Mapping[str, Any], parameters: Iterable[str], rank:
 StateDictType = Literal["full", "sharded"]
 
 
-def check_saving(state_dict_type: str, async_save: bool, checkpoint_io: object | None) -> None:
+def check_saving(state_dict_type: str, checkpoint_io: object | None) -> None:
     """Raises ValueError unless a strategy's options on checkpoints go together."""
     if state_dict_type not in ("full", "sharded"):
         raise ValueError(
             f'`state_dict_type` must be "full" (one file) or "sharded" (a directory), got {state_dict_type!r}.'
-        )
-    if async_save and state_dict_type == "full":
-        raise ValueError(
-            '`async_save` must come with state_dict_type="sharded", got "full". To write one file in the background,'
-            " give `plugins=[AsyncCheckpointIO()]` to the Trainer."
         )
     if state_dict_type == "sharded" and checkpoint_io is not None:
         raise ValueError(

@@ -16,6 +16,7 @@ from lightning_scape.checkpoint.dcp import Chunk, Directory
 from lightning_scape.checkpoint.inner import INNER, inner_of
 from lightning_scape.checkpoint.packed import unpack
 from lightning_scape.checkpoint.parts import OwnParts, Part, Place, parameter_of
+from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import of_state
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.tensors import flatten_like
@@ -146,18 +147,20 @@ class Form:
             holder[name] = tensor if index is None else tensor.as_strided(shape, stride)
         return whole
 
-    def collected(self, own: OwnParts, to: int) -> dict[str, Any] | None:
+    def collected(self, own: OwnParts, to: int, background: Communicator | None = None) -> dict[str, Any] | None:
         """The whole state on rank ``to``, in host memory; None elsewhere. Collective.
 
         Args:
             own: what this rank holds of it.
             to: among all ranks.
+            background: see :meth:`~lightning_scape.checkpoint.parts.OwnParts.collect`.
         """
-        tensors = own.collect(to)
-        whole = self.merged(own.common, tensors) if own.everyone.rank == to else None
+        ranks = background or own.everyone
+        tensors = own.collect(to, background)
+        whole = self.merged(own.common, tensors) if ranks.rank == to else None
         for _ in tensors:
             raise AssertionError("tensors arrive on one rank only")
-        return own.everyone.raise_on_all_ranks(lambda: None if whole is None else self.completed(whole))
+        return ranks.raise_on_all_ranks(lambda: None if whole is None else self.completed(whole))
 
     def whole_of(self, saved: SavedShards) -> dict[str, Any]:
         """The whole state that the optimizer would have given, read from a directory into host memory."""

@@ -324,10 +324,14 @@ class Communicator:
         with explained_loss():
             all_gather_into(full, mine, self.mask_group)
 
-    def gather(self, flat: Tensor, to: int, device: torch.device) -> list[Tensor] | None:
+    def gather(self, flat: Tensor, to: int, device: torch.device, at_once: int = 1 << 22) -> list[Tensor] | None:
         """Every rank's ``flat`` (same length on all) on rank ``to`` in host memory, None elsewhere; for checkpoints.
 
-        It travels by way of ``device``, in parts: NCCL carries nothing that lives in host memory.
+        Args:
+            flat: uint8.
+            to: among the group's ranks.
+            device: by way of which it travels: NCCL carries nothing that lives in host memory.
+            at_once: bytes of a rank that are on their way at a time.
         """
         if self.world_size == 1:
             return [flat.detach().to("cpu", copy=True)]
@@ -336,7 +340,7 @@ class Communicator:
         whole = [torch.empty(flat.shape, dtype=flat.dtype, device="cpu") for _ in range(count)]
         target = dist.get_global_rank(self.process_group, to) if self.process_group is not None else to
         begin = 0
-        for part in flat.detach().split(1 << 22):
+        for part in flat.detach().split(at_once):
             part = part.to(device).contiguous()
             received = [torch.empty_like(part) for _ in range(count)]
             with self.watched.around("state"):

@@ -14,7 +14,10 @@ def show_bytes(size: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """``0.0123`` is ``"12.3 ms"``."""
+    """``0.0123`` is ``"12.3 ms"``, ``5000`` is ``"83.3 min"``."""
+    for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.3g} {name}"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 

@@ -26,10 +26,10 @@ class ScapeCheckpointIO(TorchCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        if storage_options is not None or _is_distant(path):
+        if storage_options is not None or (local := local_path(path)) is None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        files.save_file(checkpoint, _local(path))
+        files.save_file(checkpoint, local)
 
     @override
     def load_checkpoint(
@@ -38,11 +38,11 @@ class ScapeCheckpointIO(TorchCheckpointIO):
         map_location: Any | None = lambda storage, loc: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        if _is_distant(path):
+        if (local := local_path(path)) is None:
             return super().load_checkpoint(path, map_location, weights_only=weights_only is not False)
-        if not os.path.exists(_local(path)):
+        if not local.exists():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
-        loaded: dict[str, Any] = files.load_file(_local(path), map_location, weights_only=weights_only is not False)
+        loaded: dict[str, Any] = files.load_file(local, map_location, weights_only=weights_only is not False)
         return loaded
 
 
@@ -65,9 +65,7 @@ def _explained(load: Callable[..., Any]) -> Callable[..., Any]:
 replace_reader(_explained)
 
 
-def _is_distant(path: str | Path) -> bool:
-    return "://" in str(path) and not str(path).startswith("file://")
-
-
-def _local(path: str | Path) -> Path:
-    return Path(str(path).removeprefix("file://"))
+def local_path(path: str | Path) -> Path | None:
+    """Of a file; None if it is at a store (``s3://``)."""
+    local = str(path).removeprefix("file://")
+    return None if "://" in local else Path(local)

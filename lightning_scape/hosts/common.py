@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
+from lightning_scape.checkpoint.parts import Moved
 from lightning_scape.comm.collectives import Communicator, is_distributed
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.comm.together import Together
@@ -35,7 +37,7 @@ class CommonStrategy(Opened):
         options: of the method, by name.
         wrap: class names of the modules that are gathered as a unit.
         state_dict_type: ``"full"`` or ``"sharded"``.
-        async_save: write directories in the background.
+        async_save: write checkpoints in the background.
         broadcast_buffers: hand rank 0's buffers on.
         checkpoint_io: how checkpoints are written.
         timeout: how long a collective waits.
@@ -61,12 +63,12 @@ class CommonStrategy(Opened):
         **host: Any,
     ) -> None:
         launching.refuse_options_of_ddp(options)
-        saver.check_saving(state_dict_type, async_save, checkpoint_io)
         self.config = setup.resolve_config(self.method, config, options)
         self._method = for_config(self.config)
         self._nodes = two_level.Nodes(self.config, wrap)
         self._buffers = Buffers(broadcast_buffers)
         self._state_dict_type, self._saver = state_dict_type, saver.Saver(async_save)
+        self._check_saving(checkpoint_io)
         self._side_group = SideGroup()
         self._checkpoint_group = SideGroup("gloo")  # background writes must not meet the step's messages
         timeout = launching.as_timeout(timeout)
@@ -142,8 +144,16 @@ class CommonStrategy(Opened):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        saver.check_saving(self._state_dict_type, self._saver.asynchronous, io)
+        self._check_saving(io)
         self.given_io = io
+
+    def _check_saving(self, io: CheckpointIO | None) -> None:
+        saver.check_saving(self._state_dict_type, io)
+        if self._saver.asynchronous and isinstance(io, AsyncCheckpointIO):
+            raise ValueError(
+                "`checkpoint_io` must write at once with `async_save=True`, got AsyncCheckpointIO: an error in it is"
+                " told too late. Leave it out: `async_save` writes in the background, and collects there, too."
+            )
 
     def _whole_module(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A module's state as a file takes it: whole, on rank 0."""
@@ -158,11 +168,18 @@ class CommonStrategy(Opened):
         self._together.agree()
         if (method := find(optimizer)) is None:
             return own(optimizer)
-        if self._state_dict_type == "sharded":
-            return method.sharded_state_dict()
-        method.consolidate_state_dict()
-        host: Any = self
-        return method.state_dict() if host.is_global_zero else {}
+        parts = method.sharded_state_dict()
+        if self._state_dict_type == "sharded" or self._saver.asynchronous:
+            return parts
+        return self._saver.collected(parts) or {}
+
+    @property
+    def checkpoint_bytes(self) -> Moved:
+        """What all checkpoints so far have moved from rank to rank, ``sent`` and ``received`` by this one.
+
+        A full one moves the states to rank 0, a sharded one moves none.
+        """
+        return self._saver.moved
 
     def wait_for_checkpoint(self) -> None:
         """Returns when what ``async_save`` has begun to write is there; raises what went wrong, on every rank."""

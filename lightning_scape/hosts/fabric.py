@@ -54,8 +54,9 @@ class FabricMethodStrategy(FabricCheckpoints):
         start_method: how processes are started; a notebook needs `"fork"`.
         state_dict_type: ``"full"``, a checkpoint is one file; ``"sharded"``, a directory into which each rank writes
             its own part, in parallel. Either is loaded, whatever is set here.
-        async_save: write sharded checkpoints while training goes on. Call :meth:`wait_for_checkpoint` at the end: what
-            went wrong with the last one is raised there; the end of the process waits for it, and only warns.
+        async_save: write checkpoints while training goes on, from a copy; a full one is collected meanwhile, too. Call
+            :meth:`wait_for_checkpoint` at the end: what went wrong with the last one is raised there; the end of the
+            process waits for it, and only warns.
         wrap: with ``local_group_size`` above 1: class names of the modules that are gathered one at a time. Empty takes
             the members of the model's outermost ModuleLists. Modules to which you have applied ``fully_shard`` over
             ``strategy.device_mesh["shard"]`` stay as they are.

@@ -19,6 +19,7 @@ from lightning_scape.checkpoint.saver import RNG, Content, SavedContent, replica
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.together import Together
 from lightning_scape.core.method import find
+from lightning_scape.hosts.checkpoint_io import local_path
 from lightning_scape.hosts.common import CommonStrategy
 from lightning_scape.hosts.private_names import OpenedFabrics, check_strictly
 from lightning_scape.hosts.schedulers import Restored, is_scheduler
@@ -74,11 +75,21 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
         if any(find(value) for value in state.values()):
             converted[RNG] = ranks.all_gather_object(rng_state())
 
-        def write() -> None:
+        def write(whole: dict[str, Any]) -> None:
             if self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(checkpoint=converted, path=path, storage_options=storage_options)
+                self.checkpoint_io.save_checkpoint(checkpoint=whole, path=path, storage_options=storage_options)
 
-        ranks.raise_on_all_ranks(write)
+        def filter_and_write(whole: dict[str, Any]) -> None:
+            for name, keep in (filter or {}).items():
+                if find(state.get(name)):  # its state was not there to be filtered before
+                    kept = {key: value for key, value in whole.pop(name).items() if keep(key, value)}
+                    whole |= {name: kept} if kept else {}
+            write(whole)
+
+        if self._saver.asynchronous:
+            self._saver.save_file(local_path(path), converted, filter_and_write, self._checkpoint_ranks())
+        else:
+            ranks.raise_on_all_ranks(lambda: write(converted))
 
     def _content(self, state: Mapping[str, Any]) -> Content:
         content = Content()

@@ -15,6 +15,7 @@ from lightning_scape.checkpoint.rng import rng_state, set_rng_state
 from lightning_scape.checkpoint.saver import RNG, host_content
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import find
+from lightning_scape.hosts.checkpoint_io import local_path
 from lightning_scape.hosts.dump import Dump, load_dump, restore_schedulers
 from lightning_scape.hosts.resume import Resumption
 from lightning_scape.hosts.unwrapped import UnwrappedStrategy
@@ -67,14 +68,24 @@ class TrainerCheckpoints(UnwrappedStrategy):
             offered = self._offered_parameters(self.lightning_module)
             content = host_content(checkpoint, offered, self.global_rank)
             self._saver.save(path, content, self._checkpoint_ranks())
-            return
+        else:
+            self._save_file(checkpoint, filepath, storage_options)
+        if not self._attaching:  # nothing trains meanwhile, and who saves so expects the checkpoint to be there
+            self._saver.wait()
+
+    def _save_file(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
         ranks = Communicator(None, None)
         generators = ranks.all_gather_object(rng_state())  # on every rank, whatever its hooks have left of the rest
         if "optimizer_states" in checkpoint:
             checkpoint[RNG] = generators
-        ranks.raise_on_all_ranks(
-            lambda: super(TrainerCheckpoints, self).save_checkpoint(checkpoint, filepath, storage_options)
-        )
+
+        def write(whole: dict[str, Any]) -> None:
+            super(TrainerCheckpoints, self).save_checkpoint(whole, filepath, storage_options)
+
+        if self._saver.asynchronous:
+            self._saver.save_file(local_path(filepath), checkpoint, write, self._checkpoint_ranks())
+        else:
+            ranks.raise_on_all_ranks(lambda: write(checkpoint))
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

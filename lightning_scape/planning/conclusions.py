@@ -106,12 +106,13 @@ def _fastest(methods: Iterable[Prediction]) -> Prediction:
     return min(methods, key=lambda p: p.seconds)
 
 
-def advice(predictions: Sequence[Prediction], memory: float = math.inf) -> str:
+def advice(predictions: Sequence[Prediction], memory: float = math.inf, unit: str = "a step") -> str:
     """What to use, and why; never what does not fit.
 
     Args:
-        predictions: from :func:`~lightning_scape.planning.cost_model.predict`, compute alone included.
+        predictions: from :func:`~lightning_scape.planning.cost_model.predict`, compute alone included; or of runs.
         memory: bytes of a rank's device.
+        unit: what they are of: ``"a step"``, or ``"this run"``.
 
     Raises:
         ValueError: the predictions are of one rank.
@@ -131,10 +132,10 @@ def advice(predictions: Sequence[Prediction], memory: float = math.inf) -> str:
     choice = _choice(fitting)
     several = any(p.sparsity for p in fitting) and not all(p.title for p in fitting)
     if several:
-        said = _compared(choice, best_dense(fitting), _sparse_choice(fitting), alone)
+        said = _compared(choice, best_dense(fitting), sparse_choice(fitting), alone, unit)
     else:
         said = (
-            f"Use {choice.method}: of what fits into the {show_bytes(memory)} of a rank it is the fastest; a step takes"
+            f"Use {choice.method}: of what fits into the {show_bytes(memory)} of a rank it is the fastest; {unit} takes"
             f" {show_seconds(choice.seconds)}."
         )
     wished = _choice(methods)
@@ -152,11 +153,11 @@ def _choice(methods: Sequence[Prediction]) -> Prediction:
     sparse, dense = [p for p in methods if p.sparsity], [p for p in methods if not p.title]
     if not sparse or not dense:
         return _fastest(methods)
-    found, instead = _sparse_choice(methods), _fastest(dense)
+    found, instead = sparse_choice(methods), _fastest(dense)
     return found if instead.seconds >= WORTH * found.seconds else instead
 
 
-def _sparse_choice(methods: Sequence[Prediction]) -> Prediction:
+def sparse_choice(methods: Sequence[Prediction]) -> Prediction:
     """The lowest sparsity within 5% of the fastest that pays, for it costs less in quality; else the fastest.
 
     What is sparser than :data:`SPARSEST` is weighed only where nothing else pays.
@@ -170,7 +171,7 @@ def _sparse_choice(methods: Sequence[Prediction]) -> Prediction:
     return min(paying, key=lambda p: (p.sparsity or 0, p.seconds), default=_fastest(sparse))
 
 
-def _compared(choice: Prediction, dense: Prediction, sparse: Prediction, alone: Prediction) -> str:
+def _compared(choice: Prediction, dense: Prediction, sparse: Prediction, alone: Prediction, unit: str) -> str:
     """The advice where both kinds are there: ``choice`` is one of the two."""
     gain = dense.seconds / sparse.seconds
     if choice is sparse:
@@ -178,7 +179,7 @@ def _compared(choice: Prediction, dense: Prediction, sparse: Prediction, alone: 
         where = " per network card" if sparse.group_size > 1 else ""
         cost = f" But {COSTS_QUALITY}." if (sparse.sparsity or 0) > SPARSEST else ""
         return (
-            f"Use {sparse.method}: a step takes {show_seconds(sparse.seconds)} instead of {show_seconds(dense.seconds)}"
+            f"Use {sparse.method}: {unit} takes {show_seconds(sparse.seconds)} instead of {show_seconds(dense.seconds)}"
             f" with {dense.method}, {gain:.1f}x as fast, and sends {fewer:.0f}x fewer bytes{where}.{cost}"
         )
     if gain >= 1.0:
@@ -195,12 +196,17 @@ def _compared(choice: Prediction, dense: Prediction, sparse: Prediction, alone: 
     else:
         reason = "its own work takes longer here than its smaller messages save"
     return (
-        f"Stay with {dense.method}: its step takes {show_seconds(dense.seconds)}, with {sparse.method}"
+        f"Stay with {dense.method}: {unit} takes {show_seconds(dense.seconds)}, with {sparse.method}"
         f" {show_seconds(sparse.seconds)}; {reason}."
     )
 
 
-def which_method(predictions: Sequence[Prediction], local: Sequence[Prediction], memory: float = math.inf) -> str:
+def which_method(
+    predictions: Sequence[Prediction],
+    local: Sequence[Prediction],
+    memory: float = math.inf,
+    unit: str = "a step",
+) -> str:
     """The one advice of a plan: a method that exchanges in every step, or one that does so after several; and why.
 
     The first, up to a sparsity of 99%, is preferred where its exchange in every step is nearly free, or where the other
@@ -209,13 +215,15 @@ def which_method(predictions: Sequence[Prediction], local: Sequence[Prediction],
 
     Args:
         predictions: from :func:`~lightning_scape.planning.cost_model.predict`, compute alone included.
-        local: from :func:`~lightning_scape.planning.cost_model.predict_local`.
+        local: from :func:`~lightning_scape.planning.cost_model.predict_local`; or of runs, as the others.
         memory: bytes of a rank's device.
+        unit: what they are of: ``"a step"``, or ``"this run"``.
 
     Raises:
         ValueError: the predictions are of one rank.
     """
-    said = advice(predictions, memory)
+    said = advice(predictions, memory, unit)
+    mean = " on average" if unit == "a step" else ""
     alone = min(p.seconds for p in predictions if not p.bytes_sent)
     fitting = [p for p in local if p.memory <= memory]
     every_step = [p for p in predictions if p.bytes_sent and p.memory <= memory]
@@ -228,13 +236,13 @@ def which_method(predictions: Sequence[Prediction], local: Sequence[Prediction],
     best = min(weighed, key=lambda p: p.seconds)
     if best.seconds <= NEAR_COMPUTE * alone or best.seconds < WORTH * choice.seconds:
         return (
-            f"{said} {choice.title} is not needed: with {choice.window_option} a step would take"
-            f" {show_seconds(choice.seconds)} on average, {choice.seconds / alone:.2f}x of compute alone."
+            f"{said} {choice.title} is not needed: with {choice.option} {unit} would take"
+            f" {show_seconds(choice.seconds)}{mean}, {choice.seconds / alone:.2f}x of compute alone."
         )
     sparser = min(every_step, key=lambda p: p.seconds)
     dearer = f" ({sparser.method}: {show_seconds(sparser.seconds)}, but {COSTS_QUALITY})"
     return (
-        f"Take {choice.title} with {choice.window_option}: a step takes {show_seconds(choice.seconds)} on average,"
+        f"Take {choice.title} with {choice.option}: {unit} takes {show_seconds(choice.seconds)}{mean},"
         f" {choice.seconds / alone:.2f}x of compute alone, and sends {show_bytes(choice.bytes_sent)}; exchanging in"
         f" every step takes {show_seconds(best.seconds)} with {best.method}{dearer if sparser is not best else ''}."
         " Ranks differ between exchanges, which costs some quality: take the shortest window that you can afford."

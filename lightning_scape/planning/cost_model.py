@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -172,8 +172,12 @@ class Prediction:
     """``local_group_size``: ranks that hold a replica together."""
     window: int = 1
     """Steps from one exchange to the next."""
-    window_option: str = ""
-    """By which it is set: ``sync_every=30``."""
+    option: str = ""
+    """By which it is chosen among the method's predictions: ``sync_every=30``."""
+    begins: Callable[[int], Sequence[tuple[int, Prediction]]] | None = field(default=None, repr=False, compare=False)
+    """Of a run of so many steps: how many are like which other prediction (a warm-up). None: all are like this one."""
+    gathered: int = 0
+    """Bytes of its state that a rank sends to rank 0 for a checkpoint that is one file."""
 
     @property
     def on_card(self) -> int:
@@ -203,17 +207,16 @@ class StepCost(ABC):
         """The same, measured here; parameters have gradients, and may be changed."""
         return None
 
-    def remark(self, job: Job, link: Link, machine: Machine, predictions: Sequence[Prediction], memory: float) -> str:
-        """A sentence on a further option, where it helps.
+    def alternatives(self, job: Job, link: Link, machine: Machine, late: Prediction) -> list[Prediction]:
+        """The same method with further options that are worth a word where they help; each in ``option``.
 
         Args:
             job: what is trained, on how many ranks.
             link: between nodes.
             machine: what the optimizers cost.
-            predictions: of all methods.
-            memory: bytes of a rank's device.
+            late: one that :meth:`predict` has given.
         """
-        return ""
+        return []
 
 
 def step_costs(*, every_step: bool | None = None) -> dict[str, StepCost]:

@@ -67,12 +67,14 @@ def hsdp(job: Job, link: Link, machine: Machine, inside: Link) -> Prediction:
 def _on_nodes(job: Job, node: Prediction, between: Prediction) -> Prediction:
     """FSDP inside the node; ``between`` nodes a method, on shards."""
     gathered = node.memory - round((2 * job.parameter_bytes + 8) * job.parameters / job.ranks_per_node)
+    begins = between.begins
     return replace(
         between,
         method=f"{between.method}, local_group_size {job.ranks_per_node}",
         memory=between.memory + gathered,
         card_bytes=between.bytes_sent * job.ranks_per_node,
         group_size=job.ranks_per_node,
+        begins=begins and (lambda steps: [(count, _on_nodes(job, node, p)) for count, p in begins(steps)]),
     )
 
 

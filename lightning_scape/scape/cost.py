@@ -20,9 +20,15 @@ _SECTOR_BYTES = 32
 
 
 def scape_bytes(
-    numels: Sequence[int], ranks: int, config: ScapeConfig, *, parameter_bytes: int = 4, clip: bool = True
+    numels: Sequence[int],
+    ranks: int,
+    config: ScapeConfig,
+    *,
+    parameter_bytes: int = 4,
+    clip: bool = True,
+    sent: int | None = None,
 ) -> dict[str, int]:
-    """Bytes that a rank sends in a step once all warm-up is over, by kind; exactly what the package counts.
+    """Bytes that a rank sends in a step, by kind; exactly what the package counts.
 
     Args:
         numels: entries of each parameter tensor.
@@ -30,12 +36,13 @@ def scape_bytes(
         config: sparsity, wire dtype and rule of clipping are used.
         parameter_bytes: bytes of one parameter; all have one dtype.
         clip: whether ``clip_grad_norm`` is called.
+        sent: entries per block, q; None is the number at the end of the warm-up.
     """
     blocks = Layout(numels, [0] * len(numels), config.quota.block_size, ranks).blocks
     norm_entries = max(SKETCH_WIDTHS) if clip and config.clip_norm == "sketch" else 1
     norm = 2 * 4 * (norm_entries + packed_size(len(numels) + 2, ranks) + DIGITS)
     back = parameter_bytes if parameter_bytes < 4 and config.wire_bits is None else None
-    return message_bytes(config, blocks, ranks, back) | {"norm": norm * (ranks - 1) // ranks}
+    return message_bytes(config, blocks, ranks, back, sent) | {"norm": norm * (ranks - 1) // ranks}
 
 
 def message_bytes(

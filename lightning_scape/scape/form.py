@@ -26,7 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_scape.checkpoint.parts import Part, Place
-from lightning_scape.checkpoint.source import Dense, Form, SavedShards
+from lightning_scape.checkpoint.source import Dense, Form
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.scape import checks, foreign, keys
 
@@ -80,13 +80,15 @@ class ScapeForm(Form):
     def skeleton(self, common: Mapping[str, Any]) -> dict[str, Any]:
         facts = dict(common)
         shapes = facts.pop("shapes")
-        for name in ("strides", "tensors", "mask_shape", "param_groups"):
+        groups = facts.pop("param_groups")
+        for name in ("strides", "tensors", "mask_shape"):
             facts.pop(name, None)
         masks: dict[str, Any] = {"masks": {}} if facts.pop("mask_shapes", None) is not None else {}
         residuals: list[dict[int, Tensor]] = [{} for _ in range(facts["world_size"])]
         missed = facts.get("missed", {})
         return {
             "state": {index: {"step": facts["step"] - missed.get(index, 0)} for index in shapes},
+            "param_groups": groups,
             "scape": {**facts, "residuals": residuals, "mask": None, **masks},
         }
 
@@ -110,10 +112,6 @@ class ScapeForm(Form):
     def completed(self, whole: dict[str, Any]) -> dict[str, Any]:
         foreign.add_second_moment(whole)
         return whole
-
-    @override
-    def whole_of(self, saved: SavedShards) -> dict[str, Any]:
-        return {**super().whole_of(saved), "param_groups": saved.common["param_groups"]}
 
     @override
     def as_dense(self, whole: Mapping[str, Any]) -> Dense:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -54,11 +55,16 @@ class SparsitySchedule:
             density = self.quota.density**share
         return min(self.quota.block_size, max(self.quota.sent, round(density * self.quota.block_size)))
 
+    def sent_by_step(self, steps: int, first: int = 0) -> Counter[int]:
+        """By q: how many of the steps from ``first`` up to, not including, ``steps`` send so many entries."""
+        begun = range(first, min(steps, max(first, self.dense_steps + self.warmup_steps)))
+        counts = Counter(map(self.sent, begun))
+        counts[self.quota.sent] += max(0, steps - first - len(begun))
+        return counts
+
     def updates(self, steps: int) -> float:
         """How often an entry is updated in the first ``steps`` steps, on average."""
-        settled = self.dense_steps + self.warmup_steps
-        begun = sum(self.sent(step) for step in range(min(steps, settled)))
-        return (begun + max(0, steps - settled) * self.quota.sent) / self.quota.block_size
+        return sum(sent * count for sent, count in self.sent_by_step(steps).items()) / self.quota.block_size
 
 
 class Masks:

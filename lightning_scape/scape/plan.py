@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -15,7 +16,6 @@ from typing_extensions import override
 
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.core.words import show_bytes, show_seconds
 from lightning_scape.planning.cost_model import (
     Job,
     Link,
@@ -30,13 +30,19 @@ from lightning_scape.planning.cost_model import (
 )
 from lightning_scape.planning.measure import CPU, median_seconds
 from lightning_scape.scape.clipping import SKETCH_WIDTHS
-from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.config import ScapeConfig, WireDtype
 from lightning_scape.scape.cost import PACKING_BYTES, scape_bytes, scape_traffic, state_bytes
+from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.scape.optimizer import ScapeOptimizer
 
+WIRES: tuple[WireDtype, ...] = ("int4", "bf16")
+"""With which the loss was measured to be as good (docs/quality.md)."""
 Costs = Mapping[float, tuple[float, float]]
 """Seconds by density: per parameter of the model (norm, sweep, write-back), and of the shard (second moment, merge,
 update). Where it is measured, the second may be negative: an owner proposes nothing to itself."""
+
+
+_WIRE = ScapeConfig().wire_dtype
 
 
 class ScapeCost(StepCost):
@@ -62,7 +68,7 @@ class ScapeCost(StepCost):
         signs = torch.ones(1 << 17, dtype=torch.float32, device=device)
         norm = median_seconds(lambda: ops.sketch(grads, signs, SKETCH_WIDTHS), repeats, device)
         found: dict[float, tuple[float, float]] = {}
-        for sparsity in sparsities:
+        for sparsity in dict.fromkeys((*sparsities, 0.0)):  # a warm-up begins with steps that send all
             config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0, update="adamw")
             optimizer = ScapeOptimizer(parameters, lr=1e-6, config=config, communicator=Communicator.alone())
             whole, shard = (as_a_whole if device.type == "cuda" else by_phase)(optimizer, repeats)
@@ -71,23 +77,31 @@ class ScapeCost(StepCost):
         return found
 
     @override
-    def remark(self, job: Job, link: Link, machine: Machine, predictions: Sequence[Prediction], memory: float) -> str:
-        narrow = [
-            f"{show_seconds(p.seconds)} and {show_bytes(p.bytes_sent)} at sparsity {p.sparsity:g}"
-            for p in in_four_bits(job, link, machine, predictions)
-            if p.memory <= memory
-        ]
-        return f'With wire_dtype="int4" a step takes {", ".join(narrow)}.' if narrow else ""
+    def alternatives(self, job: Job, link: Link, machine: Machine, late: Prediction) -> list[Prediction]:
+        """Values on the wire as wide as ``late``'s are not."""
+        if not late.sparsity or late.group_size > 1:
+            return []
+        config = ScapeConfig(sparsity=late.sparsity)
+        wires = [wire for wire in WIRES if wire != config.wire_dtype]
+        return [predict(job, link, machine, replace(config, wire_dtype=wire)) for wire in wires]
 
 
-def predict(job: Job, link: Link, machine: Machine, config: ScapeConfig) -> Prediction:
-    """SCAPE with ``config``, once its warm-up is over; at sparsity 0 it is dense training, sharded.
+def predict(job: Job, link: Link, machine: Machine, config: ScapeConfig, kept: int | None = None) -> Prediction:
+    """SCAPE with ``config``; at sparsity 0 it is dense training, sharded.
 
     While its messages travel, a step sweeps its own shard and applies its own changes. The model adds that time to the
     messages': on slow links it is up to that much too long.
+
+    Args:
+        job: what is trained, on how many ranks.
+        link: between nodes.
+        machine: what the optimizers cost.
+        config: of the method.
+        kept: entries of a block that a step of the warm-up sends, q; None: the warm-up is over.
     """
-    numels = [weight.numel for weight in job.weights]
-    sent = scape_bytes(numels, job.ranks, config, parameter_bytes=job.parameter_bytes, clip=job.clip)
+    numels, quota = [weight.numel for weight in job.weights], config.quota
+    density = quota.density if kept is None else kept / quota.block_size
+    sent = scape_bytes(numels, job.ranks, config, parameter_bytes=job.parameter_bytes, clip=job.clip, sent=kept)
     exposed = message(link, sent["norm"], 2 * (job.ranks - 1), adding=True)
     hop = all_to_all_hop(job, link)
     exposed += all_to_all(job, link, sent["values"])
@@ -96,22 +110,32 @@ def predict(job: Job, link: Link, machine: Machine, config: ScapeConfig) -> Pred
     beside = sent["mask"] + sent["votes"]
     mask = message(link, beside, job.ranks - 1, adding=False) if beside else 0.0
     compute = max(job.step_compute + beside * link.copy_seconds, mask)
-    own = own_seconds(machine.own.get("scape", {}), config.quota.density, job.parameters, job.ranks)
+    own = own_seconds(machine.own.get("scape", {}), density, job.parameters, job.ranks)
     packs = config.wire_bits is not None
     shared = nodes_share(job.ranks, job.ranks_per_node)
+    kept_bytes = state_bytes(config, job.ranks, job.parameter_bytes)
     if packs:
-        own += config.quota.density * job.parameters * PACKING_BYTES / 28 * machine.adamw
+        own += density * job.parameters * PACKING_BYTES / 28 * machine.adamw
     return Prediction(
-        method=f"SCAPE {config.sparsity:g}{f', {config.wire_dtype}' if packs else ''}",
+        method=f"SCAPE {config.sparsity:g}{'' if config.wire_dtype == _WIRE else f', {config.wire_dtype}'}",
         title="SCAPE",
+        option=f'wire_dtype="{config.wire_dtype}"',
         seconds=compute + exposed + own,
         bytes_sent=sum(sent.values()),
-        memory=replicated_memory(job, state_bytes(config, job.ranks, job.parameter_bytes)),
+        memory=replicated_memory(job, kept_bytes),
         sparsity=config.sparsity,
         exposed=exposed,
         card_bytes=sum(sent.values()) + round((sent["values"] + sent["votes"]) * (shared - 1)),
         latency=3 * (job.ranks - 1) * link.latency + hop,
+        begins=functools.partial(_warm_up, job, link, machine, config) if kept is None else None,
+        gathered=round(kept_bytes * job.parameters),
     )
+
+
+def _warm_up(job: Job, link: Link, machine: Machine, config: ScapeConfig, steps: int) -> list[tuple[int, Prediction]]:
+    """The steps of a run that send more than its last ones do, by how many entries they send."""
+    counts = SparsitySchedule.of(config, steps).sent_by_step(steps)
+    return [(n, predict(job, link, machine, config, q)) for q, n in counts.items() if q != config.quota.sent]
 
 
 def own_seconds(costs: Costs, density: float, parameters: int, ranks: int) -> float:
@@ -129,16 +153,6 @@ def own_seconds(costs: Costs, density: float, parameters: int, ranks: int) -> fl
     part = 0.0 if low == high else (density - low) / (high - low)
     whole, shard = (a + part * (b - a) for a, b in zip(costs[low], costs[high], strict=True))
     return parameters * (whole + shard / ranks)
-
-
-def in_four_bits(job: Job, link: Link, machine: Machine, predictions: Sequence[Prediction]) -> list[Prediction]:
-    """The same steps with ``wire_dtype="int4"``, where that shortens them by at least 5%; given ones are in bf16."""
-    found = []
-    for p in predictions:
-        if p.title == "SCAPE" and p.sparsity and p.group_size == 1:
-            narrow = predict(job, link, machine, ScapeConfig(sparsity=p.sparsity, wire_dtype="int4"))
-            found += [narrow] if 1.05 * narrow.seconds <= p.seconds else []
-    return found
 
 
 def by_phase(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, float]:

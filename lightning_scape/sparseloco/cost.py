@@ -8,6 +8,7 @@ overlaps, as with ``overlap_steps=0``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from typing_extensions import override
 
@@ -51,17 +52,30 @@ def predict(job: Job, link: Link, machine: Machine, config: SparseLoCoConfig) ->
     alone = compute_only(job, machine)
     every = config.sync_every
     state = 8 + state_bytes(config, job.ranks, job.parameter_bytes)  # AdamW's, and the method's
-    return Prediction(
+    # Each rank's parameters, errors and AdamW; of what all ranks know, or own, an N-th.
+    gathered = job.parameter_bytes + 4 + 8 + (4 if config.gathers(job.ranks) else 8) / job.ranks
+    over_window = Prediction(
         method=f"SparseLoCo H={every}",
         title="SparseLoCo",
         window=every,
-        window_option=f"sync_every={every}",
+        option=f"sync_every={every}",
         seconds=alone.seconds + (messages + latency + own) / every,
         bytes_sent=round(sent / every),
         memory=replicated_memory(job, state),
         exposed=(messages + latency) / every,
         latency=latency / every,
+        gathered=round(gathered * job.parameters),
     )
+
+    def last_window(steps: int) -> list[tuple[int, Prediction]]:
+        """A run ends with an exchange, however short its last window is."""
+        extra = messages + latency + own if (short := steps % every) else 0.0
+        left = replace(
+            over_window, seconds=alone.seconds + extra / max(1, short), bytes_sent=round(sent / max(1, short))
+        )
+        return [(short, left)] if short else []
+
+    return replace(over_window, begins=last_window)
 
 
 def exchange_bytes(numels: Sequence[int], ranks: int, config: SparseLoCoConfig) -> int:

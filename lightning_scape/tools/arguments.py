@@ -96,6 +96,16 @@ def count(text: str) -> int:
     return int(_whole(text))
 
 
+_whole_or_none = _number(
+    "it must be a whole number >= 0, got {text!r}. Give 0 for none.", lambda value: value >= 0 and value.is_integer()
+)
+
+
+def count_or_none(text: str) -> int:
+    """A whole number from 0."""
+    return int(_whole_or_none(text))
+
+
 def plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Of ``lightning-scape plan``; ends the process with status 2 where one is wrong."""
     parser = Parser("plan", _PLAN)
@@ -115,6 +125,13 @@ def plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--precision", choices=PRECISIONS, default="32-true", help="of the training, and of what is measured")
     add("--no-clipping", action="store_true", help="the gradient norm is not clipped")
     add("--sparsity", type=sparsity, nargs="+", default=[0.0, 0.9, 0.99, 0.999], help="which to predict")
+    add("--steps", type=count, default=None, help="of the optimizer in the whole run, which is then predicted")
+    add("--checkpoints", type=count_or_none, default=0, help="with --steps: how many are saved (default: 0)")
+    add(
+        "--state-dict-type", choices=("full", "sharded"), default="full", help="of the checkpoints, as for the strategy"
+    )
+    add("--async-save", action="store_true", help="checkpoints are collected and written beside training")
+    add("--validation", type=seconds, default=0.0, help="with --steps: time of all validations together: 90s")
     add("--plot", type=Path, default=None, help="draw step time over bandwidth and over ranks into this file (.png)")
     args = parser.parse_args(arguments)
     try:
@@ -150,6 +167,8 @@ def _check(args: argparse.Namespace) -> None:
             "--nodes must be at least 2, got 1: a plan is about the link between machines. On one machine stay with DDP"
             " or FSDP over its own interconnect, or launch --measure with torchrun there, without --bandwidth."
         )
+    if args.steps is None and (args.checkpoints or args.validation):
+        raise ValueError("--checkpoints and --validation must come with --steps. Say how long the run is.")
     if args.plot is not None and not int(os.environ.get("RANK", "0")):
         check_plot(args.plot)
 

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,13 @@ import torch
 from torch import nn
 
 from lightning_scape.comm.collectives import is_distributed
+from lightning_scape.core.method import named, names
 from lightning_scape.core.words import show_bandwidth, show_bytes, show_seconds
 from lightning_scape.planning.conclusions import (
+    SPARSEST,
     WORTH,
     Gain,
+    best_dense,
     break_even_bandwidth,
     gain_of,
     least_bandwidth,
@@ -36,9 +39,9 @@ from lightning_scape.planning.cost_model import (
     predict,
     predict_local,
     scaling,
-    step_costs,
 )
 from lightning_scape.planning.measure import CPU, measure_compute, measure_link, measure_machine
+from lightning_scape.planning.run import Run, message_load, predict_run, predict_runs
 from lightning_scape.planning.two_level import predict_nodes
 from lightning_scape.tools.arguments import import_matplotlib, launched, plan_arguments
 from lightning_scape.tools.console import ends_quietly
@@ -72,11 +75,25 @@ def run(args: Namespace) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(report(args.model, job, link, machine, predictions, assumed, memory=args.memory * 1e9, inside=inside))
+    memory = args.memory * 1e9
+    print(report(args.model, job, link, machine, predictions, assumed, memory=memory, inside=inside, length=_run(args)))
     if args.plot is not None:
         plot(args.plot, args.model, job, link, machine, args.sparsity)
         print(f"\nplotted to {args.plot}")
     return 0
+
+
+def _run(args: Namespace) -> Run | None:
+    """The run that was asked for."""
+    if args.steps is None:
+        return None
+    return Run(
+        steps=args.steps,
+        validation=args.validation,
+        checkpoints=args.checkpoints,
+        sharded=args.state_dict_type == "sharded",
+        beside=args.async_save,
+    )
 
 
 def _predict(
@@ -212,45 +229,174 @@ def report(
     *,
     memory: float = math.inf,
     inside: Link | None = None,
+    length: Run | None = None,
 ) -> str:
-    """Tables in Markdown, the advice first. ``inside`` is the link between a node's ranks, where it has several."""
-    alone, shared, local = predictions[0].seconds, inside is not None, predict_local(job, link, machine)
+    """Tables in Markdown, the advice first.
+
+    Args:
+        model: its name.
+        job: what is trained, on how many ranks.
+        link: between nodes.
+        machine: what the optimizers cost.
+        predictions: of all methods that exchange in every step.
+        assumed: what was taken for granted.
+        memory: bytes of a rank's device.
+        inside: the link between a node's ranks, where it has several.
+        length: of the run; None: the advice is on a step late in a long one.
+    """
+    local = predict_local(job, link, machine)
     lines = [
         f"{model}: {job.parameters / 1e6:.1f}M parameters on {job.ranks} ranks ({job.ranks_per_node} per node),"
         f" {link.bandwidth * 8e-9:.3g} Gbit/s, forward and backward {show_seconds(job.step_compute)}",
         "",
-        which_method(predictions, local, memory),
-        "",
     ]
+    if length is None:
+        lines += [which_method(predictions, local, memory), "", _loads(predictions, job, link), ""]
+        lines += [_of_a_long_run(predictions, job, link, memory), ""]
+    else:
+        lines += [*run_tables(predictions, local, job, link, machine, length, memory), "", "A step at its end:", ""]
+    lines += _step_table(predictions, job, link, machine, memory, inside)
+    if length is None:
+        lines += _alternatives(predictions, job, link, machine, Run(steps=LONG), memory)
+    for title in dict.fromkeys(p.title for p in local):
+        head = [title, "step, on average", "over compute only", "sent per rank and step", "memory per rank*"]
+        of_title = [p for p in local if p.title == title]
+        rows = [[f"H = {p.window}", *_figures(p, predictions[0].seconds), _needed(p, memory)] for p in of_title]
+        lines += ["", *_table(head, rows)]
+    return "\n".join(
+        [*lines, *_ranks_table(predictions, job, link, machine, inside), *_remarks(predictions, assumed, memory)]
+    )
+
+
+LONG = 10_000
+"""Steps of the run of which a plan tells where none is given."""
+
+
+def run_tables(
+    predictions: Sequence[Prediction],
+    local: Sequence[Prediction],
+    job: Job,
+    link: Link,
+    machine: Machine,
+    length: Run,
+    memory: float,
+) -> list[str]:
+    """What a whole run takes by each method, the advice on it first."""
+    runs, apart = (predict_runs(given, job, link, length) for given in (predictions, local))
+    alone, dense = runs[0].seconds, _first_dense([run.whole for run in runs])
+    head = [
+        "method",
+        "the run takes",
+        "over compute only",
+        "sent by a rank",
+        f"{dense.method}'s / it",
+        "of that checkpoints",
+    ]
+    head += ["steps that send more", "sent per step: on average", "at the end", "time of messages / compute"]
+    rows = [
+        [
+            run.late.method,
+            *_figures(run.whole, alone),
+            f"{dense.on_card / run.whole.on_card:.3g}" if run.whole.on_card else "-",
+            show_bytes(run.of_checkpoints),
+            f"{run.beginning:,}" if run.late.window == 1 else "-",
+            show_bytes(run.bytes_sent / run.steps),
+            show_bytes(run.late.bytes_sent),
+            f"{message_load(run.whole.on_card / run.steps, job, link):.2g}",
+        ]
+        for run in (*runs, *apart)
+    ]
+    saved = f", {length.checkpoints} checkpoints" if length.checkpoints else ""
+    return [
+        which_method([run.whole for run in runs], [run.whole for run in apart], memory, "this run"),
+        "",
+        _loads(predictions, job, link),
+        "",
+        f"The whole run, {length.steps:,} steps{saved}:",
+        "",
+        *_table(head, rows),
+        *_alternatives(predictions, job, link, machine, length, memory),
+    ]
+
+
+def _first_dense(predictions: Iterable[Prediction]) -> Prediction:
+    """DDP: what a user has now."""
+    return next(p for p in predictions if not p.title and p.bytes_sent)
+
+
+def _loads(predictions: Sequence[Prediction], job: Job, link: Link) -> str:
+    """What decides: how long the messages of dense training take beside a step's computation."""
+    dense = _first_dense(predictions)
+    load = message_load(dense.on_card, job, link)
+    return (
+        f"{dense.method}'s messages take {load:.2g} times as long as a step's forward and backward"
+        f" ({show_bytes(dense.on_card)} at {show_bandwidth(link.bandwidth)}, {show_seconds(job.step_compute)}); with a"
+        " larger model too, and half as long with twice the batch."
+    )
+
+
+def _of_a_long_run(predictions: Sequence[Prediction], job: Job, link: Link, memory: float) -> str:
+    """One line on the whole of a run, where no length was given."""
+    chosen = [best_dense(predictions, memory), *(p for p in predictions if p.sparsity in (0.9, SPARSEST))]
+    said = []
+    for run in predict_runs(chosen, job, link, Run(steps=LONG)):
+        begun = f" (the first {run.beginning:,} steps send more)" if run.beginning else ""
+        said.append(
+            f"{show_seconds(run.seconds)} and {show_bytes(run.bytes_sent)} from a rank with {run.late.method}{begun}"
+        )
+    return f"A run of {LONG:,} steps takes {'; '.join(said)}. `--steps` tells of yours."
+
+
+def _alternatives(
+    predictions: Sequence[Prediction], job: Job, link: Link, machine: Machine, length: Run, memory: float
+) -> list[str]:
+    """A line on options by which a run is shorter by 5% or more."""
+    costs, said = {method.title: method.step_cost for method in map(named, names())}, []
+    for late in predictions:
+        cost = costs.get(late.title)
+        given = predict_run(late, job, link, length)
+        for other in cost.alternatives(job, link, machine, late) if cost else ():
+            run = predict_run(other, job, link, length)
+            if 1.05 * run.seconds <= given.seconds and other.memory <= memory:
+                figures = f"{show_seconds(run.seconds)} and {show_bytes(run.bytes_sent)}"
+                said.append(f"{late.method} with {other.option} takes {figures} for {length.steps:,} steps")
+    return ["", f"Sooner: {'; '.join(said)}."] if said else []
+
+
+def _step_table(
+    predictions: Sequence[Prediction], job: Job, link: Link, machine: Machine, memory: float, inside: Link | None
+) -> list[str]:
+    shared = inside is not None
     head = ["method", "step", "over compute only", "sent per rank and step", *["sent per network card"] * shared]
     rows = [
         [
             p.method,
-            *_figures(p, alone),
+            *_figures(p, predictions[0].seconds),
             *[show_bytes(p.on_card)] * shared,
             _needed(p, memory),
             *(_turning_points(job, link, machine, p, memory, inside) if p.sparsity is not None else ("-", "-")),
         ]
         for p in predictions
     ]
-    lines += _table([*head, "memory per rank*", "as fast as dense below", "pays below"], rows)
-    costs = step_costs(every_step=True).values()
-    remarks = [said for cost in costs if (said := cost.remark(job, link, machine, predictions, memory))]
-    lines += [line for said in remarks for line in ("", said)]
-    for title in dict.fromkeys(p.title for p in local):
-        head = [title, "step, on average", "over compute only", "sent per rank and step", "memory per rank*"]
-        rows = [[f"H = {p.window}", *_figures(p, alone), _needed(p, memory)] for p in local if p.title == title]
-        lines += ["", *_table(head, rows)]
-    lines += ["", "The same work per rank on more ranks:", ""]
+    return _table([*head, "memory per rank*", "as fast as dense below", "pays below"], rows)
+
+
+def _ranks_table(
+    predictions: Sequence[Prediction], job: Job, link: Link, machine: Machine, inside: Link | None
+) -> list[str]:
     sparsities = [p.sparsity for p in predictions if p.sparsity is not None and p.group_size == 1]
     rows = []
     for ranks, row in scaling(job, link, machine, sparsities).items():
         row += predict_nodes(replace(job, ranks=ranks), link, machine, inside, sparsities) if inside else []
         rows.append([str(ranks), *(show_seconds(p.seconds) for p in row)])
-    lines += _table(["ranks", *(p.method for p in predictions)], rows)
+    table = _table(["ranks", *(p.method for p in predictions)], rows)
+    return ["", "The same work per rank on more ranks:", "", *table]
+
+
+def _remarks(predictions: Sequence[Prediction], assumed: Sequence[str], memory: float) -> list[str]:
     fits = "" if memory == math.inf else f" that fit into {show_bytes(memory)} (all, if none does)"
     flat = [f"{title}'s ranks {FLAT}" for title in dict.fromkeys(p.title for p in predictions) if title]
-    lines += [
+    return [
         "",
         "Compute only: no messages, and the whole of AdamW on every rank; what shards the optimizer may take less.",
         "",
@@ -259,7 +405,6 @@ def report(
         "",
         "Assumed: " + "; ".join([*assumed, *ASSUMPTIONS, *flat]) + ".",
     ]
-    return "\n".join(lines)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

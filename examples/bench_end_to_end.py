@@ -1,0 +1,391 @@
+"""The whole run, not a step: validation loss over wall clock and over bytes, between two hosts with a slow link.
+
+    sudo python examples/bench_end_to_end.py                    # 1 Gbit/s and 100 Mbit/s: about two hours of two cores
+    sudo python examples/bench_end_to_end.py --short            # a few steps of a tiny model: does it work here?
+    sudo python examples/bench_end_to_end.py --links 10mbit --methods scape-0.99 sparseloco-15 sparseloco-30
+
+Each run is the one of pretrain_python.py: its 3M model, its data, 1,200 steps of AdamW with clipping and a schedule,
+twelve validations, a checkpoint after each, by Lightning's Trainer. Hosts are network namespaces (see two_hosts.py),
+one rank each, pinned to a core with one thread, launched by torchrun; the checkpoints go to a folder that both see. The
+clock runs from the first step to the end of the fit, everything included. "Sent" is what the interface of the host that
+sends most has counted (tx_bytes), headers included.
+
+Runs are stored one by one: what is done is not run again. Needs Linux, root and iproute2. Writes a table, JSON and
+plots to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from two_hosts import ROOT, Hosts, bits_per_second, machine, missing, sent_bytes, torchrun
+
+METHODS = {
+    "compute": "compute only",
+    "ddp": "DDP fp32",
+    "ddp-bf16": "DDP, bf16 hook",
+    "powersgd-1": "DDP, PowerSGD rank 1",
+    "powersgd-4": "DDP, PowerSGD rank 4",
+    "scape-0.9": "SCAPE 90%",
+    "scape-0.99": "SCAPE 99%",
+    "sparseloco-5": "SparseLoCo, every 5 steps",
+    "sparseloco-15": "SparseLoCo, every 15 steps",
+    "sparseloco-30": "SparseLoCo, every 30 steps",
+}
+EXTRA = {"scape-0.99-bf16": "SCAPE 99%, values in bf16", "scape-0.9-bf16": "SCAPE 90%, values in bf16"}
+"""Not run unless they are asked for."""
+NAMES = METHODS | EXTRA
+BATCH = 4
+"""Windows of a rank's step, as in pretrain_python.py."""
+VALIDATIONS = 12
+MARGIN = 1.02
+"""A run has come far enough when its loss is at most this times the final one of DDP fp32, which is AdamW's."""
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--links", nargs="+", default=["1gbit", "100mbit"], help="rates of the links")
+    add("--methods", nargs="+", choices=(*NAMES, "plan"), default=list(METHODS), help="default: all without bf16")
+    add("--steps", type=int, default=1200)
+    add("--size", default="small", help="of the model, as pretrain_python.py names it")
+    add("--context", type=int, default=128, help="bytes of a window")
+    add("--val-batches", type=int, default=40, help="validation batches of a rank")
+    add("--seed", type=int, default=0)
+    add("--short", action="store_true", help="24 steps of the tiny model, three methods, in one launch")
+    add("--timeout", type=float, default=3600, help="seconds for one run")
+    add("--out", type=Path, default=Path("out/bench_end_to_end"))
+    add("--worker", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    for link in args.links:
+        try:
+            bits_per_second(link)
+        except ValueError as error:
+            parser.error(str(error))
+    if args.steps < VALIDATIONS:
+        parser.error(f"--steps must be at least {VALIDATIONS}, one for each validation, got {args.steps}")
+    if args.short:
+        args.links, args.methods = ["1gbit"], ["compute", "ddp", "scape-0.99"]
+        args.size, args.steps, args.context, args.val_batches = "tiny", 24, 32, 2
+    return args
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in ("steps", "size", "context", "val_batches", "seed")}
+
+
+# ------------------------------------------------------------------------------------------- the hosts' side: a rank
+
+
+def work(args: argparse.Namespace) -> None:
+    """What torchrun starts on each host: the runs of ``args.methods``; rank 0 leaves the figures in ``args.worker``."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    found = {method: measure(args) if method == "plan" else run(method, args) for method in args.methods}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    if dist.get_rank() == 0:
+        args.worker.write_text(json.dumps({method: [each[method] for each in everyone] for method in found}))
+    dist.barrier()
+    sys.stderr.flush()
+    os._exit(0)  # the result is on disk; see bench_two_hosts.py for what may go wrong behind it
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """What ``lightning-scape plan --measure`` would find here."""
+    from pretrain_python import SIZES, build_gpt
+
+    from lightning_scape.planning import measure as measuring
+    from lightning_scape.tools import plan
+
+    link = measuring.measure_link(megabytes=min(4.0, bits_per_second(args.links[0]) / 8e6 / 10))
+    model = build_gpt("plan", args.context, SIZES[args.size])
+    found = measuring.measure_machine(list(model.parameters()), sparsities=(0.0, 0.9, 0.99), repeats=3)
+    return {
+        "step_compute": measuring.measure_compute(model, BATCH, args.context),
+        "link": vars(link),
+        "adamw": found.adamw,
+        "clip": found.clip,
+        "scape": dict(found.own["scape"]),
+        "weights": [[w.numel, w.block, w.multiplied] for w in plan.weights_of(model)],
+    }
+
+
+def run(method: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One run of Lightning's Trainer. Classes are made here: the parent needs neither torch nor Lightning."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from pretrain_python import SIZES, Pretraining, build_gpt, make_parser
+
+    from lightning_scape.core.method import find_all
+    from lightning_scape.data import PythonSource
+
+    class Clock(pl.Callback):
+        """Loss, seconds and bytes at every validation; seconds that validations and checkpoints take."""
+
+        def __init__(self) -> None:
+            self.points: list[dict[str, float]] = []
+            self.validating = self.saving = 0.0
+            self.counted = 0
+            self._exchanges = 0
+            self._since: float | None = None
+
+        def now(self) -> dict[str, float]:
+            return {"seconds": time.perf_counter() - self._began, "sent": sent_bytes()[0] - self._sent}
+
+        def on_train_start(self, *_: Any) -> None:
+            self._began, self._sent = time.perf_counter(), sent_bytes()[0]
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            if self._since is not None:  # the checkpoint's callback comes last of all at the end of a validation
+                self.saving += time.perf_counter() - self._since
+                self._since = None
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            for found in find_all(trainer.optimizers):
+                if (ended := found.progress().ended) != self._exchanges:
+                    self._exchanges = ended
+                    self.counted += int(found.stats()["bytes_total"])
+
+        def on_validation_start(self, *_: Any) -> None:
+            self._validation = time.perf_counter()
+
+        def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            point = {"step": trainer.global_step, "loss": trainer.callback_metrics["val_loss"].item(), **self.now()}
+            self.points.append(point)
+            self._since = time.perf_counter()
+            self.validating += self._since - self._validation
+
+    options = [f"--steps={args.steps}", f"--size={args.size}", f"--context={args.context}", f"--seed={args.seed}"]
+    pl.seed_everything(args.seed)
+    given = make_parser().parse_args(options)
+    source = PythonSource(BATCH, args.context, seed=args.seed)
+    module = Pretraining(build_gpt(f"python-{args.size}", args.context, SIZES[args.size]), given)
+    clock, folder = Clock(), args.worker.with_suffix("") / method
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=int(os.environ["WORLD_SIZE"]),
+        strategy=strategy_of(method),
+        max_steps=args.steps,
+        gradient_clip_val=1.0,
+        val_check_interval=args.steps // VALIDATIONS,
+        check_val_every_n_epoch=None,
+        limit_val_batches=args.val_batches,
+        num_sanity_val_steps=0,
+        logger=False,
+        callbacks=[clock, ModelCheckpoint(folder, "last", save_on_train_epoch_end=False, enable_version_counter=False)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    source.trainer = trainer
+    trainer.fit(module, source)
+    end = clock.now()
+    saved = getattr(trainer.strategy, "checkpoint_bytes", None)  # what the package counted, as it did the steps'
+    return {
+        "points": clock.points,
+        **end,
+        "validating": clock.validating,
+        "saving": clock.saving,
+        "counted": clock.counted + (saved.sent if saved else 0),
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+    }
+
+
+def strategy_of(method: str) -> Any:
+    from dense_strategies import BFloat16DDP, PowerSGD, Unsynchronized
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from lightning_scape import ScapeStrategy, SparseLoCoStrategy
+
+    kind, _, option = method.partition("-")
+    if kind == "scape":
+        sparsity, _, wire = option.partition("-")
+        return ScapeStrategy(sparsity=float(sparsity), **({"wire_dtype": wire} if wire else {}))
+    if kind == "sparseloco":
+        return SparseLoCoStrategy(sync_every=int(option))
+    if kind == "powersgd":
+        return PowerSGD(rank=int(option))
+    return {"compute": Unsynchronized, "ddp": DDPStrategy, "ddp-bf16": BFloat16DDP}[method]()
+
+
+# ----------------------------------------------------------------------------------------------- the parent: all runs
+
+
+def run_all(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Figures of each link's runs, of both ranks; those on disk as they are."""
+    cells = args.out / "cells"
+    cells.mkdir(parents=True, exist_ok=True)
+    found: dict[str, dict[str, Any]] = {link: {} for link in args.links}
+    began = time.monotonic()
+    todo = [(link, method) for link in args.links for method in ("plan", *args.methods)]
+    with Hosts(2, args.links[0]) as hosts:
+        for number, (link, method) in enumerate(todo, 1):
+            path = cells / f"{link}-{method}.json"
+            if not path.exists() or json.loads(path.read_text())["settings"] != settings(args):
+                hosts.set_rate(link)
+                together = ["plan", *args.methods] if args.short else [method]
+                for name, ranks in launch(hosts, args, link, together).items():
+                    cell = {"settings": settings(args), "link": link, "method": name, "ranks": ranks}
+                    (cells / f"{link}-{name}.json").write_text(json.dumps(cell) + "\n")
+            found[link][method] = json.loads(path.read_text())["ranks"]
+            if method != "plan":
+                row = merged(found[link][method])
+                shown = f"{row['seconds']:.0f} s, loss {row['loss']:.4f}, {row['sent'] / 1e6:.0f} MB"
+                print(f"[{number}/{len(todo)}, {time.monotonic() - began:.0f} s] {link} {method}: {shown}", flush=True)
+    return found
+
+
+def launch(hosts: Hosts, args: argparse.Namespace, link: str, methods: list[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "figures.json"
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings(args).items()]
+        command = [__file__, *flags, f"--links={link}", f"--worker={path}"]
+        try:
+            torchrun(hosts, [*command, "--methods", *methods], args.out / f"{link}-{methods[0]}", args.timeout)
+        except RuntimeError as error:
+            raise RuntimeError(f"{', '.join(methods)} at {link}: {error}") from None
+        return json.loads(path.read_text())
+
+
+# ------------------------------------------------------------------------------------------------------ the report
+
+
+def merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of both ranks: the seconds of the slower, the bytes of the one that sends more, rank 0's losses."""
+    sender = max(ranks, key=lambda rank: rank["sent"])
+    points = [{**mine, "sent": each["sent"]} for mine, each in zip(ranks[0]["points"], sender["points"], strict=True)]
+    most = {name: max(rank[name] for rank in ranks) for name in ("seconds", "validating", "saving")}
+    most |= {name: sender[name] for name in ("sent", "counted")}
+    return {**most, "loss": points[-1]["loss"], "points": points, "sent_by_rank": [rank["sent"] for rank in ranks]}
+
+
+def seconds_to(loss: float, points: list[dict[str, float]]) -> float | None:
+    """When a run's loss is first at most ``loss``, between two validations by a line; None: never."""
+    for before, after in zip([None, *points], points, strict=False):
+        if after["loss"] <= loss:
+            if before is None:
+                return after["seconds"]
+            share = (before["loss"] - loss) / (before["loss"] - after["loss"])
+            return before["seconds"] + share * (after["seconds"] - before["seconds"])
+    return None
+
+
+def summarize(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    links = {}
+    for link, runs in found.items():
+        rows = {method: merged(runs[method]) for method in args.methods}
+        dense = rows.get("ddp")
+        for row in rows.values():
+            row["reached"] = seconds_to(MARGIN * dense["loss"], row["points"]) if dense else None
+        links[link] = {"methods": rows, "plan": runs["plan"]}
+    results = {"settings": settings(args), "machine": machine(), "links": links}
+    if "compute" in args.methods:
+        sys.path.insert(0, str(ROOT))
+        from predicted_steps import compare_runs, median_error
+
+        compared = compare_runs(results, VALIDATIONS)
+        for each in compared:
+            links[each.link]["methods"][each.method]["predicted"] = each.predicted
+        results["planner"] = {"median_error": median_error(compared), "runs": len(compared)}
+    return results
+
+
+def table(results: dict[str, Any]) -> str:
+    lines = [
+        "| link | method | final loss | above AdamW | seconds to AdamW + 2% | DDP's / it | seconds in all | over"
+        " compute | predicted, s | checkpoints, s | sent, MB | counted / sent |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for link, cell in results["links"].items():
+        rows = cell["methods"]
+        dense, compute = rows.get("ddp"), rows.get("compute")
+        for method, row in rows.items():
+            unsynchronized = method == "compute"
+            reached = None if unsynchronized else row["reached"]
+            gain = dense["reached"] / reached if dense and dense["reached"] and reached else None
+            above = None if unsynchronized or not dense else row["loss"] / dense["loss"] - 1
+            cells = [
+                link,
+                NAMES[method],
+                "-" if unsynchronized else f"{row['loss']:.4f}",
+                "-" if above is None else f"{above:+.1%}",
+                "-" if reached is None else f"{reached:.0f}",
+                "-" if gain is None else f"{gain:.2f}",
+                f"{row['seconds']:.0f}",
+                f"{row['seconds'] / compute['seconds']:.2f}" if compute else "-",
+                f"{row['predicted']:.0f}" if "predicted" in row else "-",
+                f"{row['saving']:.1f}",
+                f"{row['sent'] / 1e6:.1f}",
+                f"{row['counted'] / row['sent']:.3f}" if row["counted"] else "-",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    if planner := results.get("planner"):
+        error = (
+            f"Median error of `lightning-scape plan --steps`: {planner['median_error']:.1%} of {planner['runs']} runs."
+        )
+        lines += ["", error]
+    return "\n".join(lines)
+
+
+def plot(results: dict[str, Any], key: str, label: str, unit: float, path: Path) -> None:
+    """Validation loss over ``key``, one picture for each link."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    links = results["links"]
+    figure, axes = plt.subplots(1, len(links), figsize=(6 * len(links), 4.5), layout="constrained", squeeze=False)
+    for axis, (link, cell) in zip(axes[0], links.items(), strict=True):
+        for index, method in enumerate(NAMES):
+            if method == "compute" or method not in cell["methods"]:
+                continue
+            points = cell["methods"][method]["points"]
+            style = {"color": "black", "linestyle": "--"} if method == "ddp" else {"color": f"C{index % 10}"}
+            axis.plot([p[key] * unit for p in points], [p["loss"] for p in points], label=NAMES[method], **style)
+        last = [p["loss"] for row in cell["methods"].values() for p in row["points"][len(row["points"]) // 2 :]]
+        first = statistics.median(row["points"][0]["loss"] for row in cell["methods"].values())
+        axis.set(
+            xscale="log", xlabel=label, ylabel="validation loss (nats per byte)", title=f"{link} between two hosts"
+        )
+        axis.set_ylim(min(last) - 0.02 * (first - min(last)), first)
+        axis.legend(fontsize="x-small")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> int:
+    args = parse_arguments()
+    if args.worker:
+        work(args)
+        return 0
+    problem = missing()
+    if problem:
+        print(f"error: bench_end_to_end.py needs {problem}", file=sys.stderr)
+        return 2
+    results = summarize(args, run_all(args))
+    (args.out / "end_to_end.json").write_text(json.dumps(results, indent=1) + "\n")
+    (args.out / "end_to_end.md").write_text(table(results) + "\n")
+    plot(results, "seconds", "seconds", 1.0, args.out / "loss_over_seconds.png")
+    plot(results, "sent", "megabytes sent by a host", 1e-6, args.out / "loss_over_bytes.png")
+    print(f"\n{table(results)}\n\nIn {args.out}: end_to_end.json, .md and two plots")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
