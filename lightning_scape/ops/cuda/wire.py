@@ -123,7 +123,7 @@ def pack(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor)
 def _launch_quantize(values: Tensor, message: Tensor, residual: Tensor | None, mask: Tensor | None) -> None:
     """Packs ``values [S, n]`` into ``message [S, G, W]``; what is left stays there, and is added to the residual."""
     (shards, count), (_, groups, width) = values.shape, message.shape
-    rows = _GROUPS if residual is None else _GROUPS // 2  # places of entries take registers, too
+    rows = _GROUPS if residual is None else _GROUPS // 4  # places of entries take registers, too
     launching.launch(
         _quantize_kernel,
         triton.cdiv(shards * groups, rows),
