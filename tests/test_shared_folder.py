@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,12 +87,12 @@ class GivenNodes(GivenRanks):
 NODES = {"devices": 1, "num_nodes": 2}
 
 
-def save_by_trainer(folder: str, **options: Any) -> tuple[bool, Any]:
+def save_by_trainer(folder: str, kind: Any = "auto", every: int | None = None) -> tuple[bool, Any]:
     path, module = Path(folder) / "last.ckpt", Regression()
-    strategy = ScapeStrategy(0.9, sparsity_warmup_steps=0, state_dict_type="auto", cluster_environment=GivenNodes())
-    keep = ModelCheckpoint(folder, "last", save_on_train_epoch_end=True, enable_version_counter=False)
+    strategy = ScapeStrategy(0.9, sparsity_warmup_steps=0, state_dict_type=kind, cluster_environment=GivenNodes())
+    keep = ModelCheckpoint(folder, "last", every_n_train_steps=every, enable_version_counter=False)
     trainer = L.Trainer(
-        **NODES | options,  # type: ignore[arg-type]
+        **NODES,  # type: ignore[arg-type]
         strategy=strategy,
         accelerator="cpu",
         max_epochs=1,
@@ -103,17 +104,21 @@ def save_by_trainer(folder: str, **options: Any) -> tuple[bool, Any]:
     )
     trainer.fit(module)
     assert path.exists()
+    moved = strategy.checkpoint_bytes
+    lead, moves = dist.get_rank() == 0, not path.is_dir()
+    assert (moved.received > 0, moved.sent > 0) == (moves and lead, moves and not lead)
     return path.is_dir(), weights(module)
 
 
-def save_by_fabric(folder: str, **options: Any) -> bool:
-    strategy = FabricScapeStrategy(0.9, sparsity_warmup_steps=0, state_dict_type="auto")
+def save_by_fabric(folder: str, kind: Any = "auto", times: int = 1, **options: Any) -> bool:
+    strategy = FabricScapeStrategy(0.9, sparsity_warmup_steps=0, state_dict_type=kind)
     fabric = L.Fabric(accelerator="cpu", strategy=strategy, plugins=[GivenNodes()], **NODES)  # type: ignore[arg-type]
     fabric.launch()
     model = torch.nn.Linear(3, 3)
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
     path = Path(folder) / "saved"
-    fabric.save(path, {"model": model, "optimizer": optimizer}, **options)
+    for _ in range(times):
+        fabric.save(path, {"model": model, "optimizer": optimizer}, **options)
     fabric.barrier()
     fabric.load(path, {"model": model, "optimizer": optimizer})
     return path.is_dir()
@@ -142,6 +147,28 @@ def test_auto_saves_files_on_one_node(tmp_path: Path) -> None:
     own.settle([tmp_path], nodes=2)
     assert own.sharded
     assert list(tmp_path.iterdir()) == []
+
+
+def waits(rank: int, world_size: int, folder: str) -> list[list[str]]:
+    saving.ENOUGH_SECONDS = saving.LONG_SHARE = 0.0
+    found = []
+    for save in (
+        lambda: save_by_trainer(f"{folder}/trainer", "full", every=1),
+        lambda: save_by_fabric(f"{folder}/fabric", "full", times=4),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            save()
+        found.append([str(each.message) for each in caught if "ranks waited" in str(each.message)])
+    return found
+
+
+def test_nodes_that_wait_for_files_are_told_once_of_both_ways_out(run_ranks: RunRanks, tmp_path: Path) -> None:
+    first, second = run_ranks(waits, 2, str(tmp_path))
+    assert second == [[], []]
+    for (text,), host in zip(first, ("trainer", "fabric"), strict=True):
+        assert "`async_save=True`" in text
+        assert f"which all see '{tmp_path}/{host}'" in text
 
 
 class Clock:

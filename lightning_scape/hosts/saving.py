@@ -15,7 +15,7 @@ from lightning_scape.core.words import show_bytes, show_seconds
 
 LONG_SHARE = 0.05
 """Of the time of training, which it may wait for checkpoints before that is said."""
-_ENOUGH_SECONDS = 10.0
+ENOUGH_SECONDS = 10.0
 """Of training, before that is judged."""
 
 
@@ -82,7 +82,7 @@ class Saving:
             self._since, self._collected, self._moved = now, 0.0, moved.received
             return None
         trained = now - self._since - self._collected
-        enough, long = trained >= _ENOUGH_SECONDS, self._collected >= LONG_SHARE * trained
+        enough, long = trained >= ENOUGH_SECONDS, self._collected >= LONG_SHARE * trained
         self._judged, long = Communicator(None, None).all_gather_object((enough, long))[0]
         if not (self._judged and long):
             return None
