@@ -335,6 +335,7 @@ def test_whole_runs_are_compared_over_seconds_and_bytes(tmp_path: Path) -> None:
     assert ", 0 s] 1gbit ddp" in again.stdout  # read, not measured
 
 
+@pytest.mark.slow
 @two_host
 def test_the_benchmark_compares_nodes_of_two_ranks(tmp_path: Path) -> None:
     options = ["--short", "--ranks-per-host=2", f"--out={tmp_path}"]
