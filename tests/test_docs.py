@@ -19,7 +19,7 @@ HEADING = re.compile(r"^#{1,6} +(.+)$", re.MULTILINE)
 TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 MEASURED = re.compile(r"\d\.\d|\d,\d{3}|\d+ ms|\d%")
 SOURCE = re.compile(r"^Data: (?:\[[^\]]+\]\(([^)]+)\)); command:\s`([^`]+)`\.$", re.MULTILINE)
-LINKED = [*PAGES, "CHANGELOG.md", "examples/QUALITY.md"]
+LINKED = [*PAGES, "CHANGELOG.md", "examples/QUALITY.md", ".github/CONTRIBUTING.md"]
 
 
 def load(name: str) -> ModuleType:
