@@ -172,7 +172,7 @@ def test_the_progress_bar_shows_short_names_and_leaves_the_modules_own() -> None
     bar = SimpleNamespace(get_metrics=lambda: own)
     optimizers = under_scape([torch.optim.AdamW([nn.Parameter(torch.ones(1000))])], ScapeConfig())
     shown = DensityBar(bar, SimpleNamespace(optimizers=optimizers))()
-    assert shown == {"train_loss": 1.0, "compression": 5.0, "scape/grad_norm": 2.0, "grad_norm": 3.0, "density": 1.0}
+    assert shown == {"train_loss": 1.0, "compression": 5.0, "scape/grad_norm": 2.0, "grad_norm": 3.0}
 
 
 # ------------------------------------------------------------------------------------------------ the first line
