@@ -83,7 +83,7 @@ def everything(params: list[Any], optimizer: ScapeOptimizer) -> list[Tensor]:
     ]
     shard = [
         part
-        for t in (state.exp_avg, state.master, state.exp_avg_sq, state.last_step)
+        for t in (state.exp_avg, state.master, state.change_error, state.exp_avg_sq, state.last_step)
         if t is not None
         for part in piece_views(t, optimizer.engine.shard.region.pieces)
     ]
