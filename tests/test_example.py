@@ -118,8 +118,8 @@ def test_the_figures_are_the_parts_of_a_whole(scape_run: tuple[Path, str], dense
     kinds = ("bytes_values", "bytes_parameters", "bytes_mask", "bytes_votes", "bytes_norm")
     assert all(scape[kind] > 0 for kind in kinds)
     assert scape["bytes_total"] == sum(scape[kind] for kind in kinds)
-    # The warm-up lasts for the whole run: measured 1.37 times the bytes of its last step, of which the norm's are nearly
-    # half; a tenth of dense training's.
+    # The warm-up lasts for the whole run: measured 1.37 times the bytes of its last step, of which the norm's are some
+    # 40%; a tenth of dense training's.
     assert 1.3 * scape["bytes_total"] * STEPS < scape["bytes_sent"] < scape["bytes_dense"] * STEPS / 9
     assert scape["bytes_dense"] == dense["bytes_total"] == 4 * scape["model_parameters"]
     assert (scape["bytes_are"], dense["bytes_are"]) == ("counted", "computed")
@@ -129,7 +129,7 @@ def test_the_figures_are_the_parts_of_a_whole(scape_run: tuple[Path, str], dense
 
 
 def test_values_changes_and_mask_take_as_much_as_the_density_of_the_last_step_says(scape_run: tuple[Path, str]):
-    """8 bytes of dense all-reduce against 34 for 64 values and for 64 changes, and a bit of the mask for each parameter.
+    """8 bytes of dense all-reduce against 34 for 64 values and for 64 changes, and a bit of the mask per parameter.
 
     0.025 more with votes.
     """
