@@ -37,6 +37,17 @@ class Progress(NamedTuple):
     """What a progress bar shows after every step."""
 
 
+class RunBytes(NamedTuple):
+    """What one rank sends in some steps of an optimizer, by its options; checkpoints left out."""
+
+    sent: int
+    """In all of them."""
+    last: int
+    """In the last step, or, of a method that exchanges after several steps, in an exchange."""
+    dense: int
+    """What ring all-reduces of the gradient (DDP) would send, in the parameters' own dtypes."""
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """Where an optimizer is put under a method."""
@@ -226,6 +237,18 @@ class Method(ABC):
         A report draws these: ``step``, ``density``, ``compression``, ``skipped_total``, ``message_seconds``,
         ``bytes_total``, ``bytes_dense``, ``bytes_<kind>`` and ``seconds/<phase>``. Any other name is logged.
         """
+
+    def run_bytes(self, first: int, steps: int, clips: bool) -> RunBytes | None:
+        """What this rank sends in the steps from ``first``, counted from 0, up to, not including, ``steps``.
+
+        None: the method does not say.
+
+        Args:
+            first: steps before them.
+            steps: those before the end.
+            clips: whether the host clips the norm of the gradient.
+        """
+        return None
 
     @classmethod
     @abstractmethod
