@@ -25,6 +25,7 @@ from typing import Any
 
 import peers
 import torch
+from evaluate_litgpt import save_checkpoint
 from quality_report import report
 from quality_runs import SHORT, SUITES, Run
 from quality_tasks import task_of
@@ -262,8 +263,8 @@ ABLATIONS: dict[str, Callable[[SimulatedRanks, Any], None]] = {
 # --------------------------------------------------------------------------------------------------- main
 
 
-def execute(run: Run, out: Path) -> None:
-    """Trains, or goes on from a snapshot."""
+def execute(run: Run, out: Path, keep: bool = False) -> None:
+    """Trains, or goes on from a snapshot; keeps the language model that has come out, too."""
     folder = out / "runs"
     folder.mkdir(parents=True, exist_ok=True)
     snapshot = out / "snapshots" / f"{run.name}.pt"
@@ -273,12 +274,14 @@ def execute(run: Run, out: Path) -> None:
         training.load(snapshot)
         print(f"{run.name}: goes on from step {training.step}")
     result = training.go(snapshot, every=max(1, run.steps // 20), seconds_between=120)
+    if keep and run.task == "python":
+        save_checkpoint(training.model, out / "models" / run.name)
     path = folder / f"{run.name}.json"
     path.with_suffix(".new").write_text(json.dumps(result, indent=1) + "\n")
     os.replace(path.with_suffix(".new"), path)
 
 
-def execute_all(runs: list[Run], out: Path, jobs: int) -> None:
+def execute_all(runs: list[Run], out: Path, jobs: int, keep: bool) -> None:
     """In processes of their own, ``jobs`` at a time, in order; 0 jobs: all in this one.
 
     They are forked: each starts with everything imported, and all run the code of the moment when the first began.
@@ -286,13 +289,13 @@ def execute_all(runs: list[Run], out: Path, jobs: int) -> None:
     runs = [run for run in runs if not (out / "runs" / f"{run.name}.json").exists()]
     if not jobs:
         for run in runs:
-            execute(run, out)
+            execute(run, out, keep)
         return
     waiting, running = list(runs), {}
     while waiting or running:
         while waiting and len(running) < jobs:
             run = waiting.pop(0)
-            process = multiprocessing.get_context("fork").Process(target=execute, args=(run, out), daemon=True)
+            process = multiprocessing.get_context("fork").Process(target=execute, args=(run, out, keep), daemon=True)
             process.start()
             running[process] = run
             print(f"started {run.name}; {len(waiting)} of {len(runs)} to go", flush=True)
@@ -311,6 +314,7 @@ def main() -> None:
     parser.add_argument(
         "--jobs", type=int, default=1, help="processes, one run and one core each; 0: all in this one (default: 1)"
     )
+    parser.add_argument("--keep-models", action="store_true", help="also leave <out>/models/<name>, for LitGPT")
     parser.add_argument("--list", action="store_true", help="only name the runs")
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder for results (default: {OUT.name})")
     args = parser.parse_args()
@@ -321,7 +325,7 @@ def main() -> None:
         print("\n".join(run.name for run in runs))
         return
     if not args.report:
-        execute_all(runs, args.out, 0 if args.short else args.jobs)
+        execute_all(runs, args.out, 0 if args.short else args.jobs, args.keep_models)
     print(report(args.out))
 
 

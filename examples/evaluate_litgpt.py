@@ -4,6 +4,8 @@
     litgpt-scape pretrain --config configs/tiny_cpu.yaml
     python examples/evaluate_litgpt.py out/tiny_cpu/final
 
+With --questions FOLDER the model also answers what python_questions.py has built there.
+
 For LitGPT checkpoints over bytes (`configs/byte_tokenizer`) of Llama's architecture, or with a config.json beside them.
 Two of lm-eval's perplexity tasks get held-out files of the standard library, laid out as local folders of the names
 that the tasks ask for, instead of their own texts. Hence no figure here compares with published ones of these tasks.
@@ -20,6 +22,7 @@ too. Training's validation windows follow one another likewise, but across files
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import math
@@ -183,6 +186,42 @@ def run_litgpt_evaluate(checkpoint: Path, work: Path) -> dict[str, Any]:
     return json.loads((work / "converted" / "results.json").read_text())
 
 
+def answers(model: Path, questions: Path) -> dict[str, list[int]]:
+    """By lm-eval: right (1) or wrong (0), question by question, for each kind of python_questions.py's.
+
+    Args:
+        model: a folder of Hugging Face's.
+        questions: what python_questions.py has built.
+    """
+    from lm_eval import evaluator
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+    from python_questions import KINDS, TASK
+
+    network = HFLM(pretrained=str(model), device="cpu", batch_size=BATCH, dtype="float32")
+    tasks = TaskManager(include_path=str(questions.resolve()))
+    results = evaluator.simple_evaluate(network, tasks=[TASK], task_manager=tasks, log_samples=True)
+    samples = {kind: results["samples"][f"{TASK}_{kind}"] for kind in KINDS}
+    return {
+        kind: [int(s["acc"]) for s in sorted(of_kind, key=lambda s: s["doc_id"])] for kind, of_kind in samples.items()
+    }
+
+
+def tell_answers(found: dict[str, list[int]], questions: Path, out: Path | None) -> None:
+    """Prints the share that is right, of each kind and of all; ``out`` gets every answer."""
+    from python_questions import accuracy
+
+    print(f"\n{'questions':<12} {'asked':>6} {'right':>7} {'standard error':>15}")
+    for kind, right in {**found, "all": sum(found.values(), [])}.items():
+        share, error = accuracy(right)
+        print(f"{kind:<12} {len(right):6,} {share:7.1%} {error:15.1%}")
+    if out is not None:
+        digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(questions.glob("*.jsonl")))).hexdigest()
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps({"questions": digest[:16], "answers": found}) + "\n")
+        print(f"\neach answer is in {out}")
+
+
 def windows(text: str, context: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets, int64 [n, context]; every byte is a target once, the other targets are `SKIPPED`.
 
@@ -214,6 +253,16 @@ def bits(model: torch.nn.Module, texts: list[str], context: int) -> float:
     return scored * math.log2(perplexity.compute().item())
 
 
+def save_checkpoint(model: Any, folder: Path) -> None:
+    """Writes a GPT of LitGPT's over bytes as a folder of LitGPT's, which this script takes."""
+    from litgpt.utils import copy_config_files, save_config
+
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), folder / "lit_model.pth")
+    save_config(model.config, folder)
+    copy_config_files(Path(__file__).resolve().parents[1] / "configs" / "byte_tokenizer", folder)
+
+
 def load_model(config: Any, checkpoint: Path) -> torch.nn.Module:
     from litgpt import GPT
 
@@ -228,7 +277,13 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="LitGPT's folder, such as out/tiny_cpu/final")
     parser.add_argument("--max-bytes", type=int, default=100_000, help="of whole held-out files (default: 100000)")
     parser.add_argument("--val-fraction", type=float, default=0.05, help="as in training (default: 0.05)")
+    parser.add_argument("--questions", type=Path, help="folder of python_questions.py, to be answered too")
+    parser.add_argument("--answers", type=Path, help="with --questions: file for every answer")
     options = parser.parse_args()
+    if options.questions is not None and not (options.questions / "group.yaml").is_file():
+        parser.error(
+            f"--questions must be a folder that `python_questions.py build` wrote, got {options.questions}. Build it."
+        )
     check_installed()
     from litgpt import Config
 
@@ -250,6 +305,7 @@ def main() -> None:
             (work / "converted").mkdir()
             (work / "converted" / "config.json").write_text(json.dumps(llama_config(config), indent=2))
         results = run_litgpt_evaluate(checkpoint, work)
+        answered = answers(work / "converted", options.questions) if options.questions else None
 
     model = load_model(config, checkpoint)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -270,6 +326,8 @@ def main() -> None:
         print(f"{theirs - ours:11.1e}")
     if worst > TOLERANCE:
         raise SystemExit(f"\nBoth must agree within {TOLERANCE} bits per byte, got {worst:.1e}: trust neither.")
+    if answered is not None:
+        tell_answers(answered, options.questions, options.answers)
 
 
 if __name__ == "__main__":

@@ -285,6 +285,7 @@ def build_trainer(args: argparse.Namespace, parameters: int, folder: Path) -> tu
         limit_val_batches=args.val_batches,
         num_sanity_val_steps=0,
         log_every_n_steps=every,
+        default_root_dir=folder,  # SLURM's signal saves here, and a later job's start looks here
         logger=CSVLogger(folder, name="", version=""),
         callbacks=[figures, LearningRateMonitor(), TQDMProgressBar(20), *monitor, checkpoint],
         enable_model_summary=False,

@@ -24,8 +24,7 @@ class Scape:
 
     Args:
         parameters: the replicas, which are always equal, so that one stands for all.
-        ranks: N.
-        sparsity: 0.99 sends 2 of 200 entries in the end, 0.9 sends 25 of 250.
+        ranks, sparsity: N; 0.99 sends 2 of 200 entries in the end, 0.9 sends 25 of 250.
         lr, betas, eps, weight_decay: AdamW's.
     """
 
@@ -53,6 +52,8 @@ class Scape:
         self.residual = torch.zeros(ranks, *rows)  # of each rank: its gradients that were not sent yet
         self.m, self.v = torch.zeros(rows), torch.zeros(rows)  # of the owners
         self.last = torch.zeros(rows, dtype=torch.int64)  # step of each entry's last visit
+        self.error = torch.zeros(rows)  # what rounding has left of its changes
+        self.everything = torch.arange(self.block).expand(rows)
 
     def blocks(self, tensors: Sequence[Tensor]) -> Tensor:
         """Cuts each tensor into blocks, the last one filled up with zeros; then zeros, for N equal shards."""
@@ -62,9 +63,7 @@ class Scape:
 
     def sent(self, step: int) -> int:
         """Entries of a block that a step sends, counted from 0: all at first, q after the warm-up."""
-        density = self.quota / self.block
-        if step < self.warmup:
-            density = 1 / (1 + (1 / density - 1) * ((step + 1) / (self.warmup + 1)))
+        density = 1 / (1 + (self.block / self.quota - 1) * min(1.0, (step + 1) / (self.warmup + 1)))
         return min(self.block, max(self.quota, round(density * self.block)))
 
     # ------------------------------------------------------------------------------------------- the step
@@ -78,13 +77,25 @@ class Scape:
         mask = self.mask_of_step(q)
         if mask is not None:  # the owner's v takes its own gradient for the ranks' mean; noise averages down by N
             self.v = (1 - (1 - self.b2)) * self.v + ((1 - self.b2) / self.ranks) * self.owned(grads).square()
-        values = take(self.residual, mask)  # all-to-all: to the owners, in 16 bits; the rounding errors stay behind
-        mean = sum_in_order(values) / self.ranks
-        changes = self.update(mask, mean)  # all-gather: back to all ranks, in 16 bits
-        self.write(mask, changes)
+        at = self.everything if mask is None else mask
+        values, errors = self.take(at)  # all-to-all: to the owners, in 4 bits
+        mean = sum(values) / self.ranks  # in rank order: every implementation gets the same bits
+        changes = self.update(mask, at, mean)  # all-gather: back to all ranks, in 4 bits
+        self.write(at, changes)
         # Behind the next forward and backward: the mask of the next step, from what is left.
         following = self.sent(self.t)
         self.mask = self.new_mask(following) if mask is not None and following < self.block else None
+        self.residual += errors
+
+    def take(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        """The masked entries leave the residuals, as [N, rows, q]; and their rounding errors, which go back later."""
+        at = at.expand(self.ranks, -1, -1)
+        there = self.residual.gather(2, at)
+        self.residual.scatter_(2, at, 0.0)
+        parts = there.reshape(self.ranks**2, -1)  # of each rank for each owner
+        sent = four_bits(parts)
+        sent[:: self.ranks + 1] = parts[:: self.ranks + 1]  # what is its own does not travel
+        return (sent := sent.reshape_as(there)), torch.zeros_like(self.residual).scatter_(2, at, there - sent)
 
     def mask_of_step(self, q: int) -> Tensor | None:
         """None sends everything. The first sparse step makes its own mask, from its own gradient."""
@@ -104,9 +115,8 @@ class Scape:
             statistic.scatter_add_(1, positions, values.masked_fill((owner == rank)[:, None], 0.0))
         return largest(statistic, q)  # all-gather
 
-    def update(self, mask: Tensor | None, mean: Tensor) -> Tensor:
+    def update(self, mask: Tensor | None, at: Tensor, mean: Tensor) -> Tensor:
         """tau steps of AdamW at once on the masked entries, each by its owner; returns how far they move."""
-        at = mask if mask is not None else torch.arange(self.block).expand(len(mean), -1)
         theta = self.blocks(self.parameters).gather(1, at)
         m, v, tau = (state.gather(1, at) for state in (self.m, self.v, self.t - self.last))
         tau, c1, c2 = tau.clamp(min=1), 1 - self.b1**self.t, 1 - self.b2**self.t
@@ -121,15 +131,16 @@ class Scape:
             v = (mean.square() - v / c2 * self.ranks * tau * tau).clamp(min=0) * (1 - self.b2) + v
         u = torch.maximum(v / c2, common.square())
         new = (1 - self.lr * self.weight_decay) ** tau * theta - moved * self.lr / (u.sqrt() + self.eps)
-        self.m.scatter_(1, at, m)
-        self.v.scatter_(1, at, v)
-        self.last.scatter_(1, at, torch.full_like(at, self.t))
-        return (new - theta).bfloat16()
+        due = new - theta + self.error.gather(1, at)
+        changes = four_bits(due.view(self.ranks, -1)).reshape_as(due)
+        here = torch.full_like(at, self.t)
+        for state, entries in ((self.m, m), (self.v, v), (self.last, here), (self.error, due - changes)):
+            state.scatter_(1, at, entries)
+        return changes
 
-    def write(self, mask: Tensor | None, changes: Tensor) -> None:
+    def write(self, at: Tensor, changes: Tensor) -> None:
         """Every rank adds the same changes to its parameters."""
-        at = mask if mask is not None else torch.arange(self.block).expand(len(changes), -1)
-        dense = torch.zeros(len(changes), self.block).scatter_(1, at, changes.float())
+        dense = torch.zeros(len(changes), self.block).scatter_(1, at, changes)
         row = 0
         for parameter in self.parameters:
             rows = -(-parameter.numel() // self.block)
@@ -142,23 +153,13 @@ class Scape:
         return torch.cat([shards[rank, rank] for rank in range(self.ranks)])
 
 
-def take(residual: Tensor, mask: Tensor | None) -> Tensor:
-    """The masked entries leave the residuals [N, rows, B], rounded: what is sent and what stays are what there was."""
-    if mask is None:
-        mask = torch.arange(residual.shape[2]).expand(residual.shape[1], -1)
-    at = mask.expand(len(residual), -1, -1)
-    there = residual.gather(2, at)
-    rounded = there.bfloat16()
-    residual.scatter_(2, at, there - rounded)
-    return rounded
-
-
-def sum_in_order(values: Tensor) -> Tensor:
-    """Over ranks, in fp32, in rank order: every implementation gets the same bits."""
-    total = values[0].float()
-    for other in values[1:]:
-        total = total + other
-    return total
+def four_bits(values: Tensor) -> Tensor:
+    """What arrives of values [shards, n]: multiples, up to 7, of a unit that 64 of them share. It has 16 bits."""
+    groups = functional.pad(values, (0, -values.shape[1] % 64)).view(len(values), -1, 64)
+    exact = groups.abs().amax(2, keepdim=True) / 7
+    unit = (exact.view(torch.int32) + 0xFFFF & ~0xFFFF).view(torch.float32)
+    multiples = torch.where(exact > 1e-30, groups / unit, 0.0).round().clamp(-7, 7)
+    return (multiples * unit).flatten(1)[:, : values.shape[1]]
 
 
 def largest(statistic: Tensor, count: int) -> Tensor:

@@ -33,7 +33,7 @@ class ScapeOptions:
         mask_statistic: what ranks the entries.
         mask_votes: entries per block that every rank proposes; None chooses.
         second_moment: what an entry is divided by that was not visited in the step before.
-        wire_dtype: how values travel to their owner, and the changes of wider parameters back.
+        wire_dtype: how values travel to their owner, and changes of parameters back; None: in 4 bits.
         bias_correction: divide the first moments by ``1 - beta1**t``.
         clip_norm: how clipping by norm measures the averaged gradient.
         local_group_size: ranks of a node that hold one replica together, sharded by FSDP2; ``"node"`` takes all ranks
@@ -63,7 +63,7 @@ class ScapeOptions:
         mask_statistic: MaskStatistic = "residual",
         mask_votes: int | None = None,
         second_moment: SecondMoment = "measured",
-        wire_dtype: WireDtype = "bf16",
+        wire_dtype: WireDtype | None = None,
         bias_correction: bool = False,
         clip_norm: ClipNorm = "sketch",
         local_group_size: int | Literal["node"] = 1,

@@ -144,6 +144,11 @@ def record() -> dict[str, Launch]:
         for bits, count in itertools.product((4, 8), (GROUP, 1000, 4096)):
             ops.dequantize(ops.quantize(torch.zeros(3, count), bits), bits, count)
             ops.dequantize(ops.quantize(torch.zeros(1, count), bits), bits, count)
+            for sent in (1, 2, 25, 200):
+                rows = count // sent
+                mask = None if sent == 200 else torch.zeros(rows, sent, dtype=torch.uint8)
+                message = torch.zeros(1, -(-rows * sent // GROUP), ops.naive.group_bytes(bits), dtype=torch.uint8)
+                ops.pack(torch.zeros(rows, 200), mask, torch.zeros(rows, sent), message)
     return launches
 
 

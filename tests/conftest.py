@@ -38,9 +38,10 @@ settings.load_profile("scape")
 
 
 LONGEST = """
-cpu kernels checkpoint adamw example two_hosts elastic crash cli quality litgpt link_faults sharded sparseloco_litgpt
-optimizer resume replicas apart two_level_checkpoint requeue bench_gpu fabric faults two_level_trainer notebook
-optimizer_life report soak strategy strategy_life older_checkpoints examples no_part uneven_loaders doctor restarts
+slurm cpu kernels checkpoint adamw example two_hosts elastic crash cli quality litgpt link_faults sharded
+sparseloco_litgpt optimizer resume replicas apart two_level_checkpoint requeue bench_gpu fabric faults notebook
+two_level_trainer optimizer_life report soak strategy strategy_life older_checkpoints examples no_part
+uneven_loaders doctor restarts
 """.split()  # noqa: SIM905 - a list would take a line for each
 """Files whose tests take longest. They come first, so that no worker is left alone with one of them at the end."""
 

@@ -1,4 +1,4 @@
-"""A job under SLURM whose ranks get its signal in different steps: for tests/test_requeue.py."""
+"""A job under SLURM that is stopped and goes on: for tests/test_requeue.py and tests/test_slurm.py."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from lightning_scape import ScapeStrategy, SparseLoCoStrategy
 
 
 class Module(LightningModule):
-    """Signals itself in the middle of one batch."""
+    """Signals itself in the middle of one batch; each batch takes `pause` seconds at least."""
 
-    def __init__(self, batch_of_signal: int | None) -> None:
+    def __init__(self, batch_of_signal: int | None, pause: float = 0.0) -> None:
         super().__init__()
+        self.pause = pause
         torch.manual_seed(0)
         self.layers = torch.nn.Sequential(torch.nn.Linear(16, 40), torch.nn.Tanh(), torch.nn.Linear(40, 1))
         self.batch_of_signal = batch_of_signal
@@ -34,6 +35,7 @@ class Module(LightningModule):
             os.kill(os.getpid(), signal.SIGUSR1)
         if self.batch_of_signal == -1 and batch_idx == 11:  # of this start no rank lives on
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(self.pause)
         # Of each step its own, whatever the loader gives: Lightning starts most loaders anew within an epoch.
         generator = torch.Generator().manual_seed(100 * self.trainer.global_step + self.trainer.global_rank)
         features = torch.randn(4, 16, generator=generator)
@@ -44,9 +46,14 @@ class Module(LightningModule):
 
 
 class Count(Callback):
-    """Of batches, in checkpoints."""
+    """Of batches, in checkpoints. A start that is given -1 for its steps takes five more than it finds."""
 
     batches = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        print(f"begins at step {trainer.global_step}", flush=True)
+        if trainer.max_steps == -1:
+            trainer.fit_loop.epoch_loop.max_steps = trainer.global_step + 5
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.batches += 1
@@ -59,8 +66,9 @@ class Count(Callback):
 
 
 def main(folder: Path, method: str, steps: int, signals: list[int | None], options: dict[str, Any]) -> None:
-    rank, ranks = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
-    accumulate = options.pop("accumulate", 1)
+    rank, ranks, nodes = (int(os.environ[f"SLURM_{name}"]) for name in ("PROCID", "NTASKS", "NNODES"))
+    accumulate, pause = options.pop("accumulate", 1), options.pop("pause", 0.0)
+    every = options.pop("save_every", 5)
     count = Count()
     if method == "scape":
         strategy = ScapeStrategy(sparsity=0.5, sparsity_warmup_steps=0, timeout=60, **options)
@@ -68,7 +76,8 @@ def main(folder: Path, method: str, steps: int, signals: list[int | None], optio
         strategy = SparseLoCoStrategy(sync_every=3, density=0.5, timeout=60, **options)
     trainer = Trainer(
         accelerator="cpu",
-        devices=ranks,
+        devices=ranks // nodes,
+        num_nodes=nodes,
         strategy=strategy,
         max_steps=steps,
         accumulate_grad_batches=accumulate,
@@ -76,9 +85,12 @@ def main(folder: Path, method: str, steps: int, signals: list[int | None], optio
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[count, ModelCheckpoint(folder / "saved", every_n_train_steps=5, save_top_k=-1)],
+        callbacks=[
+            count,
+            ModelCheckpoint(folder / "saved", every_n_train_steps=every, save_top_k=-1, save_on_exception=True),
+        ],
     )
-    module = Module(signals[rank] if signals else None)
+    module = Module(signals[rank] if signals else None, pause)
     trainer.fit(module, DataLoader(TensorDataset(torch.zeros(400, 1)), batch_size=4))
     values = [parameter.detach().flatten().tolist() for parameter in module.parameters()]
     (folder / f"ended-{rank}.json").write_text(

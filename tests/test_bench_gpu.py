@@ -16,6 +16,7 @@ SCRIPT = ROOT / "examples" / "bench_gpu.py"
 TINY = ("--device", "cpu", "--tiny", "--sparsity", "0.99", "--ranks", "8", "--steps", "1")
 
 
+@pytest.mark.slow
 def test_dry_run_writes_its_report(tmp_path: Path) -> None:
     environ = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     command = [warm_python(), str(SCRIPT), *TINY, "--out", str(tmp_path)]

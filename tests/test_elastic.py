@@ -34,6 +34,7 @@ def lose_and_regain(out: Path, *options: str, ranks: tuple[int, ...] = (2, 1, 2)
     assert (out / "elastic.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_job_whose_agent_is_killed_goes_on_without_it(tmp_path: Path) -> None:
     lose_and_regain(tmp_path / "out", "--alone", ranks=(2, 1))

@@ -229,6 +229,14 @@ def test_a_run_has_its_optimizers_rate_under_both_strategies_and_a_name_of_its_o
     assert (example.run_name(args), example.learning_rate(args)) == (name, lr)
 
 
+def test_each_run_has_a_folder_of_its_own_for_slurms_checkpoint(
+    parse: Callable[..., argparse.Namespace], tmp_path: Path
+) -> None:
+    """Lightning loads one that lies in the Trainer's folder, whichever job has saved it."""
+    trainer, _ = load_example(EXAMPLE.stem).build_trainer(parse("--devices=1"), 1, tmp_path)
+    assert Path(trainer.default_root_dir) == tmp_path
+
+
 def test_compare_starts_runs_that_the_script_takes(parse: Callable[..., argparse.Namespace]) -> None:
     example = load_example(EXAMPLE.stem)
     for choice in example.RUNS:

@@ -141,6 +141,7 @@ def test_the_lightning_cli_file_gives_every_option_and_explains_every_key() -> N
             assert re.search(r"# .*\(.*default: .*\)$", line), line
 
 
+@pytest.mark.slow
 def test_the_tour_goes_from_the_doctor_to_a_plan(tmp_path: Path) -> None:
     for name in ("litgpt", "matplotlib"):
         pytest.importorskip(name, reason=f"examples/tour.py needs {name}")

@@ -84,6 +84,8 @@ def test_every_public_function_of_the_reference_is_an_operation_or_a_known_helpe
         "votes_in",
         "proposals_of",
         "group_bytes",
+        "bits_in",
+        "pack_by",
         "column",
         "cut",
     }
@@ -291,7 +293,7 @@ class TestFarAway:
         block = FAR // 64  # blocks of 64 entries, one chosen in each: FAR is the first entry of this one
         mask, values = FarAway(block + 1, 1), torch.zeros(1)
         mask.at(block, 1, "uint8")[0] = 7
-        out = FarAway(block + 1)
+        out, errors = FarAway(block + 1), FarAway(FAR + 64)
         arguments = (
             torch.tensor([memory.at(0, 1).data_ptr()]),
             piece_rows,
@@ -302,10 +304,12 @@ class TestFarAway:
             out.at(0, 1),
             torch.ones(()),
             0,
+            errors.at(0, 1),
             1,
         )
         dtype = triton.language.float32
         constants = {"BLOCK_SIZE": 64, "MASKED": True, "PARAMETER": dtype, "VALUES": dtype, "CHUNK": 2, "SCALED": True}
+        constants["KEEP"] = False
         values = out.at(block, 1)
         for renew in (False, True):
             values[0] = 6.5
@@ -319,6 +323,11 @@ class TestFarAway:
             cuda_launch.launch(cuda_update._exchange_kernel, 1, *arguments, **rule, **constants)
             expected[7] = result
             assert_same_bits(memory.at(FAR, 64), expected)
+        memory.at(FAR, 64)[7], values[0] = 1.0, 2.0**-26
+        rule = {"TO_PARAMETER": True, "ADD": True, "RENEW": False, "KEEP": True}
+        cuda_launch.launch(cuda_update._exchange_kernel, 1, *arguments, **constants | rule)
+        assert errors.at(FAR, 64).nonzero().tolist() == [[7]]
+        assert float(errors.at(FAR, 64)[7]) == 2.0**-26  # 1 + 2**-26 rounds to 1
 
 
 # ---------------------------------------------------------------------------------- compiled, not only run

@@ -91,6 +91,7 @@ def launch(hosts: Hosts) -> Iterator[Callable[..., Ranks]]:
     hosts.set_rate("1gbit")
 
 
+@pytest.mark.slow
 def test_a_link_that_is_down_for_three_seconds_only_holds_training_up(
     hosts: Hosts, launch: Callable[..., Ranks]
 ) -> None:

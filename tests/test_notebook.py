@@ -75,6 +75,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_an_interactive_session_trains_with_fabric_and_says_how() -> None:
     command: list[Any] = [sys.executable, "-i", "-W", "ignore", "-c", FABRIC]
     said = subprocess.run(command, input="", capture_output=True, text=True, timeout=150, check=False)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from example_modules import EXAMPLES, load_example
+from litgpt import Config
 from torch import Tensor
 from warm_python import warm_python
 
@@ -174,6 +175,16 @@ def test_a_run_goes_on_from_its_snapshot_bit_for_bit(bench: ModuleType, tmp_path
     assert whole.bytes_sent == second.bytes_sent
     for parameter, other in zip(whole.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(parameter, other)
+
+
+def test_a_model_that_is_kept_is_a_checkpoint_of_litgpt(bench: ModuleType, tmp_path: Path) -> None:
+    run = bench.dataclasses.replace(tiny(bench), method="adamw", options=(), steps=1)
+    bench.execute(run, tmp_path, keep=True)
+    folder = tmp_path / "models" / run.name
+    assert (folder / "tokenizer.json").is_file()
+    model = load_example("evaluate_litgpt").load_model(Config.from_file(folder / "model_config.yaml"), folder)
+    found = bench.task_of(run).evaluate(model)["loss"]
+    assert found == pytest.approx(json.loads((tmp_path / "runs" / f"{run.name}.json").read_text())["loss"])
 
 
 def test_the_default_warmup_goes_by_the_update_and_that_of_adams_by_the_run(bench: ModuleType) -> None:

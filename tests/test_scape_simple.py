@@ -29,6 +29,8 @@ class Both:
         self.theirs = nn.ParameterList(nn.Parameter(torch.randn(shape) * 0.1) for shape in SHAPES)
         self.mine = [parameter.detach().clone() for parameter in self.theirs]
         self.page = Scape(self.mine, ranks, sparsity, **SETTINGS)
+        self.others = 0
+        """Changes that were rounded to another multiple, of all steps; 64 where a group has another unit."""
         self.package = SimulatedRanks(self.theirs, ranks, ScapeConfig(sparsity=sparsity, update="adamw"), SETTINGS)
 
     def step(self, gradients: list[list[Tensor]]) -> None:
@@ -47,6 +49,7 @@ class Both:
             "m": torch.cat([state.exp_avg for state in states]),
             "v": torch.cat([state.exp_avg_sq for state in states]),
             "last": torch.cat([state.last_step for state in states]).long(),
+            "error": torch.cat([state.change_error for state in states]),
         }
 
     def compare(self, before: list[Tensor]) -> None:
@@ -55,10 +58,12 @@ class Both:
         assert torch.equal(state["residual"], page["residual"])
         for name in ("m", "v"):
             torch.testing.assert_close(page[name], state[name], rtol=2e-5, atol=1e-8)
+        # A change that lies between two multiples of its group's unit goes up or down; what is left says which way.
+        blocks = self.page.blocks(self.mine), self.page.blocks(self.theirs)
+        torch.testing.assert_close(blocks[0] + page["error"], blocks[1] + state["error"], rtol=2**-20, atol=1e-7)
         for mine, theirs, old in zip(self.mine, self.theirs, before, strict=True):
-            # A change is rounded to bf16, up or down where it lies between two numbers; then the sum with a parameter.
-            assert ((mine - theirs).abs() <= 2**-7 * (theirs - old).abs() + 2**-21 * theirs.abs()).all()
-            assert (mine != theirs).sum() <= 0.02 * mine.numel() + 1
+            assert ((mine - theirs).abs() <= 0.15 * (theirs - old).abs().max() + 2**-21 * theirs.abs()).all()
+            self.others += int(((mine - theirs).abs() > 1e-6).sum())
         pending = self.package.optimizers[0].engine.masks
         pending.wait()
         if self.page.mask is not None:
@@ -84,6 +89,7 @@ def test_one_page_is_the_package_in_every_step(sparsity: float, ranks: int, step
         both.go_on_alike()
         sent.add(both.page.sent(step))
     assert len(sent) > 50
+    assert both.others < 1e-3 * steps * sum(mine.numel() for mine in both.mine)
     assert (torch.cat([mine.flatten() for mine in both.mine]) - 1).abs().mean() < 0.2  # trained
 
 

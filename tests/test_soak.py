@@ -23,6 +23,7 @@ def assert_all_is_well(out: Path, steps: int, bound: float) -> None:
     assert (out / "soak.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_hundreds_of_steps_keep_memory_flat_and_replicas_equal(tmp_path: Path) -> None:
     run_script(SOAK, f"--out={tmp_path}", "--steps=240", "--save-every=40", "--bound=16")
     assert_all_is_well(tmp_path, 240, 16.0)

@@ -77,6 +77,7 @@ def _train_on_nodes(rank: int, world_size: int, folder: str) -> None:
     _train(rank, world_size, folder, 4, "--sparseloco.sync_every=2", "--sparseloco.local_group_size=2")
 
 
+@pytest.mark.slow
 def test_litgpt_trains_on_nodes_of_two_and_saves_a_whole_model(
     run_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:

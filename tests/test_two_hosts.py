@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import yaml
 from warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,18 +83,6 @@ def of_lightning(hosts: Hosts, port: int, **more: str) -> list[dict[str, str]]:
     return [{**place, "NODE_RANK": str(rank)} for rank in range(len(hosts))]
 
 
-def of_slurm(hosts: Hosts, job: int) -> list[dict[str, str]]:
-    """What SLURM tells each task of `sbatch --nodes=2 --ntasks-per-node=1`."""
-    names = ",".join(host.address for host in hosts)
-    nodes = str(len(hosts))
-    common = {
-        **{"SLURM_JOB_ID": str(job), "SLURM_JOB_NAME": "scape", "SLURM_NTASKS": nodes, "SLURM_NTASKS_PER_NODE": "1"},
-        **{"SLURM_JOB_NUM_NODES": nodes, "SLURM_NNODES": nodes, "SLURM_JOB_NODELIST": names, "SLURM_NODELIST": names},
-        **{"SLURM_LOCALID": "0", "SLURM_CPUS_PER_TASK": "1", "SLURM_SUBMIT_DIR": str(ROOT)},
-    }
-    return [{**common, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank)} for rank in range(len(hosts))]
-
-
 def trained_alike(ended: list[Ended]) -> None:
     for rank, end in enumerate(ended):
         assert end.status == 0, end.output
@@ -120,49 +107,6 @@ def test_torchrun_trains_over_the_link(hosts: Hosts) -> None:
     torchrun += [f"--master-addr={hosts[0].address}", "--master-port=29502"]
     arguments = [(f"--node-rank={rank}", JOB, "2", "60") for rank in range(2)]
     trained_alike(run_on(hosts, torchrun, [{}, {}], arguments=arguments))
-
-
-@pytest.fixture
-def slurm_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """`srun` that runs its command here, as if SLURM had started this task; and what else the scripts call."""
-    tools = {
-        "srun": 'while [[ $1 == -* ]]; do shift; done; exec "$@"',
-        "scontrol": '[[ "$1 $2" == "show hostnames" ]] && tr , "\\n" <<<"$3"',
-        "python": f'exec "{warm_python()}" "$@"',
-        "litgpt-scape": f'exec "{warm_python()}" -m lightning_scape.tools.cli "$@"',
-    }
-    for name, body in tools.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path), os.environ["PATH"]]))
-    return tmp_path
-
-
-@two_host
-def test_the_slurm_script_trains_on_both_hosts(hosts: Hosts, slurm_tools: Path) -> None:
-    options = ["--accelerator=cpu", "--precision=32-true", "--size=tiny", "--steps=4", "--context=32"]
-    options += ["--val-batches=2", "--max-bytes=200000", f"--out={slurm_tools / 'out'}"]
-    ended = run_on(hosts, ["bash", str(EXAMPLES / "slurm_trainer.sbatch"), *options], of_slurm(hosts, 4503))
-    assert [end.status for end in ended] == [0, 0], ended[0].output + ended[1].output
-    result = json.loads((slurm_tools / "out" / "scape-99" / "result.json").read_text())
-    assert result["ranks"] == 2
-    assert result["bytes_total"] > 0
-
-
-@two_host
-def test_the_litgpt_script_pretrains_on_both_hosts(hosts: Hosts, slurm_tools: Path) -> None:
-    pytest.importorskip("litgpt")
-    out = slurm_tools / "out"
-    options = ["--config", "configs/tiny_cpu.yaml", f"--out_dir={out}", "--train.max_tokens=8192", "--eval.max_iters=2"]
-    options += ["--data.max_bytes=200000", "--train.log_interval=1"]
-    variables = [{**task, "TORCHDYNAMO_DISABLE": "1"} for task in of_slurm(hosts, 4504)]
-    ended = run_on(hosts, ["bash", str(EXAMPLES / "slurm_litgpt.sbatch"), *options], variables)
-    assert [end.status for end in ended] == [0, 0], ended[0].output + ended[1].output
-    assert [f"MEMBER: {rank + 1}/2" in end.output for rank, end in enumerate(ended)] == [True, True]
-    assert "step 4 |" in ended[0].output
-    used = yaml.safe_load((out / "final" / "hyperparameters.yaml").read_text())
-    assert (used["num_nodes"], used["devices"]) == (2, 1)
-    assert (out / "final" / "lit_model.pth").is_file()
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -391,6 +335,7 @@ def test_whole_runs_are_compared_over_seconds_and_bytes(tmp_path: Path) -> None:
     assert ", 0 s] 1gbit ddp" in again.stdout  # read, not measured
 
 
+@pytest.mark.slow
 @two_host
 def test_the_benchmark_compares_nodes_of_two_ranks(tmp_path: Path) -> None:
     options = ["--short", "--ranks-per-host=2", f"--out={tmp_path}"]

@@ -37,17 +37,6 @@ class Progress(NamedTuple):
     """What a progress bar shows after every step."""
 
 
-class RunBytes(NamedTuple):
-    """What one rank sends in some steps of an optimizer, by its options; checkpoints left out."""
-
-    sent: int
-    """In all of them."""
-    last: int
-    """In the last step, or, of a method that exchanges after several steps, in an exchange."""
-    dense: int
-    """What ring all-reduces of the gradient (DDP) would send, in the parameters' own dtypes."""
-
-
 @dataclass(frozen=True)
 class Surroundings:
     """Where an optimizer is put under a method."""
@@ -135,7 +124,7 @@ class Method(ABC):
     compares_ends: ClassVar[bool] = False
     """Whether the step's own message says where an epoch ends (:meth:`announce_batch`). Else the host sends one."""
     step_cost: ClassVar[Any] = None
-    """What its steps cost (``planning.cost_model.StepCost``); None: ``lightning-scape plan`` leaves it out."""
+    """What its steps cost and send (``planning.cost_model.StepCost``); None: ``lightning-scape plan`` leaves it out."""
 
     form: ClassVar[Any]
     """How its states are written: a ``checkpoint.source.Form``."""
@@ -237,18 +226,6 @@ class Method(ABC):
         A report draws these: ``step``, ``density``, ``compression``, ``skipped_total``, ``message_seconds``,
         ``bytes_total``, ``bytes_dense``, ``bytes_<kind>`` and ``seconds/<phase>``. Any other name is logged.
         """
-
-    def run_bytes(self, first: int, steps: int, clips: bool) -> RunBytes | None:
-        """What this rank sends in the steps from ``first``, counted from 0, up to, not including, ``steps``.
-
-        None: the method does not say.
-
-        Args:
-            first: steps before them.
-            steps: those before the end.
-            clips: whether the host clips the norm of the gradient.
-        """
-        return None
 
     @classmethod
     @abstractmethod

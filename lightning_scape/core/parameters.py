@@ -140,8 +140,6 @@ class Parameters:
     def travel_as_changes(self, dtype: torch.dtype) -> bool:
         """Whether their changes are sent, rounded to ``dtype``, in place of their values: if it is narrower than all.
 
-        Of changes packed into bytes ``dtype`` is uint8.
-
         A change is rounded once, by a part in 2**9 for bf16, and every rank adds the same to the same parameter. Where
         masters are kept, parameters are roundings of them: then the values must come.
         """

@@ -7,9 +7,10 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_scape.core.method import Method, RunBytes
+from lightning_scape.core.method import Method
 from lightning_scape.core.words import show_bytes
 from lightning_scape.hosts.advice import with_prefixes
+from lightning_scape.planning.cost_model import RunBytes
 
 
 def expected(methods: Sequence[Method], first: int, steps: float | None, clips: bool) -> RunBytes | None:
@@ -23,11 +24,15 @@ def expected(methods: Sequence[Method], first: int, steps: float | None, clips: 
     """
     if steps is None or steps <= first:
         return None
-    found = [each.run_bytes(first, int(steps), clips) for each in methods]
+    found = [_of(each, first, int(steps), clips) for each in methods]
     known = [each for each in found if each is not None]
     if not known or len(known) < len(found) or not sum(each.sent for each in known):
         return None
     return RunBytes(*map(sum, zip(*known, strict=True)))
+
+
+def _of(method: Method, first: int, steps: int, clips: bool) -> RunBytes | None:
+    return None if method.step_cost is None else method.step_cost.run_bytes(method, first, steps, clips)
 
 
 def said_before(methods: Sequence[Method], steps: float | None, trainer: Trainer) -> str | None:
@@ -87,7 +92,7 @@ class RunSum:
         found: dict[str, float] = {}
         for index, (prefix, each) in enumerate(with_prefixes(self._methods)):
             found[f"{prefix}/bytes_run"] = float(each.communicator.traffic.total - self._before[index])
-            if (same := each.run_bytes(self._first[index], each.progress().steps, self._clips)) is not None:
+            if (same := _of(each, self._first[index], each.progress().steps, self._clips)) is not None:
                 found[f"{prefix}/bytes_run_dense"] = float(same.dense)
             if not index:
                 found[f"{prefix}/bytes_checkpoints"] = float(self._of_checkpoints())

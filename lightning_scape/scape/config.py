@@ -16,7 +16,7 @@ from lightning_scape.core.quota import MAX_BLOCK, Quota, check_local_group_size,
 from lightning_scape.core.words import no_option
 
 MaskStatistic = Literal["residual", "first_moment"]
-WireDtype = Literal["bf16", "fp32", "int8", "int4"]
+WireDtype = Literal["int4", "int8", "bf16", "fp32"]
 ClipNorm = Literal["sketch", "local"]
 SecondMoment = Literal["measured", "reconstructed"]
 Update = Literal["adamw", "adams"]
@@ -110,11 +110,13 @@ class ScapeConfig:
     bytes, no message). ``"reconstructed"`` takes it from the synchronized buffer alone, as the paper does.
     ``update="adamw"`` always measures (4P/N bytes)."""
 
-    wire_dtype: WireDtype = "bf16"
-    """How values travel to their owner: ``"bf16"`` (2 bytes), ``"int8"`` or ``"int4"`` (1.03 or 0.53 bytes: 64 values
-    share a scale), or ``"fp32"``; the rounding error stays in the residual. Where
-    all parameters are wider than that, they come back as changes in it (bf16: rounded by a part in 512), else, and
-    where fp32 masters are kept, as values in their own dtype."""
+    wire_dtype: WireDtype | None = None
+    """How values travel to their owner: ``"int4"`` or ``"int8"`` (0.53 or 1.03 bytes: 64 values share a scale),
+    ``"bf16"`` (2 bytes), or ``"fp32"``; the rounding error stays in the residual. None takes ``"int4"``, or ``"bf16"``
+    at sparsity 0, for dense training; a run that goes on from a checkpoint keeps the checkpoint's. From int4 and int8,
+    parameters of any dtype come back as changes in as many bits, and the owner keeps what rounding leaves of these.
+    From bf16 they do (rounded by a part in 512) where all are wider than that; else, as from fp32 where masters are
+    kept, they come back as values in their own dtype."""
 
     bias_correction: bool = False
     """With ``update="adams"``: divide the first moments by ``1 - beta1**t``, as the code of AdamS does, its paper does
@@ -228,7 +230,8 @@ class ScapeConfig:
     def paper(cls, sparsity: float = 0.99) -> ScapeConfig:
         """The letter of the paper, which trains worse than the defaults: for comparison (docs/design.md, 1).
 
-        Masks from first moments, the denominator from the synchronized buffer alone, the update of AdamS, no warm-up.
+        Masks from first moments, the denominator from the synchronized buffer alone, the update of AdamS, no warm-up,
+        values in bf16.
         """
         return cls(
             sparsity=sparsity,
@@ -236,6 +239,7 @@ class ScapeConfig:
             mask_statistic="first_moment",
             second_moment="reconstructed",
             sparsity_warmup_steps=0,
+            wire_dtype="bf16",
         )
 
     @property
@@ -288,14 +292,19 @@ class ScapeConfig:
         return {name: str(value) if isinstance(value, torch.device) else value for name, value in values.items()}
 
     @property
+    def wire(self) -> WireDtype:
+        """`wire_dtype`, its default filled in."""
+        return self.wire_dtype or usual_wire(self.sparsity)
+
+    @property
     def values_dtype(self) -> torch.dtype:
         """The torch dtype that ``wire_dtype`` names; fp32 for those that are packed into fewer bits."""
-        return _WIRE_DTYPES.get(self.wire_dtype, torch.float32)
+        return _WIRE_DTYPES.get(self.wire, torch.float32)
 
     @property
     def wire_bits(self) -> int | None:
         """Bits of a value on the wire where values are packed, else None."""
-        return _WIRE_BITS.get(self.wire_dtype)
+        return _WIRE_BITS.get(self.wire)
 
 
 _LEAST_WHOLE = {
@@ -304,7 +313,7 @@ _LEAST_WHOLE = {
     "max_skipped": 1,
     "check_replicas_every": 0,
 }
-_CHOSEN_BY_NONE = ("sparsity_warmup_steps", "update")
+_CHOSEN_BY_NONE = ("sparsity_warmup_steps", "update", "wire_dtype")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "update": get_args(Update),
     "mask_statistic": get_args(MaskStatistic),
@@ -312,6 +321,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "wire_dtype": get_args(WireDtype),
     "clip_norm": get_args(ClipNorm),
 }
+
+
+def usual_wire(sparsity: float) -> WireDtype:
+    """The wire where none is chosen. Dense training is as with torch's optimizer, but for the rounding of bf16."""
+    return "int4" if sparsity else "bf16"
 
 
 def _as_device(value: torch.device | str) -> torch.device:

@@ -39,7 +39,7 @@ def scape_bytes(
         sent: entries per block, q; None is the number at the end of the warm-up.
     """
     blocks = Layout(numels, [0] * len(numels), config.quota.block_size, ranks).blocks
-    back = parameter_bytes if parameter_bytes < 4 else None
+    back = parameter_bytes if parameter_bytes < 4 and config.wire_bits is None else None
     return message_bytes(config, blocks, ranks, back, sent) | {
         "norm": norm_bytes(config, len(numels), ranks, clip=clip)
     }
@@ -81,8 +81,8 @@ def message_bytes(
 def state_bytes(config: ScapeConfig, ranks: int, parameter_bytes: int) -> float:
     """Bytes that a rank keeps for each parameter of the model: the residual, and its part of what owners keep."""
     mean_square = config.update != "adams" or config.measures_noise  # AdamW's second moment, or AdamS's floor
-    errors = config.wire_bits is not None and parameter_bytes >= 4  # of the changes, which come back packed too
-    return 4 + (8 + 4 * (parameter_bytes < 4) + 4 * mean_square + 4 * errors) / ranks
+    lacking = parameter_bytes < 4 or config.wire_bits is not None  # masters, or errors of changes that come back packed
+    return 4 + (8 + 4 * mean_square + 4 * lacking) / ranks
 
 
 def scape_traffic(density: float, *, votes: bool, parameter_bytes: int = 4, wire_bytes: int = 2) -> tuple[float, float]:

@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_scape.checkpoint.parts import OwnParts
-from lightning_scape.core.method import Advice, Clipping, Method, Progress, RunBytes, Spelling, Surroundings
+from lightning_scape.core.method import Advice, Clipping, Method, Progress, Spelling, Surroundings
 from lightning_scape.scape import advice, stand_in
 from lightning_scape.scape.config import REMOVED_OPTIONS, ScapeConfig
-from lightning_scape.scape.cost import norm_bytes
 from lightning_scape.scape.form import FORM
 from lightning_scape.scape.optimizer import ScapeOptimizer
 from lightning_scape.scape.plan import ScapeCost
@@ -171,16 +170,6 @@ class ScapeMethod(Method):
     def stats(self) -> dict[str, float]:
         stats = self.optimizer.stats
         return {} if stats is None else stats.as_dict("")
-
-    @override
-    def run_bytes(self, first: int, steps: int, clips: bool) -> RunBytes:
-        optimizer, parameters = self.optimizer, self.optimizer.engine.parameters.tensors
-        ranks, counts = optimizer.communicator.world_size, optimizer.schedule.sent_by_step(steps, first)
-        norm = norm_bytes(optimizer.config, len(parameters), ranks, clip=clips)
-        sent = sum(count * (optimizer.bytes_per_step(q) + norm) for q, count in counts.items())
-        dense = 2 * (ranks - 1) * sum(p.numel() * p.element_size() for p in parameters) // ranks
-        last = optimizer.bytes_per_step(optimizer.schedule.sent(max(0, steps - 1))) + norm
-        return RunBytes(sent, last, max(0, steps - first) * dense)
 
     @classmethod
     @override

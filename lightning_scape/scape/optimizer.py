@@ -96,7 +96,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
             raise TypeError(
                 f"`config` must be a ScapeConfig, got {type(config).__name__}. Pass ScapeConfig(sparsity=...)."
             )
-        self.config = config if config.update is not None else replace(config, update="adams")
+        config = config if config.update is not None else replace(config, update="adams")
         parameters = Parameters.of(self.param_groups)
         parameters.rename(named_parameters)
         if communicator is None:
@@ -109,9 +109,9 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         problem = parameters.problem(self.param_groups) or local_shards.problem(
             parameters.names, parameters.tensors, config.local_group_size, process_group
         )
-        setup = _describe(self.config, parameters, self.param_groups)
+        setup = _describe(config, parameters, self.param_groups)
         check_same_setup_everywhere(comm, shards, setup, problem, parameters.device)
-        self.engine = Engine(parameters, self.config, comm, total_steps, shards)
+        self.engine = Engine(parameters, config, comm, total_steps, shards)
         """The step and its state. Not for users; tests, benchmarks and simulated ranks look at training through it."""
         self._shared = _Shared()
 
@@ -262,6 +262,11 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     @property
+    def config(self) -> ScapeConfig:
+        """All options; the wire is a loaded checkpoint's, where none was chosen."""
+        return self.engine.config
+
+    @property
     def schedule(self) -> SparsitySchedule:
         """How many entries of a block are sent at which step."""
         return self.engine.masks.schedule
@@ -405,7 +410,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         loaded.take_up(snapshot)
         for group, saved in zip(self.param_groups, loaded.param_groups, strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
-        self.engine.replace_state(state)
+        self.engine.replace_state(state, loaded.config)
         self._shared.consolidated = None
 
     def _snapshot(self, state: ScapeState) -> checkpoint.Snapshot:

@@ -24,7 +24,7 @@ from lightning_scape.core.local_shards import numels_of
 from lightning_scape.core.method import of_state
 from lightning_scape.scape import keys
 from lightning_scape.scape.checks import FORMAT, check, check_foreign, check_mask, check_whole
-from lightning_scape.scape.config import REMOVED_OPTIONS
+from lightning_scape.scape.config import REMOVED_OPTIONS, ScapeConfig, usual_wire
 from lightning_scape.scape.foreign import by_number, guess_second_moment, load_foreign
 from lightning_scape.scape.form import FORM
 from lightning_scape.scape.mask import SparsitySchedule
@@ -94,6 +94,8 @@ class Loaded:
     notes: list[str]
     """Warnings for the user."""
     schedule: SparsitySchedule
+    config: ScapeConfig
+    """From now on."""
     mask: Tensor | None = None
     skipped: tuple[int, int] | None = None
     """Skipped steps, those in a row and in all; None leaves the counters."""
@@ -147,6 +149,8 @@ def _load(snapshot: Snapshot, source: Source, rank: int, groups: Sequence[Mappin
     """:func:`load` of a state of SCAPE, in either form."""
     common = source.common
     renamed = check(source, snapshot.parameters, groups)
+    config, kept_on = _with_saved_wire(snapshot.config, common["config"])
+    snapshot = replace(snapshot, config=config)
     snapshot.set_steps(common["step"], common.get("missed", {}))
     snapshot.state.calls = common["calls"]
     _read_shard(snapshot, source, rank)
@@ -155,8 +159,9 @@ def _load(snapshot: Snapshot, source: Source, rank: int, groups: Sequence[Mappin
     mask, dropped = _read_mask(snapshot, source)
     return Loaded(
         param_groups=common["param_groups"],
-        notes=[*renamed, *_differences(snapshot.config.as_dict(), common["config"]), *resharded, *dropped],
+        notes=[*renamed, *_differences(config, common["config"]), *kept_on, *resharded, *dropped],
         schedule=_schedule(snapshot, common),
+        config=config,
         mask=mask,
         skipped=(common["skipped_in_row"], common["skipped_total"]),
     )
@@ -167,7 +172,7 @@ def _load_foreign(snapshot: Snapshot, source: Source, rank: int, groups: Sequenc
     saved = source.common["param_groups"]
     check_foreign(source, snapshot.parameters, groups)
     carried_over = load_foreign(snapshot, source, rank, _from_now_on(groups, saved))
-    return Loaded(saved, [carried_over], snapshot.masks.schedule)
+    return Loaded(saved, [carried_over], snapshot.masks.schedule, snapshot.config)
 
 
 def _from_now_on(mine: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -180,8 +185,9 @@ def _read_shard(snapshot: Snapshot, source: Source, rank: int) -> None:
     state, names = snapshot.state, keys.held(source)
     if "master" in names and snapshot.parameters.need_masters:
         state.master = torch.zeros_like(state.exp_avg)
-    packs = snapshot.config.wire_bits is not None and snapshot.parameters.travel_as_changes(torch.uint8)
-    if "change_error" in names and packs:  # else it ends with the wire that made it: less than a unit of each entry
+    packs = snapshot.config.wire_bits is not None
+    # Of fp32 parameters it ends with the wire that made it: less than a unit of each entry.
+    if "change_error" in names and (packs or snapshot.parameters.need_masters):
         state.change_error = torch.zeros_like(state.exp_avg)
     if state.exp_avg_sq is not None and "noise" in names and "exp_avg_sq" not in names:
         state.local_exp_avg_sq = torch.zeros_like(state.exp_avg_sq)  # AdamS's gives AdamW's its second moment
@@ -268,12 +274,28 @@ def _schedule(snapshot: Snapshot, common: Mapping[str, Any]) -> SparsitySchedule
     return schedule
 
 
-def _differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+def _with_saved_wire(config: ScapeConfig, saved: Mapping[str, Any]) -> tuple[ScapeConfig, list[str]]:
+    """Options that go on with the checkpoint's wire, where none is chosen now; and a warning if it is unusual."""
+    wire = saved.get("wire_dtype")
+    if config.wire_dtype is not None or wire is None:
+        return config, []
+    usual, config = config.wire, replace(config, wire_dtype=wire)
+    if wire == usual:
+        return config, []
+    return config, [
+        f"The checkpoint was written with wire_dtype={wire!r}, and training goes on with it, for none is chosen now."
+        f" New runs take {usual!r}: set wire_dtype={usual!r} to switch."
+    ]
+
+
+def _differences(config: ScapeConfig, saved: Mapping[str, Any]) -> list[str]:
     """A warning that names changed options, where they change the training."""
+    mine = {**config.as_dict(), "wire_dtype": config.wire}
     silent = ["residual_device", "max_skipped", "check_replicas_every", "local_group_size", "reshard_after_forward"]
     if mine["sparsity_warmup_steps"] is None:  # then the checkpoint's holds
         silent.append("sparsity_warmup_steps")
     saved = {**saved, "update": saved.get("update", "adams")}  # the only one before there was a choice
+    saved["wire_dtype"] = saved.get("wire_dtype") or usual_wire(saved.get("sparsity", 0.0))
     differ = [
         f"{name}={saved.get(name)!r} (now {value!r})"
         for name, value in mine.items()

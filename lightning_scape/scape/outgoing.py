@@ -26,8 +26,9 @@ class Outgoing:
         self.region = layout.remote(rank)
         """Rows of all blocks."""
         self.wire = ValueWire(config.wire_bits if layout.world_size > 1 else None)
-        """Packs the values."""
-        self._dtype, self._my_rows, self._shards = config.values_dtype, layout.rows_of(rank), layout.world_size
+        """Packs the values, while they are swept."""
+        self._rank, self._shards = rank, layout.world_size
+        self._dtype, self._my_rows = config.values_dtype, layout.rows_of(rank)
         self._blocks = layout.blocks if self.region.rows else 0  # none with one rank
 
     def fold(self, step: Step) -> None:
@@ -41,30 +42,33 @@ class Outgoing:
 
         The rounding error goes back into the residual: what is sent plus what is left is what was there, bit for bit.
         """
-        residual, mask = step.state.residual[: self._blocks], step.mask.swept
+        residual = step.state.residual[: self._blocks]
         values = torch.empty(self._blocks, step.sent, dtype=self._dtype, device=residual.device)
+        message = self.wire.message(self._blocks // self._shards, step.sent, self._shards, residual.device)
         ops.sweep(
             ops.Sweep(
                 self.region,
                 residual,
                 None if step.folded else step.parts(self.region),
                 step.scale.blocks,
-                mask,
+                step.mask.swept,
                 values,
                 clip_value=step.clip_value,
                 proposals=None if step.ranking is None else step.ranking.proposals,
+                message=message,
             )
         )
-        values[self._my_rows] = 0  # NCCL may look for NaN in its input
-        message = self.wire.pack(values, self._shards)
-        if self.wire.bits is not None:  # what rounding leaves has stayed in values
-            ops.scatter_blocks(residual, mask, values, add=True)
-        return message.to(step.state.step.device)
+        if message is None:
+            values[self._my_rows] = 0  # NCCL may look for NaN in its input
+            return values.to(step.state.step.device)
+        message[self._rank] = 0
+        return message.flatten(0, 1).to(step.state.step.device)
 
     def sent(self, step: Step, message: Tensor) -> list[Tensor]:
         """The values of a message as their owners will read them, ``[*, q]`` each."""
-        values = self.wire.read(message, self._blocks // self._shards, step.sent, self._shards)
-        return [values[rows] for rows in self.region.rows]
+        rows = self.region.rows
+        values = self.wire.read(message, self._blocks // self._shards, step.sent, self._shards, rows)
+        return [values[each] for each in rows]
 
     def arrived(self, received: Tensor, like: Tensor) -> list[Tensor]:
         """Every rank's values for my shard, from the messages of all ranks; each as ``like [R, q]``."""

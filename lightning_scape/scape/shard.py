@@ -14,7 +14,7 @@ from lightning_scape.core.tensors import piece_views
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.outgoing import fold
 from lightning_scape.scape.rows import Participants, RowHyperparameters
-from lightning_scape.scape.state import Step
+from lightning_scape.scape.state import ScapeState, Step
 from lightning_scape.wire.values import ValueWire
 
 SAMPLE_INTERVAL = 8
@@ -45,11 +45,14 @@ class Shard:
         self._parameters, self._participants = parameters, participants
         corrects = config.bias_correction or config.update == "adamw"
         self._hyperparameters = RowHyperparameters(parameters, self.region.pieces, layout.shard_blocks, corrects)
-        travels = config.values_dtype if config.wire_bits is None else torch.uint8
-        self.as_changes = layout.world_size > 1 and parameters.travel_as_changes(travels)
-        """Whether changes of parameters travel, in place of their values."""
-        self.wire = ValueWire(config.wire_bits if self.as_changes else None)
+        self.wire = ValueWire(config.wire_bits if layout.world_size > 1 else None)
         """Packs the changes."""
+        whole = self.wire.bits is None
+        self.as_changes = not whole or (layout.world_size > 1 and parameters.travel_as_changes(config.values_dtype))
+        """Whether changes of parameters travel, in place of their values."""
+        self.keeps_masters = whole and parameters.need_masters
+        """Whether the owner keeps masters of parameters that are narrower than its arithmetic. Where changes are
+        packed, it keeps what parameters lack, in ``change_error``."""
 
     # ------------------------------------------------------------------------------------------- this rank's gradient
 
@@ -158,14 +161,30 @@ class Shard:
         else:  # with what earlier ones' rounding has left; what is left now stays with us
             if state.change_error is None:
                 state.change_error = torch.zeros_like(state.exp_avg)
-            changes = ops.changes(theta, before, theta.dtype)
-            return self.wire.pack_with_error(state.change_error, mask, changes, step.scale.mine)
+            return self.wire.pack_with_error(state.change_error, mask, theta, before, step.scale.mine)
         takes_part = step.scale.mine  # the rows of others are not written: 0
         return torch.where(takes_part.unsqueeze(1) != 0, message, 0.0) if takes_part.dim() else message
 
-    def read(self, step: Step, message: Tensor, shards: int) -> Tensor:
-        """Updated values or changes of a message, ``[shards * R, q]``; every rank reads the same."""
-        return self.wire.read(message, self._layout.shard_blocks, step.sent, shards)
+    def refresh(self, state: ScapeState, *, stale: bool) -> None:
+        """Brings up to date what the owner keeps beside the parameters, before a step or a save.
+
+        Args:
+            state: of this rank.
+            stale: parameters may have been overwritten since masters were read: those of changed ones are read anew.
+        """
+        flats, layout = self._parameters.flat, self._layout
+        if self.keeps_masters and (state.master is None or stale):
+            state.refresh_master(flats, layout, self._rank)
+        elif not self.keeps_masters and state.master is not None:  # of a state that another wire, or one rank, has left
+            state.split_master(flats, layout, self._rank)
+
+    def error_of_rounding(self, state: ScapeState) -> Tensor | None:
+        """Takes up what narrower parameters lose of their changes; None where these are written whole."""
+        return None if self.wire.bits is None else state.change_error
+
+    def read(self, step: Step, message: Tensor, shards: int, some: Sequence[slice] | None = None) -> Tensor:
+        """Updated values or changes of a message, ``[shards * R, q]``, or some rows; every rank reads the same."""
+        return self.wire.read(message, self._layout.shard_blocks, step.sent, shards, some)
 
     def _update(self, step: Step, theta: Tensor, mean: Tensor) -> Tensor:
         """Updates ``theta [R, q]``; returns how many of the entries were visited in the step before too."""

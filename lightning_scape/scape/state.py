@@ -36,7 +36,7 @@ class ScapeState:
     calls: int = 0
     """Calls of ``step()``, skipped ones included; the sparsity schedule goes by it."""
     master: Tensor | None = None
-    """``[R, B]`` fp32 weights, when a parameter is narrower than that; made at the first step."""
+    """``[R, B]`` fp32 weights, when a parameter is narrower than that and its values travel; made at the first step."""
     local_exp_avg: Tensor | None = None
     """``[R, B]`` fp32, ``mask_statistic="first_moment"`` only: first moment of this rank's own gradient."""
     local_exp_avg_sum: Tensor | None = None
@@ -54,8 +54,9 @@ class ScapeState:
     exp_avg_sq_since: int = 0
     """The step at whose end ``exp_avg_sq`` was zero."""
     change_error: Tensor | None = None
-    """``[R, B]`` fp32 (fp64), where changes of parameters travel in 8 or 4 bits: what their rounding has left, to be
-    sent with the next change. Made at the first step."""
+    """``[R, B]`` fp32 (fp64), where changes of parameters travel in 8 or 4 bits: what an entry's parameter lacks, for
+    its changes were rounded for the wire, and to a narrower parameter's dtype. It is sent with the next change. Made at
+    the first step."""
     missed: Tensor | None = None
     """int32 ``[parameters]``: number of steps in which no rank had a gradient for the parameter. Its own step is
     ``step`` minus this. None stands for zeros."""
@@ -85,7 +86,19 @@ class ScapeState:
         if self.master is None:
             self.master = torch.zeros_like(self.exp_avg)
         entries = ops.ParamEntries(flats, layout.local(rank).pieces, None, layout.block_size)
+        ops.gather_params(entries, self.master, renew=self.change_error is None)
+        if self.change_error is not None:  # of a state whose changes were packed
+            self.master.add_(self.change_error)
+            self.change_error = None
+
+    def split_master(self, flats: Sequence[Tensor], layout: Layout, rank: int) -> None:
+        """Keeps of each master what its parameter lacks, as ``change_error``; nothing where it does not round to it."""
+        assert self.master is not None
+        entries = ops.ParamEntries(flats, layout.local(rank).pieces, None, layout.block_size)
         ops.gather_params(entries, self.master, renew=True)
+        held = torch.zeros_like(self.master)
+        ops.gather_params(entries, held)
+        self.change_error, self.master = self.master.sub_(held), None
 
     def count_sample(self, skipped: bool) -> None:
         """Counts the gradient that the last step has put into ``local_exp_avg_sq``, unless it was skipped."""

@@ -63,8 +63,7 @@ class Engine:
         self.opening = Opening(parameters, comm, self.clipping)
         self.participants = Participants(self.layout, len(numels), self.layout.rows_of(comm.rank))
         self.masks = Masks(config, self.layout, comm, SparsitySchedule.of(config, total_steps))
-        self.outgoing = Outgoing(self.layout, comm.rank, config)
-        self.shard = Shard(self.layout, comm.rank, config, parameters, self.participants)
+        self.outgoing, self.shard = _by_wire(self)
         self.record: StepRecord | None = None
         """Of the last step."""
         self._stats: StepStats | None = None
@@ -164,9 +163,9 @@ class Engine:
         try:  # the moments have gone on, and so must all parameters
             mine = self.shard.read(step, update, 1)
             entries = ops.ParamEntries(flat, self.shard.region.pieces, mask.mine, block_size)
-            ops.scatter_params(entries, mine, add, scale.mine)
+            ops.scatter_params(entries, mine, add, scale.mine, self.shard.error_of_rounding(step.state))
         finally:
-            everyone = self.shard.read(step, arriving.wait(), self.comm.world_size)
+            everyone = self.shard.read(step, arriving.wait(), self.comm.world_size, self.outgoing.region.rows)
             entries = ops.ParamEntries(flat, self.outgoing.region.pieces, mask.everyone, block_size)
             ops.scatter_params(entries, everyone, add, scale.blocks)
 
@@ -248,9 +247,10 @@ class Engine:
             self._refresh_masters(state)
         return state
 
-    def replace_state(self, state: ScapeState) -> None:
-        """Goes on from a state that was loaded."""
-        self.state, state.sampled = state, False
+    def replace_state(self, state: ScapeState, config: ScapeConfig) -> None:
+        """Goes on from a state that was loaded; its wire may be another one."""
+        self.state, state.sampled, self.config = state, False, config
+        self.outgoing, self.shard = _by_wire(self)
         self.clipping.drop_found_inf()
         self.record = self._stats = None
         # Parameters may be loaded before or after: masters that do not round to them give way, in the next save too.
@@ -264,11 +264,16 @@ class Engine:
         self._masters_stale = True
 
     def _refresh_masters(self, state: ScapeState) -> None:
-        if self.parameters.need_masters and (state.master is None or self._masters_stale):
-            state.refresh_master(self.parameters.flat, self.layout, self.comm.rank)
+        self.shard.refresh(state, stale=self._masters_stale)
         self._masters_stale = False
 
     def bytes_per_step(self, sent: int | None = None) -> int:
         """See :meth:`ScapeOptimizer.bytes_per_step`."""
         back = None if self.shard.as_changes else self.parameters.wire_dtype.itemsize
         return sum(message_bytes(self.config, self.layout.blocks, self.comm.world_size, back, sent).values())
+
+
+def _by_wire(engine: Engine) -> tuple[Outgoing, Shard]:
+    """The parts of an engine that go by the wire."""
+    layout, rank, config = engine.layout, engine.comm.rank, engine.config
+    return Outgoing(layout, rank, config), Shard(layout, rank, config, engine.parameters, engine.participants)

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_scape.checkpoint.parts import OwnParts
-from lightning_scape.core.method import Advice, Method, Progress, RunBytes, Spelling, Surroundings
+from lightning_scape.core.method import Advice, Method, Progress, Spelling, Surroundings
 from lightning_scape.core.words import show_bytes
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
 from lightning_scape.sparseloco.cost import SparseLoCoCost
@@ -122,15 +122,6 @@ class SparseLoCoMethod(Method):
     @override
     def stats(self) -> dict[str, float]:
         return {} if self.loco.stats is None else self.loco.stats.as_dict("")
-
-    @override
-    def run_bytes(self, first: int, steps: int, clips: bool) -> RunBytes:
-        """A run ends with an exchange, however short its last window is."""
-        loco, every = self.loco, self.loco.config.sync_every
-        exchanges = -(-steps // every) - first // every
-        ranks, of_one = loco.communicator.world_size, loco.bytes_per_exchange()
-        size = sum(p.numel() * p.element_size() for p in loco.parameters.tensors)
-        return RunBytes(exchanges * of_one, of_one, max(0, steps - first) * (2 * (ranks - 1) * size // ranks))
 
     @classmethod
     @override

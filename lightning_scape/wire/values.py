@@ -1,12 +1,15 @@
 """SCAPE's values and changes in 8 or 4 bits: a message of fixed size, and what its rounding leaves behind.
 
 ``GROUP`` consecutive values, of whatever blocks, share a scale of 16 bits. What is sent plus what is left is what was
-there, bit for bit (:func:`lightning_scape.ops.quantize`). The caller keeps what is left: in the residual, or with the
-owner.
+there, bit for bit (:func:`lightning_scape.ops.quantize`). What is left stays in the residual, for the sweep packs the
+values (:func:`lightning_scape.ops.sweep`), or with the owner.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from lightning_scape import ops
@@ -19,7 +22,7 @@ def packed_bytes(count: int, bits: int) -> int:
 
 
 class ValueWire:
-    """Packs values ``[R, q]``, and reads them.
+    """Packs changes ``[R, q]``, and reads values and changes.
 
     Args:
         bits: 8 or 4; None: values travel as they are.
@@ -28,38 +31,46 @@ class ValueWire:
     def __init__(self, bits: int | None) -> None:
         self.bits = bits
 
-    def pack(self, values: Tensor, shards: int = 1) -> Tensor:
-        """The message; ``values`` become what their rounding leaves, if they are packed.
+    def message(self, rows: int, sent: int, shards: int, device: torch.device) -> Tensor | None:
+        """Memory for the message of values ``[shards * rows, sent]``; None: they travel as they are.
 
-        Args:
-            values: fp32 ``[shards * R, q]``, finite, contiguous, changed in place.
-            shards: parts of equal size, none of which shares a group with another: one for each receiver.
-
-        Returns:
-            uint8 ``[shards * G, W]``; or the values.
+        uint8 ``[shards, G, W]``: no two shards, one for each receiver, share a group.
         """
         if self.bits is None:
-            return values
-        return ops.quantize(values.view(shards, values.numel() // shards), self.bits).flatten(0, 1)
+            return None
+        shape = shards, -(-rows * sent // GROUP), group_bytes(self.bits)
+        return torch.empty(shape, dtype=torch.uint8, device=device)
 
-    def pack_with_error(self, error: Tensor, mask: Tensor | None, values: Tensor, scale: Tensor) -> Tensor:
-        """The message of values at masked entries, and of what earlier ones' rounding has left of these entries.
+    def pack_with_error(
+        self, error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor
+    ) -> Tensor:
+        """The message of changes of masked entries, and of what earlier ones' rounding has left of these entries.
 
         Args:
             error: ``[R, B]``, what is left; changed in place.
             mask: ``[R, q]``, or None for all.
-            values: ``[R, q]``, of the same dtype.
+            theta: ``[R, q]``, of the same dtype.
+            before: likewise; ``theta - before`` is the change.
             scale: 0-dim or ``[R]``. 0 sends zeros, and the error stays as it is.
 
         Returns:
             uint8 ``[G, W]``.
         """
         assert self.bits is not None
-        return ops.quantize_with_error(error, mask, values, scale, self.bits)
+        return ops.quantize_with_error(error, mask, theta, before, scale, self.bits)
 
-    def read(self, message: Tensor, rows: int, sent: int, shards: int = 1) -> Tensor:
-        """The values of a message, fp32 ``[shards * rows, sent]``; or the message itself."""
+    def read(
+        self, message: Tensor, rows: int, sent: int, shards: int = 1, some: Sequence[slice] | None = None
+    ) -> Tensor:
+        """The values of a message, fp32 ``[shards * rows, sent]``; or the message itself.
+
+        ``some``: rows that are read, each slice those of whole shards; the others are left open. None: all.
+        """
         if self.bits is None:
             return message
-        parts = message.view(shards, len(message) // shards, message.shape[1])
-        return ops.dequantize(parts, self.bits, rows * sent).view(shards * rows, sent)
+        values = torch.empty(shards * rows, sent, dtype=torch.float32, device=message.device)
+        parts, count = message.view(shards, len(message) // shards, message.shape[1]), rows * sent
+        for part in [slice(0, shards * rows)] if some is None else some:
+            here = parts[part.start // max(1, rows) : part.stop // max(1, rows)]
+            ops.dequantize(here, self.bits, count, out=values[part].view(len(here), count))
+        return values

@@ -36,12 +36,13 @@ class MessageChecks(Checks):
     def test_quantize_with_error_equals_its_twin(self, dtype: torch.dtype, sent: int | None) -> None:
         theirs, values = torch.randn(70, 50, dtype=dtype), torch.randn(70, sent or 50, dtype=dtype)
         mask = None if sent is None else naive.select(theirs, sent)
+        before = values.roll(1).where(torch.arange(70).unsqueeze(1) % 5 > 0, values)  # some stand still
         for scale in (torch.ones(()), torch.zeros(()), torch.arange(70) % 3.0):
             ours = theirs.to(self.device, copy=True)
             there = None if mask is None else mask.to(self.device)
-            given = ours, there, values.to(self.device), scale.to(self.device)
+            given = ours, there, values.to(self.device), before.to(self.device), scale.to(self.device)
             message = self.module.quantize_with_error(*given, 4)
-            assert_same_bits(message.cpu(), naive.quantize_with_error(theirs, mask, values, scale, 4))
+            assert_same_bits(message.cpu(), naive.quantize_with_error(theirs, mask, values, before, scale, 4))
             assert_same_bits(ours.cpu(), theirs)
 
     @pytest.mark.parametrize("width", [4, 8])

@@ -45,6 +45,27 @@ class ParameterChecks(Checks):
         changes = torch.randn_like(out).to(torch.bfloat16)
         naive.scatter_params(ops.ParamEntries(flats, pieces, mask, 50), changes, True)
         self.module.scatter_params(ops.ParamEntries(own, pieces, own_mask, 50), changes.to(self.device), True)
+        errors = [torch.randn(rows, 50) / 1000 for _ in range(2)]
+        before, by_row = [flat.to(torch.float64, copy=True) for flat in flats], torch.ones(rows)
+        by_row[pieces[0].row : pieces[0].row + pieces[0].blocks] = 0.0
+        for scale in (None, by_row):
+            twins, given = [errors[0].clone(), errors[0].clone()], torch.randn_like(out) / 100
+            naive.scatter_params(ops.ParamEntries(flats, pieces, mask, 50), given, True, scale, twins[0])
+            there = None if scale is None else scale.to(self.device)
+            ours = twins[1].to(self.device)
+            entries = ops.ParamEntries(own, pieces, own_mask, 50)
+            self.module.scatter_params(entries, given.to(self.device), True, there, ours)
+            assert_same_bits(ours.cpu(), twins[0])
+            for piece in pieces if scale is None else ():  # what a parameter has lost to rounding is in its error
+                flat, old = flats[piece.segment.index], before[piece.segment.index]
+                added = torch.zeros(rows, 50).double()
+                naive.scatter_blocks(added, mask, given, add=True)
+                inside, part = piece.of_blocks(50), piece.of_parameter
+                left = (twins[0].double() - errors[0].double()).view(-1)[inside]
+                narrow = flat.itemsize < 4
+                assert left.any() == narrow
+                total = flat.double()[part] - old[part] + left
+                torch.testing.assert_close(total, added.view(-1)[inside], rtol=1e-6, atol=1e-6)
         for ours, theirs in zip(own, flats, strict=True):
             assert_same_bits(ours.cpu(), theirs)
         masters = torch.full_like(out, 7.0, dtype=torch.promote_types(dtype, torch.float32))

@@ -18,6 +18,7 @@ from kernel_checks.inputs import (
 from lightning_scape import ops
 from lightning_scape.core.layout import Layout, Region
 from lightning_scape.ops import naive
+from lightning_scape.ops.naive.wire import GROUP
 
 SWEPT = [
     (torch.float32, torch.float32, torch.bfloat16),
@@ -44,6 +45,7 @@ class SweepJob(NamedTuple):
     proposals: Tensor | None
     next_mask: Tensor | None
     clip_value: float | None = None
+    message: Tensor | None = None
 
     @classmethod
     def draw(
@@ -59,6 +61,7 @@ class SweepJob(NamedTuple):
         dtype: torch.dtype = torch.float32,
         state: torch.dtype = torch.float32,
         wire: torch.dtype = torch.bfloat16,
+        bits: int | None = None,
     ) -> SweepJob:
         """All rows (None), those of other ranks (0 and 2) or those of rank 1; every fifth piece has no gradient."""
         generator = torch.Generator().manual_seed(seed)
@@ -70,6 +73,8 @@ class SweepJob(NamedTuple):
         for pads in cls.pads(region, residual):
             pads.zero_()
         mask = None if sent is None else naive.select(residual * torch.randn(rows, length, generator=generator), sent)
+        shards, columns = 1 if rank == 1 else 3, length if sent is None else sent
+        packed = None if bits is None else (shards, -(-rows // shards * columns // GROUP), naive.group_bytes(bits))
         votes_width = naive.proposal_bytes(votes or 0, length)
         positions = naive.position_dtype(length)
         return cls(
@@ -78,11 +83,12 @@ class SweepJob(NamedTuple):
             [None if i % 5 == 1 else grad for i, grad in enumerate(grads)],
             torch.tensor(1.0),
             mask,
-            torch.full((rows, length if sent is None else sent), 7.0, dtype=wire),
+            torch.full((rows, columns), 7.0, dtype=wire),
             torch.rand(rows, length, generator=generator, dtype=state),
             [0.1, 1e-3, 0.5, 0.05, 1.0, 0.2, 0.3, 0.4][: len(grads)],
             None if votes is None else torch.full((rows, votes_width), 7, dtype=torch.uint8),
             None if elected is None else torch.full((rows, elected), 7, dtype=positions),
+            message=None if packed is None else torch.full(packed, 7, dtype=torch.uint8),
         )
 
     @staticmethod
@@ -108,6 +114,7 @@ class SweepJob(NamedTuple):
             second_moment=second,
             proposals=own.proposals,
             next_mask=own.next_mask,
+            message=own.message,
         )
         module.sweep(work)
         return copied(own, "cpu")
@@ -131,7 +138,24 @@ class SweepJob(NamedTuple):
                 own.proposals[one] = naive.propose(own.residual[one], votes)
             if own.next_mask is not None:
                 own.next_mask[one] = naive.select(own.residual[one], own.next_mask.shape[1])
+        for rows in own.region.rows if own.message is not None else ():
+            for shard in range(rows.start // own.rows_of_shard, rows.stop // own.rows_of_shard):
+                own.pack_shard(shard)
         return own
+
+    @property
+    def rows_of_shard(self) -> int:
+        return len(self.residual) // (1 if self.message is None else len(self.message))
+
+    def pack_shard(self, shard: int) -> None:
+        """What rounding leaves of a shard's values is put back one entry at a time."""
+        assert self.message is not None
+        rows = range(shard * self.rows_of_shard, (shard + 1) * self.rows_of_shard)
+        part = self.values[rows.start : rows.stop].view(1, -1)
+        self.message[shard] = naive.quantize(part, naive.bits_in(self.message.shape[2]))[0]
+        for row in rows:
+            places = torch.arange(self.residual.shape[1]) if self.mask is None else self.mask[row].long()
+            self.residual[row, places] += self.values[row]
 
 
 SWEEPING_RANKS = (None, 0, 1, 2)
@@ -158,6 +182,28 @@ class SweepChecks(Checks):
     ) -> None:
         job = SweepJob.draw(None, 3, 2, None, dtype=dtype, state=residual_dtype, wire=wire)
         self.compare_sweep(job._replace(scale=torch.tensor(0.7), clip_value=0.6))
+
+    @pytest.mark.parametrize(("sent", "bits"), [(2, 4), (25, 8), (None, 4)])
+    def test_sweep_packs_what_it_takes_and_gives_back_what_rounding_leaves(self, sent: int | None, bits: int) -> None:
+        """Groups of 64 values cross rows, pieces, and runs of one dtype; no two shards share one."""
+        for rank, votes, elected in ((0, 2, None), (None, None, 3)):
+            job = SweepJob.draw(rank, sent, votes, elected, wire=torch.float32, bits=bits)
+            assert job.grads is not None
+            mixed = [grad if grad is None else grad.to(FLOATS[i // 2 % 2]) for i, grad in enumerate(job.grads)]
+            after = self.compare_sweep(job._replace(grads=mixed))
+            exact = self.compare_sweep(job._replace(grads=mixed, message=None))
+            assert after.message is not None
+            count = job.rows_of_shard * job.values.shape[1]
+            read = naive.dequantize(after.message, bits, count).view(job.values.shape)
+            for rows in job.region.rows:  # sent plus left is what was there, bit for bit
+                assert torch.equal(read[rows].double() + after.values[rows].double(), exact.values[rows].double())
+                left = naive.gather_blocks(after.residual[rows], naive.cut(job.mask, rows))
+                assert torch.equal(left, after.values[rows])
+                assert not naive.gather_blocks(exact.residual[rows], naive.cut(job.mask, rows)).any()
+                if job.proposals is not None and after.proposals is not None and exact.proposals is not None:
+                    assert_same_bits(after.proposals[rows], exact.proposals[rows])
+            self.compare_sweep(job._replace(scale=torch.tensor(0.0)))
+            self.compare_sweep(job._replace(grads=None))
 
     def test_sweep_takes_gradients_of_several_dtypes(self) -> None:
         job = SweepJob.draw(0, 2, 2, None)
@@ -217,7 +263,7 @@ class SweepChecks(Checks):
     def compare_sweep(self, job: SweepJob) -> SweepJob:
         """By the implementation, the twin, and its parts: bitwise, but for second moments where they round."""
         ours, theirs, parts = job.swept(self.module, self.device), job.swept(naive, "cpu"), job.by_parts()
-        for name in ("residual", "values", "proposals", "next_mask", "second"):
+        for name in ("residual", "values", "proposals", "next_mask", "second", "message"):
             mine, twin, part = (getattr(each, name) for each in (ours, theirs, parts))
             assert (mine is None) == (twin is None) == (part is None)
             if mine is not None:

@@ -6,7 +6,8 @@ what only rounds:
 
 ========================================== ============================================================================
 select, propose, merge, compact            bitwise
-quantize, dequantize, quantize_with_error  bitwise
+quantize, dequantize, pack                 bitwise
+quantize_with_error                        bitwise
 gather_params, scatter_params, fold        bitwise
 accumulate_exp_avg_sq                      bitwise
 sweep, mean, changes                       bitwise

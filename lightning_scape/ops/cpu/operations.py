@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +28,11 @@ from lightning_scape.ops.cpu.arrays import (
     sketch_plan,
     wire_limit,
 )
+from lightning_scape.ops.cpu.shard import changes
 from lightning_scape.ops.naive import chunked
 from lightning_scape.ops.naive.blocks import Sweep
 from lightning_scape.ops.naive.masks import position_dtype, votes_in
-from lightning_scape.ops.naive.wire import GROUP, feed_error_back, group_bytes
+from lightning_scape.ops.naive.wire import GROUP, bits_in, feed_error_back, group_bytes
 
 _NORM_CHUNK = 1 << 15
 """Entries of :func:`squared_norm` that are summed in the gradient's precision."""
@@ -192,22 +194,35 @@ def quantize(values: Tensor, bits: int) -> Tensor:
 
 
 @implements
-def quantize_with_error(error: Tensor, mask: Tensor | None, values: Tensor, scale: Tensor, bits: int) -> Tensor:
+def pack(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor) -> None:
+    """See :func:`naive.pack`."""
+    shards, groups, width = message.shape
+    tensors = array(values.view(-1)), array(residual), or_empty(mask, position_dtype(residual.shape[1]))
+    rows, packed = array(message.view(-1, width)), np.zeros(shards * groups, np.uint8)
+    loop = functools.partial(wire.pack, *tensors, rows, values.numel() // shards, bits_in(width), packed)
+    in_parallel(loop, len(packed), rows_of_a_thread(GROUP))
+
+
+@implements
+def quantize_with_error(
+    error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor, bits: int
+) -> Tensor:
     """See :func:`naive.quantize_with_error`."""
     if mask is None or error.dtype != torch.float32 or scale.numel() != 1 or float(scale) == 0.0:
-        return feed_error_back(quantize, error, mask, values, scale, bits)
-    message = torch.empty(-(-values.numel() // GROUP), group_bytes(bits), dtype=torch.uint8, device="cpu")
-    matrices = array(error), array(mask), array(values.view(-1)), array(message)
+        return feed_error_back(quantize, error, mask, changes(theta, before, theta.dtype), scale, bits)
+    message = torch.empty(-(-theta.numel() // GROUP), group_bytes(bits), dtype=torch.uint8, device="cpu")
+    matrices = array(error), array(mask), array(theta.view(-1)), array(before.view(-1)), array(message)
     loop = functools.partial(wire.quantize_with_error, *matrices, bits)
     in_parallel(loop, len(message), rows_of_a_thread(GROUP))
     return message
 
 
 @implements
-def dequantize(message: Tensor, bits: int, count: int) -> Tensor:
+def dequantize(message: Tensor, bits: int, count: int, out: Tensor | None = None) -> Tensor:
     """See :func:`naive.dequantize`."""
     assert message.shape[1:] == (-(-count // GROUP), group_bytes(bits))
-    values, rows = torch.empty(len(message), count, dtype=torch.float32, device="cpu"), message.flatten(0, 1)
+    values = torch.empty(len(message), count, dtype=torch.float32, device="cpu") if out is None else out
+    rows = message.flatten(0, 1)
     loop = functools.partial(wire.dequantize, array(rows), array(values.view(-1)), count, bits)
     in_parallel(loop, len(rows), rows_of_a_thread(GROUP))
     return values
@@ -227,6 +242,7 @@ def sweep(work: Sweep) -> None:
     positions, networks = position_dtype(length), ranking.networks(length, ranked)
     of_moment = residual.dtype if moments is None else moments.dtype
     limit, largest = wire_limit(residual, values.dtype), scalar(of_moment, torch.finfo(of_moment).max)
+    packing = _packing(work)
     for of_grad, table, numbers, count in sweeping.runs(work.region, residual, work.grads, second):
         loop = functools.partial(
             sweeping.sweep,
@@ -237,9 +253,24 @@ def sweep(work: Sweep) -> None:
             (*bound_of(work.clip_value, of_grad), limit, largest),
             or_empty(mask, positions),
             array(values),
+            packing,
             (networks, votes, ranked),
-            or_empty(work.proposals, torch.uint8),
-            or_empty(work.next_mask, positions),
+            (or_empty(work.proposals, torch.uint8), or_empty(work.next_mask, positions)),
             like(of_grad),
         )
         in_parallel(loop, count, rows_of_a_thread(length))
+    if work.message is not None:
+        message, packed, of_shard, bits = packing
+        tensors = array(values.view(-1)), array(residual), or_empty(mask, positions), message
+        wire.pack(*tensors, of_shard, bits, packed, 0, len(packed))
+
+
+def _packing(work: Sweep) -> tuple[Any, ...]:
+    """What :func:`cpu_sweep.sweep` takes for the message: no group of the region's shards is packed yet."""
+    if work.message is None:
+        return or_empty(None, torch.uint8), np.zeros(0, np.uint8), 1, 4
+    shards, groups, width = work.message.shape
+    packed = np.ones((shards, groups), np.uint8)
+    for rows in work.region.rows:
+        packed[work.shards_of(rows)] = 0
+    return array(work.message.view(-1, width)), packed.reshape(-1), work.values.numel() // shards, bits_in(width)

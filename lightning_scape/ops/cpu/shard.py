@@ -113,23 +113,32 @@ def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> No
 
 
 @implements
-def scatter_params(entries: ParamEntries, values: Tensor, add: bool = False, scale: Tensor | None = None) -> None:
+def scatter_params(
+    entries: ParamEntries,
+    values: Tensor,
+    add: bool = False,
+    scale: Tensor | None = None,
+    error: Tensor | None = None,
+) -> None:
     """See :func:`naive.scatter_params`."""
     if scale is not None:
         scales = array(scale.reshape(-1))
         taken = [piece for piece in entries.pieces if scales[piece.row if scale.dim() else 0] != 0]
         entries = entries._replace(pieces=taken)
     if entries.mask is None:
-        chunked.scatter_params(entries, values, add)
+        chunked.scatter_params(entries, values, add, None, error)
     else:
-        _exchange(entries, values, cpu_update.ADD if add else cpu_update.WRITE)
+        _exchange(entries, values, cpu_update.ADD if add else cpu_update.WRITE, error if add else None)
 
 
-def _exchange(entries: ParamEntries, values: Tensor, way: int) -> None:
+def _exchange(entries: ParamEntries, values: Tensor, way: int, error: Tensor | None = None) -> None:
     assert entries.mask is not None
     for dtype, table, count in pieces_table(entries, entries.mask.shape[1]):
-        rest = array(entries.mask), array(values), way, entries.block_size, like(dtype)
-        in_parallel(functools.partial(cpu_update.exchange, table, *rest), count, GRAIN)
+        rest = entries.block_size, like(dtype)
+        loop = functools.partial(cpu_update.exchange, table, array(entries.mask), array(values), way, *rest)
+        if error is not None and dtype.itemsize < error.itemsize:
+            loop = functools.partial(cpu_update.add, table, array(entries.mask), array(values), array(error), *rest)
+        in_parallel(loop, count, GRAIN)
 
 
 @implements

@@ -18,11 +18,13 @@ from lightning_scape.ops.cpu.kernels import compact, fade_part, fold_and_square_
 from lightning_scape.ops.cpu.masks import write_positions, write_proposals
 from lightning_scape.ops.cpu.numbers import array_at, jit, overlap
 from lightning_scape.ops.cpu.ranking import LANES, TILE, make_room, rank_rows, take_rows
+from lightning_scape.ops.cpu.wire import pack_ready
 from lightning_scape.ops.naive.rules import SecondMoment
+from lightning_scape.ops.naive.wire import GROUP
 
 
 @jit
-def sweep(table, numbers, state, scale, rule, mask, values, ranking, proposals, chosen, like_grad, first, last):
+def sweep(table, numbers, state, scale, rule, mask, values, packing, ranking, results, like_grad, first, last):
     """See :func:`naive.sweep`; ``first .. last`` counts the rows of the table.
 
     Args:
@@ -33,15 +35,19 @@ def sweep(table, numbers, state, scale, rule, mask, values, ranking, proposals, 
         rule: the gradient's bound and whether there is one, the largest number of the wire and of the second moment.
         mask: ``[rows, q]``, or ``[0, 0]`` where everything is sent.
         values: ``[rows, q]``.
+        packing: message ``[S * G, W]``, or ``[0, 0]`` for none, and groups packed, as :func:`cpu_wire.pack` takes them;
+            its count and bits.
         ranking: :func:`cpu_ranking.networks`, the entries in a proposal, the entries to rank.
-        proposals: ``[rows, W]``, or ``[0, 0]`` for none.
-        chosen: ``[rows, q']``, or ``[0, 0]`` for none.
+        results: proposals ``[rows, W]`` and the next mask ``[rows, q']``, or ``[0, 0]`` for none.
         like_grad: an empty array.
         first: first row.
         last: one past the last row.
     """
     (residual, moments), (bound, clip, limit, largest), (networks, votes, ranked) = state, rule, ranking
-    room = make_room(residual.shape[1], ranked)
+    (proposals, chosen), (message, packed, count, bits) = results, packing
+    room, sent, flat = make_room(residual.shape[1], ranked), values.shape[1], values.reshape(-1)
+    packing = message, packed, count, bits, np.empty(GROUP, np.int32), np.empty(GROUP, np.float32)
+    reached, begin = -1, 0  # what is not packed yet begins there, and rows follow one another up to `reached`
     for i in range(len(table)):
         start, stop = overlap(first, last, table[i, 1], table[i, 2])
         while start < stop:
@@ -62,6 +68,9 @@ def sweep(table, numbers, state, scale, rule, mask, values, ranking, proposals, 
                 write_proposals(residual, room[2], votes, proposals, row, rows)
             if len(chosen) > 0:
                 write_positions(room[2], chosen, row, rows)
+            if len(message) > 0:  # while they are in a core's cache; groups of which other rows have a part come later
+                begin, reached = begin if row == reached else row * sent, row + rows
+                begin = pack_ready(flat, residual, mask, packing, begin, reached * sent)
             start += rows
 
 

@@ -30,7 +30,7 @@ def exchange(table, mask, values, way, length, like_flat, first, last):
     """See :func:`naive.gather_params` and :func:`naive.scatter_params`.
 
     ``table [n, 4]``: address of the piece's first entry, chosen entries of all before, chosen entries, first row.
-    ``way``: what is done. What is added is first rounded to the parameter's dtype.
+    ``way``: what is done. A sum is rounded once.
     """
     sent, chosen, rows, places = mask.shape[1], mask.reshape(-1), values.reshape(-1), np.empty(_TILE, np.uint64)
     sink = np.empty(1)
@@ -54,8 +54,28 @@ def exchange(table, mask, values, way, length, like_flat, first, last):
                     flat[places[j]] = narrow(widen(own[j]), like_flat)
             else:
                 for j in range(count):
-                    added = widen(narrow(widen(own[j]), like_flat))
-                    flat[places[j]] = narrow(widen(flat[places[j]]) + added, like_flat)
+                    flat[places[j]] = narrow(widen(flat[places[j]]) + widen(own[j]), like_flat)
+
+
+@jit
+def add(table, mask, values, error, length, like_flat, first, last):
+    """:func:`exchange` by ``ADD``; what rounding loses of it goes into ``error [R, B]``."""
+    sent, chosen, rows, places = mask.shape[1], mask.reshape(-1), values.reshape(-1), np.empty(_TILE, np.uint64)
+    sink = np.empty(1)
+    for i in range(len(table)):
+        start, stop = overlap(first, last, table[i, 1], table[i, 2])
+        flat, before = array_at(table[i, 0], 0, 0, like_flat), table[i, 3] * sent
+        errors = error[table[i, 3] :].reshape(-1)
+        for begin in range(start, stop, _TILE):
+            count = min(_TILE, stop - begin)
+            find_tile(table[i, 0], like_flat, chosen, before, sent, length, begin, places[:count], sink)
+            own = rows[before + begin : before + begin + count]
+            for j in range(count):
+                place, given = places[j], widen(own[j])
+                old = flat[place]
+                new = narrow(widen(old) + given, like_flat)
+                flat[place] = new
+                errors[place] += given if new == old else given - (widen(new) - widen(old))
 
 
 @jit

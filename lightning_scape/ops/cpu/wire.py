@@ -33,19 +33,85 @@ def quantize(values, message, count, bits, first, last):
 
 
 @jit
-def quantize_with_error(error, mask, values, message, bits, first, last):
-    """See :func:`naive.quantize_with_error`; ``error [R, B]``, ``values [R * q]``. The range is of groups."""
-    sent, count, levels = mask.shape[1], len(values), np.int32((1 << (bits - 1)) - 1)
+def pack(values, residual, mask, message, count, bits, packed, first, last):
+    """See :func:`naive.pack`; arguments as in :func:`quantize`, and ``packed [S * G]``: groups that are left alone."""
+    per_shard, codes, padded = -(-count // GROUP), np.empty(GROUP, np.int32), np.empty(GROUP, np.float32)
+    for row in range(first, last):
+        if packed[row] == 0:
+            start = row // per_shard * count + row % per_shard * GROUP
+            there = min(GROUP, count - row % per_shard * GROUP)
+            _pack_group(values, residual, mask, message, row, start, there, bits, codes, padded)
+
+
+@jit
+def pack_ready(values, residual, mask, packing, begin, end):
+    """Packs the groups that begin and end in values ``begin .. end``; returns where the next group begins.
+
+    ``packing``: message and groups packed, as in :func:`pack`; its count and bits; room for a group's codes and values.
+    """
+    message, packed, count, bits, codes, padded = packing
+    per_shard = -(-count // GROUP)
+    while begin < end:
+        shard = begin // count
+        group = -(-(begin - shard * count) // GROUP)
+        if group == per_shard:
+            begin = (shard + 1) * count
+            continue
+        begin = shard * count + group * GROUP
+        stop = min(begin + GROUP, (shard + 1) * count)
+        if stop > end:
+            break
+        row = shard * per_shard + group
+        _pack_group(values, residual, mask, message, row, begin, stop - begin, bits, codes, padded)
+        packed[row] = 1
+        begin = stop
+    return begin
+
+
+@jit
+def _pack_group(values, residual, mask, message, row, start, there, bits, codes, padded):
+    """One group: its row of the message, and its rounding errors, which go back into the residual."""
+    levels, part = np.int32((1 << (bits - 1)) - 1), values[start : start + there]
+    if there == GROUP:
+        scale = _take_steps(part, codes, levels)
+    else:
+        for i in range(GROUP):
+            padded[i] = part[i] if i < there else 0
+        scale = _take_steps(padded, codes, levels)
+        for i in range(there):
+            part[i] = padded[i]
+    _write(codes, scale, bits, message[row])
+    flat, length, sent = residual.reshape(-1), residual.shape[1], mask.shape[1]
+    if len(mask) == 0:
+        flat = flat[start : start + there]
+        for i in range(there):
+            flat[i] += part[i]
+        return
+    chosen, first = mask.reshape(-1)[start : start + there], start // sent
+    before, column = np.uint64(first * length), start - first * sent
+    for i in range(there):
+        flat[before + np.uint64(chosen[i])] += part[i]
+        column += 1
+        if column == sent:
+            before, column = before + np.uint64(length), 0
+
+
+@jit
+def quantize_with_error(error, mask, theta, before, message, bits, first, last):
+    """See :func:`naive.quantize_with_error`; ``error [R, B]``, ``theta [R * q]``. The range is of groups."""
+    sent, count, levels = mask.shape[1], len(theta), np.int32((1 << (bits - 1)) - 1)
     codes, due, all_places = np.empty(GROUP, np.int32), np.empty(_TILE, np.float32), np.empty(_TILE, np.uint64)
     there, chosen, sink = error.reshape(-1), mask.reshape(-1), np.empty(1)
     for begin in range(first * GROUP, min(last * GROUP, count), _TILE):
         size = min(_TILE, min(last * GROUP, count) - begin)
         places = all_places[:size]
         find_tile(error.ctypes.data, there[:0], chosen, 0, sent, error.shape[1], begin, places, sink)
-        given = values[begin : begin + size]
+        new, old = theta[begin : begin + size], before[begin : begin + size]
         due[size:] = 0
         for j in range(size):
-            due[j] = given[j] + there[places[j]]
+            kept = there[places[j]]
+            kept = kept if abs(kept) < np.inf else np.float32(0)
+            due[j] = kept if new[j] == old[j] else (new[j] - old[j]) + kept
         for group in range(-(-size // GROUP)):
             scale = _take_steps(due[group * GROUP : (group + 1) * GROUP], codes, levels)
             _write(codes, scale, bits, message[begin // GROUP + group])

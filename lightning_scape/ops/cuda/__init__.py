@@ -4,7 +4,7 @@ What is bitwise equal to the twin and what only rounds:
 
 ==================================== ==================================================================================
 select, merge, compact               bitwise
-quantize, dequantize                 bitwise
+quantize, dequantize, pack           bitwise
 gather_params, scatter_params        bitwise
 propose                              bitwise: the twin's, with this module's select
 fold, accumulate_exp_avg_sq, sweep   bitwise: ``scale * grad`` is rounded before it is added or squared

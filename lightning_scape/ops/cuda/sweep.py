@@ -22,6 +22,7 @@ from lightning_scape.ops.cuda.masks import (
     store_largest,
 )
 from lightning_scape.ops.cuda.numbers import clamp, divide, narrow, pointer, widen
+from lightning_scape.ops.cuda.wire import pack
 from lightning_scape.ops.naive import SecondMoment, Sweep, cut, votes_in
 from lightning_scape.ops.registry import CUDA
 
@@ -264,6 +265,8 @@ def sweep(work: Sweep) -> None:
             proposals[rows] = propose(residual[rows], votes)
         if next_mask is not None and not select_now:
             next_mask[rows] = select(residual[rows], next_mask.shape[1])
+        if work.message is not None:  # a group has values of more rows than a program
+            pack(residual[rows], cut(work.mask, rows), values[rows], work.message[work.shards_of(rows)])
 
 
 def _fits(work: Sweep) -> bool:

@@ -221,6 +221,7 @@ def _exchange_kernel(
     values,
     scale,
     scale_stride,
+    error,
     sent,
     BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
@@ -230,6 +231,7 @@ def _exchange_kernel(
     ADD: tl.constexpr,
     SCALED: tl.constexpr,
     RENEW: tl.constexpr,
+    KEEP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -247,7 +249,13 @@ def _exchange_kernel(
     if TO_PARAMETER:
         value = widen(tl.load(values + place, mask=inside, other=0), VALUES)
         if ADD:
-            value = widen(tl.load(parameter, mask=inside, other=0), PARAMETER) + value
+            old, given = widen(tl.load(parameter, mask=inside, other=0), PARAMETER), value
+            value = old + given
+            if KEEP:
+                new = widen(narrow(value, PARAMETER), PARAMETER)
+                lost = tl.where(new == old, given, given - (new - old))
+                left = error + (first_row + row) * BLOCK_SIZE + column
+                tl.store(left, tl.load(left, mask=inside, other=0) + lost, mask=inside)
         tl.store(parameter, narrow(value, PARAMETER), mask=inside)
     else:
         value = widen(tl.load(parameter, mask=inside, other=0), PARAMETER)
@@ -264,9 +272,15 @@ def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> No
 
 
 @CUDA.implements
-def scatter_params(entries: ParamEntries, values: Tensor, add: bool = False, scale: Tensor | None = None) -> None:
+def scatter_params(
+    entries: ParamEntries,
+    values: Tensor,
+    add: bool = False,
+    scale: Tensor | None = None,
+    error: Tensor | None = None,
+) -> None:
     """See :func:`naive.scatter_params`. One launch per dtype of the parameters."""
-    _exchange(entries, values.contiguous(), scale, to_parameter=True, add=add)
+    _exchange(entries, values.contiguous(), scale, to_parameter=True, add=add, error=error if add else None)
 
 
 def _exchange(
@@ -277,6 +291,7 @@ def _exchange(
     to_parameter: bool,
     add: bool = False,
     renew: bool = False,
+    error: Tensor | None = None,
 ) -> None:
     assert values.is_contiguous()
     flats, pieces, mask, block_size = entries
@@ -297,6 +312,7 @@ def _exchange(
             launching.raw(values),
             launching.raw(values) if scale is None else scale.to(values.device),
             0 if scale is None else scale.dim(),
+            launching.raw(values) if error is None else error,
             sent,
             BLOCK_SIZE=block_size,
             MASKED=mask is not None,
@@ -306,6 +322,7 @@ def _exchange(
             ADD=add,
             SCALED=scale is not None,
             RENEW=renew,
+            KEEP=error is not None and dtype.itemsize < error.itemsize,
             CHUNK=launching.PICK_CHUNK,
             num_warps=4,
         )

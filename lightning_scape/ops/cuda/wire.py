@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.numbers import divide
-from lightning_scape.ops.naive.wire import GROUP, LEAST_SCALE, feed_error_back, group_bytes
+from lightning_scape.ops.naive.wire import GROUP, LEAST_SCALE, bits_in, changes, feed_error_back, group_bytes
 from lightning_scape.ops.registry import CUDA
 
 _GROUPS = 32
@@ -29,13 +29,31 @@ def _steps_of(value, unit, LEVELS: tl.constexpr):
 
 
 @triton.jit
+def _give_back(residual, mask, entry, sent, left, inside, MASKED: tl.constexpr, LENGTH: tl.constexpr):
+    """Adds what rounding has left to the residual's entries; no other program has these."""
+    if MASKED:
+        place = entry // sent * LENGTH + tl.load(mask + entry, mask=inside, other=0).to(tl.int64)
+    else:
+        place = entry
+    there = tl.load(residual + place, mask=inside, other=0)
+    tl.store(residual + place, there + left.to(there.dtype), mask=inside)
+
+
+# `sent` changes at every step of a warm-up.
+@triton.jit(do_not_specialize=["sent"])
 def _quantize_kernel(
     values,
     message,
+    residual,
+    mask,
     least,
     count,
     groups,
     total,
+    sent,
+    FEED: tl.constexpr,
+    MASKED: tl.constexpr,
+    LENGTH: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -47,7 +65,8 @@ def _quantize_kernel(
     group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = tl.arange(0, GROUP // PER_BYTE)
     entry = (group % groups)[:, None] * GROUP + place[None, :] * PER_BYTE
-    source = values + (group // groups)[:, None] * count + entry
+    number = (group // groups)[:, None] * count + entry
+    source = values + number
     there = (group < total)[:, None]
     target = message + group * WIDTH
 
@@ -64,11 +83,17 @@ def _quantize_kernel(
     unit = _unit_of(scale)[:, None]
 
     steps = _steps_of(low, unit, LEVELS)
-    tl.store(source, low - steps * unit, mask=inside)
+    left = low - steps * unit
+    tl.store(source, left, mask=inside)
+    if FEED:
+        _give_back(residual, mask, number, sent, left, inside, MASKED, LENGTH)
     codes = steps.to(tl.int32) + LEVELS
     if PER_BYTE == 2:
         steps = _steps_of(high, unit, LEVELS)
-        tl.store(source + 1, high - steps * unit, mask=inside_high)
+        left = high - steps * unit
+        tl.store(source + 1, left, mask=inside_high)
+        if FEED:
+            _give_back(residual, mask, number + 1, sent, left, inside_high, MASKED, LENGTH)
         codes = codes | ((steps.to(tl.int32) + LEVELS) << 4)
     tl.store(target[:, None] + place[None, :], codes.to(tl.uint8), mask=there)
     tl.store(target + (WIDTH - 2), (scale & 0xFF).to(tl.uint8), mask=group < total)
@@ -80,33 +105,54 @@ def quantize(values: Tensor, bits: int) -> Tensor:
     """See :func:`naive.quantize`. One launch; values are read and written once."""
     assert values.dtype == torch.float32
     shards, count = values.shape
-    groups, width = triton.cdiv(count, GROUP), group_bytes(bits)
-    message = torch.empty(shards, groups, width, dtype=torch.uint8, device=values.device)
+    message = torch.empty(shards, triton.cdiv(count, GROUP), group_bytes(bits), dtype=torch.uint8, device=values.device)
     left = launching.dense(values)
-    launching.launch(
-        _quantize_kernel,
-        triton.cdiv(shards * groups, _GROUPS),
-        left,
-        message,
-        values.new_full((), LEAST_SCALE),
-        count,
-        groups,
-        shards * groups,
-        BITS=bits,
-        GROUP=GROUP,
-        WIDTH=width,
-        ROWS=_GROUPS,
-        num_warps=4,
-    )
+    _launch_quantize(left, message, None, None)
     if left is not values:
         values.copy_(left)
     return message
 
 
 @CUDA.implements
-def quantize_with_error(error: Tensor, mask: Tensor | None, values: Tensor, scale: Tensor, bits: int) -> Tensor:
+def pack(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor) -> None:
+    """See :func:`naive.pack`. One launch."""
+    flat = values.view(len(message), values.numel() // len(message))
+    _launch_quantize(flat, message, residual, None if mask is None else mask.contiguous())
+
+
+def _launch_quantize(values: Tensor, message: Tensor, residual: Tensor | None, mask: Tensor | None) -> None:
+    """Packs ``values [S, n]`` into ``message [S, G, W]``; what is left stays there, and is added to the residual."""
+    (shards, count), (_, groups, width) = values.shape, message.shape
+    rows = _GROUPS if residual is None else _GROUPS // 4  # places of entries take registers, too
+    launching.launch(
+        _quantize_kernel,
+        triton.cdiv(shards * groups, rows),
+        values,
+        message,
+        values if residual is None else residual,
+        message if mask is None else mask,
+        values.new_full((), LEAST_SCALE),
+        count,
+        groups,
+        shards * groups,
+        1 if mask is None else mask.shape[1],
+        FEED=residual is not None,
+        MASKED=mask is not None,
+        LENGTH=1 if residual is None else residual.shape[1],
+        BITS=bits_in(width),
+        GROUP=GROUP,
+        WIDTH=width,
+        ROWS=rows,
+        num_warps=4,
+    )
+
+
+@CUDA.implements
+def quantize_with_error(
+    error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor, bits: int
+) -> Tensor:
     """See :func:`naive.quantize_with_error`."""
-    return feed_error_back(quantize, error, mask, values, scale, bits)
+    return feed_error_back(quantize, error, mask, changes(theta, before, theta.dtype), scale, bits)
 
 
 @triton.jit
@@ -142,10 +188,10 @@ def _dequantize_kernel(
 
 
 @CUDA.implements
-def dequantize(message: Tensor, bits: int, count: int) -> Tensor:
+def dequantize(message: Tensor, bits: int, count: int, out: Tensor | None = None) -> Tensor:
     """See :func:`naive.dequantize`. One launch."""
     shards, groups, width = message.shape
-    values = torch.empty(shards, count, dtype=torch.float32, device=message.device)
+    values = torch.empty(shards, count, dtype=torch.float32, device=message.device) if out is None else out
     launching.launch(
         _dequantize_kernel,
         triton.cdiv(shards * groups, _GROUPS),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from lightning_scape.core.layout import Piece, Region
 from lightning_scape.ops.naive.gradients import accumulate_exp_avg_sq, fold, within
 from lightning_scape.ops.naive.masks import propose, select, votes_in
 from lightning_scape.ops.naive.rules import SecondMoment, column, cut
-from lightning_scape.ops.naive.wire import gather_blocks, scatter_blocks
+from lightning_scape.ops.naive.wire import bits_in, gather_blocks, quantize, scatter_blocks
 from lightning_scape.ops.registry import operation
 
 
@@ -45,6 +45,27 @@ def compact(
     return rounded if out is None else out.copy_(rounded)
 
 
+@operation
+def pack(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor) -> None:
+    """Packs values that have left the residual (:func:`quantize`); what their rounding leaves goes back into it.
+
+    Args:
+        residual: ``[S * R, B]``, of S shards; changed in place.
+        mask: ``[S * R, q]``, where the values were; or None.
+        values: fp32 ``[S * R, q]``, contiguous; they become what their rounding leaves.
+        message: uint8 ``[S, G, W]``, written: a group is of one shard's values.
+    """
+    pack_by(quantize, residual, mask, values, message)
+
+
+def pack_by(
+    quantize: Callable[[Tensor, int], Tensor], residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor
+) -> None:
+    """:func:`pack`, by any implementation of :func:`quantize`."""
+    message.copy_(quantize(values.view(len(message), values.numel() // len(message)), bits_in(message.shape[2])))
+    scatter_blocks(residual, mask, values, add=True)
+
+
 class Sweep(NamedTuple):
     """What :func:`sweep` works on. Every tensor ``[rows, ...]`` counts the same rows."""
 
@@ -70,6 +91,15 @@ class Sweep(NamedTuple):
     """uint8 ``[rows, W]``, written: what :func:`propose` returns, as many entries as fit its width."""
     next_mask: Tensor | None = None
     """``[rows, q']``, written: what :func:`select` returns."""
+    message: Tensor | None = None
+    """uint8 ``[S, G, W]``, written: what :func:`pack` makes of the fp32 ``values``. The rows are those of S shards, of
+    which the region has some as a whole; the others' part of the message stays as it is."""
+
+    def shards_of(self, rows: slice) -> slice:
+        """The shards of the message that have these rows."""
+        assert self.message is not None
+        each = len(self.residual) // len(self.message)
+        return slice(rows.start // each, rows.stop // each)
 
 
 @operation
@@ -82,7 +112,9 @@ def sweep(work: Sweep) -> None:
        (:func:`accumulate_exp_avg_sq`);
     2. **compact**   the masked entries leave the residual (:func:`compact`), into ``values``;
     3. **propose**   what is left is ranked, for the other ranks (:func:`propose`, into ``proposals``) or for the next
-       mask (:func:`select`, into ``next_mask``).
+       mask (:func:`select`, into ``next_mask``);
+    4. **pack**      where a message in 8 or 4 bits is asked for, the values are packed, and their rounding errors go
+       back into the residual (:func:`pack`). The ranking sees zeros in their place, as with a wire that is exact.
 
     Rows outside the region are left alone.
     """
@@ -101,6 +133,9 @@ def sweep(work: Sweep) -> None:
             work.proposals[rows] = propose(residual[rows], votes_in(work.proposals.shape[1], residual.shape[1]))
         if work.next_mask is not None:
             work.next_mask[rows] = select(residual[rows], work.next_mask.shape[1])
+    if work.message is not None:
+        for rows in work.region.rows:
+            pack(residual[rows], cut(work.mask, rows), values[rows], work.message[work.shards_of(rows)])
 
 
 def _entries(blocks: Tensor, piece: Piece) -> Tensor:

@@ -130,13 +130,23 @@ def quantize(values: Tensor, bits: int) -> Tensor:
 
 
 @CHUNKED.implements
-def dequantize(message: Tensor, bits: int, count: int) -> Tensor:
+def pack(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor) -> None:
+    """See :func:`naive.pack`."""
+    naive.pack_by(quantize, residual, mask, values, message)
+
+
+@CHUNKED.implements
+def dequantize(message: Tensor, bits: int, count: int, out: Tensor | None = None) -> Tensor:
     """See :func:`naive.dequantize`."""
-    values = torch.empty(len(message), count, dtype=torch.float32, device=message.device)
+    values = _room(message, count) if out is None else out
     for groups, columns in _group_slices(values):
         part = values[:, columns]
         part.copy_(naive.dequantize(message[:, groups], bits, part.shape[1]))
     return values
+
+
+def _room(message: Tensor, count: int) -> Tensor:
+    return torch.empty(len(message), count, dtype=torch.float32, device=message.device)
 
 
 def _group_slices(values: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -161,7 +171,10 @@ def sweep(work: Sweep) -> None:
         )
         own = None if second is None else second._replace(weights=[second.weights[place] for place in inside])
         region = Region((rows,), tuple(inside.values()))
-        naive.sweep(work._replace(region=region, grads=given, second_moment=own))
+        naive.sweep(work._replace(region=region, grads=given, second_moment=own, message=None))
+    if work.message is not None:
+        for rows in work.region.rows:
+            pack(work.residual[rows], cut(work.mask, rows), work.values[rows], work.message[work.shards_of(rows)])
 
 
 def _cut(piece: Piece, rows: slice, length: int) -> Piece | None:
@@ -216,9 +229,15 @@ def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> No
 
 
 @CHUNKED.implements
-def scatter_params(entries: ParamEntries, values: Tensor, add: bool = False, scale: Tensor | None = None) -> None:
+def scatter_params(
+    entries: ParamEntries,
+    values: Tensor,
+    add: bool = False,
+    scale: Tensor | None = None,
+    error: Tensor | None = None,
+) -> None:
     """See :func:`naive.scatter_params`."""
-    naive.scatter_params(_in_small_pieces(entries, values), values, add, scale)
+    naive.scatter_params(_in_small_pieces(entries, values), values, add, scale, error)
 
 
 def _in_small_pieces(entries: ParamEntries, values: Tensor) -> ParamEntries:

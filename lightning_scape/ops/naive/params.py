@@ -50,19 +50,34 @@ def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> No
 
 
 @operation
-def scatter_params(entries: ParamEntries, values: Tensor, add: bool = False, scale: Tensor | None = None) -> None:
+def scatter_params(
+    entries: ParamEntries,
+    values: Tensor,
+    add: bool = False,
+    scale: Tensor | None = None,
+    error: Tensor | None = None,
+) -> None:
     """The reverse of :func:`gather_params`: writes ``values [R, q]`` to the parameters' masked entries, or adds them.
 
-    Values are rounded to the parameter's dtype first. ``scale`` is 0-dim, or one for each row ``[R]``, the same for all
-    rows of a piece; where it is 0, nothing is written. None writes all.
+    Sums are rounded once, to the parameter's dtype. ``scale`` is 0-dim, or one for each row ``[R]``, the same for all
+    rows of a piece; where it is 0, nothing is written. None writes all. ``error [R, B]``, fp32 or fp64, is for what is
+    added: it takes up what a parameter that is narrower loses to this rounding.
+
+    Example: adding 0.003 to a parameter ``[1]`` in bf16, whose next number is 1.0078125, adds 0.003 to the error.
     """
     for piece in entries.pieces:
         flat, places = _flat(entries, piece), _places(entries, piece)
-        new = _kept(values, piece, entries.block_size).to(flat.dtype)
-        new = flat[places] + new if add else new
-        if scale is not None:
-            new = torch.where(cut(scale, piece.row) != 0, new, flat[places])
-        flat[places] = new
+        old, new = flat[places], _kept(values, piece, entries.block_size)
+        taken = torch.ones_like(old, dtype=torch.bool) if scale is None else cut(scale, piece.row) != 0
+        if add:
+            wide, given = old.to(torch.promote_types(torch.promote_types(old.dtype, new.dtype), torch.float32)), new
+            new = wide + given
+            if error is not None and flat.itemsize < error.itemsize:
+                moved = new.to(flat.dtype).to(wide.dtype)
+                lost = torch.where(moved == wide, given, given - (moved - wide))
+                left = error.view(-1)[piece.of_blocks(entries.block_size)]
+                left[places] = torch.where(taken, left[places] + lost, left[places])
+        flat[places] = torch.where(taken, new.to(flat.dtype), old)
 
 
 def _flat(entries: ParamEntries, piece: Piece) -> Tensor:

@@ -30,6 +30,11 @@ def group_bytes(bits: int) -> int:
     return GROUP * bits // 8 + _SCALE_BYTES
 
 
+def bits_in(width: int) -> int:
+    """The reverse of :func:`group_bytes`."""
+    return (width - _SCALE_BYTES) * 8 // GROUP
+
+
 @operation
 def gather_blocks(matrix: Tensor, mask: Tensor | None) -> Tensor:
     """``[R, q]``: the masked entries of ``matrix [R, B]`` (all of it, not copied, for ``mask=None``)."""
@@ -82,20 +87,24 @@ def quantize(values: Tensor, bits: int) -> Tensor:
 
 
 @operation
-def quantize_with_error(error: Tensor, mask: Tensor | None, values: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """:func:`quantize` with error feedback: what earlier rounding has left is sent too, and what is left now is kept.
+def quantize_with_error(
+    error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor, bits: int
+) -> Tensor:
+    """:func:`quantize` of :func:`changes`, with error feedback: what rounding left is sent too, what it leaves is kept.
 
     Args:
-        error: ``[R, B]``, fp32 or fp64: what is left of each entry's values. Its masked entries are changed in place.
+        error: ``[R, B]``, fp32 or fp64: what is left of each entry's changes. Its masked entries are changed in place.
+            One that is not finite counts as 0: its parameter was not finite, and somebody may have mended that.
         mask: ``[R, q]`` or None.
-        values: ``[R, q]`` of the same dtype.
+        theta: ``[R, q]`` of the same dtype.
+        before: likewise; ``theta - before`` is the change.
         scale: 0-dim, or one for each row ``[R]``. 0 sends zeros and keeps the error as it is.
         bits: 4 or 8.
 
     Returns:
         uint8 ``[G, W]``.
     """
-    return feed_error_back(quantize, error, mask, values, scale, bits)
+    return feed_error_back(quantize, error, mask, changes(theta, before, theta.dtype), scale, bits)
 
 
 def feed_error_back(
@@ -106,8 +115,9 @@ def feed_error_back(
     scale: Tensor,
     bits: int,
 ) -> Tensor:
-    """:func:`quantize_with_error`, by any implementation of :func:`quantize`."""
+    """:func:`quantize_with_error` of these changes, by any implementation of :func:`quantize`."""
     kept = gather_blocks(error, mask)
+    kept = torch.where(kept.isfinite(), kept, 0.0)
     applied = scale.unsqueeze(1) != 0 if scale.dim() else scale != 0
     due = torch.where(applied, values + kept, 0.0)
     sent = due.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
@@ -118,7 +128,7 @@ def feed_error_back(
 
 
 @operation
-def dequantize(message: Tensor, bits: int, count: int) -> Tensor:
+def dequantize(message: Tensor, bits: int, count: int, out: Tensor | None = None) -> Tensor:
     """The values of a message, as they were sent. A zero is -0.0: adding it leaves every number as it is.
 
     Example: the message of :func:`quantize`'s example, with ``count=3``, is ``[[4, -7, -0.0]]``.
@@ -127,6 +137,7 @@ def dequantize(message: Tensor, bits: int, count: int) -> Tensor:
         message: uint8 ``[S, G, W]``, from :func:`quantize`.
         bits: 4 or 8.
         count: n.
+        out: where to put the result, contiguous; None is new memory.
 
     Returns:
         fp32 ``[S, n]``, contiguous.
@@ -137,7 +148,8 @@ def dequantize(message: Tensor, bits: int, count: int) -> Tensor:
         codes = torch.stack([codes & 15, codes >> 4], dim=3).flatten(2)
     unit = from_scale(scale.clone(memory_format=torch.contiguous_format).view(torch.int16))
     values: Tensor = (levels - codes.to(torch.int32)) * -unit
-    return values.view(shards, -1)[:, :count].contiguous()
+    values = values.view(shards, -1)[:, :count]
+    return values.contiguous() if out is None else out.copy_(values)
 
 
 def to_scale(unit: Tensor) -> Tensor:

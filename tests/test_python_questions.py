@@ -1,0 +1,87 @@
+"""examples/python_questions.py: right answers are what the file says, wrong ones are not, and pairs are counted."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from example_modules import load_example
+
+CODE = (
+    "import os\n\n\ndef first(alpha, gamma):\n    if alpha:\n        return [os.path.join(alpha, gamma)]\n"
+    "    return max(alpha, (gamma))\n\n\nvalue = first(1, 2)\nother = first({3: 4}, 55)\n"
+)
+
+
+@pytest.fixture(scope="module")
+def examples() -> ModuleType:
+    return load_example("python_questions")
+
+
+def test_places_hold_what_the_file_says_there(examples: ModuleType) -> None:
+    source = examples.Source.of(CODE)
+    for kind, places in examples.KINDS.items():
+        found = list(places(source))
+        assert found, kind
+        for place in found:
+            assert CODE[place.start :].startswith(place.right), kind
+            assert place.right not in place.wrong, kind
+    indented = {(p.right, tuple(p.wrong[:2])) for p in examples.indentations(source)}
+    assert ("        return", ("return", "    return")) in indented
+    assert ("def", ("    def", "        def")) in indented
+    same_length = {name.right: name.wrong for name in examples.names(source)}
+    assert same_length["alpha"] == ["first", "gamma", "other", "value"]
+    assert "if" not in same_length
+    closing = [p.right for p in examples.closings(source)]
+    assert closing == ["):", ")]", "]", "))", ")", ")", "},", ")"]  # each closing bracket is a place
+    assert {p.right for p in examples.arguments(source)} >= {"alpha,", "gamma)", "1,", "2)", "55)"}
+
+
+def test_questions_are_the_same_every_time_and_their_answers_at_random_places(examples: ModuleType) -> None:
+    sources = examples.held_out(examples.read_corpus())
+    asked = examples.questions(sources, each=100)
+    assert asked == examples.questions(sources, each=100)
+    assert Counter(q.kind for q in asked) == dict.fromkeys(examples.KINDS, 100)
+    for question in asked:
+        assert len(set(question.choices)) == examples.CHOICES
+        assert question.prompt + question.choices[question.answer] in sources[question.file].text
+        assert len(question.prompt) == examples.CONTEXT
+        assert max(map(len, question.choices)) <= examples.LONGEST
+    places = Counter(q.answer for q in asked)
+    assert all(70 < places[place] < 130 for place in range(4))  # 100 are expected of 400
+    with pytest.raises(ValueError, match=r"`each` must be at most \d+ of indentation, got 1000000"):
+        examples.questions(sources, each=1_000_000)
+
+
+def test_the_folder_is_what_lm_eval_takes(examples: ModuleType, tmp_path: Path) -> None:
+    asked = examples.build(tmp_path, each=5)
+    lines = (tmp_path / "name.jsonl").read_text().splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == [q.prompt for q in asked if q.kind == "name"]
+    assert f"test: {tmp_path}/name.jsonl" in (tmp_path / "name.yaml").read_text()
+    assert "python_questions_closing" in (tmp_path / "group.yaml").read_text()
+
+
+def test_pairs_are_counted_as_mcnemar_does(examples: ModuleType) -> None:
+    first, second = [1] * 50 + [0] * 30 + [1] * 15 + [0] * 5, [1] * 50 + [0] * 30 + [0] * 15 + [1] * 5
+    found = examples.paired(first, second)
+    assert found.difference == pytest.approx(-0.10)
+    assert found.error == pytest.approx(math.sqrt(20 - 100 / 100) / 100)
+    assert found.p == pytest.approx(2 * sum(math.comb(20, k) for k in range(6)) / 2**20)
+    assert examples.paired(first, first) == (0.0, 0.0, 1.0)
+    assert examples.accuracy([1, 1, 1, 0]) == (0.75, pytest.approx(math.sqrt(0.75 * 0.25 / 4)))
+    with pytest.raises(ValueError, match="the same questions, got 3 and 2"):
+        examples.paired([1, 0, 1], [1, 0])
+
+
+def test_answers_to_other_questions_are_not_compared(examples: ModuleType, tmp_path: Path) -> None:
+    for name, questions, right in (("one", "a", [1, 1]), ("two", "a", [1, 0]), ("three", "b", [1, 1])):
+        content = {"questions": questions, "answers": {kind: right for kind in examples.KINDS}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    table = examples.compare([tmp_path / "one.json", tmp_path / "two.json"])
+    assert "| two | all | 50.0% ± 17.7 | -50.0 ± 17.7 | 0.12 |" in table
+    with pytest.raises(SystemExit, match="build them once"):
+        examples.compare([tmp_path / "one.json", tmp_path / "three.json"])

@@ -1,0 +1,205 @@
+"""A real SLURM of two nodes: the scripts of examples/, and jobs that it stops and starts again.
+
+Where a signal must come in one step and no other, tests/test_requeue.py stands in for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from slurm_cluster import Cluster, missing, wait
+from warm_python import warm_python
+
+from lightning_scape.tools import commands
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+JOB = ROOT / "tests" / "requeue_job.py"
+OF_CPU = ("--accelerator=cpu", "--precision=32-true", "--size=tiny", "--context=32", "--val-batches=2")
+AT_FIRST = "$([[ $SLURM_RESTART_COUNT ]] && echo -1 || echo 1000000)"
+"""Steps: trains until it is stopped; after that, five more."""
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=f"slurm: {missing()}")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Its jobs find `python` and `litgpt-scape` as in an environment with the package."""
+    tools = tmp_path_factory.mktemp("bin")
+    for name, words in {"python": "", "litgpt-scape": " -m lightning_scape.tools.cli"}.items():
+        (tools / name).write_text(f'#!/bin/sh\nexec "{warm_python()}"{words} "$@"\n')
+        (tools / name).chmod(0o755)
+    variables = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1"}
+    with Cluster(variables) as cluster:
+        yield cluster
+
+
+def submit(
+    cluster: Cluster, folder: Path, steps: str, *options: str, signals: str = "[]", **settings: Any
+) -> tuple[str, Path]:
+    """tests/requeue_job.py on both nodes; what bash makes of `steps` and `signals`. Its number, and its log."""
+    log = folder / "%a.log" if "--array" in " ".join(options) else folder / "job.log"
+    settings = {"resume": "auto", **settings}
+    words = f"""{folder}/$SLURM_ARRAY_TASK_ID scape {steps} "{signals}" '{json.dumps(settings)}'"""
+    script = f"#!/bin/bash\nsrun --kill-on-bad-exit=1 --ntasks=$SLURM_JOB_NUM_NODES python {JOB} {words}\n"
+    (folder / "job.sbatch").write_text(script)
+    common = (f"--output={log}", "--open-mode=append", "--requeue", "--ntasks-per-node=1", "--job-name=scape")
+    return cluster.submit("--nodes=2", *common, *options, folder / "job.sbatch"), log
+
+
+def begins(log: Path) -> list[int]:
+    """The steps at which the starts of a job have begun, by the words of both ranks."""
+    return [int(step) for step in re.findall(r"begins at step (\d+)", log.read_text())] if log.exists() else []
+
+
+def trains(log: Path) -> bool:
+    """Whether both ranks have begun."""
+    return len(begins(log)) == 2
+
+
+def wait_for_steps(folder: Path, log: Path) -> None:
+    """Until the ranks train, and the first checkpoint is there."""
+    wait(lambda: any((folder / "saved").glob("*.ckpt")), f"the first checkpoint; {log.name} has:\n{read(log)}", 60)
+
+
+def read(log: Path) -> str:
+    return log.read_text() if log.exists() else ""
+
+
+# ------------------------------------------------------------------------------------------- the scripts of examples/
+
+
+def test_the_trainers_script_trains_on_both_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    options = (*OF_CPU, "--steps=4", "--max-bytes=200000", f"--out={tmp_path}")
+    log = tmp_path / "log"
+    job = cluster.submit("--cpus-per-task=1", f"--output={log}", EXAMPLES / "slurm_trainer.sbatch", *options)
+    assert cluster.wait_for(job, *ENDED) == "COMPLETED", read(log)
+    result = json.loads((tmp_path / "scape-99" / "result.json").read_text())
+    assert result["ranks"] == 2
+    assert result["bytes_total"] > 0
+
+
+def test_litgpts_script_pretrains_on_both_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    pytest.importorskip("litgpt")
+    options = ["--config", "configs/tiny_cpu.yaml", f"--out_dir={tmp_path}", "--train.max_tokens=8192"]
+    options += ["--eval.max_iters=2", "--data.max_bytes=200000", "--train.log_interval=1"]
+    log = tmp_path / "log"
+    job = cluster.submit("--cpus-per-task=1", f"--output={log}", EXAMPLES / "slurm_litgpt.sbatch", *options)
+    assert cluster.wait_for(job, *ENDED) == "COMPLETED", read(log)
+    assert "MEMBER: 1/2" in read(log)
+    assert "MEMBER: 2/2" in read(log)
+    assert "step 4 |" in read(log)
+    used = yaml.safe_load((tmp_path / "final" / "hyperparameters.yaml").read_text())
+    assert (used["num_nodes"], used["devices"]) == (2, 1)
+    assert (tmp_path / "final" / "lit_model.pth").is_file()
+
+
+@pytest.mark.parametrize("script", ["slurm_trainer.sbatch", "slurm_litgpt.sbatch"])
+def test_a_task_gets_the_cores_that_the_script_asks_for(cluster: Cluster, tmp_path: Path, script: str) -> None:
+    """SLURM 22.05's `srun` takes `--cpus-per-task` from its own variable only, and not from the job's."""
+    (tmp_path / "bin").mkdir()
+    for name in ("python", "litgpt-scape"):
+        (tmp_path / "bin" / name).write_text('#!/bin/sh\nscontrol show step "$SLURM_JOB_ID.$SLURM_STEP_ID"\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    path = f"PATH={tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    log = tmp_path / "log"
+    job = cluster.submit("--nodes=1", f"--output={log}", f"--export=ALL,{path}", EXAMPLES / script)
+    assert cluster.wait_for(job, *ENDED) == "COMPLETED", read(log)
+    assert "TresPerStep=cpu:8" in read(log)
+
+
+# --------------------------------------------------------------------------------- jobs that are stopped, and go on
+
+
+def test_a_task_of_an_array_requeues_itself_and_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path) -> None:
+    """Task 0's ranks get the signal in steps 5 and 7 of their first start; task 1 is never stopped."""
+    for task in range(2):
+        (tmp_path / str(task)).mkdir()
+    signals = "$([[ $SLURM_ARRAY_TASK_ID$SLURM_RESTART_COUNT == 0 ]] && echo [5,7] || echo [])"
+    steps = "$([[ $SLURM_ARRAY_TASK_ID$SLURM_RESTART_COUNT == 0 ]] && echo 1000000 || echo 14)"
+    job, _ = submit(cluster, tmp_path, steps, "--array=0-1", signals=signals, pause=0.02)
+    cluster.wait_for_requeue(f"{job}_0")
+    for task in range(2):
+        assert cluster.wait_for(f"{job}_{task}", *ENDED) == "COMPLETED", read(tmp_path / f"{task}.log")
+    assert re.findall(r"all ranks save after step (\d+)", read(tmp_path / "0.log")) == ["8"]
+    # `scontrol requeue` ends the ranks by SIGTERM: a step or more later, and saved again.
+    first, second, *starts = begins(tmp_path / "0.log")
+    assert first == second == 0
+    assert len(starts) == 2
+    assert 8 <= starts[0] == starts[1] < 14
+    assert begins(tmp_path / "1.log") == [0, 0]
+    ended = [json.loads((tmp_path / f"{task}/ended-{rank}.json").read_text()) for task in range(2) for rank in range(2)]
+    assert all(end == ended[0] for end in ended)
+
+
+class Timed(NamedTuple):
+    """A job whose time SLURM has been told to shorten; it looks at jobs' times every 30 s."""
+
+    job: str
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def timed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Timed]:
+    """One that gets a signal before its time ends, and one that does not: SLURM looks at both at once."""
+    jobs = {}
+    for name, options in {"signal": ("--signal=SIGUSR1@70",), "none": ()}.items():
+        folder = tmp_path_factory.mktemp(name)
+        jobs[name] = Timed(*submit(cluster, folder, AT_FIRST, "--time=60", *options, pause=0.05, save_every=10**6))
+    for name, change in {"signal": "TimeLimit=1", "none": "EndTime=now"}.items():
+        job, log = jobs[name]
+        wait(functools.partial(trains, log), "the job trains", 120)
+        cluster.run("scontrol", "update", f"jobid={job}", change)
+    return jobs
+
+
+def test_a_job_whose_time_is_nearly_over_is_requeued_and_goes_on(cluster: Cluster, timed: dict[str, Timed]) -> None:
+    job, log = timed["signal"]
+    cluster.wait_for_requeue(job)
+    assert cluster.wait_for(job, *ENDED) == "COMPLETED", read(log)
+    saved = re.findall(r"all ranks save after step (\d+)", read(log))  # the first start's words are still there
+    assert len(saved) == 1
+    assert begins(log)[:2] == [0, 0]
+    assert begins(log)[2] == begins(log)[3] >= int(saved[0])
+    assert (log.parent / "ended-1.json").exists()
+
+
+def test_a_job_at_the_end_of_its_time_saves(cluster: Cluster, timed: dict[str, Timed]) -> None:
+    """SLURM sends SIGTERM, and kills what lives `KillWait` later."""
+    job, log = timed["none"]
+    assert cluster.wait_for(job, *ENDED) == "TIMEOUT", read(log)
+    (saved,) = (log.parent / "saved").glob("*.ckpt")
+    commands.main(["verify", str(saved)])
+
+
+def test_a_job_that_is_requeued_by_hand_saves_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    job, log = submit(cluster, tmp_path, AT_FIRST, pause=0.05)
+    wait_for_steps(tmp_path, log)
+    cluster.run("scontrol", "requeue", job)
+    cluster.wait_for_requeue(job)
+    assert cluster.wait_for(job, *ENDED) == "COMPLETED", read(log)
+    assert len(begins(log)) == 4, read(log)
+    assert begins(log)[2] == begins(log)[3] >= 5
+
+
+def test_a_job_whose_node_is_lost_goes_on_on_the_one_that_is_left(cluster: Cluster, tmp_path: Path) -> None:
+    job, log = submit(cluster, tmp_path, AT_FIRST, pause=0.05, batches_per_step=2)
+    wait_for_steps(tmp_path, log)
+    cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
+    try:
+        cluster.wait_for_requeue(job, NumNodes="1", NumTasks="1")
+        assert cluster.wait_for(job, *ENDED) == "COMPLETED", read(log)
+    finally:
+        cluster.run("scontrol", "update", "nodename=n2", "state=resume")
+    assert len(begins(log)) == 3, read(log)
+    assert begins(log)[2] >= 5
