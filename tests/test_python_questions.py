@@ -85,3 +85,25 @@ def test_answers_to_other_questions_are_not_compared(examples: ModuleType, tmp_p
     assert "| two | all | 50.0% ± 17.7 | -50.0 ± 17.7 | 0.12 |" in table
     with pytest.raises(SystemExit, match="build them once"):
         examples.compare([tmp_path / "one.json", tmp_path / "three.json"])
+
+
+def test_windows_of_labels_are_of_other_files_and_a_model_learns_to_name_them(tmp_path: Path) -> None:
+    """A library of ten packages whose files say their own name: whoever learns anything names them."""
+    finetune = load_example("finetune_labels")
+    for package in finetune.PACKAGES:
+        (tmp_path / package).mkdir(parents=True)
+        for number in range(12):
+            (tmp_path / package / f"{number}.py").write_text(f"{package} " * 40)
+    train, test = finetune.read(16, tmp_path)
+    assert (len(train.labels), len(test.labels)) == (10 * finetune.TRAINED, 10 * finetune.TESTED)
+    assert train.labels.bincount().tolist() == [finetune.TRAINED] * 10
+    again, _ = finetune.read(16, tmp_path)
+    assert train.inputs.equal(again.inputs)
+    shape = {"n_layer": 1, "n_embd": 32, "n_head": 2, "intermediate_size": 64}
+    gpt = load_example("pretrain_python").build_gpt("tiny", 16, shape)
+    few = finetune.Windows(test.inputs[:200], test.labels[:200])
+    rate, found = finetune.finetune(gpt, train, few, 60, (3e-3,))
+    assert rate == 3e-3
+    assert sum(found) > 60  # chance is 20; measured 100 and more
+    with pytest.raises(ValueError, match="test/test_asyncio must be in the standard library"):
+        finetune.read(16, tmp_path / "nowhere")
