@@ -31,25 +31,26 @@ def _resume(rank: int, world_size: int, folder: str, kind: str) -> tuple[Tensor,
     saved = ModelCheckpoint(folder, "at-{epoch}", every_n_epochs=1, save_top_k=-1)
     options: dict[str, Any] = {"max_epochs": 2, "gradient_clip_val": 0.5}
     straight, resumed = Blocks(), Blocks(lr=9.0)
-    strategy = SparseLoCoStrategy(**OPTIONS, state_dict_type=kind)  # type: ignore[arg-type]
+    kinds = {"collected": {"async_save": True}, "full": {}, "sharded": {"state_dict_type": "sharded"}}
+    strategy = SparseLoCoStrategy(**OPTIONS, **kinds[kind])
     fitted = make_trainer(strategy, callbacks=[saved], enable_checkpointing=True, **options)
     fitted.fit(straight)
     loco = find(fitted.optimizers[0]).loco
     assert (loco.communicator.world_size, loco.shards.world_size) == (2, 2)
     assert (loco.progress.steps, loco.progress.exchanges) == (8, 3)  # at its end a fit ends the window
-    again = SparseLoCoStrategy(**OPTIONS, state_dict_type=kind)  # type: ignore[arg-type]
+    again = SparseLoCoStrategy(**OPTIONS, **kinds[kind])
     make_trainer(again, **options).fit(resumed, ckpt_path=f"{folder}/at-epoch=0.ckpt")
     return weights(straight), weights(resumed), torch.cat([p.detach().flatten() for p in Blocks().parameters()])
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", ["full", "collected", "sharded"])
 def test_a_resumed_fit_on_nodes_ends_as_an_uninterrupted_one(run_ranks: Any, tmp_path: Path, kind: str) -> None:
     ends = run_ranks(_resume, 4, str(tmp_path), kind)
     for straight, resumed, untrained in ends:
         assert torch.equal(straight, resumed)
         assert torch.equal(straight, ends[0][0])
         assert straight.shape == untrained.shape
-    if kind == "full":  # whole tensors, which a model without the strategy takes
+    if kind != "sharded":  # whole tensors, which a model without the strategy takes
         plain = Blocks()
         plain.load_state_dict(torch.load(tmp_path / "at-epoch=0.ckpt", weights_only=True)["state_dict"])
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from lightning_scape.checkpoint.dcp import as_bytes
 from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.comm.collectives import Communicator
 
@@ -83,5 +82,8 @@ def _copied(content: Mapping[str, Any]) -> dict[str, Any]:
     rest = {name: list(value) if isinstance(value, list) else value for name, value in content.items()}
     for where, _ in _states(content):
         _put(rest, where, None)
-    copy: dict[str, Any] = torch.load(io.BytesIO(as_bytes(rest)), map_location="cpu", weights_only=False)
+    file = io.BytesIO()
+    torch.save(rest, file)
+    file.seek(0)
+    copy: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)  # what this process has written
     return copy

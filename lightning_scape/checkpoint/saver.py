@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -377,19 +377,21 @@ def host_content(checkpoint: Mapping[str, Any], parameters: Iterable[str], rank:
     return Content(models, {f"optimizer_{number}": state for number, state in enumerate(states)}, rest)
 
 
-StateDictType = Literal["full", "sharded"]
+StateDictType = Literal["full", "sharded", "auto"]
 
 
 def check_saving(state_dict_type: str, checkpoint_io: object | None) -> None:
     """Raises ValueError unless a strategy's options on checkpoints go together."""
-    if state_dict_type not in ("full", "sharded"):
+    if state_dict_type not in get_args(StateDictType):
         raise ValueError(
-            f'`state_dict_type` must be "full" (one file) or "sharded" (a directory), got {state_dict_type!r}.'
+            '`state_dict_type` must be "full" (one file) or "sharded" (a directory), or "auto" (a directory where'
+            f" several nodes see the same folder), got {state_dict_type!r}."
         )
-    if state_dict_type == "sharded" and checkpoint_io is not None:
+    if state_dict_type != "full" and checkpoint_io is not None:
         raise ValueError(
-            f'`checkpoint_io` must be None with state_dict_type="sharded", got {type(checkpoint_io).__name__}: a'
-            " directory is written by torch.distributed.checkpoint. To save in the background, set `async_save=True`."
+            f'`checkpoint_io` must be None with state_dict_type="{state_dict_type}", got'
+            f" {type(checkpoint_io).__name__}: a directory is written by torch.distributed.checkpoint. To save in the"
+            " background, set `async_save=True`."
         )
 
 

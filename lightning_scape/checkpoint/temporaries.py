@@ -75,8 +75,8 @@ class NewFolder:
 
     def close(self) -> None:
         """Ends the work. If the directory has not taken its place, it is removed."""
+        self._held.close()  # first: a network's file system keeps a file that is open, and so its folder
         shutil.rmtree(self.path, ignore_errors=True)
-        self._held.close()
 
 
 def put_in_place(partial: Path, path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning.fabric.plugins import CheckpointIO
@@ -24,9 +25,10 @@ from lightning_scape.comm.together import Together
 from lightning_scape.core.method import Method, Surroundings, find, for_config
 from lightning_scape.hosts import advice, launching, registration, rendezvous, setup, two_level
 from lightning_scape.hosts.buffers import Buffers
-from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO, local_path
 from lightning_scape.hosts.own_clipping import watch_gradients
 from lightning_scape.hosts.private_names import Opened, WrappingIO, destroy_process_group
+from lightning_scape.hosts.saving import Saving
 
 
 class CommonStrategy(Opened):
@@ -36,7 +38,7 @@ class CommonStrategy(Opened):
         config: the method's options, or None.
         options: of the method, by name.
         wrap: class names of the modules that are gathered as a unit.
-        state_dict_type: ``"full"`` or ``"sharded"``.
+        state_dict_type: ``"full"``, ``"sharded"`` or ``"auto"``.
         async_save: write checkpoints in the background.
         broadcast_buffers: hand rank 0's buffers on.
         checkpoint_io: how checkpoints are written.
@@ -46,6 +48,8 @@ class CommonStrategy(Opened):
 
     method: ClassVar[str | None] = None
     """Name of the method, where the strategy is of one."""
+    slow_saves: ClassVar[str] = ""
+    """The remedy where checkpoints hold the training up, if the user cannot set ``async_save``."""
     _together: Together
     """Inside it a checkpoint is put together."""
 
@@ -67,7 +71,7 @@ class CommonStrategy(Opened):
         self._method = for_config(self.config)
         self._nodes = two_level.Nodes(self.config, wrap)
         self._buffers = Buffers(broadcast_buffers)
-        self._state_dict_type, self._saver = state_dict_type, saver.Saver(async_save)
+        self._saving, self._saver = Saving(state_dict_type), saver.Saver(async_save)
         self._check_saving(checkpoint_io)
         self._side_group = SideGroup()
         self._checkpoint_group = SideGroup("gloo")  # background writes must not meet the step's messages
@@ -148,7 +152,7 @@ class CommonStrategy(Opened):
         self.given_io = io
 
     def _check_saving(self, io: CheckpointIO | None) -> None:
-        saver.check_saving(self._state_dict_type, io)
+        saver.check_saving(self._saving.asked, io)
         if self._saver.asynchronous and isinstance(io, AsyncCheckpointIO):
             raise ValueError(
                 "`checkpoint_io` must write at once with `async_save=True`, got AsyncCheckpointIO: an error in it is"
@@ -157,7 +161,7 @@ class CommonStrategy(Opened):
 
     def _whole_module(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A module's state as a file takes it: whole, on rank 0."""
-        if self._state_dict_type == "sharded" or not self._nodes.several:
+        if self._saving.sharded or not self._nodes.several:
             return state_dict
         self._together.agree()
         host: Any = self
@@ -169,9 +173,19 @@ class CommonStrategy(Opened):
         if (method := find(optimizer)) is None:
             return own(optimizer)
         parts = method.sharded_state_dict()
-        if self._state_dict_type == "sharded" or self._saver.asynchronous:
+        if self._saving.sharded or self._saver.asynchronous:
             return parts
-        return self._saver.collected(parts) or {}
+        with self._saving.collecting():
+            return self._saver.collected(parts) or {}
+
+    def _advise_on_saves(self, path: str | Path) -> None:
+        """After a file was saved for which training waited. Collective."""
+        host: Any = self
+        if host.num_nodes == 1 or self._saver.asynchronous:
+            return
+        local = local_path(path)
+        if said := self._saving.advice(local and local.parent, self._saver.moved, self.slow_saves):
+            rank_zero_warn(said)
 
     @property
     def checkpoint_bytes(self) -> Moved:

@@ -58,8 +58,12 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
     ) -> None:
         """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
         self._look_at_buffers("save")
-        if self._state_dict_type == "sharded":
-            if storage_options is not None or filter is not None:
+        special = storage_options is not None or filter is not None
+        if self._saving.asked == "auto":
+            local = None if special else local_path(self.broadcast(str(path)))
+            self._saving.settle([local and local.parent], self.num_nodes)
+        if self._saving.sharded:
+            if special:
                 raise TypeError(
                     '`storage_options` and `filter` must be None with state_dict_type="sharded", got one: a directory'
                     " is written by torch.distributed.checkpoint, whole."
@@ -90,6 +94,7 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
             self._saver.save_file(local_path(path), converted, filter_and_write, self._checkpoint_ranks())
         else:
             ranks.raise_on_all_ranks(lambda: write(converted))
+            self._advise_on_saves(path)
 
     def _content(self, state: Mapping[str, Any]) -> Content:
         content = Content()

@@ -62,7 +62,8 @@ class MethodStrategy(TrainerCheckpoints):
         timeout: how long a collective waits for the other ranks; a number counts seconds.
         start_method: how processes are started; a notebook needs `"fork"`.
         state_dict_type: ``"full"``, a checkpoint is one file; ``"sharded"``, a directory into which each rank writes
-            its own part, in parallel. Either is loaded, whatever is set here.
+            its own part, in parallel; ``"auto"``, a directory where several nodes see the same folder (of every
+            ModelCheckpoint; tried when a fit starts), else a file. Either is loaded, whatever is set here.
         async_save: write checkpoints while training goes on, from a copy; a full one is collected meanwhile, too. What
             goes wrong is raised at the next save or at the end of the fit.
         wrap: with ``local_group_size`` above 1: class names of the modules that are gathered one at a time. Empty takes

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -17,6 +18,7 @@ from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import find
 from lightning_scape.hosts.checkpoint_io import local_path
 from lightning_scape.hosts.dump import Dump, load_dump, restore_schedulers
+from lightning_scape.hosts.requeue import callbacks_of
 from lightning_scape.hosts.resume import Resumption
 from lightning_scape.hosts.unwrapped import UnwrappedStrategy
 
@@ -42,6 +44,17 @@ class TrainerCheckpoints(UnwrappedStrategy):
         return self._nodes.several  # a module on the meta device has no memory before
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._saving.begin_fit()
+        if self._saving.asked == "auto":
+            kept = [each for each in callbacks_of(trainer) if isinstance(each, ModelCheckpoint)]
+            folders = self.broadcast([str(each.dirpath or trainer.default_root_dir) for each in kept])
+            self._saving.settle([*map(local_path, folders)], self.num_nodes)
+
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return self._whole_module(super().lightning_module_state_dict())
 
@@ -57,7 +70,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
         self._look_at_buffers("save")
         checkpoint = {**checkpoint}  # a callback may have kept the one that its hook was given
         self._resumption.record(checkpoint)
-        if self._state_dict_type == "sharded":
+        if self._saving.sharded:
             if storage_options is not None:
                 raise TypeError(
                     '`storage_options` must be None with state_dict_type="sharded", got'
@@ -86,6 +99,8 @@ class TrainerCheckpoints(UnwrappedStrategy):
             self._saver.save_file(local_path(filepath), checkpoint, write, self._checkpoint_ranks())
         else:
             ranks.raise_on_all_ranks(lambda: write(checkpoint))
+            if self._attaching:
+                self._advise_on_saves(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

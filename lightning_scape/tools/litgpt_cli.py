@@ -55,6 +55,8 @@ DEFAULT = "scape"
 class LitGPTStrategy(FabricMethodStrategy):
     """Fabric's strategy of any method, whose first line writes options as the command line takes them."""
 
+    slow_saves = "a larger `--train.save_interval` saves less often"
+
     @override
     def _spelling(self) -> Spelling:
         flag = f"--{self._method.name}."
