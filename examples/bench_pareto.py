@@ -207,35 +207,45 @@ def mean_bytes(config: ScapeConfig, ranks: int, steps: int) -> float:
     return total / steps / (blocks * quota.block_size)
 
 
+LENGTHS = (3000, 10_000, 100_000)
+"""Steps of the runs whose bytes are told, whatever the length of the run that was made."""
+
+
 def whole_runs(points: list[Point], steps: int) -> list[dict[str, Any]]:
     """The methods of one setting by what they send over a run of so many steps, those that send the most first.
 
     Args:
         points: SCAPE's stand there with their own wire and, if that is bf16, in 4 bits as well.
-        steps: of the run whose bytes are told; the losses are those of the runs that were made.
+        steps: of the runs that were made; by what those send the front is drawn.
     """
     rows = []
     for point in points:
-        sent = [("", point.bytes_per_parameter)]
+        sent = [("", dict.fromkeys((steps, *LENGTHS), point.bytes_per_parameter))]
         if point.run.method == "scape":
             options = dict(point.run.options)
             wires = dict.fromkeys([options["wire_dtype"], "int4"])
             configs = [ScapeConfig(**{**options, "wire_dtype": wire}) for wire in wires]
-            sent = [(f", {config.wire_dtype}", mean_bytes(config, point.run.ranks, steps)) for config in configs]
-        label = point.label.removesuffix(", int4").removesuffix(", bf16")
+            sent = [
+                (
+                    f", {config.wire_dtype}",
+                    {length: mean_bytes(config, point.run.ranks, length) for length in (steps, *LENGTHS)},
+                )
+                for config in configs
+            ]
+        label = point.label.removesuffix(f", wire_dtype={dict(point.run.options).get('wire_dtype')}")
         rows += [
             {
                 "label": f"{label}{wire}",
                 "method": point.run.method,
                 "setting": point.setting.title,
                 "steps": steps,
-                "bytes_per_step": size,
-                "bytes_late": point.bytes_per_parameter if not index else None,
+                "bytes_per_step": sizes[steps],
+                "bytes_by_length": {length: sizes[length] for length in LENGTHS},
                 "loss": point.loss,
                 "seeds": point.seeds,
                 "computed": index > 0,
             }
-            for index, (wire, size) in enumerate(sent)
+            for index, (wire, sizes) in enumerate(sent)
         ]
     best = math.inf
     for row in sorted(rows, key=lambda row: (row["bytes_per_step"], row["loss"])):
