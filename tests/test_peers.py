@@ -321,7 +321,8 @@ def test_a_longer_run_spreads_the_warm_up_and_four_bits_stand_beside_bf16() -> N
         short, longer, longest = row["bytes_by_length"].values()
         assert short > 1.5 * longer > 2 * longest
     config = pareto.ScapeConfig(sparsity=0.99, sparsity_warmup_steps=0, wire_dtype="bf16")
-    assert pareto.mean_bytes(config, 4, 10) == pytest.approx(0.01 * (2 + 2 + 1) * 3 / 4 + 3 / 4 * 5 / 200)  # two proposals of a block
+    proposals = 5 / 200  # two of a block
+    assert pareto.mean_bytes(config, 4, 10) == pytest.approx((0.01 * (2 + 2 + 1) + proposals) * 3 / 4)
 
 
 def test_late_bytes_are_those_that_grow_with_the_model() -> None:
