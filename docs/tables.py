@@ -115,16 +115,20 @@ def rates(link: Link) -> str:
     for path in (ROOT / RESULTS / "quality" / "runs").glob("*_0.03M_N4x8x64_3000_*_seed0_betas-0.9-0.999*.json"):
         content = json.loads(path.read_text())
         run, options = content["run"], dict(content["run"]["options"])
+        wire = options.pop("wire_dtype", None)
         if run["method"] == "adamw":
             losses[DENSE, run["lr"]] = content["loss"]
-        elif options in ({"sparsity": sparsity, "update": "adamw", "wire_dtype": "int4"} for sparsity in (0.9, 0.99)):
-            losses[f"SCAPE {options['sparsity']:.0%}", run["lr"]] = content["loss"]
+        elif options in ({"sparsity": 0.9, "update": "adamw"}, {"sparsity": 0.99, "update": "adamw"}):
+            losses[f"SCAPE {options['sparsity']:.0%}{'' if wire == 'int4' else f', {wire}'}", run["lr"]] = content[
+                "loss"
+            ]
+    sparse = sorted({label for label, _ in losses} - {DENSE}, key=lambda label: ("," in label, label))
     rows = []
     for lr in sorted({lr for _, lr in losses}):
-        base = losses[DENSE, lr]
-        cells = [f"{losses[label, lr]:.4f} ({losses[label, lr] / base - 1:+.1%})" for label in SPARSE]
+        base, here = losses[DENSE, lr], [losses.get((label, lr)) for label in sparse]
+        cells = ["-" if loss is None else f"{loss:.4f} ({loss / base - 1:+.1%})" for loss in here]
         rows.append([f"{lr:g}", f"{base:.4f}", *cells])
-    text = table(["learning rate", DENSE, *SPARSE], *rows)
+    text = table(["learning rate", DENSE, *sparse], *rows)
     return text + "\n" + source(link, "quality/runs", "python examples/bench_quality.py")
 
 

@@ -12,12 +12,14 @@ import pytest
 import yaml
 from doc_pages import PAGES, ROOT, prose
 
+import lightning_scape
+
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,6} +(.+)$", re.MULTILINE)
 TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 MEASURED = re.compile(r"\d\.\d|\d,\d{3}|\d+ ms|\d%")
 SOURCE = re.compile(r"^Data: (?:\[[^\]]+\]\(([^)]+)\)); command:\s`([^`]+)`\.$", re.MULTILINE)
-LINKED = [*PAGES, "CHANGELOG.md", "examples/QUALITY.md"]
+LINKED = [*PAGES, "CHANGELOG.md", "examples/QUALITY.md", ".github/CONTRIBUTING.md"]
 
 
 def load(name: str) -> ModuleType:
@@ -140,6 +142,13 @@ def test_the_readme_is_short_and_keeps_its_test_command() -> None:
     assert lines[lines.index("<!-- test-command -->") + 1] == "```bash"
     assert text.count("not run on a GPU yet") == 1
     assert not re.search("[¹²³⁴⁵]", text)
+
+
+def test_the_python_api_lists_every_public_name_once() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^::: lightning_scape\.(\w+)$", text, re.MULTILINE)
+    assert sorted([*listed, "__version__"]) == sorted(lightning_scape.__all__)
+    assert "`lightning_scape.__version__`" in text
 
 
 def test_the_site_has_every_page_once() -> None:

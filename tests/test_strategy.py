@@ -250,23 +250,24 @@ def test_clipping_works_with_a_fused_optimizer_in_mixed_precision(run_ranks: Any
 # ------------------------------------------------------------------------------------------------ schedulers
 
 
-def _learning_rates(rank: int, world_size: int, scheduler: str) -> tuple[list[Any], list[Any], list[str]]:
+def _learning_rates(rank: int, world_size: int, scheduler: str) -> list[tuple[list[Any], set[str]]]:
+    """Of SCAPE and of dense AdamW: the rates, and what torch says of ``scheduler.step``."""
     runs = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for strategy in (ScapeStrategy(sparsity=0.9, sparsity_warmup_steps=0), "auto"):
+    for strategy in (ScapeStrategy(sparsity=0.9, sparsity_warmup_steps=0), "auto"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             model = Regression("AdamW", scheduler=scheduler)
             make_trainer(strategy, max_epochs=3 if scheduler in ("plateau", "epoch") else 1).fit(model)
-            runs.append(model.lrs)
-    return runs[0], runs[1], [str(w.message) for w in caught if "scheduler.step" in str(w.message)]
+        runs.append((model.lrs, {str(w.message) for w in caught if "scheduler.step" in str(w.message)}))
+    return runs
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_learning_rates_are_those_of_dense_adamw(run_ranks: Any, scheduler: str) -> None:
-    ((scape, dense, complaints),) = run_ranks(_learning_rates, 1, scheduler)
+    (((scape, complaints), (dense, of_torch)),) = run_ranks(_learning_rates, 1, scheduler)
     assert scape == dense
     assert len(set(scape)) > 1
-    assert complaints == []
+    assert complaints <= of_torch  # torch 2.7's SequentialLR complains of its own call
 
 
 def test_retargeting_reaches_schedulers_inside_schedulers() -> None:

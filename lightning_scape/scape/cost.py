@@ -72,7 +72,7 @@ def message_bytes(
     buffers = {
         "values": ranks * there,
         "parameters": ranks * (there if back is None else mine * back),
-        "mask": sparse * blocks * sent * ops.position_dtype(block_size).itemsize,
+        "mask": sparse * blocks * ops.mask_bytes(sent, block_size),
         "votes": sparse * blocks * ops.proposal_bytes(config.votes, block_size),
     }
     return {kind: size * (ranks - 1) // ranks for kind, size in buffers.items()}
