@@ -157,6 +157,29 @@ def test_the_artifacts_are_complete(scape_run: tuple[Path, str]):
         assert title in titles
 
 
+def test_the_recorded_run_of_adamw_stands_beside_one_of_scape_with_its_settings(
+    parse: Callable[..., argparse.Namespace], tmp_path: Path
+) -> None:
+    example = load_example(EXAMPLE.stem)
+    dense = json.loads(example.RECORDED.read_text())
+    mine = {**dense, "name": "SCAPE 99%", "settings": example.settings(parse())}  # of the first command
+    (beside,) = example.recorded(mine)
+    assert beside["name"] == "dense AdamW (recorded, another machine)"
+    assert beside["history"] == dense["history"]
+    assert example.recorded({**mine, "settings": example.settings(parse("--steps=100"))}) == []
+    assert example.recorded({**mine, "corpus_fingerprint": "another"}) == []
+    assert example.recorded(dense) == []
+    drawn = []
+    real = example.plt.close
+    example.plt.close = drawn.append
+    example.plot([mine, beside], tmp_path / "loss.png")
+    example.plt.close = real
+    labels = [axes.get_xlabel() for axes in drawn[0].axes]
+    assert [label.split(",")[0] for label in labels] == ["steps", "megabytes sent per rank", "seconds"]
+    assert all([line.get_linestyle() for line in axes.lines] == ["-", "--"] for axes in drawn[0].axes)
+    assert example.seconds_of(beside)[-1] == dense["seconds_run"]
+
+
 def test_the_checkpoint_holds_model_optimizer_and_the_loaders_position(scape_run: tuple[Path, str]):
     checkpoint = torch.load(scape_run[0] / "last.ckpt", weights_only=True)
     assert checkpoint["global_step"] == STEPS

@@ -160,12 +160,15 @@ class Traffic:
     total: int = 0
     """Bytes of all messages since the beginning, those of no kind included; checkpoints' are counted elsewhere."""
 
-    def count(self, kind: str | None, buffer_bytes: int, ranks: int) -> None:
-        """Counts a message's bytes; a rank keeps 1/N of every buffer to itself. None: of no kind."""
-        size = buffer_bytes * (ranks - 1) // ranks
-        self.total += size
-        if kind is not None:
-            self.bytes_sent[kind] += size
+    @staticmethod
+    def sent(buffer_bytes: int, ranks: int) -> int:
+        """What of a message's buffer is sent: a rank keeps 1/N of it to itself."""
+        return buffer_bytes * (ranks - 1) // ranks
+
+    def count(self, kind: str, buffer_bytes: int, ranks: int) -> None:
+        """Counts a message's bytes."""
+        self.bytes_sent[kind] += self.sent(buffer_bytes, ranks)
+        self.total += self.sent(buffer_bytes, ranks)
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -356,21 +359,23 @@ class Communicator:
             begin += part.numel()
         return whole if mine else None
 
-    def all_gather_stacked(self, tensor: Tensor, kind: str | None = None) -> Tensor:
-        """``[N, ...]``: every rank's small ``tensor`` (same shape on all), on every rank."""
+    def all_gather_stacked(self, tensor: Tensor) -> Tensor:
+        """``[N, ...]``: every rank's small ``tensor`` (same shape on all), on every rank. Counted in ``total`` only."""
         if self.world_size == 1:
             return tensor.unsqueeze(0)
         flat = tensor.reshape(-1)
         full = flat.new_empty(self.world_size * flat.numel())
         with self.watched.around("facts"):
             all_gather_into(full, flat, self.process_group)
-        self.traffic.count(kind, full.nbytes, self.world_size)
+        self.traffic.total += self.traffic.sent(full.nbytes, self.world_size)
         return full.view(self.world_size, *tensor.shape)
 
     def all_gather_facts(self, facts: Tensor) -> Tensor:
         """The same, counted as the message of the norm: ``[N, ...]``, every rank's ``facts``."""
         with self.traffic.timed():
-            return self.all_gather_stacked(facts, "norm")
+            full = self.all_gather_stacked(facts)
+        self.traffic.bytes_sent["norm"] += self.traffic.sent(full.nbytes, self.world_size)
+        return full
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's small picklable ``value``, on every rank. Set-up only."""
