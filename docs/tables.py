@@ -20,6 +20,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lightning_scape.planning.cost_model import Job, Machine, Weight, predict
+from lightning_scape.planning.cost_model import Link as Wire
+from lightning_scape.planning.run import Run, predict_run
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "examples/results"
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
@@ -111,16 +115,20 @@ def rates(link: Link) -> str:
     for path in (ROOT / RESULTS / "quality" / "runs").glob("*_0.03M_N4x8x64_3000_*_seed0_betas-0.9-0.999*.json"):
         content = json.loads(path.read_text())
         run, options = content["run"], dict(content["run"]["options"])
+        wire = options.pop("wire_dtype", None)
         if run["method"] == "adamw":
             losses[DENSE, run["lr"]] = content["loss"]
-        elif options in ({"sparsity": sparsity, "update": "adamw", "wire_dtype": "int4"} for sparsity in (0.9, 0.99)):
-            losses[f"SCAPE {options['sparsity']:.0%}", run["lr"]] = content["loss"]
+        elif options in ({"sparsity": 0.9, "update": "adamw"}, {"sparsity": 0.99, "update": "adamw"}):
+            losses[f"SCAPE {options['sparsity']:.0%}{'' if wire == 'int4' else f', {wire}'}", run["lr"]] = content[
+                "loss"
+            ]
+    sparse = sorted({label for label, _ in losses} - {DENSE}, key=lambda label: ("," in label, label))
     rows = []
     for lr in sorted({lr for _, lr in losses}):
-        base = losses[DENSE, lr]
-        cells = [f"{losses[label, lr]:.4f} ({losses[label, lr] / base - 1:+.1%})" for label in SPARSE]
+        base, here = losses[DENSE, lr], [losses.get((label, lr)) for label in sparse]
+        cells = ["-" if loss is None else f"{loss:.4f} ({loss / base - 1:+.1%})" for loss in here]
         rows.append([f"{lr:g}", f"{base:.4f}", *cells])
-    text = table(["learning rate", DENSE, *SPARSE], *rows)
+    text = table(["learning rate", DENSE, *sparse], *rows)
     return text + "\n" + source(link, "quality/runs", "python examples/bench_quality.py")
 
 
@@ -143,7 +151,7 @@ def cell(name: str, model: str, link: str) -> dict[str, Any]:
 
 
 def first(link: Link) -> str:
-    """The README's four rows."""
+    """The README's rows."""
     betas = BETAS["(0.9, 0.999)"]
     found = [quality(label, betas, 10_000) for label in (DENSE, *SPARSE)]
     dense, *sparse = [row for row in found if row is not None]
@@ -159,6 +167,7 @@ def first(link: Link) -> str:
     sent = {method: methods[method]["sent"] / 1e6 for method in ("ddp", "scape-0.9", "scape-0.99")}
     fewer = [f"{sent[m]:.2f} MB (**{sent['ddp'] / sent[m]:.0f}x** less)" for m in ("scape-0.9", "scape-0.99")]
     rows.append(["sent per rank and step, after the warm-up", f"{sent['ddp']:.1f} MB", *fewer])
+    rows.append(whole_run_row(load(name)["models"]["pythia-14m"]["weights"]))
     for speed, label in (("1gbit", "1 Gbit/s"), ("100mbit", "100 Mbit/s")):
         methods = cell(name, "pythia-14m", speed)
         time = {method: 1e3 * found["seconds"] for method, found in methods.items()}
@@ -174,6 +183,16 @@ def first(link: Link) -> str:
             f"rate-limited link; [how it was measured]({link('docs/performance.md')}).",
         ]
     )
+
+
+def whole_run_row(weights: list[list[Any]]) -> list[str]:
+    """What a rank of two sends in a run with the defaults: computed, exactly as the package counts it."""
+    job = Job(weights=tuple(Weight(*weight) for weight in weights), ranks=2, step_compute=1.0)
+    fast, free = Wire(bandwidth=1e12), Machine.of_memory(1e12)
+    late = [p for p in predict(job, fast, free, (0.9, 0.99)) if p.method in ("DDP", "SCAPE 0.9", "SCAPE 0.99")]
+    dense, *sparse = (predict_run(p, job, fast, Run(steps=10_000)).bytes_sent for p in late)
+    fewer = [f"{size / 1e9:.1f} GB (**{dense / size:.0f}x** less)" for size in sparse]
+    return ["sent per rank in 10,000 steps, warm-up included (computed)", f"{dense / 1e9:.0f} GB", *fewer]
 
 
 METHODS = {"compute": "compute only", "ddp": "DDP fp32", "ddp-bf16": "DDP bf16 hook", "powersgd": "DDP PowerSGD"}
@@ -229,6 +248,24 @@ def compared(setting: str, suite: str, link: Link, *, varied: bool = False) -> s
     )
 
 
+def whole_runs(setting: str, suite: str, link: Link) -> str:
+    """By the bytes of the whole run, those on the front in bold; what ends 6% above AdamW or more is left out."""
+    runs = [run for run in load("pareto/whole_runs.json") if run["setting"] == setting]
+    dense, rows = next(run for run in runs if run["label"] == DENSE), []
+    for run in runs:
+        if run["loss"] < 1.06 * dense["loss"]:
+            name = f"**{run['label']}**" if run["on_front"] else run["label"]
+            sent = [f"{run['bytes_per_step']:.2g}", *(f"{run['bytes_by_length'][n]:.2g}" for n in LENGTHS)]
+            loss = f"{run['loss']:.4f}{' (of bf16)' if run['computed'] else ''}"
+            rows.append([name, *sent, loss, f"{run['loss'] / dense['loss'] - 1:+.1%}", str(run["seeds"])])
+    head = ["method", "bytes per parameter and step, mean of this run", *(f"of {int(n):,} steps" for n in LENGTHS)]
+    text = table([*head, "loss", "against dense AdamW", "seeds"], *rows)
+    return text + "\n" + source(link, "pareto/whole_runs.json", f"python examples/bench_pareto.py --suite {suite}")
+
+
+LENGTHS = ("10000", "100000")
+
+
 def pareto_points(setting: str) -> list[dict[str, Any]]:
     """Methods of a setting, those that send the most first."""
     return [point for point in load("pareto/pareto.json") if point["setting"] == setting]
@@ -282,6 +319,9 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "digits": digits,
     "step-cost": step_cost,
     "pareto": lambda link: compared(SMALL, "rates", link),
+    "pareto-run": lambda link: whole_runs(SMALL, "rates", link),
+    "pareto-run-larger": lambda link: whole_runs(LARGER, "front", link),
+    "pareto-run-longer": lambda link: whole_runs(LONGER, "aim", link),
     "pareto-front": lambda link: compared(LARGER, "front", link),
     "pareto-aim": lambda link: compared(LONGER, "aim", link, varied=True),
     "pareto-ablations": ablations,

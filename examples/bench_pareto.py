@@ -7,19 +7,23 @@
     python examples/bench_pareto.py --suite aim           # 0.2M, 10,000 steps: AdamW, DiLoCo, SparseLoCo at H = 15
     python examples/bench_pareto.py --report              # the table and the plot of what is there
 
-Bytes are counted in two ways. "In the run" is all that a rank sent, over its tokens. "Per parameter" is what a step of
-a long run of a large model sends: that of the second half of the run, so without SCAPE's warm-up, and without the
-message of fixed size that measures SCAPE's gradient norm (24 KB on 4 ranks: here nine tenths of a step's bytes, of a
-billion parameters' nothing). The front is drawn by the second.
+Bytes are counted in three ways. "Over the run" is what a step of the whole run of a large model sends on average,
+SCAPE's warm-up included, without the message of fixed size that measures SCAPE's gradient norm (24 KB on 4 ranks: here
+nine tenths of a step's bytes, of a billion parameters' nothing). SCAPE's are summed from its schedule, with the widths
+of the wire as they are now; those in 4 bits too where the run was in bf16, which ends at the same loss. "Per token" is
+all that a rank sent in the run of the small model, over its tokens. "Late" is what a step of the second half sends. The
+fronts are drawn by the first, and by the last.
 
 Ranks are simulated in one process. A run that was stopped goes on from its last snapshot, bit for bit; a finished one
-is not run again. Each leaves <out>/runs/<name>.json; the report writes <out>/pareto.md, pareto.json and pareto.png.
+is not run again. Each leaves <out>/runs/<name>.json; the report writes <out>/pareto.md, pareto.json, whole_runs.json
+and two plots.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -27,10 +31,11 @@ from typing import Any, NamedTuple
 
 import torch
 from bench_quality import execute_all
-from quality_runs import Run, Setting, results, run_of, scape, sweep
+from quality_runs import BETAS, Run, Setting, results, run_of, scape, sweep
 
 from lightning_scape import ScapeConfig
-from lightning_scape.scape.cost import scape_bytes
+from lightning_scape.scape.cost import message_bytes, scape_bytes
+from lightning_scape.scape.mask import SparsitySchedule
 
 OUT = Path(__file__).parent / "results" / "pareto"
 BYTES = (
@@ -194,6 +199,79 @@ def above_front(point: Point, front: list[Point]) -> float:
     return point.loss / min(other.loss for other in front if other.bytes_per_parameter <= point.bytes_per_parameter)
 
 
+def mean_bytes(config: ScapeConfig, ranks: int, steps: int) -> float:
+    """Bytes per parameter that a rank sends in a step of SCAPE on average over a run, the norm's message left out."""
+    quota, blocks, total = config.quota, 1000 * ranks, 0
+    for sent, count in SparsitySchedule.of(config, steps).sent_by_step(steps).items():
+        total += count * sum(message_bytes(config, blocks, ranks, None, sent).values())
+    return total / steps / (blocks * quota.block_size)
+
+
+LENGTHS = (3000, 10_000, 100_000)
+"""Steps of the runs whose bytes are told, whatever the length of the run that was made."""
+
+
+def whole_runs(points: list[Point], steps: int) -> list[dict[str, Any]]:
+    """The methods of one setting by what they send over a run of so many steps, those that send the most first.
+
+    Args:
+        points: SCAPE's stand there with their own wire and, if that is bf16, in 4 bits as well.
+        steps: of the runs that were made; by what those send the front is drawn.
+    """
+    rows = []
+    for point in points:
+        sent = [("", dict.fromkeys((steps, *LENGTHS), point.bytes_per_parameter))]
+        if point.run.method == "scape":
+            options = dict(point.run.options)
+            wires = dict.fromkeys([options["wire_dtype"], "int4"])
+            configs = [ScapeConfig(**{**options, "wire_dtype": wire}) for wire in wires]
+            sent = [
+                (
+                    f", {config.wire_dtype}",
+                    {length: mean_bytes(config, point.run.ranks, length) for length in (steps, *LENGTHS)},
+                )
+                for config in configs
+            ]
+        label = point.label.removesuffix(f", wire_dtype={dict(point.run.options).get('wire_dtype')}")
+        rows += [
+            {
+                "label": f"{label}{wire}",
+                "method": point.run.method,
+                "setting": point.setting.title,
+                "steps": steps,
+                "bytes_per_step": sizes[steps],
+                "bytes_by_length": {length: sizes[length] for length in LENGTHS},
+                "loss": point.loss,
+                "seeds": point.seeds,
+                "computed": index > 0,
+            }
+            for index, (wire, sizes) in enumerate(sent)
+        ]
+    best = math.inf
+    for row in sorted(rows, key=lambda row: (row["bytes_per_step"], row["loss"])):
+        row["on_front"] = row["loss"] < best
+        best = min(best, row["loss"])
+    return sorted(rows, key=lambda row: -row["bytes_per_step"])
+
+
+def all_whole_runs(out: Path) -> list[dict[str, Any]]:
+    """Of every setting in which methods are compared; at 10,000 steps with SCAPE's runs of bench_quality.py."""
+    found = results(out)
+    longest = {(run.size, run.steps) for run in map(run_of, found) if run.steps >= LONG["steps"]}
+    for result in results(OUT.parent / "quality") if longest else []:
+        run = run_of(result)
+        default = {"sparsity", "update", "wire_dtype"} == {name for name, _ in run.options}
+        of_setting = (run.size, run.steps) in longest and run.ranks == 4 and run.betas == BETAS and run.task == "python"
+        if run.method == "scape" and of_setting and default and dict(run.options)["update"] == "adamw":
+            found.append(result)
+    by_setting: dict[Setting, list[Point]] = defaultdict(list)
+    for point in points_of(found):
+        if not point.varied:
+            by_setting[point.setting].append(point)
+    compared = {setting: points for setting, points in by_setting.items() if len(points) > 3}
+    return [row for setting, points in compared.items() for row in whole_runs(points, setting.steps)]
+
+
 def near_front(out: Path) -> list[Run]:
     """What is worth 0.2M parameters, from the results at 0.03M: two seeds at half the rate found."""
     points = [
@@ -232,6 +310,10 @@ def report(out: Path) -> str:
     (out / "pareto.md").write_text(page)
     (out / "pareto.json").write_text(json.dumps(figures, indent=1) + "\n")
     plot(by_setting, out / "pareto.png")
+    runs = all_whole_runs(out)
+    (out / "whole_runs.json").write_text(json.dumps(runs, indent=1) + "\n")
+    if runs:
+        plot_whole_runs(runs, out / "whole_runs.png")
     return page
 
 
@@ -283,6 +365,44 @@ def plot(by_setting: dict[Setting, list[Point]], path: Path) -> None:
     plt.close(figure)
 
 
+def plot_whole_runs(rows: list[dict[str, Any]], path: Path) -> None:
+    """One panel for each setting: loss over the bytes of the whole run, and the front."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    settings = list(dict.fromkeys(row["setting"] for row in rows))
+    colors = {method: f"C{number}" for number, method in enumerate(dict.fromkeys(row["method"] for row in rows))}
+    figure, panels = plt.subplots(len(settings), 1, figsize=(10, 5 * len(settings)), squeeze=False)
+    for panel, setting in zip(panels[:, 0], settings, strict=True):
+        here = [row for row in rows if row["setting"] == setting]
+        best = min(row["loss"] for row in here)
+        for method in dict.fromkeys(row["method"] for row in here):
+            own = [row for row in here if row["method"] == method and row["loss"] <= USEFUL * best]
+            at = [row["bytes_per_step"] for row in own], [row["loss"] for row in own]
+            panel.plot(*at, "o", color=colors[method], label=method)
+        front = sorted((row for row in here if row["on_front"]), key=lambda row: row["bytes_per_step"])
+        at = [row["bytes_per_step"] for row in front], [row["loss"] for row in front]
+        panel.step(*at, "k:", where="post", label="front")
+        for row in front:
+            if row["loss"] <= USEFUL * best:
+                name = (
+                    row["label"].removeprefix("sparseloco, ").replace("reduction=", "").replace("sync_every=", "every ")
+                )
+                place = {"xytext": (5, 5), "textcoords": "offset points"}
+                panel.annotate(name, (row["bytes_per_step"], row["loss"]), fontsize=8, rotation=20, **place)
+        x_label = "bytes that a rank sends per step and parameter, mean over the whole run"
+        panel.set(
+            xscale="log", title=setting, xlabel=x_label, ylabel="validation loss, nats", ylim=(None, USEFUL * best)
+        )
+        panel.margins(x=0.1)
+        panel.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", nargs="*", choices=[*SUITES, "front"], default=["rates", "front"], help="which runs")
@@ -299,7 +419,7 @@ def main() -> None:
         if args.list:
             print("\n".join(run.name for run in runs))
         elif not args.report:
-            execute_all(runs, args.out, 0 if args.short else args.jobs)
+            execute_all(runs, args.out, 0 if args.short else args.jobs, keep=False)
     if not args.list:
         print(report(args.out))
 

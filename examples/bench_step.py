@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="processes, at most one per core")
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.99, 0.9], help="sparsities to measure")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["fp32", "bf16"], help="of the parameters")
-    parser.add_argument("--wire-dtype", choices=["bf16", "int8", "int4", "fp32"], default="bf16", help="of the values")
+    parser.add_argument("--wire-dtype", choices=["bf16", "int8", "int4", "fp32"], default="int4", help="of the values")
     parser.add_argument("--steps", type=int, default=15, help="timed steps, after 4 that are not")
     parser.add_argument("--out", type=Path, default=Path("out/bench_step"), help="folder for JSON and PNG")
     return parser.parse_args()
@@ -131,8 +131,8 @@ def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, st
     assert stats is not None
     peak = peak_bytes(two_steps)  # last: what it frees leaves gaps, and AdamW's time would depend on which it fills
     if rank == 0:
-        # Residual; both moments, last steps and masters of the shard.
-        state = 4 * size + (16 if dtype == "bf16" else 12) * size / args.ranks
+        # Residual; both moments, last steps, and masters or errors of changes, of the shard.
+        state = 4 * size + (12 if dtype == "fp32" and config.wire_bits is None else 16) * size / args.ranks
         whole, shard = scape_traffic(config.quota.density, votes=config.votes > 0)
         touched = (whole + shard / args.ranks) * size
         results.put(

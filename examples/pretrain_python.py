@@ -6,10 +6,10 @@
     torchrun --nproc-per-node 2 examples/pretrain_python.py     # launched from outside
     python examples/pretrain_python.py --accelerator gpu --devices 8 --precision bf16-mixed
 
-Each run leaves its figures (result.json), a plot (loss.png), the training log (metrics.csv) and a checkpoint
-(last.ckpt) in its folder under --out; --compare skips the runs that are already there. An interrupted run leaves the
-log and the checkpoint after its last validation (one every 12th of the run): the same command with --resume goes on
-from there.
+Beside a run of SCAPE with the default settings stands the recorded one of dense AdamW. Each run leaves its figures
+(result.json), a plot (loss.png), the training log (metrics.csv) and a checkpoint (last.ckpt) in its folder under --out;
+--compare skips the runs that are already there. An interrupted run leaves the log and the checkpoint after its last
+validation (one every 12th of the run): the same command with --resume goes on from there.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ RUNS = (
 )
 """What --compare runs."""
 PROMPT = "def "
+RECORDED = Path(__file__).parent / "results" / "example" / "dense-adamw.json"
+"""Dense AdamW's run of the first command, drawn beside SCAPE's."""
 EXCHANGE = ("norm", "wait", "exchange", "write")
 """Phases of a SCAPE step in which a rank may wait for others; the rest is its own work."""
 
@@ -164,6 +166,7 @@ class Figures(Callback):
         self.varying_steps = varying_steps
         self.untimed_steps = untimed_steps
         self.history: dict[int, dict[str, float]] = {}
+        self.seconds: dict[int, float] = {}
         self.last: dict[str, int] = {}
         self.step_seconds: list[float] = []
         self.phases: list[dict[str, float]] = []
@@ -173,8 +176,8 @@ class Figures(Callback):
         self._step_started = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        kept = ("identity", "history", "last", "step_seconds", "phases", "sent", "counted_steps")
-        return {"seconds": self.seconds_run, **{name: getattr(self, name) for name in kept}}
+        kept = ("identity", "history", "seconds", "last", "step_seconds", "phases", "sent", "counted_steps")
+        return {"seconds_run": self.seconds_run, **{name: getattr(self, name) for name in kept}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved, own = state_dict["identity"], self.identity
@@ -184,8 +187,8 @@ class Figures(Callback):
                 f"--resume must have the settings and versions of the run that it goes on with, got {got}. Give the"
                 " same options, or start anew without --resume."
             )
-        self.run_started -= state_dict["seconds"]
-        vars(self).update({name: value for name, value in state_dict.items() if name != "seconds"})
+        self.run_started -= state_dict["seconds_run"]
+        vars(self).update({name: value for name, value in state_dict.items() if name != "seconds_run"})
 
     @property
     def seconds_run(self) -> float:
@@ -204,6 +207,7 @@ class Figures(Callback):
             self._count(trainer)
         metrics = {name: trainer.callback_metrics[name].item() for name in ("val_loss", "val_perplexity")}
         self.history[trainer.global_step] = {**metrics, "bytes_sent": self.sent}
+        self.seconds[trainer.global_step] = self.seconds_run
 
     def _count(self, trainer: Trainer) -> None:
         """Add the bytes of the steps since the last count, all of which sent as much as the last one."""
@@ -326,6 +330,7 @@ def train(args: argparse.Namespace) -> None:
         **figures.history[trainer.global_step],
         **figures.summary(),
         "history": [{"step": step, **figures.history[step]} for step in sorted(figures.history)],
+        "seconds_history": [figures.seconds[step] for step in sorted(figures.history)],
         "sample": sample(model, args),
     }
     result["bits_per_byte"] = result["val_loss"] / math.log(2)
@@ -333,10 +338,22 @@ def train(args: argparse.Namespace) -> None:
         result["ratio"] = result["bytes_dense"] / result["bytes_total"]
         result["ratio_run"] = result["bytes_dense"] * args.steps / result["bytes_sent"]
     (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    plot([result], folder / "loss.png")
+    shown = [result, *recorded(result)]
+    plot(shown, folder / "loss.png")
     print(f"\nA sample at temperature 0.8:\n\n{result['sample']}\n")
-    print(table([result]))
+    print(table(shown))
     print(f"\nIn {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+
+
+def recorded(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The run of dense AdamW that lies in the repository, beside one of SCAPE with the same settings and data."""
+    if result["settings"]["strategy"] == "ddp" or not RECORDED.exists():
+        return []
+    dense = json.loads(RECORDED.read_text())
+    same = all(result["settings"].get(name) == value for name, value in dense["settings"].items() if name != "strategy")
+    if not same or result["corpus_fingerprint"] != dense["corpus_fingerprint"]:
+        return []
+    return [{**dense, "name": f"{dense['name']} (recorded, another machine)", "recorded": True}]
 
 
 def find_start(folder: Path) -> Path | None:
@@ -374,15 +391,25 @@ def show(value: float | str | None, form: str, unit: float) -> str:
     return form.format(value if isinstance(value, str) else value * unit)
 
 
+def seconds_of(result: dict[str, Any]) -> list[float]:
+    """Of each validation; where a run has not recorded them, by its steps."""
+    steps = [point["step"] for point in result["history"]]
+    return result.get("seconds_history") or [result["seconds_run"] * step / steps[-1] for step in steps]
+
+
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Validation loss over steps and over what a rank has sent."""
-    figure, (over_steps, over_bytes) = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
+    """Validation loss over steps, over what a rank has sent, and over seconds."""
+    figure, panels = plt.subplots(1, 3, figsize=(15, 4), sharey=True, layout="constrained")
+    over_steps, over_bytes, over_seconds = panels
     for result in results:
         losses = [point["val_loss"] for point in result["history"]]
-        over_steps.plot([point["step"] for point in result["history"]], losses, ".-", label=result["name"])
-        over_bytes.plot([point["bytes_sent"] / 1e6 for point in result["history"]][1:], losses[1:], ".-")
+        style: dict[str, Any] = {"color": "black", "linestyle": "--"} if result.get("recorded") else {"marker": "."}
+        over_steps.plot([point["step"] for point in result["history"]], losses, label=result["name"], **style)
+        over_bytes.plot([point["bytes_sent"] / 1e6 for point in result["history"]][1:], losses[1:], **style)
+        over_seconds.plot(seconds_of(result), losses, **style)
     over_steps.set(xlabel="steps", ylabel="validation loss (nats per byte)")
     over_bytes.set(xlabel="megabytes sent per rank")
+    over_seconds.set(xlabel="seconds, on one machine without a network to wait for")
     over_bytes.set_xscale("log" if all(result["bytes_total"] for result in results) else "linear")
     over_steps.legend()
     figure.savefig(path, dpi=150)

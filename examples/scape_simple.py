@@ -113,7 +113,8 @@ class Scape:
             positions = largest(self.residual[rank], self.votes)
             values = as_byte(self.residual[rank].gather(1, positions))
             statistic.scatter_add_(1, positions, values.masked_fill((owner == rank)[:, None], 0.0))
-        return largest(statistic, q)  # all-gather
+        mask = largest(statistic, q)  # all-gather: positions, or, if that is shorter, a bit for each entry, in order
+        return mask if 8 * q <= self.block + 7 else mask.sort().values
 
     def update(self, mask: Tensor | None, at: Tensor, mean: Tensor) -> Tensor:
         """tau steps of AdamW at once on the masked entries, each by its owner; returns how far they move."""

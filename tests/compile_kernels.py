@@ -125,6 +125,13 @@ def record() -> dict[str, Launch]:
             ops.sketch([torch.zeros(100_000, dtype=dtype)], signs, SKETCH_WIDTHS)
             ops.fold([torch.zeros(9)], [torch.zeros(9, dtype=dtype)], torch.ones(()), 1.0)
             ops.accumulate_exp_avg_sq([torch.zeros(9)], [torch.zeros(9, dtype=dtype)], [0.1], 4, torch.ones(()), 1.0)
+        for dtype in (torch.bfloat16, torch.float16):  # what a narrower parameter loses to rounding
+            entries = ops.ParamEntries(
+                [torch.zeros(300, dtype=dtype)], pieces, torch.zeros(3, 1, dtype=torch.uint8), 100
+            )
+            ops.scatter_params(entries, torch.zeros(3, 1), True, torch.ones(()), torch.zeros(3, 100))
+        for length in (200, 256, 1000, 4096):
+            ops.unpack_mask(torch.zeros(3, -(-length // 8), dtype=torch.uint8), length // 4, length)
         ops.select(torch.zeros(3, 1000), 1)
         ops.select(torch.zeros(3, 256), 32)
         for length, votes in ((200, 2), (256, 32), (1000, 1)):

@@ -83,7 +83,7 @@ def everything(params: list[Any], optimizer: ScapeOptimizer) -> list[Tensor]:
     ]
     shard = [
         part
-        for t in (state.exp_avg, state.master, state.exp_avg_sq, state.last_step)
+        for t in (state.exp_avg, state.master, state.change_error, state.exp_avg_sq, state.last_step)
         if t is not None
         for part in piece_views(t, optimizer.engine.shard.region.pieces)
     ]
@@ -183,6 +183,7 @@ def test_another_number_of_ranks_keeps_the_state_and_the_mean_residual(
     torch.testing.assert_close(results[0][0], mean, rtol=1e-5, atol=1e-6)
     second = results[0][1]
     kept = {"exp_avg", "exp_avg_sq", "last_step", "step"} | (set() if update == "adamw" else {"noise"})
+    kept |= {"change_error"} if before > 1 else set()
     assert [entry["step"] for entry in first["state"].values()] == [8, 8, 8, 5 if update == "adamw" else 8, 8, 8]
     for name in ("missed", "second_moment_since", "warmup_steps", "step", "calls"):
         assert first["scape"][name] == second["scape"][name]

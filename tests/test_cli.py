@@ -450,7 +450,7 @@ def test_help_shows_litgpts_options_and_every_one_of_ours(
     for field in fields(ScapeConfig):
         assert f"--scape.{field.name} " in output
     assert "Share of the entries that is NOT sent" in output
-    assert "(type: bf16 or fp32 or int8 or int4, default: bf16)" in " ".join(output.split())
+    assert "(type: int4 or int8 or bf16 or fp32 or null, default: null)" in " ".join(output.split())
     assert "(type: adamw or adams or null, default: null)" in " ".join(output.split())
     assert "(type: int or null, default: null)" in " ".join(output.split())
 

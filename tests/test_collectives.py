@@ -223,7 +223,8 @@ def test_a_masks_exchange_is_launched_when_the_parameters_are_written(monkeypatc
 def _after_an_error(rank: int, world: int, where: str) -> tuple[bool, float, Tensor]:
     """A step that fails on all ranks, one of them late, then two that do not; did it fail, seconds to drain, and p."""
     parameter = nn.Parameter(torch.zeros(4000, dtype=torch.bfloat16))
-    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
+    config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, wire_dtype="bf16")  # there are masters to compare with
+    optimizer = ScapeOptimizer([parameter], config=config)
 
     def step(number: int) -> None:
         gradient = torch.randn(4000, generator=torch.Generator().manual_seed(10 * number + rank))

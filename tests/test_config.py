@@ -59,7 +59,7 @@ def test_given_block_size_is_used() -> None:
         ({"max_skipped": 0}, "`max_skipped` must be a whole number >= 1, got 0"),
         ({"check_replicas_every": -1}, "`check_replicas_every` must be a whole number >= 0, got -1"),
         ({"mask_statistic": "gradient"}, "`mask_statistic` must be one of 'residual', 'first_moment', got 'gradient'"),
-        ({"wire_dtype": "int2"}, "`wire_dtype` must be one of 'bf16', 'fp32', 'int8', 'int4', got 'int2'"),
+        ({"wire_dtype": "int2"}, "`wire_dtype` must be one of 'int4', 'int8', 'bf16', 'fp32', got 'int2'"),
         ({"clip_norm": "global"}, "`clip_norm` must be one of 'sketch', 'local', got 'global'"),
         ({"bias_correction": 1}, "`bias_correction` must be True or False, got 1"),
         ({"local_group_size": 0}, '`local_group_size` must be a whole number >= 1 or "node", got 0'),

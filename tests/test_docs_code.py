@@ -151,7 +151,7 @@ def test_what_runs_here_succeeds(words: list[str], capsys: pytest.CaptureFixture
     assert words[0] == "lightning-scape"
     assert commands.main(words[1:]) == 0
     output = capsys.readouterr().out
-    assert (lightning_scape.__version__ if words[1] == "--version" else "Use SCAPE 0.99") in output
+    assert (lightning_scape.__version__ if words[1] == "--version" else "Use SCAPE 0.9") in output
 
 
 def test_the_plan_that_a_page_shows_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,8 @@ def test_every_public_function_of_the_reference_is_an_operation_or_a_known_helpe
         "proposals_of",
         "group_bytes",
         "bits_in",
+        "as_bits",
+        "mask_bytes",
         "pack_by",
         "column",
         "cut",
@@ -97,6 +99,7 @@ def test_every_public_function_of_the_reference_is_an_operation_or_a_known_helpe
 
 
 WITH_EXAMPLES = (
+    *("pack_mask", "unpack_mask", "scatter_params"),
     *("select", "fold", "compact", "quantize", "dequantize", "update_adams", "update_adamw", "gather_params"),
 )
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import math
+import re
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from trainer_helpers import BATCHES, Regression, TwoOptimizers, make_trainer
 
-from lightning_scape import ScapeConfig, ScapeMonitor, ScapeOptimizer, ScapeStrategy, StepStats
+from lightning_scape import ScapeConfig, ScapeMonitor, ScapeOptimizer, ScapeStrategy, SparseLoCoStrategy, StepStats
 from lightning_scape.hosts.monitor import collect_metrics
 
 
@@ -26,7 +29,7 @@ class Recorder(DummyLogger):
         self.records: list[tuple[int, dict[str, float]]] = []
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        if any(name.startswith("scape") for name in metrics):
+        if any(name.startswith(("scape", "sparseloco")) for name in metrics):
             self.records.append((step, dict(metrics)))
 
 
@@ -55,6 +58,40 @@ def test_every_logger_gets_all_statistics_every_n_optimizer_steps(run_ranks: Any
         assert metrics["scape/bytes_total"] > 0
         assert {"scape/compression", "scape/density", "scape/grad_norm", "scape/seconds/sweep"} <= set(metrics)
         assert all(isinstance(value, float) for value in metrics.values())
+
+
+def _whole_run(rank: int, world_size: int, folder: str, strategy: Any) -> dict[str, Any]:
+    recorder, said = Recorder(), io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
+    checkpoint = ModelCheckpoint(folder, save_on_train_epoch_end=True)
+    options = {"callbacks": [ScapeMonitor(1), checkpoint], "logger": recorder, "gradient_clip_val": 1.0}
+    trainer = make_trainer(**options | strategy, enable_checkpointing=True)
+    trainer.fit(Regression())
+    moved = trainer.strategy.checkpoint_bytes
+    return {"records": recorder.records, "said": said.getvalue(), "moved": (moved.sent, moved.received)}
+
+
+@pytest.mark.parametrize("method", ["scape", "sparseloco"])
+def test_the_whole_run_is_counted_announced_and_told(run_ranks: Any, tmp_path: Any, method: str) -> None:
+    """Warm-up, first messages and set-up included; each step's own count leaves the set-up out."""
+    config = {"sparsity": 0.9, "sparsity_warmup_steps": 3} if method == "scape" else {"sync_every": 2}
+    kind = {"scape": ScapeStrategy, "sparseloco": SparseLoCoStrategy}[method]
+    first, other = run_ranks(_whole_run, 2, str(tmp_path), {"strategy": kind(**config)})
+    metrics = [values for _, values in first["records"]]
+    sums = [values[f"{method}/bytes_run"] for values in metrics]
+    counted = sum(values[f"{method}/bytes_total"] for values in metrics)
+    assert sums == sorted(sums)
+    assert counted <= sums[-1] <= counted + 2000  # comparisons of replicas, and room for a sketch, once
+    dense = [values[f"{method}/bytes_run_dense"] / values[f"{method}/step"] for values in metrics]
+    assert len(set(dense)) == 1
+    assert dense[0] > 0
+    assert first["moved"][1] == other["moved"][0] > 0
+    before, after = re.findall(r"(?:SCAPE|SparseLoCo): (?:this run of|rank 0 has sent) .*", first["said"])
+    assert re.search(r"this run of 6 steps will send .*, .* in the last (step|exchange), from each rank,", before)
+    assert "DDP would send " in before
+    assert "in 6 steps. DDP would have sent " in after
+    assert re.search(r"Checkpoints took .* from another rank to rank 0\.", after)
 
 
 def _densities(rank: int, world_size: int) -> list[float]:

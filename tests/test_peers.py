@@ -306,6 +306,25 @@ def test_the_front_is_what_no_other_beats() -> None:
     assert pareto.above_front(points[2], front) == pytest.approx(1.2 / 1.1)
 
 
+def test_a_longer_run_spreads_the_warm_up_and_four_bits_stand_beside_bf16() -> None:
+    pareto = load_example("bench_pareto")
+    (scape, sign) = (
+        pareto.Point(each["method"], run.setting, 0.0, late, loss, 1e-3, 1, 1, run)
+        for each, late, loss in ((pareto.SCAPE[1], 0.06, 1.7), (pareto.peer("signsgd"), 0.19, 1.6))
+        for run in pareto.sweep([each], [1e-3], **pareto.SMALL)
+    )
+    rows = pareto.whole_runs([scape, sign], 3000)
+    assert [row["label"] for row in rows] == ["scape, bf16", "signsgd", "scape, int4"]
+    assert [row["on_front"] for row in rows] == [False, True, True]
+    assert [row["computed"] for row in rows] == [False, False, True]
+    for row in rows[::2]:
+        short, longer, longest = row["bytes_by_length"].values()
+        assert short > 1.5 * longer > 2 * longest
+    config = pareto.ScapeConfig(sparsity=0.99, sparsity_warmup_steps=0, wire_dtype="bf16")
+    proposals = 5 / 200  # two of a block
+    assert pareto.mean_bytes(config, 4, 10) == pytest.approx((0.01 * (2 + 2 + 1) + proposals) * 3 / 4)
+
+
 def test_late_bytes_are_those_that_grow_with_the_model() -> None:
     pareto = load_example("bench_pareto")
     (run,) = pareto.sweep([pareto.scape(0.9)], [1e-3], **pareto.TINY)

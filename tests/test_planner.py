@@ -166,8 +166,11 @@ def test_memory_counts_what_each_rank_keeps() -> None:
     memory = {p.method: p.memory / JOB.parameters for p in cost_model.predict(JOB, GIGABIT, MACHINE)}
     assert memory["DDP"] == pytest.approx(4 + 4 + 8 + 4)
     assert memory["ZeRO-1"] == pytest.approx(4 + 4 + 1 + 4)
-    assert memory["SCAPE 0.99"] == pytest.approx(4 + 4 + 4 + 1 + 0.5)
-    adams = scape_plan.predict(JOB, GIGABIT, MACHINE, ScapeConfig(update="adams", second_moment="reconstructed"))
+    for wire, errors in (("bf16", 0.0), ("int4", 0.5)):  # of the changes, which the owner keeps
+        kept = scape_plan.predict(JOB, GIGABIT, MACHINE, ScapeConfig(wire_dtype=wire)).memory / JOB.parameters
+        assert kept == pytest.approx(4 + 4 + 4 + 1 + 0.5 + errors)
+    config = ScapeConfig(update="adams", second_moment="reconstructed", wire_dtype="bf16")
+    adams = scape_plan.predict(JOB, GIGABIT, MACHINE, config)
     assert adams.memory / JOB.parameters == pytest.approx(4 + 4 + 4 + 1)
 
 
@@ -392,8 +395,8 @@ def test_plan_looks_at_the_memory_of_a_rank(capsys: Any) -> None:
     status, out, _ = run_tool(capsys, *command.split())
     assert status == 0
     assert "\nUse FSDP: " in out
-    assert "needs 4.87 TB per rank; FSDP needs 40 GB." in out
-    assert "| 4.87 TB, too much |" in out
+    assert "needs 4.88 TB per rank; FSDP needs 40 GB." in out
+    assert "| 4.88 TB, too much |" in out
     assert "Compute only: no messages, and the whole of AdamW on every rank" in out
     status, out, _ = run_tool(capsys, *command.split(), "--memory", "9000")
     assert "\nUse SCAPE 0.999: " in out
@@ -402,7 +405,7 @@ def test_plan_looks_at_the_memory_of_a_rank(capsys: Any) -> None:
 
 def test_the_advice_does_not_contradict_the_table(capsys: Any) -> None:
     pytest.importorskip("litgpt")
-    _, out, _ = run_tool(capsys, *ISSUE_COMMAND.replace("10gbit", "14gbit").split())
+    _, out, _ = run_tool(capsys, *ISSUE_COMMAND.replace("10gbit", "16gbit").split())
     assert "\nUse SCAPE 0.99: " in out
 
 

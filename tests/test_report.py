@@ -7,6 +7,7 @@ import html.parser
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from trainer_helpers import MARKS, Regression, TwoOptimizers, make_trainer
 
 from lightning_scape import ScapeMonitor, SparseLoCoMonitor, SparseLoCoStrategy
+from lightning_scape.core.words import show_bytes
 from lightning_scape.hosts import run_report
 from lightning_scape.reporting import FIGURES, PAGE, History, write_page
 from lightning_scape.reporting import history as histories
@@ -109,6 +111,27 @@ def test_the_figures_are_those_of_the_steps(run_ranks: RunRanks, tmp_path: Path)
     assert [point["metrics"]["scape/step"] for point in run.points] == [2, 4, 6]
     assert all(point["step_seconds"] > 0 for point in run.points)
     assert (run.about["method"], run.about["ranks"], run.end["how"]) == ("scape", 2, "finished")
+
+
+def test_the_page_has_the_sum_of_the_run_beside_ddps(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """Of both fits of a run that goes on from a checkpoint; and what is left, where it has not ended."""
+    checkpoint = ModelCheckpoint(tmp_path / "saved", "last", every_n_train_steps=4, save_on_train_epoch_end=False)
+    callbacks = [ScapeMonitor(2, report=tmp_path), checkpoint]
+    run_ranks(fit, 2, str(tmp_path), {"max_steps": 4, "callbacks": callbacks, "enable_checkpointing": True})
+    options = {"max_steps": 6, "ckpt_path": str(tmp_path / "saved" / "last.ckpt")}
+    run_ranks(fit, 2, str(tmp_path), options)
+    history = History.read(tmp_path)
+    first, second = history.runs
+    assert (first.about["steps"], second.about["steps"]) == (4, 6)
+    sums = [run.points[-1]["metrics"]["scape/bytes_run"] for run in history.runs]
+    text = Page((tmp_path / PAGE).read_text()).text
+    assert f"sent per rank in the whole run {show_bytes(sum(sums))} in 6 steps, " in text
+    assert re.search(r"per step on average; DDP would have sent .* times as much", text)
+    assert "from another rank to rank 0" in text
+    second.end, second.points = None, []
+    second.validations = [{"step": 5, "metrics": {}}]
+    left = second.about["bytes_expected"]
+    assert f"expected of the whole run {show_bytes(sums[0] + left)} in 6 steps" in Page(pages.page(history)).text
 
 
 def test_accumulated_batches_count_with_their_whole_loss(run_ranks: RunRanks, tmp_path: Path) -> None:

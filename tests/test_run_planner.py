@@ -93,7 +93,7 @@ def test_whole_nodes_have_the_warm_up_of_the_method_between_them() -> None:
     between = two_level.predict_nodes(job, LINK, MACHINE, Link(bandwidth=1e11), [0.99])[1]
     run = predict_run(between, job, LINK, Run(steps=2000))
     assert run.beginning == 2000
-    assert run.whole.on_card > 1.5 * 2000 * between.on_card
+    assert run.whole.on_card > 1.2 * 2000 * between.on_card  # of a late step the norm is three quarters here
 
 
 @pytest.mark.parametrize(("name", "value"), [("steps", 0), ("checkpoints", -1), ("validation", float("nan"))])

@@ -27,8 +27,8 @@ from lightning_scape.core.tensors import piece_views
 from lightning_scape.tools.commands import main
 
 RunRanks = Callable[..., list[Any]]
-CONFIG = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update="adams")
-ADAMW = replace(CONFIG, update="adamw")
+CONFIG = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update="adams", wire_dtype="bf16")
+ADAMW = replace(CONFIG, update="adamw", wire_dtype=None)
 PAPERS = replace(CONFIG, second_moment="reconstructed")
 RESHARDINGS = [(2, 3, CONFIG), (3, 2, ADAMW), (1, 4, ADAMW)]
 RESHARDINGS += [pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 1, ADAMW), (1, 4, CONFIG))]
@@ -240,7 +240,7 @@ def save_and_measure(rank: int, world_size: int, folder: str, config: ScapeConfi
     # Views: nothing but the rank's own shard, residual and rows of the mask.
     state = optimizer.engine.state
     assert state is not None
-    names = ("exp_avg", "last_step", "master", "local_exp_avg_sq", "exp_avg_sq", "residual")
+    names = ("exp_avg", "last_step", "master", "change_error", "local_exp_avg_sq", "exp_avg_sq", "residual")
     held = [getattr(state, name) for name in names] + [optimizer.engine.masks.active]
     homes = {t.untyped_storage().data_ptr() for t in held if t is not None}
     assert {chunk.tensor.untyped_storage().data_ptr() for chunk in own.values()} <= homes

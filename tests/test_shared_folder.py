@@ -31,7 +31,7 @@ pytestmark = MARKS
 
 def try_folders(rank: int, world_size: int, folder: str) -> list[bool]:
     ranks, place = Communicator(None, None), Path(folder)
-    shared_folder.SECONDS, shared_folder.VISIBLE_SECONDS = 1.0, 0.3
+    shared_folder.SECONDS, shared_folder.VISIBLE_SECONDS = 30.0, 0.3
     found = [is_shared(place / "new", ranks), is_shared(place / "a_file" / "below", ranks)]
     assert not rank or found == [True, False]
 
@@ -48,8 +48,9 @@ def try_folders(rank: int, world_size: int, folder: str) -> list[bool]:
     read, write = shared_folder.open_regular, builtins.open
     for fault in (missing, strange, hanging):
         shared_folder.open_regular = fault if rank == 1 else read
+        shared_folder.SECONDS = 0.5 if fault is hanging and rank == 1 else 30.0
         found.append(is_shared(place, ranks))
-    shared_folder.open_regular = read
+    shared_folder.open_regular, shared_folder.SECONDS = read, 30.0
 
     def read_only(path: Any, mode: str = "r", **options: Any) -> Any:
         if "x" in mode and rank == 1:

@@ -63,7 +63,7 @@ def everything(optimizer: ScapeOptimizer) -> list[Tensor]:
     assert mask is not None
     shard = [
         part
-        for tensor in (state.exp_avg, state.exp_avg_sq, state.last_step, state.master)
+        for tensor in (state.exp_avg, state.exp_avg_sq, state.last_step, state.change_error)
         if tensor is not None
         for part in piece_views(tensor, engine.shard.region.pieces)
     ]
@@ -171,7 +171,7 @@ def test_any_mesh_goes_on_from_any_other(
     for content in run_ranks(load_both, after[0], after[1], str(tmp_path))[0]:
         loaded = content["optimizer"]
         for index, entry in saved["state"].items():
-            for name in ("exp_avg", "exp_avg_sq", "last_step", "master"):
+            for name in ("exp_avg", "exp_avg_sq", "last_step", "change_error"):
                 assert torch.equal(entry[name], loaded["state"][index][name]), (index, name)
         for mine, theirs in zip(mean_residuals(loaded), mean_residuals(saved), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)  # a mean of two or three, rounded to fp32

@@ -250,7 +250,7 @@ def _switch(rank: int, world_size: int) -> None:
     """A state of one wire goes on with another, and a master is what the parameter holds and lacks."""
     params, gradient = model(torch.bfloat16), iter(range(100))
 
-    def made(wire: str) -> ScapeOptimizer:
+    def made(wire: str | None) -> ScapeOptimizer:
         options: dict[str, Any] = {"wire_dtype": wire, "sparsity_warmup_steps": 0}
         return ScapeOptimizer(params, lr=1e-3, config=ScapeConfig(sparsity=0.9, update="adamw", **options))
 
@@ -292,6 +292,29 @@ def _switch(rank: int, world_size: int) -> None:
     step(params, third, rank, next(gradient))
     assert_replicas_equal(params)
 
+    for found, wire in (
+        (None, "bf16"),
+        ("int4", "int4"),
+    ):  # none is chosen: that of the checkpoint; else the chosen one
+        fourth = made(found)
+        assert fourth.config.wire == "int4"
+        with pytest.warns(UserWarning, match=r"wire_dtype='bf16'.*(set wire_dtype='int4' to switch|now 'int4')"):
+            fourth.load_state_dict(whole(third))
+        assert fourth.config.wire == wire
+        engine, bits = fourth.engine, {"bf16": None, "int4": 4}[wire]
+        assert (engine.outgoing.wire.bits, engine.shard.wire.bits, engine.shard.keeps_masters) == (bits, bits, not bits)
+        step(params, fourth, rank, next(gradient))
+        assert fourth.stats is not None
+        planned = scape_bytes(NUMELS, world_size, fourth.config, parameter_bytes=2)
+        assert fourth.stats.bytes_values == planned["values"]
+        assert fourth.stats.bytes_parameters == planned["parameters"]
+        kept = whole(fourth)
+        assert kept["scape"]["config"]["wire_dtype"] == wire  # and so it goes on
+        for again in (made(wire), *([made(None)] if wire == "int4" else [])):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                again.load_state_dict(kept)
+
 
 def test_masters_and_what_parameters_lack_become_one_another_where_the_wire_changes(run_ranks: Any) -> None:
     run_ranks(_switch, 2)
@@ -322,3 +345,43 @@ def _resume(rank: int, world_size: int, dtype: torch.dtype) -> tuple[Tensor, Ten
 def test_a_resumed_run_has_the_owners_rounding_errors_too(run_ranks: Any, dtype: torch.dtype) -> None:
     for straight, resumed in run_ranks(_resume, 2, dtype):
         assert torch.equal(straight, resumed)
+
+
+# ------------------------------------------------------------------------------------------------ the usual wire
+
+
+def test_four_bits_are_usual_and_dense_training_is_not_packed() -> None:
+    assert ScapeConfig().wire == ScapeConfig(sparsity=0.9).wire == "int4"
+    assert ScapeConfig().wire_bits == 4
+    assert ScapeConfig(sparsity=0).wire == ScapeConfig.paper().wire == "bf16"
+    assert ScapeConfig(sparsity=0, wire_dtype="int4").wire_bits == 4
+    assert ScapeConfig().as_dict()["wire_dtype"] is None  # a checkpoint tells what was chosen
+
+
+def _count_bytes(rank: int, world_size: int, dtype: torch.dtype) -> list[float]:
+    """Bytes of each step per parameter, times N/(N-1), without the norm's: of a late one, and of the warm-up's."""
+    found = []
+    for warmup in (0, 20):
+        parameter = nn.Parameter(torch.zeros(1024, 200, dtype=dtype))
+        config = ScapeConfig(update="adamw", sparsity_warmup_steps=warmup)
+        optimizer = ScapeOptimizer([parameter], config=config)
+        for number in range(3):
+            step([parameter], optimizer, rank, number)
+        stats = optimizer.stats
+        assert stats is not None
+        share = parameter.numel() * (world_size - 1) / world_size
+        found += [(stats.bytes_total - stats.bytes_norm) / share, stats.bytes_mask / share]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_late_step_sends_a_twentieth_of_a_byte_and_a_mask_at_most_a_bit_for_each_parameter(
+    run_ranks: Any, dtype: torch.dtype
+) -> None:
+    for late, late_mask, early, early_mask in run_ranks(_count_bytes, 2, dtype):
+        assert late <= 0.046
+        assert late_mask == 0.01
+        density = round(200 * 0.01 ** (3 / 21)) / 200
+        assert density > 1 / 8
+        assert early_mask == 1 / 8
+        assert early == pytest.approx(2 * 34 / 64 * density + 1 / 8 + 0.025, rel=1e-3)

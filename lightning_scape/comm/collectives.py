@@ -6,16 +6,17 @@ A step sends five messages, however many parameters or layers there are:
 kind       call                             bytes a rank sends                           when
 ========== ================================ ============================================ ==================
 norm       all-reduce, fp32                 2 (N-1)/N * 16 KB (sketch), or some 24 B     before the sweep
-values     all-to-all, wire dtype           (N-1)/N * k * 2 (bf16), 4, 1.03 or 0.53      during the local sweep
-parameters all-gather, wire dtype or own    (N-1)/N * k * itemsize                       after the update
-mask       all-gather, uint8 or uint16      (N-1)/N * k * 1 or 2                         during the next step
+values     all-to-all, wire dtype           (N-1)/N * k * 0.53 (int4), 1.03, 2 or 4      during the local sweep
+parameters all-gather, wire dtype or own    (N-1)/N * k * the same, or itemsize          after the update
+mask       all-gather, uint8 or uint16      (N-1)/N * k * 1 or 2; P/8 at most            during the next step
 votes      all-to-all, uint8                (N-1)/N * (P/B) * (V * (2 or 3) + 1)         during the next step
 ========== ================================ ============================================ ==================
 
-``wire_dtype="int8"`` takes 1.03 bytes for a value, ``"int4"`` 0.53. Parameters wider than the wire dtype come back as
-changes in it. Others, and those with masters, come back as values. ``V`` is ``ScapeConfig.votes``; where it is 0 there
-is no fifth message. Mask and votes travel on a process group (on CUDA: communicator and stream) of their own, so that
-they never queue behind, nor hold up, the messages of the step or of the model. With one rank nothing is sent at all.
+``wire_dtype="int4"`` takes 0.53 bytes for a value, ``"int8"`` 1.03; parameters come back as changes in as many bits.
+From ``"bf16"`` and ``"fp32"`` those wider than that do; others, and those with masters, come back as values. ``V`` is
+``ScapeConfig.votes``; where it is 0 there is no fifth message. Mask and votes travel on a process group (on CUDA:
+communicator and stream) of their own, so that they never queue behind, nor hold up, the messages of the step or of the
+model. With one rank nothing is sent at all.
 """
 
 from __future__ import annotations
@@ -156,10 +157,18 @@ class Traffic:
     """By kind."""
     seconds: float = 0.0
     """Of the CPU inside messages, waiting for other ranks included; the mask's are left out."""
+    total: int = 0
+    """Bytes of all messages since the beginning, those of no kind included; checkpoints' are counted elsewhere."""
+
+    @staticmethod
+    def sent(buffer_bytes: int, ranks: int) -> int:
+        """What of a message's buffer is sent: a rank keeps 1/N of it to itself."""
+        return buffer_bytes * (ranks - 1) // ranks
 
     def count(self, kind: str, buffer_bytes: int, ranks: int) -> None:
-        """Counts a message's bytes; a rank keeps 1/N of every buffer to itself."""
-        self.bytes_sent[kind] += buffer_bytes * (ranks - 1) // ranks
+        """Counts a message's bytes."""
+        self.bytes_sent[kind] += self.sent(buffer_bytes, ranks)
+        self.total += self.sent(buffer_bytes, ranks)
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -351,20 +360,21 @@ class Communicator:
         return whole if mine else None
 
     def all_gather_stacked(self, tensor: Tensor) -> Tensor:
-        """``[N, ...]``: every rank's small ``tensor`` (same shape on all), on every rank. Not counted."""
+        """``[N, ...]``: every rank's small ``tensor`` (same shape on all), on every rank. Counted in ``total`` only."""
         if self.world_size == 1:
             return tensor.unsqueeze(0)
         flat = tensor.reshape(-1)
         full = flat.new_empty(self.world_size * flat.numel())
         with self.watched.around("facts"):
             all_gather_into(full, flat, self.process_group)
+        self.traffic.total += self.traffic.sent(full.nbytes, self.world_size)
         return full.view(self.world_size, *tensor.shape)
 
     def all_gather_facts(self, facts: Tensor) -> Tensor:
         """The same, counted as the message of the norm: ``[N, ...]``, every rank's ``facts``."""
         with self.traffic.timed():
             full = self.all_gather_stacked(facts)
-        self.traffic.count("norm", full.nbytes, self.world_size)
+        self.traffic.bytes_sent["norm"] += self.traffic.sent(full.nbytes, self.world_size)
         return full
 
     def all_gather_object(self, value: Any) -> list[Any]:

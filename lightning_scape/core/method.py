@@ -124,7 +124,7 @@ class Method(ABC):
     compares_ends: ClassVar[bool] = False
     """Whether the step's own message says where an epoch ends (:meth:`announce_batch`). Else the host sends one."""
     step_cost: ClassVar[Any] = None
-    """What its steps cost (``planning.cost_model.StepCost``); None: ``lightning-scape plan`` leaves it out."""
+    """What its steps cost and send (``planning.cost_model.StepCost``); None: ``lightning-scape plan`` leaves it out."""
 
     form: ClassVar[Any]
     """How its states are written: a ``checkpoint.source.Form``."""

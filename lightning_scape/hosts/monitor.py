@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_scape.core.method import Method, find_all
 from lightning_scape.hosts.advice import with_prefixes
+from lightning_scape.hosts.run_length import steps_of_run
 from lightning_scape.hosts.run_report import ReportingCallback
+from lightning_scape.hosts.run_sum import RunSum
 
 
 class ScapeMonitor(ReportingCallback):
@@ -27,6 +30,10 @@ class ScapeMonitor(ReportingCallback):
     ``trainer.callback_metrics``. The progress bar shows SCAPE's density of the moment, too, as long as the warm-up
     lasts: the strategy sees to that, with or without this callback. The loggers' numbers are rank 0's; their step axis
     is that of the metrics which the module logs.
+
+    With them comes what the run has sent so far: ``bytes_run``, ``bytes_run_dense`` (what DDP would have sent in as
+    many steps) and ``bytes_checkpoints`` (what full checkpoints have taken from another rank to rank 0). A line says it
+    all when the fit ends. Bytes are those of messages, without protocol headers, which take some 2% more.
 
     With ``report="folder"`` the run leaves a page with plots there (loss, density, bytes by kind, time by phase, churn,
     skipped steps), ``report.html``: one file, which any browser opens without a network. Rank 0 writes it when the fit
@@ -58,6 +65,7 @@ class ScapeMonitor(ReportingCallback):
         self._due = 0
         self._seen: list[int] = []
         """Exchanges of each optimizer that have been told."""
+        self._sum: RunSum | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -69,7 +77,8 @@ class ScapeMonitor(ReportingCallback):
             )
         self._due = trainer.global_step // self.every_n_steps
         self._seen = [each.progress().ended for each in methods]
-        self.begin_report(trainer, type(methods[0]))
+        self._sum = RunSum(methods, steps_of_run(trainer), trainer)
+        self.begin_report(trainer, type(methods[0]), self._sum.about())
 
     def _watched(self, trainer: Trainer) -> list[Method]:
         return [each for each in find_all(trainer.optimizers) if self.method in (None, each.name)]
@@ -83,14 +92,34 @@ class ScapeMonitor(ReportingCallback):
         if not methods:
             return
         if not methods[0].exchanges_every_step:
-            self.publish(trainer, pl_module, self._news(methods), methods[0].shown)
+            self._publish(trainer, pl_module, self._news(methods), methods[0].shown)
             return
         # Not `global_step % every_n_steps`: that is true for several batches when gradients are accumulated, and may
         # never be true when a batch steps several optimizers.
         due = trainer.global_step // self.every_n_steps
         if due != self._due:
             self._due = due
-            self.publish(trainer, pl_module, collect_metrics(trainer.optimizers), methods[0].shown)
+            self._publish(trainer, pl_module, collect_metrics(trainer.optimizers), methods[0].shown)
+
+    def _publish(
+        self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float], shown: Sequence[str]
+    ) -> None:
+        self.publish(trainer, pl_module, self._with_sum(metrics), shown)
+
+    def _with_sum(self, metrics: dict[str, float]) -> dict[str, float]:
+        """With what the whole run has sent so far, where there is something to tell."""
+        return metrics and metrics | self.sums()
+
+    @override
+    def sums(self) -> dict[str, float]:
+        return {} if self._sum is None else self._sum.metrics()
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._sum is not None and (line := self._sum.said()):
+            rank_zero_info(line)
+        super().on_fit_end(trainer, pl_module)
+        self._sum = None
 
     def _news(self, methods: list[Method]) -> dict[str, float]:
         """Figures of the exchanges that have ended since the last look; empty if none has."""
@@ -108,8 +137,8 @@ class ScapeMonitor(ReportingCallback):
     def last_metrics(self, trainer: Trainer) -> dict[str, float]:
         methods = self._watched(trainer)
         if methods and not methods[0].exchanges_every_step:
-            return self._news(methods)
-        return collect_metrics(trainer.optimizers)
+            return self._with_sum(self._news(methods))
+        return self._with_sum(collect_metrics(trainer.optimizers))
 
 
 def collect_metrics(optimizers: Iterable[object]) -> dict[str, float]:

@@ -6,7 +6,7 @@ import importlib.util
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +74,13 @@ class ReportingCallback(Callback):
         if problem := trainer.strategy.broadcast(problem):
             raise ValueError(problem)
 
-    def begin_report(self, trainer: Trainer, method: type[Method]) -> None:
+    def begin_report(self, trainer: Trainer, method: type[Method], expected: Mapping[str, Any]) -> None:
         """The fit begins, with all optimizers in their places.
 
         Args:
             trainer: whose fit it is.
             method: which it is.
+            expected: ``steps`` of the whole run and ``bytes_expected`` of this fit, as far as they are known.
         """
         self._last, self._loss, self._losses = -1, None, 0
         step = steps_taken(trainer)  # of the checkpoint, where the fit goes on from one
@@ -88,7 +89,7 @@ class ReportingCallback(Callback):
         about: dict[str, Any] = {"method": method.name, "title": method.title, "unit": unit}
         about |= {"ranks": trainer.world_size, "strategy": repr(trainer.strategy)}
         about["device"] = trainer.strategy.root_device.type
-        self._add("run", step, {**about, "version": __version__})
+        self._add("run", step, {**about, **expected, "version": __version__})
 
     def note_batch(self, trainer: Trainer, pl_module: LightningModule, outputs: Any) -> None:
         """Adds a batch's loss to the mean of the coming point; nothing waits for the device."""
@@ -164,6 +165,10 @@ class ReportingCallback(Callback):
         """The newest figures of the monitor's optimizers, for a last point."""
         raise NotImplementedError
 
+    def sums(self) -> dict[str, float]:
+        """Those of the monitor's figures that add up over the fit."""
+        return {}
+
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._writer is not None:
@@ -185,7 +190,7 @@ class ReportingCallback(Callback):
     def _end(self, trainer: Trainer, how: str) -> None:
         """Writes the page. If that fails it is a warning: this rank alone would raise, and the others wait for it."""
         assert self.report is not None
-        self._add("end", steps_taken(trainer), {"how": how})
+        self._add("end", steps_taken(trainer), {"how": how, "metrics": self.sums()})
         self._writer = None
         try:
             write_page(self.report)

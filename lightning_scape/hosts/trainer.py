@@ -38,6 +38,7 @@ from lightning_scape.hosts import advice, ending, preemption, setup, two_level
 from lightning_scape.hosts.density_bar import DensityBar
 from lightning_scape.hosts.resume import Resume, Resumption
 from lightning_scape.hosts.run_length import compare_lengths, ends_epoch, steps_of_run
+from lightning_scape.hosts.run_sum import said_before
 from lightning_scape.hosts.shared_nans import SharedNans
 from lightning_scape.hosts.trainer_checkpoints import TrainerCheckpoints
 
@@ -193,6 +194,8 @@ class MethodStrategy(TrainerCheckpoints):
             each.expect_steps(steps)
         for line in self._method.summary(methods, steps, advice.as_call(type(self).__name__)):
             rank_zero_info(line)
+        if whole := said_before(methods, steps, trainer):
+            rank_zero_info(whole)
         if warning := methods[0].advice.at_start(steps):
             rank_zero_warn(warning)
         if trainer.progress_bar_callback is not None:

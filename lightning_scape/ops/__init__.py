@@ -23,6 +23,8 @@ from typing_extensions import ParamSpec
 
 from lightning_scape.ops.naive import chunked  # noqa: F401  it registers what serves where no faster back end does
 from lightning_scape.ops.naive.blocks import Sweep as Sweep
+from lightning_scape.ops.naive.masks import as_bits as as_bits
+from lightning_scape.ops.naive.masks import mask_bytes as mask_bytes
 from lightning_scape.ops.naive.masks import position_dtype as position_dtype
 from lightning_scape.ops.naive.masks import proposal_bytes as proposal_bytes
 from lightning_scape.ops.naive.params import ParamEntries as ParamEntries

@@ -33,7 +33,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -185,6 +185,17 @@ class Prediction:
         return self.bytes_sent if self.card_bytes is None else self.card_bytes
 
 
+class RunBytes(NamedTuple):
+    """What one rank sends in some steps of an optimizer, by its options; checkpoints left out."""
+
+    sent: int
+    """In all of them."""
+    last: int
+    """In the last step, or, of a method that exchanges after several steps, in an exchange."""
+    dense: int
+    """What ring all-reduces of the gradient (DDP) would send, in the parameters' own dtypes."""
+
+
 class StepCost(ABC):
     """What a method tells a plan of its steps: ``Method.step_cost``."""
 
@@ -217,6 +228,19 @@ class StepCost(ABC):
             late: one that :meth:`predict` has given.
         """
         return []
+
+    def run_bytes(self, method: Any, first: int, steps: int, clips: bool) -> RunBytes | None:
+        """What a rank sends in the steps from ``first``, counted from 0, up to, not including, ``steps``.
+
+        None: that is not known.
+
+        Args:
+            method: an optimizer under it.
+            first: steps before them.
+            steps: those before the end.
+            clips: whether the host clips the norm of the gradient.
+        """
+        return None
 
 
 def step_costs(*, every_step: bool | None = None) -> dict[str, StepCost]:

@@ -6,7 +6,7 @@ one that starts again in the same folder. Four kinds of lines, in the order of t
     {"kind": "run", "step": 0, "time": ..., "method": "scape", "ranks": 2, "strategy": "...", ...}
     {"kind": "point", "step": 50, "time": ..., "loss": 2.31, "step_seconds": 0.12, "metrics": {"scape/density": 0.5}}
     {"kind": "validation", "step": 50, "time": ..., "metrics": {"val_loss": 2.4}}
-    {"kind": "end", "step": 60, "time": ..., "how": "finished"}
+    {"kind": "end", "step": 60, "time": ..., "how": "finished", "metrics": {"scape/bytes_run": 1234567.0}}
 
 Steps are optimizer steps since the training began; a run that goes on from a checkpoint begins where that was saved. A
 line of another shape, such as the last one of a process that was killed as it wrote, is passed over, and is told of.
@@ -156,7 +156,7 @@ def parsed(text: str) -> dict[str, Any]:
         raise ValueError(f"`method` must be a name, got {_shown(line['method'])}.")
     if kind == "point":
         line |= {name: _number(line, name) for name in ("loss", "step_seconds")}
-    if kind in ("point", "validation"):
+    if kind in ("point", "validation") or "metrics" in line:
         metrics = line.get("metrics")
         if not isinstance(metrics, dict):
             raise ValueError(f"`metrics` must be an object, got {_shown(metrics)}.")

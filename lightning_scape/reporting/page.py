@@ -113,11 +113,44 @@ def facts(line: list[Run], points: list[dict[str, Any]]) -> list[tuple[str, str]
         found.append((f"sent per rank and {unit}, last point", f"{show_bytes(sent)} ({ratio})"))
     else:
         found.append(("sent", "nothing: there is one rank"))
+    found += _whole_run(line)
     times = [point["step_seconds"] for point in points if point.get("step_seconds")]
     times = [seconds for seconds in times if 0 < seconds < 1e9]
     found += [("time of a step, median", show_seconds(median(times)))] if times else []
     skipped = total(last, "skipped_total")
     return [*found, ("skipped windows" if unit == "exchange" else "skipped steps", f"{skipped:,.0f}")]
+
+
+def _whole_run(line: list[Run]) -> list[tuple[str, str]]:
+    """What rank 0 has sent since the first of the runs began, and what DDP would have; nothing of older figures."""
+    last = [(run, _sums(run)) for run in line if run.points]
+    sent, dense, saved = (
+        sum(total(at, name) for _, at in last) for name in ("bytes_run", "bytes_run_dense", "bytes_checkpoints")
+    )
+    steps = sum(at["step"] - run.start for run, at in last)
+    if not sent or not steps:
+        return []
+    beside = f"; DDP would have sent {show_bytes(dense)}, {dense / sent:.3g} times as much" if dense else ""
+    found = [
+        (
+            "sent per rank in the whole run",
+            f"{show_bytes(sent)} in {steps:,} steps, {show_bytes(sent / steps)} per step on average{beside}",
+        )
+    ]
+    newest = line[-1]
+    planned, left = newest.about.get("steps"), newest.about.get("bytes_expected")
+    if isinstance(planned, int) and isinstance(left, int) and planned > newest.last_step:
+        before = sum(total(at, "bytes_run") for run, at in last if run is not newest)
+        found.append(("expected of the whole run", f"{show_bytes(before + left)} in {planned:,} steps"))
+    if saved:
+        found.append(("for checkpoints", f"{show_bytes(saved)} from another rank to rank 0"))
+    return found
+
+
+def _sums(run: Run) -> dict[str, Any]:
+    """The last line of a run that has its sums; checkpoints may have been saved after the last point."""
+    point, end = run.points[-1], run.end
+    return end if end is not None and end.get("metrics") and end["step"] == point["step"] else point
 
 
 def _ended(run: Run) -> str:

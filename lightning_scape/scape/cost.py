@@ -39,10 +39,16 @@ def scape_bytes(
         sent: entries per block, q; None is the number at the end of the warm-up.
     """
     blocks = Layout(numels, [0] * len(numels), config.quota.block_size, ranks).blocks
-    norm_entries = max(SKETCH_WIDTHS) if clip and config.clip_norm == "sketch" else 1
-    norm = 2 * 4 * (norm_entries + packed_size(len(numels) + 2, ranks) + DIGITS)
     back = parameter_bytes if parameter_bytes < 4 and config.wire_bits is None else None
-    return message_bytes(config, blocks, ranks, back, sent) | {"norm": norm * (ranks - 1) // ranks}
+    return message_bytes(config, blocks, ranks, back, sent) | {
+        "norm": norm_bytes(config, len(numels), ranks, clip=clip)
+    }
+
+
+def norm_bytes(config: ScapeConfig, parameters: int, ranks: int, *, clip: bool) -> int:
+    """Bytes that a rank sends in the first message of a step; ``parameters`` says how many tensors there are."""
+    entries = max(SKETCH_WIDTHS) if clip and config.clip_norm == "sketch" else 1
+    return 2 * 4 * (entries + packed_size(parameters + 2, ranks) + DIGITS) * (ranks - 1) // ranks
 
 
 def message_bytes(
@@ -66,7 +72,7 @@ def message_bytes(
     buffers = {
         "values": ranks * there,
         "parameters": ranks * (there if back is None else mine * back),
-        "mask": sparse * blocks * sent * ops.position_dtype(block_size).itemsize,
+        "mask": sparse * blocks * ops.mask_bytes(sent, block_size),
         "votes": sparse * blocks * ops.proposal_bytes(config.votes, block_size),
     }
     return {kind: size * (ranks - 1) // ranks for kind, size in buffers.items()}

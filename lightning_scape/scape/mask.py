@@ -84,7 +84,8 @@ class Masks:
         self.unproven = False
         """Whether the active mask was made in the step that uses it. If that step is skipped, the mask is dropped."""
         self.pending: Work | None = None
-        """The exchange of a mask under way."""
+        """The exchange of a mask under way: of its positions, or, where that takes less, of a bit for each entry."""
+        self._pending_sent = 0
         self._config, self._layout, self._comm = config, layout, comm
         self._my_rows = layout.rows_of(comm.rank)
         self._swept = layout.blocks if layout.world_size > 1 else 0
@@ -101,8 +102,20 @@ class Masks:
         if pending is None:
             return 0.0
         began = time.perf_counter()
-        self.active = pending.wait()
-        return time.perf_counter() - began
+        arrived = pending.wait()
+        waited = time.perf_counter() - began
+        if self._as_bits(self._pending_sent):
+            arrived = ops.unpack_mask(arrived, self._pending_sent, self._layout.block_size)
+        self.active = arrived
+        return waited
+
+    def _as_bits(self, sent: int) -> bool:
+        """Whether a mask of so many entries travels as bits. Its positions come out in ascending order."""
+        return self._layout.world_size > 1 and ops.as_bits(sent, self._layout.block_size)
+
+    def _message(self, mine: Tensor) -> Tensor:
+        """My rows of the next mask, as they travel."""
+        return ops.pack_mask(mine, self._layout.block_size) if self._as_bits(mine.shape[1]) else mine
 
     def missing(self, step: Step) -> bool:
         """Whether this step must make its own mask (:meth:`make_now`), for there is none of its density.
@@ -164,7 +177,7 @@ class Masks:
             self._launch(step.ranking, step.state)
 
     def _launch(self, ranking: Ranking, state: ScapeState) -> None:
-        device = state.step.device
+        device, self._pending_sent = state.step.device, ranking.sent
         if state.residual.is_cuda:  # it may be freed, with this optimizer, before the side stream has read it
             for read in (state.residual, state.local_exp_avg_sum, ranking.proposals, ranking.mine):
                 if read is not None:
@@ -172,12 +185,14 @@ class Masks:
         with self._comm.side_stream.behind_all(device):
             if ranking.proposals is None:
                 mine = self._selected(ranking, state) if ranking.mine is None else ranking.mine
-                self.pending = self._comm.gather_mask(mine.to(device))
+                self.pending = self._comm.gather_mask(self._message(mine.to(device)))
                 return
-            shape, positions = (self._layout.blocks, ranking.sent), ops.position_dtype(self._layout.block_size)
-            full = torch.empty(shape, dtype=positions, device=device)
+            bits, block_size = self._as_bits(ranking.sent), self._layout.block_size
+            columns = ops.mask_bytes(ranking.sent, block_size) if bits else ranking.sent
+            dtype = torch.uint8 if bits else ops.position_dtype(block_size)
+            full = torch.empty(self._layout.blocks, columns, dtype=dtype, device=device)
             proposals = ranking.proposals.to(device)  # here, where the side stream owns the copy
-            elect = functools.partial(self._elect, state, proposals, full)
+            elect = functools.partial(self._elect, state, proposals, full, ranking.sent)
             self.pending = self._comm.in_background(elect, full, proposals)
 
     def _selected(self, ranking: Ranking, state: ScapeState) -> Tensor:
@@ -186,12 +201,12 @@ class Masks:
             return ops.select(state.local_exp_avg_sum, ranking.sent)
         return ops.select(state.residual[self._my_rows], ranking.sent)
 
-    def _elect(self, state: ScapeState, proposals: Tensor, full: Tensor) -> None:
-        """Behind forward and backward, on the CPU on a thread: fills ``full``, the next mask of all ranks."""
+    def _elect(self, state: ScapeState, proposals: Tensor, full: Tensor, sent: int) -> None:
+        """Behind forward and backward, on the CPU on a thread: fills ``full`` with the next mask of all ranks."""
         residual = state.residual[self._my_rows]
         received = self._comm.exchange_proposals(proposals).to(residual.device)
-        mine = ops.merge(residual, received, self._comm.rank, self._config.votes, full.shape[1])
-        self._comm.gather_elected(full, mine.to(full.device))
+        mine = ops.merge(residual, received, self._comm.rank, self._config.votes, sent)
+        self._comm.gather_elected(full, self._message(mine.to(full.device)))
 
     # ------------------------------------------------------------------------------------------- loads and skips
 

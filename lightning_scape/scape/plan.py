@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from lightning_scape.planning.cost_model import (
     Link,
     Machine,
     Prediction,
+    RunBytes,
     StepCost,
     all_to_all,
     all_to_all_hop,
@@ -31,7 +33,7 @@ from lightning_scape.planning.cost_model import (
 from lightning_scape.planning.measure import CPU, median_seconds
 from lightning_scape.scape.clipping import SKETCH_WIDTHS
 from lightning_scape.scape.config import ScapeConfig, WireDtype, usual_wire
-from lightning_scape.scape.cost import PACKING_BYTES, scape_bytes, scape_traffic, state_bytes
+from lightning_scape.scape.cost import PACKING_BYTES, norm_bytes, scape_bytes, scape_traffic, state_bytes
 from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.scape.optimizer import ScapeOptimizer
 
@@ -81,6 +83,18 @@ class ScapeCost(StepCost):
         config = ScapeConfig(sparsity=late.sparsity)
         wires = [wire for wire in WIRES if wire != config.wire]
         return [predict(job, link, machine, replace(config, wire_dtype=wire)) for wire in wires]
+
+    @override
+    def run_bytes(self, method: Any, first: int, steps: int, clips: bool) -> RunBytes:
+        optimizer: ScapeOptimizer = method.optimizer
+        schedule, ranks = optimizer.schedule, optimizer.communicator.world_size
+        parameters = optimizer.engine.parameters.tensors
+        norm = norm_bytes(optimizer.config, len(parameters), ranks, clip=clips)
+        counts = schedule.sent_by_step(steps, first)
+        sent = sum(count * (optimizer.bytes_per_step(q) + norm) for q, count in counts.items())
+        dense = 2 * (ranks - 1) * sum(p.numel() * p.element_size() for p in parameters) // ranks
+        last = optimizer.bytes_per_step(schedule.sent(max(0, steps - 1))) + norm
+        return RunBytes(sent, last, max(0, steps - first) * dense)
 
 
 def predict(job: Job, link: Link, machine: Machine, config: ScapeConfig, kept: int | None = None) -> Prediction:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from typing_extensions import override
 
@@ -18,6 +19,7 @@ from lightning_scape.planning.cost_model import (
     Link,
     Machine,
     Prediction,
+    RunBytes,
     StepCost,
     all_to_all,
     all_to_all_hop,
@@ -39,6 +41,15 @@ class SparseLoCoCost(StepCost):
     @override
     def predict(self, job: Job, link: Link, machine: Machine, sparsities: Sequence[float]) -> list[Prediction]:
         return [predict(job, link, machine, SparseLoCoConfig(sync_every=every)) for every in WINDOWS]
+
+    @override
+    def run_bytes(self, method: Any, first: int, steps: int, clips: bool) -> RunBytes:
+        """A run ends with an exchange, however short its last window is."""
+        loco = method.loco
+        every, ranks, of_one = loco.config.sync_every, loco.communicator.world_size, loco.bytes_per_exchange()
+        exchanges = -(-steps // every) - first // every
+        size = sum(p.numel() * p.element_size() for p in loco.parameters.tensors)
+        return RunBytes(exchanges * of_one, of_one, max(0, steps - first) * (2 * (ranks - 1) * size // ranks))
 
 
 def predict(job: Job, link: Link, machine: Machine, config: SparseLoCoConfig) -> Prediction:

@@ -97,6 +97,21 @@ class ExampleChecks(Checks):
         assert_same_bits(masters.cpu(), torch.tensor([[1.001, 3.0]]))
 
     @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_example_of_what_rounding_loses(self, either: Any) -> None:
+        parameter = torch.ones(1, dtype=torch.bfloat16, device=self.device)
+        added, error = torch.full((1, 1), 0.003, device=self.device), torch.zeros(1, 1, device=self.device)
+        entries = ops.ParamEntries([parameter], list(Layout([1], [0], 1, 1).everything().pieces), None, 1)
+        either.scatter_params(entries, added, True, None, error)
+        assert parameter.tolist() == [1.0]
+        assert_same_bits(error.cpu(), added.cpu())
+
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
+    def test_example_of_a_mask_as_bits(self, either: Any) -> None:
+        mask = torch.tensor([[9, 0]], dtype=torch.uint8, device=self.device)
+        assert either.pack_mask(mask, 10).tolist() == [[1, 2]]
+        assert either.unpack_mask(either.pack_mask(mask, 10), 2, 10).tolist() == [[0, 9]]
+
+    @pytest.mark.parametrize("either", BOTH, indirect=True)
     def test_example_of_quantize_and_dequantize(self, either: Any) -> None:
         values = torch.tensor([[3.5, -7.0, 0.25]], device=self.device)
         message = either.quantize(values, 4)

@@ -10,6 +10,7 @@ from kernel_checks.inputs import (
     assert_same_bits,
     awkward,
 )
+from lightning_scape import ops
 from lightning_scape.ops import naive
 
 
@@ -24,6 +25,21 @@ class MaskChecks(Checks):
     def test_select_equals_its_twin(self, rows: int, length: int, sent: int, dtype: torch.dtype) -> None:
         statistic = awkward(rows, length).to(dtype)
         assert_same_bits(self.module.select(statistic.to(self.device), sent).cpu(), naive.select(statistic, sent))
+
+    @pytest.mark.parametrize(
+        ("rows", "length", "sent"),
+        [(23, 200, 30), (9, 250, 249), (5, 256, 33), (70, 100, 100), (9, 8, 1), (3, 1000, 70), (2, 5000, 900)],
+    )
+    def test_a_mask_travels_as_bits_and_comes_back_in_order(self, rows: int, length: int, sent: int) -> None:
+        mask = naive.select(torch.randn(rows, length), sent)
+        bits = self.module.pack_mask(mask.to(self.device), length)
+        assert_same_bits(bits.cpu(), naive.pack_mask(mask, length))
+        assert bits.shape == (rows, -(-length // 8))
+        back = self.module.unpack_mask(bits, sent, length).cpu()
+        assert_same_bits(back, naive.unpack_mask(bits.cpu(), sent, length))
+        assert back.dtype == mask.dtype
+        assert torch.equal(back.int(), mask.int().sort(dim=1).values)
+        assert ops.mask_bytes(sent, length) == (bits.shape[1] if ops.as_bits(sent, length) else mask[0].nbytes)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_select_ranks_narrow_statistics(self, dtype: torch.dtype) -> None:

@@ -6,6 +6,7 @@ what only rounds:
 
 ========================================== ============================================================================
 select, propose, merge, compact            bitwise
+pack_mask, unpack_mask                     bitwise
 quantize, dequantize, pack                 bitwise
 quantize_with_error                        bitwise
 gather_params, scatter_params, fold        bitwise

@@ -29,6 +29,33 @@ def write_positions(found, chosen, start, rows):
 
 
 @jit
+def pack_mask(mask, bits, first, last):
+    """See :func:`naive.pack_mask`."""
+    for row in range(first, last):
+        chosen, out = mask[row], bits[row]
+        for w in range(len(out)):
+            out[w] = 0
+        for turn in range(len(chosen)):
+            place = np.uint64(chosen[turn])
+            out[place >> np.uint64(3)] |= np.uint8(1 << (place & np.uint64(7)))
+
+
+@jit
+def unpack_mask(bits, chosen, table, counts, first, last):
+    """See :func:`naive.unpack_mask`; ``table [256, 8]``: which bits a byte has, and ``counts``: how many."""
+    room = np.empty(8 * bits.shape[1] + 8, chosen.dtype)
+    for row in range(first, last):
+        given, out, found = bits[row], chosen[row], np.uint64(0)
+        for w in range(len(given)):
+            here, places = table[given[w]], room[found : found + np.uint64(8)]
+            for i in range(8):  # those that are too many are written over, without a branch
+                places[i] = here[i] + chosen.dtype.type(8 * w)
+            found += counts[given[w]]
+        for turn in range(len(out)):
+            out[turn] = room[turn]
+
+
+@jit
 def propose(residual, networks, votes, proposals, first, last):
     """See :func:`naive.propose`; ``networks`` as in :func:`select`."""
     room = make_room(residual.shape[1], votes)

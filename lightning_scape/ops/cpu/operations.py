@@ -138,6 +138,31 @@ def select(statistic: Tensor, sent: int) -> Tensor:
 
 
 @implements
+def pack_mask(mask: Tensor, length: int) -> Tensor:
+    """See :func:`naive.pack_mask`."""
+    bits = torch.empty(len(mask), -(-length // 8), dtype=torch.uint8, device="cpu")
+    in_parallel(functools.partial(masks.pack_mask, array(mask), array(bits)), len(bits), rows_of_a_thread(length))
+    return bits
+
+
+@implements
+def unpack_mask(bits: Tensor, sent: int, length: int) -> Tensor:
+    """See :func:`naive.unpack_mask`."""
+    chosen = torch.empty(len(bits), sent, dtype=position_dtype(length), device="cpu")
+    loop = functools.partial(masks.unpack_mask, array(bits), array(chosen), *_bits_of_bytes(chosen.dtype))
+    in_parallel(loop, len(bits), rows_of_a_thread(length))
+    return chosen
+
+
+@functools.cache
+def _bits_of_bytes(dtype: torch.dtype) -> tuple[Any, Any]:
+    """Of each byte: which bits it has, the lowest first, and how many."""
+    found = [[bit for bit in range(8) if byte >> bit & 1] for byte in range(256)]
+    table = np.array([[*bits, *[0] * (8 - len(bits))] for bits in found], like(dtype).dtype)
+    return table, np.array([len(bits) for bits in found], np.uint64)
+
+
+@implements
 def propose(residual: Tensor, votes: int) -> Tensor:
     """See :func:`naive.propose`."""
     blocks, length = residual.shape

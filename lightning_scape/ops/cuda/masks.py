@@ -116,6 +116,54 @@ def selection(matrix: Tensor) -> dict[str, Any]:
     }
 
 
+@triton.jit(do_not_specialize=["sent"])
+def _unpack_kernel(
+    bits,
+    chosen,
+    rows,
+    sent,
+    WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OUT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    position = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (position < LENGTH)[None, :]
+    byte = tl.load(bits + row[:, None] * WIDTH + (position // 8)[None, :], mask=inside, other=0).to(tl.int32)
+    bit = (byte >> (position % 8)[None, :]) & 1
+    place = tl.cumsum(bit, axis=1) - 1
+    taken = inside & (bit != 0) & (place < sent)
+    value = tl.broadcast_to(position[None, :], [ROWS, BLOCK])
+    tl.store(chosen + row[:, None] * sent + place, value.to(OUT), mask=taken)
+
+
+@CUDA.implements
+def unpack_mask(bits: Tensor, sent: int, length: int) -> Tensor:
+    """See :func:`naive.unpack_mask`. One launch."""
+    if length > LONGEST_ROW:
+        return chunked.unpack_mask(bits, sent, length)
+    chosen = torch.empty(len(bits), sent, dtype=position_dtype(length), device=bits.device)
+    block = max(16, triton.next_power_of_2(length))
+    rows = max(1, _SELECT_TILE // block)
+    launching.launch(
+        _unpack_kernel,
+        triton.cdiv(len(bits), rows),
+        bits.contiguous(),
+        chosen,
+        len(bits),
+        sent,
+        WIDTH=bits.shape[1],
+        LENGTH=length,
+        ROWS=rows,
+        BLOCK=block,
+        OUT=tl.uint8 if chosen.dtype == torch.uint8 else tl.uint16,
+        num_warps=max(1, block // _SELECT_TILE),
+    )
+    return chosen
+
+
 @CUDA.implements
 def propose(residual: Tensor, votes: int) -> Tensor:
     """See :func:`naive.propose`; bitwise."""

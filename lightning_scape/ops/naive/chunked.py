@@ -90,6 +90,18 @@ def select(statistic: Tensor, sent: int) -> Tensor:
 
 
 @CHUNKED.implements
+def pack_mask(mask: Tensor, length: int) -> Tensor:
+    """See :func:`naive.pack_mask`."""
+    return torch.cat([naive.pack_mask(mask[rows], length) for rows in _row_slices(mask)])
+
+
+@CHUNKED.implements
+def unpack_mask(bits: Tensor, sent: int, length: int) -> Tensor:
+    """See :func:`naive.unpack_mask`."""
+    return torch.cat([naive.unpack_mask(bits[rows], sent, length) for rows in _row_slices(bits)])
+
+
+@CHUNKED.implements
 def propose(residual: Tensor, votes: int) -> Tensor:
     """See :func:`naive.propose`."""
     return torch.cat([naive.propose(residual[rows], votes) for rows in _row_slices(residual)])

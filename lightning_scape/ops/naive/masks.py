@@ -52,6 +52,51 @@ def select(statistic: Tensor, sent: int) -> Tensor:
     return (low - (keys.topk(sent, dim=1).values & low)).to(position_dtype(length))
 
 
+def as_bits(sent: int, block_size: int) -> bool:
+    """Whether a mask travels as a bit for each entry (:func:`pack_mask`): where that takes less than its positions."""
+    return -(-block_size // 8) < sent * position_dtype(block_size).itemsize
+
+
+def mask_bytes(sent: int, block_size: int) -> int:
+    """Bytes that a row of a mask takes on its way."""
+    return min(-(-block_size // 8), sent * position_dtype(block_size).itemsize)
+
+
+@operation
+def pack_mask(mask: Tensor, length: int) -> Tensor:
+    """A mask ``[R, q]`` of blocks of ``length`` entries as a bit for each entry, the first one lowest.
+
+    Example: ``[[9, 0]]`` with ``length=10`` gives ``[[1, 2]]``.
+
+    Returns:
+        uint8 ``[R, ceil(length / 8)]``.
+    """
+    marks = torch.zeros(len(mask), -(-length // 8) * 8, dtype=torch.uint8, device=mask.device)
+    marks.scatter_(1, mask.long(), 1)
+    ones = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
+    return (marks.view(len(mask), marks.shape[1] // 8, 8) * ones).sum(2, dtype=torch.uint8)
+
+
+@operation
+def unpack_mask(bits: Tensor, sent: int, length: int) -> Tensor:
+    """The reverse of :func:`pack_mask`; positions come in ascending order.
+
+    Example: ``[[1, 2]]`` with ``sent=2`` and ``length=10`` gives ``[[0, 9]]``.
+
+    Args:
+        bits: uint8 ``[R, ceil(length / 8)]``, of which q are set in each row.
+        sent: q.
+        length: B.
+
+    Returns:
+        ``[R, q]``, dtype :func:`position_dtype`.
+    """
+    eight = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    marks = (bits.unsqueeze(2) >> eight & 1).flatten(1)[:, :length] != 0
+    keys = torch.where(marks, length - torch.arange(length, dtype=torch.int32, device=bits.device), 0)
+    return (length - keys.topk(sent, dim=1).values).to(position_dtype(length))
+
+
 @operation
 def propose(residual: Tensor, votes: int) -> Tensor:
     """A rank's proposals: the ``votes`` largest magnitudes of each block, as one row of bytes (docs/design.md, 3).

@@ -1,0 +1,123 @@
+"""What a run sends as a whole, warm-up included, with DDP beside it: said when a fit begins and ends, and followed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_scape.core.method import Method
+from lightning_scape.core.words import show_bytes
+from lightning_scape.hosts.advice import with_prefixes
+from lightning_scape.planning.cost_model import RunBytes
+
+
+def expected(methods: Sequence[Method], first: int, steps: float | None, clips: bool) -> RunBytes | None:
+    """What a rank sends for all optimizers, from one step up to another; None where that is not known, or nothing.
+
+    Args:
+        methods: of all optimizers.
+        first: steps that were taken before.
+        steps: those of the whole run; None is not known.
+        clips: whether the norm of the gradient is clipped.
+    """
+    if steps is None or steps <= first:
+        return None
+    found = [_of(each, first, int(steps), clips) for each in methods]
+    known = [each for each in found if each is not None]
+    if not known or len(known) < len(found) or not sum(each.sent for each in known):
+        return None
+    return RunBytes(*map(sum, zip(*known, strict=True)))
+
+
+def _of(method: Method, first: int, steps: int, clips: bool) -> RunBytes | None:
+    return None if method.step_cost is None else method.step_cost.run_bytes(method, first, steps, clips)
+
+
+def said_before(methods: Sequence[Method], steps: float | None, trainer: Trainer) -> str | None:
+    """The line at the start of a fit, or of what is left of it after a checkpoint."""
+    first = methods[0].progress().steps
+    found = expected(methods, first, steps, clips(trainer))
+    if found is None or steps is None:
+        return None
+    which = f"this run of {steps:,.0f} steps" if not first else f"the {steps - first:,.0f} steps that are left"
+    unit = "step" if methods[0].exchanges_every_step else "exchange"
+    return (
+        f"{methods[0].title}: {which} will send {_sum(found.sent, steps - first)}, {show_bytes(found.last)} in the last"
+        f" {unit}, from each rank, checkpoints left out. DDP would send {_dense(found.dense, found.sent)}."
+    )
+
+
+def clips(trainer: Trainer) -> bool:
+    """Whether the Trainer clips the norm of the gradient."""
+    return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm")
+
+
+def _sum(sent: float, steps: float) -> str:
+    return f"{show_bytes(sent)}, {show_bytes(sent / max(1, steps))} per step on average"
+
+
+def _dense(dense: float, sent: float) -> str:
+    return f"{show_bytes(dense)}, {dense / sent:.3g} times as much"
+
+
+class RunSum:
+    """Follows what this rank sends in a fit, from its first step on.
+
+    Args:
+        methods: of all optimizers.
+        steps: of the whole run; None is not known.
+        trainer: whose fit it is.
+    """
+
+    def __init__(self, methods: Sequence[Method], steps: float | None, trainer: Trainer) -> None:
+        self._methods, self._strategy = list(methods), trainer.strategy
+        self._clips, self._first = clips(trainer), [each.progress().steps for each in methods]
+        self._before = [each.communicator.traffic.total for each in methods]
+        self.steps, self.expected = steps, expected(methods, self._first[0], steps, self._clips)
+
+    def about(self) -> dict[str, Any]:
+        """For a report: steps, and what is expected of the fit."""
+        known = {} if self.steps is None else {"steps": int(self.steps)}
+        return known if self.expected is None else {**known, "bytes_expected": self.expected.sent}
+
+    def metrics(self) -> dict[str, float]:
+        """By their names in the logger, in bytes since the fit began.
+
+        ``bytes_run`` is what this rank has sent for the optimizer, ``bytes_run_dense`` what DDP would have sent in as
+        many steps, ``bytes_checkpoints`` what collecting full checkpoints has sent from another rank to rank 0, all
+        optimizers together.
+        """
+        found: dict[str, float] = {}
+        for index, (prefix, each) in enumerate(with_prefixes(self._methods)):
+            found[f"{prefix}/bytes_run"] = float(each.communicator.traffic.total - self._before[index])
+            if (same := _of(each, self._first[index], each.progress().steps, self._clips)) is not None:
+                found[f"{prefix}/bytes_run_dense"] = float(same.dense)
+            if not index:
+                found[f"{prefix}/bytes_checkpoints"] = float(self._of_checkpoints())
+        return found
+
+    def _of_checkpoints(self) -> int:
+        moved = getattr(self._strategy, "checkpoint_bytes", None)
+        others = max(1, getattr(self._strategy, "world_size", 1) - 1)
+        return 0 if moved is None else moved.sent or moved.received // others
+
+    def said(self) -> str | None:
+        """The line at the end of a fit; None where nothing was sent."""
+        sent, dense, saved = (
+            sum(value for name, value in self.metrics().items() if name.endswith(f"/{kind}"))
+            for kind in ("bytes_run", "bytes_run_dense", "bytes_checkpoints")
+        )
+        steps = self._methods[0].progress().steps - self._first[0]
+        if not sent or not steps:
+            return None
+        known = expected(self._methods, self._first[0], self._first[0] + steps, self._clips)
+        unit = "step" if self._methods[0].exchanges_every_step else "exchange"
+        last = "" if known is None else f", {show_bytes(known.last)} in the last {unit}"
+        beside = f" DDP would have sent {_dense(dense, sent)}." if dense else ""
+        collected = f" Checkpoints took {show_bytes(saved)} from another rank to rank 0." if saved else ""
+        return (
+            f"{self._methods[0].title}: rank 0 has sent {_sum(sent, steps)}{last}, in {steps:,} steps.{beside}"
+            f"{collected}"
+        )
