@@ -277,7 +277,9 @@ def train_compiled(rank: int, world_size: int, backend: str | None) -> list[Tens
     wrapped = model if backend is None else torch.compile(model, backend=backend)  # then set up, as LitGPT does
     wrapped, optimizer = fabric.setup(wrapped, torch.optim.AdamW(model.parameters(), lr=1e-2))
     # A precompiled header pays for itself over many kernels, not over these.
-    with torch._inductor.config.patch(cpp_cache_precompile_headers=False):
+    quick = {"cpp_cache_precompile_headers": False}
+    quick = quick if hasattr(torch._inductor.config, "cpp_cache_precompile_headers") else {}  # not in torch 2.7
+    with torch._inductor.config.patch(quick):
         for step in range(5):
             fabric.backward(loss_of(wrapped, batch_of(rank, step)))
             optimizer.step()

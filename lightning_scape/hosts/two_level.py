@@ -150,8 +150,9 @@ class Nodes:
                 reduce_dtype=torch.float32 if narrow or compute_dtype is not None else None,
                 cast_forward_inputs=False,  # autocast does, where it should: targets keep their precision
             )
-            reshard = None if unit is module else self.config.reshard_after_forward
-            fully_shard(unit, mesh=self.mesh["shard"], reshard_after_forward=reshard, mp_policy=policy)
+            # The root keeps torch's default: torch 2.7 takes no None for it, which later ones write there.
+            given = {} if unit is module else {"reshard_after_forward": self.config.reshard_after_forward}
+            fully_shard(unit, mesh=self.mesh["shard"], mp_policy=policy, **given)
         if self.process_group is not None:  # those that the user has sharded
             broadcast_tensors([local(p.detach()) for p in module.parameters()], self.process_group)
         root = cast(FSDPModule, module)
