@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata as metadata
 import io
+import json
 import os
 import socket
 import sys
@@ -19,12 +20,16 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from trainer_helpers import WIDTH, Regression, make_trainer
 
+from lightning_scape import ScapeMonitor
 from lightning_scape.comm.round_trips import neighbours
+from lightning_scape.reporting import History
 from lightning_scape.tools import commands, doctor
-from lightning_scape.tools.diagnosis import host, network, packages, ranks
+from lightning_scape.tools.diagnosis import host, network, packages, ranks, run, watch
 from lightning_scape.tools.diagnosis.findings import Finding, exit_status, report
 from lightning_scape.tools.diagnosis.meeting import Place
 from lightning_scape.tools.diagnosis.network import Interface
@@ -422,3 +427,132 @@ def test_a_time_limit_that_is_none_is_refused(given: str, capsys: pytest.Capture
         doctor.main([f"--timeout={given}"])
     assert ended.value.code == 2
     assert "it must be a number of seconds from 1 to 3600" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------- why a run is slow
+
+
+def figures(folder: Path, **changes: Any) -> Path:
+    """A run of four points; the second half has `changes`."""
+    metrics = {"scape/message_seconds": 0.02, "scape/exchange_wait": 0.0, "scape/seconds/exchange": 0.025}
+    usual = {"step_seconds": 0.2, "data_seconds": 0.001, "checkpoint_seconds": 0.0, "loss": 1.0}
+    lines: list[dict[str, Any]] = [{"kind": "run", "step": 0, "method": "scape", "title": "SCAPE", "device": "cpu"}]
+    for number in range(1, 5):
+        point = {**usual, **(changes if number > 2 else {})}
+        own = {**metrics, **point.pop("metrics", {})}
+        lines.append({"kind": "point", "step": 50 * number, "time": 1.0, "metrics": own, **point})
+    (folder / "figures.jsonl").write_text("".join(json.dumps({"time": 1.0, **line}) + "\n" for line in lines))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "slow", "remedy"),
+    [
+        ({}, None, ""),
+        ({"metrics": {"scape/message_seconds": 0.1}}, "50% of a step is waiting for the network.", "Send less"),
+        ({"metrics": {"scape/seconds/sweep": 0.075}}, "40% of a step is SCAPE's own work.", "numba"),
+        ({"data_seconds": 0.05}, "25% of a step is waiting for data.", "num_workers"),
+        ({"checkpoint_seconds": 0.04}, "20% of a step is saving checkpoints.", "async_save=True"),
+    ],
+)
+def test_a_runs_figures_say_where_its_time_goes_and_what_to_switch_on(
+    changes: dict[str, Any], slow: str | None, remedy: str, tmp_path: Path
+) -> None:
+    first, *others = run.check_run(figures(tmp_path, **changes))
+    assert first.text.startswith("A step takes 200 ms: ")
+    assert "computing" in first.text
+    (other,) = others
+    if slow is None:
+        assert "nothing to switch on" in other.text
+    else:
+        assert (other.verdict, other.text) == ("slow", slow)
+        assert remedy in other.remedy
+
+
+def test_the_parts_of_a_step_are_the_step(tmp_path: Path) -> None:
+    folder = figures(tmp_path, data_seconds=0.05, checkpoint_seconds=0.04)
+    parts = run.Parts.of(History.read(folder).runs[0])
+    assert parts is not None
+    assert parts.network == pytest.approx(0.02)
+    assert parts.own == pytest.approx(0.005)
+    assert parts.computing == pytest.approx(0.2 - 0.02 - 0.005 - 0.05 - 0.04)
+
+
+def test_the_command_reads_a_run_and_says_where_there_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert commands.main(["doctor", str(tmp_path)]) == 1
+    assert "must hold the figures of a run" in capsys.readouterr().err
+    assert commands.main(["doctor", str(figures(tmp_path))]) == 0
+    assert "A step takes 200 ms" in capsys.readouterr().out
+
+
+def test_a_run_writes_down_what_it_waited_for_between_batches(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(_waits, 1, str(tmp_path))
+    points = History.read(tmp_path).runs[0].points
+    assert all(point["data_seconds"] > 0.02 for point in points)
+    assert sum(point["checkpoint_seconds"] > 0.02 for point in points) == 1  # of one in the middle, and not of two
+    assert points[0]["step_seconds"] > points[0]["data_seconds"]
+
+
+class Slow(Callback):
+    """Saves once, slowly."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 6:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "x.ckpt")
+            time.sleep(0.1)
+
+
+def _waits(rank: int, world_size: int, folder: str) -> None:
+    def batches() -> Any:
+        for _ in range(8):
+            time.sleep(0.05)
+            yield [torch.randn(4, WIDTH), torch.randn(4, 3)]
+
+    loader = torch.utils.data.DataLoader(_Batches(batches), batch_size=None)
+    callbacks = [ScapeMonitor(4, report=folder), Slow()]
+    trainer = make_trainer(max_steps=8, callbacks=callbacks, default_root_dir=folder)
+    trainer.fit(Regression(), loader)
+
+
+class _Batches(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+    def __iter__(self) -> Any:
+        return self.make()
+
+
+GBIT = 125e6
+
+
+@pytest.mark.parametrize(
+    ("rates", "verdict", "text"),
+    [
+        ({"lo": [GBIT] * 9, "eth0": [10.0] * 9}, "ok", "no job waits for the network"),
+        ({"lo": [GBIT] * 9, "eth2": [0.9 * GBIT] * 7 + [0.0] * 3}, "slow", "eth2 is busy for 70% of the time"),
+        ({"eth2": [0.9 * GBIT] * 3 + [0.0] * 7}, "note", "busy for 30% of the time, 270 Mbit/s on average (1 Gbit/s)"),
+        ({"eth2": [0.9 * GBIT] + [0.0] * 9}, "ok", "Training does not wait for it"),
+        ({"veth0": [0.1 * GBIT] * 8 + [0.0] * 2}, "slow", "100 Mbit/s, the most that was seen"),
+    ],
+)
+def test_a_links_counters_say_whether_a_job_waits_for_it(
+    rates: dict[str, list[float]], verdict: str, text: str
+) -> None:
+    (finding,) = watch.check_traffic(rates, ALL)
+    assert finding.verdict == verdict
+    assert text in finding.text
+    assert ("sends 1% of the entries" in finding.remedy) == (verdict == "slow")
+
+
+def test_what_is_watched_are_the_differences_of_counters() -> None:
+    counts = iter(range(0, 10**9, 1000))
+    rates = watch.watch(0.2, lambda: {"eth0": next(counts)})["eth0"]
+    assert rates
+    assert all(0 < rate <= 1000 / watch.EVERY for rate in rates)
+
+
+def test_the_command_watches_for_the_seconds_it_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["doctor", "--watch", "1"]) == 0
+    assert "Network\n" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,6 +30,7 @@ from trainer_helpers import (
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ScapeStrategy
 from lightning_scape.core.words import show_bytes
 from lightning_scape.hosts.advice import as_call
+from lightning_scape.hosts.density_bar import DensityBar
 from lightning_scape.scape import advice
 from lightning_scape.scape.advice import PayoffCheck
 from lightning_scape.scape.stats import StepRecord
@@ -152,7 +154,7 @@ def _densities_shown(rank: int, world_size: int, kind: str) -> tuple[list[dict[s
     return bar.shown, len(looked), "get_metrics" in vars(bar)
 
 
-@pytest.mark.parametrize(("kind", "names"), [("one", ["scape"]), ("two", ["scape-0", "scape-1"])])
+@pytest.mark.parametrize(("kind", "names"), [("one", [""]), ("two", ["0/", "1/"])])
 def test_the_progress_bar_shows_the_density_while_the_warm_up_lasts_and_looks_at_no_tensor_for_it(
     run_ranks: Any, kind: str, names: list[str]
 ) -> None:
@@ -160,8 +162,17 @@ def test_the_progress_bar_shows_the_density_while_the_warm_up_lasts_and_looks_at
         assert looked == 0
         assert not changed
         expected = [1.0, 0.6, 0.3, 0.2]  # the decay from 1 to 0.1, in tenths
-        assert shown[:4] == [{f"{name}/density": density for name in names} for density in expected]
+        assert shown[:4] == [{f"{name}density": density for name in names} for density in expected]
         assert shown[4:] == [{}] * (BATCHES - 4)
+
+
+def test_the_progress_bar_shows_short_names_and_leaves_the_modules_own() -> None:
+    """A terminal of 80 columns showed `scape/compressio…`."""
+    own = {"train_loss": 1.0, "scape/compression": 5.0, "scape/grad_norm": 2.0, "grad_norm": 3.0}
+    bar = SimpleNamespace(get_metrics=lambda: own)
+    optimizers = under_scape([torch.optim.AdamW([nn.Parameter(torch.ones(1000))])], ScapeConfig())
+    shown = DensityBar(bar, SimpleNamespace(optimizers=optimizers))()
+    assert shown == {"train_loss": 1.0, "compression": 5.0, "scape/grad_norm": 2.0, "grad_norm": 3.0}
 
 
 # ------------------------------------------------------------------------------------------------ the first line

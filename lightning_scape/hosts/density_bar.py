@@ -25,10 +25,18 @@ class DensityBar:
         bar.get_metrics = self  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What the bar would have given, and that."""
-        methods = with_prefixes(find_all(self._strategy.optimizers))
-        added = {f"{prefix}/{name}": value for prefix, each in methods for name, value in each.progress().shown.items()}
-        return {**self._own(*args, **kwargs), **added}
+        """What the bar would have given, and that; the methods' figures by short names, for a bar has little room."""
+        given = self._own(*args, **kwargs)
+        methods = list(with_prefixes(find_all(self._strategy.optimizers)))
+        for prefix, method in methods:
+            given |= {f"{prefix}/{name}": value for name, value in method.progress().shown.items()}
+        places = {prefix: "" if len(methods) == 1 else prefix.rpartition("-")[2] + "/" for prefix, _ in methods}
+        short: dict[str, Any] = {}
+        for name, value in given.items():
+            prefix, _, own = name.rpartition("/")
+            brief = places[prefix] + own if prefix in places else name
+            short[name if brief in given else brief] = value
+        return short
 
     def take_off(self) -> None:
         """The bar is as it was."""

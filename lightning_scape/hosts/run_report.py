@@ -88,10 +88,12 @@ class ReportingCallback(Callback):
         unit = "step" if method.exchanges_every_step else "exchange"
         about: dict[str, Any] = {"method": method.name, "title": method.title, "unit": unit}
         about |= {"ranks": trainer.world_size, "strategy": repr(trainer.strategy)}
+        about["device"] = trainer.strategy.root_device.type
         self._add("run", step, {**about, **expected, "version": __version__})
 
     def note_batch(self, trainer: Trainer, pl_module: LightningModule, outputs: Any) -> None:
         """Adds a batch's loss to the mean of the coming point; nothing waits for the device."""
+        self._clock.batch_ends()
         if self._writer is None:
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -130,7 +132,16 @@ class ReportingCallback(Callback):
         self._last = step
         loss = None if self._loss is None else float(self._loss) / self._losses
         self._loss, self._losses = None, 0
-        self._add("point", step, {"loss": loss, "step_seconds": self._clock.per_step(step), "metrics": metrics})
+        self._add("point", step, {"loss": loss, **self._clock.per_step(step), "metrics": metrics})
+        self._clock.batch_ends()  # what was told here is not the loader's time
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._clock.batch_begins()
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._clock.saves()
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -212,24 +223,43 @@ def steps_taken(trainer: Trainer) -> int:
 
 
 class _Clock:
-    """Mean seconds of a step from one point to the next, validation not counted."""
+    """Mean seconds of a step from one point to the next, validation not counted; and of what lies between batches."""
 
     def __init__(self) -> None:
         self._began = self._paused_at = 0.0
+        self._ended: float | None = None
+        """When the last batch did."""
+        self._saving = False
         self._step = 0
+        self._between = {"data_seconds": 0.0, "checkpoint_seconds": 0.0}
 
     def start(self, step: int) -> None:
         self._began, self._step = time.perf_counter(), step
+        self._between = dict.fromkeys(self._between, 0.0)
+
+    def batch_ends(self) -> None:
+        self._ended, self._saving = time.perf_counter(), False
+
+    def saves(self) -> None:
+        """A checkpoint is made, whose time this is until the next batch."""
+        self._saving = True
+
+    def batch_begins(self) -> None:
+        if self._ended is not None:
+            kind = "checkpoint_seconds" if self._saving else "data_seconds"
+            self._between[kind] += time.perf_counter() - self._ended
 
     def pause(self) -> None:
         self._paused_at = time.perf_counter()
 
     def go_on(self) -> None:
-        self._began += time.perf_counter() - self._paused_at
+        paused = time.perf_counter() - self._paused_at
+        self._began += paused
+        self._ended = None if self._ended is None else self._ended + paused
 
-    def per_step(self, step: int) -> float | None:
+    def per_step(self, step: int) -> dict[str, float | None]:
         """None where no step was taken since."""
-        now, steps = time.perf_counter(), step - self._step
-        seconds = (now - self._began) / steps if steps > 0 else None
+        steps = step - self._step
+        seconds = {"step_seconds": time.perf_counter() - self._began, **self._between}
         self.start(step)
-        return seconds
+        return {name: value / steps if steps > 0 else None for name, value in seconds.items()}

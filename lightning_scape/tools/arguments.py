@@ -28,6 +28,9 @@ _DOCTOR = """Says what does not work here, what is slow, and what to do about it
 lightning-scape doctor                                          # this host alone
 torchrun --nnodes 2 --nproc_per_node 1 --node_rank 0 --master_addr HOST -m lightning_scape doctor    # on every node
 
+lightning-scape doctor FOLDER       # why is my run slow, and what do I switch on: by its ScapeMonitor(report=FOLDER)
+lightning-scape doctor --watch      # the same for any job that trains now, plain DDP too: by the network's counters
+
 Under torchrun every rank runs it, and rank 0 reports: whether the ranks reach each other, and how fast. One process
 for each node is enough. The exit status is 0 where everything works (what is slow is said), else 1, on every rank.
 """
@@ -226,6 +229,15 @@ def import_matplotlib(used_for: str) -> None:
 def doctor_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Of ``lightning-scape doctor``; likewise."""
     parser = Parser("doctor", _DOCTOR)
+    parser.add_argument("folder", nargs="?", type=Path, help="of a run's report: says where the time of its steps goes")
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=waiting_time,
+        const=20.0,
+        metavar="SECONDS",
+        help="watch the network of this host while a job trains (default: 20), and say whether it waits for it",
+    )
     parser.add_argument(
         "--timeout", type=waiting_time, default=60.0, help="seconds for which ranks wait for each other (default: 60)"
     )

@@ -21,6 +21,8 @@ from lightning_scape.tools.diagnosis.host import check_host
 from lightning_scape.tools.diagnosis.meeting import Meeting, Place
 from lightning_scape.tools.diagnosis.packages import check_packages
 from lightning_scape.tools.diagnosis.ranks import TOPIC, check_messages, compare_ranks, missing_ranks, silent_rank
+from lightning_scape.tools.diagnosis.run import check_run
+from lightning_scape.tools.diagnosis.watch import check_now
 
 COMPILING_SECONDS = 120.0
 """How much longer ranks wait for one that compiles its operations for the first time."""
@@ -42,6 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(args: Namespace) -> int:
     """The same, with its arguments read."""
+    if args.folder is not None or args.watch is not None:
+        findings = check_run(args.folder) if args.folder is not None else []
+        findings += check_now(args.watch) if args.watch is not None else []
+        print(report(findings))
+        return exit_status(findings)
     place = Place.of(os.environ)
     device = _device(place)
     with Watch(place, 5 * args.timeout + 2 * COMPILING_SECONDS) as watch:

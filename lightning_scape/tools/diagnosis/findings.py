@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Verdict = Literal["ok", "note", "slow", "broken"]
-TOPICS = ("Installed", "This host", "Network", "Ranks")
+TOPICS = ("Installed", "This host", "Network", "Ranks", "This run")
 """Headings of the report, in order."""
 MARKS: dict[Verdict, str] = {"ok": "ok", "note": "-", "slow": "SLOW", "broken": "FAILS"}
 WIDTH = 100

@@ -1,0 +1,108 @@
+"""Whether a job waits for the network, by the counters of this host's interfaces: of any job, plain DDP's too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from lightning_scape.tools.diagnosis.findings import Finding
+from lightning_scape.tools.diagnosis.network import Interface, interfaces, show_mbit
+
+TOPIC = "Network"
+EVERY = 0.05
+"""Seconds between two looks."""
+BUSY = 0.5
+"""Share of the link's speed from which on a look finds it busy."""
+MUCH, SOME = 0.5, 0.2
+"""Shares of the time that the link is busy."""
+QUIET = 1e5
+"""Bytes a second: less is no training's."""
+
+Counters = Callable[[], Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one interface while it was watched."""
+
+    rates: Sequence[float]
+    """Bytes a second, from look to look: the larger of both directions."""
+    speed: float
+    """Bytes a second that it can carry."""
+    known: bool
+    """Whether its driver says so; else the speed is the largest rate seen."""
+
+    @property
+    def mean(self) -> float:
+        """Bytes a second."""
+        return sum(self.rates) / len(self.rates)
+
+    @property
+    def busy(self) -> float:
+        """Share of the time."""
+        return sum(rate >= BUSY * self.speed for rate in self.rates) / len(self.rates)
+
+
+def counters() -> Mapping[str, int]:
+    """Bytes since the start of the host: of each interface, the direction with more."""
+    return {name: max(c.bytes_sent, c.bytes_recv) for name, c in psutil.net_io_counters(pernic=True).items()}
+
+
+def watch(seconds: float, read: Counters = counters) -> dict[str, list[float]]:
+    """Rates of each interface in bytes a second, looked at every :data:`EVERY` seconds."""
+    rates: dict[str, list[float]] = {}
+    began = before = time.perf_counter()
+    last = read()
+    while before - began < seconds:
+        time.sleep(EVERY)
+        now, seen = time.perf_counter(), read()
+        for name, count in seen.items():
+            if name in last:
+                rates.setdefault(name, []).append((count - last[name]) / (now - before))
+        before, last = now, seen
+    return rates
+
+
+def check_traffic(rates: Mapping[str, Sequence[float]], known: Sequence[Interface]) -> list[Finding]:
+    """What the traffic says of a job that trains meanwhile, by the interface that carries most."""
+    of_name = {interface.name: interface for interface in known}
+    outward = {name: each for name, each in rates.items() if each and not _is_loopback(of_name.get(name))}
+    if not outward or max(map(_mean, outward.values())) < QUIET:
+        return [Finding(TOPIC, "ok", "No interface carries a training's messages: no job waits for the network now.")]
+    name = max(outward, key=lambda each: _mean(outward[each]))
+    mbit = of_name[name].mbit if name in of_name else None
+    traffic = Traffic(outward[name], mbit * 125_000 if mbit else max(outward[name]), mbit is not None)
+    return [judge(name, traffic)]
+
+
+def judge(name: str, traffic: Traffic) -> Finding:
+    """In plain words."""
+    speed, mean = (show_mbit(float(f"{rate / 125_000:.3g}")) for rate in (traffic.speed, traffic.mean))
+    speed += "" if traffic.known else ", the most that was seen: its driver says no speed"
+    text = f"{name} is busy for {traffic.busy:.0%} of the time, {mean} on average ({speed})."
+    plan = "`lightning-scape plan` computes what it brings."
+    if traffic.busy >= MUCH:
+        remedy = (
+            'Training waits for it: ScapeStrategy(sparsity=0.99) in the place of "ddp" sends 1% of the entries after'
+            f" its warm-up, and a step takes {1 - traffic.busy:.0%} of its time at best. {plan}"
+        )
+        return Finding(TOPIC, "slow", text, remedy)
+    if traffic.busy >= SOME:
+        return Finding(TOPIC, "note", text, f"A part of it may hide behind the computation. {plan}")
+    return Finding(TOPIC, "ok", f"{text} Training does not wait for it: look at data loading and at the computation.")
+
+
+def _is_loopback(interface: Interface | None) -> bool:
+    return interface is not None and interface.loopback
+
+
+def _mean(rates: Sequence[float]) -> float:
+    return sum(rates) / len(rates)
+
+
+def check_now(seconds: float) -> list[Finding]:
+    """Watches this host for so long."""
+    return check_traffic(watch(seconds), interfaces())
