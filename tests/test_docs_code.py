@@ -155,7 +155,7 @@ def test_what_runs_here_succeeds(words: list[str], capsys: pytest.CaptureFixture
 
 
 def test_the_plan_that_a_page_shows_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    (shown,) = [block for block in blocks("text") if block.page == "docs/planning.md"]
+    shown = next(block for block in blocks("text") if block.page == "docs/planning.md")
     plans = [words for words in HERE if words[1] == "plan" and "--steps" not in words]
     (plan,) = {" ".join(words): words for words in plans}.values()
     assert commands.main(plan[1:]) == 0

@@ -212,7 +212,8 @@ def test_a_script_trains_on_two_ranks_started_by(tmp_path: Path, launcher: str) 
     assert first.read_text() == second.read_text()
     assert first.read_text().startswith(f"step {BATCHES}, ")
     said = [line for line in (run.stdout + run.stderr).splitlines() if "SCAPE: " in line]
-    assert len(said) == 1  # by default, and by rank 0 alone
+    assert len(said) == 2  # by default, and by rank 0 alone
+    assert f"SCAPE: this run of {BATCHES} steps will send " in said[1]
     assert said[0].startswith("SCAPE: sends 10% of the entries per step (sparsity=0.9), ")
     assert f"after a warm-up of 1,424 steps (this run of {BATCHES} ends at " in said[0]
 

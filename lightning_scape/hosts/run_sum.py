@@ -77,6 +77,10 @@ class RunSum:
         self._before = [each.communicator.traffic.total for each in methods]
         self.steps, self.expected = steps, expected(methods, self._first[0], steps, self._clips)
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy of what keeps it (a callback) has none: it belongs to the fit that it follows."""
+        return type(None), ()
+
     def about(self) -> dict[str, Any]:
         """For a report: steps, and what is expected of the fit."""
         known = {} if self.steps is None else {"steps": int(self.steps)}

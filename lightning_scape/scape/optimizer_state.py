@@ -295,7 +295,8 @@ def _differences(config: ScapeConfig, saved: Mapping[str, Any]) -> list[str]:
     if mine["sparsity_warmup_steps"] is None:  # then the checkpoint's holds
         silent.append("sparsity_warmup_steps")
     saved = {**saved, "update": saved.get("update", "adams")}  # the only one before there was a choice
-    saved["wire_dtype"] = saved.get("wire_dtype") or usual_wire(saved.get("sparsity", 0.0))
+    if saved.get("wire_dtype") is None and isinstance(sparsity := saved.get("sparsity"), (int, float)):
+        saved["wire_dtype"] = usual_wire(sparsity)
     differ = [
         f"{name}={saved.get(name)!r} (now {value!r})"
         for name, value in mine.items()

@@ -43,7 +43,10 @@ def gather_blocks(matrix: Tensor, mask: Tensor | None) -> Tensor:
 
 @operation
 def scatter_blocks(matrix: Tensor, mask: Tensor | None, values: Tensor, add: bool = False) -> None:
-    """Overwrites the masked entries of ``matrix [R, B]`` with ``values [R, q]``, or adds these."""
+    """Overwrites masked entries of ``matrix [R, B]`` with ``values [R, q]``, or adds these: sums are rounded once."""
+    if add and values.dtype != matrix.dtype:
+        wide = torch.promote_types(torch.promote_types(matrix.dtype, values.dtype), torch.float32)
+        values, add = gather_blocks(matrix, mask).to(wide) + values, False
     values = values.to(matrix.dtype)
     if mask is None:
         matrix.add_(values) if add else matrix.copy_(values)
