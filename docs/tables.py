@@ -180,7 +180,8 @@ def first(link: Link) -> str:
             table(["", "AdamW under DDP", *SPARSE], *rows),
             f"\nLoss: nats per byte, 0.03M parameters, 4 ranks, torch's default betas; seeds: {seeds};",
             f"[all runs]({link('docs/quality.md')}). Bytes and times: 14M parameters, two CPU hosts with a",
-            f"rate-limited link; [how it was measured]({link('docs/performance.md')}).",
+            f"rate-limited link; [how it was measured]({link('docs/performance.md')}). Loss, and bytes and times of a",
+            "step, are of values in bf16; the run's bytes are of 4 bits, which is the default now.",
         ]
     )
 
