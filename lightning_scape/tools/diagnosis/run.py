@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_scape.reporting import History
 from lightning_scape.reporting.history import Run
-from lightning_scape.tools.diagnosis.findings import Finding, Verdict
+from lightning_scape.tools.diagnosis.findings import Finding
 
 TOPIC = "This run"
 MUCH_NETWORK, MUCH_DATA, MUCH_SAVING, MUCH_OWN = 0.2, 0.1, 0.05, 0.2
@@ -135,7 +135,7 @@ def judge(parts: Parts, title: str, exchanges: bool) -> list[Finding]:
             "saving checkpoints",
             parts.saving,
             MUCH_SAVING,
-            'Save beside the training: `ScapeStrategy(state_dict_type="sharded", async_save=True)`; or less often.',
+            "Save beside the training: `ScapeStrategy(async_save=True)`; or less often.",
         ),
     ]
     told = [(name, seconds) for name, seconds, _, _ in rows if seconds is not None]
@@ -143,8 +143,7 @@ def judge(parts: Parts, title: str, exchanges: bool) -> list[Finding]:
     findings = [Finding(TOPIC, "ok", f"A step takes {1000 * parts.step:.4g} ms: {text}.")]
     for name, seconds, much, remedy in rows:
         if seconds is not None and seconds >= much * parts.step:
-            verdict: Verdict = "slow"
-            findings.append(Finding(TOPIC, verdict, f"{seconds / parts.step:.0%} of a step is {name}.", remedy))
+            findings.append(Finding(TOPIC, "slow", f"{seconds / parts.step:.0%} of a step is {name}.", remedy))
     if len(findings) == 1:
         findings.append(Finding(TOPIC, "ok", "It computes nearly all the time: there is nothing to switch on."))
     return findings
