@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
@@ -92,23 +92,14 @@ class ScapeMonitor(ReportingCallback):
         if not methods:
             return
         if not methods[0].exchanges_every_step:
-            self._publish(trainer, pl_module, self._news(methods), methods[0].shown)
+            self.publish(trainer, pl_module, self._news(methods), methods[0].shown)
             return
         # Not `global_step % every_n_steps`: that is true for several batches when gradients are accumulated, and may
         # never be true when a batch steps several optimizers.
         due = trainer.global_step // self.every_n_steps
         if due != self._due:
             self._due = due
-            self._publish(trainer, pl_module, collect_metrics(trainer.optimizers), methods[0].shown)
-
-    def _publish(
-        self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float], shown: Sequence[str]
-    ) -> None:
-        self.publish(trainer, pl_module, self._with_sum(metrics), shown)
-
-    def _with_sum(self, metrics: dict[str, float]) -> dict[str, float]:
-        """With what the whole run has sent so far, where there is something to tell."""
-        return metrics and metrics | self.sums()
+            self.publish(trainer, pl_module, collect_metrics(trainer.optimizers), methods[0].shown)
 
     @override
     def sums(self) -> dict[str, float]:
@@ -137,8 +128,8 @@ class ScapeMonitor(ReportingCallback):
     def last_metrics(self, trainer: Trainer) -> dict[str, float]:
         methods = self._watched(trainer)
         if methods and not methods[0].exchanges_every_step:
-            return self._with_sum(self._news(methods))
-        return self._with_sum(collect_metrics(trainer.optimizers))
+            return self._news(methods)
+        return collect_metrics(trainer.optimizers)
 
 
 def collect_metrics(optimizers: Iterable[object]) -> dict[str, float]:

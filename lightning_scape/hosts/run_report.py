@@ -117,6 +117,7 @@ class ReportingCallback(Callback):
         """
         if not metrics:
             return
+        metrics = metrics | self.sums()
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=logged_step(trainer))
         bar = {
@@ -162,17 +163,18 @@ class ReportingCallback(Callback):
             self._add("validation", steps_taken(trainer), {"metrics": metrics})
 
     def last_metrics(self, trainer: Trainer) -> dict[str, float]:
-        """The newest figures of the monitor's optimizers, for a last point."""
+        """The newest figures of the monitor's optimizers, for a last point; without :meth:`sums`."""
         raise NotImplementedError
 
     def sums(self) -> dict[str, float]:
-        """Those of the monitor's figures that add up over the fit."""
+        """Figures that add up over the fit; told with every point."""
         return {}
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._writer is not None:
-            self._note_point(trainer, self.last_metrics(trainer))
+            last = self.last_metrics(trainer)
+            self._note_point(trainer, last and last | self.sums())
             self._end(trainer, "finished")
 
     @override

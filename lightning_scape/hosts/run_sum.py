@@ -75,6 +75,11 @@ class RunSum:
         self._methods, self._strategy = list(methods), trainer.strategy
         self._clips, self._first = clips(trainer), [each.progress().steps for each in methods]
         self._before = [each.communicator.traffic.total for each in methods]
+        steps_of_one = [
+            _of(each, first, first + 1, self._clips) for each, first in zip(methods, self._first, strict=True)
+        ]
+        self._dense = [None if found is None else found.dense for found in steps_of_one]
+        """What DDP would send in a step for each optimizer: the same in every one. None is not known."""
         self.steps, self.expected = steps, expected(methods, self._first[0], steps, self._clips)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -96,8 +101,8 @@ class RunSum:
         found: dict[str, float] = {}
         for index, (prefix, each) in enumerate(with_prefixes(self._methods)):
             found[f"{prefix}/bytes_run"] = float(each.communicator.traffic.total - self._before[index])
-            if (same := _of(each, self._first[index], each.progress().steps, self._clips)) is not None:
-                found[f"{prefix}/bytes_run_dense"] = float(same.dense)
+            if (dense := self._dense[index]) is not None:
+                found[f"{prefix}/bytes_run_dense"] = float(dense * (each.progress().steps - self._first[index]))
             if not index:
                 found[f"{prefix}/bytes_checkpoints"] = float(self._of_checkpoints())
         return found

@@ -87,7 +87,7 @@ class Saving:
         if not (self._judged and long):
             return None
         remedy = instead or "`async_save=True` collects and writes them beside training"
-        if not instead and folder is not None and is_shared(folder, Communicator(None, None)):
+        if not instead and self._is_shared(folder):
             remedy += f'; `state_dict_type="sharded"` writes them where the ranks are, which all see {str(folder)!r}'
         return (
             f"In {show_seconds(trained)} of training ranks waited {show_seconds(self._collected)} for"

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -194,6 +194,12 @@ class RunBytes(NamedTuple):
     """In the last step, or, of a method that exchanges after several steps, in an exchange."""
     dense: int
     """What ring all-reduces of the gradient (DDP) would send, in the parameters' own dtypes."""
+
+
+def all_reduce_bytes(parameters: Iterable[Tensor], ranks: int) -> int:
+    """What a rank sends for the ring all-reduces of gradients of these parameters, in their own dtypes (DDP)."""
+    size: int = sum(p.numel() * p.element_size() for p in parameters)
+    return 2 * (ranks - 1) * size // ranks
 
 
 class StepCost(ABC):

@@ -24,6 +24,7 @@ from lightning_scape.planning.cost_model import (
     Prediction,
     RunBytes,
     StepCost,
+    all_reduce_bytes,
     all_to_all,
     all_to_all_hop,
     message,
@@ -92,9 +93,8 @@ class ScapeCost(StepCost):
         norm = norm_bytes(optimizer.config, len(parameters), ranks, clip=clips)
         counts = schedule.sent_by_step(steps, first)
         sent = sum(count * (optimizer.bytes_per_step(q) + norm) for q, count in counts.items())
-        dense = 2 * (ranks - 1) * sum(p.numel() * p.element_size() for p in parameters) // ranks
         last = optimizer.bytes_per_step(schedule.sent(max(0, steps - 1))) + norm
-        return RunBytes(sent, last, max(0, steps - first) * dense)
+        return RunBytes(sent, last, max(0, steps - first) * all_reduce_bytes(parameters, ranks))
 
 
 def predict(job: Job, link: Link, machine: Machine, config: ScapeConfig, kept: int | None = None) -> Prediction:

@@ -21,6 +21,7 @@ from lightning_scape.planning.cost_model import (
     Prediction,
     RunBytes,
     StepCost,
+    all_reduce_bytes,
     all_to_all,
     all_to_all_hop,
     compute_only,
@@ -48,8 +49,8 @@ class SparseLoCoCost(StepCost):
         loco = method.loco
         every, ranks, of_one = loco.config.sync_every, loco.communicator.world_size, loco.bytes_per_exchange()
         exchanges = -(-steps // every) - first // every
-        size = sum(p.numel() * p.element_size() for p in loco.parameters.tensors)
-        return RunBytes(exchanges * of_one, of_one, max(0, steps - first) * (2 * (ranks - 1) * size // ranks))
+        dense = max(0, steps - first) * all_reduce_bytes(loco.parameters.tensors, ranks)
+        return RunBytes(exchanges * of_one, of_one, dense)
 
 
 def predict(job: Job, link: Link, machine: Machine, config: SparseLoCoConfig) -> Prediction:
