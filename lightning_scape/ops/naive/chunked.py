@@ -150,15 +150,13 @@ def pack(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor)
 @CHUNKED.implements
 def dequantize(message: Tensor, bits: int, count: int, out: Tensor | None = None) -> Tensor:
     """See :func:`naive.dequantize`."""
-    values = _room(message, count) if out is None else out
+    values = out
+    if values is None:
+        values = torch.empty(len(message), count, dtype=torch.float32, device=message.device)
     for groups, columns in _group_slices(values):
         part = values[:, columns]
         part.copy_(naive.dequantize(message[:, groups], bits, part.shape[1]))
     return values
-
-
-def _room(message: Tensor, count: int) -> Tensor:
-    return torch.empty(len(message), count, dtype=torch.float32, device=message.device)
 
 
 def _group_slices(values: Tensor) -> Iterator[tuple[slice, slice]]:

@@ -54,7 +54,7 @@ def select(statistic: Tensor, sent: int) -> Tensor:
 
 def as_bits(sent: int, block_size: int) -> bool:
     """Whether a mask travels as a bit for each entry (:func:`pack_mask`): where that takes less than its positions."""
-    return -(-block_size // 8) < sent * position_dtype(block_size).itemsize
+    return mask_bytes(sent, block_size) < sent * position_dtype(block_size).itemsize
 
 
 def mask_bytes(sent: int, block_size: int) -> int:
