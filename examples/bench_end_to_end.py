@@ -108,22 +108,11 @@ def work(args: argparse.Namespace) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """What ``lightning-scape plan --measure`` would find here."""
+    import predicted_steps
     from pretrain_python import SIZES, build_gpt
 
-    from lightning_scape.planning import measure as measuring
-    from lightning_scape.tools import plan
-
-    link = measuring.measure_link(megabytes=min(4.0, bits_per_second(args.links[0]) / 8e6 / 10))
     model = build_gpt("plan", args.context, SIZES[args.size])
-    found = measuring.measure_machine(list(model.parameters()), sparsities=(0.0, 0.9, 0.99), repeats=3)
-    return {
-        "step_compute": measuring.measure_compute(model, BATCH, args.context),
-        "link": vars(link),
-        "adamw": found.adamw,
-        "clip": found.clip,
-        "scape": dict(found.own["scape"]),
-        "weights": [[w.numel, w.block, w.multiplied] for w in plan.weights_of(model)],
-    }
+    return predicted_steps.measure(model, BATCH, args.context, bits_per_second(args.links[0]))
 
 
 def run(method: str, args: argparse.Namespace) -> dict[str, Any]:

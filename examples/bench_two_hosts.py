@@ -125,23 +125,18 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def work(args: argparse.Namespace) -> None:
     """What torchrun starts on each host: every method in turn; rank 0 leaves the figures in ``args.worker``."""
+    import predicted_steps
     import torch
     import torch.distributed as dist
-
-    from lightning_scape.planning import measure as measuring
-    from lightning_scape.tools import plan
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     model_name = args.models[0]
     torch.manual_seed(0)
     with contextlib.redirect_stdout(sys.stderr):
-        link = measuring.measure_link(megabytes=min(4.0, bits_per_second(args.links[0]) / 8e6 / 10))
         model = build(model_name)
-        measured = {"step_compute": measuring.measure_compute(model, args.batch_size, args.context), "link": vars(link)}
-        machine = measuring.measure_machine(list(model.parameters()), sparsities=(0.0, 0.9, 0.99), repeats=3)
-        measured |= {"adamw": machine.adamw, "clip": machine.clip, "scape": dict(machine.own["scape"])}
-        weights = [[w.numel, w.block, w.multiplied] for w in plan.weights_of(model)]
+        measured = predicted_steps.measure(model, args.batch_size, args.context, bits_per_second(args.links[0]))
+        weights = measured.pop("weights")
         del model
         found = {method: run_method(method, model_name, args) for method in args.methods}
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import torch
+
+from lightning_scape.planning import measure as measuring
 from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, Weight, compute_only, ddp, fsdp
 from lightning_scape.planning.run import Run, predict_run
 from lightning_scape.scape import plan as scape
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.sparseloco import cost as sparseloco
 from lightning_scape.sparseloco.config import SparseLoCoConfig
+from lightning_scape.tools import plan
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,28 @@ def predicted(method: str, job: Job, link: Link, machine: Machine, wire: str | N
         "fsdp": lambda: fsdp(job, link, machine, reduce_passes=2),
     }
     return dense[method]() if method in dense else None
+
+
+def measure(model: torch.nn.Module, batch_size: int, context: int, rate: float) -> dict[str, Any]:
+    """What ``lightning-scape plan --measure`` would find here, for :func:`inputs`. Collective.
+
+    Args:
+        model: what is trained.
+        batch_size: sequences of a rank's step.
+        context: tokens of a sequence.
+        rate: of the link, bits a second.
+    """
+    link = measuring.measure_link(megabytes=min(4.0, rate / 8e6 / 10))
+    step_compute = measuring.measure_compute(model, batch_size, context)
+    machine = measuring.measure_machine(list(model.parameters()), sparsities=(0.0, 0.9, 0.99), repeats=3)
+    return {
+        "step_compute": step_compute,
+        "link": vars(link),
+        "adamw": machine.adamw,
+        "clip": machine.clip,
+        "scape": dict(machine.own["scape"]),
+        "weights": [[w.numel, w.block, w.multiplied] for w in plan.weights_of(model)],
+    }
 
 
 def inputs(measured: Mapping[str, Any], weights: Iterable[Sequence[Any]], ranks: int) -> tuple[Job, Link, Machine]:
