@@ -15,26 +15,21 @@ _TILE = 8 * GROUP
 @jit
 def quantize(values, message, count, bits, first, last):
     """See :func:`naive.quantize`; ``values [S * n]``, ``message [S * G, W]``, ``count`` is n. The range is of rows."""
-    per_shard, codes, padded = -(-count // GROUP), np.empty(GROUP, np.int32), np.empty(GROUP, np.float32)
+    per_shard, levels = -(-count // GROUP), np.int32((1 << (bits - 1)) - 1)
+    codes, padded = np.empty(GROUP, np.int32), np.empty(GROUP, np.float32)
     for row in range(first, last):
         start = row // per_shard * count + row % per_shard * GROUP
         there = min(GROUP, count - row % per_shard * GROUP)
-        _quantize_group(values[start : start + there], message[row], bits, codes, padded)
-
-
-@jit
-def _quantize_group(group, row, bits, codes, padded):
-    """One group, of at most GROUP values: its row of the message, and its rounding errors in its place."""
-    there, levels = len(group), np.int32((1 << (bits - 1)) - 1)
-    if there == GROUP:
-        scale = _take_steps(group, codes, levels)
-    else:
-        for i in range(GROUP):
-            padded[i] = group[i] if i < there else 0
-        scale = _take_steps(padded, codes, levels)
-        for i in range(there):
-            group[i] = padded[i]
-    _write(codes, scale, bits, row)
+        group = values[start : start + there]
+        if there == GROUP:
+            scale = _take_steps(group, codes, levels)
+        else:
+            for i in range(GROUP):
+                padded[i] = group[i] if i < there else 0
+            scale = _take_steps(padded, codes, levels)
+            for i in range(there):
+                group[i] = padded[i]
+        _write(codes, scale, bits, message[row])
 
 
 @jit
@@ -75,9 +70,17 @@ def pack_ready(values, residual, mask, packing, begin, end):
 
 @jit
 def _pack_group(values, residual, mask, message, row, start, there, bits, codes, padded):
-    """:func:`_quantize_group`; the rounding errors go back into the residual."""
-    part = values[start : start + there]
-    _quantize_group(part, message[row], bits, codes, padded)
+    """One group: its row of the message, and its rounding errors, which go back into the residual."""
+    levels, part = np.int32((1 << (bits - 1)) - 1), values[start : start + there]
+    if there == GROUP:
+        scale = _take_steps(part, codes, levels)
+    else:
+        for i in range(GROUP):
+            padded[i] = part[i] if i < there else 0
+        scale = _take_steps(padded, codes, levels)
+        for i in range(there):
+            part[i] = padded[i]
+    _write(codes, scale, bits, message[row])
     flat, length, sent = residual.reshape(-1), residual.shape[1], mask.shape[1]
     if len(mask) == 0:
         flat = flat[start : start + there]
