@@ -6,10 +6,11 @@
 
 Each run is the one of pretrain_python.py: its 3M model, its data, 1,200 steps of AdamW with clipping and a schedule,
 twelve validations, a checkpoint after each, by Lightning's Trainer. Hosts are network namespaces (see two_hosts.py),
-one rank each, pinned to a core with one thread, launched by torchrun. SCAPE and SparseLoCo, whose checkpoints come from
-both hosts, collect them beside training (async_save=True): one file, as DDP's. The clock runs from the first step to
-the end of the fit, everything included. "Sent" is what the interface of the host that sends most has counted
-(tx_bytes), headers included; "counted" is what the package counted of the same.
+one rank each, pinned to a core with one thread, launched by torchrun. Both hosts see the same folder, as on a cluster:
+SCAPE and SparseLoCo, whose checkpoints come from both, write them there, each host its own part, beside training
+(state_dict_type="auto", async_save=True). The clock runs from the first step to the end of the fit, everything
+included. "Sent" is what the interface of the host that sends most has counted (tx_bytes), headers included; "counted"
+is what the package counted of the same.
 
 Runs are stored one by one: what is done is not run again. Needs Linux, root and iproute2. Writes a table, JSON and
 plots to --out.
@@ -203,11 +204,12 @@ def strategy_of(method: str) -> Any:
     from lightning_scape import ScapeStrategy, SparseLoCoStrategy
 
     kind, _, option = method.partition("-")
+    saved: dict[str, Any] = {"state_dict_type": "auto", "async_save": True}
     if kind == "scape":
         sparsity, _, wire = option.partition("-")
-        return ScapeStrategy(sparsity=float(sparsity), async_save=True, **({"wire_dtype": wire} if wire else {}))
+        return ScapeStrategy(sparsity=float(sparsity), **saved, **({"wire_dtype": wire} if wire else {}))
     if kind == "sparseloco":
-        return SparseLoCoStrategy(sync_every=int(option), async_save=True)
+        return SparseLoCoStrategy(sync_every=int(option), **saved)
     if kind == "powersgd":
         return PowerSGD(rank=int(option))
     return {"compute": Unsynchronized, "ddp": DDPStrategy, "ddp-bf16": BFloat16DDP}[method]()
@@ -288,7 +290,7 @@ def summarize(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> dic
         sys.path.insert(0, str(ROOT))
         from predicted_steps import compare_runs, median_error
 
-        compared = compare_runs(results, VALIDATIONS, beside=True)
+        compared = compare_runs(results, VALIDATIONS, sharded=True, beside=True)
         for each in compared:
             links[each.link]["methods"][each.method]["predicted"] = each.predicted
         results["planner"] = {"median_error": median_error(compared), "runs": len(compared)}
