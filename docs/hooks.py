@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = re.compile(r"(\]\()\.\./([\w./-]+)")
-FROM_A_SERVER = re.compile(r'<script src="https?://[^"]*"></script>')
 ERRORS = "<!-- errors -->"
 
 
@@ -37,16 +36,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Turns links that leave docs/ into links inside the site, and fills in the list of errors."""
     text = OUTSIDE.sub(lambda match: f"{match[1]}{_linked(match[2])}", markdown)
     return text.replace(ERRORS, error_list()) if ERRORS in text else text
-
-
-def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Without the script that the plugin `offline` takes from a server: the theme has it, too."""
-    return FROM_A_SERVER.sub("", output)
-
-
-def on_post_template(output_content: str, template_name: str, config: Any) -> str:
-    """Likewise, of the page that says that there is no such page."""
-    return FROM_A_SERVER.sub("", output_content)
 
 
 def _name_in_site(name: str) -> str:

@@ -200,6 +200,8 @@ METHODS = {"compute": "compute only", "ddp": "DDP fp32", "ddp-bf16": "DDP bf16 h
 METHODS |= {"fsdp": "FSDP", "scape-0": "dense AdamS", "scape-0.9": "SCAPE 0.9", "scape-0.99": "SCAPE 0.99"}
 METHODS |= {"hsdp-shm": "HSDP, shared memory", "nodes-0.99-shm": "SCAPE 0.99, `local_group_size`, shared memory"}
 METHODS |= {"scape-0.9-int4": "SCAPE 0.9, int4", "scape-0.99-int4": "SCAPE 0.99, int4"}
+METHODS |= {"powersgd-1": "DDP PowerSGD, rank 1", "powersgd-4": "DDP PowerSGD, rank 4"}
+METHODS |= {f"sparseloco-{steps}": f"SparseLoCo, every {steps} steps" for steps in (5, 15)}
 METHODS |= {"hsdp": "HSDP", "nodes-0.99": "SCAPE 0.99, `local_group_size`", "sparseloco-30": "SparseLoCo"}
 SMALL = "0.03M parameters, 4 ranks of 8 x 64 bytes, 3,000 steps"
 LARGER, LONGER = (f"0.2M parameters, 4 ranks of 8 x 64 bytes, {steps} steps" for steps in ("3,000", "10,000"))
@@ -218,6 +220,29 @@ def two_hosts(folder: str, options: str, link: Link, who: str = "rank") -> str:
     rows.append(["pythia-14m", f"sent per {who} and step", *(f"{m['sent'] / 1e6:.2f} MB" for m in methods.values())])
     text = table(["model", "link", *(METHODS[method] for method in methods)], *rows)
     return text + "\n" + source(link, name, f"sudo python examples/bench_two_hosts.py{options}")
+
+
+END_TO_END = "end_to_end/end_to_end.json"
+"""The run of examples/pretrain_python.py between two hosts, whole."""
+
+
+def end_to_end(link: Link) -> str:
+    """All runs: what they take and send in all, and when they come to AdamW's final loss plus 2%."""
+    rows = []
+    for rate, found in load(END_TO_END)["links"].items():
+        methods = found["methods"]
+        dense, compute = methods["ddp"], methods["compute"]
+        for method, row in methods.items():
+            alone = method == "compute"
+            name = "SparseLoCo, every 30 steps" if method == "sparseloco-30" else METHODS[method]
+            loss = "-" if alone else f"{row['loss']:.4f} ({row['loss'] / dense['loss'] - 1:+.1%})"
+            reached = None if alone else row["reached"]
+            sooner = "never" if reached is None else f"{reached:,.0f} s ({dense['reached'] / reached:.1f}x)"
+            taken = f"{row['seconds']:,.0f} s ({row['seconds'] / compute['seconds']:.2f}x)"
+            rows.append([LINKS[rate], name, loss, "-" if alone else sooner, taken, f"{row['sent'] / 1e6:,.0f} MB"])
+    head = ["link", "method", "final loss (above AdamW)", "AdamW's final loss + 2% after (DDP's time over it)"]
+    text = table([*head, "the whole run (over compute only)", "sent by a host"], *rows)
+    return text + "\n" + source(link, END_TO_END, "sudo python examples/bench_end_to_end.py")
 
 
 def few(links: str, methods: str, rounds: int | None = None) -> str:
@@ -328,6 +353,7 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "pareto-ablations": ablations,
     "two-hosts": lambda link: two_hosts("two_hosts/adamw", ADAMW, link),
     "two-hosts-aims": lambda link: two_hosts("two_hosts/aims", AIMS, link),
+    "end-to-end": end_to_end,
     "two-hosts-slow": lambda link: two_hosts("two_hosts/slow", SLOW, link),
     "two-hosts-nodes": lambda link: two_hosts("two_hosts/nodes", f"{NODES} --links 1gbit --rounds 2", link, "host"),
     "two-hosts-nodes-slow": lambda link: two_hosts(

@@ -151,11 +151,6 @@ def test_the_python_api_lists_every_public_name_once() -> None:
     assert "`lightning_scape.__version__`" in text
 
 
-def test_a_page_of_the_site_takes_no_script_from_a_server() -> None:
-    page = '<script src="https://unpkg.com/iframe-worker/shim"></script><script src="assets/a.js"></script>'
-    assert load("hooks").on_post_page(page, None, None) == '<script src="assets/a.js"></script>'
-
-
 def test_the_site_has_every_page_once() -> None:
     def names(nav: object) -> list[str]:
         if isinstance(nav, str):

@@ -70,9 +70,10 @@ class Outgoing:
         values = self.wire.read(message, self._blocks // self._shards, step.sent, self._shards, rows)
         return [values[each] for each in rows]
 
-    def arrived(self, received: Tensor, like: Tensor) -> list[Tensor]:
-        """Every rank's values for my shard, from the messages of all ranks; each as ``like [R, q]``."""
-        return [self.wire.read(each, *like.shape) for each in received]
+    def arrived(self, received: Tensor, mine: Tensor) -> list[Tensor]:
+        """Every rank's values for my shard, from the messages of all ranks; ``mine [R, q]`` did not travel."""
+        ranks = enumerate(received)
+        return [mine if rank == self._rank else self.wire.read(each, *mine.shape) for rank, each in ranks]
 
 
 def fold(step: Step, region: Region, residual: Tensor) -> None:

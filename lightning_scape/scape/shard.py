@@ -133,9 +133,8 @@ class Shard:
 
     # ------------------------------------------------------------------------------------------- all ranks' gradient
 
-    def average(self, arrived: list[Tensor], mine: Tensor, dtype: torch.dtype) -> Tensor:
+    def average(self, arrived: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """A, ``[R, q]``: the mean over ranks of the values for my shard, summed in rank order."""
-        arrived[self._rank] = mine
         return ops.mean(arrived, dtype)
 
     def update(self, step: Step, mean: Tensor) -> Tensor:

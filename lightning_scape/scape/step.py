@@ -121,7 +121,7 @@ class Engine:
             record.sent_energy = ops.squared_norm([mine, *self.outgoing.sent(step, message)])
         with record.phase("exchange"):
             arrived = self.outgoing.arrived(arriving.wait(), mine)
-            mean = self.shard.average(arrived, mine, step.state.exp_avg.dtype)
+            mean = self.shard.average(arrived, step.state.exp_avg.dtype)
             del message, mine, arriving, arrived
         with record.phase("update"):
             update = self.shard.update(step, mean)
