@@ -36,8 +36,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard import _fsdp_api
 from torch.distributed.tensor import DTensor
+
+AllGather, ReduceScatter = (getattr(_fsdp_api, name, object) for name in ("AllGather", "ReduceScatter"))
 
 CAPACITY = 1 << 36
 """Bytes, at most. Only what is written takes memory."""
@@ -51,9 +53,13 @@ LONGEST_PAUSE = 2e-3
 
 def missing() -> str | None:
     """What keeps this machine from sharing memory, with the remedy; None where nothing does."""
-    if sys.platform == "linux" and platform.machine() == "x86_64":
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        found = f"Linux on x86-64: this is {sys.platform} on {platform.machine()}."
+    elif AllGather is object:
+        found = f"a newer torch: the FSDP2 of {torch.__version__} takes no collectives but its own."
+    else:
         return None
-    return f"Linux on x86-64: this is {sys.platform} on {platform.machine()}. Leave out the methods that end in -shm."
+    return f"{found} Leave out the methods that end in -shm."
 
 
 def share_host_memory(module: nn.Module) -> HostMemory:

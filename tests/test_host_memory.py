@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from two_level_helpers import make_mesh, whole
 
 host_memory = load_example("host_memory")
-pytestmark = pytest.mark.skipif(host_memory.missing() is not None, reason="needs Linux on x86-64")
+pytestmark = pytest.mark.skipif(host_memory.missing() is not None, reason=f"needs {host_memory.missing()}")
 
 
 class Block(nn.Module):

@@ -12,16 +12,14 @@ from lightning_scape.tools.diagnosis.findings import Finding
 from lightning_scape.tools.diagnosis.network import Interface, interfaces, show_mbit
 
 TOPIC = "Network"
-EVERY = 0.05
-"""Seconds between two looks."""
-BUSY = 0.5
-"""Share of the link's speed from which on a look finds it busy."""
+EVERY = 0.01
+"""Seconds between two looks: a message of several looks has the link to itself in those between its ends."""
 MUCH, SOME = 0.5, 0.2
 """Shares of the time that the link is busy."""
 QUIET = 1e5
 """Bytes a second: less is no training's."""
 
-Counters = Callable[[], Mapping[str, int]]
+Counters = Callable[[], Mapping[str, tuple[int, int]]]
 
 
 @dataclass(frozen=True)
@@ -29,11 +27,10 @@ class Traffic:
     """Of one interface while it was watched."""
 
     rates: Sequence[float]
-    """Bytes a second, from look to look: the larger of both directions."""
-    speed: float
-    """Bytes a second that it can carry."""
-    known: bool
-    """Whether its driver says so; else the speed is the largest rate seen."""
+    """Bytes a second, from look to look."""
+    stated: float | None
+    """Bytes a second that it can carry as its driver says, which of virtual machines and of shaped links is too much;
+    None: it says nothing."""
 
     @property
     def mean(self) -> float:
@@ -41,27 +38,39 @@ class Traffic:
         return sum(self.rates) / len(self.rates)
 
     @property
+    def speed(self) -> float:
+        """Bytes a second while messages are on their way: the most that lasted for three looks.
+
+        Where nothing lasts so long, the stated speed; or the largest rate.
+        """
+        lasting = max(map(min, zip(self.rates, self.rates[1:], self.rates[2:], strict=False)), default=0.0)
+        if lasting > QUIET:
+            return lasting
+        return self.stated or max(self.rates)
+
+    @property
     def busy(self) -> float:
-        """Share of the time."""
-        return sum(rate >= BUSY * self.speed for rate in self.rates) / len(self.rates)
+        """Share of the time that the bytes take at this speed."""
+        return self.mean / self.speed
 
 
-def counters() -> Mapping[str, int]:
-    """Bytes since the start of the host: of each interface, the direction with more."""
-    return {name: max(c.bytes_sent, c.bytes_recv) for name, c in psutil.net_io_counters(pernic=True).items()}
+def counters() -> Mapping[str, tuple[int, int]]:
+    """Bytes since the start of the host, sent and received, of each interface."""
+    return {name: (c.bytes_sent, c.bytes_recv) for name, c in psutil.net_io_counters(pernic=True).items()}
 
 
 def watch(seconds: float, read: Counters = counters) -> dict[str, list[float]]:
-    """Rates of each interface in bytes a second, looked at every :data:`EVERY` seconds."""
+    """Rates of each interface in bytes a second, looked at every :data:`EVERY` seconds; the direction with more."""
     rates: dict[str, list[float]] = {}
     began = before = time.perf_counter()
     last = read()
     while before - began < seconds:
         time.sleep(EVERY)
         now, seen = time.perf_counter(), read()
-        for name, count in seen.items():
+        for name, counts in seen.items():
             if name in last:
-                rates.setdefault(name, []).append((count - last[name]) / (now - before))
+                moved = max(count - old for count, old in zip(counts, last[name], strict=True))
+                rates.setdefault(name, []).append(moved / (now - before))
         before, last = now, seen
     return rates
 
@@ -74,15 +83,17 @@ def check_traffic(rates: Mapping[str, Sequence[float]], known: Sequence[Interfac
         return [Finding(TOPIC, "ok", "No interface carries a training's messages: no job waits for the network now.")]
     name = max(outward, key=lambda each: _mean(outward[each]))
     mbit = of_name[name].mbit if name in of_name else None
-    traffic = Traffic(outward[name], mbit * 125_000 if mbit else max(outward[name]), mbit is not None)
-    return [judge(name, traffic)]
+    return [judge(name, Traffic(outward[name], mbit * 125_000 if mbit else None))]
 
 
 def judge(name: str, traffic: Traffic) -> Finding:
     """In plain words."""
-    speed, mean = (show_mbit(float(f"{rate / 125_000:.3g}")) for rate in (traffic.speed, traffic.mean))
-    speed += "" if traffic.known else ", the most that was seen: its driver says no speed"
-    text = f"{name} is busy for {traffic.busy:.0%} of the time, {mean} on average ({speed})."
+    speed, mean = map(_show, (traffic.speed, traffic.mean))
+    says = "no speed" if traffic.stated is None else _show(traffic.stated)
+    text = (
+        f"{name} is busy for {traffic.busy:.0%} of the time: messages move at {speed}, {mean} on average (its driver"
+        f" says {says})."
+    )
     plan = "`lightning-scape plan` computes what it brings."
     if traffic.busy >= MUCH:
         remedy = (
@@ -93,6 +104,10 @@ def judge(name: str, traffic: Traffic) -> Finding:
     if traffic.busy >= SOME:
         return Finding(TOPIC, "note", text, f"A part of it may hide behind the computation. {plan}")
     return Finding(TOPIC, "ok", f"{text} Training does not wait for it: look at data loading and at the computation.")
+
+
+def _show(rate: float) -> str:
+    return show_mbit(float(f"{rate / 125_000:.3g}"))
 
 
 def _is_loopback(interface: Interface | None) -> bool:
