@@ -469,6 +469,19 @@ def test_a_runs_figures_say_where_its_time_goes_and_what_to_switch_on(
         assert remedy in other.remedy
 
 
+def test_a_run_that_still_warms_up_is_told_to_be_judged_again(tmp_path: Path) -> None:
+    note = run.check_run(figures(tmp_path))[-1]
+    assert "warm-up" not in note.text
+    with open(tmp_path / "figures.jsonl", "a") as file:
+        for step, density in ((250, 0.5), (300, 0.25)):
+            metrics = {"scape/message_seconds": 0.1, "scape/density": density}
+            point = {"kind": "point", "step": step, "time": 1.0, "metrics": metrics, "step_seconds": 0.2, "loss": 1.0}
+            file.write(json.dumps(point) + "\n")
+    note = run.check_run(tmp_path)[-1]
+    assert note.verdict == "note"
+    assert "the last step sent 25% of the entries" in note.text
+
+
 def test_the_parts_of_a_step_are_the_step(tmp_path: Path) -> None:
     folder = figures(tmp_path, data_seconds=0.05, checkpoint_seconds=0.04)
     parts = run.Parts.of(History.read(folder).runs[0])

@@ -96,10 +96,20 @@ def check_run(folder: Path) -> list[Finding]:
             f"{str(folder)!r} must hold the figures of a run with a step's time, got none. Train with"
             f" `ScapeMonitor(report={str(folder)!r})`, for two of its intervals."
         )
-    findings = judge(parts, runs[-1].title, runs[-1].exchanges)
+    findings = [*judge(parts, runs[-1].title, runs[-1].exchanges), *_warming_up(runs[-1])]
     if runs[-1].about.get("device", "cpu") != "cpu":
         findings.append(Finding(TOPIC, "note", ON_THE_DEVICE))
     return findings
+
+
+def _warming_up(run: Run) -> list[Finding]:
+    """A word where the share of the entries that is sent still falls."""
+    shares = [[v for name, v in point["metrics"].items() if name.endswith("/density")] for point in run.points]
+    last = [max(each) for each in shares if each][-2:]
+    if len(last) < 2 or not last[1] < last[0]:
+        return []
+    text = f"The warm-up is not over: the last step sent {last[1]:.0%} of the entries, later ones send less."
+    return [Finding(TOPIC, "note", text, "Judge the network again after it.")]
 
 
 def judge(parts: Parts, title: str, exchanges: bool) -> list[Finding]:
