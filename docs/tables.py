@@ -163,25 +163,27 @@ def first(link: Link) -> str:
             *(f"{statistics.mean(row['losses']):.4f} ({gap(row, dense).split(' ±')[0]})" for row in sparse),
         ]
     ]
-    methods = cell(name, "pythia-14m", "1gbit")
-    sent = {method: methods[method]["sent"] / 1e6 for method in ("ddp", "scape-0.9", "scape-0.99")}
-    fewer = [f"{sent[m]:.2f} MB (**{sent['ddp'] / sent[m]:.0f}x** less)" for m in ("scape-0.9", "scape-0.99")]
-    rows.append(["sent per rank and step, after the warm-up", f"{sent['ddp']:.1f} MB", *fewer])
+    methods = cell("two_hosts/aims/two_hosts.json", "pythia-14m", "1gbit")
+    full = cell(name, "pythia-14m", "1gbit")["ddp"]["sent"] / 1e6
+    sent = [methods[f"{method}-int4"]["sent"] / 1e6 for method in ("scape-0.9", "scape-0.99")]
+    fewer = [f"{size:.2f} MB (**{full / size:.0f}x** less)" for size in sent]
+    rows.append(["sent per rank and step, after the warm-up, 14M parameters", f"{full:.1f} MB", *fewer])
     rows.append(whole_run_row(load(name)["models"]["pythia-14m"]["weights"]))
-    for speed, label in (("1gbit", "1 Gbit/s"), ("100mbit", "100 Mbit/s")):
-        methods = cell(name, "pythia-14m", speed)
-        time = {method: 1e3 * found["seconds"] for method, found in methods.items()}
-        faster = [f"{time[m]:,.0f} ms (**{time['ddp'] / time[m]:.1f}x**)" for m in ("scape-0.9", "scape-0.99")]
-        label = f"a step at {label}, after the warm-up (compute only: {time['compute']:.0f} ms)"
-        rows.append([label, f"{time['ddp']:,.0f} ms", *faster])
+    for rate, runs in load(END_TO_END)["links"].items():
+        time, loss = ({method: row[key] for method, row in runs["methods"].items()} for key in ("seconds", "loss"))
+        faster = [
+            f"{time[m]:,.0f} s (**{time['ddp'] / time[m]:.1f}x**; loss {loss[m] / loss['ddp'] - 1:+.1%})"
+            for m in ("scape-0.9", "scape-0.99")
+        ]
+        label = f"a whole run of 3M parameters and 1,200 steps, {LINKS[rate]} (compute only: {time['compute']:.0f} s)"
+        rows.append([label, f"{time['ddp']:,.0f} s", *faster])
     seeds = ", ".join(str(len(row["seeds"])) for row in (dense, *sparse))
     return "\n".join(
         [
             table(["", "AdamW under DDP", *SPARSE], *rows),
-            f"\nLoss: nats per byte, 0.03M parameters, 4 ranks, torch's default betas; seeds: {seeds};",
-            f"[all runs]({link('docs/quality.md')}). Bytes and times: 14M parameters, two CPU hosts with a",
-            f"rate-limited link; [how it was measured]({link('docs/performance.md')}). Loss, and bytes and times of a",
-            "step, are of values in bf16; the run's bytes are of 4 bits, which is the default now.",
+            f"\nLoss: nats per byte, 0.03M parameters, 4 ranks, torch's default betas, values in bf16; seeds: {seeds};",
+            f"[all runs]({link('docs/quality.md')}). The rest is of 4 bits, the default, between two CPU hosts with a",
+            f"rate-limited link; [how it was measured]({link('docs/performance.md')}).",
         ]
     )
 
@@ -193,7 +195,7 @@ def whole_run_row(weights: list[list[Any]]) -> list[str]:
     late = [p for p in predict(job, fast, free, (0.9, 0.99)) if p.method in ("DDP", "SCAPE 0.9", "SCAPE 0.99")]
     dense, *sparse = (predict_run(p, job, fast, Run(steps=10_000)).bytes_sent for p in late)
     fewer = [f"{size / 1e9:.1f} GB (**{dense / size:.0f}x** less)" for size in sparse]
-    return ["sent per rank in 10,000 steps, warm-up included (computed)", f"{dense / 1e9:.0f} GB", *fewer]
+    return ["the same in 10,000 steps, warm-up included (computed)", f"{dense / 1e9:.0f} GB", *fewer]
 
 
 METHODS = {"compute": "compute only", "ddp": "DDP fp32", "ddp-bf16": "DDP bf16 hook", "powersgd": "DDP PowerSGD"}
@@ -242,7 +244,13 @@ def end_to_end(link: Link) -> str:
             rows.append([LINKS[rate], name, loss, "-" if alone else sooner, taken, f"{row['sent'] / 1e6:,.0f} MB"])
     head = ["link", "method", "final loss (above AdamW)", "AdamW's final loss + 2% after (DDP's time over it)"]
     text = table([*head, "the whole run (over compute only)", "sent by a host"], *rows)
-    return text + "\n" + source(link, END_TO_END, "sudo python examples/bench_end_to_end.py")
+    return (
+        text
+        + "\n"
+        + source(
+            link, END_TO_END, f"sudo python examples/bench_end_to_end.py --links {' '.join(load(END_TO_END)['links'])}"
+        )
+    )
 
 
 def few(links: str, methods: str, rounds: int | None = None) -> str:

@@ -348,13 +348,14 @@ def plot(results: dict[str, Any], key: str, label: str, unit: float, path: Path)
             if method == "compute" or method not in cell["methods"]:
                 continue
             points = cell["methods"][method]["points"]
-            style = {"color": "black", "linestyle": "--"} if method == "ddp" else {"color": f"C{index % 10}"}
+            style: dict[str, Any] = (
+                {"color": "black", "linestyle": "--"} if method == "ddp" else {"color": f"C{index % 10}"}
+            )
+            style["linewidth"] = 3 if method.startswith("scape") else 1.5
             axis.plot([p[key] * unit for p in points], [p["loss"] for p in points], label=NAMES[method], **style)
         last = [p["loss"] for row in cell["methods"].values() for p in row["points"][len(row["points"]) // 2 :]]
         first = statistics.median(row["points"][0]["loss"] for row in cell["methods"].values())
-        axis.set(
-            xscale="log", xlabel=label, ylabel="validation loss (nats per byte)", title=f"{link} between two hosts"
-        )
+        axis.set(xscale="log", xlabel=label, ylabel="validation loss (nats per byte)", title=f"two hosts, {link}/s")
         axis.set_ylim(min(last) - 0.02 * (first - min(last)), first)
         axis.legend(fontsize="x-small")
     figure.savefig(path, dpi=120)
@@ -373,7 +374,7 @@ def main() -> int:
     results = summarize(args, run_all(args))
     (args.out / "end_to_end.json").write_text(json.dumps(results, indent=1) + "\n")
     (args.out / "end_to_end.md").write_text(table(results) + "\n")
-    plot(results, "seconds", "seconds", 1.0, args.out / "loss_over_seconds.png")
+    plot(results, "seconds", "seconds of the run", 1.0, args.out / "loss_over_seconds.png")
     plot(results, "sent", "megabytes sent by a host", 1e-6, args.out / "loss_over_bytes.png")
     print(f"\n{table(results)}\n\nIn {args.out}: end_to_end.json, .md and two plots")
     return 0
