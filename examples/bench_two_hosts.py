@@ -191,9 +191,10 @@ def run_method(method: str, model_name: str, args: argparse.Namespace) -> dict[s
                 if kind == "hsdp":
                     grid = (dist.get_world_size() // args.ranks_per_host, args.ranks_per_host)
                     mesh = init_device_mesh("cpu", grid, mesh_dim_names=("replicate", "shard"))
+                # Models this small need no memory back between forward and backward; nodes-0.99 does the same.
+                kept = {"reshard_after_forward": False} if kind == "hsdp" else {}
                 for block in () if args.one_unit else self.gpt.transformer.h:
-                    # Models this small need no memory back between forward and backward; nodes-0.99 does the same.
-                    fully_shard(block, mesh=mesh, reshard_after_forward=False if kind == "hsdp" else None)
+                    fully_shard(block, mesh=mesh, **kept)
                 fully_shard(self.gpt, mesh=mesh)
 
         def on_fit_start(self) -> None:

@@ -325,8 +325,9 @@ def test_whole_runs_are_compared_over_seconds_and_bytes(tmp_path: Path) -> None:
     assert methods["compute"]["sent"] < 0.02 * methods["ddp"]["sent"]
     assert methods["ddp"]["reached"] < methods["ddp"]["seconds"]
     assert abs(methods["scape-0.99"]["loss"] - methods["ddp"]["loss"]) < 0.1  # measured 0.038
-    # Steps and checkpoints; the rest is the metrics of validations, and headers.
-    assert 0.9 < methods["scape-0.99"]["counted"] / methods["scape-0.99"]["sent"] <= 1.0
+    # Steps; the rest is the metrics of validations, headers, and what ranks tell each other about twelve directories.
+    uncounted = methods["scape-0.99"]["sent"] - methods["scape-0.99"]["counted"]
+    assert 0 <= uncounted < 0.1 * methods["scape-0.99"]["sent"] + 12 * 80_000
     assert results["planner"]["runs"] == 3
     for plot in ("loss_over_seconds.png", "loss_over_bytes.png"):
         assert (tmp_path / plot).read_bytes().startswith(b"\x89PNG")
