@@ -192,9 +192,10 @@ def dequantize(message: Tensor, bits: int, count: int, out: Tensor | None = None
     """See :func:`naive.dequantize`. One launch."""
     shards, groups, width = message.shape
     values = torch.empty(shards, count, dtype=torch.float32, device=message.device) if out is None else out
+    rows = _GROUPS * 4 // bits  # as many bytes: with 8 bits, more of them would not fit into registers
     launching.launch(
         _dequantize_kernel,
-        triton.cdiv(shards * groups, _GROUPS),
+        triton.cdiv(shards * groups, rows),
         launching.dense(message),
         values,
         count,
@@ -203,7 +204,7 @@ def dequantize(message: Tensor, bits: int, count: int, out: Tensor | None = None
         BITS=bits,
         GROUP=GROUP,
         WIDTH=width,
-        ROWS=_GROUPS,
+        ROWS=rows,
         num_warps=4,
     )
     return values
