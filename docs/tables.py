@@ -244,13 +244,8 @@ def end_to_end(link: Link) -> str:
             rows.append([LINKS[rate], name, loss, "-" if alone else sooner, taken, f"{row['sent'] / 1e6:,.0f} MB"])
     head = ["link", "method", "final loss (above AdamW)", "AdamW's final loss + 2% after (DDP's time over it)"]
     text = table([*head, "the whole run (over compute only)", "sent by a host"], *rows)
-    return (
-        text
-        + "\n"
-        + source(
-            link, END_TO_END, f"sudo python examples/bench_end_to_end.py --links {' '.join(load(END_TO_END)['links'])}"
-        )
-    )
+    command = f"sudo python examples/bench_end_to_end.py --links {' '.join(load(END_TO_END)['links'])}"
+    return text + "\n" + source(link, END_TO_END, command)
 
 
 def few(links: str, methods: str, rounds: int | None = None) -> str:

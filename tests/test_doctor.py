@@ -551,8 +551,9 @@ GBIT = 125e6
             "move at 900 Mbit/s, 270 Mbit/s on average (its driver says 1 Gbit",
         ),
         ({"eth2": [0.1 * GBIT] * 8 + [0.0] * 2}, "slow", "80% of the time: messages move at 100 Mbit/s"),
+        ({"eth2": [0.1 * GBIT] * 9}, "slow", "busy for 100% of the time: messages move at 100 Mbit/s"),
         ({"eth2": [0.9 * GBIT] + [0.0] * 9}, "ok", "Training does not wait for it"),
-        ({"eth2": [0.2 * GBIT, 0.0] * 5}, "ok", "busy for 10% of the time: messages move at 1 Gbit/s"),
+        ({"eth2": [0.2 * GBIT, 0.002 * GBIT] * 5}, "ok", "busy for 10% of the time: messages move at 1 Gbit/s"),
         ({"veth0": [0.1 * GBIT] * 8 + [0.0] * 2}, "slow", "100 Mbit/s, 80 Mbit/s on average (its driver says no speed"),
     ],
 )

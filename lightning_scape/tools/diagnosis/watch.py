@@ -41,17 +41,15 @@ class Traffic:
     def speed(self) -> float:
         """Bytes a second while messages are on their way: the most that lasted for three looks.
 
-        Where nothing lasts so long, the stated speed; or the largest rate.
+        Where nothing lasts so long but what trickles between shorter messages, the stated speed; or the largest rate.
         """
         lasting = max(map(min, zip(self.rates, self.rates[1:], self.rates[2:], strict=False)), default=0.0)
-        if lasting > QUIET:
-            return lasting
-        return self.stated or max(self.rates)
+        return lasting if lasting >= 0.9 * self.mean else self.stated or max(self.rates)
 
     @property
     def busy(self) -> float:
         """Share of the time that the bytes take at this speed."""
-        return self.mean / self.speed
+        return min(1.0, self.mean / self.speed)
 
 
 def counters() -> Mapping[str, tuple[int, int]]:
@@ -95,6 +93,8 @@ def judge(name: str, traffic: Traffic) -> Finding:
         f" says {says})."
     )
     plan = "`lightning-scape plan` computes what it brings."
+    if traffic.stated is not None and traffic.speed < traffic.stated / 2:
+        plan += " `lightning-scape doctor` under torchrun measures the link: data that is streamed looks the same here."
     if traffic.busy >= MUCH:
         remedy = (
             'Training waits for it: ScapeStrategy(sparsity=0.99) in the place of "ddp" sends 1% of the entries after'
