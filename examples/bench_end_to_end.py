@@ -348,11 +348,9 @@ def plot(results: dict[str, Any], key: str, label: str, unit: float, path: Path)
             if method == "compute" or method not in cell["methods"]:
                 continue
             points = cell["methods"][method]["points"]
-            style: dict[str, Any] = (
-                {"color": "black", "linestyle": "--"} if method == "ddp" else {"color": f"C{index % 10}"}
-            )
-            style["linewidth"] = 3 if method.startswith("scape") else 1.5
-            axis.plot([p[key] * unit for p in points], [p["loss"] for p in points], label=NAMES[method], **style)
+            style = {"color": "black", "linestyle": "--"} if method == "ddp" else {"color": f"C{index % 10}"}
+            line = axis.plot([p[key] * unit for p in points], [p["loss"] for p in points], label=NAMES[method], **style)
+            line[0].set_linewidth(3 if method.startswith("scape") else 1.5)
         last = [p["loss"] for row in cell["methods"].values() for p in row["points"][len(row["points"]) // 2 :]]
         first = statistics.median(row["points"][0]["loss"] for row in cell["methods"].values())
         axis.set(xscale="log", xlabel=label, ylabel="validation loss (nats per byte)", title=f"two hosts, {link}/s")

@@ -35,7 +35,7 @@ class Traffic:
     @property
     def mean(self) -> float:
         """Bytes a second."""
-        return sum(self.rates) / len(self.rates)
+        return _mean(self.rates)
 
     @property
     def speed(self) -> float:
