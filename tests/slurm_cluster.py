@@ -182,10 +182,13 @@ class Cluster:
         return self.show(job, "JobState")
 
     def wait_for_requeue(self, job: str, **changes: str) -> None:
-        """And start it again at once, with the changes: SLURM waits two minutes."""
+        """And start it again soon, with the changes: SLURM waits two minutes.
+
+        Not at once: a node refuses a job that begins in the second in which it was stopped ("Job credential revoked").
+        """
         wait(lambda: self.show(job, "Restarts") != "0", f"job {job} is requeued", 120)
         self.wait_for(job, "PENDING")
-        words = {**changes, "StartTime": "now"}
+        words = {**changes, "StartTime": "now+2"}
         self.run("scontrol", "update", f"jobid={job}", *(f"{name}={value}" for name, value in words.items()))
 
 
