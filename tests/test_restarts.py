@@ -120,6 +120,15 @@ def look(rank: int, world_size: int, folder: str, hidden: int | None) -> str | N
     return None if found is None else found.name
 
 
+def look_often(rank: int, world_size: int, folder: str) -> int:
+    return sum(resume_path(f"{folder}/none") is None for _ in range(50))
+
+
+def test_a_group_that_ends_right_after_its_last_message_does_not_hang(run_ranks: Any, tmp_path: Path) -> None:
+    """Under torch 2.7 its end waited for a thread of gloo's, which waited for the interpreter's lock, for ever."""
+    assert run_ranks(look_often, 2, str(tmp_path)) == [50, 50]
+
+
 def save(path: Path, age: float = 0.0) -> None:
     path.parent.mkdir(exist_ok=True)
     torch.save({"a": torch.ones(3)}, path)

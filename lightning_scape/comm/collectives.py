@@ -42,7 +42,7 @@ from lightning_scape.comm.lost_ranks import Watched, explained_loss, forget_loss
 from lightning_scape.comm.pairs import all_gather_into, all_to_all_into
 from lightning_scape.comm.work import SideStream
 from lightning_scape.comm.work import Work as Work
-from lightning_scape.comm.worker import Worker, end_groups_at_exit
+from lightning_scape.comm.worker import Worker, end_groups_at_exit, end_safely
 from lightning_scape.core.private_names import group_timeout
 
 T = TypeVar("T")
@@ -72,6 +72,7 @@ def new_group_like(
             timeout=timeout or timeout_of(process_group),
             use_local_synchronization=ranks is not None,
         )
+    end_safely(group)
     return group
 
 

@@ -13,13 +13,14 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_scape.comm import under_way
 from lightning_scape.comm.under_way import LEAVE_SECONDS
+from lightning_scape.core.private_names import backends_of
 
 
 class Job(Future[None]):
@@ -109,6 +110,20 @@ def _carry_out(job: Job, act: Callable[[], None]) -> None:
         job.set_exception(error)
 
 
+_ended: list[Any] = []
+"""Backends of groups that are gone. Emptied when the next group is made, and when the process ends."""
+
+
+def end_safely(group: dist.ProcessGroup) -> None:
+    """Has the backends of a new group outlive it.
+
+    torch 2.7 frees a group under the interpreter's lock. Its gloo then waits for threads of its own, which may wait for
+    that very lock, to free the last message: both for ever. A backend that is freed by itself lets go of the lock.
+    """
+    _ended.clear()
+    weakref.finalize(group, _ended.extend, backends_of(group)).atexit = False
+
+
 _ends_groups = threading.Event()
 
 
@@ -120,13 +135,19 @@ def end_groups_at_exit() -> None:
 def _end_groups() -> None:
     """Joins gloo's own threads: they free the last messages, and would abort a process that ends meanwhile.
 
-    That is what ``destroy_process_group`` does, and nothing if the script has called it. For ``LEAVE_SECONDS`` at most:
-    a message that was interrupted would be waited for until its timeout.
+    That is what ``destroy_process_group`` does, if the script has not called it. For ``LEAVE_SECONDS`` at most: a
+    message that was interrupted would be waited for until its timeout.
     """
-    if _ends_groups.is_set() and dist.is_initialized():
-        ending = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    if _ends_groups.is_set() and (_ended or dist.is_initialized()):
+        ending = threading.Thread(target=_destroy_all, daemon=True)
         ending.start()
         ending.join(LEAVE_SECONDS)
+
+
+def _destroy_all() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _ended.clear()
 
 
 atexit.register(_end_groups)  # at import: after what others have registered since, who may still send something

@@ -44,6 +44,14 @@ def group_timeout(group: Any) -> timedelta | None:
     return timeout
 
 
+def backends_of(group: Any) -> list[Any]:
+    """What carries a process group's messages. Empty where torch does not say."""
+    try:
+        return [group._get_backend(device) for device in group._device_types]
+    except (AttributeError, RuntimeError):
+        return []
+
+
 def profiler_records() -> bool:
     """Whether torch's profiler records: a range costs microseconds also where none does."""
     recording: bool = getattr(torch.autograd, "_profiler_enabled", lambda: True)()
