@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_scape.comm.lost_ranks import explained_loss
+
 ProcessGroup = dist.ProcessGroup
 
 
@@ -67,3 +69,12 @@ def all_gather_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None, 
         places[dist.get_rank(group)].copy_(tensor)
         return works if async_op else works.wait()
     return call(output, tensor, group=group, async_op=async_op)
+
+
+def averages(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether a reduce-scatter of means gives means: in torch 2.7, gloo's gives sums. Collective."""
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # as above
+    found = torch.zeros(1, device=device)
+    with explained_loss():
+        call(found, torch.ones(group.size(), device=device), op=dist.ReduceOp.AVG, group=group)
+    return found.item() == 1.0

@@ -32,6 +32,7 @@ from lightning_scape.comm.collectives import (
     world_size,
 )
 from lightning_scape.comm.lost_ranks import explained_messages
+from lightning_scape.comm.pairs import averages
 from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.core.local_shards import local
 
@@ -135,7 +136,7 @@ class Nodes:
             compute_dtype: in which forward and backward run, where that is narrower than the parameters.
         """
         assert self.mesh is not None
-        before = dict(module.named_parameters())
+        before, divides = dict(module.named_parameters()), averages(self.mesh["shard"].get_group(), device)
         for unit in [*find_units(module, self._wrap), module]:
             if isinstance(unit, FSDPModule):
                 continue
@@ -147,7 +148,7 @@ class Nodes:
             policy = MixedPrecisionPolicy(
                 param_dtype=compute_dtype,
                 # Sums over a node's ranks lose nothing, whatever the parameters' dtype.
-                reduce_dtype=torch.float32 if narrow or compute_dtype is not None else None,
+                reduce_dtype=_reduce_dtype(divides, narrow or compute_dtype is not None),
                 cast_forward_inputs=False,  # autocast does, where it should: targets keep their precision
             )
             # The root keeps torch's default: torch 2.7 takes no None for it, which later ones write there.
@@ -301,6 +302,13 @@ def without_gradient_sync(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         root.set_requires_gradient_sync(True)
+
+
+def _reduce_dtype(divides: bool, wide: bool) -> torch.dtype | None:
+    """In which FSDP2 adds up gradients. In fp64 it divides by itself, whatever the group makes of a mean."""
+    if not divides:
+        return torch.float64
+    return torch.float32 if wide else None
 
 
 class _AfterEvaluation:
