@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import itertools
 import json
 import keyword
 import math
@@ -74,14 +75,17 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Source:
-        starts = [0]
-        for line in text.splitlines(keepends=True):
-            starts.append(starts[-1] + len(line))
+        starts = [0, *itertools.accumulate(map(len, _lines(text)))]
         return cls(text, list(tokenize.generate_tokens(io.StringIO(text).readline)), starts)
 
     def at(self, place: tuple[int, int]) -> int:
         """A token's place in the text."""
         return self.starts[place[0] - 1] + place[1]
+
+
+def _lines(text: str) -> list[str]:
+    """As Python counts them: ``str.splitlines`` also ends one at a form feed."""
+    return list(io.StringIO(text))
 
 
 # ------------------------------------------------------------------------------------------------- the four kinds
@@ -129,7 +133,7 @@ def arguments(source: Source) -> Iterator[Place]:
     calls = [node for node in ast.walk(ast.parse(source.text)) if isinstance(node, ast.Call)]
     given = [argument for call in calls for argument in call.args if argument.lineno == argument.end_lineno]
     found = []
-    lines = source.text.splitlines(keepends=True)
+    lines = _lines(source.text)
     for argument in given:
         line = lines[argument.lineno - 1]
         if line.isascii() and argument.end_col_offset is not None:

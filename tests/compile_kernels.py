@@ -71,7 +71,8 @@ class Launch:
 
 def _not_specialized(kernel: Any) -> set[str]:
     """Numbers that are compiled alike, whatever they are; in Triton's interpreter, too, which keeps what it is told."""
-    names = getattr(kernel, "do_not_specialize", None) or getattr(kernel, "kwargs", {}).get("do_not_specialize")
+    told = getattr(kernel, "rewriter", kernel)  # where Triton 3.3's interpreter keeps it
+    names = getattr(kernel, "do_not_specialize", None) or getattr(told, "kwargs", {}).get("do_not_specialize")
     return set(names or ())
 
 
