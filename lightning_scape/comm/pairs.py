@@ -74,7 +74,8 @@ def all_gather_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None, 
 def averages(group: ProcessGroup, device: torch.device) -> bool:
     """Whether a reduce-scatter of means gives means: in torch 2.7, gloo's gives sums. Collective."""
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # as above
-    found = torch.zeros(1, device=device)
+    ones = torch.ones(group.size(), dtype=torch.float32, device=device)
+    found = torch.zeros(1, dtype=torch.float32, device=device)
     with explained_loss():
-        call(found, torch.ones(group.size(), device=device), op=dist.ReduceOp.AVG, group=group)
+        call(found, ones, op=dist.ReduceOp.AVG, group=group)
     return found.item() == 1.0

@@ -114,14 +114,15 @@ _ended: list[Any] = []
 """Backends of groups that are gone. Emptied when the next group is made, and when the process ends."""
 
 
-def end_safely(group: dist.ProcessGroup) -> None:
-    """Has the backends of a new group outlive it.
+def end_safely(group: dist.ProcessGroup | None) -> None:
+    """Has the backends of a new group outlive it. To be called for each group that we make; None does nothing.
 
     torch 2.7 frees a group under the interpreter's lock. Its gloo then waits for threads of its own, which may wait for
     that very lock, to free the last message: both for ever. A backend that is freed by itself lets go of the lock.
     """
     _ended.clear()
-    weakref.finalize(group, _ended.extend, backends_of(group)).atexit = False
+    if group is not None:
+        weakref.finalize(group, _ended.extend, backends_of(group)).atexit = False
 
 
 _ends_groups = threading.Event()

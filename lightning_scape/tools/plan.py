@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from lightning_scape.comm.collectives import is_distributed
+from lightning_scape.comm.worker import end_safely
 from lightning_scape.core.method import named, names
 from lightning_scape.core.words import show_bandwidth, show_bytes, show_seconds
 from lightning_scape.planning.conclusions import (
@@ -210,6 +211,7 @@ def _process_group(device: torch.device) -> Iterator[None]:
         yield
         return
     torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    end_safely(torch.distributed.group.WORLD)
     try:
         yield
     finally:
