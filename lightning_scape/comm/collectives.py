@@ -72,7 +72,7 @@ def new_group_like(
             timeout=timeout or timeout_of(process_group),
             use_local_synchronization=ranks is not None,
         )
-    end_safely(group)
+    end_safely(group, dist.group.WORLD)
     return group
 
 

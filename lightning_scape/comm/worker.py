@@ -112,17 +112,20 @@ def _carry_out(job: Job, act: Callable[[], None]) -> None:
 
 _ended: list[Any] = []
 """Backends of groups that are gone. Emptied when the next group is made, and when the process ends."""
+_safe: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
-def end_safely(group: dist.ProcessGroup | None) -> None:
-    """Has the backends of a new group outlive it. To be called for each group that we make; None does nothing.
+def end_safely(*groups: dist.ProcessGroup | None) -> None:
+    """Has the backends of groups outlive them. For each group that we make, and the job's; None is none.
 
     torch 2.7 frees a group under the interpreter's lock. Its gloo then waits for threads of its own, which may wait for
     that very lock, to free the last message: both for ever. A backend that is freed by itself lets go of the lock.
     """
     _ended.clear()
-    if group is not None:
-        weakref.finalize(group, _ended.extend, backends_of(group)).atexit = False
+    for group in groups:
+        if group is not None and group not in _safe:
+            _safe.add(group)
+            weakref.finalize(group, _ended.extend, backends_of(group)).atexit = False
 
 
 _ends_groups = threading.Event()
