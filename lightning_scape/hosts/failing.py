@@ -103,8 +103,5 @@ def attach(trainer: Trainer) -> None:
 
 def detach(trainer: Trainer) -> None:
     """After a fit: the Trainer is as it was."""
-    callbacks = requeue.callbacks_of(trainer)
-    for callback in callbacks:
-        if isinstance(callback, Failing):
-            callback.release()
-    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Failing)]
+    for failing in requeue.remove(trainer, Failing):
+        failing.release()

@@ -93,5 +93,4 @@ def detach(trainer: Trainer) -> None:
     """After a fit: the Trainer is as it was."""
     vars(signals(trainer)).pop(SIGTERM_HANDLER, None)
     vars(trainer.fit_loop.epoch_loop).pop(BROADCAST, None)
-    callbacks = requeue.callbacks_of(trainer)
-    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Preemption)]
+    requeue.remove(trainer, Preemption)

@@ -14,7 +14,7 @@ import itertools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
@@ -30,6 +30,7 @@ from lightning_scape.core.method import find_all
 from lightning_scape.core.private_names import default_store
 from lightning_scape.hosts.private_names import REQUEUE_HANDLER, signals
 
+C = TypeVar("C", bound=Callback)
 _KEY = "lightning_scape/requeue"
 _FITS = itertools.count()
 """Of this process: all ranks count alike, and no fit meets what an earlier one left in the store."""
@@ -154,11 +155,18 @@ def insert(trainer: Trainer, callback: Callback) -> None:
     callbacks.insert(len(callbacks) if first is None else first, callback)
 
 
+def remove(trainer: Trainer, kind: type[C]) -> list[C]:
+    """Takes back what :func:`insert` gave: callbacks of a kind, which it returns."""
+    callbacks = callbacks_of(trainer)
+    removed = [callback for callback in callbacks if isinstance(callback, kind)]
+    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, kind)]
+    return removed
+
+
 def detach(trainer: Trainer) -> None:
     """After a fit: the Trainer is as it was."""
     vars(signals(trainer)).pop(REQUEUE_HANDLER, None)
-    callbacks = callbacks_of(trainer)
-    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Requeue)]
+    remove(trainer, Requeue)
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
