@@ -80,7 +80,7 @@ class Scape:
         at = self.everything if mask is None else mask
         values, errors = self.take(at)  # all-to-all: to the owners, in 4 bits
         mean = sum(values) / self.ranks  # in rank order: every implementation gets the same bits
-        changes = self.update(mask, at, mean)  # all-gather: back to all ranks, in 4 bits
+        changes = self.update(mask, at, mean, self.owned(values))  # all-gather: back to all ranks, in 4 bits
         self.write(at, changes)
         # Behind the next forward and backward: the mask of the next step, from what is left.
         following = self.sent(self.t)
@@ -116,20 +116,20 @@ class Scape:
         mask = largest(statistic, q)  # all-gather: positions, or, if that is shorter, a bit for each entry, in order
         return mask if 8 * q <= self.block + 7 else mask.sort().values
 
-    def update(self, mask: Tensor | None, at: Tensor, mean: Tensor) -> Tensor:
+    def update(self, mask: Tensor | None, at: Tensor, mean: Tensor, own: Tensor) -> Tensor:
         """tau steps of AdamW at once on the masked entries, each by its owner; returns how far they move."""
         theta = self.blocks(self.parameters).gather(1, at)
         m, v, tau = (state.gather(1, at) for state in (self.m, self.v, self.t - self.last))
-        tau, c1, c2 = tau.clamp(min=1), 1 - self.b1**self.t, 1 - self.b2**self.t
+        tau, c1, c2, new_square = tau.clamp(min=1), 1 - self.b1**self.t, 1 - self.b2**self.t, 1 - self.b2
         new_part = tau * (1 - self.b1) / ((tau - 1) * (1 - self.b1) + 1)  # backward Euler: for tau = 1 it is 1 - b1
         m = (1 - new_part) * m + new_part * (mean / tau)
         moved = tau * m / c1
-        common = torch.maximum((m / c1).abs(), moved.abs() / LONGEST_MOVE)
         if mask is None:  # everything is sent: v is AdamW's own
-            v = v * self.b2 + mean.square() / tau * (1 - self.b2)
-            common = torch.where(tau == 1, 0.0, common)
-        else:  # what the owner cannot have seen
-            v = (mean.square() - v / c2 * self.ranks * tau * tau).clamp(min=0) * (1 - self.b2) + v
+            v = v * self.b2 + mean.square() / tau * new_square
+        else:  # what the ranks have in common, beyond the owner's own part; and what the owner cannot have seen
+            v += new_square / ((tau - 1) * new_square + 1) * (mean.square() - own.square() / self.ranks)
+            v += new_square * (tau > 1) * (mean.square() - v.clamp_(min=0) / c2 * self.ranks * tau * tau).clamp(min=0)
+        common = (tau > 1) * torch.maximum((m / c1).abs(), moved.abs() / LONGEST_MOVE)
         u = torch.maximum(v / c2, common.square())
         new = (1 - self.lr * self.weight_decay) ** tau * theta - moved * self.lr / (u.sqrt() + self.eps)
         due = new - theta + self.error.gather(1, at)
@@ -149,8 +149,8 @@ class Scape:
             row += rows
 
     def owned(self, of_ranks: Tensor) -> Tensor:
-        """From every rank its own shard: [rows, B] of [N, rows, B]."""
-        shards = of_ranks.view(self.ranks, self.ranks, -1, self.block)
+        """From every rank its own shard: [rows, B or q] of [N, rows, B or q]."""
+        shards = of_ranks.view(self.ranks, self.ranks, -1, of_ranks.shape[2])
         return torch.cat([shards[rank, rank] for rank in range(self.ranks)])
 
 

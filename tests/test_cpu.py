@@ -284,7 +284,7 @@ def test_operations_in_chunks_equal_the_definition(monkeypatch: pytest.MonkeyPat
         shard = ops.ShardState(torch.rand(61, 4, generator=generator), residual, second, steps)
         by_row = torch.arange(61) % 4
         numbers_of = ops.RowNumbers(by_row.int() + 9, by_row.float(), hyper("cpu", torch.float32), ONE, ONE / 2)
-        again = [module.update_adamw(shard, mask, sent.float(), numbers_of, 2)]
+        again = [module.update_adamw(shard, mask, sent.float(), sent.float().neg(), numbers_of, 2)]
         again.append(module.update_adams(shard, mask, sent.float(), numbers_of._replace(step=by_row.int() + 10)))
         pieces, values = Layout([2000, 1000], [0, 0], 50, 1).everything().pieces, torch.zeros(61, 4)
         for piece in pieces:  # no pads
@@ -406,11 +406,12 @@ def test_gather_and_scatter_of_blocks_equal_their_twins(
 @pytest.mark.parametrize("decay", [0.1, 1500.0])  # 1 - lr * decay is -0.5
 def test_updates_equal_their_twins(dtype: torch.dtype, masked: bool, by_row: bool, waits: int, decay: float) -> None:
     """Moments bitwise after a wait of one step, where no exp is involved; all else within rounding."""
-    rows, length, step = 90, 50, 5000
+    rows, length, sent, step = 90, 50, 3 if masked else 50, 5000
     generator = torch.Generator().manual_seed(waits)
     mask = naive.select(torch.randn(rows, length, generator=generator), 3) if masked else None
-    theta, total = (torch.randn(rows, 3 if masked else length, generator=generator, dtype=dtype) for _ in range(2))
+    theta, total, own = (torch.randn(rows, sent, generator=generator, dtype=dtype) for _ in range(3))
     total[0], total[1] = 0.0, 1e-30
+    own = own if masked else None
     moment = torch.randn(rows, length, generator=generator, dtype=dtype)
     second = torch.rand(rows, length, generator=generator, dtype=dtype) + 0.1
     last_step = step - torch.randint(1, waits + 1, (rows, length), generator=generator).int()
@@ -428,7 +429,7 @@ def test_updates_equal_their_twins(dtype: torch.dtype, masked: bool, by_row: boo
     for module in (cpu, naive):
         row_numbers = ops.RowNumbers(steps, scale, numbers_of, *corrections, group)
         state = ops.ShardState(*(tensor.clone() for tensor in (theta, moment, second, last_step)))
-        again = module.update_adamw(state, mask, total, row_numbers, 4)
+        again = module.update_adamw(state, mask, total, own, row_numbers, 4)
         results.append([*state, again])
         for noise in (second, None):
             state = ops.ShardState(theta.clone(), moment.clone(), noise, last_step.clone())
@@ -447,7 +448,8 @@ def test_a_skipped_step_changes_nothing() -> None:
     before = [tensor.clone() for tensor in state]
     bad, step, zero = torch.full((4, 10), float("nan")), torch.tensor(3, dtype=torch.int32), torch.zeros(())
     numbers_of = hyper("cpu", torch.float32)
-    again = cpu.update_adamw(ops.ShardState(*state), None, bad, ops.RowNumbers(step, zero, numbers_of, ONE, ONE), 2)
+    numbers = ops.RowNumbers(step, zero, numbers_of, ONE, ONE)
+    again = cpu.update_adamw(ops.ShardState(*state), None, bad, None, numbers, 2)
     assert int(again) == 0
     for tensor, old in zip(state, before, strict=True):
         assert_same_bits(tensor, old)
@@ -524,7 +526,8 @@ def run_all() -> list[Tensor]:
     step = torch.tensor(4, dtype=torch.int32)
     numbers_of = hyper("cpu", torch.float32)
     row_numbers = ops.RowNumbers(step, ONE, numbers_of, ONE, ONE)
-    again = cpu.update_adamw(ops.ShardState(theta, residual, second, last_step), mask, theta * 2, row_numbers, 2)
+    shard = ops.ShardState(theta, residual, second, last_step)
+    again = cpu.update_adamw(shard, mask, theta * 2, theta * 3, row_numbers, 2)
     pieces = list(Layout(sizes, [0] * 3, length, 1).everything().pieces)
     cpu.scatter_params(ops.ParamEntries(grads, pieces, mask, length), theta)
     norms = [cpu.squared_norm(grads), cpu.sketch(grads, random_signs(1 << 14), SKETCH_WIDTHS)]

@@ -232,7 +232,7 @@ class TestFarAway:
             if update == "adams":
                 module.update_adams(shard, mask, total, ops.RowNumbers(*rest, 1.0), 1.0)
             else:
-                module.update_adamw(shard, mask, total, ops.RowNumbers(*rest, one * 0.5, one * 0.3), 2)
+                module.update_adamw(shard, mask, total, total * 2, ops.RowNumbers(*rest, one * 0.5, one * 0.3), 2)
         torch.testing.assert_close(thetas[1], thetas[0])
         assert not torch.equal(thetas[0], theta)
         for matrix, expected in zip(far, near, strict=True):

@@ -273,11 +273,13 @@ def step_beside_the_op(rank: int, world_size: int) -> int:
     config = ScapeConfig(sparsity=0.9, update="adamw", dense_steps=2, sparsity_warmup_steps=2, **FP32)
     optimizer = ScapeOptimizer(groups, config=config)
     totals: list[Tensor] = []
+    parts: list[Tensor] = []
     real = optimizer.engine.shard.update
 
-    def update(step: Step, mean: Tensor) -> Tensor:
+    def update(step: Step, mean: Tensor, mine: Tensor) -> Tensor:
         totals.append(mean.clone())
-        return real(step, mean)
+        parts.append(mine.clone())
+        return real(step, mean, mine)
 
     optimizer.engine.shard.update = update  # type: ignore[method-assign]
     pieces, taken, visited = optimizer.engine.shard.region.pieces, [0] * len(params), 0
@@ -295,15 +297,16 @@ def step_beside_the_op(rank: int, world_size: int) -> int:
         assert optimizer.stats is not None
         factor = torch.tensor(optimizer.stats.clip_factor)
         assert factor < 1
-        mask, inside, total = optimizer.engine.masks.active, torch.zeros_like(shard[0]), torch.zeros_like(shard[0])
+        mask, (inside, total, owned) = optimizer.engine.masks.active, torch.zeros(3, *shard[0].shape)
         own = None if mask is None else mask[optimizer.engine.shard.rows]
         ops.scatter_blocks(inside, own, torch.ones_like(totals[-1]))
         ops.scatter_blocks(total, own, totals[-1])
-        matrices = (*shard, inside, total, state.exp_avg, state.exp_avg_sq, state.last_step)
+        ops.scatter_blocks(owned, own, parts[-1])
+        matrices = (*shard, inside, total, owned, state.exp_avg, state.exp_avg_sq, state.last_step)
         views = [piece_views(matrix, pieces) for matrix in matrices]  # type: ignore[union-attr]
         for place in range(len(SIZES)):
             taken[place] += present[place]
-        for piece, first, second, clock, chosen, arrived, *after in zip(pieces, *views, strict=True):
+        for piece, first, second, clock, chosen, arrived, mine, *after in zip(pieces, *views, strict=True):
             place = piece.segment.index
             group, parameter = optimizer.param_groups[piece.segment.group], params[place]
             theta = before[place].view(-1)[piece.of_parameter]
@@ -323,7 +326,8 @@ def step_beside_the_op(rank: int, world_size: int) -> int:
             )
             corrections = torch.tensor(1 - beta1 ** taken[place]), torch.tensor(1 - beta2 ** taken[place])
             tau = (taken[place] - clock).float()
-            new = ops.adamw_step(theta, first, second, tau, arrived, numbers, corrections, world_size, mask is None)
+            sums = arrived, None if mask is None else mine
+            new = ops.adamw_step(theta, first, second, tau, *sums, numbers, corrections, world_size)
             there = chosen != 0
             visited += int((there & (tau > 1)).sum())
             for a, b, c in zip((now, *after[:2]), new, (theta, first, second), strict=True):

@@ -128,7 +128,7 @@ class Rank:
         cuda.gather_params(ops.ParamEntries(self.flats, local.pieces, mask, self.length), theta)
         shard = ops.ShardState(theta, *self.state, self.last_step)
         numbers = ops.RowNumbers(torch.tensor(9, dtype=torch.int32), one, hyper("cpu", torch.float32), one, one)
-        cuda.update_adamw(shard, mask, mean, numbers, self.ranks)
+        cuda.update_adamw(shard, mask, mean, mean + 1, numbers, self.ranks)
         back = torch.zeros_like(self.values)
         cuda.scatter_params(ops.ParamEntries(self.flats, local.pieces, mask, self.length), back[own], self.as_changes)
         cuda.scatter_params(ops.ParamEntries(self.flats, remote.pieces, self.mask, self.length), back, self.as_changes)

@@ -122,9 +122,9 @@ class Engine:
         with record.phase("exchange"):
             arrived = self.outgoing.arrived(arriving.wait(), mine)
             mean = self.shard.average(arrived, step.state.exp_avg.dtype)
-            del message, mine, arriving, arrived
+            del message, arriving, arrived
         with record.phase("update"):
-            update = self.shard.update(step, mean)
+            update = self.shard.update(step, mean, mine)
         with record.phase("write"):
             self._write(step, update, self.comm.all_gather(update))
         with record.phase("launch"):

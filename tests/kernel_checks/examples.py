@@ -62,14 +62,14 @@ class ExampleChecks(Checks):
     @pytest.mark.parametrize("either", BOTH, indirect=True)
     def test_example_of_update_adamw(self, either: Any) -> None:
         theta, total = (torch.tensor([[v]], device=self.device) for v in (3.0, -2.0))
-        exp_avg, exp_avg_sq = torch.zeros(1, 2, device=self.device), torch.zeros(1, 2, device=self.device)
+        exp_avg, exp_avg_sq = torch.tensor([[[0.0, 0.0]], [[0.0, 0.5]]], device=self.device)
         last_step = torch.zeros(1, 2, dtype=torch.int32, device=self.device)
         numbers = (torch.tensor(v, dtype=torch.float64, device=self.device) for v in (1.0, 0.0, 0.0, 1e-30, 0.0))
         single, one = ops.Hyper.of(torch.float32, *numbers), self.scalar(1.0)
         mask = torch.tensor([[1]], dtype=torch.uint8, device=self.device)
         shard = ops.ShardState(theta, exp_avg, exp_avg_sq, last_step)
         row_numbers = ops.RowNumbers(self.scalar(1, torch.int32), one, single, one, one)
-        again = either.update_adamw(shard, mask, total, row_numbers, 1)
+        again = either.update_adamw(shard, mask, total, total / 2, row_numbers, 2)
         assert (theta.tolist(), exp_avg.tolist(), exp_avg_sq.tolist()) == ([[4.0]], [[0.0, -2.0]], [[0.0, 4.0]])
         assert (last_step.tolist(), int(again)) == ([[0, 1]], 1)
 

@@ -73,7 +73,7 @@ class GradientChecks(Checks):
         shard = ops.ShardState(theta[:3].view(3, 1), *moments, last_step)
         either.update_adams(shard._replace(exp_avg_sq=None), mask, bad[:3].view(3, 1), numbers)
         corrected = numbers._replace(first=bad[0], second=bad[0])
-        either.update_adamw(shard, mask, bad[:3].view(3, 1), corrected, 2)
+        either.update_adamw(shard, mask, bad[:3].view(3, 1), bad[:3].view(3, 1), corrected, 2)
         either.accumulate_exp_avg_sq([second], [bad], [0.1], 2, zero, None)
         either.accumulate_exp_avg_sq([second], [bad], [0.1], 2, zero.view(1), 1.0)
         assert (sent == 0).all()

@@ -28,6 +28,7 @@ class Shard(NamedTuple):
     last_step: Tensor
     mask: Tensor | None
     total: Tensor
+    own: Tensor | None
     step: Tensor
     scale: Tensor
     lr: Any
@@ -43,11 +44,11 @@ class Shard(NamedTuple):
         tau = torch.randint(1, 6, (rows, length), generator=generator)
         tau[::7] = torch.randint(1, 4900, (len(tau[::7]), length), generator=generator)
         sent = 3 if masked else length
-        theta, total = (torch.randn(rows, sent, generator=generator, dtype=dtype) for _ in range(2))
+        theta, total, own = (torch.randn(rows, sent, generator=generator, dtype=dtype) for _ in range(3))
         total[0], second[1], scale = 0.0, 0.0, torch.ones(())
         # Pads, all zeros: a checkpoint leaves their clocks ahead where their parameter has missed steps.
         statistic[::11, 0], tau[::11, 0], tau[::22, 0] = 1e9, 0, -3
-        for zeros in (first, second, theta, total):
+        for zeros in (first, second, theta, total, own):
             zeros[::11, 0] = 0.0
         step, lr, group = torch.tensor(5000), 1e-3, None
         if by_row:
@@ -57,7 +58,8 @@ class Shard(NamedTuple):
             scale[2::3], total[2::3] = 0.0, float("nan")
         last_step = ((step.unsqueeze(1) if by_row else step) - tau).int()
         mask = naive.select(statistic, sent) if masked else None
-        return cls(theta, first, second, last_step, mask, total, step.int(), scale, lr, group)
+        part = own if masked else None
+        return cls(theta, first, second, last_step, mask, total, part, step.int(), scale, lr, group)
 
 
 class UpdateChecks(Checks):
@@ -116,8 +118,9 @@ class UpdateChecks(Checks):
         one = hyper("cpu", torch.float32)
         half = torch.tensor(0.5)
         row_numbers = ops.RowNumbers(torch.tensor(9, dtype=torch.int32), torch.ones(()), one, half, half)
+        own = total.flip(0) if masked else None
         _, ((ours_after, theirs_after), *_) = self.both(
-            "update_adamw", ops.ShardState(*state), mask, total, row_numbers, 4
+            "update_adamw", ops.ShardState(*state), mask, total, own, row_numbers, 4
         )
         for ours, theirs in zip(ours_after, theirs_after, strict=True):
             assert ours.isfinite().all()
@@ -164,7 +167,8 @@ class UpdateChecks(Checks):
         single = hyper("cpu", shard.theta.dtype, shard.lr, **options)
         numbers = ops.RowNumbers(shard.step, shard.scale, single, *corrections, shard.group)
         state = ops.ShardState(shard.theta, shard.first, second, shard.last_step)
-        (ours, again), ((after, twins), *_) = self.both(name, state, shard.mask, shard.total, numbers, *rest)
+        given = (shard.total, shard.own) if name == "update_adamw" else (shard.total,)
+        (ours, again), ((after, twins), *_) = self.both(name, state, shard.mask, *given, numbers, *rest)
         assert int(ours) == int(again)
         still = shard.scale.expand(Shard.ROWS) == 0
         for field, mine, twin, old in zip(state._fields, after, twins, state, strict=True):

@@ -32,23 +32,26 @@ def update_adams(
 ) -> Tensor:
     """See :func:`naive.update_adams`."""
     divisor = torch.as_tensor(numbers.first, dtype=shard.theta.dtype, device="cpu")
-    return _update(shard, mask, mean, numbers, (divisor, divisor), (floor,))
+    return _update(shard, mask, (mean, mean), numbers, (divisor, divisor), (floor,))
 
 
 @implements
-def update_adamw(shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int) -> Tensor:
+def update_adamw(
+    shard: ShardState, mask: Tensor | None, mean: Tensor, own: Tensor | None, numbers: RowNumbers, ranks: int
+) -> Tensor:
     """See :func:`naive.update_adamw`."""
     assert shard.exp_avg_sq is not None
     assert isinstance(numbers.first, Tensor)
     assert numbers.second is not None
     rule = (float(ranks), 1 / naive.LONGEST_MOVE, torch.finfo(shard.theta.dtype).max)
-    return _update(shard, mask, mean, numbers, (numbers.first, numbers.second), rule)
+    given = mean, mean if own is None else own
+    return _update(shard, mask, given, numbers, (numbers.first, numbers.second), rule)
 
 
 def _update(
     shard: ShardState,
     mask: Tensor | None,
-    mean: Tensor,
+    given: tuple[Tensor, Tensor],
     numbers: RowNumbers,
     corrections: tuple[Tensor, Tensor],
     rule: tuple[float, ...],
@@ -61,7 +64,7 @@ def _update(
         (array(exp_avg), or_empty(second, theta.dtype)),
         array(last_step),
         or_empty(mask, position_dtype(exp_avg.shape[1])),
-        array(mean),
+        (array(given[0]), array(given[1])),
         torch.stack(torch.broadcast_tensors(*numbers.hyper), -1).view(-1, len(numbers.hyper)).numpy(),  # [G, 8]
         _by_row(numbers, corrections),
         tuple(scalar(theta.dtype, number) for number in rule),

@@ -259,17 +259,17 @@ def _decays_and_blends(tau, numbers, g, table, decay, blend):
         blend[j] = (tau[j] * weight) / ((tau[j] - one) * weight + one)
 
 
-def move(rule, theta, total, m, tau, decay, blend, n, numbers, corrections, present):
+def move(rule, theta, total, own, m, tau, decay, blend, n, numbers, corrections, present):
     """Moves the entries of a tile, and their moments m and n. Returns whether n has changed."""
     raise NotImplementedError
 
 
 @overload(move)
-def _overload_move(rule, theta, total, m, tau, decay, blend, n, numbers, corrections, present):
+def _overload_move(rule, theta, total, own, m, tau, decay, blend, n, numbers, corrections, present):
     return _move_adams if rule.count == 1 else _move_adamw
 
 
-def _move_adams(rule, theta, total, m, tau, decay, blend, n, numbers, corrections, present):
+def _move_adams(rule, theta, total, own, m, tau, decay, blend, n, numbers, corrections, present):
     floor, c1, (_, measured) = rule[0], corrections[0], present
     one, zero = theta.dtype.type(1), theta.dtype.type(0)
     lr, eps, beta1, beta2 = numbers[_LR], numbers[_EPS], numbers[_BETA1], numbers[_BETA2]
@@ -289,7 +289,7 @@ def _move_adams(rule, theta, total, m, tau, decay, blend, n, numbers, correction
     return False
 
 
-def _move_adamw(rule, theta, total, m, tau, decay, blend, n, numbers, corrections, present):
+def _move_adamw(rule, theta, total, own, m, tau, decay, blend, n, numbers, corrections, present):
     (ranks, longest, largest), (c1, c2), (masked, _) = rule, corrections, present
     one, zero = theta.dtype.type(1), theta.dtype.type(0)
     lr, eps, beta2, one_minus_beta2 = numbers[_LR], numbers[_EPS], numbers[_BETA2], numbers[_ONE_MINUS_BETA2]
@@ -297,15 +297,20 @@ def _move_adamw(rule, theta, total, m, tau, decay, blend, n, numbers, correction
         new = (one - blend[j]) * m[j] + blend[j] * (total[j] / tau[j])
         moved = tau[j] * new
         moved /= c1
-        common = larger(abs(new / c1), abs(moved * longest))
+        late = zero if tau[j] == one else one
+        common = larger(abs(new / c1), abs(moved * longest)) * late
         squared = total[j] * total[j]
+        squared = largest if squared > largest else squared
         if masked:
-            seen = n[j] / c2 * ranks * tau[j] * tau[j]
+            known = own[j] * own[j]
+            known = (largest if known > largest else known) / ranks
+            v2 = one_minus_beta2 / ((tau[j] - one) * one_minus_beta2 + one) * (squared - known) + n[j]
+            v2 = zero if v2 < zero else v2
+            seen = v2 / c2 * ranks * tau[j] * tau[j]
             unseen = squared - (largest if seen > largest else seen)
-            v2 = (zero if unseen < zero else unseen) * one_minus_beta2 + n[j]
+            v2 += (zero if unseen < zero else unseen) * late * one_minus_beta2
         else:
             v2 = n[j] * beta2 + squared / tau[j] * one_minus_beta2
-            common *= zero if tau[j] == one else one
         v2 = largest if v2 > largest else v2
         u = larger(v2 / c2, common * common)
         theta[j] = decay[j] * theta[j] - moved * lr / (math.sqrt(u) + eps)
@@ -314,14 +319,15 @@ def _move_adamw(rule, theta, total, m, tau, decay, blend, n, numbers, correction
 
 
 @jit
-def update(theta, moments, last_step, mask, total, numbers, by_row, rule, first, last):
+def update(theta, moments, last_step, mask, given, numbers, by_row, rule, first, last):
     """:func:`naive.update_adamw` and :func:`naive.update_adams`; ``mask`` is ``[0, 0]`` where everything is sent.
 
+    ``given``: the mean, and the owner's own part of it, ``[R, q]``; AdamS, and AdamW without a mask, read the first.
     ``moments``: the first, and the second (of AdamS the measured mean square, or ``[0, 0]``). ``by_row``: group, step,
     scale and both corrections, ``[R]`` or ``[1]`` each. ``rule``: of AdamW N, ``1 / LONGEST_MOVE`` and the largest
     number of the dtype; of AdamS the floor alone.
     """
-    (exp_avg, second), sent, again = moments, theta.shape[1], 0
+    (exp_avg, second), (total, own), sent, again = moments, given, theta.shape[1], 0
     room, steps = np.empty((5, max(_TILE, sent)), theta.dtype), np.empty(max(_TILE, sent), np.int32)
     all_places, length = np.empty(max(_TILE, sent), np.uint64), last_step.shape[1]
     table, in_table, sink = np.empty(_TABLE, theta.dtype), -1, np.empty(1)
@@ -341,8 +347,9 @@ def update(theta, moments, last_step, mask, total, numbers, by_row, rule, first,
                 in_table = g
             _decays_and_blends(tau, numbers, g, table, decay, blend)
             old, gradients = theta[row:stop].reshape(-1), total[row:stop].reshape(-1)
+            part = own[row:stop].reshape(-1)
             corrections = _number(by_row[3], row), _number(by_row[4], row)
-            if move(rule, old, gradients, m, tau, decay, blend, n, numbers[g], corrections, present):
+            if move(rule, old, gradients, part, m, tau, decay, blend, n, numbers[g], corrections, present):
                 _write(second, places, n)
             _write(exp_avg, places, m)
             _write_steps(last_step, places, now)

@@ -43,6 +43,7 @@ def _update_kernel(
     last_step,
     mask,
     total,
+    own,
     step,
     again,
     scale,
@@ -109,16 +110,21 @@ def _update_kernel(
             m, moved, common = divide(m, divisor), divide(moved, divisor), divide(new, divisor)
         if ADAMW:
             bounded = moved * (1 / LONGEST)
-            common = tl.maximum(common * common, bounded * bounded)
+            common = tl.where(tau == 1, 0, tl.maximum(common * common, bounded * bounded))
             divisor2 = tl.load(correction2 + row * correction_stride, mask=inside, other=1)
             v2 = tl.load(of_second, mask=inside, other=0)
+            largest = tl.load(limit)
+            squared = tl.minimum(a * a, largest)
             if MASKED:
-                seen = tl.minimum(divide(v2, divisor2) * ranks * steps * steps, tl.load(limit))
-                v2 += one_minus_b2 * tl.maximum(a * a - seen, 0)
+                mine = tl.load(own + entry, mask=inside, other=0)
+                beyond = squared - divide(tl.minimum(mine * mine, largest), steps * 0 + ranks)
+                v2 += divide(one_minus_b2, (steps - 1) * one_minus_b2 + 1) * beyond
+                v2 = tl.maximum(v2, 0)
+                seen = tl.minimum(divide(v2, divisor2) * ranks * steps * steps, largest)
+                v2 += one_minus_b2 * tl.where(tau == 1, 0, tl.maximum(squared - seen, 0))
             else:
-                v2 = b2 * v2 + one_minus_b2 * divide(a * a, steps)
-                common = tl.where(tau == 1, 0, common)
-            v2 = tl.minimum(v2, tl.load(limit))
+                v2 = b2 * v2 + one_minus_b2 * divide(squared, steps)
+            v2 = tl.minimum(v2, largest)
             tl.store(of_second, v2, mask=inside)
             v = tl.maximum(divide(v2, divisor2), common)
         else:
@@ -141,23 +147,25 @@ def update_adams(
     corrected = isinstance(first, Tensor) or first != 1.0
     divisor = first if isinstance(first, Tensor) else theta.new_full((), first)
     rule = {"CORRECTED": corrected, "ADAMW": False}
-    return _update(shard, mask, mean, numbers, (divisor, divisor), theta.new_full((), floor), 1, **rule)
+    return _update(shard, mask, (mean, mean), numbers, (divisor, divisor), theta.new_full((), floor), 1, **rule)
 
 
 @CUDA.implements
-def update_adamw(shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int) -> Tensor:
+def update_adamw(
+    shard: ShardState, mask: Tensor | None, mean: Tensor, own: Tensor | None, numbers: RowNumbers, ranks: int
+) -> Tensor:
     """See :func:`naive.update_adamw`. One launch; what it reads of the moments and the last steps it writes back."""
     assert shard.exp_avg_sq is not None
     assert isinstance(numbers.first, Tensor)
     assert numbers.second is not None
-    corrections = numbers.first, numbers.second
-    return _update(shard, mask, mean, numbers, corrections, shard.theta, ranks, CORRECTED=True, ADAMW=True)
+    corrections, given = (numbers.first, numbers.second), (mean, mean if own is None else own)
+    return _update(shard, mask, given, numbers, corrections, shard.theta, ranks, CORRECTED=True, ADAMW=True)
 
 
 def _update(
     shard: ShardState,
     mask: Tensor | None,
-    total: Tensor,
+    given: tuple[Tensor, Tensor],
     numbers: RowNumbers,
     corrections: tuple[Tensor, Tensor],
     floor: Tensor,
@@ -168,7 +176,7 @@ def _update(
     theta, exp_avg, second, last_step = shard
     step, scale, group, (correction, correction2) = numbers.step, numbers.scale, numbers.group, corrections
     assert theta.is_contiguous()
-    assert total.is_contiguous()
+    assert all(each.is_contiguous() for each in given)
     assert correction.dim() == correction2.dim()
     again = torch.zeros((), dtype=torch.int64, device=theta.device)
     hyper = [value.contiguous() for value in torch.broadcast_tensors(*numbers.hyper)]
@@ -179,7 +187,7 @@ def _update(
         exp_avg,
         last_step,
         again if mask is None else mask.contiguous(),
-        total,
+        *given,
         step,
         again,
         scale.to(theta.device),

@@ -215,10 +215,14 @@ def update_adams(
 
 
 @CHUNKED.implements
-def update_adamw(shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int) -> Tensor:
+def update_adamw(
+    shard: ShardState, mask: Tensor | None, mean: Tensor, own: Tensor | None, numbers: RowNumbers, ranks: int
+) -> Tensor:
     """See :func:`naive.update_adamw`."""
-    parts = _updated_together(shard, mask, mean, numbers)
-    return torch.stack([naive.update_adamw(*part, ranks) for part in parts]).sum()
+    parts = zip(_row_slices(mean), _updated_together(shard, mask, mean, numbers), strict=True)
+    return torch.stack(
+        [naive.update_adamw(*first, cut(own, rows), numbers, ranks) for rows, (*first, numbers) in parts]
+    ).sum()
 
 
 def _updated_together(

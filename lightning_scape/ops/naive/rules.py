@@ -197,10 +197,10 @@ def adamw_step(
     exp_avg_sq: Tensor,
     tau: Tensor,
     total: Tensor,
+    own: Tensor | None,
     hyper: Hyper,
     corrections: tuple[Tensor, Tensor],
     ranks: int,
-    whole: bool,
 ) -> AdamWStep:
     """``tau`` steps of AdamW at once, from the sum of their gradients.
 
@@ -210,20 +210,27 @@ def adamw_step(
         theta = (1 - lr*wd)**tau * theta - lr * S/c1 / (sqrt(u) + eps)
 
     ``u`` estimates AdamW's ``v/c2``, the mean square of the averaged gradient per step. The owner has no message for
-    it. It has v, to which its own gradient was added in every step (:func:`accumulate_exp_avg_sq`), and A::
+    it. It has v, to which an N-th of its own gradient's square was added in every step
+    (:func:`accumulate_exp_avg_sq`): right where the gradients of the ranks are noise. It also has A, and its own part
+    of it, a, so at a visit v takes what the ranks have in common::
+
+        v = max(0, v + (1-b2)/((tau-1)*(1-b2) + 1) * (A**2 - a**2/N))     # a step of backward Euler, as in m'
+        u = v/c2
+
+    For ``tau = 1`` that is AdamW, term for term: what the owner has added of this step goes, the averaged gradient
+    takes its place. For ``tau > 1`` a visit is held to what tau steps of AdamW would do::
 
         v = v + (1-b2) * max(0, A**2 - N * tau**2 * v/c2)     # what the owner cannot have seen
-        u = max(v/c2, (m'/c1)**2, (S/c1 / L)**2)              # what the ranks have in common; L is LONGEST_MOVE
+        u = max(v/c2, (m'/c1)**2, (S/c1 / L)**2)              # L is LONGEST_MOVE
 
-    Where gradients are noise, ``v/c2`` is right: an N-th of the owner's own mean square. Where they agree from step to
-    step and from rank to rank, ``(m'/c1)**2`` is. The first line is for an entry that has a gradient on other ranks
-    only: a mean over tau steps cannot exceed the owner's root mean square unless others saw what the owner did not. It
-    is then taken for the gradient of one step, and remembered as AdamW remembers one. The last term of u holds a visit
-    to a move of L learning rates: AdamW moves an entry by about one in a step, and old gradients are not worth more.
+    The first line is for an entry that has a gradient on other ranks only: a mean over tau steps cannot exceed the
+    owner's root mean square unless others saw what the owner did not. It is then taken for the gradient of one step,
+    and remembered as AdamW remembers one. The last term of u holds a visit to a move of L learning rates: AdamW moves
+    an entry by about one in a step, and old gradients are not worth more.
 
-    With ``whole``, everything is sent, so A is the averaged gradient itself, and v is AdamW's own::
+    Without ``own``, everything is sent: A is the averaged gradient itself, and nothing was added to v before::
 
-        v = b2*v + (1-b2) * A**2/tau ;  u = v/c2              # the other two terms only for tau > 1
+        v = b2*v + (1-b2) * A**2/tau                          # u as above
 
     All tensors have one shape and float dtype; pure.
 
@@ -233,22 +240,24 @@ def adamw_step(
         exp_avg_sq: v, not corrected.
         tau: steps since the last visit, >= 1.
         total: A, mean over ranks of the gradients summed since the last visit.
+        own: a, the owner's sum of them; None where everything is sent.
         hyper: lr, betas, eps, weight decay.
         corrections: c1 and c2.
         ranks: N.
-        whole: see above.
     """
     h, (c1, c2), v, largest = hyper, corrections, exp_avg_sq, torch.finfo(total.dtype).max
     new, moved = _first_moments(exp_avg, tau, total, h)
     moved = moved / c1
     common = torch.maximum((new / c1).abs(), (moved * (1 / LONGEST_MOVE)).abs())
-    squared = total.square()  # may be infinite where nothing else is
-    if whole:
+    common = torch.where(tau == 1, 0.0, common)
+    squared = total.square().clamp(max=largest)
+    if own is None:
         v = v * h.beta2 + squared / tau * h.one_minus_beta2
-        common = torch.where(tau == 1, 0.0, common)
     else:
-        seen = (v / c2 * ranks * tau * tau).clamp(max=largest)
-        v = (squared - seen).clamp(min=0) * h.one_minus_beta2 + v
+        beyond = squared - own.square().clamp(max=largest) / ranks
+        v = (h.one_minus_beta2 / ((tau - 1) * h.one_minus_beta2 + 1) * beyond + v).clamp(min=0)
+        unseen = (squared - (v / c2 * ranks * tau * tau).clamp(max=largest)).clamp(min=0)
+        v = torch.where(tau == 1, 0.0, unseen) * h.one_minus_beta2 + v
     v = v.clamp(max=largest)
     u = torch.maximum(v / c2, common.square())
     return AdamWStep(_decay(tau, h) * theta - moved * h.lr / (u.sqrt() + h.eps), new, v)

@@ -41,17 +41,21 @@ def update_adams(
 
 
 @operation
-def update_adamw(shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, ranks: int) -> Tensor:
+def update_adamw(
+    shard: ShardState, mask: Tensor | None, mean: Tensor, own: Tensor | None, numbers: RowNumbers, ranks: int
+) -> Tensor:
     """:func:`adamw_step` on the masked entries of a shard; theta, both moments and last_step change in place.
 
-    Example: lr 1, no decay, both betas 0, eps 1e-30, one rank: ``theta = [[3]]`` at step 1 with ``mean = [[-2]]``,
-    last steps ``[[0, 0]]`` and mask ``[[1]]`` gives ``theta = [[4]]``, exp_avg ``[[0, -2]]``, exp_avg_sq ``[[0, 4]]``.
+    Example: lr 1, no decay, both betas 0, eps 1e-30, two ranks: ``theta = [[3]]`` at step 1 with ``mean = [[-2]]``,
+    ``own = [[-1]]``, exp_avg_sq ``[[0, 0.5]]``, last steps ``[[0, 0]]`` and mask ``[[1]]`` gives ``theta = [[4]]``,
+    exp_avg ``[[0, -2]]``, exp_avg_sq ``[[0, 4]]``.
 
     Args:
         shard: changed in place. Its second moment is that of the step before without a mask, else it has this step's
             own gradient in it.
         mask: ``[R, q]`` or None.
         mean: ``[R, q]``, A of :func:`adamw_step`.
+        own: likewise of its dtype, a; None without a mask.
         numbers: of each row.
         ranks: N.
 
@@ -61,10 +65,10 @@ def update_adamw(shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: 
     assert shard.exp_avg_sq is not None
     assert isinstance(numbers.first, Tensor)
     assert numbers.second is not None
-    own, corrections = numbers.hyper.rows(numbers.group), (column(numbers.first), column(numbers.second))
+    hyper, corrections = numbers.hyper.rows(numbers.group), (column(numbers.first), column(numbers.second))
     tau = _waits(shard, mask, numbers.step)
     moments = gather_blocks(shard.exp_avg, mask), gather_blocks(shard.exp_avg_sq, mask)
-    new = adamw_step(shard.theta, *moments, tau, mean, own, corrections, ranks, mask is None)
+    new = adamw_step(shard.theta, *moments, tau, mean, own, hyper, corrections, ranks)
     return _write(shard, mask, numbers, *new)
 
 
