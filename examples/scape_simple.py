@@ -127,10 +127,10 @@ class Scape:
         if mask is None:  # everything is sent: v is AdamW's own
             v = v * self.b2 + mean.square() / tau * new_square
         else:  # what the ranks have in common, beyond the owner's own part; and what the owner cannot have seen
-            v += new_square / ((tau - 1) * new_square + 1) * (mean.square() - own.square() / self.ranks)
+            shared = torch.where(tau == 1, mean, own) * mean - own.square() / self.ranks
+            v += new_square / torch.maximum(tau, new_square * tau * tau) * shared
             v += new_square * (tau > 1) * (mean.square() - v.clamp_(min=0) / c2 * self.ranks * tau * tau).clamp(min=0)
-        common = (tau > 1) * torch.maximum((m / c1).abs(), moved.abs() / LONGEST_MOVE)
-        u = torch.maximum(v / c2, common.square())
+        u = torch.maximum(v / c2, (tau > 1) * torch.maximum((m / c1).abs(), moved.abs() / LONGEST_MOVE).square())
         new = (1 - self.lr * self.weight_decay) ** tau * theta - moved * self.lr / (u.sqrt() + self.eps)
         due = new - theta + self.error.gather(1, at)
         changes = four_bits(due.view(self.ranks, -1)).reshape_as(due)

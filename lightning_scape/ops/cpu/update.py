@@ -10,7 +10,17 @@ import math
 import numpy as np
 from numba.extending import overload
 
-from lightning_scape.ops.cpu.numbers import CACHE_LINE, array_at, jit, larger, narrow, overlap, prefetch_line, widen
+from lightning_scape.ops.cpu.numbers import (
+    CACHE_LINE,
+    array_at,
+    clamp,
+    jit,
+    larger,
+    narrow,
+    overlap,
+    prefetch_line,
+    widen,
+)
 
 _TILE = 512
 """Entries that an update reads before it computes: their cache misses overlap."""
@@ -302,9 +312,10 @@ def _move_adamw(rule, theta, total, own, m, tau, decay, blend, n, numbers, corre
         squared = total[j] * total[j]
         squared = largest if squared > largest else squared
         if masked:
-            known = own[j] * own[j]
-            known = (largest if known > largest else known) / ranks
-            v2 = one_minus_beta2 / ((tau[j] - one) * one_minus_beta2 + one) * (squared - known) + n[j]
+            known, shared = own[j] * own[j], squared if tau[j] == one else own[j] * total[j]
+            known, shared = largest if known > largest else known, clamp(shared, largest)
+            weight = one_minus_beta2 / larger(tau[j], one_minus_beta2 * tau[j] * tau[j])
+            v2 = weight * (shared - known / ranks) + n[j]
             v2 = zero if v2 < zero else v2
             seen = v2 / c2 * ranks * tau[j] * tau[j]
             unseen = squared - (largest if seen > largest else seen)

@@ -117,8 +117,9 @@ def _update_kernel(
             squared = tl.minimum(a * a, largest)
             if MASKED:
                 mine = tl.load(own + entry, mask=inside, other=0)
-                beyond = squared - divide(tl.minimum(mine * mine, largest), steps * 0 + ranks)
-                v2 += divide(one_minus_b2, (steps - 1) * one_minus_b2 + 1) * beyond
+                shared = tl.where(tau == 1, squared, tl.maximum(tl.minimum(mine * a, largest), -largest))
+                shared -= divide(tl.minimum(mine * mine, largest), steps * 0 + ranks)
+                v2 += divide(one_minus_b2, tl.maximum(steps, one_minus_b2 * steps * steps)) * shared
                 v2 = tl.maximum(v2, 0)
                 seen = tl.minimum(divide(v2, divisor2) * ranks * steps * steps, largest)
                 v2 += one_minus_b2 * tl.where(tau == 1, 0, tl.maximum(squared - seen, 0))

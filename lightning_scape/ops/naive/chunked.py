@@ -210,8 +210,12 @@ def update_adams(
     shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, floor: float = 1.0
 ) -> Tensor:
     """See :func:`naive.update_adams`."""
-    parts = _updated_together(shard, mask, mean, numbers)
-    return torch.stack([naive.update_adams(*part, floor) for part in parts]).sum()
+    return torch.stack(
+        [
+            naive.update_adams(shard.of(rows), cut(mask, rows), mean[rows], numbers.of(rows), floor)
+            for rows in _row_slices(mean)
+        ]
+    ).sum()
 
 
 @CHUNKED.implements
@@ -219,18 +223,12 @@ def update_adamw(
     shard: ShardState, mask: Tensor | None, mean: Tensor, own: Tensor | None, numbers: RowNumbers, ranks: int
 ) -> Tensor:
     """See :func:`naive.update_adamw`."""
-    parts = zip(_row_slices(mean), _updated_together(shard, mask, mean, numbers), strict=True)
     return torch.stack(
-        [naive.update_adamw(*first, cut(own, rows), numbers, ranks) for rows, (*first, numbers) in parts]
+        [
+            naive.update_adamw(shard.of(rows), cut(mask, rows), mean[rows], cut(own, rows), numbers.of(rows), ranks)
+            for rows in _row_slices(mean)
+        ]
     ).sum()
-
-
-def _updated_together(
-    shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers
-) -> Iterator[tuple[ShardState, Tensor | None, Tensor, RowNumbers]]:
-    """What an update needs of some rows, for all of them in turn."""
-    for rows in _row_slices(mean):
-        yield shard.of(rows), cut(mask, rows), mean[rows], numbers.of(rows)
 
 
 # ----------------------------------------------------------------------------------------------- parameters

@@ -214,11 +214,13 @@ def adamw_step(
     (:func:`accumulate_exp_avg_sq`): right where the gradients of the ranks are noise. It also has A, and its own part
     of it, a, so at a visit v takes what the ranks have in common::
 
-        v = max(0, v + (1-b2)/((tau-1)*(1-b2) + 1) * (A**2 - a**2/N))     # a step of backward Euler, as in m'
+        x = A**2 for tau = 1, a*A for tau > 1
+        v = max(0, v + min((1-b2)/tau, 1/tau**2) * (x - a**2/N))
         u = v/c2
 
     For ``tau = 1`` that is AdamW, term for term: what the owner has added of this step goes, the averaged gradient
-    takes its place. For ``tau > 1`` a visit is held to what tau steps of AdamW would do::
+    takes its place. Entries that wait are chosen by their sums, so A**2 would be no fair sample of noise; the product
+    with the others' noise is. For ``tau > 1`` a visit is also held to what tau steps of AdamW would do::
 
         v = v + (1-b2) * max(0, A**2 - N * tau**2 * v/c2)     # what the owner cannot have seen
         u = max(v/c2, (m'/c1)**2, (S/c1 / L)**2)              # L is LONGEST_MOVE
@@ -254,8 +256,9 @@ def adamw_step(
     if own is None:
         v = v * h.beta2 + squared / tau * h.one_minus_beta2
     else:
-        beyond = squared - own.square().clamp(max=largest) / ranks
-        v = (h.one_minus_beta2 / ((tau - 1) * h.one_minus_beta2 + 1) * beyond + v).clamp(min=0)
+        shared = torch.where(tau == 1, squared, (own * total).clamp(-largest, largest))
+        weight = h.one_minus_beta2 / torch.maximum(tau, h.one_minus_beta2 * tau * tau)
+        v = (weight * (shared - own.square().clamp(max=largest) / ranks) + v).clamp(min=0)
         unseen = (squared - (v / c2 * ranks * tau * tau).clamp(max=largest)).clamp(min=0)
         v = torch.where(tau == 1, 0.0, unseen) * h.one_minus_beta2 + v
     v = v.clamp(max=largest)
