@@ -401,6 +401,15 @@ def test_entries_that_are_chosen_by_their_noise_keep_their_second_moment() -> No
     assert 0.97 < after / before < 1.03
 
 
+def test_what_waited_with_another_owner_moves_an_entry_no_further_than_adamw() -> None:
+    """After a load on other ranks a rest may come to an owner that has seen nothing: v must not be 0 beside m."""
+    zero, one, rest = (torch.tensor(v, dtype=torch.float64) for v in ([0.0] * 4, [1.0] * 4, [1e-5, 1e-3, 1.0, 1e3]))
+    given = one, rest / 8, rest, hyper(1e-2, 0.9, 0.95, 1e-8, 0.0), (ONE, ONE), 8
+    moved, _, second = ops.adamw_step(zero, zero, zero, *given)
+    torch.testing.assert_close(second, 0.05 * (rest / 8).square())
+    assert (moved.abs() < 1e-2).all()
+
+
 def test_what_the_owner_cannot_have_seen_is_remembered() -> None:
     grad, tau = torch.randn(50, dtype=torch.float64), 7
     state, given = [torch.zeros_like(grad)] * 3, (hyper(1e-3, 0.9, 0.999, 1e-8, 0.0), (ONE, scalar(0.5)))

@@ -316,7 +316,8 @@ def _move_adamw(rule, theta, total, own, m, tau, decay, blend, n, numbers, corre
             known, shared = largest if known > largest else known, clamp(shared, largest)
             weight = one_minus_beta2 / larger(tau[j], one_minus_beta2 * tau[j] * tau[j])
             v2 = weight * (shared - known / ranks) + n[j]
-            v2 = zero if v2 < zero else v2
+            least = squared * one_minus_beta2 * (one - late)
+            v2 = least if v2 < least else v2
             seen = v2 / c2 * ranks * tau[j] * tau[j]
             unseen = squared - (largest if seen > largest else seen)
             v2 += (zero if unseen < zero else unseen) * late * one_minus_beta2

@@ -120,7 +120,7 @@ def _update_kernel(
                 shared = tl.where(tau == 1, squared, tl.maximum(tl.minimum(mine * a, largest), -largest))
                 shared -= divide(tl.minimum(mine * mine, largest), steps * 0 + ranks)
                 v2 += divide(one_minus_b2, tl.maximum(steps, one_minus_b2 * steps * steps)) * shared
-                v2 = tl.maximum(v2, 0)
+                v2 = tl.maximum(v2, tl.where(tau == 1, one_minus_b2 * squared, 0))
                 seen = tl.minimum(divide(v2, divisor2) * ranks * steps * steps, largest)
                 v2 += one_minus_b2 * tl.where(tau == 1, 0, tl.maximum(squared - seen, 0))
             else:

@@ -215,7 +215,7 @@ def adamw_step(
     of it, a, so at a visit v takes what the ranks have in common::
 
         x = A**2 for tau = 1, a*A for tau > 1
-        v = max(0, v + min((1-b2)/tau, 1/tau**2) * (x - a**2/N))
+        v = max(0, v + min((1-b2)/tau, 1/tau**2) * (x - a**2/N))     # AdamW's (1-b2) * A**2 at least for tau = 1
         u = v/c2
 
     For ``tau = 1`` that is AdamW, term for term: what the owner has added of this step goes, the averaged gradient
@@ -258,7 +258,8 @@ def adamw_step(
     else:
         shared = torch.where(tau == 1, squared, (own * total).clamp(-largest, largest))
         weight = h.one_minus_beta2 / torch.maximum(tau, h.one_minus_beta2 * tau * tau)
-        v = (weight * (shared - own.square().clamp(max=largest) / ranks) + v).clamp(min=0)
+        least = torch.where(tau == 1, squared * h.one_minus_beta2, 0.0)
+        v = torch.maximum(weight * (shared - own.square().clamp(max=largest) / ranks) + v, least)
         unseen = (squared - (v / c2 * ranks * tau * tau).clamp(max=largest)).clamp(min=0)
         v = torch.where(tau == 1, 0.0, unseen) * h.one_minus_beta2 + v
     v = v.clamp(max=largest)
