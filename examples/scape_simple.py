@@ -129,8 +129,7 @@ class Scape:
         else:  # what the ranks have in common, beyond the owner's own part; and what the owner cannot have seen
             shared = torch.where(tau == 1, mean, own) * mean - own.square() / self.ranks
             v += new_square / torch.maximum(tau, new_square * tau * tau) * shared
-            v = torch.maximum(v, new_square * (tau == 1) * mean.square())
-            v += new_square * (tau > 1) * (mean.square() - v / c2 * self.ranks * tau * tau).clamp(min=0)
+            v += new_square * (tau > 1) * (mean.square() - v.clamp_(min=0) / c2 * self.ranks * tau * tau).clamp(min=0)
         u = torch.maximum(v / c2, (tau > 1) * torch.maximum((m / c1).abs(), moved.abs() / LONGEST_MOVE).square())
         new = (1 - self.lr * self.weight_decay) ** tau * theta - moved * self.lr / (u.sqrt() + self.eps)
         due = new - theta + self.error.gather(1, at)
@@ -179,7 +178,8 @@ def as_byte(values: Tensor) -> Tensor:
 
 
 def main(steps: int = 1000, ranks: int = 4) -> None:
-    for method in ("AdamW", "SCAPE 99%"):  # a regression on noise and a signal
+    """A regression on noise and a signal, at 99% and with AdamW."""
+    for method in ("AdamW", "SCAPE 99%"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(20, 100), nn.Tanh(), nn.Linear(100, 1))
         parameters = list(model.parameters())

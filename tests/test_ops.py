@@ -324,7 +324,7 @@ def test_whole_steps_are_torchs_adamw(betas: tuple[float, float]) -> None:
 sizes = st.floats(-1e6, 1e6, allow_nan=False, allow_subnormal=False)
 
 
-@given(st.integers(2, 5000), sizes, sizes, st.floats(0, 1e12), st.integers(1, 64), st.none() | sizes)
+@given(st.integers(1, 5000), sizes, sizes, st.floats(0, 1e12), st.integers(1, 64), st.none() | sizes)
 def test_a_visit_moves_an_entry_by_so_many_learning_rates_at_most(
     tau: int, m: float, total: float, v: float, ranks: int, own: float | None
 ) -> None:
@@ -333,7 +333,8 @@ def test_a_visit_moves_an_entry_by_so_many_learning_rates_at_most(
     theta, first, second = ops.adamw_step(*given, part, hyper(lr, 0.9, 0.999, 1e-8, 0.0), corrections, ranks)
     assert second >= 0
     assert all(value.isfinite() for value in (theta, first, second))
-    assert abs(float(theta)) <= lr * ops.naive.LONGEST_MOVE * (1 + 1e-9)
+    if tau > 1:  # a step of AdamW itself has no bound
+        assert abs(float(theta)) <= lr * ops.naive.LONGEST_MOVE * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])

@@ -273,13 +273,13 @@ def step_beside_the_op(rank: int, world_size: int) -> int:
     config = ScapeConfig(sparsity=0.9, update="adamw", dense_steps=2, sparsity_warmup_steps=2, **FP32)
     optimizer = ScapeOptimizer(groups, config=config)
     totals: list[Tensor] = []
-    parts: list[Tensor] = []
+    parts: list[Tensor | None] = []
     real = optimizer.engine.shard.update
 
-    def update(step: Step, mean: Tensor, mine: Tensor) -> Tensor:
+    def update(step: Step, mean: Tensor, part: Tensor | None) -> Tensor:
         totals.append(mean.clone())
-        parts.append(mine.clone())
-        return real(step, mean, mine)
+        parts.append(None if part is None else part.clone())
+        return real(step, mean, part)
 
     optimizer.engine.shard.update = update  # type: ignore[method-assign]
     pieces, taken, visited = optimizer.engine.shard.region.pieces, [0] * len(params), 0
@@ -301,7 +301,9 @@ def step_beside_the_op(rank: int, world_size: int) -> int:
         own = None if mask is None else mask[optimizer.engine.shard.rows]
         ops.scatter_blocks(inside, own, torch.ones_like(totals[-1]))
         ops.scatter_blocks(total, own, totals[-1])
-        ops.scatter_blocks(owned, own, parts[-1])
+        assert (parts[-1] is None) == (mask is None)
+        if parts[-1] is not None:
+            ops.scatter_blocks(owned, own, parts[-1])
         matrices = (*shard, inside, total, owned, state.exp_avg, state.exp_avg_sq, state.last_step)
         views = [piece_views(matrix, pieces) for matrix in matrices]  # type: ignore[union-attr]
         for place in range(len(SIZES)):

@@ -137,8 +137,8 @@ class Shard:
         """A, ``[R, q]``: the mean over ranks of the values for my shard, summed in rank order."""
         return ops.mean(arrived, dtype)
 
-    def update(self, step: Step, mean: Tensor, mine: Tensor) -> Tensor:
-        """The update of the masked entries, from the mean gradient ``[R, q]`` and my part of it.
+    def update(self, step: Step, mean: Tensor, own: Tensor | None) -> Tensor:
+        """The update of the masked entries, from the mean gradient ``[R, q]`` and my own sum; None without a mask.
 
         Returns:
             The new values of the entries, or their changes, ``[R, q]`` in the dtype of their travel (or packed).
@@ -149,7 +149,7 @@ class Shard:
         renew, flats, pieces = state.master is not None, self._parameters.flat, self.region.pieces
         ops.gather_params(ops.ParamEntries(flats, pieces, mask, self._layout.block_size), theta, renew)
         before = theta.clone() if self.as_changes else None
-        step.record.sent, step.record.again = step.sent, self._update(step, theta, mean, mine)
+        step.record.sent, step.record.again = step.sent, self._update(step, theta, mean, own)
         self._participants.count(state, step.scale)  # with last_step, or the next tau would not be right
         if state.master is not None and mask is not None:
             ops.scatter_blocks(state.master, mask, theta)
@@ -185,7 +185,7 @@ class Shard:
         """Updated values or changes of a message, ``[shards * R, q]``, or some rows; every rank reads the same."""
         return self.wire.read(message, self._layout.shard_blocks, step.sent, shards, some)
 
-    def _update(self, step: Step, theta: Tensor, mean: Tensor, mine: Tensor) -> Tensor:
+    def _update(self, step: Step, theta: Tensor, mean: Tensor, own: Tensor | None) -> Tensor:
         """Updates ``theta [R, q]``; returns how many of the entries were visited in the step before too."""
         state, mask, scale = step.state, step.mask.mine, step.scale.mine
         number = self._participants.steps(state)
@@ -194,7 +194,7 @@ class Shard:
         if state.exp_avg_sq is not None:
             shard = ops.ShardState(theta, state.exp_avg, state.exp_avg_sq, state.last_step)
             numbers = ops.RowNumbers(number, scale, hyper, corrections.first, corrections.second, group)
-            own = None if mask is None else mine.to(mean.dtype)
+            own = None if own is None else own.to(mean.dtype)
             return ops.update_adamw(shard, mask, mean, own, numbers, self._layout.world_size)
         shard = ops.ShardState(theta, state.exp_avg, state.local_exp_avg_sq, state.last_step)
         first = corrections.first if corrections.corrected else 1.0

@@ -122,9 +122,10 @@ class Engine:
         with record.phase("exchange"):
             arrived = self.outgoing.arrived(arriving.wait(), mine)
             mean = self.shard.average(arrived, step.state.exp_avg.dtype)
-            del message, arriving, arrived
+            own = None if step.mask.mine is None else mine  # where everything is sent, the mean says all
+            del message, mine, arriving, arrived
         with record.phase("update"):
-            update = self.shard.update(step, mean, mine)
+            update = self.shard.update(step, mean, own)
         with record.phase("write"):
             self._write(step, update, self.comm.all_gather(update))
         with record.phase("launch"):
