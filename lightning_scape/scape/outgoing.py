@@ -58,17 +58,12 @@ class Outgoing:
                 message=message,
             )
         )
+        step.record.sent_energy.append(ops.squared_norm([values[rows] for rows in self.region.rows]))
         if message is None:
             values[self._my_rows] = 0  # NCCL may look for NaN in its input
             return values.to(step.state.step.device)
         message[self._rank] = 0
         return message.flatten(0, 1).to(step.state.step.device)
-
-    def sent(self, step: Step, message: Tensor) -> list[Tensor]:
-        """The values of a message as their owners will read them, ``[*, q]`` each."""
-        rows = self.region.rows
-        values = self.wire.read(message, self._blocks // self._shards, step.sent, self._shards, rows)
-        return [values[each] for each in rows]
 
     def arrived(self, received: Tensor, mine: Tensor) -> list[Tensor]:
         """Every rank's values for my shard, from the messages of all ranks; ``mine [R, q]`` did not travel."""

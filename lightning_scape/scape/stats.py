@@ -85,8 +85,8 @@ class StepRecord:
     """q of the step."""
     norm: Tensor | None = None
     scale: Tensor | None = None
-    sent_energy: Tensor | None = None
-    """Squared norm of what this rank sent."""
+    sent_energy: list[Tensor] = field(default_factory=list)
+    """Squared norms of what this rank sent, and of its values for its own shard."""
     again: Tensor | None = None
     """Entries of the shard, pads included, that were visited in the step before too."""
     skipped_total: int = 0
@@ -115,9 +115,9 @@ class StepRecord:
         """
         assert self.norm is not None
         assert self.scale is not None
-        assert self.sent_energy is not None
         assert self.again is not None
-        left, sent, scale = (float(x) for x in (ops.squared_norm([residual]), self.sent_energy, self.scale))
+        left, scale = float(ops.squared_norm([residual])), float(self.scale)
+        sent = sum(float(energy) for energy in self.sent_energy)
         mine = sum(piece.kept(self.sent, layout.block_size) for piece in shard_pieces)
         everywhere = sum(piece.kept(self.sent, layout.block_size) for piece in layout.everything().pieces)
         pads = layout.shard_blocks * self.sent - mine  # the same ones at every step

@@ -118,7 +118,7 @@ class Engine:
             arriving = self.comm.all_to_all(message)
         with arriving, record.phase("sweep"):
             mine = self.shard.take(step)
-            record.sent_energy = ops.squared_norm([mine, *self.outgoing.sent(step, message)])
+            record.sent_energy.append(ops.squared_norm([mine]))
         with record.phase("exchange"):
             arrived = self.outgoing.arrived(arriving.wait(), mine)
             mean = self.shard.average(arrived, step.state.exp_avg.dtype)

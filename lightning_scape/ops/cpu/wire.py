@@ -70,7 +70,7 @@ def pack_ready(values, residual, mask, packing, begin, end):
 
 @jit
 def _pack_group(values, residual, mask, message, row, start, there, bits, codes, padded):
-    """One group: its row of the message, and its rounding errors, which go back into the residual."""
+    """One group: its row of the message. Rounding errors go back into the residual; values become what is sent."""
     levels, part = np.int32((1 << (bits - 1)) - 1), values[start : start + there]
     if there == GROUP:
         scale = _take_steps(part, codes, levels)
@@ -86,14 +86,17 @@ def _pack_group(values, residual, mask, message, row, start, there, bits, codes,
         flat = flat[start : start + there]
         for i in range(there):
             flat[i] += part[i]
-        return
-    chosen, first = mask.reshape(-1)[start : start + there], start // sent
-    before, column = np.uint64(first * length), start - first * sent
+    else:
+        chosen, first = mask.reshape(-1)[start : start + there], start // sent
+        before, column = np.uint64(first * length), start - first * sent
+        for i in range(there):
+            flat[before + np.uint64(chosen[i])] += part[i]
+            column += 1
+            if column == sent:
+                before, column = before + np.uint64(length), 0
+    negative = -np.int32(scale << 16).view(np.float32)
     for i in range(there):
-        flat[before + np.uint64(chosen[i])] += part[i]
-        column += 1
-        if column == sent:
-            before, column = before + np.uint64(length), 0
+        part[i] = np.float32(levels - codes[i]) * negative
 
 
 @jit

@@ -29,6 +29,12 @@ def _steps_of(value, unit, LEVELS: tl.constexpr):
 
 
 @triton.jit
+def _value_of(code, unit, LEVELS: tl.constexpr):
+    """What is sent; -0.0 for a zero."""
+    return (LEVELS - code).to(tl.float32) * (unit * -1.0)  # -x would be 0 - x, which is not -0.0 where x is 0
+
+
+@triton.jit
 def _give_back(residual, mask, entry, sent, left, inside, MASKED: tl.constexpr, LENGTH: tl.constexpr):
     """Adds what rounding has left to the residual's entries; no other program has these."""
     if MASKED:
@@ -84,17 +90,20 @@ def _quantize_kernel(
 
     steps = _steps_of(low, unit, LEVELS)
     left = low - steps * unit
-    tl.store(source, left, mask=inside)
+    codes = steps.to(tl.int32) + LEVELS
     if FEED:
         _give_back(residual, mask, number, sent, left, inside, MASKED, LENGTH)
-    codes = steps.to(tl.int32) + LEVELS
+        left = _value_of(codes, unit, LEVELS)
+    tl.store(source, left, mask=inside)
     if PER_BYTE == 2:
         steps = _steps_of(high, unit, LEVELS)
         left = high - steps * unit
-        tl.store(source + 1, left, mask=inside_high)
+        code = steps.to(tl.int32) + LEVELS
         if FEED:
             _give_back(residual, mask, number + 1, sent, left, inside_high, MASKED, LENGTH)
-        codes = codes | ((steps.to(tl.int32) + LEVELS) << 4)
+            left = _value_of(code, unit, LEVELS)
+        tl.store(source + 1, left, mask=inside_high)
+        codes = codes | (code << 4)
     tl.store(target[:, None] + place[None, :], codes.to(tl.uint8), mask=there)
     tl.store(target + (WIDTH - 2), (scale & 0xFF).to(tl.uint8), mask=group < total)
     tl.store(target + (WIDTH - 1), (scale >> 8).to(tl.uint8), mask=group < total)
@@ -121,7 +130,7 @@ def pack(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor)
 
 
 def _launch_quantize(values: Tensor, message: Tensor, residual: Tensor | None, mask: Tensor | None) -> None:
-    """Packs ``values [S, n]`` into ``message [S, G, W]``; what is left stays there, and is added to the residual."""
+    """Packs ``values [S, n]`` into ``message [S, G, W]``; what is left stays there, or goes into the residual."""
     (shards, count), (_, groups, width) = values.shape, message.shape
     rows = _GROUPS if residual is None else _GROUPS // 4  # places of entries take registers, too
     launching.launch(
@@ -179,12 +188,10 @@ def _dequantize_kernel(
     codes = tl.load(source[:, None] + place[None, :], mask=there, other=0).to(tl.int32)
     scale = tl.load(source + (WIDTH - 2), mask=group < total, other=0).to(tl.int32)
     scale = scale | (tl.load(source + (WIDTH - 1), mask=group < total, other=0).to(tl.int32) << 8)
-    negative = _unit_of(scale)[:, None] * -1.0  # -x would be 0 - x, which is not -0.0 where x is 0
-    steps = LEVELS - (codes & (2**BITS - 1))
-    tl.store(target, steps.to(tl.float32) * negative, mask=there & (entry < count))
+    unit = _unit_of(scale)[:, None]
+    tl.store(target, _value_of(codes & (2**BITS - 1), unit, LEVELS), mask=there & (entry < count))
     if PER_BYTE == 2:
-        steps = LEVELS - (codes >> 4)
-        tl.store(target + 1, steps.to(tl.float32) * negative, mask=there & (entry + 1 < count))
+        tl.store(target + 1, _value_of(codes >> 4, unit, LEVELS), mask=there & (entry + 1 < count))
 
 
 @CUDA.implements

@@ -12,7 +12,7 @@ from lightning_scape.core.layout import Piece, Region
 from lightning_scape.ops.naive.gradients import accumulate_exp_avg_sq, fold, within
 from lightning_scape.ops.naive.masks import propose, select, votes_in
 from lightning_scape.ops.naive.rules import SecondMoment, column, cut
-from lightning_scape.ops.naive.wire import bits_in, gather_blocks, quantize, scatter_blocks
+from lightning_scape.ops.naive.wire import bits_in, dequantize, gather_blocks, quantize, scatter_blocks
 from lightning_scape.ops.registry import operation
 
 
@@ -52,18 +52,25 @@ def pack(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor)
     Args:
         residual: ``[S * R, B]``, of S shards; changed in place.
         mask: ``[S * R, q]``, where the values were; or None.
-        values: fp32 ``[S * R, q]``, contiguous; they become what their rounding leaves.
+        values: fp32 ``[S * R, q]``, contiguous; they become what is sent (:func:`dequantize`).
         message: uint8 ``[S, G, W]``, written: a group is of one shard's values.
     """
-    pack_by(quantize, residual, mask, values, message)
+    pack_by(quantize, dequantize, residual, mask, values, message)
 
 
 def pack_by(
-    quantize: Callable[[Tensor, int], Tensor], residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor
+    quantize: Callable[[Tensor, int], Tensor],
+    dequantize: Callable[[Tensor, int, int, Tensor], Tensor],
+    residual: Tensor,
+    mask: Tensor | None,
+    values: Tensor,
+    message: Tensor,
 ) -> None:
-    """:func:`pack`, by any implementation of :func:`quantize`."""
-    message.copy_(quantize(values.view(len(message), values.numel() // len(message)), bits_in(message.shape[2])))
+    """:func:`pack`, by any implementation of :func:`quantize` and of :func:`dequantize`."""
+    flat, bits = values.view(len(message), values.numel() // len(message)), bits_in(message.shape[2])
+    message.copy_(quantize(flat, bits))  # what rounding leaves stays in the values
     scatter_blocks(residual, mask, values, add=True)
+    dequantize(message, bits, flat.shape[1], flat)
 
 
 class Sweep(NamedTuple):
@@ -92,8 +99,8 @@ class Sweep(NamedTuple):
     next_mask: Tensor | None = None
     """``[rows, q']``, written: what :func:`select` returns."""
     message: Tensor | None = None
-    """uint8 ``[S, G, W]``, written: what :func:`pack` makes of the fp32 ``values``. The rows are those of S shards, of
-    which the region has some as a whole; the others' part of the message stays as it is."""
+    """uint8 ``[S, G, W]``, written: what :func:`pack` makes of the fp32 ``values``, which become what it sends. The
+    rows are those of S shards, of which the region has some as a whole; the message of the others stays as it is."""
 
     def shards_of(self, rows: slice) -> slice:
         """The shards of the message that have these rows."""
