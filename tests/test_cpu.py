@@ -168,9 +168,12 @@ def test_quantize_with_error_equals_its_twin(
     ours = torch.where(ours.abs() < 1e30, ours, torch.where(ours > 0, torch.inf, torch.nan))
     theirs = ours.clone()
     before = torch.where(torch.rand(values.shape) < 0.2, values, values.roll(1))  # some stand still
-    message = cpu.quantize_with_error(ours, mask, values, before, scale, width)
+    mine = values.clone()
+    message = cpu.quantize_with_error(ours, mask, mine, before, scale, width)
     assert_same_bits(message, naive.quantize_with_error(theirs, mask, values, before, scale, width))
     assert_same_bits(ours, theirs)
+    assert_same_bits(mine, values)
+    assert_same_bits(mine.flatten(), naive.dequantize(message.unsqueeze(0), width, mine.numel())[0].to(dtype))
 
 
 @given(FLOATS, STATES, st.sampled_from([None, 0.3, 1e5]), st.sampled_from([0.0, 1.0, 0.7]), st.integers(0, 2**20))
@@ -296,7 +299,7 @@ def test_operations_in_chunks_equal_the_definition(monkeypatch: pytest.MonkeyPat
         left = torch.randn(2, 1525, generator=generator)
         message = module.quantize(left, 4)
         results[-1] += [left, message, module.dequantize(message, 4, 1525)]
-        results[-1] += [module.quantize_with_error(residual, mask, values, sent.float(), ONE, 4), residual]
+        results[-1] += [module.quantize_with_error(residual, mask, values, sent.float(), ONE, 4), residual, values]
         torch.testing.assert_close(module.squared_norm(grads), naive.squared_norm(grads))
     for ours, theirs in zip(*results, strict=True):
         assert_same_bits(ours, theirs)
@@ -536,7 +539,7 @@ def run_all() -> list[Tensor]:
     wire = [left, message, cpu.dequantize(message, 4, left.shape[1])]
     many, error = cpu.select(residual, 80), residual.clone()
     values = torch.randn(rows, 80, generator=generator)
-    wire += [cpu.quantize_with_error(error, many, values, values.roll(1), ONE, 4), error]
+    wire += [cpu.quantize_with_error(error, many, values, values.roll(1), ONE, 4), error, values]
     arrived = [cpu.mean([sent, sent], torch.float32), cpu.changes(theta, sent.float(), torch.bfloat16)]
     state = [residual, second, proposals, mask, sent, theta, last_step, again, *arrived]
     return [*state, *grads, *norms, *wire, cpu.select(residual, 2)]

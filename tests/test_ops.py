@@ -165,16 +165,18 @@ def test_errors_of_rounding_are_sent_later_and_rows_that_stand_still_keep_theirs
     values = values.t().contiguous().t()  # rows that do not lie one behind the other
     mask = None if sent is None else ops.select(error, sent)
     scale, before = torch.arange(70) % 3.0, error.clone()
-    message = ops.quantize_with_error(error, mask, values, torch.zeros_like(values), scale, 4)
+    theta, before_all = values.clone(), torch.zeros_like(values)
+    message = ops.quantize_with_error(error, mask, theta, before_all, scale, 4)
     read = ops.dequantize(message.unsqueeze(0), 4, values.numel()).view(values.shape)
+    assert torch.equal(theta, read.to(dtype))
     due = values + ops.gather_blocks(before, mask)
     moved = scale > 0
     assert torch.equal((read + ops.gather_blocks(error, mask))[moved], due[moved])
     assert torch.equal(error[~moved], before[~moved])
     bad = torch.full_like(error, float("nan")).fill_diagonal_(float("inf"))  # of parameters that were not finite
-    again = ops.quantize_with_error(bad, mask, values, torch.zeros_like(values), torch.ones(()), 4)
+    again = ops.quantize_with_error(bad, mask, values.clone(), before_all, torch.ones(()), 4)
     fresh = torch.zeros_like(error)
-    assert torch.equal(again, ops.quantize_with_error(fresh, mask, values, torch.zeros_like(values), torch.ones(()), 4))
+    assert torch.equal(again, ops.quantize_with_error(fresh, mask, values.clone(), before_all, torch.ones(()), 4))
     assert torch.equal(ops.gather_blocks(bad, mask), ops.gather_blocks(fresh, mask))
     assert not read[~moved].any()
     if mask is not None:

@@ -276,7 +276,7 @@ def step_beside_the_op(rank: int, world_size: int) -> int:
     parts: list[Tensor | None] = []
     real = optimizer.engine.shard.update
 
-    def update(step: Step, mean: Tensor, part: Tensor | None) -> Tensor:
+    def update(step: Step, mean: Tensor, part: Tensor | None) -> tuple[Tensor, Tensor]:
         totals.append(mean.clone())
         parts.append(None if part is None else part.clone())
         return real(step, mean, part)

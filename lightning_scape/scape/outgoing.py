@@ -58,7 +58,8 @@ class Outgoing:
                 message=message,
             )
         )
-        step.record.sent_energy.append(ops.squared_norm([values[rows] for rows in self.region.rows]))
+        if self.region.rows:
+            step.record.sent_energy.append(ops.squared_norm([values[rows] for rows in self.region.rows]))
         if message is None:
             values[self._my_rows] = 0  # NCCL may look for NaN in its input
             return values.to(step.state.step.device)

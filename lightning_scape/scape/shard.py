@@ -137,11 +137,12 @@ class Shard:
         """A, ``[R, q]``: the mean over ranks of the values for my shard, summed in rank order."""
         return ops.mean(arrived, dtype)
 
-    def update(self, step: Step, mean: Tensor, own: Tensor | None) -> Tensor:
+    def update(self, step: Step, mean: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor]:
         """The update of the masked entries, from the mean gradient ``[R, q]`` and my own sum; None without a mask.
 
         Returns:
-            The new values of the entries, or their changes, ``[R, q]`` in the dtype of their travel (or packed).
+            The message: new values of the entries, or their changes, ``[R, q]`` in the dtype of their travel (or
+            packed); and what its readers find in it, ``[R, q]``.
         """
         state, mask = step.state, step.mask.mine
         theta = torch.zeros_like(mean) if state.master is None else ops.gather_blocks(state.master, mask)
@@ -160,9 +161,11 @@ class Shard:
         else:  # with what earlier ones' rounding has left; what is left now stays with us
             if state.change_error is None:
                 state.change_error = torch.zeros_like(state.exp_avg)
-            return self.wire.pack_with_error(state.change_error, mask, theta, before, step.scale.mine)
+            message = self.wire.pack_with_error(state.change_error, mask, theta, before, step.scale.mine)
+            return message, theta.float()
         takes_part = step.scale.mine  # the rows of others are not written: 0
-        return torch.where(takes_part.unsqueeze(1) != 0, message, 0.0) if takes_part.dim() else message
+        message = torch.where(takes_part.unsqueeze(1) != 0, message, 0.0) if takes_part.dim() else message
+        return message, message
 
     def refresh(self, state: ScapeState, *, stale: bool) -> None:
         """Brings up to date what the owner keeps beside the parameters, before a step or a save.
@@ -181,9 +184,9 @@ class Shard:
         """Takes up what narrower parameters lose of their changes; None where these are written whole."""
         return None if self.wire.bits is None else state.change_error
 
-    def read(self, step: Step, message: Tensor, shards: int, some: Sequence[slice] | None = None) -> Tensor:
-        """Updated values or changes of a message, ``[shards * R, q]``, or some rows; every rank reads the same."""
-        return self.wire.read(message, self._layout.shard_blocks, step.sent, shards, some)
+    def read(self, step: Step, message: Tensor, some: Sequence[slice]) -> Tensor:
+        """Updated values or changes of all ranks' messages, ``[N*R, q]``, some rows; every rank reads the same."""
+        return self.wire.read(message, self._layout.shard_blocks, step.sent, self._layout.world_size, some)
 
     def _update(self, step: Step, theta: Tensor, mean: Tensor, own: Tensor | None) -> Tensor:
         """Updates ``theta [R, q]``; returns how many of the entries were visited in the step before too."""

@@ -49,7 +49,7 @@ class ValueWire:
         Args:
             error: ``[R, B]``, what is left; changed in place.
             mask: ``[R, q]``, or None for all.
-            theta: ``[R, q]``, of the same dtype.
+            theta: ``[R, q]``, of the same dtype. It becomes the change that is sent.
             before: likewise; ``theta - before`` is the change.
             scale: 0-dim or ``[R]``. 0 sends zeros, and the error stays as it is.
 

@@ -40,10 +40,12 @@ class MessageChecks(Checks):
         for scale in (torch.ones(()), torch.zeros(()), torch.arange(70) % 3.0):
             ours = theirs.to(self.device, copy=True)
             there = None if mask is None else mask.to(self.device)
-            given = ours, there, values.to(self.device), before.to(self.device), scale.to(self.device)
+            mine, moved = values.to(self.device, copy=True), values.clone()
+            given = ours, there, mine, before.to(self.device), scale.to(self.device)
             message = self.module.quantize_with_error(*given, 4)
-            assert_same_bits(message.cpu(), naive.quantize_with_error(theirs, mask, values, before, scale, 4))
+            assert_same_bits(message.cpu(), naive.quantize_with_error(theirs, mask, moved, before, scale, 4))
             assert_same_bits(ours.cpu(), theirs)
+            assert_same_bits(mine.cpu(), moved)
 
     @pytest.mark.parametrize("width", [4, 8])
     def test_quantize_takes_rows_that_lie_apart(self, width: int) -> None:

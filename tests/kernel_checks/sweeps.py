@@ -151,11 +151,12 @@ class SweepJob(NamedTuple):
         """What rounding leaves of a shard's values is put back one entry at a time."""
         assert self.message is not None
         rows = range(shard * self.rows_of_shard, (shard + 1) * self.rows_of_shard)
-        part = self.values[rows.start : rows.stop].view(1, -1)
-        self.message[shard] = naive.quantize(part, naive.bits_in(self.message.shape[2]))[0]
+        part, bits = self.values[rows.start : rows.stop].view(1, -1), naive.bits_in(self.message.shape[2])
+        self.message[shard] = naive.quantize(part, bits)[0]
         for row in rows:
             places = torch.arange(self.residual.shape[1]) if self.mask is None else self.mask[row].long()
             self.residual[row, places] += self.values[row]
+        part.copy_(naive.dequantize(self.message[shard : shard + 1], bits, part.numel()))
 
 
 SWEEPING_RANKS = (None, 0, 1, 2)
@@ -196,9 +197,9 @@ class SweepChecks(Checks):
             count = job.rows_of_shard * job.values.shape[1]
             read = naive.dequantize(after.message, bits, count).view(job.values.shape)
             for rows in job.region.rows:  # sent plus left is what was there, bit for bit
-                assert torch.equal(read[rows].double() + after.values[rows].double(), exact.values[rows].double())
                 left = naive.gather_blocks(after.residual[rows], naive.cut(job.mask, rows))
-                assert torch.equal(left, after.values[rows])
+                assert torch.equal(read[rows].double() + left.double(), exact.values[rows].double())
+                assert_same_bits(after.values[rows], read[rows])
                 assert not naive.gather_blocks(exact.residual[rows], naive.cut(job.mask, rows)).any()
                 if job.proposals is not None and after.proposals is not None and exact.proposals is not None:
                     assert_same_bits(after.proposals[rows], exact.proposals[rows])

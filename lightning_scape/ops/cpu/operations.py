@@ -234,7 +234,8 @@ def quantize_with_error(
 ) -> Tensor:
     """See :func:`naive.quantize_with_error`."""
     if mask is None or error.dtype != torch.float32 or scale.numel() != 1 or float(scale) == 0.0:
-        return feed_error_back(quantize, error, mask, changes(theta, before, theta.dtype), scale, bits)
+        change = changes(theta, before, theta.dtype)
+        return feed_error_back(quantize, dequantize, error, mask, theta, change, scale, bits)
     message = torch.empty(-(-theta.numel() // GROUP), group_bytes(bits), dtype=torch.uint8, device="cpu")
     matrices = array(error), array(mask), array(theta.view(-1)), array(before.view(-1)), array(message)
     loop = functools.partial(wire.quantize_with_error, *matrices, bits)

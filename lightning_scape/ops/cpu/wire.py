@@ -94,9 +94,7 @@ def _pack_group(values, residual, mask, message, row, start, there, bits, codes,
             column += 1
             if column == sent:
                 before, column = before + np.uint64(length), 0
-    negative = -np.int32(scale << 16).view(np.float32)
-    for i in range(there):
-        part[i] = np.float32(levels - codes[i]) * negative
+    _put_values(codes, scale, levels, part)
 
 
 @jit
@@ -116,8 +114,10 @@ def quantize_with_error(error, mask, theta, before, message, bits, first, last):
             kept = kept if abs(kept) < np.inf else np.float32(0)
             due[j] = kept if new[j] == old[j] else (new[j] - old[j]) + kept
         for group in range(-(-size // GROUP)):
-            scale = _take_steps(due[group * GROUP : (group + 1) * GROUP], codes, levels)
+            part = slice(group * GROUP, (group + 1) * GROUP)
+            scale = _take_steps(due[part], codes, levels)
             _write(codes, scale, bits, message[begin // GROUP + group])
+            _put_values(codes, scale, levels, new[part])
         for j in range(size):
             there[places[j]] = due[j]
 
@@ -139,6 +139,14 @@ def _take_steps(group, codes, levels):
         group[i] -= np.float32(step) * unit
         codes[i] = step + levels
     return scale
+
+
+@jit
+def _put_values(codes, scale, levels, values):
+    """The values of a group as they are sent; -0.0 for a zero."""
+    negative = -np.int32(scale << 16).view(np.float32)
+    for i in range(len(values)):
+        values[i] = np.float32(levels - codes[i]) * negative
 
 
 @jit

@@ -161,7 +161,7 @@ def quantize_with_error(
     error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor, bits: int
 ) -> Tensor:
     """See :func:`naive.quantize_with_error`."""
-    return feed_error_back(quantize, error, mask, changes(theta, before, theta.dtype), scale, bits)
+    return feed_error_back(quantize, dequantize, error, mask, theta, changes(theta, before, theta.dtype), scale, bits)
 
 
 @triton.jit

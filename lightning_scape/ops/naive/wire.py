@@ -99,7 +99,7 @@ def quantize_with_error(
         error: ``[R, B]``, fp32 or fp64: what is left of each entry's changes. Its masked entries are changed in place.
             One that is not finite counts as 0: its parameter was not finite, and somebody may have mended that.
         mask: ``[R, q]`` or None.
-        theta: ``[R, q]`` of the same dtype.
+        theta: ``[R, q]`` of the same dtype. It becomes the change that is sent (:func:`dequantize`).
         before: likewise; ``theta - before`` is the change.
         scale: 0-dim, or one for each row ``[R]``. 0 sends zeros and keeps the error as it is.
         bits: 4 or 8.
@@ -107,18 +107,20 @@ def quantize_with_error(
     Returns:
         uint8 ``[G, W]``.
     """
-    return feed_error_back(quantize, error, mask, changes(theta, before, theta.dtype), scale, bits)
+    return feed_error_back(quantize, dequantize, error, mask, theta, changes(theta, before, theta.dtype), scale, bits)
 
 
 def feed_error_back(
     quantize: Callable[[Tensor, int], Tensor],
+    dequantize: Callable[[Tensor, int, int], Tensor],
     error: Tensor,
     mask: Tensor | None,
+    theta: Tensor,
     values: Tensor,
     scale: Tensor,
     bits: int,
 ) -> Tensor:
-    """:func:`quantize_with_error` of these changes, by any implementation of :func:`quantize`."""
+    """:func:`quantize_with_error` of these changes, by any implementation of :func:`quantize` and its reverse."""
     kept = gather_blocks(error, mask)
     kept = torch.where(kept.isfinite(), kept, 0.0)
     applied = scale.unsqueeze(1) != 0 if scale.dim() else scale != 0
@@ -127,6 +129,7 @@ def feed_error_back(
     beyond = None if due.dtype == sent.dtype else due - sent  # of fp64
     message = quantize(sent.view(1, -1), bits).flatten(0, 1)  # what rounding leaves stays in sent
     scatter_blocks(error, mask, torch.where(applied, sent if beyond is None else beyond + sent, kept))
+    theta.copy_(dequantize(message.unsqueeze(0), bits, theta.numel()).view(theta.shape))
     return message
 
 
