@@ -50,12 +50,24 @@ def source(link: Link, data: str, command: str) -> str:
 # ----------------------------------------------------------------------------------------------------------- training
 
 
+EARLIER = "quality/quality.json"
+"""Made with AdamW's second moment as it was up to 0.3.0, and values in bf16."""
+TODAY = "quality/today/quality.json"
+"""Made with today's, and values in 4 bits."""
+
+
 def quality(
-    label: str, betas: list[float], steps: int, task: str = "python", size: str = "0.03M", windows: int = 8
+    label: str,
+    betas: list[float],
+    steps: int,
+    task: str = "python",
+    size: str = "0.03M",
+    windows: int = 8,
+    data: str = EARLIER,
 ) -> dict[str, Any] | None:
     """One method of the drop-in suite: AdamW at its best learning rate, SCAPE at that very rate."""
     size, batch = (size, [4, windows, 64]) if task == "python" else ("", [4, 8, 1])
-    found = [r for r in load("quality/quality.json") if r["setting"] == [size, *batch, steps, task, betas]]
+    found = [r for r in load(data) if r["setting"] == [size, *batch, steps, task, betas]]
     return max((row for row in found if row["label"] == label), key=lambda row: len(row["seeds"]), default=None)
 
 
@@ -81,7 +93,7 @@ def drop_in(steps: int, link: Link) -> str:
     for label in (DENSE, *SPARSE):
         row = [label]
         for betas in BETAS.values():
-            found, base = quality(label, betas, steps), quality(DENSE, betas, steps)
+            found, base = quality(label, betas, steps, data=TODAY), quality(DENSE, betas, steps, data=TODAY)
             assert found is not None
             assert base is not None
             row += [f"{found['lr']:g}", str(len(found["seeds"]))]
@@ -91,7 +103,30 @@ def drop_in(steps: int, link: Link) -> str:
     for name in BETAS:
         head += ["lr", "seeds", f"betas {name}"]
     text = table(head, *rows)
-    return text + "\n" + source(link, "quality/quality.json", "python examples/bench_quality.py")
+    return text + "\n" + source(link, TODAY, "python examples/bench_quality.py --suite drop_in_short drop_in_long")
+
+
+def wires(link: Link) -> str:
+    """Values in 4 bits beside bf16, paired by seed, with today's second moment."""
+    rows = []
+    for steps in (1000, 10_000):
+        for name, betas in BETAS.items():
+            for label in SPARSE:
+                packed, plain = (
+                    quality(each, betas, steps, data=TODAY) for each in (label, f"{label}, wire_dtype=bf16")
+                )
+                if packed is not None and plain is not None:
+                    pairs = [
+                        packed["losses"][packed["seeds"].index(seed)] / loss - 1
+                        for seed, loss in zip(plain["seeds"], plain["losses"], strict=True)
+                    ]
+                    error = 100 * statistics.stdev(pairs) / math.sqrt(len(pairs))
+                    seeds = str(len(pairs))
+                    difference = f"**{statistics.mean(pairs):+.1%}** ± {error:.1f}"
+                    rows.append([f"{steps:,}", name, label, seeds, value(plain), value(packed), difference])
+    text = table(["steps", "betas", "", "seeds", '`"bf16"`', '`"int4"`', "difference, by seed"], *rows)
+    command = "python examples/bench_quality.py --suite drop_in_short drop_in_long wires"
+    return text + "\n" + source(link, TODAY, command)
 
 
 def sizes(link: Link) -> str:
@@ -106,7 +141,7 @@ def sizes(link: Link) -> str:
                 seeds = ", ".join("-" if r is None else str(len(r["seeds"])) for r in (base, *sparse))
                 rows.append([size, f"{steps:,}", name, f"{base['lr']:g}", seeds, value(base), *cells])
     head = ["parameters", "steps", "betas", "lr", "seeds", DENSE, *SPARSE, "SCAPE 99.9%"]
-    return table(head, *rows) + "\n" + source(link, "quality/quality.json", "python examples/bench_quality.py")
+    return table(head, *rows) + "\n" + source(link, EARLIER, "python examples/bench_quality.py")
 
 
 def rates(link: Link) -> str:
@@ -138,7 +173,7 @@ def digits(link: Link) -> str:
         found = [quality(label, [0.9, 0.999], 1500, task) for task in ("digits-conv", "digits-gru")]
         rows.append([label, *(value(row, "accuracies", 100, 2, "%") for row in found if row is not None)])
     text = table(["share of digits named right", "convolutional", "recurrent"], *rows)
-    return text + "\n" + source(link, "quality/quality.json", "python examples/bench_quality.py")
+    return text + "\n" + source(link, EARLIER, "python examples/bench_quality.py")
 
 
 # -------------------------------------------------------------------------------------------------------------- speed
@@ -153,7 +188,7 @@ def cell(name: str, model: str, link: str) -> dict[str, Any]:
 def first(link: Link) -> str:
     """The README's rows."""
     betas = BETAS["(0.9, 0.999)"]
-    found = [quality(label, betas, 10_000) for label in (DENSE, *SPARSE)]
+    found = [quality(label, betas, 10_000, data=TODAY) for label in (DENSE, *SPARSE)]
     dense, *sparse = [row for row in found if row is not None]
     name = "two_hosts/adamw/two_hosts.json"
     rows = [
@@ -181,8 +216,8 @@ def first(link: Link) -> str:
     return "\n".join(
         [
             table(["", "AdamW under DDP", *SPARSE], *rows),
-            f"\nLoss: nats per byte, 0.03M parameters, 4 ranks, torch's default betas, values in bf16; seeds: {seeds};",
-            f"[all runs]({link('docs/quality.md')}). The rest is of 4 bits, the default, between two CPU hosts with a",
+            f"\nLoss: nats per byte, 0.03M parameters, 4 ranks, torch's default betas; seeds: {seeds};",
+            f"[all runs]({link('docs/quality.md')}). The rest is between two CPU hosts with a",
             f"rate-limited link; [how it was measured]({link('docs/performance.md')}).",
         ]
     )
@@ -343,6 +378,7 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "first": first,
     "drop-in-1000": lambda link: drop_in(1000, link),
     "drop-in-10000": lambda link: drop_in(10_000, link),
+    "wires": wires,
     "sizes": sizes,
     "rates": rates,
     "digits": digits,
