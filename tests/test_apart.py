@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -360,7 +361,7 @@ class Guarded(Regression):
     def __init__(self, bad: int, how: str) -> None:
         super().__init__()
         self.bad, self.how = bad, how
-        self.automatic_optimization = how == "on_after_backward"
+        self.automatic_optimization = how != "manual"
         self.taken: list[int] = []
 
     def loss(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
@@ -379,7 +380,7 @@ class Guarded(Regression):
         return None
 
     def on_after_backward(self) -> None:
-        if self.automatic_optimization:
+        if self.how == "on_after_backward":
             self.taken.append(self.trainer.global_step)
             if not self.finite():
                 self.taken.pop()
@@ -389,13 +390,47 @@ class Guarded(Regression):
         return all(bool(p.grad.isfinite().all()) for p in self.parameters())
 
 
+class GuardedBeforeTheStep(Guarded):
+    """In the hook that Lightning offers for it."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.taken.append(self.trainer.global_step)
+        if not self.finite():
+            self.taken.pop()
+            optimizer.zero_grad()
+
+
+class GuardedStep(Guarded):
+    """In a step of its own."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        if self.finite():
+            optimizer.step()
+            self.taken.append(batch_idx)
+
+
+class Guard(pl.Callback):
+    """The same for any module."""
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, Guarded)
+        pl_module.taken.append(trainer.global_step)
+        if not pl_module.finite():
+            pl_module.taken.pop()
+            trainer.optimizers[0].zero_grad()
+
+
+GUARDED = {"on_before_optimizer_step": GuardedBeforeTheStep, "optimizer_step": GuardedStep}
+
+
 def fit_guarded(rank: int, world_size: int, how: str) -> tuple[list[int], torch.Tensor]:
-    model = Guarded(2, how)
-    make_trainer().fit(model)
+    model = GUARDED.get(how, Guarded)(2, how)
+    make_trainer(callbacks=[Guard()] if how == "callback" else []).fit(model)
     return model.taken, weights(model)
 
 
-@pytest.mark.parametrize("how", ["manual", "on_after_backward"])
+@pytest.mark.parametrize("how", ["manual", "on_after_backward", *GUARDED, "callback"])
 def test_a_module_that_looks_at_its_gradients_decides_alike_on_all_ranks(run_ranks: RunRanks, how: str) -> None:
     (first, one), (second, other) = run_ranks(fit_guarded, 2, how, timeout=60.0)
     assert first == second == [0, 1, 3, 4, 5]
@@ -442,7 +477,7 @@ def fit_with_own_step(rank: int, world_size: int) -> None:
 
 def test_under_the_trainer_batches_are_compared_too(run_ranks: RunRanks) -> None:
     for text in texts(run_ranks(fit_with_own_step, 2, expect_errors=True, timeout=60.0)):
-        assert "step 3 of optimizer 0 at batch 3 on rank 0 and step 3 of optimizer 0 at batch 4 on rank 1" in text
+        assert "step 3 of optimizer 0 at batch 3 on rank 0 and a backward pass after step 2 on rank 1" in text
 
 
 class FailsOnOneRank(Regression):

@@ -342,3 +342,18 @@ def test_training_goes_on_where_the_policy_may_not_be_changed(run_ranks: Any) ->
     found, forbidden = run_ranks(_policies, 2, False), run_ranks(_policies, 2, True)
     assert [policies for policies, _ in forbidden] == [{os.SCHED_OTHER}] * 2
     assert [values for _, values in forbidden] == [values for _, values in found]
+
+
+def _broadcast_strided(rank: int, world_size: int) -> list[Tensor]:
+    table = torch.arange(14.0).view(7, 2) + 100 * rank
+    tensors = [table[:, 1], torch.full((2, 3), float(rank)).t(), torch.tensor(rank), torch.zeros(0)]
+    collectives.broadcast_tensors(tensors)
+    return [table, *tensors]
+
+
+def test_tensors_that_do_not_lie_in_one_piece_are_broadcast_in_place(run_ranks: Any) -> None:
+    """Such as a buffer that is a column of a table."""
+    first, second = run_ranks(_broadcast_strided, 2)
+    for mine, theirs in zip(first[1:], second[1:], strict=True):
+        assert torch.equal(mine, theirs)
+    assert torch.equal(second[0][:, 0], torch.arange(0.0, 14, 2) + 100)  # what was not given stays

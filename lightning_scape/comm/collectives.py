@@ -129,7 +129,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], process_group: ProcessGroup | N
     with torch.no_grad():
         for same_kind in kinds.values():
             for bucket in _buckets(same_kind, limit=1 << 26):
-                as_bytes = [tensor.reshape(-1).view(torch.uint8) for tensor in bucket]
+                as_bytes = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in bucket]  # strided ones, too
                 flat = torch.cat(as_bytes)
                 dist.broadcast(flat, source, group=process_group)
                 for tensor, part in zip(bucket, flat.split([len(each) for each in as_bytes]), strict=True):

@@ -7,6 +7,7 @@ does so on all ranks. Under SCAPE each rank sees its own gradient, and would dec
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,13 +20,15 @@ from lightning_scape.core.local_shards import local
 from lightning_scape.core.method import Method, find_all
 
 _HOOK = "post_backward"
+_LOOKING = ("on_after_backward", "on_before_optimizer_step", "optimizer_step", "configure_gradient_clipping")
+"""Hooks of a module between a backward pass and its step: they may look at gradients. Callbacks have the first two."""
 
 
 class SharedNans:
     """Shares them right after a backward pass, before any hook sees the gradients: one small message.
 
-    Nothing is sent for a module with automatic optimization that has no ``on_after_backward``: there the step itself is
-    skipped on all ranks.
+    Nothing is sent with automatic optimization where neither the module nor a callback has a hook between the backward
+    pass and the step: there the step itself is skipped on all ranks.
     """
 
     def __init__(self) -> None:
@@ -33,7 +36,7 @@ class SharedNans:
 
     def attach(self, plugin: Precision, module: LightningModule, optimizers: Callable[[], Iterable[object]]) -> None:
         """Acts from now on in the plugin's own hook, the first after the backward pass."""
-        if module.automatic_optimization and not is_overridden("on_after_backward", module):
+        if module.automatic_optimization and not _may_look(module):
             return
         own = getattr(plugin, _HOOK)
 
@@ -56,6 +59,12 @@ class SharedNans:
             yield
         finally:
             self._held = held
+
+
+def _may_look(module: LightningModule) -> bool:
+    """Whether the module, or a callback of its trainer, has a hook that may look at gradients."""
+    by_callbacks = itertools.product(_LOOKING[:2], getattr(module.trainer, "callbacks", ()))
+    return any(is_overridden(hook, owner) for hook, owner in [*itertools.product(_LOOKING, [module]), *by_callbacks])
 
 
 @torch.no_grad()

@@ -79,7 +79,7 @@ class Opening:
         """
         if self._comm.world_size == self.message.shards.world_size == 1:
             return None
-        standing = self._standing(groups, calls, None, None)._replace(optimizer=BACKWARD)
+        standing = self._standing(groups, calls, None, None)._replace(optimizer=BACKWARD, batch=None)
         with self._comm.watched.at(f"a backward pass after step {calls}"):
             return self.message.exchange(squared_norm(grads, self._parameters.device), [], standing).norm
 
