@@ -240,3 +240,17 @@ def test_max_skipped_in_a_row_raises_the_same_error_on_all_ranks(run_ranks: RunR
     assert isinstance(first, FloatingPointError)
     assert "got NaN or inf in 4 steps in a row (max_skipped=4)" in str(first)
     assert str(first) == str(second)
+
+
+@pytest.mark.parametrize("first", ["norm", "value"])
+def test_gradients_are_clipped_by_norm_or_by_value(first: str) -> None:
+    """The second could not see what the first has made of them: nothing is changed before the step."""
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.5))
+    clips = [lambda: optimizer.clip_grad_norm(0.5), lambda: optimizer.clip_grad_value(0.1)]
+    for one, other in [clips if first == "norm" else clips[::-1]] * 2:
+        parameter.grad = torch.full((3,), 2.0)
+        one()
+        with pytest.raises(ValueError, match=r"norm or by value, got both, max_norm=0.5 and clip_value=0.1"):
+            other()
+        optimizer.zero_grad()

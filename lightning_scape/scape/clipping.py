@@ -46,6 +46,7 @@ class GradientClipping:
         """The gradients that the recorded norm is of, and their versions then."""
         self._signs: Tensor | None = None
         self._strict = False
+        self._max_norm = 0.0
         self._standing: Standing | None = None
         self.found_inf: tuple[OnItsWay, bool, Standing | None] | None = None
         """On CUDA, of the step before: its scale, whether ranks were together, and how many were told to stop, on their
@@ -79,12 +80,15 @@ class GradientClipping:
 
         Raises:
             RuntimeError: ``strict``, and it is not finite: at once on the CPU, on CUDA by :meth:`wait_found_inf`.
+            ValueError: gradients are clipped by value, too.
         """
         assert self.answer is not None
         norm = self.answer.norm
+        if self.clip_value is not None:
+            _refuse_both(max_norm, self.clip_value)
         # clamp: a factor that underflows to 0 would read as "skip".
         self._factor = (max_norm / (norm + 1e-6)).clamp(min=_TINY, max=1.0)
-        self._strict = strict
+        self._strict, self._max_norm = strict, max_norm
         if strict and not norm.is_cuda and not bool(torch.isfinite(norm)):
             _refuse(f"got {float(norm)}")
         return norm
@@ -118,9 +122,15 @@ class GradientClipping:
                 )
 
     def record_value(self, clip_value: float) -> None:
-        """Records the bound to which gradients are clamped elementwise at the fold."""
+        """Records the bound to which gradients are clamped elementwise at the fold.
+
+        Raises:
+            ValueError: the bound is not above 0; or gradients are clipped by their norm, too.
+        """
         if not clip_value > 0:
             raise ValueError(f"`clip_value` must be > 0, got {clip_value!r}. To train without clipping, don't call it.")
+        if self._factor is not None:
+            _refuse_both(self._max_norm, clip_value)
         self.clip_value = float(clip_value)
 
     # ------------------------------------------------------------------------------------- skipped steps
@@ -208,6 +218,14 @@ def _refuse(what: str) -> NoReturn:
     raise RuntimeError(
         f"The norm of the averaged gradient must be finite, {what} (on every rank). Pass `error_if_nonfinite=False` to"
         " let the optimizer skip such a step on all ranks."
+    )
+
+
+def _refuse_both(max_norm: float, clip_value: float) -> NoReturn:
+    raise ValueError(
+        f"A step's gradients must be clipped by norm or by value, got both, max_norm={max_norm} and"
+        f" clip_value={clip_value} (on every rank). Gradients stay as they are until the step, so the second way cannot"
+        " see what the first one has made. Take one of them, or call zero_grad() between them."
     )
 
 
