@@ -116,14 +116,13 @@ def wires(link: Link) -> str:
                     quality(each, betas, steps, data=TODAY) for each in (label, f"{label}, wire_dtype=bf16")
                 )
                 if packed is not None and plain is not None:
-                    pairs = [
-                        packed["losses"][packed["seeds"].index(seed)] / loss - 1
-                        for seed, loss in zip(plain["seeds"], plain["losses"], strict=True)
-                    ]
+                    shared = [packed["losses"][packed["seeds"].index(seed)] for seed in plain["seeds"]]
+                    pairs = [mine / loss - 1 for mine, loss in zip(shared, plain["losses"], strict=True)]
                     error = 100 * statistics.stdev(pairs) / math.sqrt(len(pairs))
                     seeds = str(len(pairs))
                     difference = f"**{statistics.mean(pairs):+.1%}** ± {error:.1f}"
-                    rows.append([f"{steps:,}", name, label, seeds, value(plain), value(packed), difference])
+                    losses = value(plain), value({"losses": shared})
+                    rows.append([f"{steps:,}", name, label, seeds, *losses, difference])
     text = table(["steps", "betas", "", "seeds", '`"bf16"`', '`"int4"`', "difference, by seed"], *rows)
     command = "python examples/bench_quality.py --suite drop_in_short drop_in_long wires"
     return text + "\n" + source(link, TODAY, command)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -512,3 +513,17 @@ def test_another_memory_order_is_refused_and_one_file_has_none(tmp_path: Path) -
         load(tmp_path / "c", other)
     other.load_state_dict(consolidate(tmp_path / "c")["optimizer"])
     assert_equal(optimizer.state_dict()["state"], other.state_dict()["state"])
+
+
+def test_tensors_that_would_have_the_same_name_are_refused() -> None:
+    """One of them would be lost: nothing else tells them apart in a directory."""
+    tensor = torch.ones(3)
+    optimizers: Any = {"optimizer": SimpleNamespace(tensors={})}
+    models = {"model": {"ema.weight": tensor, "body.weight": tensor}, "model.ema": {"bias": tensor}}
+    assert len(Content(models, optimizers).tensors(0)) == 4  # and the random number generator
+    models["model.ema"]["weight"] = tensor
+    with pytest.raises(ValueError, match=r"got two for 'model\.ema\.weight', one of them of 'model\.ema'"):
+        Content(models).tensors(0)
+    with pytest.raises(ValueError, match=r"got two for 'rng\.1', one of them of 'rng'"):
+        Content({"rng": {"1": tensor}}, optimizers).tensors(0)
+    assert list(Content({"rng": {"1": tensor}}).tensors(0)) == ["rng.1"]

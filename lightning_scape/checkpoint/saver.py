@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from os import PathLike
@@ -25,6 +26,8 @@ from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.local_shards import first_row, is_sharded, local
 from lightning_scape.core.method import Method, names, of_state
 
+_OF_RNG = re.compile(r"rng\.\d+$")
+"""In a directory: keys of the ranks' random number generators."""
 RNG = "scape_rng"
 """Key of the ranks' random number generators in a checkpoint that is one file."""
 
@@ -40,15 +43,30 @@ class Content:
     """Anything that ``torch.load(weights_only=True)`` reads; rank 0's is kept."""
 
     def tensors(self, rank: int) -> dict[str, Chunk]:
-        """All chunks of this rank, by key."""
+        """All chunks of this rank, by key.
+
+        Raises:
+            ValueError: two tensors would have the same key: the name of one entry goes on as another's key does.
+        """
         chunks: dict[str, Chunk] = {}
-        for name, model in self.models.items():
-            chunks |= {f"{name}.{key}": _chunk(t.detach()) for key, t in model.items() if isinstance(t, Tensor)}
-        for name, shards in self.optimizers.items():
-            chunks |= {f"{name}.{key}": chunk for key, chunk in shards.tensors.items()}
+        for name, key, chunk in self._named():
+            whole = f"{name}.{key}"
+            if whole in chunks or (self.optimizers and _OF_RNG.match(whole)):
+                raise ValueError(
+                    f"Each tensor of a directory must have a name of its own, got two for {whole!r}, one of them of"
+                    f' {name!r}. Rename that entry of the state, or save one file (`state_dict_type="full"`).'
+                )
+            chunks[whole] = chunk
         if self.optimizers:
             chunks[f"rng.{rank}"] = Chunk.whole(rng_state())
         return {key: chunk for key, chunk in chunks.items() if chunk.tensor.numel()}
+
+    def _named(self) -> Iterator[tuple[str, str, Chunk]]:
+        """This rank's chunks of models and optimizers, with the entry's name and their own in it."""
+        for name, model in self.models.items():
+            yield from ((name, key, _chunk(t.detach())) for key, t in model.items() if isinstance(t, Tensor))
+        for name, shards in self.optimizers.items():
+            yield from ((name, key, chunk) for key, chunk in shards.tensors.items())
 
     def table(self) -> dict[str, Any]:
         """Everything but the tensors of models and optimizers."""
