@@ -28,11 +28,11 @@ from lightning_scape.ops.cpu.arrays import (
     sketch_plan,
     wire_limit,
 )
-from lightning_scape.ops.cpu.shard import changes
 from lightning_scape.ops.naive import chunked
 from lightning_scape.ops.naive.blocks import Sweep
 from lightning_scape.ops.naive.masks import position_dtype, votes_in
 from lightning_scape.ops.naive.wire import GROUP, bits_in, feed_error_back, group_bytes
+from lightning_scape.ops.registry import CPU
 
 _NORM_CHUNK = 1 << 15
 """Entries of :func:`squared_norm` that are summed in the gradient's precision."""
@@ -234,8 +234,7 @@ def quantize_with_error(
 ) -> Tensor:
     """See :func:`naive.quantize_with_error`."""
     if mask is None or error.dtype != torch.float32 or scale.numel() != 1 or float(scale) == 0.0:
-        change = changes(theta, before, theta.dtype)
-        return feed_error_back(quantize, dequantize, error, mask, theta, change, scale, bits)
+        return feed_error_back(CPU, error, mask, theta, before, scale, bits)
     message = torch.empty(-(-theta.numel() // GROUP), group_bytes(bits), dtype=torch.uint8, device="cpu")
     matrices = array(error), array(mask), array(theta.view(-1)), array(before.view(-1)), array(message)
     loop = functools.partial(wire.quantize_with_error, *matrices, bits)

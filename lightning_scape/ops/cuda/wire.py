@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.numbers import divide
-from lightning_scape.ops.naive.wire import GROUP, LEAST_SCALE, bits_in, changes, feed_error_back, group_bytes
+from lightning_scape.ops.naive.wire import GROUP, LEAST_SCALE, bits_in, feed_error_back, group_bytes
 from lightning_scape.ops.registry import CUDA
 
 _GROUPS = 32
@@ -161,7 +161,7 @@ def quantize_with_error(
     error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor, bits: int
 ) -> Tensor:
     """See :func:`naive.quantize_with_error`."""
-    return feed_error_back(quantize, dequantize, error, mask, theta, changes(theta, before, theta.dtype), scale, bits)
+    return feed_error_back(CUDA, error, mask, theta, before, scale, bits)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,8 +12,8 @@ from lightning_scape.core.layout import Piece, Region
 from lightning_scape.ops.naive.gradients import accumulate_exp_avg_sq, fold, within
 from lightning_scape.ops.naive.masks import propose, select, votes_in
 from lightning_scape.ops.naive.rules import SecondMoment, column, cut
-from lightning_scape.ops.naive.wire import bits_in, dequantize, gather_blocks, quantize, scatter_blocks
-from lightning_scape.ops.registry import operation
+from lightning_scape.ops.naive.wire import bits_in, gather_blocks, scatter_blocks
+from lightning_scape.ops.registry import NAIVE, Backend, operation
 
 
 @operation
@@ -55,22 +55,15 @@ def pack(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor)
         values: fp32 ``[S * R, q]``, contiguous; they become what is sent (:func:`dequantize`).
         message: uint8 ``[S, G, W]``, written: a group is of one shard's values.
     """
-    pack_by(quantize, dequantize, residual, mask, values, message)
+    pack_by(NAIVE, residual, mask, values, message)
 
 
-def pack_by(
-    quantize: Callable[[Tensor, int], Tensor],
-    dequantize: Callable[[Tensor, int, int, Tensor], Tensor],
-    residual: Tensor,
-    mask: Tensor | None,
-    values: Tensor,
-    message: Tensor,
-) -> None:
-    """:func:`pack`, by any implementation of :func:`quantize` and of :func:`dequantize`."""
+def pack_by(backend: Backend, residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor) -> None:
+    """:func:`pack`, by a back end's own :func:`quantize` and :func:`dequantize`."""
     flat, bits = values.view(len(message), values.numel() // len(message)), bits_in(message.shape[2])
-    message.copy_(quantize(flat, bits))  # what rounding leaves stays in the values
+    message.copy_(backend.quantize(flat, bits))  # what rounding leaves stays in the values
     scatter_blocks(residual, mask, values, add=True)
-    dequantize(message, bits, flat.shape[1], flat)
+    backend.dequantize(message, bits, flat.shape[1], flat)
 
 
 class Sweep(NamedTuple):

@@ -144,7 +144,7 @@ def quantize(values: Tensor, bits: int) -> Tensor:
 @CHUNKED.implements
 def pack(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor) -> None:
     """See :func:`naive.pack`."""
-    naive.pack_by(quantize, dequantize, residual, mask, values, message)
+    naive.pack_by(CHUNKED, residual, mask, values, message)
 
 
 @CHUNKED.implements

@@ -10,13 +10,13 @@ The scale is the upper half of an fp32, the *unit*: the largest magnitude of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from lightning_scape.ops.registry import operation
+from lightning_scape.ops.registry import NAIVE, Backend, operation
 
 GROUP = 64
 """Values that share a scale: 66 bytes for 64 values in 8 bits, 34 in 4 bits."""
@@ -107,29 +107,22 @@ def quantize_with_error(
     Returns:
         uint8 ``[G, W]``.
     """
-    return feed_error_back(quantize, dequantize, error, mask, theta, changes(theta, before, theta.dtype), scale, bits)
+    return feed_error_back(NAIVE, error, mask, theta, before, scale, bits)
 
 
 def feed_error_back(
-    quantize: Callable[[Tensor, int], Tensor],
-    dequantize: Callable[[Tensor, int, int], Tensor],
-    error: Tensor,
-    mask: Tensor | None,
-    theta: Tensor,
-    values: Tensor,
-    scale: Tensor,
-    bits: int,
+    backend: Backend, error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor, bits: int
 ) -> Tensor:
-    """:func:`quantize_with_error` of these changes, by any implementation of :func:`quantize` and its reverse."""
+    """:func:`quantize_with_error`, by a back end's own :func:`changes`, :func:`quantize` and :func:`dequantize`."""
     kept = gather_blocks(error, mask)
     kept = torch.where(kept.isfinite(), kept, 0.0)
     applied = scale.unsqueeze(1) != 0 if scale.dim() else scale != 0
-    due = torch.where(applied, values + kept, 0.0)
+    due = torch.where(applied, backend.changes(theta, before, theta.dtype) + kept, 0.0)
     sent = due.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     beyond = None if due.dtype == sent.dtype else due - sent  # of fp64
-    message = quantize(sent.view(1, -1), bits).flatten(0, 1)  # what rounding leaves stays in sent
+    message: Tensor = backend.quantize(sent.view(1, -1), bits).flatten(0, 1)  # what rounding leaves stays in sent
     scatter_blocks(error, mask, torch.where(applied, sent if beyond is None else beyond + sent, kept))
-    theta.copy_(dequantize(message.unsqueeze(0), bits, theta.numel()).view(theta.shape))
+    theta.copy_(backend.dequantize(message.unsqueeze(0), bits, theta.numel()).view(theta.shape))
     return message
 
 
