@@ -33,6 +33,7 @@ from lightning_scape.checkpoint.dcp import Chunk
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.layout import Layout, Piece
 from lightning_scape.core.parameters import Parameters
+from lightning_scape.core.tensors import bytes_of
 
 Placement = Literal["owned", "each_rank"]
 OnOtherRanks = Literal["cut", "mean", "take", "drop"]
@@ -268,7 +269,7 @@ class _Piece(NamedTuple):
 
 def _as_bytes(chunks: Sequence[Chunk], length: int) -> Tensor:
     """uint8 ``[length]``: the chunks' entries one after another, then zeros; gloo knows no uint16."""
-    each = [chunk.tensor.detach().contiguous().view(-1).view(torch.uint8) for chunk in chunks]
+    each = [bytes_of(chunk.tensor) for chunk in chunks]
     pad = length - sum(map(len, each))
     if not pad and len(each) == 1:
         return each[0]

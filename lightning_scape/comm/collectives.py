@@ -44,6 +44,7 @@ from lightning_scape.comm.work import SideStream
 from lightning_scape.comm.work import Work as Work
 from lightning_scape.comm.worker import Worker, end_groups_at_exit, end_safely
 from lightning_scape.core.private_names import group_timeout
+from lightning_scape.core.tensors import bytes_of
 
 T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
@@ -129,7 +130,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], process_group: ProcessGroup | N
     with torch.no_grad():
         for same_kind in kinds.values():
             for bucket in _buckets(same_kind, limit=1 << 26):
-                as_bytes = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in bucket]  # strided ones, too
+                as_bytes = [bytes_of(tensor) for tensor in bucket]
                 flat = torch.cat(as_bytes)
                 dist.broadcast(flat, source, group=process_group)
                 for tensor, part in zip(bucket, flat.split([len(each) for each in as_bytes]), strict=True):

@@ -40,6 +40,11 @@ def flatten_like(gradient: Tensor, parameter: Tensor) -> Tensor:
     return gradient.detach().as_strided((gradient.numel(),), (1,))
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """uint8, flat: the entries' memory, in their order; a copy where they do not lie one behind the other."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether the tensor's entries fill one run of memory, in whatever order."""
     expected = 1

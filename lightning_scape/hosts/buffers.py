@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_scape.comm.collectives import Communicator, broadcast_tensors, world_size
 from lightning_scape.core.private_names import IGNORED_BY_DDP, BatchNorm
+from lightning_scape.core.tensors import bytes_of
 
 STEPS_BEFORE_A_LOOK = 100
 
@@ -114,9 +115,8 @@ def _shared_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _digest(buffer: Tensor) -> str:
-    as_bytes = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     what = f"{tuple(buffer.shape)} {buffer.dtype} ".encode()
-    return hashlib.blake2b(what + as_bytes.numpy().tobytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(what + bytes_of(buffer.cpu()).numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def _local_batch_norms(module: nn.Module) -> Iterator[nn.Module]:

@@ -13,7 +13,7 @@ from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import check_replicas
-from lightning_scape.core.tensors import piece_views
+from lightning_scape.core.tensors import bytes_of, piece_views
 from lightning_scape.sparseloco.state import LocoState
 
 
@@ -28,7 +28,8 @@ def changed_since(
         ranks: those that hold the same parameters, or the same rows of them.
         shards: the ranks of a node.
     """
-    mine = [not torch.equal(_bytes(flat), _bytes(saved.to(flat))) for flat, saved in zip(flats, restored, strict=True)]
+    pairs = zip(flats, restored, strict=True)
+    mine = [not torch.equal(bytes_of(flat), bytes_of(saved.to(flat))) for flat, saved in pairs]
     flags = torch.tensor(mine, dtype=torch.uint8, device=flats[0].device if flats else None)
     for group in (ranks, shards):
         flags = group.all_gather_stacked(flags).amax(dim=0)
@@ -77,7 +78,3 @@ def set_out_from_changed(
             " they are of the same checkpoint, load the model before the optimizer, or both at once.",
             stacklevel=4,
         )
-
-
-def _bytes(flat: Tensor) -> Tensor:
-    return flat.detach().contiguous().view(torch.uint8)
