@@ -381,10 +381,13 @@ class Guarded(Regression):
 
     def on_after_backward(self) -> None:
         if self.how == "on_after_backward":
+            self.guard(self.zero_grad)
+
+    def guard(self, zero_grad: Callable[[], None]) -> None:
+        if self.finite():
             self.taken.append(self.trainer.global_step)
-            if not self.finite():
-                self.taken.pop()
-                self.zero_grad()
+        else:
+            zero_grad()
 
     def finite(self) -> bool:
         return all(bool(p.grad.isfinite().all()) for p in self.parameters())
@@ -394,10 +397,7 @@ class GuardedBeforeTheStep(Guarded):
     """In the hook that Lightning offers for it."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.taken.append(self.trainer.global_step)
-        if not self.finite():
-            self.taken.pop()
-            optimizer.zero_grad()
+        self.guard(optimizer.zero_grad)
 
 
 class GuardedStep(Guarded):
@@ -415,10 +415,7 @@ class Guard(pl.Callback):
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, Guarded)
-        pl_module.taken.append(trainer.global_step)
-        if not pl_module.finite():
-            pl_module.taken.pop()
-            trainer.optimizers[0].zero_grad()
+        pl_module.guard(trainer.optimizers[0].zero_grad)
 
 
 GUARDED = {"on_before_optimizer_step": GuardedBeforeTheStep, "optimizer_step": GuardedStep}

@@ -7,7 +7,6 @@ does so on all ranks. Under SCAPE each rank sees its own gradient, and would dec
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,10 +17,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_scape.core.local_shards import local
 from lightning_scape.core.method import Method, find_all
+from lightning_scape.hosts.requeue import callbacks_of
 
 _HOOK = "post_backward"
-_LOOKING = ("on_after_backward", "on_before_optimizer_step", "optimizer_step", "configure_gradient_clipping")
-"""Hooks of a module between a backward pass and its step: they may look at gradients. Callbacks have the first two."""
+_OF_CALLBACKS = ("on_after_backward", "on_before_optimizer_step")
+_OF_MODULES = (*_OF_CALLBACKS, "optimizer_step", "configure_gradient_clipping")
+"""Hooks between a backward pass and its step: they may look at gradients."""
 
 
 class SharedNans:
@@ -63,8 +64,8 @@ class SharedNans:
 
 def _may_look(module: LightningModule) -> bool:
     """Whether the module, or a callback of its trainer, has a hook that may look at gradients."""
-    by_callbacks = itertools.product(_LOOKING[:2], getattr(module.trainer, "callbacks", ()))
-    return any(is_overridden(hook, owner) for hook, owner in [*itertools.product(_LOOKING, [module]), *by_callbacks])
+    owners = [(module, _OF_MODULES), *((callback, _OF_CALLBACKS) for callback in callbacks_of(module.trainer))]
+    return any(is_overridden(hook, owner) for owner, hooks in owners for hook in hooks)
 
 
 @torch.no_grad()

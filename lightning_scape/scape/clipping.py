@@ -46,7 +46,6 @@ class GradientClipping:
         """The gradients that the recorded norm is of, and their versions then."""
         self._signs: Tensor | None = None
         self._strict = False
-        self._max_norm = 0.0
         self._standing: Standing | None = None
         self.found_inf: tuple[OnItsWay, bool, Standing | None] | None = None
         """On CUDA, of the step before: its scale, whether ranks were together, and how many were told to stop, on their
@@ -88,7 +87,7 @@ class GradientClipping:
             _refuse_both(max_norm, self.clip_value)
         # clamp: a factor that underflows to 0 would read as "skip".
         self._factor = (max_norm / (norm + 1e-6)).clamp(min=_TINY, max=1.0)
-        self._strict, self._max_norm = strict, max_norm
+        self._strict = strict
         if strict and not norm.is_cuda and not bool(torch.isfinite(norm)):
             _refuse(f"got {float(norm)}")
         return norm
@@ -129,8 +128,8 @@ class GradientClipping:
         """
         if not clip_value > 0:
             raise ValueError(f"`clip_value` must be > 0, got {clip_value!r}. To train without clipping, don't call it.")
-        if self._factor is not None:
-            _refuse_both(self._max_norm, clip_value)
+        if self._factor is not None and self._standing is not None:
+            _refuse_both(self._standing.max_norm, clip_value)
         self.clip_value = float(clip_value)
 
     # ------------------------------------------------------------------------------------- skipped steps
@@ -221,7 +220,7 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def _refuse_both(max_norm: float, clip_value: float) -> NoReturn:
+def _refuse_both(max_norm: float | None, clip_value: float) -> NoReturn:
     raise ValueError(
         f"A step's gradients must be clipped by norm or by value, got both, max_norm={max_norm} and"
         f" clip_value={clip_value} (on every rank). Gradients stay as they are until the step, so the second way cannot"

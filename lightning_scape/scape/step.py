@@ -125,9 +125,9 @@ class Engine:
             own = None if step.mask.mine is None else mine  # where everything is sent, the mean says all
             del message, mine, arriving, arrived
         with record.phase("update"):
-            update, mine = self.shard.update(step, mean, own)
+            message, update = self.shard.update(step, mean, own)
         with record.phase("write"):
-            self._write(step, mine, self.comm.all_gather(update))
+            self._write(step, update, self.comm.all_gather(message))
         with record.phase("launch"):
             self.masks.launch(step)
         self._end(step)
@@ -157,13 +157,13 @@ class Engine:
         taking_part, sent = self.participants.of(state, scale, answer.present), self.masks.schedule.sent(state.calls)
         return Step(state, groups, grads, clip_value, record, taking_part, sent)
 
-    def _write(self, step: Step, mine: Tensor, arriving: Work) -> None:
+    def _write(self, step: Step, update: Tensor, arriving: Work) -> None:
         """Applies the owners' updates: mine while the others travel. What takes no part is not written."""
         flat, block_size, add = self.parameters.flat, self.layout.block_size, self.shard.as_changes
         mask, scale = step.mask, step.scale
         try:  # the moments have gone on, and so must all parameters
             entries = ops.ParamEntries(flat, self.shard.region.pieces, mask.mine, block_size)
-            ops.scatter_params(entries, mine, add, scale.mine, self.shard.error_of_rounding(step.state))
+            ops.scatter_params(entries, update, add, scale.mine, self.shard.error_of_rounding(step.state))
         finally:
             everyone = self.shard.read(step, arriving.wait(), self.outgoing.region.rows)
             entries = ops.ParamEntries(flat, self.outgoing.region.pieces, mask.everyone, block_size)
