@@ -9,6 +9,7 @@ A block stands between ``<!-- table: NAME -->`` and ``<!-- /table -->``; NAME is
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -77,13 +78,19 @@ def value(row: dict[str, Any], key: str = "losses", scale: float = 1, digits: in
     return f"{statistics.mean(numbers):.{digits}f}{unit}{spread}"
 
 
-def gap(row: dict[str, Any], base: dict[str, Any]) -> str:
-    """How far the loss is above the base's, on the seeds of both, with the standard error if there are several."""
+def paired(row: dict[str, Any], base: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """The losses of both, on the seeds of both."""
     shared = [seed for seed in row["seeds"] if seed in base["seeds"]]
     mine, theirs = ([r["losses"][r["seeds"].index(seed)] for seed in shared] for r in (row, base))
+    return mine, theirs
+
+
+def gap(row: dict[str, Any], base: dict[str, Any]) -> str:
+    """How far the loss is above the base's, on the seeds of both, with the standard error if there are several."""
+    mine, theirs = paired(row, base)
     text = f"**{statistics.mean(mine) / statistics.mean(theirs) - 1:+.1%}**"
-    if len(shared) > 1:
-        error = math.hypot(statistics.stdev(mine), statistics.stdev(theirs)) / math.sqrt(len(shared))
+    if len(mine) > 1:
+        error = math.hypot(statistics.stdev(mine), statistics.stdev(theirs)) / math.sqrt(len(mine))
         text += f" ± {100 * error / statistics.mean(theirs):.1f}"
     return text
 
@@ -109,20 +116,15 @@ def drop_in(steps: int, link: Link) -> str:
 def wires(link: Link) -> str:
     """Values in 4 bits beside bf16, paired by seed, with today's second moment."""
     rows = []
-    for steps in (1000, 10_000):
-        for name, betas in BETAS.items():
-            for label in SPARSE:
-                packed, plain = (
-                    quality(each, betas, steps, data=TODAY) for each in (label, f"{label}, wire_dtype=bf16")
-                )
-                if packed is not None and plain is not None:
-                    shared = [packed["losses"][packed["seeds"].index(seed)] for seed in plain["seeds"]]
-                    pairs = [mine / loss - 1 for mine, loss in zip(shared, plain["losses"], strict=True)]
-                    error = 100 * statistics.stdev(pairs) / math.sqrt(len(pairs))
-                    seeds = str(len(pairs))
-                    difference = f"**{statistics.mean(pairs):+.1%}** ± {error:.1f}"
-                    losses = value(plain), value({"losses": shared})
-                    rows.append([f"{steps:,}", name, label, seeds, *losses, difference])
+    for steps, (name, betas), label in itertools.product((1000, 10_000), BETAS.items(), SPARSE):
+        packed, plain = (quality(each, betas, steps, data=TODAY) for each in (label, f"{label}, wire_dtype=bf16"))
+        if packed is None or plain is None:
+            continue
+        mine, theirs = paired(packed, plain)
+        gaps = [loss / other - 1 for loss, other in zip(mine, theirs, strict=True)]
+        difference = f"**{statistics.mean(gaps):+.1%}** ± {100 * statistics.stdev(gaps) / math.sqrt(len(gaps)):.1f}"
+        losses = (value({"losses": each}) for each in (theirs, mine))
+        rows.append([f"{steps:,}", name, label, str(len(gaps)), *losses, difference])
     text = table(["steps", "betas", "", "seeds", '`"bf16"`', '`"int4"`', "difference, by seed"], *rows)
     command = "python examples/bench_quality.py --suite drop_in_short drop_in_long wires"
     return text + "\n" + source(link, TODAY, command)

@@ -236,7 +236,7 @@ class EmaShard:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)
 
-    def update(self, step: Step, total: Tensor, own: Tensor | None) -> Tensor:
+    def update(self, step: Step, total: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor]:
         state, mask = step.state, step.mask.mine
         if self.mean is None:
             self.mean = torch.zeros_like(state.exp_avg)
@@ -245,7 +245,7 @@ class EmaShard:
         old = ops.gather_blocks(self.mean, mask)
         ops.scatter_blocks(self.mean, mask, torch.where(old == 0, sample, old + self.weight * (sample - old)))
         measured, state.local_exp_avg_sq = state.local_exp_avg_sq, self.mean
-        updated: Tensor = self.plain.update(step, total, own)
+        updated: tuple[Tensor, Tensor] = self.plain.update(step, total, own)
         state.local_exp_avg_sq = measured
         return updated
 
