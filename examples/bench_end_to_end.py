@@ -12,19 +12,22 @@ SCAPE and SparseLoCo, whose checkpoints come from both, write them there, each h
 included. "Sent" is what the interface of the host that sends most has counted (tx_bytes), headers included; "counted"
 is what the package counted of the same.
 
-Runs are stored one by one: what is done is not run again. Needs Linux, root and iproute2. Writes a table, JSON and
-plots to --out.
+All runs of a link go on in turns, from one validation to the next; the others wait, and their clocks stand still. So
+what else the machine does falls on all alike. Each takes 0.8 GB of memory a host. Runs are stored one by one: what is
+done is not run again. Needs Linux, root and iproute2. Writes a table, JSON and plots to --out.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -65,10 +68,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--context", type=int, default=128, help="bytes of a window")
     add("--val-batches", type=int, default=40, help="validation batches of a rank")
     add("--seed", type=int, default=0)
-    add("--short", action="store_true", help="24 steps of the tiny model, three methods, in one launch")
+    add("--short", action="store_true", help="24 steps of the tiny model, three methods")
     add("--timeout", type=float, default=3600, help="seconds for one run")
     add("--out", type=Path, default=Path("out/bench_end_to_end"))
     add("--worker", type=Path, help=argparse.SUPPRESS)
+    add("--turns", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     for link in args.links:
         try:
@@ -116,6 +120,44 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return predicted_steps.measure(model, BATCH, args.context, bits_per_second(args.links[0]))
 
 
+class Turns:
+    """Lets runs go on one after the other, a part of each at a time, once all are ready for their first.
+
+    Each rank leaves a file where it is ready, and where its part ends.
+
+    Args:
+        folder: of these files.
+        run: this one; one of ``runs``.
+        runs: in their order.
+        rank: of ``ranks``, each of which runs all.
+        timeout: seconds that a run waits for its turn.
+    """
+
+    def __init__(self, folder: Path, run: str, runs: list[str], rank: int, ranks: int, timeout: float) -> None:
+        self._folder, self._rank, self._ranks, self._timeout = folder, rank, ranks, timeout
+        self._number, self._runs = runs.index(run) - len(runs), len(runs)
+        """Of the part that is to begin, among those of all runs; below 0 none begins yet."""
+
+    def begin(self) -> None:
+        """Waits until all ranks have ended the parts before this one."""
+        if self._number < 0:
+            self.end()
+        deadline = time.monotonic() + self._timeout
+        for number, rank in itertools.product(range(-self._runs, self._number), range(self._ranks)):
+            while not self._file(number, rank).exists():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"its turn must come within {self._timeout:g} s, got none: another has failed")
+                time.sleep(0.01)
+
+    def end(self) -> None:
+        """The next one's turn."""
+        self._file(self._number, self._rank).touch()
+        self._number += self._runs
+
+    def _file(self, number: int, rank: int) -> Path:
+        return self._folder / f"{number}-{rank}"
+
+
 def run(method: str, args: argparse.Namespace) -> dict[str, Any]:
     """One run of Lightning's Trainer. Classes are made here: the parent needs neither torch nor Lightning."""
     import lightning.pytorch as pl
@@ -134,17 +176,35 @@ def run(method: str, args: argparse.Namespace) -> dict[str, Any]:
             self.counted = 0
             self._exchanges = 0
             self._since: float | None = None
+            rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            runs = args.turns or [method]
+            self._turns = Turns(args.worker.parent, method, runs, rank, ranks, args.timeout)
 
         def now(self) -> dict[str, float]:
             return {"seconds": time.perf_counter() - self._began, "sent": sent_bytes()[0] - self._sent}
 
         def on_train_start(self, *_: Any) -> None:
+            self._turns.begin()
             self._began, self._sent = time.perf_counter(), sent_bytes()[0]
 
-        def on_train_batch_start(self, *_: Any) -> None:
-            if self._since is not None:  # the checkpoint's callback comes last of all at the end of a validation
-                self.saving += time.perf_counter() - self._since
-                self._since = None
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if self._since is None:
+                return
+            # The checkpoint's callback comes last of all at the end of a validation.
+            self.saving += time.perf_counter() - self._since
+            self._since = None
+            if args.turns:
+                self.end_part(trainer)
+                before = self.now()
+                self._turns.begin()
+                after = self.now()
+                self._began += after["seconds"] - before["seconds"]
+                self._sent += after["sent"] - before["sent"]
+
+        def end_part(self, trainer: pl.Trainer) -> None:
+            """What goes on beside training must not fall into another's turn."""
+            getattr(trainer.strategy, "wait_for_checkpoint", lambda: None)()
+            self._turns.end()
 
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             for found in find_all(trainer.optimizers):
@@ -186,6 +246,7 @@ def run(method: str, args: argparse.Namespace) -> dict[str, Any]:
     source.trainer = trainer
     trainer.fit(module, source)
     end = clock.now()
+    clock.end_part(trainer)
     saved = getattr(trainer.strategy, "checkpoint_bytes", None)  # what the package counted, as it did the steps'
     return {
         "points": clock.points,
@@ -228,11 +289,11 @@ def run_all(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     with Hosts(2, args.links[0]) as hosts:
         for number, (link, method) in enumerate(todo, 1):
             path = cells / f"{link}-{method}.json"
-            if not path.exists() or json.loads(path.read_text())["settings"] != settings(args):
+            if not done(path, args):
                 hosts.set_rate(link)
-                together = ["plan", *args.methods] if args.short else [method]
-                for name, ranks in launch(hosts, args, link, together).items():
-                    cell = {"settings": settings(args), "link": link, "method": name, "ranks": ranks}
+                missing = [name for name in args.methods if not done(cells / f"{link}-{name}.json", args)]
+                for name, ranks in launch(hosts, args, link, [method] if method == "plan" else missing).items():
+                    cell = {"settings": settings(args), "link": link, "method": name, "turns": missing, "ranks": ranks}
                     (cells / f"{link}-{name}.json").write_text(json.dumps(cell) + "\n")
             found[link][method] = json.loads(path.read_text())["ranks"]
             if method != "plan":
@@ -242,16 +303,27 @@ def run_all(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return found
 
 
+def done(path: Path, args: argparse.Namespace) -> bool:
+    return path.exists() and json.loads(path.read_text())["settings"] == settings(args)
+
+
 def launch(hosts: Hosts, args: argparse.Namespace, link: str, methods: list[str]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "figures.json"
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings(args).items()]
-        command = [__file__, *flags, f"--links={link}", f"--worker={path}"]
-        try:
-            torchrun(hosts, [*command, "--methods", *methods], args.out / f"{link}-{methods[0]}", args.timeout)
-        except RuntimeError as error:
-            raise RuntimeError(f"{', '.join(methods)} at {link}: {error}") from None
-        return json.loads(path.read_text())
+    """Figures of runs that go on in turns."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(methods)) as pool:
+
+        def run_one(place: int) -> Any:
+            method, path = methods[place], Path(folder) / f"{methods[place]}.json"
+            flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings(args).items()]
+            limit = args.timeout * len(methods)
+            command = [__file__, *flags, f"--links={link}", f"--timeout={limit}", f"--worker={path}"]
+            command += ["--methods", method, "--turns", *methods]
+            try:
+                torchrun(hosts, command, args.out / f"{link}-{method}", limit, port=29500 + place)
+            except RuntimeError as error:
+                raise RuntimeError(f"{method} at {link}: {error}") from None
+            return json.loads(path.read_text())[method]
+
+        return dict(zip(methods, pool.map(run_one, range(len(methods))), strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------ the report

@@ -222,6 +222,7 @@ def torchrun(
     timeout: float,
     *,
     ranks_per_host: int = 1,
+    port: int = 29500,
     env: Mapping[str, str] | None = None,
 ) -> None:
     """Runs a Python script on every host, by torchrun, each host pinned to a core; ends when all have.
@@ -232,13 +233,14 @@ def torchrun(
         logs: what a host's processes say goes to ``<logs>.host<i>.log``.
         timeout: seconds.
         ranks_per_host: processes of a host.
+        port: where they meet, of the first host; each of several at a time needs its own.
         env: added to this environment.
 
     Raises:
-        RuntimeError: a host has failed, or time is up; the others are killed.
+        RuntimeError: a host has failed, or time is up; the others are killed, with all else that runs on these hosts.
     """
     cores = sorted(os.sched_getaffinity(0))
-    paths = [logs.with_suffix(f".host{index}.log") for index in range(len(hosts))]
+    paths = [logs.with_name(f"{logs.name}.host{index}.log") for index in range(len(hosts))]
     running: list[subprocess.Popen] = []
     environ = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]), **(env or {})}
     try:
@@ -247,7 +249,7 @@ def torchrun(
                 *("taskset", "--cpu-list", str(cores[index % len(cores)])),
                 *(sys.executable, "-m", "torch.distributed.run"),
                 *(f"--nnodes={len(hosts)}", f"--nproc-per-node={ranks_per_host}"),
-                *(f"--node-rank={index}", f"--master-addr={hosts[0].address}", "--master-port=29500"),
+                *(f"--node-rank={index}", f"--master-addr={hosts[0].address}", f"--master-port={port}"),
             ]
             with log.open("w") as out:
                 running.append(host.start([*launcher, *command], env=environ, stdout=out, stderr=out))

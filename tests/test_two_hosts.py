@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-import two_hosts  # noqa: E402 - a script's helper, not a package's module
+import bench_end_to_end  # noqa: E402 - a script, not a package's module
+import two_hosts  # noqa: E402
 from two_hosts import Host, Hosts  # noqa: E402
 
 JOB = str(Path(__file__).with_name("two_host_job.py"))
@@ -305,6 +307,34 @@ def test_the_benchmark_runs_every_method_counts_its_bytes_and_resumes(tmp_path: 
     assert "| SCAPE 0.99, values in bf16 |" in (tmp_path / "two_hosts.md").read_text()
     again = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
     assert ", 0 s] tiny 1gbit" in again.stdout  # read, not measured
+
+
+def test_runs_go_on_in_turns_once_all_are_ready(tmp_path: Path) -> None:
+    """Two runs of two ranks, three parts each: no rank is in a part while the other run is."""
+    began: list[str] = []
+    ended: list[str] = []
+
+    def go(run: str, rank: int) -> None:
+        turns = bench_end_to_end.Turns(tmp_path, run, ["one", "two"], rank, 2, timeout=30)
+        time.sleep(0.1 * (run == "two") + 0.05 * rank)
+        for part in range(3):
+            turns.begin()
+            began.append(run)
+            assert len(ended) >= 2 * (2 * part + (run == "two"))
+            time.sleep(0.02 * (1 + rank))
+            ended.append(run)
+            turns.end()
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(go, run, rank) for run in ("one", "two") for rank in (0, 1)]:
+            done.result()
+    assert began == ended == ["one", "one", "two", "two"] * 3
+
+
+def test_a_turn_that_does_not_come_is_an_error(tmp_path: Path) -> None:
+    turns = bench_end_to_end.Turns(tmp_path, "one", ["one", "two"], 0, 1, timeout=0.05)
+    with pytest.raises(TimeoutError, match="got none: another has failed"):
+        turns.begin()
 
 
 @two_host
