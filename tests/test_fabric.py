@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from warm_python import warm_python
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
+from lightning_scape.checkpoint import saver
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.tensors import OnItsWay
 from lightning_scape.scape.clipping import GradientClipping
@@ -442,6 +444,36 @@ def overflow_on_one_rank(rank: int, world_size: int) -> list[bool]:
 def test_an_overflow_on_one_rank_skips_the_step_on_all(run_ranks: RunRanks) -> None:
     for moved in run_ranks(overflow_on_one_rank, 2):
         assert moved == [True, False, True]
+
+
+def save_from_two(rank: int, world_size: int, folder: Path) -> None:
+    write, slow = saver.write_directory, [rank == 1]
+
+    def write_slowly(*arguments: Any) -> None:
+        if slow and slow.pop():  # the first one, while rank 0 already waits in it
+            time.sleep(1)
+        write(*arguments)
+
+    saver.write_directory = write_slowly
+    saved = {}
+    for name in ("first", "second"):
+        strategy = FabricScapeStrategy(config=CONFIG, state_dict_type="sharded", async_save=True)
+        fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+        fabric.launch()
+        model = fabric.setup_module(build_model(seed=len(saved)))
+        fabric.save(folder / name, {"model": model})
+        saved[name] = fabric, model
+    for name, (fabric, model) in saved.items():
+        fabric.strategy.wait_for_checkpoint()
+        before = values(model)
+        next(model.parameters()).data.zero_()
+        fabric.load(folder / name, {"model": model})
+        assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
+
+
+def test_two_strategies_that_save_in_the_background_wait_for_one_another(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """They use one group, on which only one checkpoint's messages may be under way."""
+    run_ranks(save_from_two, 2, tmp_path)
 
 
 LAST_SAVE = """

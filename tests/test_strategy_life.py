@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from trainer_helpers import BATCHES, MARKS, Regression, loader, make_trainer, ours, weights
 
-from lightning_scape import ScapeOptimizer, ScapeStrategy
+from lightning_scape import ScapeOptimizer, ScapeStrategy, SparseLoCoStrategy
 
 pytestmark = MARKS
 
@@ -75,6 +78,33 @@ def test_a_second_fit_starts_a_fresh_optimizer_over_the_same_groups(run_ranks: A
     assert torch.equal(first, second)
     assert same
     assert (steps, epoch) == (BATCHES, 2)
+
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "scape": lambda: ScapeStrategy(sparsity=0.9, state_dict_type="sharded", async_save=True),
+    "sparseloco": lambda: SparseLoCoStrategy(sync_every=4, overlap_steps=1),
+    "two levels": lambda: ScapeStrategy(sparsity=0.9, local_group_size=2, wire_dtype="fp32", clip_norm="local"),
+}
+
+
+def _held_after_each_fit(rank: int, world_size: int, kind: str, folder: Path) -> list[tuple[int, int]]:
+    held = []
+    for number in range(4):
+        trainer = make_trainer(STRATEGIES[kind]())
+        trainer.fit(Regression(), loader())
+        trainer.save_checkpoint(folder / f"{number}.ckpt")
+        trainer.strategy.teardown()
+        gc.collect()
+        held.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return held
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux says which files and threads a process has")
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_further_fits_hold_no_further_files_and_threads(run_ranks: Any, tmp_path: Path, kind: str) -> None:
+    """Each made process groups of its own, which last as long as the process: 5 files and 3 threads."""
+    for held in run_ranks(_held_after_each_fit, 2, kind, tmp_path):
+        assert held[1:] == held[1:2] * 3, held
 
 
 def _fail_then_fit(rank: int, world_size: int) -> tuple[Tensor, str]:

@@ -22,7 +22,9 @@ from lightning_scape.checkpoint.dcp import REST, Chunk, Directory, as_bytes, wri
 from lightning_scape.checkpoint.parts import Moved, OwnParts
 from lightning_scape.checkpoint.rng import rng_state
 from lightning_scape.checkpoint.source import Dense, SavedShards
+from lightning_scape.comm import under_way
 from lightning_scape.comm.collectives import Communicator
+from lightning_scape.comm.worker import Job, carry_out
 from lightning_scape.core.local_shards import first_row, is_sharded, local
 from lightning_scape.core.method import Method, names, of_state
 
@@ -203,7 +205,7 @@ class Saver:
 
         _make_folder(path, communicator)
         copies = communicator.raise_on_all_ranks(copied)
-        self._begin(functools.partial(write_directory, path, copies, rest, communicator))
+        self._begin(functools.partial(write_directory, path, copies, rest, communicator), communicator)
 
     def collected(self, own: OwnParts, background: Communicator | None = None) -> dict[str, Any] | None:
         """An optimizer's whole state on rank 0, None elsewhere; what that moves is counted. Collective.
@@ -244,12 +246,15 @@ class Saver:
             whole = copies.collected(lambda own: self.collected(own, communicator))
             communicator.raise_on_all_ranks(lambda: write(whole) if communicator.rank == 0 else None)
 
-        self._begin(collect_and_write)
+        self._begin(collect_and_write, communicator)
 
-    def _begin(self, act: Callable[[], None]) -> None:
+    def _begin(self, act: Callable[[], None], communicator: Communicator) -> None:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scape-checkpoint")
-        self._pending = self._executor.submit(act)
+        self._pending = job = Job()
+        if communicator.process_group is not None:  # which another strategy may use next
+            under_way.note(communicator.process_group, job)
+        self._executor.submit(carry_out, job, act)
 
     def wait(self) -> None:
         """Waits until nothing is being written; raises the error of a write that failed."""

@@ -74,7 +74,7 @@ class Worker:
         if self._thread.is_alive():
             self._jobs.put((job, act))
         else:
-            _carry_out(job, act)
+            carry_out(job, act)
         return job
 
 
@@ -98,11 +98,12 @@ def _leave(thread: weakref.ref[threading.Thread], jobs: _Jobs, group: weakref.re
 @torch.no_grad()  # which is a thread's own
 def _work_off(jobs: _Jobs) -> None:
     while (given := jobs.get()) is not None:
-        _carry_out(*given)
+        carry_out(*given)
         del given  # its tensors must not live until the next call
 
 
-def _carry_out(job: Job, act: Callable[[], None]) -> None:
+def carry_out(job: Job, act: Callable[[], None]) -> None:
+    """Calls ``act``, and has the job end as it did."""
     try:
         act()
         job.set_result(None)

@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.parts import Moved
+from lightning_scape.comm.beside import side_group
 from lightning_scape.comm.collectives import Communicator, is_distributed
-from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.comm.together import Together
 from lightning_scape.core.method import Method, Surroundings, find, for_config
 from lightning_scape.hosts import advice, launching, registration, rendezvous, setup, two_level
@@ -73,8 +73,6 @@ class CommonStrategy(Opened):
         self._buffers = Buffers(broadcast_buffers)
         self._saving, self._saver = Saving(state_dict_type), saver.Saver(async_save)
         self._check_saving(checkpoint_io)
-        self._side_group = SideGroup()
-        self._checkpoint_group = SideGroup("gloo")  # background writes must not meet the step's messages
         timeout = launching.as_timeout(timeout)
         super().__init__(checkpoint_io=checkpoint_io, timeout=timeout, **host)  # type: ignore[call-arg]
 
@@ -114,16 +112,15 @@ class CommonStrategy(Opened):
             # interpreter ends aborts the process (seen with plain DDP, too: torch 2.13, 4 of 40 runs).
             atexit.register(destroy_process_group)
         self._nodes.set_up(host.num_processes, host.root_device, self.patience)  # collective, as the next
-        if not self._nodes.several:
-            self._side_group.get(self.patience)
+        self._nodes.side_group(self.patience)
 
     def _put_under_method(
         self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]], steps: float | None, precision: Any, clip: str
     ) -> Method:
         """Attaches one of the user's optimizers; a module that clips its gradients itself is told of ``clip``."""
         host: Any = self
-        side_group = self._nodes.side_group(self._side_group, self.patience)
-        surroundings = Surroundings(named, self._nodes.process_group, side_group, steps)
+        beside = self._nodes.side_group(self.patience)
+        surroundings = Surroundings(named, self._nodes.process_group, beside, steps)
         attached = self._method.attach(optimizer, self._nodes.config, surroundings)
         if attached.clips and host.world_size > 1 and getattr(precision, "scaler", None) is None:
             watch_gradients(attached, clip, rank_zero_warn)
@@ -200,7 +197,7 @@ class CommonStrategy(Opened):
         self._saver.wait()
 
     def _checkpoint_ranks(self) -> Communicator:
-        return Communicator(self._checkpoint_group.get(self.patience), None)
+        return Communicator(side_group("checkpoint", self.patience), None)
 
     def _offered_parameters(self, module: Module) -> list[str]:
         """Names of the parameters that this rank may write into a directory: any rank, where all hold the same."""

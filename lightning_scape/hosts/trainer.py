@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
+from lightning_scape.comm.beside import side_group
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.lost_ranks import explained_messages
-from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.comm.under_way import settle
 from lightning_scape.core.epoch_end import compare_ends
 from lightning_scape.core.method import Method, find_all
@@ -119,7 +119,6 @@ class MethodStrategy(TrainerCheckpoints):
         )
         self._interrupted = False
         self._progress_bar: DensityBar | None = None
-        self._ends_group = SideGroup("gloo")  # each batch's messages must not meet the step's
         self._shared_nans = SharedNans()
 
     @override
@@ -210,7 +209,7 @@ class MethodStrategy(TrainerCheckpoints):
             return
         ends_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0  # on the ranks that go on
         if not (ends_step and self._steps_compare_ends):  # Lightning itself sends a message with every batch
-            ranks = Communicator(self._ends_group.get(self.patience), None)
+            ranks = Communicator(side_group("batch", self.patience), None)
             compare_ends(ranks, batch_idx + 1, ends_epoch(trainer, ends_step))
 
     @property

@@ -22,18 +22,17 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_scape.comm import beside
 from lightning_scape.comm.collectives import (
     Communicator,
     ProcessGroup,
     broadcast_tensors,
-    is_distributed,
     new_group_like,
     new_node_groups,
     world_size,
 )
 from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.pairs import averages
-from lightning_scape.comm.side_group import SideGroup
 from lightning_scape.core.local_shards import local
 
 _prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -64,7 +63,6 @@ class Nodes:
         self.process_group: ProcessGroup | None = None
         """The ranks that hold the same rows, one of each node; None with a single node."""
         self.mask_group: ProcessGroup | None = None
-        self._made_beside: weakref.ref[Any] | None = None
 
     @property
     def size(self) -> int:
@@ -77,7 +75,7 @@ class Nodes:
         return self.mesh is not None
 
     def set_up(self, ranks_of_node: int, device: torch.device, timeout: timedelta | None) -> None:
-        """Makes the process groups, once for each default process group. Collective.
+        """Joins the groups of its node and of its place in all nodes, which the first call makes. Collective.
 
         Args:
             ranks_of_node: ranks that run on this node.
@@ -106,21 +104,22 @@ class Nodes:
         if size == 1:
             self._forget()
             return
-        world = torch.distributed.group.WORLD if is_distributed() else None
-        if self.mesh is not None and self._made_beside is not None and self._made_beside() is world:
-            return
-        inside, across = new_node_groups(size, timeout)
-        grid = torch.arange(ranks, dtype=torch.int64, device="cpu").view(-1, size)
-        self.mesh = DeviceMesh.from_group(
-            [across, inside], device.type, mesh=grid, mesh_dim_names=("replicate", "shard")
-        )
-        self.process_group = across if ranks > size else None
-        self.mask_group = new_group_like(across, timeout=timeout)
-        self._made_beside = weakref.ref(world) if world is not None else None
 
-    def side_group(self, flat: SideGroup, timeout: timedelta | None) -> ProcessGroup | None:
-        """The group for messages beside the step: of the ranks with the same rows, or ``flat``, of all ranks."""
-        return self.mask_group if self.several else flat.get(timeout)
+        def make() -> tuple[DeviceMesh, ProcessGroup, ProcessGroup | None]:
+            inside, across = new_node_groups(size, timeout)
+            grid = torch.arange(ranks, dtype=torch.int64, device="cpu").view(-1, size)
+            names = ("replicate", "shard")
+            mesh = DeviceMesh.from_group([across, inside], device.type, mesh=grid, mesh_dim_names=names)
+            return mesh, across, new_group_like(across, timeout=timeout)
+
+        made = beside.once(("nodes", size, device.type), make)
+        assert made is not None  # a node of several ranks has a process group
+        self.mesh, across, self.mask_group = made
+        self.process_group = across if ranks > size else None
+
+    def side_group(self, timeout: timedelta | None) -> ProcessGroup | None:
+        """The group for messages beside the step: of the ranks with the same rows, or of all. Made together."""
+        return self.mask_group if self.several else beside.side_group("step", timeout)
 
     # --------------------------------------------------------------------------------------------- the module
 
@@ -181,7 +180,7 @@ class Nodes:
 
     def __getstate__(self) -> dict[str, Any]:
         """For who copies or pickles a strategy: process groups and the mesh are made anew when it is set up."""
-        left_out = ("_replaced", "mesh", "process_group", "mask_group", "_made_beside")
+        left_out = ("_replaced", "mesh", "process_group", "mask_group")
         return {**self.__dict__, **dict.fromkeys(left_out)}
 
 
