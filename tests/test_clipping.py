@@ -120,25 +120,49 @@ def test_a_clip_recorded_for_a_gradient_that_is_gone_is_forgotten() -> None:
     assert optimizer.stats.clip_factor == 1.0
 
 
+@pytest.mark.parametrize("kind", ["norm", "value"])
+@pytest.mark.parametrize("then", ["step", "clip"])
 @pytest.mark.parametrize("change", ["in place", "another", "gone"])
-def test_gradients_that_change_after_the_clip_are_refused_and_nothing_is_done(change: str) -> None:
+def test_gradients_that_change_after_the_clip_are_refused_and_nothing_is_done(
+    change: str, then: str, kind: str
+) -> None:
     params = parameters()
     optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
     set_gradients(params, 0, 0)
     before = values(params)
-    optimizer.clip_grad_norm(1.0)
+    clip = optimizer.clip_grad_norm if kind == "norm" else optimizer.clip_grad_value
+    clip(1.0)
     assert params[1].grad is not None
     if change == "in place":
         params[1].grad.view(-1)[0] = float("nan")
     else:
         params[1].grad = None if change == "gone" else params[1].grad.clone()
-    with pytest.raises(RuntimeError, match=r"must stay as they are between .*, got another one for parameter 1: "):
-        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"must stay as they are once .*, got another one for parameter 1\."):
+        optimizer.step() if then == "step" else clip(1.0)
     assert all(torch.equal(a, b) for a, b in zip(before, values(params), strict=True))
     optimizer.zero_grad()
     set_gradients(params, 0, 1)
     optimizer.step()
     assert not torch.equal(before[1], params[1])
+
+
+@pytest.mark.parametrize("kind", ["norm", "value"])
+@pytest.mark.parametrize("bounds", [(0.5, 1e9), (1e9, 0.5), (0.5, 0.25)])
+def test_what_is_clipped_twice_is_clipped_as_torch_does(kind: str, bounds: tuple[float, float]) -> None:
+    """The last call alone counted: who logged `clip_grad_norm(inf)` behind his clipping trained without it."""
+    parameter, reference = nn.Parameter(torch.ones(50)), nn.Parameter(torch.ones(50))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, **FP32))
+    ledger = Ledger(optimizer)
+    parameter.grad, reference.grad = torch.linspace(-5, 5, 50), torch.linspace(-5, 5, 50)
+    for bound in bounds:
+        if kind == "norm":
+            expected = nn.utils.clip_grad_norm_([reference], bound)
+            torch.testing.assert_close(optimizer.clip_grad_norm(bound), expected, rtol=1e-4, atol=0)
+        else:
+            nn.utils.clip_grad_value_([reference], bound)
+            optimizer.clip_grad_value(bound)
+    optimizer.step()
+    torch.testing.assert_close(ledger.totals()[0], reference.grad.double(), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan")])

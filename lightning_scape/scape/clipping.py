@@ -75,19 +75,23 @@ class GradientClipping:
         return self.answer
 
     def clip(self, max_norm: float, *, strict: bool = False) -> Tensor:
-        """Records the factor ``min(1, max_norm / norm)``. Returns the norm, which was measured: 0-dim fp32.
+        """Records the factor ``min(1, max_norm / norm)``, times that of an earlier call for the same gradients.
+
+        Returns:
+            The norm that was measured, times the earlier factor: 0-dim fp32.
 
         Raises:
             RuntimeError: ``strict``, and it is not finite: at once on the CPU, on CUDA by :meth:`wait_found_inf`.
             ValueError: gradients are clipped by value, too.
         """
         assert self.answer is not None
-        norm = self.answer.norm
         if self.clip_value is not None:
             _refuse_both(max_norm, self.clip_value)
+        norm = self.answer.norm if self._factor is None else self.answer.norm * self._factor
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         # clamp: a factor that underflows to 0 would read as "skip".
-        self._factor = (max_norm / (norm + 1e-6)).clamp(min=_TINY, max=1.0)
-        self._strict = strict
+        self._factor = (factor if self._factor is None else factor * self._factor).clamp(min=_TINY)
+        self._strict = self._strict or strict
         if strict and not norm.is_cuda and not bool(torch.isfinite(norm)):
             _refuse(f"got {float(norm)}")
         return norm
@@ -111,17 +115,20 @@ class GradientClipping:
         self._measured = [(grad, 0 if grad is None else version(grad)) for grad in grads]
 
     def check_unchanged(self, grads: Sequence[Tensor | None]) -> None:
-        """Raises ``RuntimeError`` if a gradient has changed since :meth:`remember`: it may not be finite any more."""
+        """Raises ``RuntimeError`` if a gradient has changed since :meth:`remember`.
+
+        It may not be finite any more; and what was recorded would act on all that has come since.
+        """
         for place, (grad, (known, known_version)) in enumerate(zip(grads, self._measured, strict=False)):
             if grad is not known or (grad is not None and version(grad) != known_version):
                 raise RuntimeError(
-                    "Gradients must stay as they are between clip_grad_norm() and step(), got another one for parameter"
-                    f" {place}: neither its norm nor that it is finite is known. Clip last, or call the optimizer's"
-                    " zero_grad() to drop what was clipped."
+                    "Gradients must stay as they are once they are clipped, until the step, got another one for"
+                    f" parameter {place}. Clip last, and where several backward passes make a step after the last of"
+                    " them; or call the optimizer's zero_grad() to drop what was clipped."
                 )
 
     def record_value(self, clip_value: float) -> None:
-        """Records the bound to which gradients are clamped elementwise at the fold.
+        """Records the bound to which gradients are clamped elementwise at the fold; of several, the least.
 
         Raises:
             ValueError: the bound is not above 0; or gradients are clipped by their norm, too.
@@ -130,7 +137,12 @@ class GradientClipping:
             raise ValueError(f"`clip_value` must be > 0, got {clip_value!r}. To train without clipping, don't call it.")
         if self._factor is not None and self._standing is not None:
             _refuse_both(self._standing.max_norm, clip_value)
-        self.clip_value = float(clip_value)
+        self.clip_value = clip_value if self.clip_value is None else min(clip_value, self.clip_value)
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the step will clip."""
+        return self._factor is not None or self.clip_value is not None
 
     # ------------------------------------------------------------------------------------- skipped steps
 

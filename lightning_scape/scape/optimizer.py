@@ -197,7 +197,8 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
 
         Raises:
             RuntimeError: ``error_if_nonfinite``, and the norm is not finite; on every rank. On CUDA the next step (or
-                checkpoint) raises it, after this one was skipped: to know it now, the CPU would have to wait.
+                checkpoint) raises it, after this one was skipped: to know it now, the CPU would have to wait. Or
+                gradients have changed since they were clipped.
             ValueError: these gradients are clipped by value, too.
         """
         return self.engine.clip_grad_norm(self.param_groups, float(max_norm), error_if_nonfinite=error_if_nonfinite)
@@ -221,9 +222,10 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         """Records that the step clamps every rank's gradient to ``[-clip_value, clip_value]`` before folding it in.
 
         Raises:
+            RuntimeError: gradients have changed since they were clipped.
             ValueError: the bound is not above 0; or these gradients are clipped by their norm, too.
         """
-        self.engine.clipping.record_value(float(clip_value))
+        self.engine.clip_grad_value(float(clip_value))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, and what was recorded about them. Residuals are kept: they are not yet sent."""
