@@ -238,6 +238,7 @@ DROP_IN: dict[str, list[Run]] = {
         *in_turns(
             *(drop_in(8e-3, [4e-3, 16e-3], (0, 1, 2), size="0.03M", steps=10_000, betas=betas) for betas in BOTH_BETAS)
         ),
+        *drop_in(8e-3, [], range(3, 6), [0.9], size="0.03M", steps=10_000, betas=TORCH_BETAS),
         *(
             run
             for betas in BOTH_BETAS
@@ -308,6 +309,22 @@ SUITES: dict[str, list[Run]] = {
         *sweep([DENSE[1], paper()], [4e-3], size="0.03M", ranks=2),
         *sweep([DENSE[1], paper()], [4e-3], size="0.03M", ranks=8),
         *sweep([DENSE[1], paper()], [4e-3], size="0.03M", ranks=8, batch=4),
+    ],
+    "many_ranks": [
+        *sweep(DENSE[:1], [8e-3], (0, 1), size="0.03M", betas=TORCH_BETAS),
+        *(
+            run
+            for ranks in (4, 32, 16, 8, 2)
+            for run in sweep(
+                [scape(0.9), scape(0.99)],
+                [8e-3],
+                (0, 1),
+                size="0.03M",
+                betas=TORCH_BETAS,
+                ranks=ranks,
+                batch=32 // ranks,
+            )
+        ),
     ],
     "long": tuned("0.03M", 8e-3, 4e-3),
     "sizes": [
