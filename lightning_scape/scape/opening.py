@@ -53,6 +53,8 @@ class Opening:
             calls: steps before this one.
             max_norm: by which is clipped; None: not asked.
         """
+        if max_norm is not None:
+            self._check_clipped()
         grads: list[Tensor | None] = [None for _ in self._parameters.tensors]
         device, error = self._parameters.device, None
         try:
@@ -71,6 +73,16 @@ class Opening:
         if error is not None:
             raise error
         return grads
+
+    def clip_value(self, clip_value: float) -> None:
+        """Records a bound of the gradients that there are."""
+        self._check_clipped()
+        self._clipping.record_value(clip_value)
+        self._clipping.remember(self._parameters.raw_gradients())
+
+    def _check_clipped(self) -> None:
+        if self._clipping.recorded:
+            self._clipping.check_unchanged(self._parameters.raw_gradients())
 
     def norm_after_backward(self, groups: Groups, calls: int, grads: Sequence[Tensor]) -> Tensor | None:
         """Of these gradients: not finite if any rank's is not. Its message is told from the first one of a step.

@@ -225,7 +225,8 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
             RuntimeError: gradients have changed since they were clipped.
             ValueError: the bound is not above 0; or these gradients are clipped by their norm, too.
         """
-        self.engine.clip_grad_value(float(clip_value))
+        with self.engine.telling():
+            self.engine.opening.clip_value(float(clip_value))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, and what was recorded about them. Residuals are kept: they are not yet sent."""

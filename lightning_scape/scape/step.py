@@ -208,23 +208,11 @@ class Engine:
         with self.telling(), torch.no_grad(), profiler_range("scape::norm"):
             self._finish_last_step()
             check_max_norm(max_norm)
-            self._check_clipped()
             self.opening.gradients(groups, self.calls, max_norm)
             norm = self.clipping.clip(max_norm, strict=error_if_nonfinite)
             self.opening.measured()
         self._clip_seconds = time.perf_counter() - began
         return norm
-
-    def clip_grad_value(self, clip_value: float) -> None:
-        """See :meth:`ScapeOptimizer.clip_grad_value`."""
-        with self.telling():
-            self._check_clipped()
-            self.clipping.record_value(clip_value)
-            self.clipping.remember(self.parameters.raw_gradients())
-
-    def _check_clipped(self) -> None:
-        if self.clipping.recorded:
-            self.clipping.check_unchanged(self.parameters.raw_gradients())
 
     def all_finite(self, groups: Groups) -> bool:
         """See :meth:`ScapeOptimizer.all_finite`."""
