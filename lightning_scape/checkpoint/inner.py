@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_scape.checkpoint.dcp import Chunk
 from lightning_scape.checkpoint.packed import pack
 from lightning_scape.checkpoint.parts import Part, Place, Source
+from lightning_scape.checkpoint.plain import with_plain_numbers
 from lightning_scape.core import local_shards
 
 INNER = "inner"
@@ -26,7 +27,7 @@ def inner_part(optimizer: torch.optim.Optimizer) -> Part:
     """This rank's optimizer as a part of a state: its rows in place of DTensors."""
     saved = optimizer.state_dict()
     state = {index: _plain(entry) for index, entry in saved["state"].items()}
-    packed = pack({"state": state, "param_groups": saved["param_groups"]})
+    packed = pack({"state": state, "param_groups": with_plain_numbers(saved["param_groups"])})
     return Part(INNER, "each_rank", "take", {None: Chunk.whole(packed)})
 
 

@@ -204,7 +204,9 @@ def _candidates(folder: Path, pattern: str) -> Iterator[Path]:
         if is_one and not path.name.startswith("."):
             yield path
     ends = ("partial", "previous", "*.partial", "*.previous")  # version 0.2.0 wrote the first two
-    for unfinished in dict.fromkeys(path for end in ends for path in folder.glob(f".{pattern}.{end}")):
+    *above, name = pattern.rsplit("/", 1)
+    patterns = ["/".join([*above, f".{name}.{end}"]) for end in ends]
+    for unfinished in dict.fromkeys(path for each in patterns for path in folder.glob(each)):
         if unfinished.is_dir() and (unfinished / MANIFEST).exists():
             yield unfinished
 

@@ -19,8 +19,10 @@ def rng_state() -> Tensor:
     if "numpy" in sys.modules:
         import numpy as np
 
-        kind, keys, *rest = np.random.get_state()
-        states["numpy"] = (kind, [int(key) for key in keys], *rest)
+        current: Any = np.random.get_state()
+        if isinstance(current, tuple):  # else a generator of the user's own choice, of which NumPy gives a dict
+            kind, keys, *rest = current
+            states["numpy"] = (kind, [int(key) for key in keys], *rest)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     file = io.BytesIO()

@@ -20,6 +20,7 @@ from lightning_scape.checkpoint.checks import check_mapping, check_ranks
 from lightning_scape.checkpoint.collecting import Uncollected
 from lightning_scape.checkpoint.dcp import REST, Chunk, Directory, as_bytes, write_directory
 from lightning_scape.checkpoint.parts import Moved, OwnParts
+from lightning_scape.checkpoint.paths import local_path
 from lightning_scape.checkpoint.rng import rng_state
 from lightning_scape.checkpoint.source import Dense, SavedShards
 from lightning_scape.comm import under_way
@@ -428,7 +429,8 @@ def is_directory(path: str | PathLike[str], ranks: Communicator | None = None) -
     Raises:
         CheckpointError: not all ranks see the same there.
     """
-    seen = (ranks or Communicator.alone()).all_gather_object("://" not in str(path) and Path(path).is_dir())
+    local = local_path(path)
+    seen = (ranks or Communicator.alone()).all_gather_object(local is not None and local.is_dir())
     if any(seen) and not all(seen):
         raise files.CheckpointError(
             f"All ranks must see the same checkpoint, got a directory at {str(path)!r} on rank {seen.index(True)} and"

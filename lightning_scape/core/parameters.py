@@ -102,7 +102,8 @@ class Parameters:
         """Flat gradients, in order; None where there is none on this rank.
 
         Raises:
-            ValueError: a parameter was frozen or unfrozen since the optimizer was built, or a gradient is sparse.
+            ValueError: a parameter was frozen or unfrozen since the optimizer was built, groups have lost or won
+                parameters, or a gradient is sparse.
         """
         for group in param_groups:
             for parameter in group["params"]:
@@ -113,6 +114,13 @@ class Parameters:
                         f" {tuple(parameter.shape)} that was {change}. Build a new optimizer after the change: the"
                         " residual of a parameter would be lost, or never come to be."
                     )
+        held = dict.fromkeys(id(p) for group in param_groups for p in group["params"] if id(p) in self._known)
+        if list(held) != [id(parameter) for parameter in self.tensors]:
+            raise ValueError(
+                f"An optimizer's groups must keep the {len(self.tensors)} parameters that they had when it was built,"
+                f" in their order, got {len(held)} of them. Build a new optimizer after the change (under the Trainer:"
+                " `trainer.strategy.setup_optimizers(trainer)`); to stop training some, freeze them first."
+            )
         given = zip(self.raw_gradients(), self.local, strict=True)
         return [None if grad is None else flatten_like(grad, parameter) for grad, parameter in given]
 

@@ -59,8 +59,11 @@ def profiler_records() -> bool:
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was written in place: whether somebody has changed a gradient is not to be seen otherwise."""
-    return tensor._version
+    """How often a tensor was written in place: whether somebody has changed a gradient is not to be seen otherwise.
+
+    Of one that was made in inference mode nobody counts it: 0.
+    """
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def share_hooks(new: Optimizer, old: Optimizer) -> None:

@@ -12,6 +12,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_scape.checkpoint import atomic_files as files
+from lightning_scape.checkpoint.paths import local_path
 from lightning_scape.checkpoint.saver import is_directory
 from lightning_scape.hosts.private_names import replace_reader
 
@@ -63,9 +64,3 @@ def _explained(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 replace_reader(_explained)
-
-
-def local_path(path: str | Path) -> Path | None:
-    """Of a file; None if it is at a store (``s3://``)."""
-    local = str(path).removeprefix("file://")
-    return None if "://" in local else Path(local)

@@ -19,13 +19,14 @@ from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.parts import Moved
+from lightning_scape.checkpoint.paths import local_path
 from lightning_scape.comm.beside import side_group
 from lightning_scape.comm.collectives import Communicator, is_distributed
 from lightning_scape.comm.together import Together
 from lightning_scape.core.method import Method, Surroundings, find, for_config
 from lightning_scape.hosts import advice, launching, registration, rendezvous, setup, two_level
 from lightning_scape.hosts.buffers import Buffers
-from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO, local_path
+from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.hosts.own_clipping import watch_gradients
 from lightning_scape.hosts.private_names import Opened, WrappingIO, destroy_process_group
 from lightning_scape.hosts.saving import Saving

@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lightning_scape.checkpoint.paths import directory_path
 from lightning_scape.checkpoint.saver import RNG, SavedContent, host_checkpoint, is_directory
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.together import Together
@@ -64,5 +65,5 @@ def load_dump(
         checkpoint = ranks.raise_on_all_ranks(read)
         states = checkpoint.pop(RNG, [])
         return checkpoint, states[ranks.rank] if len(states) == ranks.world_size else None
-    saved = SavedContent(Path(path), group())
+    saved = SavedContent(directory_path(path), group())
     return ranks.raise_on_all_ranks(lambda: (host_checkpoint(saved), saved.rng(ranks.rank, ranks.world_size)))

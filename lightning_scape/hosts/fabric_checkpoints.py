@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
+from lightning_scape.checkpoint.paths import directory_path, local_path
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
 from lightning_scape.checkpoint.saver import RNG, Content, SavedContent, replicated
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.together import Together
 from lightning_scape.core.method import find
-from lightning_scape.hosts.checkpoint_io import local_path
 from lightning_scape.hosts.common import CommonStrategy
 from lightning_scape.hosts.private_names import OpenedFabrics, check_strictly
 from lightning_scape.hosts.schedulers import Restored, is_scheduler
@@ -68,7 +68,7 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
                     '`storage_options` and `filter` must be None with state_dict_type="sharded", got one: a directory'
                     " is written by torch.distributed.checkpoint, whole."
                 )
-            shared = Path(self.broadcast(str(path)))
+            shared = directory_path(self.broadcast(str(path)))
             with self._together.inside():
                 content = self._content(self._with_stand_ins(state))
             self._saver.save(shared, content, self._checkpoint_ranks())
@@ -128,7 +128,7 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
         # Without one of ours a rank may read on its own, as with DDP.
         ranks = Communicator(None, None) if ours else Communicator.alone()
         if saver.is_directory(path, ranks):
-            return self._load_directory(Path(path), state, strict, ours)
+            return self._load_directory(directory_path(path), state, strict, ours)
         read = functools.partial(super().load_checkpoint, path, weights_only=weights_only)
         content = ranks.raise_on_all_ranks(read)
         if not state:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_scape.core.local_shards import local
@@ -66,4 +67,4 @@ def watch_gradients(method: Method, clip: str, say: Callable[[str], object], ste
 
 def _version(grad: Tensor) -> tuple[int, int]:
     own = local(grad)
-    return version(own), own.data_ptr()
+    return version(own), own.data_ptr() if own.layout == torch.strided else 0

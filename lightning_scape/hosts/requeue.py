@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,6 +184,16 @@ def saved_by_signal(trainer: Trainer) -> list[str]:
     return [str(path) for path in folder.glob("hpc_ckpt_*.ckpt")]
 
 
-def is_saved_by_signal(path: Any) -> bool:
-    """Whether a checkpoint has the name that Lightning gives those."""
-    return path is not None and Path(path).name.startswith("hpc_ckpt_")
+def is_found_by_lightning(trainer: Trainer, path: Any) -> bool:
+    """Whether it may be the one of those that Lightning takes up where it is told nothing: with the highest number.
+
+    It need not be there: Lightning counts names of files that were cut off.
+    """
+
+    def number(saved: str | Path) -> int:
+        return int("0" + re.sub(r"\D", "", Path(saved).stem))
+
+    given = Path(path or "")
+    there = SLURMEnvironment.detect() and given.parent == Path(trainer.default_root_dir)
+    found = [*map(number, saved_by_signal(trainer)), 0]
+    return there and given.name.startswith("hpc_ckpt_") and number(given) >= max(found)

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -176,9 +175,9 @@ def _resume_start(
         checkpoint_path: what Lightning has settled on.
         weights_only: as Lightning's.
     """
-    told = Communicator(None, None).all_gather_object(None if checkpoint_path is None else str(checkpoint_path))
-    looks = folders is not None or SLURMEnvironment.detect()
-    by_signal = looks and any(map(requeue.is_saved_by_signal, told))
+    mine = None if checkpoint_path is None else str(checkpoint_path)
+    everyone = Communicator(None, None).all_gather_object((mine, requeue.is_found_by_lightning(trainer, mine)))
+    told, by_signal = [path for path, _ in everyone], any(found for _, found in everyone)
     newest = None
     if by_signal or folders is not None:
         places = [*(folders or []), *requeue.saved_by_signal(trainer)]

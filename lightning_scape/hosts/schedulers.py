@@ -21,6 +21,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_scape.checkpoint.plain import plain_number
+
 STATE = "scape_scheduler"
 """Key of the dict that stands for a scheduler inside another one's state; None: the state is not known."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor)
@@ -100,10 +102,11 @@ def as_data(state: Any) -> Any:
 
 def _state_as_data(state: Mapping[Any, Any], around: tuple[int, ...]) -> dict[Any, Any]:
     data = {name: _as_data(value, around) for name, value in state.items()}
-    return {name: value for name, value in data.items() if value != {STATE: None}}
+    return {name: value for name, value in data.items() if not (type(value) is dict and value == {STATE: None})}
 
 
 def _as_data(value: Any, around: tuple[int, ...]) -> Any:
+    value = plain_number(value)
     if isinstance(value, _PLAIN):
         return value
     if type(value) is dict:

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, broadcast_tensors, world_size
 from lightning_scape.core import method
 from lightning_scape.core.parameters import problem_of_lazy
-from lightning_scape.core.private_names import scaler_device
+from lightning_scape.core.private_names import IGNORED_BY_DDP, scaler_device
 from lightning_scape.core.replicas import check_same_setup
 
 
@@ -166,10 +166,15 @@ def start_equal(module: nn.Module) -> None:
 def module_state(module: nn.Module) -> list[Tensor]:
     """All parameters and buffers: what must be equal on all ranks before the first step.
 
+    What is not trained, and DDP was told to leave alone, is each rank's own.
+
     Raises:
         ValueError: one has no shape yet.
     """
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(problem_of_lazy(name))
-    return [*module.parameters(), *module.buffers()]
+    ignored = getattr(module, IGNORED_BY_DDP, ())
+    frozen = itertools.chain(module.named_parameters(), module.named_buffers())
+    own = {id(tensor) for name, tensor in frozen if name in ignored and not tensor.requires_grad}
+    return [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in own]

@@ -73,7 +73,7 @@ def _share_of(methods: Sequence[Method]) -> None:
     """Makes the first entry of each gradient NaN if some rank has one that is not finite. Collective."""
     all_clipping = [each.clipping for each in methods if each.clipping is not None]
     grads = [local(p.grad) for each in all_clipping for _, p in each.named_parameters if p.grad is not None]
-    given = [grad for grad in grads if grad.numel()]
+    given = [grad for grad in grads if grad.numel() and grad.layout == torch.strided]  # others the step refuses
     norm = all_clipping[0].after_backward(given) if all_clipping else None
     if norm is None:
         return

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_scape.checkpoint.paths import directory_path, local_path
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
 from lightning_scape.checkpoint.saver import RNG, host_content
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import find
-from lightning_scape.hosts.checkpoint_io import local_path
 from lightning_scape.hosts.dump import Dump, load_dump, restore_schedulers
 from lightning_scape.hosts.requeue import callbacks_of
 from lightning_scape.hosts.resume import Resumption
@@ -76,7 +76,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
                     '`storage_options` must be None with state_dict_type="sharded", got'
                     f" {storage_options!r}: a directory is written by torch.distributed.checkpoint."
                 )
-            path = Path(self.broadcast(str(filepath)))
+            path = directory_path(self.broadcast(str(filepath)))
             assert self.lightning_module is not None
             offered = self._offered_parameters(self.lightning_module)
             content = host_content(checkpoint, offered, self.global_rank)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -57,7 +57,8 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
         if warning := self._buffers.at_start(model, type(self).__name__):
             rank_zero_warn(warning)
         if not hasattr(model, "no_sync"):  # of DDP's wrapper: nothing is sent in the backward pass
-            model.no_sync = nullcontext  # type: ignore[assignment]
+            assert self.lightning_module is not None
+            model.no_sync = functools.partial(_without_sync, self.lightning_module)  # type: ignore[assignment]
 
     # --------------------------------------------------------------------------------------- the optimizers
 
@@ -127,8 +128,9 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
         for each in self._attached:
             each.give_back()
         self._steer(back=True)
-        if self.lightning_module is not None and vars(self.lightning_module).get("no_sync") is nullcontext:
-            del self.lightning_module.no_sync
+        module = self.lightning_module
+        if module is not None and getattr(vars(module).get("no_sync"), "func", None) is _without_sync:
+            del module.no_sync
 
     # ------------------------------------------------------------------------------------------- the buffers
 
@@ -164,3 +166,10 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
             return
         if warning := self._buffers.compare([self.lightning_module], type(self).__name__, occasion):
             rank_zero_warn(warning)
+
+
+def _without_sync(module: LightningModule) -> AbstractContextManager[None]:
+    """In the place of ``no_sync`` of DDP's wrapper; a function of the module, which may be copied in a fit."""
+    strategy: Any = module.trainer.strategy
+    held: AbstractContextManager[None] = strategy.block_backward_sync()
+    return held

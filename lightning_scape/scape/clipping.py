@@ -114,6 +114,12 @@ class GradientClipping:
         """Notes which gradients the recorded norm is of; :meth:`check_unchanged` takes the same tensors."""
         self._measured = [(grad, 0 if grad is None else version(grad)) for grad in grads]
 
+    def are_gone(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether none of the gradients that were clipped is left."""
+        return not any(
+            grad is not None and grad is known for grad, (known, _) in zip(grads, self._measured, strict=False)
+        )
+
     def check_unchanged(self, grads: Sequence[Tensor | None]) -> None:
         """Raises ``RuntimeError`` if a gradient has changed since :meth:`remember`.
 

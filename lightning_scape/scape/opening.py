@@ -81,8 +81,12 @@ class Opening:
         self._clipping.remember(self._parameters.raw_gradients())
 
     def _check_clipped(self) -> None:
-        if self._clipping.recorded:
-            self._clipping.check_unchanged(self._parameters.raw_gradients())
+        """What was clipped before is still there, or all of it is gone, by the module's ``zero_grad()``."""
+        grads = self._parameters.raw_gradients()
+        if self._clipping.recorded and self._clipping.are_gone(grads):
+            self._clipping.forget()
+        elif self._clipping.recorded:
+            self._clipping.check_unchanged(grads)
 
     def norm_after_backward(self, groups: Groups, calls: int, grads: Sequence[Tensor]) -> Tensor | None:
         """Of these gradients: not finite if any rank's is not. Its message is told from the first one of a step.
@@ -97,7 +101,9 @@ class Opening:
 
     def _standing(self, groups: Groups, calls: int, max_norm: float | None, error: Exception | None) -> Standing:
         """What must be the same on all ranks in this step."""
-        facts = self._comm.watched.number, calls, self._left_out, self.batch, self.compared
+        # Which gradients a rank drops may differ by its batch, and where the batch is known it says enough.
+        left_out = self._left_out if self.batch is None else 0
+        facts = self._comm.watched.number, calls, left_out, self.batch, self.compared
         return Standing(*facts, settings(groups), max_norm, describe(error))
 
     # ------------------------------------------------------------------------------------- what became of gradients

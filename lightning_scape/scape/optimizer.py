@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -417,7 +418,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         )
         loaded.take_up(snapshot)
         for group, saved in zip(self.param_groups, loaded.param_groups, strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
+            group.update(deepcopy({name: value for name, value in saved.items() if name != "params"}))  # as torch does
         self.engine.replace_state(state, loaded.config)
         self._shared.consolidated = None
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_scape.checkpoint.dcp import Chunk
 from lightning_scape.checkpoint.parts import OwnParts, Place, Source, fill
+from lightning_scape.checkpoint.plain import with_plain_numbers
 from lightning_scape.checkpoint.source import SavedShards, WholeState
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.layout import Layout
@@ -48,7 +49,7 @@ def own_parts(snapshot: Snapshot, communicator: Communicator, param_groups: list
         rows = mask[first : min(first + layout.shard_blocks, layout.used_blocks)]
         parts.append(keys.mask({None: Chunk(rows, first, layout.used_blocks)} if len(rows) else {}))
     of_masks = {"mask_shape": shapes[0]} if shards.world_size == 1 else {"mask_shape": None, "mask_shapes": shapes}
-    facts = {**_facts(snapshot), **of_masks, "param_groups": param_groups}
+    facts = {**_facts(snapshot), **of_masks, "param_groups": with_plain_numbers(param_groups)}
     common = FORM.common(facts, parts, parameters, communicator.world_size, shards.world_size)
     return OwnParts(common, parts, parameters, communicator, shards)
 

@@ -1,0 +1,27 @@
+"""Where a checkpoint is: what hosts are given as its path, read as Lightning reads it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def local_path(path: str | os.PathLike[str]) -> Path | None:
+    """Of a file or directory, ``~`` being the user's home; None if it is at a store (``s3://``)."""
+    local = os.fspath(path).removeprefix("file://")
+    return None if "://" in local else Path(local).expanduser()
+
+
+def directory_path(path: str | os.PathLike[str]) -> Path:
+    """Of a directory that is to be written.
+
+    Raises:
+        ValueError: it is at a store.
+    """
+    local = local_path(path)
+    if local is None:
+        raise ValueError(
+            'A checkpoint with state_dict_type="sharded" must be at a path that all machines share, got'
+            f' {os.fspath(path)!r}. Save there with state_dict_type="full", or to a shared file system.'
+        )
+    return local

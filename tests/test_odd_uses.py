@@ -1,0 +1,177 @@
+"""Uses that DDP takes, each of which was an error here or went unseen: at sparsity 0 the Trainer's result is DDP's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from trainer_helpers import MARKS, WIDTH, Regression, loader, make_trainer, weights
+
+from lightning_scape import ScapeStrategy
+
+pytestmark = MARKS
+
+
+class Manual(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.net = nn.Sequential(nn.Linear(WIDTH, 11), nn.Tanh(), nn.Linear(11, 3))
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.net.parameters(), 1e-2)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+
+class UnevenMicroBatches(Manual):
+    """Ranks cut their batch into different numbers of pieces, all but the last inside ``no_sync``."""
+
+    def on_after_backward(self) -> None:  # for which backward passes of all ranks share whether gradients are finite
+        pass
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer, pieces = self.optimizers(), 2 + dist.get_rank()
+        optimizer.zero_grad()
+        for _ in range(pieces - 1):
+            with self.trainer.model.no_sync():
+                self.manual_backward(self.loss(batch) / pieces)
+        self.manual_backward(self.loss(batch) / pieces)
+        optimizer.step()
+
+
+class TermOfOneRank(Manual):
+    """A generator whose loss has the critic's judgment on one rank alone; gradients are cleared before and between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Linear(3, 1)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(part.parameters(), 1e-2) for part in (self.net, self.critic)]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        generator, critic = self.optimizers()
+        generator.zero_grad()
+        critic.zero_grad()
+        loss = self.loss(batch)
+        if dist.get_rank() == 1:
+            loss = loss - 0.1 * self.critic(self.net(batch[0])).mean()
+        self.manual_backward(loss)
+        generator.step()
+        critic.zero_grad()
+        self.manual_backward(self.critic(self.net(batch[0]).detach()).square().mean())
+        critic.step()
+
+
+class LeftAlone(Regression):
+    """A buffer of each rank's own, which DDP was told to leave alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mine", torch.full((3,), float(dist.get_rank())))
+        self._ddp_params_and_buffers_to_ignore = ["mine"]
+
+    def on_train_end(self) -> None:
+        assert self.mine.tolist() == [dist.get_rank()] * 3
+
+
+class HalvedInInference(Regression):
+    @torch.inference_mode()
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in self.parameters():
+            parameter.grad = parameter.grad * 0.5
+
+
+class ClippedAndDropped(Manual):
+    """Every other batch is clipped and then left out, by the module's ``zero_grad``."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(optimizer, gradient_clip_val=1e3, gradient_clip_algorithm="norm")
+        if batch_idx % 2:
+            optimizer.step()
+        self.zero_grad()
+
+
+MODULES = {
+    each.__name__: each for each in (UnevenMicroBatches, TermOfOneRank, LeftAlone, HalvedInInference, ClippedAndDropped)
+}
+
+
+def _trained(rank: int, world_size: int, name: str, dense: bool) -> Tensor:
+    torch.manual_seed(rank)
+    strategy = DDPStrategy(find_unused_parameters=True) if dense else ScapeStrategy(sparsity=0, wire_dtype="fp32")
+    module = MODULES[name]()
+    make_trainer(strategy, max_epochs=2).fit(module, loader())
+    return weights(module)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_it_trains_as_under_ddp(run_ranks: Any, name: str) -> None:
+    first, second = run_ranks(_trained, 2, name, False)
+    if name == "LeftAlone":
+        first, second = first[3:], second[3:]
+    assert torch.equal(first, second)
+    expected = run_ranks(_trained, 2, name, True)[0][-len(first) :]
+    torch.testing.assert_close(first, expected, rtol=0, atol=2e-5)
+
+
+# ------------------------------------------------------------------------------------------------ errors that say what
+
+
+class Pops(Regression):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.change(self.optimizers().optimizer.param_groups)
+
+    def change(self, groups: list[dict[str, Any]]) -> None:
+        del groups[0]["params"][-1]
+
+
+class Empties(Pops):
+    def change(self, groups: list[dict[str, Any]]) -> None:
+        groups.pop()
+
+
+class Sparse(pl.LightningModule):
+    """A hook that looks at gradients, which are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 3, sparse=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+    def on_after_backward(self) -> None:
+        pass
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.table(batch[1].long().abs() % 10).square().mean()
+
+
+def _refused(rank: int, world_size: int, make: Callable[[], pl.LightningModule]) -> None:
+    make_trainer().fit(make(), loader())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Pops, "An optimizer's groups must keep the"),
+        (Empties, "An optimizer's groups must keep the"),
+        (Sparse, "Gradients must be dense"),
+    ],
+)
+def test_what_cannot_be_trained_is_an_error_on_all_ranks(run_ranks: Any, make: Any, words: str) -> None:
+    for error in run_ranks(_refused, 2, make, expect_errors=True):
+        assert words in str(error), error
