@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,14 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from trainer_helpers import BATCHES, MARKS, Regression, loader, make_trainer, weights
 
-from lightning_scape import ScapeConfig, ScapeOptimizer, ScapeStrategy, SparseLoCoStrategy, newest_checkpoint
+from lightning_scape import (
+    FabricScapeStrategy,
+    ScapeConfig,
+    ScapeOptimizer,
+    ScapeStrategy,
+    SparseLoCoStrategy,
+    newest_checkpoint,
+)
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
 
 pytestmark = MARKS
@@ -158,3 +166,21 @@ def test_numpys_other_generators_are_left_alone(monkeypatch: pytest.MonkeyPatch)
         assert random.random() == expected
     finally:
         np.random.set_bit_generator(before)
+
+
+def _state_of_one_rank(rank: int, world_size: int) -> None:
+    fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=FabricScapeStrategy(sparsity=0.5))
+    fabric.launch()
+    module = nn.Linear(5, 5)
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+    for step in range(2):
+        fabric.backward(model(torch.ones(3, 5)).sum())
+        optimizer.step()
+        if rank == step == 0:
+            optimizer.state_dict()
+
+
+def test_a_state_that_one_rank_asks_for_is_named_in_the_error(run_ranks: Any) -> None:
+    for error in run_ranks(_state_of_one_rank, 2, expect_errors=True):
+        assert "collecting the state of optimizer 0" in str(error), error
+        assert "or a `state_dict()` that only some ranks call" in str(error)

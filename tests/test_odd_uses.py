@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from trainer_helpers import MARKS, WIDTH, Regression, loader, make_trainer, weights
 
-from lightning_scape import ScapeStrategy
+from lightning_scape import ScapeStrategy, SparseLoCoStrategy
 
 pytestmark = MARKS
 
@@ -160,8 +161,22 @@ class Sparse(pl.LightningModule):
         return self.table(batch[1].long().abs() % 10).square().mean()
 
 
-def _refused(rank: int, world_size: int, make: Callable[[], pl.LightningModule]) -> None:
-    make_trainer().fit(make(), loader())
+class Shared(Manual):
+    """Actor and critic with one encoder, which both optimizers have."""
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(self.net[places].parameters(), 1e-2) for places in (slice(0, 1), slice(0, 3))]
+
+
+class Zero(Regression):
+    def configure_optimizers(self) -> Any:
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=1e-2)
+
+
+def _refused(
+    rank: int, world_size: int, make: Callable[[], pl.LightningModule], strategy: Callable[[], Any] | None = None
+) -> None:
+    make_trainer(strategy and strategy()).fit(make(), loader())
 
 
 @pytest.mark.parametrize(
@@ -174,4 +189,16 @@ def _refused(rank: int, world_size: int, make: Callable[[], pl.LightningModule])
 )
 def test_what_cannot_be_trained_is_an_error_on_all_ranks(run_ranks: Any, make: Any, words: str) -> None:
     for error in run_ranks(_refused, 2, make, expect_errors=True):
+        assert words in str(error), error
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Shared, "With local steps each parameter must have one optimizer, got one of shape (11, 7) in optimizers 0"),
+        (Zero, "SparseLoCo must wrap an optimizer that works on one rank, got a ZeroRedundancyOptimizer"),
+    ],
+)
+def test_what_local_steps_cannot_train_is_an_error_on_all_ranks(run_ranks: Any, make: Any, words: str) -> None:
+    for error in run_ranks(_refused, 2, make, SparseLoCoStrategy, expect_errors=True):
         assert words in str(error), error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -156,11 +157,13 @@ class Form:
             background: see :meth:`~lightning_scape.checkpoint.parts.OwnParts.collect`.
         """
         ranks = background or own.everyone
-        tensors = own.collect(to, background)
-        whole = self.merged(own.common, tensors) if ranks.rank == to else None
-        for _ in tensors:
-            raise AssertionError("tensors arrive on one rank only")
-        return ranks.raise_on_all_ranks(lambda: None if whole is None else self.completed(whole))
+        named = contextlib.nullcontext() if background else ranks.watched.at("collecting the state")
+        with named:
+            tensors = own.collect(to, background)
+            whole = self.merged(own.common, tensors) if ranks.rank == to else None
+            for _ in tensors:
+                raise AssertionError("tensors arrive on one rank only")
+            return ranks.raise_on_all_ranks(lambda: None if whole is None else self.completed(whole))
 
     def whole_of(self, saved: SavedShards) -> dict[str, Any]:
         """The whole state that the optimizer would have given, read from a directory into host memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, broadcast_tensors, world_size
 from lightning_scape.core import method
@@ -161,6 +162,22 @@ def start_equal(module: nn.Module) -> None:
         device = state[0].device if state else torch.device("cpu")
         check_same_setup(ranks, setup, None, device)
     broadcast_tensors(state)
+
+
+def check_apart(optimizers: Sequence[Optimizer]) -> None:
+    """Raises ``ValueError`` where two optimizers train the same parameter, for a method with local steps.
+
+    Each would exchange it from a starting point of its own, and undo what the other one has done since.
+    """
+    owners: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+            if owners.setdefault(id(parameter), number) != number:
+                raise ValueError(
+                    f"With local steps each parameter must have one optimizer, got one of shape"
+                    f" {tuple(parameter.shape)} in optimizers {owners[id(parameter)]} and {number}. Give what they"
+                    " share to one of them, or take ScapeStrategy."
+                )
 
 
 def module_state(module: nn.Module) -> list[Tensor]:

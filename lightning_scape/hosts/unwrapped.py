@@ -75,6 +75,8 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
 
     def _attach_all(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         inner: list[Any] = [setup.stepped(each) for each in optimizers]
+        if not self._method.exchanges_every_step:
+            setup.check_apart([one for one in inner if not isinstance(one, NoOptimizer)])
         for each in self._attached:
             if not any(each.optimizer is one for one in inner):  # the training goes on without it
                 each.finish()

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.checks import collected_before
 from lightning_scape.checkpoint.parts import OwnParts
+from lightning_scape.checkpoint.plain import with_plain_numbers
 from lightning_scape.checkpoint.source import SavedShards
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_group_like
 from lightning_scape.core import local_shards
@@ -391,7 +392,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
             self.consolidate_state_dict()
         whole = collected_before(self._shared.consolidated, self.engine.comm.rank)
         # Groups as they are now: a scheduler may have moved on since.
-        return {**whole, "param_groups": super().state_dict()["param_groups"]}
+        return {**whole, "param_groups": with_plain_numbers(super().state_dict()["param_groups"])}
 
     def load_state_dict(self, state_dict: dict[str, Any] | SavedShards) -> None:
         """Takes this rank's part of a whole state, or of a sharded one. Call on every rank, with the same state.

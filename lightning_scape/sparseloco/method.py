@@ -60,7 +60,8 @@ class SparseLoCoMethod(Method):
     @classmethod
     @override
     def attach(cls, optimizer: Optimizer, config: SparseLoCoConfig, surroundings: Surroundings) -> Self:
-        if getattr(optimizer, "communicator", None) is not None:
+        kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+        if getattr(optimizer, "communicator", None) is not None or "ZeroRedundancyOptimizer" in kinds:
             raise TypeError(
                 "SparseLoCo must wrap an optimizer that works on one rank, got a"
                 f" {type(optimizer).__name__}, which exchanges gradients itself. Use AdamW, or any other optimizer of"
