@@ -284,6 +284,24 @@ def end_to_end(link: Link) -> str:
     return text + "\n" + source(link, END_TO_END, command)
 
 
+SEEDS = {0: (END_TO_END, "1gbit"), **{n: (f"end_to_end/seed{n}/end_to_end.json", "10gbit") for n in (1, 2)}}
+"""Runs of the first command's model: the link changes nothing of a loss."""
+
+
+def end_to_end_seeds(link: Link) -> str:
+    """Final losses of the first command's model, by seed."""
+    found = {seed: load(name)["links"][rate]["methods"] for seed, (name, rate) in SEEDS.items()}
+    rows = [["AdamW (DDP fp32)", *(f"{runs['ddp']['loss']:.4f}" for runs in found.values()), ""]]
+    for method in ("scape-0.9", "scape-0.99"):
+        above = [runs[method]["loss"] / runs["ddp"]["loss"] - 1 for runs in found.values()]
+        losses = [f"{runs[method]['loss']:.4f} ({gap:+.1%})" for runs, gap in zip(found.values(), above, strict=True)]
+        error = statistics.stdev(above) / math.sqrt(len(above))
+        rows.append([METHODS[method], *losses, f"**{statistics.mean(above):+.1%}** ± {100 * error:.1f}"])
+    head = ["", *(f"seed {seed}" for seed in found), "mean of the differences"]
+    command = "sudo python examples/bench_end_to_end.py --links 10gbit --methods ddp scape-0.9 scape-0.99 --seed 1"
+    return table(head, *rows) + "\n" + source(link, SEEDS[1][0], command)
+
+
 def few(links: str, methods: str, rounds: int | None = None) -> str:
     """Options of a run of some methods; without ``rounds``, as many as the script takes by itself."""
     return f" --models pythia-14m --links {links} --methods {methods}{f' --rounds {rounds}' if rounds else ''}"
@@ -394,6 +412,7 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "two-hosts": lambda link: two_hosts("two_hosts/adamw", ADAMW, link),
     "two-hosts-aims": lambda link: two_hosts("two_hosts/aims", AIMS, link),
     "end-to-end": end_to_end,
+    "end-to-end-seeds": end_to_end_seeds,
     "two-hosts-slow": lambda link: two_hosts("two_hosts/slow", SLOW, link),
     "two-hosts-nodes": lambda link: two_hosts("two_hosts/nodes", f"{NODES} --links 1gbit --rounds 2", link, "host"),
     "two-hosts-nodes-slow": lambda link: two_hosts(

@@ -54,6 +54,8 @@ NAMES = METHODS | EXTRA
 BATCH = 4
 """Windows of a rank's step, as in pretrain_python.py."""
 VALIDATIONS = 12
+WAIT_SECONDS = 0.2
+"""Between two looks of a run that waits for its turn; they take time of the one that has it."""
 MARGIN = 1.02
 """A run has come far enough when its loss is at most this times the final one of DDP fp32, which is AdamW's."""
 
@@ -147,7 +149,7 @@ class Turns:
             while not self._file(number, rank).exists():
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"its turn must come within {self._timeout:g} s, got none: another has failed")
-                time.sleep(0.01)
+                time.sleep(WAIT_SECONDS)
 
     def end(self) -> None:
         """The next one's turn."""

@@ -248,7 +248,7 @@ def torchrun(
             launcher = [
                 *("taskset", "--cpu-list", str(cores[index % len(cores)])),
                 *(sys.executable, "-m", "torch.distributed.run"),
-                *(f"--nnodes={len(hosts)}", f"--nproc-per-node={ranks_per_host}"),
+                *(f"--nnodes={len(hosts)}", f"--nproc-per-node={ranks_per_host}", "--monitor-interval=1"),
                 *(f"--node-rank={index}", f"--master-addr={hosts[0].address}", f"--master-port={port}"),
             ]
             with log.open("w") as out:
