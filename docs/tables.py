@@ -95,6 +95,11 @@ def gap(row: dict[str, Any], base: dict[str, Any]) -> str:
     return text
 
 
+def averaged(gaps: list[float]) -> str:
+    """The mean of differences, with its standard error."""
+    return f"**{statistics.mean(gaps):+.1%}** ± {100 * statistics.stdev(gaps) / math.sqrt(len(gaps)):.1f}"
+
+
 def drop_in(steps: int, link: Link) -> str:
     rows = []
     for label in (DENSE, *SPARSE):
@@ -122,9 +127,8 @@ def wires(link: Link) -> str:
             continue
         mine, theirs = paired(packed, plain)
         gaps = [loss / other - 1 for loss, other in zip(mine, theirs, strict=True)]
-        difference = f"**{statistics.mean(gaps):+.1%}** ± {100 * statistics.stdev(gaps) / math.sqrt(len(gaps)):.1f}"
         losses = (value({"losses": each}) for each in (theirs, mine))
-        rows.append([f"{steps:,}", name, label, str(len(gaps)), *losses, difference])
+        rows.append([f"{steps:,}", name, label, str(len(gaps)), *losses, averaged(gaps)])
     text = table(["steps", "betas", "", "seeds", '`"bf16"`', '`"int4"`', "difference, by seed"], *rows)
     command = "python examples/bench_quality.py --suite drop_in_short drop_in_long wires"
     return text + "\n" + source(link, TODAY, command)
@@ -294,9 +298,8 @@ def end_to_end_seeds(link: Link) -> str:
     rows = [["AdamW (DDP fp32)", *(f"{runs['ddp']['loss']:.4f}" for runs in found.values()), ""]]
     for method in ("scape-0.9", "scape-0.99"):
         above = [runs[method]["loss"] / runs["ddp"]["loss"] - 1 for runs in found.values()]
-        losses = [f"{runs[method]['loss']:.4f} ({gap:+.1%})" for runs, gap in zip(found.values(), above, strict=True)]
-        error = statistics.stdev(above) / math.sqrt(len(above))
-        rows.append([METHODS[method], *losses, f"**{statistics.mean(above):+.1%}** ± {100 * error:.1f}"])
+        losses = [f"{runs[method]['loss']:.4f} ({each:+.1%})" for runs, each in zip(found.values(), above, strict=True)]
+        rows.append([METHODS[method], *losses, averaged(above)])
     head = ["", *(f"seed {seed}" for seed in found), "mean of the differences"]
     command = "sudo python examples/bench_end_to_end.py --links 10gbit --methods ddp scape-0.9 scape-0.99 --seed 1"
     return table(head, *rows) + "\n" + source(link, SEEDS[1][0], command)

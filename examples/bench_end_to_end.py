@@ -179,8 +179,7 @@ def run(method: str, args: argparse.Namespace) -> dict[str, Any]:
             self._exchanges = 0
             self._since: float | None = None
             rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            runs = args.turns or [method]
-            self._turns = Turns(args.worker.parent, method, runs, rank, ranks, args.timeout)
+            self._turns = Turns(args.worker.parent, method, args.turns, rank, ranks, args.timeout)
 
         def now(self) -> dict[str, float]:
             return {"seconds": time.perf_counter() - self._began, "sent": sent_bytes()[0] - self._sent}
@@ -195,13 +194,12 @@ def run(method: str, args: argparse.Namespace) -> dict[str, Any]:
             # The checkpoint's callback comes last of all at the end of a validation.
             self.saving += time.perf_counter() - self._since
             self._since = None
-            if args.turns:
-                self.end_part(trainer)
-                before = self.now()
-                self._turns.begin()
-                after = self.now()
-                self._began += after["seconds"] - before["seconds"]
-                self._sent += after["sent"] - before["sent"]
+            self.end_part(trainer)
+            before = self.now()
+            self._turns.begin()
+            after = self.now()
+            self._began += after["seconds"] - before["seconds"]
+            self._sent += after["sent"] - before["sent"]
 
         def end_part(self, trainer: pl.Trainer) -> None:
             """What goes on beside training must not fall into another's turn."""
@@ -293,9 +291,10 @@ def run_all(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             path = cells / f"{link}-{method}.json"
             if not done(path, args):
                 hosts.set_rate(link)
-                missing = [name for name in args.methods if not done(cells / f"{link}-{name}.json", args)]
-                for name, ranks in launch(hosts, args, link, [method] if method == "plan" else missing).items():
-                    cell = {"settings": settings(args), "link": link, "method": name, "turns": missing, "ranks": ranks}
+                together = [name for name in args.methods if not done(cells / f"{link}-{name}.json", args)]
+                together = ["plan"] if method == "plan" else together
+                for name, ranks in launch(hosts, args, link, together).items():
+                    cell = {"settings": settings(args), "link": link, "method": name, "turns": together, "ranks": ranks}
                     (cells / f"{link}-{name}.json").write_text(json.dumps(cell) + "\n")
             found[link][method] = json.loads(path.read_text())["ranks"]
             if method != "plan":

@@ -157,7 +157,7 @@ def test_a_loaded_state_keeps_its_own_learning_rate() -> None:
     assert state["param_groups"][0]["lr"] == pytest.approx(0.01)
 
 
-def test_numpys_other_generators_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpys_other_generators_are_left_alone() -> None:
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(1))
     try:

@@ -13,7 +13,7 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
 
 
 def directory_path(path: str | os.PathLike[str]) -> Path:
-    """Of a directory that is to be written.
+    """Of a directory, to be written or read.
 
     Raises:
         ValueError: it is at a store.

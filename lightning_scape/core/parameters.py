@@ -40,7 +40,7 @@ class Parameters:
 
     def __post_init__(self) -> None:
         self._strides: list[tuple[int, ...]] = []
-        self._known: set[int] = set()
+        self._known: dict[int, None] = {}
         self._places: list[tuple[int, torch.dtype]] = []
 
     @classmethod
@@ -60,7 +60,7 @@ class Parameters:
                     found.names.append(given[place] if place < len(given) else f"parameter {index}")
                 index += 1
         found._strides = [() if is_lazy(parameter) else parameter.stride() for parameter in found.local]
-        found._known = {id(parameter) for parameter in found.tensors}
+        found._known = dict.fromkeys(map(id, found.tensors))
         return found
 
     @property
@@ -105,8 +105,11 @@ class Parameters:
             ValueError: a parameter was frozen or unfrozen since the optimizer was built, groups have lost or won
                 parameters, or a gradient is sparse.
         """
+        held: dict[int, None] = {}
         for group in param_groups:
             for parameter in group["params"]:
+                if parameter.requires_grad:
+                    held[id(parameter)] = None
                 if parameter.requires_grad != (id(parameter) in self._known):
                     change = "frozen then" if parameter.requires_grad else "trained then, and is frozen now"
                     raise ValueError(
@@ -114,8 +117,7 @@ class Parameters:
                         f" {tuple(parameter.shape)} that was {change}. Build a new optimizer after the change: the"
                         " residual of a parameter would be lost, or never come to be."
                     )
-        held = dict.fromkeys(id(p) for group in param_groups for p in group["params"] if id(p) in self._known)
-        if list(held) != [id(parameter) for parameter in self.tensors]:
+        if list(held) != list(self._known):
             raise ValueError(
                 f"An optimizer's groups must keep the {len(self.tensors)} parameters that they had when it was built,"
                 f" in their order, got {len(held)} of them. Build a new optimizer after the change (under the Trainer:"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -188,10 +187,9 @@ def module_state(module: nn.Module) -> list[Tensor]:
     Raises:
         ValueError: one has no shape yet.
     """
-    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in named:
         if is_lazy(tensor):
             raise ValueError(problem_of_lazy(name))
     ignored = getattr(module, IGNORED_BY_DDP, ())
-    frozen = itertools.chain(module.named_parameters(), module.named_buffers())
-    own = {id(tensor) for name, tensor in frozen if name in ignored and not tensor.requires_grad}
-    return [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in own]
+    return [tensor for name, tensor in named if tensor.requires_grad or name not in ignored]

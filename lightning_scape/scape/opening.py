@@ -82,10 +82,12 @@ class Opening:
 
     def _check_clipped(self) -> None:
         """What was clipped before is still there, or all of it is gone, by the module's ``zero_grad()``."""
+        if not self._clipping.recorded:
+            return
         grads = self._parameters.raw_gradients()
-        if self._clipping.recorded and self._clipping.are_gone(grads):
+        if self._clipping.are_gone(grads):
             self._clipping.forget()
-        elif self._clipping.recorded:
+        else:
             self._clipping.check_unchanged(grads)
 
     def norm_after_backward(self, groups: Groups, calls: int, grads: Sequence[Tensor]) -> Tensor | None:
