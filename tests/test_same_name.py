@@ -93,6 +93,23 @@ def test_what_killed_writers_left_is_removed_and_what_is_written_stays(tmp_path:
     assert left == {"a", living.name, *(file.name for file in strange)}
 
 
+def test_what_is_removed_is_held_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a save that has just made its file, and locks it now, would lose it: it ended with FileNotFoundError."""
+    (tmp_path / f".a.{'0' * 16}.partial").write_bytes(b"half")
+    unlink, removed = Path.unlink, []
+
+    def unlink_what_is_held(path: Path, **options: bool) -> None:
+        with open(path, "rb") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        removed.append(path.name)
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", unlink_what_is_held)
+    files.save_file({}, tmp_path / "a")
+    assert len(removed) == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
 def test_a_complete_directory_of_a_killed_writer_counts_until_a_newer_one_is_there(tmp_path: Path) -> None:
     write_directory(tmp_path / "c", 3)
     complete = tmp_path / f".c.{'0' * 16}.partial"

@@ -116,8 +116,10 @@ def put_in_place(partial: Path, path: Path) -> None:
     sync_folder(path.parent)
     _remove(previous)
     for entry, kind, token in before:
-        if kind == "previous" or _is_left_behind(entry, token):
+        if kind == "previous":
             _remove(entry)
+        else:
+            _remove_if_left_behind(entry, token)
 
 
 def check_replaceable(path: Path) -> None:
@@ -181,8 +183,8 @@ def sync_folder(folder: Path) -> None:
 def remove_left_behind(path: Path) -> None:
     """Removes what killed saves to ``path`` have left, but for complete checkpoints: there may be no other."""
     for entry, kind, token in _temporaries(path):
-        if kind == "partial" and not (entry / MANIFEST).exists() and _is_left_behind(entry, token):
-            _remove(entry)
+        if kind == "partial" and not (entry / MANIFEST).exists():
+            _remove_if_left_behind(entry, token)
 
 
 def _temporaries(path: Path) -> Iterator[tuple[Path, str, bool]]:
@@ -195,25 +197,33 @@ def _temporaries(path: Path) -> Iterator[tuple[Path, str, bool]]:
                 yield entry, found["kind"], found["token"] is not None
 
 
-def _is_left_behind(partial: Path, has_token: bool) -> bool:
-    """Whether nobody holds the lock."""
+def _remove_if_left_behind(partial: Path, has_token: bool) -> None:
+    """Removes a temporary that nobody holds, and holds it meanwhile: one just made is not locked yet."""
     held = partial / LOCKED if partial.is_dir() else partial
     try:
         if not stat.S_ISREG(held.lstat().st_mode):
-            return False
+            return
         handle = os.open(held, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
     except FileNotFoundError:  # a directory of version 0.2.0, or one that has just been made
         if has_token:
-            with contextlib.suppress(OSError):
-                partial.rmdir()
-        return not has_token
+            _remove_empty(partial)
+        else:
+            _remove(partial)
+        return
     except OSError:
-        return False
+        return
     try:
         free = _lock(handle)
-        return time.time() - os.fstat(handle).st_mtime > _LONG_AGO if free is None else free
+        if time.time() - os.fstat(handle).st_mtime > _LONG_AGO if free is None else free:
+            _remove(partial)
     finally:
         os.close(handle)
+    _remove_empty(partial)  # a network's file system kept it, for the file that was open
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _beside(path: Path, kind: str) -> Path:
