@@ -38,16 +38,18 @@ settings.load_profile("scape")
 
 
 LONGEST = """
-slurm cpu kernels checkpoint adamw example two_hosts elastic crash cli quality litgpt link_faults sharded
-sparseloco_litgpt optimizer resume replicas apart two_level_checkpoint requeue bench_gpu fabric faults notebook
-two_level_trainer optimizer_life report soak strategy strategy_life older_checkpoints examples no_part
-uneven_loaders doctor restarts
+kernels cli litgpt two_hosts example slurm cpu apart report doctor unwrapped crash resume sharded release planner
+strategy_advice sparseloco_litgpt two_level strangers two_level_litgpt strategy_life sparseloco_resume sparseloco
+strategy_options sparseloco_hosts odd_uses two_level_trainer fabric optimizer_life scape_simple browser features
+sweep_cuda strategy restarts two_level_fabric sparseloco_features imports soak two_level_checkpoint failing value_wire
+third_method link_faults preemption
 """.split()  # noqa: SIM905 - a list would take a line for each
 """Files whose tests take longest. They come first, so that no worker is left alone with one of them at the end."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow (minutes each)")
+    parser.addoption("--whole", action="store_true", help="run all cases, also of the tests marked few")
+    parser.addoption("--run-slow", action="store_true", help="--whole, and the tests marked slow (minutes each)")
     parser.addoption("--fresh-processes", action="store_true", help="every process of a test imports all it needs")
 
 
@@ -63,7 +65,34 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # --dist loadfile: the order is ours, not that of the numbers of tests
 
 
+def _is_whole(config: pytest.Config) -> bool:
+    """Who names a test wants all of it."""
+    named = any("::" in argument for argument in config.args)
+    return named or config.getoption("--whole") or config.getoption("--run-slow")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return None if _is_whole(config) else "the short form: a few cases of the tests marked few; --whole runs all"
+
+
+def _keep_few(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test's cases as many as its mark says, spread evenly."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and "slow" not in item.keywords:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for each in cases.values():
+        (count,) = each[0].get_closest_marker("few").args
+        kept = {number * len(each) // count for number in range(count)}
+        left_out.update(item for number, item in enumerate(each) if number not in kept)
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not _is_whole(config):
+        _keep_few(config, items)
     begun_first = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: begun_first.get(item.path.name, len(LONGEST)))
     for item in items:

@@ -80,6 +80,7 @@ def train_beside_adamw(rank: int, world_size: int, betas: tuple[float, float], c
     return worst
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999)])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -146,6 +147,7 @@ def train_with_gaps(rank: int, world_size: int, sparsity: float) -> Any:
     return steps, gap, [p.detach().clone() for p in params]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("sparsity", [0.0, 0.9])
 def test_a_parameter_without_a_gradient_on_every_rank_is_left_alone(
@@ -351,6 +353,7 @@ def regression(lr: float, sparsity: float | None) -> float:
     return sum(last) / len(last)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("lr", "sparsity"), [(3e-3, 0.99), (1e-2, 0.9)])
 def test_a_small_regression_ends_near_adamws_loss(lr: float, sparsity: float) -> None:
     """With the update of AdamS it stayed at 11 to 54 times that loss."""
@@ -376,6 +379,7 @@ def longest_move(sparsity: float | None, steps: int, warmup: int) -> float:
     return max(float((late - early).abs().max()) for early, late in zip(history, history[12:], strict=False)) / lr
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sparsity", [0.9, 0.99])
 @pytest.mark.parametrize(("steps", "warmup"), [(40, 40), (120, 0)])
 def test_no_entry_moves_three_times_as_far_as_with_adamw(sparsity: float, steps: int, warmup: int) -> None:

@@ -427,6 +427,7 @@ def fit_guarded(rank: int, world_size: int, how: str) -> tuple[list[int], torch.
     return model.taken, weights(model)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["manual", "on_after_backward", *GUARDED, "callback"])
 def test_a_module_that_looks_at_its_gradients_decides_alike_on_all_ranks(run_ranks: RunRanks, how: str) -> None:
     (first, one), (second, other) = run_ranks(fit_guarded, 2, how, timeout=60.0)

@@ -102,6 +102,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_page(folder)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_a_reports_charts_are_drawn_and_fit_the_window(width: int, report: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="reports are drawn with matplotlib")
@@ -136,6 +137,7 @@ def test_the_site_loads_nothing_from_other_servers(site: Path) -> None:
     assert {name: tags for name, tags in found.items() if tags} == {}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["index", "quality", "performance", "methods", "planning", "checkpoints"])
 def test_a_page_of_the_site_does_not_scroll_sideways_on_a_phone(name: str, site: Path, tmp_path: Path) -> None:
     """Its tables may, inside."""

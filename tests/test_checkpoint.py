@@ -109,6 +109,7 @@ def stop_and_go(rank: int, world_size: int, at: int, config: ScapeConfig, dtype:
     return len(again)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("at", "options", "dtype"),
     [
@@ -135,6 +136,7 @@ def test_resume_equals_never_having_stopped_bit_for_bit(
     assert run_ranks(stop_and_go, world_size, at, config, dtype, None) == [len(SIZES)] * world_size
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["adams", "adamw"])
 def test_resume_right_after_a_skipped_step_is_exact(run_ranks: RunRanks, update: str) -> None:
     config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update=update)
@@ -169,6 +171,7 @@ def read_state(rank: int, world_size: int, file: bytes, config: ScapeConfig) -> 
     return mean / world_size, whole, [str(w.message) for w in caught]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("before", "after", "update", "warmup"),
     [(2, 3, "adams", 0), (3, 2, "adamw", 0), (3, 1, "adams", 0), (1, 2, "adams", 0), (2, 3, "adamw", None)],

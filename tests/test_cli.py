@@ -377,6 +377,7 @@ def test_a_fresh_run_says_which_options_hold_of_which_its_first_line_does_not_sp
     assert "SCAPE" not in capsys.readouterr().err
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("arguments", "steps"),
     [

@@ -56,6 +56,7 @@ def _count_messages(rank: int, world: int, layers: int, width: int, sparsity: fl
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("layers", "width"), [(1, 8), (40, 8), (2, 300)])
 @pytest.mark.parametrize("clip", [True, False])
 def test_a_step_sends_five_messages_however_many_layers_and_parameters(
@@ -270,6 +271,7 @@ def _after_an_error(rank: int, world: int, where: str) -> tuple[bool, float, Ten
     return failed, waited, parameter.detach().clone()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("where", ["outgoing take", "shard take", "shard update", "scatter_params", "next launch"])
 def test_an_error_beside_a_message_breaks_no_later_one(run_ranks: Any, where: str) -> None:
     (failed, waited, first), (also, also_waited, second) = run_ranks(_after_an_error, 2, where)

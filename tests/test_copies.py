@@ -88,6 +88,7 @@ def _fit(rank: int, world_size: int, method: str) -> bool:
     return bool(torch.isfinite(module.net[0].weight).all())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["scape", "sparseloco"])
 def test_what_ddp_copies_is_copied_before_during_and_after_a_fit(run_ranks: Any, method: str) -> None:
     assert run_ranks(_fit, 2, method) == [True, True]

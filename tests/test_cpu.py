@@ -603,6 +603,7 @@ def test_without_numba_the_reference_serves_and_says_so_once(
 # -------------------------------------------------------------------------------------------------------- two ranks
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sparsity", [0.9, 0.99])
 @pytest.mark.parametrize(("wire_dtype", "atol"), [("fp32", 1e-5), ("bf16", CHANGE_ROUNDING)])
 def test_two_ranks_train_alike_in_numba_and_by_reference(
@@ -632,6 +633,7 @@ print(time.process_time() - began)
 """
 
 
+@pytest.mark.few(0)
 def test_compiling_is_announced_once_and_kept(tmp_path: Path) -> None:
     """A fresh install compiles at its first step, says so, and takes the code from disk from then on."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}

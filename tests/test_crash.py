@@ -69,6 +69,7 @@ def rank_1_is_named(errors: list[Any]) -> None:
     assert ["1"] in named
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("at", "slower"), [(0, 0.0), (3, 2.0)])
 def test_a_killed_rank_makes_the_others_stop_and_say_why(run_ranks: RunRanks, at: int, slower: float) -> None:
     launcher.start_server()  # its imports do not count
@@ -116,6 +117,7 @@ def lose_a_rank_between_exchanges(rank: int, world_size: int, overlap: int) -> N
         loco.optimizer.step()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_sparseloco_names_the_rank_that_is_lost_after_a_restart_in_the_same_store(
     run_ranks: RunRanks, overlap: int
@@ -260,6 +262,7 @@ def survive(run_ranks: RunRanks, folder: Path, kind: str, rounds: int, seed: int
         assert end == whole[len(whole) - len(end) :]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "sharded", "asynchronous", "collected"])
 def test_killed_at_random_moments_training_ends_bitwise_as_without(
     run_ranks: RunRanks, tmp_path: Path, kind: str

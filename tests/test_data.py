@@ -125,6 +125,7 @@ print(source.fingerprint, hashlib.sha256(b"".join(batch.numpy().tobytes() for ba
 """
 
 
+@pytest.mark.few(0)
 def test_another_process_gets_the_same_batches():
     root = Path(__file__).parents[1]
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -137,6 +137,7 @@ def _train(rank: int, world_size: int, train: Any, cases: list[Case]) -> None:
                     assert torch.equal(ours, theirs), (options, dtype, odd)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("train", "cases"), [(scape, SCAPE), (loco, LOCO)], ids=["SCAPE", "SparseLoCo"])
 def test_torchs_defaults_change_no_bit_of_a_training(run_ranks: Any, train: Any, cases: Any) -> None:
     run_ranks(_train, 2, train, cases)

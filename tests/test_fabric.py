@@ -185,6 +185,7 @@ def stop_and_go(rank: int, world_size: int, folder: str, precision: str, model_f
     assert_replicas_equal(again)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("model_first", [True, False])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "64-true"])
 def test_resume_is_exact_in_every_precision_and_order_of_loading(
@@ -492,6 +493,7 @@ fabric.save(sys.argv[1], {"model": model, "optimizer": optimizer})
 """
 
 
+@pytest.mark.few(0)
 def test_a_last_background_save_that_fails_is_told_at_the_end(tmp_path: Path) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", LAST_SAVE, str(tmp_path / "last")]

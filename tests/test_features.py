@@ -120,6 +120,7 @@ def _average(rank: int, world_size: int, kind: str, precision: str) -> dict[str,
     return {"end": weights(model), "steps": plain.steps, "with": averaged.steps}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_ema_averages_the_weights_and_leaves_the_training_alone(run_ranks: Any, precision: str) -> None:
     first, second = run_ranks(_average, 2, "ema", precision)
@@ -159,6 +160,7 @@ def _overwrite(rank: int, world_size: int, precision: str, sparsity: float) -> t
     return float(weights(model).min()), float(weights(model).max())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("precision", "sparsity"), [("bf16-true", 0.0), ("bf16-true", 0.9), ("16-true", 0.9), ("32-true", 0.9)]
 )
@@ -192,6 +194,7 @@ def _average_as_submodule(rank: int, world_size: int, precision: str, sparsity: 
     assert not torch.equal(model.average.module[0].weight, model.net[0].weight)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("precision", "sparsity"), [("bf16-true", 0.0), ("bf16-true", 0.5), ("32-true", 0.5)])
 def test_an_average_that_is_a_submodule_is_what_the_user_made_it(
     run_ranks: Any, precision: str, sparsity: float

@@ -42,9 +42,11 @@ def some_at_once(ranks: Sequence[int | None], sweeps: Sequence[tuple[int | None,
 
 
 @interpreted
+@pytest.mark.few(2)
 class TestInterpreted(KernelChecks):
     device = "cpu"
 
+    @pytest.mark.few(4)
     @pytest.mark.parametrize(("rank", "sent", "votes", "elected"), some_at_once(SWEEPING_RANKS, SWEEPS))
     def test_sweep_equals_its_parts(
         self, rank: int | None, sent: int | None, votes: int | None, elected: int | None
@@ -153,6 +155,7 @@ def test_without_triton_the_reference_serves_and_says_so(monkeypatch: pytest.Mon
 # ---------------------------------------------------------------------------------------------------------- two ranks
 
 
+@pytest.mark.few(1)
 @interpreted
 @pytest.mark.parametrize(
     ("wire_dtype", "atol", "update"), [("fp32", 1e-5, "adamw"), ("bf16", CHANGE_ROUNDING, "adams")]
@@ -336,6 +339,7 @@ class TestFarAway:
 # ---------------------------------------------------------------------------------- compiled, not only run
 
 
+@pytest.mark.few(1)
 @interpreted
 @pytest.mark.parametrize("update", ["adams", "adamw"])
 def test_a_warm_up_of_the_sparsity_compiles_each_kernel_a_few_times(update: str) -> None:

@@ -122,6 +122,7 @@ def test_peer_of_a_failed_rank_fails_rather_than_waits(run_ranks):
     assert isinstance(waiting, RuntimeError)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("expect_errors", [False, True])
 def test_timeout_shows_where_a_rank_is_stuck_and_kills_all(run_ranks, tmp_path, expect_errors):
     with pytest.raises(TimeoutError, match=r"rank 1 of 2 still running after 5\.0 s") as caught:

@@ -107,6 +107,7 @@ def test_a_link_that_is_down_for_three_seconds_only_holds_training_up(
     assert max(after - before for before, after in itertools.pairwise(times)) > 2.0  # it did break
 
 
+@pytest.mark.few(0)
 def test_a_link_that_stays_down_is_an_error_on_all_ranks_soon_after_the_timeout(
     hosts: Hosts, launch: Callable[..., Ranks]
 ) -> None:

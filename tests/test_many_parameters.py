@@ -94,6 +94,7 @@ def cpu_seconds_of_a_step(rank: int, world_size: int) -> dict[str, float]:
     return {name: min(each[WARM_UP:]) for name, each in seconds.items()}
 
 
+@pytest.mark.few(0)
 def test_three_thousand_parameters_cost_no_more_than_under_ddp(run_ranks: RunRanks) -> None:
     """It was 3.1 times DDP's step."""
     pytest.importorskip("numba", reason="plain operations go through parameters one by one (extra `cpu`)")

@@ -72,6 +72,7 @@ def _whole_run(rank: int, world_size: int, folder: str, strategy: Any) -> dict[s
     return {"records": recorder.records, "said": said.getvalue(), "moved": (moved.sent, moved.received)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["scape", "sparseloco"])
 def test_the_whole_run_is_counted_announced_and_told(run_ranks: Any, tmp_path: Any, method: str) -> None:
     """Warm-up, first messages and set-up included; each step's own count leaves the set-up out."""

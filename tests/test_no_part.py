@@ -71,6 +71,7 @@ def _write_the_idle(rank: int, world_size: int, dtypes: list[torch.dtype], choic
         assert all(bool(p.isfinite().all()) for place, p in enumerate(params) if place not in IDLE)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("precision", "choice"), [*((precision, "cpu") for precision in PRECISIONS), ("mixed", "naive"), ("fp32", "naive")]
 )
@@ -142,6 +143,7 @@ def _overwrite(rank: int, world_size: int, dtypes: list[torch.dtype], choice: st
         assert_replicas_equal(both[0])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("precision", "choice"), [("bf16", "cpu"), ("fp32", "cpu"), ("mixed", "cpu"), ("mixed", "naive")]
 )

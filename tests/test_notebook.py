@@ -39,6 +39,7 @@ def run_cells(folder: Path, *cells: str) -> list[str]:
     return ["".join(output.get("text", "") for output in cell.outputs) for cell in book.cells]
 
 
+@pytest.mark.few(0)
 def test_a_notebook_trains_on_two_processes_and_says_how(tmp_path: Path) -> None:
     """``strategy="scape"`` was refused with the advice to use ``ddp_notebook``."""
     _, refused, by_name, by_class = run_cells(

@@ -72,6 +72,7 @@ def _resumes(rank: int, world_size: int, method: str, kind: str, options: dict[s
     assert torch.equal(found, expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["scape", "sparseloco"])
 @pytest.mark.parametrize(
     ("kind", "options"),

@@ -78,6 +78,7 @@ def _save(rank: int, world_size: int, path: str, method: str, kind: str, what: s
     return callback.message
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("what", "method", "kind"),
     [
@@ -157,6 +158,7 @@ def _fabric(rank: int, world_size: int, path: str, name: str, kind: str) -> list
     return messages
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "kind"), [("scape", "full"), ("sparseloco", "sharded"), ("sparseloco", "full")])
 def test_under_fabric_what_fails_on_one_rank_fails_on_all(run_ranks: Any, tmp_path: Path, name: str, kind: str) -> None:
     for saved, pickled, loaded in run_ranks(_fabric, 2, str(tmp_path / "a"), name, kind):

@@ -43,6 +43,7 @@ def train_dense(rank: int, world_size: int, bias_correction: bool, betas: tuple[
     return worst
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.99, 0.9999), (0.0, 0.0)])
 @pytest.mark.parametrize("bias_correction", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -76,6 +77,7 @@ def train_with_ledger(rank: int, world_size: int, wire_dtype: str, whole: bool, 
     return max(float((total.view(-1) - seen).abs().max()) for total, seen in zip(folded, ledger.totals(), strict=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("wire_dtype", "update"), [("fp32", "adams"), ("bf16", "adams"), ("bf16", "adamw")])
 def test_sent_plus_residual_equals_all_gradients_exactly(run_ranks: RunRanks, wire_dtype: str, update: str) -> None:
     # Whole numbers: fp32 adds them without rounding, so that equality can be exact, with a bf16 wire too.
@@ -191,6 +193,7 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
     return {"density": stats.density}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize(
     ("sparsity", "wire_dtype", "dtype", "update"),

@@ -167,6 +167,7 @@ atexit.register(last)
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("end", ["nothing", pytest.param("destroy", marks=pytest.mark.slow), "step"])
 def test_a_script_may_end_right_after_a_step(tmp_path: Path, end: str) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": TESTS}

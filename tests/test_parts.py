@@ -88,6 +88,7 @@ def said(whole: dict[str, Any]) -> str:
     return str({**whole, "tiny": {**whole["tiny"], "tensors": tensors}})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("before", "now"), [(2, 2), (2, 3), (3, 2), (2, 1)])
 def test_each_part_comes_to_other_ranks_as_it_says(run_ranks: RunRanks, tmp_path: Path, before: int, now: int) -> None:
     whole = run_ranks(save, before, str(tmp_path / "c"))[0]

@@ -61,6 +61,7 @@ def planner_kinds() -> tuple[str, ...]:
     return ("values", "parameters", "mask", "votes", "norm")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sparsity", [0.0, 0.9, 0.99, 0.999])
 @pytest.mark.parametrize("clip", [True, False])
 def test_bytes_are_those_that_a_real_step_counts(run_ranks: Any, sparsity: float, clip: bool) -> None:
@@ -388,6 +389,7 @@ def test_plan_answers_in_one_sentence_with_tables_and_a_plot(capsys: Any, tmp_pa
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.few(0)
 def test_plan_looks_at_the_memory_of_a_rank(capsys: Any) -> None:
     """A model of 405B parameters was told to use SCAPE, at 4,870 GB per rank and below what "no method can beat"."""
     pytest.importorskip("litgpt")

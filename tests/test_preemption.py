@@ -81,6 +81,7 @@ def _preempted(rank: int, world_size: int, folder: str, method: str, told: tuple
     return code, stopped_at, torch.equal(weights(straight), weights(resumed))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "told"),
     [("scape", (1,)), ("scape", (0, 1)), ("background", (0,)), ("sparseloco", (1,)), ("sparseloco", (0, 1))],

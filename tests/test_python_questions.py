@@ -41,6 +41,7 @@ def test_places_hold_what_the_file_says_there(examples: ModuleType) -> None:
     assert {p.right for p in examples.arguments(source)} >= {"alpha,", "gamma)", "1,", "2)", "55)"}
 
 
+@pytest.mark.few(0)
 def test_questions_are_the_same_every_time_and_their_answers_at_random_places(examples: ModuleType) -> None:
     sources = examples.held_out(examples.read_corpus())
     asked = examples.questions(sources, each=100)

@@ -81,6 +81,7 @@ def train_for_real(rank: int, world_size: int, options: dict[str, Any]) -> list[
     return [parameter.detach() for parameter in model.parameters()]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -160,6 +161,7 @@ def test_a_failing_rank_ends_the_others_and_its_error_is_told(bench: ModuleType)
     assert "of rank 1" in f"{caught.value} {caught.value.__cause__}"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("task", ["python", "digits-conv"])
 @pytest.mark.parametrize("method", ["scape", "adams"])
 def test_a_run_goes_on_from_its_snapshot_bit_for_bit(bench: ModuleType, tmp_path: Path, method: str, task: str) -> None:
@@ -313,6 +315,7 @@ def test_learning_rates_without_a_common_seed_are_compared_on_what_each_has(benc
     assert (row.lr, row.losses, row.tried) == (1e-3, [1.5], 3)
 
 
+@pytest.mark.few(0)
 def test_short_form_runs_every_method_and_ablation_and_reports(tmp_path: Path) -> None:
     command = [warm_python(), str(EXAMPLES / "bench_quality.py"), "--short", f"--out={tmp_path}", "--jobs=2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)

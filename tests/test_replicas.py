@@ -83,6 +83,7 @@ def train_odd(rank: int, world_size: int, sparsity: float, dtype: torch.dtype, o
     return dict(zip(names, changed, strict=True)), losses
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("sparsity", [0.9, 0.99, 0.999])
 @pytest.mark.parametrize(("world_size", "update"), [(2, "adams"), (2, "adamw"), (3, "adamw")])
 def test_replicas_are_bitwise_equal_after_every_step(
@@ -92,6 +93,7 @@ def test_replicas_are_bitwise_equal_after_every_step(
         assert changed == {name: not name.startswith("frozen") for name in changed}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
@@ -175,6 +177,7 @@ def train_small(rank: int, world_size: int, sizes: tuple[tuple[int, ...], ...]) 
     return values(params)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sizes", [((1,),), ((0,), (50,), (3, 0, 2), (9,)), ((7,), (2,))])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_empty_parameters_and_more_ranks_than_blocks_are_fine(
@@ -246,6 +249,7 @@ def build_differently(rank: int, world_size: int, kind: str) -> None:
     optimizer.step()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

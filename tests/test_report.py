@@ -206,6 +206,7 @@ def local(rank: int, world_size: int, folder: str, monitor: str) -> None:
     make_trainer(SparseLoCoStrategy(sync_every=2), callbacks=[monitors[monitor]()]).fit(Regression())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("monitor", ["scape", "sparseloco"])
 def test_sparseloco_has_a_report_by_either_monitor(monitor: str, run_ranks: RunRanks, tmp_path: Path) -> None:
     run_ranks(local, 2, str(tmp_path), monitor)
@@ -261,6 +262,7 @@ pl.Trainer(accelerator="cpu", devices=2, max_epochs=1, strategy=strategy, callba
 """
 
 
+@pytest.mark.few(0)
 def test_an_exception_in_forked_ranks_leaves_the_page_too(tmp_path: Path) -> None:
     """The process that started them hears of the exception, and has no figures of its own."""
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}

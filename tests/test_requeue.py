@@ -67,6 +67,7 @@ def ended(folder: Path, ranks: int = 2) -> list[dict[str, Any]]:
     return [json.loads((folder / f"ended-{rank}.json").read_text()) for rank in range(ranks)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "options", "saved_at"),
     [

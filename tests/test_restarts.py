@@ -243,6 +243,7 @@ def elastic_trainer(folder: str, kind: str, steps: int, batches: int) -> pl.Trai
     return make_trainer(strategy, max_steps=steps, max_epochs=-1, callbacks=[keep], enable_checkpointing=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["full", "sharded", "sparseloco"])
 def test_a_restart_on_fewer_or_more_ranks_goes_on_with_the_same_global_batch(
     run_ranks: RunRanks, tmp_path: Path, kind: str

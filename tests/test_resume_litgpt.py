@@ -49,6 +49,7 @@ def run_until_killed(out: Path) -> None:
         assert run.wait() == -signal.SIGKILL
 
 
+@pytest.mark.few(0)
 def test_a_run_that_was_killed_resumes_and_ends_bitwise_as_one_that_was_not(tmp_path: Path) -> None:
     run_module("lightning_scape.tools.cli", *OPTIONS, f"--out_dir={tmp_path / 'straight'}")
     run_until_killed(tmp_path / "killed")

@@ -48,6 +48,7 @@ def _fabric(rank: int, world_size: int, method: str) -> list[Tensor]:
     return ends
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["scape", "sparseloco", "overlap"])
 def test_fabrics_own_round_trip_loses_no_ranks_moments(run_ranks: Any, method: str) -> None:
     """Rank 0 had the whole state, and the others an empty one: they lost theirs, without a word."""
@@ -74,6 +75,7 @@ def _collected(rank: int, world_size: int, method: str) -> list[Tensor]:
     return ends
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["scape", "sparseloco"])
 def test_a_state_collected_on_one_rank_goes_back_to_all(run_ranks: Any, method: str) -> None:
     for straight, tripped in run_ranks(_collected, 2, method):
@@ -110,6 +112,7 @@ def _emptied(rank: int, world_size: int, folder: str, method: str, kind: str) ->
     return trainer.global_step, taken, weights(again)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "kind"), [("scape", "full"), ("scape", "sharded"), ("sparseloco", "full"), ("sparseloco", "sharded")]
 )
@@ -148,6 +151,7 @@ def _unfreezes(rank: int, world_size: int, method: str) -> tuple[Tensor, bool]:
     return weights(module), bool((module.before != module.net[0].weight).any())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["scape", "sparseloco", "overlap"])
 def test_optimizers_may_be_set_up_again_in_mid_training(run_ranks: Any, method: str) -> None:
     first, second = run_ranks(_unfreezes, 2, method)

@@ -53,6 +53,7 @@ HOOKS = (
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", STRATEGIES)
 def test_an_error_of_any_hook_comes_out_as_it_is_and_the_next_fit_works(make: Any) -> None:
     trainer = make_trainer(make(), max_epochs=20, limit_train_batches=2)
@@ -122,6 +123,7 @@ def _interrupted(rank: int, world_size: int, method: str) -> bool:
     return bool(torch.isfinite(module.net[0].weight).all())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["scape", "sparseloco"])
 def test_after_ctrl_c_the_next_fit_trains(run_ranks: Any, method: str) -> None:
     assert run_ranks(_interrupted, 2, method) == [True, True]

@@ -44,6 +44,7 @@ def _counted(rank: int, world_size: int, options: dict[str, Any], steps: int) ->
     return sent
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wire", ["bf16", "int4"])
 def test_bytes_of_a_run_are_those_that_it_counts(run_ranks: Any, wire: str) -> None:
     """Dense steps, a warm-up, and what follows."""

@@ -128,6 +128,7 @@ def read_either(rank: int, world_size: int, folder: str, kind: str, config: Scap
     return whole, mean, [str(w.message) for w in caught], descend(model, optimizer, 30)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("before", "after", "config"), RESHARDINGS, ids=name_of)
 def test_resharding_is_exact_keeps_the_mean_residual_and_the_loss(
     run_ranks: RunRanks, tmp_path: Path, before: int, after: int, config: ScapeConfig
@@ -180,6 +181,7 @@ def stop_and_go_everywhere(rank: int, world_size: int, folder: str, config: Scap
     return int(optimizer.engine.state_at_rest().step)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("config", [CONFIG, replace(ADAMW, dense_steps=1, sparsity_warmup_steps=3)], ids=name_of)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_directory_of_any_step_goes_on_bit_for_bit(
@@ -188,6 +190,7 @@ def test_a_directory_of_any_step_goes_on_bit_for_bit(
     assert run_ranks(stop_and_go_everywhere, world_size, str(tmp_path), config, 5) == [11] * world_size
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("before", "after"),
     [(ADAMW, ADAMW), (CONFIG, ADAMW), (ADAMW, CONFIG), (PAPERS, ADAMW), (PAPERS, CONFIG)],
@@ -248,6 +251,7 @@ def save_and_measure(rank: int, world_size: int, folder: str, config: ScapeConfi
     return sum(c.tensor.numel() for k, c in own.items() if k.endswith(".exp_avg")), sum(p.numel() for p in params)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("config", [CONFIG, ADAMW], ids=name_of)
 def test_every_rank_writes_its_own_shard_and_none_the_whole_state(
     run_ranks: RunRanks, tmp_path: Path, config: ScapeConfig
@@ -276,6 +280,7 @@ def write_masters(rank: int, world_size: int, folder: str, update: str) -> Any:
     return whole_state(optimizer), numbered(params)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["adams", "adamw"])
 def test_consolidated_directory_is_the_full_checkpoint(
     run_ranks: RunRanks, tmp_path: Path, capsys: Any, update: str

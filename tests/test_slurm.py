@@ -89,6 +89,7 @@ def test_the_trainers_script_trains_on_both_nodes(cluster: Cluster, tmp_path: Pa
     assert result["bytes_total"] > 0
 
 
+@pytest.mark.few(0)
 def test_litgpts_script_pretrains_on_both_nodes(cluster: Cluster, tmp_path: Path) -> None:
     pytest.importorskip("litgpt")
     options = ["--config", "configs/tiny_cpu.yaml", f"--out_dir={tmp_path}", "--train.max_tokens=8192"]
@@ -104,6 +105,7 @@ def test_litgpts_script_pretrains_on_both_nodes(cluster: Cluster, tmp_path: Path
     assert (tmp_path / "final" / "lit_model.pth").is_file()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("script", ["slurm_trainer.sbatch", "slurm_litgpt.sbatch"])
 def test_a_task_gets_the_cores_that_the_script_asks_for(cluster: Cluster, tmp_path: Path, script: str) -> None:
     """SLURM 22.05's `srun` takes `--cpus-per-task` from its own variable only, and not from the job's."""
@@ -121,6 +123,7 @@ def test_a_task_gets_the_cores_that_the_script_asks_for(cluster: Cluster, tmp_pa
 # --------------------------------------------------------------------------------- jobs that are stopped, and go on
 
 
+@pytest.mark.few(0)
 def test_a_task_of_an_array_requeues_itself_and_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path) -> None:
     """Task 0's ranks get the signal in steps 5 and 7 of their first start; task 1 is never stopped."""
     for task in range(2):
@@ -182,6 +185,7 @@ def test_a_job_at_the_end_of_its_time_saves(cluster: Cluster, timed: dict[str, T
     commands.main(["verify", str(saved)])
 
 
+@pytest.mark.few(0)
 def test_a_job_that_is_requeued_by_hand_saves_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     job, log = submit(cluster, tmp_path, AT_FIRST, pause=0.05)
     wait_for_steps(tmp_path, log)
@@ -192,6 +196,7 @@ def test_a_job_that_is_requeued_by_hand_saves_and_goes_on(cluster: Cluster, tmp_
     assert begins(log)[2] == begins(log)[3] >= 5
 
 
+@pytest.mark.few(0)
 def test_a_job_whose_node_is_lost_goes_on_on_the_one_that_is_left(cluster: Cluster, tmp_path: Path) -> None:
     job, log = submit(cluster, tmp_path, AT_FIRST, pause=0.05, batches_per_step=2)
     wait_for_steps(tmp_path, log)

@@ -246,6 +246,7 @@ def _settled(rank: int, world_size: int, entries: int, options: dict[str, Any]) 
     return farthest
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("entries", "options"), [(1, {}), (4, {}), (600, {"density": 0.5}), (600, {"density": 0.999})])
 def test_entries_on_which_all_ranks_agree_settle(run_ranks: Any, entries: int, options: dict[str, Any]) -> None:
     """Divided by the root of the ranks alone, they overshot by it: one scalar never settled on 4 ranks."""
@@ -528,6 +529,7 @@ def _differ(rank: int, world_size: int, what: str) -> None:
     optimizer.step()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("what", "kind", "complaint"),
     [

@@ -63,6 +63,7 @@ def _fit(rank: int, world_size: int, options: dict[str, Any], module: dict[str, 
     return {"steps": watch.steps, "end": weights(model), "exchanges": loco.progress.exchanges, "norms": watch.norms}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("options", "module", "trainer", "exchanges"),
     [
@@ -98,6 +99,7 @@ def _resume(rank: int, world_size: int, folder: str, kind: str) -> tuple[Tensor,
     return weights(straight), weights(resumed)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_a_resumed_fit_ends_as_an_uninterrupted_one_bit_for_bit(run_ranks: Any, tmp_path: Path, kind: str) -> None:
     for straight, resumed in run_ranks(_resume, 2, str(tmp_path), kind):
@@ -113,6 +115,7 @@ def _saved_last(rank: int, world_size: int, folder: str, options: dict[str, Any]
     return torch.cat([value.flatten() for value in held.values()]), weights(model)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -210,6 +213,7 @@ def test_an_optimizer_that_exchanges_itself_is_refused() -> None:
         make_trainer(strategy()).fit(Model())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["SparseLoCoStrategy", "FabricSparseLoCoStrategy"])
 def test_a_yaml_file_gives_every_option_with_its_type(name: str) -> None:
     jsonargparse = pytest.importorskip("jsonargparse", reason="reading YAML into classes needs jsonargparse")
@@ -265,6 +269,7 @@ def _fabric(rank: int, world_size: int, folder: str, kind: str, order: tuple[str
     return mid, weights(straight), weights(resumed)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "order"),
     [("full", ("model", "optimizer")), ("full", ("optimizer", "model")), ("sharded", ("optimizer", "model"))],

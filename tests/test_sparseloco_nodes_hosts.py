@@ -43,6 +43,7 @@ def _resume(rank: int, world_size: int, folder: str, kind: str) -> tuple[Tensor,
     return weights(straight), weights(resumed), torch.cat([p.detach().flatten() for p in Blocks().parameters()])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["full", "collected", "sharded"])
 def test_a_resumed_fit_on_nodes_ends_as_an_uninterrupted_one(run_ranks: Any, tmp_path: Path, kind: str) -> None:
     ends = run_ranks(_resume, 4, str(tmp_path), kind)

@@ -34,6 +34,7 @@ def _skips(rank: int, world_size: int, batches: int, overlap: int, early: bool) 
     return "", 0.0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("batches", "overlap", "early", "told"),
     [
@@ -117,6 +118,7 @@ def _changes(rank: int, world_size: int, change: str, overlap: int, who: int | N
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", ["freeze", "add"])
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_other_parameters_are_an_error_at_the_next_step_and_the_optimizer_can_be_wrapped_anew(

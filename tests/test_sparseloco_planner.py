@@ -34,6 +34,7 @@ def _counted(rank: int, world_size: int, options: dict[str, Any]) -> int:
     return loco.stats.bytes_values + loco.stats.bytes_parameters
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options", [{}, {"bits": None, "density": 1.0}, {"bits": 8, "density": 1 / 256, "return_density": 1 / 32}]
 )
@@ -89,6 +90,7 @@ def test_the_plan_shows_both_methods(capsys: pytest.CaptureFixture[str]) -> None
     assert "| H = 30 |" in said
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("bandwidth", ["10mbit", "100mbit", "1gbit", "10gbit", "100gbit"])
 @pytest.mark.parametrize("ranks", ["1", "8"])
 def test_a_plan_gives_one_advice(capsys: pytest.CaptureFixture[str], bandwidth: str, ranks: str) -> None:

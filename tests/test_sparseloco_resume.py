@@ -65,6 +65,7 @@ def _resume(rank: int, world_size: int, folder: str, kind: str, overlap: int, af
     return flat(net), flat(other)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "overlap", "after"), [("whole", 0, AFTER), ("whole", 2, 4), ("sharded", 0, AFTER), ("sharded", 2, 4)]
 )
@@ -135,6 +136,7 @@ def as_format_1_directory(loco: SparseLoCo, whole: Any) -> Any:
     return SimpleNamespace(tensors={**blocks, f"rank.{rank}": Chunk.whole(packed)}, common={"sparseloco": facts})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("before", "now"), [(2, 3), (3, 1)])
 def test_on_another_number_of_ranks_the_mean_error_and_the_owners_are_kept(
     run_ranks: Any, tmp_path: Path, before: int, now: int
@@ -191,6 +193,7 @@ def _gathers(rank: int, world_size: int, folder: str, kind: str, older: bool, no
     return size, holds, again.state.error - loco.state.error
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["whole", "sharded"])
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("now", ["gathered", "sharded"])
@@ -247,6 +250,7 @@ def _pays(rank: int, world_size: int, path: str, options: dict[str, Any]) -> tup
     return before - flat(net), [str(warning.message) for warning in told]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("before", "now", "options", "older", "rules"),
     [
@@ -534,6 +538,7 @@ def _change(rank: int, world_size: int, change: str, overlap: int) -> Any:
     return loaded, start, flat(other), [str(warning.message) for warning in told]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("overlap", [0, 2])
 @pytest.mark.parametrize("change", ["all", "one"])
 def test_weights_loaded_before_the_first_step_are_where_training_goes_on(
@@ -573,6 +578,7 @@ def _rolled_back(rank: int, world_size: int, overlap: int, apart: bool) -> Any:
     return start, flat(net)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_weights_loaded_in_mid_training_are_the_starting_point_where_it_is_said(run_ranks: Any, overlap: int) -> None:
     """They were undone at the next exchange, but for the entries that it sent."""

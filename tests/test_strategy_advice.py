@@ -58,6 +58,7 @@ def _warmups(rank: int, world_size: int, model: type, options: dict[str, Any], g
     return [optimizer.schedule.warmup_steps for optimizer in scape_optimizers(trainer.optimizers)]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("model", "options", "warmups"),
     [
@@ -87,6 +88,7 @@ def test_with_the_update_of_adamw_the_warm_up_does_not_ask_for_the_length_of_the
     assert run_ranks(_warmups, 1, Regression, {"max_epochs": 2}, {}) == [[1424]]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("given", [0, 3, 2000])
 def test_a_warm_up_that_is_given_holds_however_long_the_run(run_ranks: Any, given: int) -> None:
     assert run_ranks(_warmups, 1, Regression, {}, {"sparsity_warmup_steps": given}) == [[given]]
@@ -154,6 +156,7 @@ def _densities_shown(rank: int, world_size: int, kind: str) -> tuple[list[dict[s
     return bar.shown, len(looked), "get_metrics" in vars(bar)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "names"), [("one", [""]), ("two", ["0/", "1/"])])
 def test_the_progress_bar_shows_the_density_while_the_warm_up_lasts_and_looks_at_no_tensor_for_it(
     run_ranks: Any, kind: str, names: list[str]
@@ -242,6 +245,7 @@ def _warned_of_few_updates(rank: int, world_size: int, steps: int, options: dict
     return [str(w.message) for w in caught if "updated at least" in str(w.message)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("steps", "options", "advice"),
     [

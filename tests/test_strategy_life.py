@@ -99,6 +99,7 @@ def _held_after_each_fit(rank: int, world_size: int, kind: str, folder: Path) ->
     return held
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux says which files and threads a process has")
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_further_fits_hold_no_further_files_and_threads(run_ranks: Any, tmp_path: Path, kind: str) -> None:
@@ -193,6 +194,7 @@ def _resume(rank: int, world_size: int, folder: str, precision: str) -> tuple[Te
     return weights(straight), weights(resumed)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_resuming_from_a_checkpoint_is_bitwise_the_run_without_a_stop(
     run_ranks: Any, tmp_path: Path, precision: str
@@ -212,6 +214,7 @@ def _resume_in_the_warm_up(rank: int, world_size: int, folder: str, update: str)
     return weights(straight), weights(resumed), [ours(trainer).schedule.warmup_steps for trainer in (first, second)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("update", "steps"), [("adamw", 1424), ("adams", 2 * BATCHES)])
 def test_a_run_resumed_in_the_middle_of_its_warm_up_goes_on_bitwise(
     run_ranks: Any, tmp_path: Path, update: str, steps: int
@@ -319,6 +322,7 @@ def _with_callback(rank: int, world_size: int, name: str) -> Tensor:
     return weights(model)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["ema", "swa", "lr"])
 def test_lightnings_callbacks_that_touch_weights_and_schedulers_work(
     run_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -113,6 +113,7 @@ def test_a_yaml_file_sets_every_kind_of_option(tmp_path: Path) -> None:
     assert cli.trainer.strategy._start_method == "fork"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("warmup", [None, 0, 7])
 @pytest.mark.parametrize("update", [None, "adamw", "adams"])
 def test_a_yaml_file_may_leave_warm_up_and_update_open(tmp_path: Path, warmup: int | None, update: str | None) -> None:
@@ -121,6 +122,7 @@ def test_a_yaml_file_may_leave_warm_up_and_update_open(tmp_path: Path, warmup: i
     assert cli.trainer.strategy.config == ScapeConfig(sparsity_warmup_steps=warmup, update=update)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", ["", ", residual_device: cpu"])
 def test_a_yaml_file_may_give_the_config_as_a_block(tmp_path: Path, device: str) -> None:
     config = f"{{sparsity: 0.9, wire_dtype: fp32{device}}}"
@@ -154,6 +156,7 @@ def test_a_cli_run_trains_and_the_configuration_it_saves_runs_again(run_ranks: A
         assert torch.equal(trained, first[0][1])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -195,6 +198,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("launcher", ["torchrun", "popen", "spawn", "fork"])
 def test_a_script_trains_on_two_ranks_started_by(tmp_path: Path, launcher: str) -> None:
     script = tmp_path / "script.py"

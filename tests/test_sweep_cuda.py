@@ -138,6 +138,7 @@ def check(case: Case, launches: int | None = None, **options: Any) -> None:
         assert launched == ["_sweep_kernel"] * launches
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("sent", [1, 4, 5, None])
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 def test_other_ranks_rows_are_folded_compacted_and_proposed_in_one_launch(sent: int | None, wire: torch.dtype) -> None:
@@ -155,6 +156,7 @@ def test_what_is_left_need_not_be_ranked(sent: int) -> None:
     check(Case.draw(False, sent=sent), 1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("length", "sent", "votes"), [(250, 25, 3), (100, 1, 4), (300, 3, 2), (16, 16, 1), (1100, 6, 2)]
 )
@@ -164,6 +166,7 @@ def test_blocks_of_other_lengths(length: int, sent: int, votes: int) -> None:
     check(Case.draw(True, length, sent, votes, sizes=sizes), 1, second=True, select=True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("dtype", "residual"),
     [
@@ -186,6 +189,7 @@ def test_gradients_of_several_dtypes_take_a_launch_each_and_rows_without_one_are
     check(Case.draw(True, dtypes=dtypes, sizes=(90, 31, 30, 30, 30, 90)), 2, second=True, select=True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("sent", [2, 6, None])
 def test_without_any_gradient_rows_are_still_compacted_and_ranked(own: bool, sent: int | None) -> None:
@@ -194,6 +198,7 @@ def test_without_any_gradient_rows_are_still_compacted_and_ranked(own: bool, sen
     check(none._replace(grads=None), 1, propose=True, second=own)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sent", [2, 6, None])
 def test_scale_zero_only_ranks_though_gradients_are_not_finite(sent: int | None) -> None:
     for case in (Case.draw(True, sent=sent, scale=0.0), Case.draw(True, sent=sent, scale=[0.0, 0.0])):

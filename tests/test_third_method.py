@@ -103,6 +103,7 @@ def _resumed(rank: int, world_size: int, folder: str, options: dict[str, Any]) -
     return torch.equal(goes_on, again) and bool(torch.isfinite(whole).all())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"async_save": True}, {"state_dict_type": "sharded", "async_save": True}])
 def test_a_checkpoint_resumes_alike_on_any_number_of_ranks(
     run_ranks: RunRanks, tmp_path: Path, options: dict[str, Any]
@@ -179,6 +180,7 @@ def _under_litgpt(rank: int, world_size: int, out: str) -> str:
     return (Path(out) / "run" / "final" / "hyperparameters.yaml").read_text(encoding="utf-8")
 
 
+@pytest.mark.few(0)
 def test_litgpts_command_line_trains_and_resumes_with_it(run_ranks: RunRanks, tmp_path: Path) -> None:
     pytest.importorskip("litgpt")
     tiny = yaml.safe_load((ROOT / "configs" / "tiny_cpu.yaml").read_text(encoding="utf-8"))

@@ -37,6 +37,7 @@ def scape_then_ddp(rank: int, world_size: int, folder: str, update: str) -> floa
     return float((weights(module) - saved).abs().max())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["adamw", "adams"])
 def test_ddp_trains_on_from_a_full_checkpoint(run_ranks: RunRanks, tmp_path: Path, update: str) -> None:
     """It ended in a bare ``KeyError: 'exp_avg_sq'`` in torch's first step."""

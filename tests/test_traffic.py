@@ -162,6 +162,7 @@ def measured(sparsity: float, ranks: int, dtype: torch.dtype, blocks: int = 128)
     return Moved(count.moved(1) / numel, count.moved(SECTOR) / numel, whole + shard / ranks, count.launches)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("sparsity", "ranks", "dtype", "at_most", "launches"),
     [

@@ -61,6 +61,7 @@ def _train_dense(rank: int, world_size: int, update: str, clip: float | None) ->
         torch.testing.assert_close(mine, theirs.detach(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["adamw", "adams"])
 def test_full_density_equals_the_dense_optimizer(run_ranks: Any, update: str) -> None:
     run_ranks(_train_dense, 4, update, None)
@@ -103,6 +104,7 @@ def _compare_with_flat(rank: int, world_size: int, sparsity: float, options: dic
     return worst
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sparsity", [0.9, 0.99])
 def test_two_levels_equal_flat_scape_of_the_nodes_bitwise(run_ranks: Any, sparsity: float) -> None:
     assert run_ranks(_compare_with_flat, 4, sparsity, {"update": "adamw"}) == [0.0] * 4
@@ -245,6 +247,7 @@ def _train_model(rank: int, world_size: int, nodes: int) -> list[float]:
     return difference
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (6, 2), (2, 1)])
 def test_training_equals_adamw_on_the_global_batch(run_ranks: Any, ranks: int, nodes: int) -> None:
     run_ranks(_train_model, ranks, nodes)
@@ -286,6 +289,7 @@ def _refuse(rank: int, world_size: int, case: str) -> str:
     return "nothing"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("case", "message"),
     [

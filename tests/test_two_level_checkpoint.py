@@ -113,6 +113,7 @@ def stop_and_go(rank: int, world_size: int, nodes: int, dtype: torch.dtype, fold
             assert torch.equal(a, b)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ranks", "nodes", "dtype"), [(4, 2, torch.float32), (4, 2, torch.bfloat16), (2, 1, torch.float32)]
 )
@@ -158,6 +159,7 @@ def mean_residuals(state: dict[str, Any]) -> list[Tensor]:
     return [torch.stack([each[index].double() for each in everyone]).mean(0) for index in range(len(SHAPES))]
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:The checkpoint")
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -158,6 +158,7 @@ def _save_and_load(rank: int, world_size: int, kind: str, folder: str) -> None:
         plain.load_state_dict(torch.load(f"{folder}/saved", weights_only=True)["model"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["full", "collected", "sharded"])
 def test_a_model_from_the_meta_device_goes_on_exactly_from_a_checkpoint(
     run_ranks: Any, tmp_path: Path, kind: str
@@ -209,6 +210,7 @@ def _dies(rank: int, world_size: int, between: str) -> None:
     fabric.backward(loss)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("between", ["forward", "backward"])
 def test_a_rank_that_dies_is_said_to_be_lost_in_forward_and_backward(run_ranks: Any, between: str) -> None:
     """FSDP2's own messages ended in gloo's words. The dead rank's node waits for it; others may wait for that node."""

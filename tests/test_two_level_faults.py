@@ -51,6 +51,7 @@ def _train_through(rank: int, world_size: int, clip: bool) -> None:
             assert held is None or bool(held.isfinite().all()), name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("clip", [True, False])
 def test_no_fault_on_one_rank_parts_the_nodes_or_spoils_what_is_kept(run_ranks: Any, clip: bool) -> None:
     run_ranks(_train_through, 4, clip)

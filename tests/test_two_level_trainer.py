@@ -202,6 +202,7 @@ def _compiled(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
+@pytest.mark.few(0)
 @needs_compiler
 def test_compiled_blocks_train_as_plain_ones(run_ranks: Any) -> None:
     for plain, compiled in run_ranks(_compiled, 2):

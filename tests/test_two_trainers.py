@@ -29,6 +29,7 @@ def run(folder: Path, *arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("first", "second"), [("2", "1"), ("1", "2")])
 def test_another_number_of_ranks_in_one_script_is_an_error_that_says_why(
     tmp_path: Path, first: str, second: str

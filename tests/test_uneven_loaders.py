@@ -57,6 +57,7 @@ def fit(rank: int, world_size: int, batches: list[int], known: bool, options: di
     return int(trainer.global_step)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("batches", "known", "options", "words"),
     [
@@ -81,6 +82,7 @@ def test_ranks_that_run_out_of_batches_apart_raise_together(
         assert words in str(error)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(
     ("batches", "options", "steps"),
@@ -105,6 +107,7 @@ def fit_by(rank: int, world_size: int, method: str, batches: list[int], known: b
     return fit(rank, world_size, batches, known, {**options, "strategy": strategy})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("method", "batches", "known", "options", "words"),
     [

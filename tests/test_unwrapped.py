@@ -173,6 +173,7 @@ def fits_with_other_optimizers(rank: int, world_size: int, method: str) -> None:
             assert how == "the list's member" or isinstance(steps, ScapeOptimizer) or SparseLoCo.of(steps) is not None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_optimizer_of_a_fit_is_under_the_method_or_refused(run_ranks: Any, method: str) -> None:
     run_ranks(fits_with_other_optimizers, 2, method)
@@ -202,6 +203,7 @@ def unfreeze(rank: int, world_size: int, method: str) -> None:
     assert not torch.equal(module.first, module.net[0].weight)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_unfrozen_trains_once_optimizers_are_set_up_again(run_ranks: Any, method: str) -> None:
     run_ranks(unfreeze, 2, method)
@@ -300,6 +302,7 @@ def fabric_scripts(rank: int, world_size: int, method: str, folder: str) -> None
     loop(fabric, net, fabric.setup_optimizers(forgotten))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_fabric_trains_by_the_optimizer_that_it_was_given(run_ranks: Any, tmp_path: Path, method: str) -> None:
     """Stepped, clipped, saved, loaded and steered: as the one that it gave back. One that it never saw is refused."""
@@ -343,6 +346,7 @@ def buffers(rank: int, world_size: int, method: str) -> None:
     assert len(told) == (rank == 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_buffers_that_differ_are_named_once_or_handed_on_as_ddp_does(run_ranks: Any, method: str) -> None:
     run_ranks(buffers, 2, method)

@@ -77,6 +77,7 @@ def some_flips(size: int, count: int) -> list[tuple[int, int]]:
     return [(place, rng.randrange(8)) for place in places]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("write", [write_with_seal, write_plain])
 def test_verify_agrees_with_loading_on_flipped_bits_of_a_file(tmp_path: Path, write: Callable[[Path], None]) -> None:
     """28 of 300 flips near the end of a file were called "complete and undamaged"; torch refused some of them."""

@@ -99,6 +99,7 @@ def train_watching_votes(rank: int, world_size: int, votes: int) -> None:
         assert torch.equal(masks.active, torch.cat(gathered(elected)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_owners_elect_from_the_votes_of_all_ranks(run_ranks: RunRanks, world_size: int) -> None:
     run_ranks(train_watching_votes, world_size, 3)
@@ -135,6 +136,7 @@ def count_votes(rank: int, world_size: int, options: dict[str, Any]) -> None:
     assert optimizer.bytes_per_step() == stats.bytes_total - stats.bytes_norm
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options", [{"sparsity": 0.99, "mask_votes": 2}, {"sparsity": 0.999, "mask_votes": 4, "update": "adamw"}]
 )
@@ -329,6 +331,7 @@ def train_two(rank: int, world_size: int, votes: tuple[int, int]) -> None:
             optimizer.step()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("votes", [(2, 2), (2, 0)])
 def test_optimizers_that_share_a_mask_group_keep_their_messages_apart(
     run_ranks: RunRanks, votes: tuple[int, int]

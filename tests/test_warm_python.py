@@ -31,6 +31,7 @@ def run(*arguments: str, python: str | None = None, **options: object) -> tuple[
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "words",
     [

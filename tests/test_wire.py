@@ -40,6 +40,7 @@ def gathers(rank: int, world_size: int, dtypes: list[torch.dtype], wire_dtype: s
     return list(dict.fromkeys(seen))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("dtypes", "wire_dtype", "travels"),
     [
@@ -68,6 +69,7 @@ def step_from(rank: int, world_size: int, start: float, wire_dtype: str, sparsit
     return parameter.detach()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("sparsity", "update"), [(0.0, "adams"), (0.9, "adams"), (0.9, "adamw")])
 def test_a_change_is_rounded_once_and_added_alike_everywhere(run_ranks: RunRanks, sparsity: float, update: str) -> None:
     for start in (0.0, 3.0):
@@ -99,6 +101,7 @@ def stand_still(rank: int, world_size: int, sparsity: float, update: str, wire: 
     return torch.equal(parameter.detach().view(torch.int32), before)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("sparsity", "update", "wire"),
     [
