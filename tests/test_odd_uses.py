@@ -11,10 +11,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from trainer_helpers import MARKS, WIDTH, Regression, loader, make_trainer, weights
 
-from lightning_scape import ScapeStrategy, SparseLoCoStrategy
+from lightning_scape import ScapeConfig, ScapeStrategy, SparseLoCoStrategy
+from lightning_scape.core.method import Surroundings
+from lightning_scape.scape import stand_in
+from lightning_scape.scape.method import ScapeMethod
 
 pytestmark = MARKS
 
@@ -104,8 +108,25 @@ class ClippedAndDropped(Manual):
         self.zero_grad()
 
 
+class Cleared(Manual):
+    """Lets its optimizer begin anew in the middle, by the one that it has kept, then by the one that it is given."""
+
+    def configure_optimizers(self) -> Any:
+        self.mine = super().configure_optimizers()
+        return self.mine
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        if batch_idx in (2, 4):
+            (self.mine if batch_idx == 2 else optimizer).state.clear()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 MODULES = {
-    each.__name__: each for each in (UnevenMicroBatches, TermOfOneRank, LeftAlone, HalvedInInference, ClippedAndDropped)
+    each.__name__: each
+    for each in (UnevenMicroBatches, TermOfOneRank, LeftAlone, HalvedInInference, ClippedAndDropped, Cleared)
 }
 
 
@@ -142,6 +163,12 @@ class Pops(Regression):
 class Empties(Pops):
     def change(self, groups: list[dict[str, Any]]) -> None:
         groups.pop()
+
+
+class ClearedOnOne(Regression):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and dist.get_rank() == 1:
+            self.optimizers().state.clear()
 
 
 class Sparse(pl.LightningModule):
@@ -184,6 +211,7 @@ def _refused(
     [
         (Pops, "An optimizer's groups must keep the"),
         (Empties, "An optimizer's groups must keep the"),
+        (ClearedOnOne, "All ranks must take the same steps, got step 3"),
         (Sparse, "Gradients must be dense"),
     ],
 )
@@ -202,3 +230,26 @@ def test_what_cannot_be_trained_is_an_error_on_all_ranks(run_ranks: Any, make: A
 def test_what_local_steps_cannot_train_is_an_error_on_all_ranks(run_ranks: Any, make: Any, words: str) -> None:
     for error in run_ranks(_refused, 2, make, SparseLoCoStrategy, expect_errors=True):
         assert words in str(error), error
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, optimizer, kept: optimizer.state[model.weight]["exp_avg"],
+        lambda model, optimizer, kept: kept.state[model.weight],
+        lambda model, optimizer, kept: [each for each in optimizer.state.items()],  # noqa: C416 - as a user would
+        lambda model, optimizer, kept: optimizer.state.get(model.weight),
+        lambda model, optimizer, kept: optimizer.state.update({}),
+        lambda model, optimizer, kept: setattr(optimizer, "state", {}),
+        lambda model, optimizer, kept: get_optimizer_state_dict(model, optimizer),  # takes a step where it is empty
+    ],
+)
+def test_state_is_not_read_or_changed_where_it_is_not(use: Callable[..., Any]) -> None:
+    model = nn.Linear(3, 3)
+    kept = torch.optim.AdamW(model.parameters())
+    optimizer = ScapeMethod.attach(kept, ScapeConfig(sparsity=0.5), Surroundings()).optimizer
+    with pytest.raises(RuntimeError, match="`state` must not be read or changed in place"):
+        use(model, optimizer, kept)
+    assert optimizer.steps_taken == 0
+    stand_in.give_back(kept)
+    assert kept.state[model.weight] == {}

@@ -72,6 +72,12 @@ def share_hooks(new: Optimizer, old: Optimizer) -> None:
     new._optimizer_step_post_hooks = old._optimizer_step_post_hooks
 
 
+def host_asks() -> bool:
+    """Whether who called the caller is torch's Optimizer, or what moves optimizers to a device in Lightning."""
+    asks = sys._getframe(2).f_globals.get("__name__")
+    return asks in ("torch.optim.optimizer", "lightning.fabric.utilities.optimizer")
+
+
 def step_was_called(optimizer: Optimizer) -> bool:
     """What an LR scheduler asks of its optimizer, to warn where it is stepped first."""
     return getattr(optimizer, "_opt_called", False)

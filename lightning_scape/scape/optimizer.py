@@ -29,6 +29,7 @@ from lightning_scape.scape.convert import check_convertible, with_fitting_update
 from lightning_scape.scape.form import FORM
 from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.scape.state import ScapeState
+from lightning_scape.scape.state_elsewhere import StateElsewhere
 from lightning_scape.scape.stats import StepStats
 from lightning_scape.scape.step import Engine
 
@@ -252,6 +253,22 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         not round to it.
         """
         self.engine.mark_masters_stale()
+        self._shared.consolidated = None
+
+    @property
+    def state(self) -> Any:
+        """Not what torch has there: to begin anew, ``optimizer.state.clear()`` on all ranks; all else is an error."""
+        return StateElsewhere(self._begin_anew)
+
+    @state.setter
+    def state(self, given: Any) -> None:
+        if self._closed:
+            self.state.refuse()
+
+    def _begin_anew(self) -> None:
+        self.drain()
+        self.engine.replace_state(self.engine.allocate(), self.config)
+        self.engine.masks.restore(None)
         self._shared.consolidated = None
 
     def name_parameters(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:

@@ -8,6 +8,7 @@ apart without a word. So its methods are passed on, on the object alone: its cla
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -42,7 +43,7 @@ def put_in_place(dense: Optimizer, scape: ScapeOptimizer) -> None:
     # A scheduler that is built on the old optimizer finds its step marked, and asks whether it was called: that ours
     # notes, too.
     own["step"] = step
-    own.update({name: getattr(scape, name) for name in _PASSED_ON})
+    own.update({name: getattr(scape, name) for name in (*_PASSED_ON, "state")})
 
 
 def standing_for(optimizer: object) -> ScapeOptimizer | None:
@@ -59,6 +60,7 @@ def give_back(dense: Optimizer) -> None:
         return
     for name in ("step", *_PASSED_ON):
         own.pop(name, None)
+    dense.state = defaultdict(dict)
     if found.own_step is not None:
         own["step"] = found.own_step
 
