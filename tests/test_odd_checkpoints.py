@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.strategies import DDPStrategy
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -18,6 +21,7 @@ from trainer_helpers import BATCHES, MARKS, Regression, loader, make_trainer, we
 
 from lightning_scape import (
     FabricScapeStrategy,
+    FabricSparseLoCoStrategy,
     ScapeConfig,
     ScapeOptimizer,
     ScapeStrategy,
@@ -25,6 +29,7 @@ from lightning_scape import (
     newest_checkpoint,
 )
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
+from lightning_scape.checkpoint.saver import consolidate
 
 pytestmark = MARKS
 
@@ -185,3 +190,75 @@ def test_a_state_that_one_rank_asks_for_is_named_in_the_error(run_ranks: Any) ->
     for error in run_ranks(_state_of_one_rank, 2, expect_errors=True):
         assert "collecting the state of optimizer 0" in str(error), error
         assert "or a `state_dict()` that only some ranks call" in str(error)
+
+
+# ------------------------------------------------------------------------------------------------ hooks on a state dict
+
+
+def hooked(parameters: Any, seen: list[Any]) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(parameters, 1e-2)
+    optimizer.register_state_dict_pre_hook(lambda _: seen.append("saving"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "mine": len(seen)})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(state.pop("mine")))
+    optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
+    return optimizer
+
+
+class Hooked(Regression):
+    def configure_optimizers(self) -> Any:
+        self.seen: list[Any] = []
+        return hooked(self.parameters(), self.seen)
+
+
+def _hooks_of_a_trainer(rank: int, world_size: int, make: Any, folder: Path) -> None:
+    path, module, trainer = folder / "trainer.ckpt", Hooked(), make_trainer(make())
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(path)
+    assert module.seen == ["saving"]
+    assert (torch.load(path) if path.is_file() else consolidate(path))["optimizer_states"][0]["mine"] == 1
+    again = Hooked()
+    make_trainer(make(), max_epochs=2).fit(again, loader(), ckpt_path=path)
+    assert again.seen == [1, "loaded"]
+
+
+def _hooks_of_fabric(rank: int, world_size: int, make: Any, folder: Path) -> None:
+    fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=make())
+    fabric.launch()
+    module, seen = nn.Linear(5, 5), []
+    model, optimizer = fabric.setup(module, hooked(module.parameters(), seen))
+    fabric.backward(model(torch.ones(3, 5)).sum())
+    optimizer.step()
+    fabric.save(folder / "fabric.ckpt", {"optimizer": optimizer})
+    fabric.load(folder / "fabric.ckpt", {"optimizer": optimizer})
+    assert seen == ["saving", 1, "loaded"]
+
+
+MAKES = {
+    "ddp": (pl.strategies.DDPStrategy, DDPStrategy),
+    "scape": (ScapeStrategy, FabricScapeStrategy),
+    "sparseloco": (SparseLoCoStrategy, FabricSparseLoCoStrategy),
+}
+
+
+def _hooks(rank: int, world_size: int, method: str, options: dict[str, Any], folder: Path) -> None:
+    of_trainer, of_fabric = MAKES[method]
+    _hooks_of_a_trainer(rank, world_size, partial(of_trainer, **options), folder)
+    _hooks_of_fabric(rank, world_size, partial(of_fabric, **options), folder)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("ddp", {}),
+        ("scape", {}),
+        ("scape", {"state_dict_type": "sharded"}),
+        ("sparseloco", {}),
+        ("sparseloco", {"state_dict_type": "sharded"}),
+    ],
+    ids=["ddp", "scape-full", "scape-sharded", "sparseloco-full", "sparseloco-sharded"],
+)
+def test_hooks_on_the_optimizers_state_dict_run(
+    run_ranks: Any, tmp_path: Path, method: str, options: dict[str, Any]
+) -> None:
+    """SCAPE dropped them; SparseLoCo dropped what they add."""
+    run_ranks(_hooks, 2, method, options, tmp_path)

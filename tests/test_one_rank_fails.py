@@ -61,6 +61,8 @@ class Saves(Callback):
             return
         if self.what == "a hook on the state dict" and trainer.global_rank == 1:
             pl_module.register_state_dict_post_hook(mistake)
+        if self.what == "a hook on the optimizer's" and trainer.global_rank == 1:
+            trainer.optimizers[0].register_state_dict_post_hook(mistake)
         if self.what == "the optimizer's state" and trainer.global_rank == 1:
             trainer.optimizers[0].state_dict = mistake
         began = time.monotonic()
@@ -87,6 +89,7 @@ def _save(rank: int, world_size: int, path: str, method: str, kind: str, what: s
         ("on_save_checkpoint", "scape", "sharded"),
         ("on_save_checkpoint", "sparseloco", "full"),
         ("a hook on the state dict", "scape", "full"),
+        ("a hook on the optimizer's", "scape", "sharded"),
         ("what cannot be pickled", "scape", "full"),
         ("what cannot be pickled", "sparseloco", "sharded"),
     ],

@@ -27,7 +27,8 @@ def inner_part(optimizer: torch.optim.Optimizer) -> Part:
     """This rank's optimizer as a part of a state: its rows in place of DTensors."""
     saved = optimizer.state_dict()
     state = {index: _plain(entry) for index, entry in saved["state"].items()}
-    packed = pack({"state": state, "param_groups": with_plain_numbers(saved["param_groups"])})
+    beside = {name: with_plain_numbers(value) for name, value in saved.items() if name != "state"}
+    packed = pack({"state": state, **beside})  # and what hooks of the user's have added
     return Part(INNER, "each_rank", "take", {None: Chunk.whole(packed)})
 
 
@@ -70,7 +71,7 @@ def joined(parts: Sequence[Mapping[str, Any]], shapes: Mapping[int, Sequence[int
         parts: one of each rank.
         shapes: of the whole parameters that have rows, by number.
     """
-    found: dict[str, Any] = {"state": {}, "param_groups": parts[0]["param_groups"]}
+    found: dict[str, Any] = {**parts[0], "state": {}}
     for index, first in parts[0]["state"].items():
         if not isinstance(first, Mapping):
             found["state"][index] = first

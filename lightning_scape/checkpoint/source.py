@@ -136,7 +136,7 @@ class Form:
             holder, name = self.slot(whole, key)
             holder[name] = unpack(holder[name], key, self.packed_names(key))
         first = inner_of(WholeState(self, whole), 0)
-        return {**whole, **{name: first[name] for name in ("state", "param_groups")}}
+        return {**first, self.name: whole[self.name]}
 
     def merged(self, common: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
         """A whole state but for what :meth:`completed` does: from facts, and tensors by key in memory of their own."""
@@ -176,7 +176,7 @@ class Form:
             ValueError: the state is damaged, or has none.
         """
         return Dense(
-            {name: whole[name] for name in ("state", "param_groups")},
+            {name: value for name, value in whole.items() if name != self.name},
             "the inner optimizer's state of rank 0 carries over",
             "What ranks have not yet sent is lost.",
         )

@@ -70,6 +70,24 @@ def share_hooks(new: Optimizer, old: Optimizer) -> None:
     """An optimizer runs another one's hooks. Shared, not copied: the handles the user holds go on removing them."""
     new._optimizer_step_pre_hooks = old._optimizer_step_pre_hooks
     new._optimizer_step_post_hooks = old._optimizer_step_post_hooks
+    new._optimizer_state_dict_pre_hooks = old._optimizer_state_dict_pre_hooks
+    new._optimizer_state_dict_post_hooks = old._optimizer_state_dict_post_hooks
+    new._optimizer_load_state_dict_pre_hooks = old._optimizer_load_state_dict_pre_hooks
+    new._optimizer_load_state_dict_post_hooks = old._optimizer_load_state_dict_post_hooks
+
+
+def before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """What the user's hooks make of a state that is about to be loaded, as in torch's ``load_state_dict``."""
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = hook(optimizer, state_dict)
+        state_dict = state_dict if changed is None else changed
+    return state_dict
+
+
+def after_load(optimizer: Optimizer) -> None:
+    """Calls the user's hooks after a load, likewise."""
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
 
 
 def host_asks() -> bool:

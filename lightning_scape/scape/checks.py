@@ -91,6 +91,7 @@ def check_directory(common: Mapping[str, Any]) -> None:
     """
     _check_facts(common)
     check_places(common)
+    check_mapping("beside_state", common.get("beside_state", {}))
     if not isinstance(common.get("param_groups"), list):
         raise ValueError(f"`param_groups` of an optimizer state must be a list, got others. {DAMAGED}")
     names, masks = common.get("tensors"), common.get("mask_shapes")

@@ -145,7 +145,7 @@ def dense_state(saved: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         else "first moments and step carry over; the second moment, which AdamS does not have, is set to the first"
         " one's square"
     )
-    return {"state": state, "param_groups": saved["param_groups"]}, moments
+    return {**{name: value for name, value in saved.items() if name != "scape"}, "state": state}, moments
 
 
 def residual_norm(saved: Mapping[str, Any]) -> float:

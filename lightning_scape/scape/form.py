@@ -80,7 +80,7 @@ class ScapeForm(Form):
     def skeleton(self, common: Mapping[str, Any]) -> dict[str, Any]:
         facts = dict(common)
         shapes = facts.pop("shapes")
-        groups = facts.pop("param_groups")
+        groups, beside = facts.pop("param_groups"), facts.pop("beside_state", {})
         for name in ("strides", "tensors", "mask_shape"):
             facts.pop(name, None)
         masks: dict[str, Any] = {"masks": {}} if facts.pop("mask_shapes", None) is not None else {}
@@ -89,6 +89,7 @@ class ScapeForm(Form):
         return {
             "state": {index: {"step": facts["step"] - missed.get(index, 0)} for index in shapes},
             "param_groups": groups,
+            **beside,
             "scape": {**facts, "residuals": residuals, "mask": None, **masks},
         }
 

@@ -20,7 +20,7 @@ from lightning_scape.checkpoint.source import SavedShards
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_group_like
 from lightning_scape.core import local_shards
 from lightning_scape.core.parameters import Parameters
-from lightning_scape.core.private_names import IN_WRAPPER, AsksGradScaler
+from lightning_scape.core.private_names import IN_WRAPPER, AsksGradScaler, after_load, share_hooks
 from lightning_scape.core.replicas import check_same_setup_everywhere
 from lightning_scape.scape import optimizer_state as checkpoint
 from lightning_scape.scape.adams import AdamS
@@ -132,9 +132,9 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         """Takes over the parameters and settings of a torch ``AdamW`` or ``Adam``, or an :class:`AdamS`.
 
         lr, betas, eps and weight decay are kept per group, and the group dicts are shared by reference, so that whoever
-        holds them (an LR scheduler) goes on steering. The update is the optimizer's own, unless ``config.update`` names
-        one. ``fused`` and ``foreach`` are ways to compute and are dropped. An ``AdamS(bias_correction=True)`` keeps its
-        bias correction.
+        holds them (an LR scheduler) goes on steering; hooks are shared, too. The update is the optimizer's own, unless
+        ``config.update`` names one. ``fused`` and ``foreach`` are ways to compute and are dropped. An
+        ``AdamS(bias_correction=True)`` keeps its bias correction.
 
         Raises:
             TypeError: another kind of optimizer.
@@ -156,6 +156,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
                 shared.setdefault(name, value)
         new.param_groups = optimizer.param_groups
         new.defaults = optimizer.defaults
+        share_hooks(new, optimizer)
         new._dense = optimizer
         return new
 
@@ -389,15 +390,29 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         the update of AdamS ``4 P`` more: what AdamW would need to go on from it). To
         collect it takes little more: all ranks' residuals of one parameter at a time.
         """
-        self._shared.consolidated = FORM.collected(self.sharded_state_dict(), to)
+        self._shared.consolidated = FORM.collected(self._own_parts({"param_groups": []}), to)
 
     def sharded_state_dict(self) -> OwnParts:
         """This rank's part of the state, as :func:`lightning_scape.checkpoint.dcp.write_directory` takes it; views.
 
-        Nothing is sent, and no rank ever holds the whole state.
+        No tensor is sent, and no rank ever holds the whole state. Collective: a hook of the user's may fail.
         """
-        groups = super().state_dict()["param_groups"]
-        return checkpoint.own_parts(self._snapshot(self.engine.state_at_rest()), self.engine.comm, groups)
+        shards, comm = self.engine.shards, self.engine.comm
+        with comm.watched.at("collecting the state"):
+            return self._own_parts(shards.raise_on_all_ranks(lambda: comm.raise_on_all_ranks(self._beside_state)))
+
+    def _own_parts(self, beside_state: dict[str, Any]) -> OwnParts:
+        return checkpoint.own_parts(self._snapshot(self.engine.state_at_rest()), self.engine.comm, beside_state)
+
+    def _beside_state(self) -> dict[str, Any]:
+        """Parameter groups, and what hooks of the user's add to a state dict. They see no state: no rank has all."""
+
+        def hide(_: Any, found: dict[str, Any]) -> None:
+            found["state"] = self.state
+
+        with self.register_state_dict_post_hook(hide, prepend=True):
+            found = super().state_dict()
+        return {name: with_plain_numbers(each) for name, each in found.items() if name not in ("state", "scape")}
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, by parameter, independent of the number of ranks: tensors, numbers and strings only.
@@ -408,8 +423,14 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         if self.engine.comm.world_size == self.engine.shards.world_size == 1:
             self.consolidate_state_dict()
         whole = collected_before(self._shared.consolidated, self.engine.comm.rank)
-        # Groups as they are now: a scheduler may have moved on since.
-        return {**whole, "param_groups": with_plain_numbers(super().state_dict()["param_groups"])}
+
+        def complete(_: Any, found: dict[str, Any]) -> None:
+            # Groups as they are now: a scheduler may have moved on since.
+            found.update({**whole, "param_groups": with_plain_numbers(found["param_groups"])})
+
+        with self.register_state_dict_post_hook(complete, prepend=True):  # so that the user's hooks see all of it
+            found: dict[str, Any] = super().state_dict()
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any] | SavedShards) -> None:
         """Takes this rank's part of a whole state, or of a sharded one. Call on every rank, with the same state.
@@ -428,17 +449,18 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         if not isinstance(state_dict, SavedShards):
             state_dict = self.engine.shards.share(self.engine.comm.share(state_dict))
         state = self.engine.allocate()
-        snapshot, rank = self._snapshot(state), self.engine.comm.rank
-        # All ranks load the same whole state, and raise the same errors. Each reads its own part of a directory.
-        ranks = self.engine.comm if isinstance(state_dict, SavedShards) else Communicator.alone()
-        loaded = self.engine.shards.raise_on_all_ranks(
-            lambda: ranks.raise_on_all_ranks(lambda: checkpoint.load(snapshot, state_dict, rank, self.param_groups))
-        )
+        snapshot, comm = self._snapshot(state), self.engine.comm
+
+        def load() -> checkpoint.Loaded:
+            return checkpoint.load(snapshot, checkpoint.hooked(self, state_dict), comm.rank, self.param_groups)
+
+        loaded = self.engine.shards.raise_on_all_ranks(lambda: comm.raise_on_all_ranks(load))
         loaded.take_up(snapshot)
         for group, saved in zip(self.param_groups, loaded.param_groups, strict=True):
             group.update(deepcopy({name: value for name, value in saved.items() if name != "params"}))  # as torch does
         self.engine.replace_state(state, loaded.config)
         self._shared.consolidated = None
+        after_load(self)
 
     def _snapshot(self, state: ScapeState) -> checkpoint.Snapshot:
         engine = self.engine

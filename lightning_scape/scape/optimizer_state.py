@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_scape.checkpoint.dcp import Chunk
 from lightning_scape.checkpoint.parts import OwnParts, Place, Source, fill
-from lightning_scape.checkpoint.plain import with_plain_numbers
 from lightning_scape.checkpoint.source import SavedShards, WholeState
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.local_shards import numels_of
 from lightning_scape.core.method import of_state
+from lightning_scape.core.private_names import before_load
 from lightning_scape.scape import keys
 from lightning_scape.scape.checks import FORMAT, check, check_foreign, check_mask, check_whole
 from lightning_scape.scape.config import REMOVED_OPTIONS, ScapeConfig, usual_wire
@@ -30,15 +31,22 @@ from lightning_scape.scape.foreign import by_number, guess_second_moment, load_f
 from lightning_scape.scape.form import FORM
 from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.scape.snapshot import Snapshot
+from lightning_scape.scape.state_elsewhere import StateElsewhere
 
-__all__ = ["Loaded", "Snapshot", "load", "own_parts"]
+__all__ = ["Loaded", "Snapshot", "hooked", "load", "own_parts"]
 
 
 # ------------------------------------------------------------------------------------------------ saving
 
 
-def own_parts(snapshot: Snapshot, communicator: Communicator, param_groups: list[dict[str, Any]]) -> OwnParts:
-    """This rank's part of the state: views, nothing is copied or sent."""
+def own_parts(snapshot: Snapshot, communicator: Communicator, beside_state: Mapping[str, Any]) -> OwnParts:
+    """This rank's part of the state: views, nothing is copied or sent.
+
+    Args:
+        snapshot: of the live state.
+        communicator: its ranks.
+        beside_state: ``param_groups``, and what the user's hooks add to a state dict.
+    """
     layout, parameters, shards, rank = snapshot.layout, snapshot.parameters, snapshot.shards, communicator.rank
     pieces = layout.local(rank).pieces
     parts = [snapshot.owned(name, shard, pieces) for name, shard in snapshot.shard()]
@@ -49,7 +57,9 @@ def own_parts(snapshot: Snapshot, communicator: Communicator, param_groups: list
         rows = mask[first : min(first + layout.shard_blocks, layout.used_blocks)]
         parts.append(keys.mask({None: Chunk(rows, first, layout.used_blocks)} if len(rows) else {}))
     of_masks = {"mask_shape": shapes[0]} if shards.world_size == 1 else {"mask_shape": None, "mask_shapes": shapes}
-    facts = {**_facts(snapshot), **of_masks, "param_groups": with_plain_numbers(param_groups)}
+    added = {name: value for name, value in beside_state.items() if name != "param_groups"}
+    facts = {**_facts(snapshot), **of_masks, "param_groups": beside_state["param_groups"]}
+    facts |= {"beside_state": added} if added else {}
     common = FORM.common(facts, parts, parameters, communicator.world_size, shards.world_size)
     return OwnParts(common, parts, parameters, communicator, shards)
 
@@ -111,6 +121,24 @@ class Loaded:
             clipping = snapshot.clipping
             clipping.skipped_in_row, clipping.skipped_total = self.skipped
             clipping.last_skipped = clipping.skipped_in_row > 0
+
+
+def hooked(optimizer: Optimizer, saved: Any) -> Any:
+    """What the user's hooks make of a state that is about to be loaded.
+
+    Args:
+        optimizer: whose hooks; its ``state`` stands for tensors that are still on disk.
+        saved: whole, or in a directory: of that they see what is beside its tensors.
+    """
+    if isinstance(saved, Mapping):
+        return before_load(optimizer, dict(saved))
+    if not isinstance(saved, SavedShards) or saved.form is not FORM:
+        return saved  # which is an error
+    groups, added = saved.common["param_groups"], saved.common.get("beside_state", {})
+    changed = before_load(optimizer, {**added, "state": optimizer.state, "param_groups": groups})
+    if not isinstance(changed["state"], StateElsewhere):
+        return changed
+    return replace(saved, common={**saved.common, "param_groups": changed["param_groups"]})
 
 
 def load(

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_scape.core.private_names import mark_tracked, note_step, share_hooks, step_was_called
+from lightning_scape.core.private_names import mark_tracked, note_step, step_was_called
 from lightning_scape.scape.optimizer import ScapeOptimizer
 
 _PASSED_ON = ("zero_grad", "state_dict", "load_state_dict", "consolidate_state_dict", "add_param_group")
@@ -66,8 +66,7 @@ def give_back(dense: Optimizer) -> None:
 
 
 def _carry_over(dense: Optimizer, scape: ScapeOptimizer) -> None:
-    """Lets the new optimizer go on where the old one stood with the user's hooks and with its schedulers."""
-    share_hooks(scape, dense)
+    """Lets the new optimizer go on where the old one stood with its schedulers."""
     # A scheduler warns of a missing optimizer step unless step() is marked and notes its calls, which the constructor
     # of the scheduler arranges on its optimizer (torch/optim/lr_scheduler.py, patch_track_step_called). Whichever of
     # the two a scheduler holds, before or after the swap, it finds both.
