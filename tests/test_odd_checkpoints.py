@@ -231,6 +231,9 @@ def _hooks_of_fabric(rank: int, world_size: int, make: Any, folder: Path) -> Non
     fabric.save(folder / "fabric.ckpt", {"optimizer": optimizer})
     fabric.load(folder / "fabric.ckpt", {"optimizer": optimizer})
     assert seen == ["saving", 1, "loaded"]
+    if (folder / "fabric.ckpt").is_file():
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert seen[3:] == ["saving", 4, "loaded"]
 
 
 MAKES = {

@@ -102,21 +102,31 @@ class InnerLoads:
 
     def __init__(self, optimizer: torch.optim.Optimizer, load: Callable[[Mapping[str, Any]], None]) -> None:
         self._optimizer, self._load, self._own = optimizer, load, False
-        self.handle = optimizer.register_load_state_dict_pre_hook(self._before)
+        self._taken: dict[str, Any] | None = None
+        # Before the user's hooks, which see an inner state, once.
+        self.handle = optimizer.register_load_state_dict_pre_hook(self._before, prepend=True)
 
     def load(self, inner: dict[str, Any]) -> None:
-        """Loads an inner state."""
+        """Loads an inner state, or leaves that to the load of the optimizer that this one is part of."""
+        if self._own:
+            self._taken = inner
+            return
         self._own = True
         try:
             self._optimizer.load_state_dict(inner)
         finally:
             self._own = False
 
-    def _before(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    def _before(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         if self._own or (state_dict and KEY not in state_dict):
             return None
-        self._load(state_dict)
-        return optimizer.state_dict()
+        self._own = True
+        try:
+            self._load(state_dict)
+        finally:
+            self._own = False
+        taken, self._taken = self._taken, None
+        return taken
 
 
 # ------------------------------------------------------------------------------------------------ saving
