@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from trainer_helpers import MARKS, WIDTH, Regression, loader, make_trainer, weights
 
-from lightning_scape import ScapeConfig, ScapeStrategy, SparseLoCoStrategy
+from lightning_scape import ScapeConfig, ScapeOptimizer, ScapeStrategy, SparseLoCoStrategy
 from lightning_scape.core.method import Surroundings
 from lightning_scape.scape import stand_in
 from lightning_scape.scape.method import ScapeMethod
@@ -237,8 +237,6 @@ def test_what_local_steps_cannot_train_is_an_error_on_all_ranks(run_ranks: Any, 
     [
         lambda model, optimizer, kept: optimizer.state[model.weight]["exp_avg"],
         lambda model, optimizer, kept: kept.state[model.weight],
-        lambda model, optimizer, kept: [each for each in optimizer.state.items()],  # noqa: C416 - as a user would
-        lambda model, optimizer, kept: optimizer.state.get(model.weight),
         lambda model, optimizer, kept: optimizer.state.update({}),
         lambda model, optimizer, kept: setattr(optimizer, "state", {}),
         lambda model, optimizer, kept: get_optimizer_state_dict(model, optimizer),  # takes a step where it is empty
@@ -253,3 +251,18 @@ def test_state_is_not_read_or_changed_where_it_is_not(use: Callable[..., Any]) -
     assert optimizer.steps_taken == 0
     stand_in.give_back(kept)
     assert kept.state[model.weight] == {}
+
+
+def test_a_loop_over_state_meets_nothing_and_the_user_is_told() -> None:
+    optimizer = ScapeOptimizer(nn.Linear(3, 3).parameters(), config=ScapeConfig(sparsity=0.5))
+    state = optimizer.state
+    for look in (
+        state.items,
+        state.values,
+        state.keys,
+        lambda: next(iter(state), None),
+        lambda: 3 in state,
+        lambda: state.get(3),
+    ):
+        with pytest.warns(UserWarning, match="`state` is empty: each rank holds a part of it"):
+            assert not look()

@@ -91,8 +91,8 @@ def after_load(optimizer: Optimizer) -> None:
 
 
 def host_asks() -> bool:
-    """Whether who called the caller is torch's Optimizer, or what moves optimizers to a device in Lightning."""
-    asks = sys._getframe(2).f_globals.get("__name__")
+    """Whether who called the caller's caller is torch's Optimizer, or Lightning, which moves it to a device."""
+    asks = sys._getframe(3).f_globals.get("__name__")
     return asks in ("torch.optim.optimizer", "lightning.fabric.utilities.optimizer")
 
 

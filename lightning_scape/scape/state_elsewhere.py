@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from lightning_scape.core.private_names import host_asks
+
+_ELSEWHERE = (
+    "each rank holds a part of it. Read it by `optimizer.state_dict()` (of several ranks: on rank 0, after"
+    " `optimizer.consolidate_state_dict()` on all), change it by `optimizer.load_state_dict(...)`, or let it begin anew"
+    " by `optimizer.state.clear()`, both on all ranks."
+)
 
 
 class StateElsewhere(dict[Any, Any]):
@@ -23,22 +30,40 @@ class StateElsewhere(dict[Any, Any]):
     def refuse(self, *_: Any) -> NoReturn:
         """Raises RuntimeError."""
         raise RuntimeError(
-            "Under SCAPE the optimizer's `state` must not be read or changed in place, got an attempt to: it is not"
-            " there, for each rank holds a part of it. Read it by `optimizer.state_dict()` (of several ranks: on rank"
-            " 0, after `optimizer.consolidate_state_dict()` on all), change it by `optimizer.load_state_dict(...)`, or"
-            " let it begin anew by `optimizer.state.clear()`, both on all ranks."
+            f"Under SCAPE the optimizer's `state` must not be read or changed in place, got an attempt to: {_ELSEWHERE}"
         )
 
-    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = __or__ = __ior__ = refuse
-    keys = values = copy = pop = popitem = setdefault = update = refuse  # type: ignore[assignment]
+    # Nor may its length be asked: torch's `get_optimizer_state_dict` takes a step where it is 0.
+    __getitem__ = __setitem__ = __delitem__ = __len__ = __or__ = __ior__ = refuse
+    copy = pop = popitem = setdefault = update = refuse  # type: ignore[assignment]
 
-    def get(self, key: Any, default: Any = None, /) -> Any:
-        """What is not there, for torch's profiler."""
-        return default if host_asks() else self.refuse()
+    def _look(self) -> dict[Any, Any]:
+        """What is there, for a loop that moves all to a device: nothing, and whoever is no host is told so."""
+        if not host_asks():
+            warnings.warn(f"Under SCAPE the optimizer's `state` is empty: {_ELSEWHERE}", stacklevel=3)
+        return {}
+
+    def __iter__(self) -> Any:
+        return iter(self._look())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._look()
+
+    def keys(self) -> Any:
+        """None."""
+        return self._look().keys()
+
+    def values(self) -> Any:
+        """None."""
+        return self._look().values()
 
     def items(self) -> Any:
-        """None, for torch's state dict and Lightning's moves to a device."""
-        return super().items() if host_asks() else self.refuse()
+        """None."""
+        return self._look().items()
+
+    def get(self, key: Any, default: Any = None, /) -> Any:
+        """What is not there."""
+        return self._look().get(key, default)
 
     def clear(self) -> None:
         """Drops moments, residuals and steps, as if the optimizer had just been built. On all ranks."""
