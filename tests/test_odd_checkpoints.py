@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from trainer_helpers import BATCHES, MARKS, Regression, loader, make_trainer, weights
@@ -21,6 +25,7 @@ from lightning_scape import (
     ScapeConfig,
     ScapeOptimizer,
     ScapeStrategy,
+    SparseLoCo,
     SparseLoCoStrategy,
     newest_checkpoint,
 )
@@ -184,3 +189,77 @@ def test_a_state_that_one_rank_asks_for_is_named_in_the_error(run_ranks: Any) ->
     for error in run_ranks(_state_of_one_rank, 2, expect_errors=True):
         assert "collecting the state of optimizer 0" in str(error), error
         assert "or a `state_dict()` that only some ranks call" in str(error)
+
+
+class Frozen(Regression):
+    """The first layer is trained or is not; the optimizer has all parameters."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(trained)
+
+
+def _refreezes(rank: int, world_size: int, make: Callable[[], Any], trained: bool, path: Path) -> torch.Tensor:
+    for epochs, first_layer, more in ((1, trained, {}), (2, not trained, {"ckpt_path": path})):
+        module, trainer = Frozen(first_layer), make_trainer(make(), max_epochs=epochs)
+        trainer.fit(module, loader(), **more)
+        trainer.save_checkpoint(path)
+    return weights(module)
+
+
+@pytest.mark.parametrize(("trained", "state_dict_type"), [(False, "sharded"), (True, "full")])
+def test_a_run_goes_on_with_other_parameters_frozen(
+    run_ranks: Any, tmp_path: Path, trained: bool, state_dict_type: Any
+) -> None:
+    """As with DDP: what stays keeps its state, what is unfrozen begins anew."""
+    scape = functools.partial(ScapeStrategy, sparsity=0, wire_dtype="fp32", state_dict_type=state_dict_type)
+    found = run_ranks(_refreezes, 2, scape, trained, tmp_path / "scape.ckpt")
+    expected = run_ranks(_refreezes, 2, functools.partial(DDPStrategy), trained, tmp_path / "ddp.ckpt")
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=2e-5)
+
+
+def _in_a_window(trained: bool, saved: Any = None) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    net[0].requires_grad_(trained)
+    optimizer = torch.optim.AdamW(net.parameters())
+    loco = SparseLoCo(optimizer, sync_every=4, overlap_steps=2)
+    if saved is not None:
+        with pytest.warns(UserWarning, match="was trained with other parameters frozen"):
+            loco.load_state_dict(saved[0])
+        net.load_state_dict(saved[1])
+        loco.restore_parameters()
+    for _ in range(5):  # the exchange is under way
+        net(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, optimizer, loco
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["unfrozen", "frozen"])
+def test_a_window_goes_on_with_other_parameters_frozen(trained: bool, recwarn: pytest.WarningsRecorder) -> None:
+    net, optimizer, loco = _in_a_window(trained)
+    saved, before = copy.deepcopy((loco.state_dict(), net.state_dict())), net[0].weight.clone()
+    after, other, goes_on = _in_a_window(not trained, saved)
+    assert not [each for each in recwarn if "changed after" in str(each.message)]
+    assert int(other.state[after[1].weight]["step"]) == 10
+    assert goes_on.progress.steps == 10
+    if trained:
+        assert torch.equal(after[0].weight, before)
+    else:
+        assert int(other.state[after[0].weight]["step"]) == 5
+        assert 0 < float((after[0].weight - before).abs().max()) < 0.02  # moved by its steps, from where it was
+
+
+def test_a_state_of_adamw_may_hold_what_is_frozen_now() -> None:
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    dense = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    dense.step()
+    parameters[0].requires_grad_(False)
+    optimizer = ScapeOptimizer(parameters, config=ScapeConfig(sparsity=0.5, sparsity_warmup_steps=0))
+    with pytest.warns(UserWarning, match="carry over"):
+        optimizer.load_state_dict(dense.state_dict())
+    assert [*optimizer.state_dict()["state"]] == [1]
