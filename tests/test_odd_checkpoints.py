@@ -14,13 +14,14 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from trainer_helpers import BATCHES, MARKS, Regression, loader, make_trainer, weights
 
 from lightning_scape import (
+    CheckpointError,
     FabricScapeStrategy,
     ScapeConfig,
     ScapeOptimizer,
@@ -263,3 +264,51 @@ def test_a_state_of_adamw_may_hold_what_is_frozen_now() -> None:
     with pytest.warns(UserWarning, match="carry over"):
         optimizer.load_state_dict(dense.state_dict())
     assert [*optimizer.state_dict()["state"]] == [1]
+
+
+class Own:
+    """What only executing code loads."""
+
+    number = 3
+
+
+class WithOwn(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"own": Own()}, logger=False)
+
+
+@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+def test_a_class_of_the_users_own_is_loaded_by_the_users_word_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state_dict_type: Any
+) -> None:
+    def fit(steps: int, **more: Any) -> None:
+        saves = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+        strategy = strategy_of("scape", resume="auto", state_dict_type=state_dict_type)
+        trainer = make_trainer(strategy, max_epochs=-1, max_steps=steps, callbacks=[saves], enable_checkpointing=True)
+        trainer.fit(WithOwn(), loader(), **more)
+        assert trainer.global_step == steps
+
+    fit(2)
+    with pytest.raises(CheckpointError, match="one of them must load"), pytest.warns(UserWarning, match="executing"):
+        fit(4)
+    fit(4, weights_only=False)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    fit(6)
+    with pytest.raises(CheckpointError), pytest.warns(UserWarning, match="executing"):
+        fit(8, weights_only=True)
+
+
+def test_fabric_loads_a_directory_by_the_users_word(tmp_path: Path) -> None:
+    strategy = FabricScapeStrategy(sparsity=0.5, state_dict_type="sharded")
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    fabric.launch()
+    module = nn.Linear(5, 5)
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+    state = {"model": model, "optimizer": optimizer, "own": Own()}
+    fabric.save(tmp_path / "c", state)
+    with pytest.raises(CheckpointError, match="executing its code"):
+        fabric.load(tmp_path / "c", state)
+    state["own"] = None
+    fabric.load(tmp_path / "c", state, weights_only=False)
+    assert state["own"].number == 3

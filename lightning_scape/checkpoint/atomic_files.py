@@ -280,7 +280,7 @@ def check_digests(folder: Path, manifest: dict[str, Any], part: int = 0, of: int
 
 
 def load_file(
-    path: str | os.PathLike[str], map_location: Any = "cpu", inside: bool = False, weights_only: bool = True
+    path: str | os.PathLike[str], map_location: Any = "cpu", inside: bool = False, weights_only: bool | None = None
 ) -> Any:
     """``torch.load``, after every byte was compared with the file's checksums.
 
@@ -288,7 +288,7 @@ def load_file(
         path: of the file.
         map_location: as in ``torch.load``.
         inside: see :func:`open_regular`.
-        weights_only: False lets the file execute code, as torch does; for one that the user trusts.
+        weights_only: see :func:`only_weights`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -299,7 +299,17 @@ def load_file(
         return load_stream(file, str(path), map_location, weights_only)
 
 
-def load_stream(file: BinaryIO, name: str, map_location: Any = "cpu", weights_only: bool = True) -> Any:
+def only_weights(asked: bool | None) -> bool:
+    """Whether a checkpoint may hold data alone. Else loading it executes code, as in torch, if the user trusts it.
+
+    Args:
+        asked: what the user says; None leaves it to torch's environment variable.
+    """
+    forced = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "").lower() in ("1", "y", "yes", "true")
+    return not forced if asked is None else asked
+
+
+def load_stream(file: BinaryIO, name: str, map_location: Any = "cpu", weights_only: bool | None = True) -> Any:
     """:func:`load_file` for an open file; ``name`` is for errors."""
     _check_whole(file, name)
     return _load(file, name, map_location, weights_only)
@@ -334,9 +344,9 @@ def read_pickle(path: Path, inside: bool = False) -> Any:
     return None
 
 
-def _load(file: BinaryIO, name: str, map_location: Any, weights_only: bool = True) -> Any:
+def _load(file: BinaryIO, name: str, map_location: Any, weights_only: bool | None = True) -> Any:
     file.seek(0)
-    if not weights_only:
+    if not only_weights(weights_only):
         return torch.load(file, map_location=map_location, weights_only=False)  # what it raises may be the user's
     try:
         return torch.load(file, map_location=map_location, weights_only=True)

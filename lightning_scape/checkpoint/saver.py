@@ -100,9 +100,9 @@ class SavedContent:
         CheckpointError: see :class:`~lightning_scape.checkpoint.dcp.Directory`.
     """
 
-    def __init__(self, path: Path, communicator: Communicator | None = None) -> None:
+    def __init__(self, path: Path, communicator: Communicator | None = None, weights_only: bool | None = None) -> None:
         ranks = communicator or Communicator.alone()
-        self.directory = Directory(path, ranks)
+        self.directory = Directory(path, ranks, weights_only)
         table = ranks.raise_on_all_ranks(self._read_table)
         self._models: dict[str, dict[str, Any]] = table["models"]
         self.rest: dict[str, Any] = table["rest"]

@@ -48,7 +48,10 @@ def restore_schedulers(checkpoint: Any, schedulers: list[Any]) -> None:
 
 
 def load_dump(
-    path: str | Path, read: Callable[[], dict[str, Any]], group: Callable[[], Communicator]
+    path: str | Path,
+    read: Callable[[], dict[str, Any]],
+    group: Callable[[], Communicator],
+    weights_only: bool | None = None,
 ) -> tuple[dict[str, Any], Tensor | None]:
     """A checkpoint, file or directory, and this rank's random number generators in it. Collective.
 
@@ -56,6 +59,7 @@ def load_dump(
         path: of the checkpoint.
         read: reads it, if it is a file.
         group: gives the ranks, on a group that works in host memory.
+        weights_only: as Lightning's; for a directory.
 
     Raises:
         Exception: what any rank has met; on every rank.
@@ -65,5 +69,5 @@ def load_dump(
         checkpoint = ranks.raise_on_all_ranks(read)
         states = checkpoint.pop(RNG, [])
         return checkpoint, states[ranks.rank] if len(states) == ranks.world_size else None
-    saved = SavedContent(directory_path(path), group())
+    saved = SavedContent(directory_path(path), group(), weights_only)
     return ranks.raise_on_all_ranks(lambda: (host_checkpoint(saved), saved.rng(ranks.rank, ranks.world_size)))

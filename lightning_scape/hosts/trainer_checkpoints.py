@@ -106,7 +106,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self._saver.wait()
         read = functools.partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
-        checkpoint, self._saved_rng = load_dump(checkpoint_path, read, self._checkpoint_ranks)
+        checkpoint, self._saved_rng = load_dump(checkpoint_path, read, self._checkpoint_ranks, weights_only)
         return self._resumption.adapt(checkpoint)
 
     @override
