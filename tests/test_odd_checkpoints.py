@@ -6,6 +6,7 @@ import copy
 import functools
 import os
 import random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,10 @@ from lightning_scape import (
     SparseLoCoStrategy,
     newest_checkpoint,
 )
+from lightning_scape.checkpoint.inspection import verify
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
+from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.tools.commands import main
 
 pytestmark = MARKS
 
@@ -312,3 +316,73 @@ def test_fabric_loads_a_directory_by_the_users_word(tmp_path: Path) -> None:
     state["own"] = None
     fabric.load(tmp_path / "c", state, weights_only=False)
     assert state["own"].number == 3
+
+
+def test_a_file_of_torch_saves_older_format_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    content = {"state_dict": {"a": torch.arange(6.0).view(2, 3).t()}, "global_step": 7}
+    torch.save(content, path, _use_new_zipfile_serialization=False)
+    verify(path)
+    assert newest_checkpoint(tmp_path) == path
+    loaded = ScapeCheckpointIO().load_checkpoint(path)
+    assert torch.equal(loaded["state_dict"]["a"], content["state_dict"]["a"])
+    whole = path.read_bytes()
+    for length in (20, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError):
+            verify(path)
+    torch.save({"own": Own()}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match="executing its code"):
+        verify(path)
+
+
+def test_a_state_is_made_adamws_wherever_it_is(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.5, sparsity_warmup_steps=0))
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    state = optimizer.state_dict()
+    for content in (state, {"train": [{"optimizer": state}]}):
+        torch.save(content, tmp_path / "a.pt")
+        with pytest.warns(UserWarning, match="state as AdamW's"):
+            assert main(["consolidate", "--optimizer", "adamw", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]) == 0
+        found = torch.load(tmp_path / "b.pt")
+        found = found if content is state else found["train"][0]["optimizer"]
+        torch.optim.AdamW([parameter]).load_state_dict(found)
+        assert set(found) == {"state", "param_groups"}
+        (tmp_path / "b.pt").unlink()
+
+
+def test_names_that_are_no_texts_load_from_a_directory(tmp_path: Path) -> None:
+    strategy = FabricScapeStrategy(sparsity=0.5, state_dict_type="sharded")
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    fabric.launch()
+    module = nn.Linear(5, 5)
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+    fabric.save(tmp_path / "c", {0: model, 1: optimizer, 2: 3, (4, "b"): 5})
+    weight, state = module.weight.detach().clone(), {0: model, 1: optimizer, 2: None}
+    module.weight.data.zero_()
+    assert fabric.load(tmp_path / "c", state) == {(4, "b"): 5}
+    assert torch.equal(module.weight, weight)
+    assert state[2] == 3
+
+
+class Keeps(Regression):
+    def configure_optimizers(self) -> Any:
+        self.kept = super().configure_optimizers()
+        return self.kept
+
+
+def _clips_after_a_fit(rank: int, world_size: int) -> list[str]:
+    module, trainer = Keeps(), make_trainer(strategy_of("scape"))
+    trainer.fit(module, loader())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module.net(next(iter(loader()))[0]).sum().backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
+        module.kept.step()
+    return [str(each.message) for each in caught if "Gradients should stay" in str(each.message)]
+
+
+def test_what_watches_gradients_ends_with_the_fit(run_ranks: Any) -> None:
+    assert run_ranks(_clips_after_a_fit, 2) == [[], []]

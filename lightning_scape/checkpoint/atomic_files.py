@@ -14,6 +14,7 @@ import errno
 import hashlib
 import io
 import json
+import mmap
 import os
 import pickle
 import re
@@ -331,6 +332,8 @@ def read_pickle(path: Path, inside: bool = False) -> Any:
     """
     with open_regular(path, inside) as file:
         try:
+            if file.read(len(_LEGACY)) == _LEGACY:
+                return _legacy_pickle(file)
             with zipfile.ZipFile(file) as archive:
                 (record,) = (info for info in archive.infolist() if info.filename.partition("/")[2] == "data.pkl")
                 if record.compress_type or record.file_size > os.fstat(file.fileno()).st_size:
@@ -364,15 +367,23 @@ def _load(file: BinaryIO, name: str, map_location: Any, weights_only: bool | Non
 
 
 def _check_whole(file: BinaryIO, name: str) -> None:
-    """Compares a file with its seal. One without, of plain torch.save: each record with its CRC-32."""
+    """Compares a file with its seal. One without, of plain torch.save: each record with its CRC-32, if it has any."""
     file.seek(0)
-    magic = file.read(4)
+    magic = file.read(len(_LEGACY))
     size = file.seek(0, os.SEEK_END)
     if not size:
         raise CheckpointError(f"The checkpoint {name!r} is torn: it is empty. {_OLDER}")
-    if magic != b"PK\x03\x04":
+    if magic == _LEGACY:
+        try:
+            _legacy_pickle(file)
+        except Exception as error:
+            raise CheckpointError(
+                f"The checkpoint {name!r} ({size} bytes) is torn or damaged: {_first_line(error)} {_OLDER}"
+            ) from error
+        return
+    if magic[:4] != b"PK\x03\x04":
         raise CheckpointError(
-            f"The file {name!r} must be a zip archive of torch.save, got one that starts with {magic!r}: another"
+            f"The file {name!r} must be a zip archive of torch.save, got one that starts with {magic[:4]!r}: another"
             f" program's, or damaged. {_OLDER}"
         )
     file.seek(max(0, size - _SEAL_BYTES))
@@ -383,6 +394,17 @@ def _check_whole(file: BinaryIO, name: str) -> None:
             f"The checkpoint {name!r} ({size} bytes) is damaged: it is not as it was written (CRC-32). {_OLDER}"
         )
     _check_records(file, name, size, compare=not sealed)
+
+
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""How torch.save begins a file that is no zip archive: without checksums. Pickles, then the tensors' bytes."""
+
+
+def _legacy_pickle(file: BinaryIO) -> Any:
+    """What the pickle of the content says; None if we cannot tell. It is the fourth, of five."""
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, contextlib.suppress(pickles.UnknownOpcode):
+        pickles.read(data, number=4)
+        return pickles.read(data, number=3)
 
 
 def _crc_before(file: BinaryIO, end: int) -> int:

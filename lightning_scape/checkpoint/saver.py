@@ -114,8 +114,9 @@ class SavedContent:
         table: dict[str, Any] = self.directory.rest()
         shapes = self.directory.shapes()
         parts = [table.get(name) for name in ("models", "optimizers", "rest")] if isinstance(table, dict) else [None]
-        named = [*parts, *(value for part in parts[:2] if isinstance(part, dict) for value in part.values())]
-        if not all(isinstance(part, dict) and all(isinstance(key, str) for key in part) for part in named):
+        named = [value for part in parts[:2] if isinstance(part, dict) for value in part.values()]
+        texts = all(isinstance(value, dict) and all(isinstance(key, str) for key in value) for value in named)
+        if not texts or not all(isinstance(part, dict) for part in parts):
             raise files.CheckpointError(
                 f"{str(self.directory.path / REST)!r} must be lightning_scape's table of contents, got another file."
                 " Load another checkpoint."
@@ -346,20 +347,26 @@ def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
 
 
 def _with_adamw(whole: Any, path: Path) -> dict[str, Any]:
-    """A full checkpoint whose states of a method, the Trainer's list or Fabric's by name, are AdamW's."""
+    """A full checkpoint whose states of a method, in dicts and lists wherever they are, are AdamW's."""
+    found = 0
 
-    def is_ours(value: Any) -> bool:
-        return isinstance(value, dict) and "state" in value and any(name in value for name in names())
+    def converted(value: Any) -> Any:
+        nonlocal found
+        if type(value) is list:
+            return [converted(each) for each in value]
+        if type(value) is not dict:  # such as a module's state
+            return value
+        if "state" in value and any(name in value for name in names()):
+            found += 1
+            return _adamw(value, path)
+        return {name: converted(each) for name, each in value.items()}
 
-    def convert(value: Any) -> Any:
-        return _adamw(value, path) if is_ours(value) else value
-
-    held = whole.items() if isinstance(whole, dict) else ()
-    if not any(is_ours(each) for _, value in held for each in (value if isinstance(value, list) else [value])):
+    content: dict[str, Any] = converted(whole)
+    if not found:
         raise files.CheckpointError(
             f"{path} must hold an optimizer state of one of {names()}, got none. Nothing needs converting."
         )
-    return {name: [convert(each) for each in v] if isinstance(v, list) else convert(v) for name, v in held}
+    return content
 
 
 def _adamw(state: Any, path: Path) -> dict[str, Any]:
