@@ -33,6 +33,7 @@ from lightning_scape import (
 )
 from lightning_scape.checkpoint.inspection import verify
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
+from lightning_scape.checkpoint.saver import RNG, consolidate
 from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.tools.commands import main
 
@@ -386,3 +387,89 @@ def _clips_after_a_fit(rank: int, world_size: int) -> list[str]:
 
 def test_what_watches_gradients_ends_with_the_fit(run_ranks: Any) -> None:
     assert run_ranks(_clips_after_a_fit, 2) == [[], []]
+
+
+def _note_rate(checkpoint: dict[str, Any], trainer: Any) -> None:
+    checkpoint["rate"] = checkpoint["optimizer_states"][0]["param_groups"][0]["lr"]
+
+
+def _drop(checkpoint: dict[str, Any], trainer: Any) -> None:
+    for name in ("optimizer_states", "state_dict", "loops", "callbacks", "lr_schedulers"):
+        del checkpoint[name]
+
+
+def _drop_on_rank_0(checkpoint: dict[str, Any], trainer: Any) -> None:
+    if trainer.is_global_zero:
+        del checkpoint["optimizer_states"]
+
+
+def _halve(checkpoint: dict[str, Any], trainer: Any) -> None:
+    for state in checkpoint["optimizer_states"]:
+        state["halved"] = True
+        for entry in state["state"].values():
+            entry["exp_avg"] = entry["exp_avg"].half()
+
+
+def _look(checkpoint: dict[str, Any], trainer: Any) -> None:
+    checkpoint["norm"] = checkpoint["optimizer_states"][0]["state"][0]["exp_avg"].norm()
+
+
+def _copy(checkpoint: dict[str, Any], trainer: Any) -> None:
+    checkpoint["optimizer_states"] = [{**state} for state in checkpoint["optimizer_states"]]
+
+
+def _change(checkpoint: dict[str, Any], trainer: Any) -> None:
+    checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] = 0.5
+
+
+class Hooked(Regression):
+    hook: Callable[[dict[str, Any], Any], None] | None = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.hook is not None:
+            self.hook(checkpoint, self.trainer)
+
+
+_SAVED = {"epoch", "global_step", "pytorch-lightning_version"}
+
+
+def _saved_with_hooks(rank: int, world_size: int, options: dict[str, Any], folder: Path) -> None:
+    module, trainer = Hooked(), make_trainer(strategy_of("scape", **options), max_steps=2)
+    trainer.fit(module, loader())
+    for number, hook in enumerate((_note_rate, _drop, _drop_on_rank_0, _halve, _look, _copy, _change)):
+        module.hook = hook
+        path = folder / str(number)
+        if options and hook in (_halve, _look, _copy, _change) or hook is _look:
+            with pytest.raises((KeyError, ValueError), match="must take a state where its tensors are"):
+                trainer.save_checkpoint(path)
+            continue
+        trainer.save_checkpoint(path)
+        if rank > 0:
+            continue
+        whole = consolidate(path)
+        assert whole.get("rate", 0.01) == 0.01
+        assert hook is not _drop or set(whole) - {RNG} == _SAVED
+        assert hook is not _drop_on_rank_0 or "optimizer_states" not in whole
+        if hook is _halve:
+            (state,) = whole["optimizer_states"]
+            assert state["halved"]
+            assert state["state"][0]["exp_avg"].dtype == torch.float16
+
+
+@pytest.mark.parametrize("options", [{}, {"state_dict_type": "sharded"}, {"async_save": True}], ids=str)
+def test_a_hook_finds_what_it_takes_or_an_error_that_says_where_that_is(
+    run_ranks: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    run_ranks(_saved_with_hooks, 2, options, tmp_path)
+
+
+class WithoutOptimizer(Regression):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def test_a_directory_may_hold_no_optimizer(tmp_path: Path) -> None:
+    for epochs, more in ((1, {}), (2, {"ckpt_path": tmp_path / "c"})):
+        trainer = make_trainer(strategy_of("scape", state_dict_type="sharded"), max_epochs=epochs)
+        trainer.fit(WithoutOptimizer(), loader(), **more)
+        trainer.save_checkpoint(tmp_path / "c")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint.checks import check_mapping, check_ranks
-from lightning_scape.checkpoint.collecting import Uncollected
+from lightning_scape.checkpoint.collecting import Uncollected, of_rank_0
 from lightning_scape.checkpoint.dcp import REST, Chunk, Directory, as_bytes, write_directory
 from lightning_scape.checkpoint.parts import Moved, OwnParts
 from lightning_scape.checkpoint.paths import local_path
@@ -195,8 +195,10 @@ class Saver:
 
         Raises:
             OSError: this checkpoint, or the one before it that was written in the background, could not be written.
+            ValueError: a rank lacks an optimizer that rank 0 saves; on every rank.
         """
         self.wait()
+        content.optimizers = of_rank_0(content.optimizers, communicator)
         tensors, rest = communicator.raise_on_all_ranks(lambda: _collected(content, communicator.rank))
         if not self.asynchronous:
             write_directory(path, tensors, rest, communicator)
@@ -340,7 +342,7 @@ def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
         world_size = saved.directory.world_size
         whole[RNG] = [saved.rng(rank, world_size) for rank in range(world_size)]
     if "pytorch-lightning_version" in whole:  # the Trainer's: optimizers are a list
-        whole["optimizer_states"] = list(states.values())
+        whole |= {"optimizer_states": list(states.values())} if states else {}
     else:
         whole |= states
     return whole
@@ -384,8 +386,8 @@ def _adamw(state: Any, path: Path) -> dict[str, Any]:
 
 def host_checkpoint(saved: SavedContent) -> dict[str, Any]:
     """The checkpoint that Lightning's Trainer loads; optimizer states stay on disk until an optimizer takes them."""
-    checkpoint: dict[str, Any] = {**saved.rest, "state_dict": saved.model("state_dict")}
-    if saved.optimizers or "lr_schedulers" in checkpoint:
+    checkpoint: dict[str, Any] = {**saved.rest, **{name: saved.model(name) for name in saved.models}}
+    if saved.optimizers:
         checkpoint["optimizer_states"] = list(saved.optimizers.values())
     return checkpoint
 
@@ -403,8 +405,12 @@ def replicated(state_dict: Mapping[str, Any], parameters: Iterable[str], rank: i
 def host_content(checkpoint: Mapping[str, Any], parameters: Iterable[str], rank: int) -> Content:
     """The Trainer's checkpoint taken apart; the optimizers are called ``optimizer_0`` and so on."""
     rest = dict(checkpoint)
-    states = rest.pop("optimizer_states", [])
-    models = {"state_dict": replicated(rest.pop("state_dict"), parameters, rank)}
+    # A hook may have dropped either, or have put something of its own there.
+    models = {"state_dict": replicated(rest.pop("state_dict"), parameters, rank)} if "state_dict" in rest else {}
+    states = rest.get("optimizer_states")
+    if not isinstance(states, list) or not states or not all(isinstance(state, OwnParts) for state in states):
+        return Content(models, {}, rest)
+    del rest["optimizer_states"]
     return Content(models, {f"optimizer_{number}": state for number, state in enumerate(states)}, rest)
 
 
