@@ -6,6 +6,7 @@ import copy
 import functools
 import os
 import random
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -473,3 +474,32 @@ def test_a_directory_may_hold_no_optimizer(tmp_path: Path) -> None:
         trainer = make_trainer(strategy_of("scape", state_dict_type="sharded"), max_epochs=epochs)
         trainer.fit(WithoutOptimizer(), loader(), **more)
         trainer.save_checkpoint(tmp_path / "c")
+
+
+class Late(ScapeCheckpointIO):
+    """Writes when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved = threading.Event()
+
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        assert self.moved.wait(10)
+        super().save_checkpoint(*arguments, **options)
+
+
+def test_a_background_save_lands_where_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("here", "elsewhere"):
+        (tmp_path / name).mkdir()
+    late = Late()
+    strategy = FabricScapeStrategy(sparsity=0.5, async_save=True, checkpoint_io=late)
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    fabric.launch()
+    module = nn.Linear(5, 5)
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+    monkeypatch.chdir(tmp_path / "here")
+    fabric.save("a.pt", {"model": model, "optimizer": optimizer})
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    late.moved.set()
+    strategy.wait_for_checkpoint()
+    assert (tmp_path / "here" / "a.pt").exists()

@@ -91,7 +91,9 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
             write(whole)
 
         if self._saver.asynchronous:
-            self._saver.save_file(local_path(path), converted, filter_and_write, self._checkpoint_ranks())
+            local = local_path(path)
+            path = local or path
+            self._saver.save_file(local, converted, filter_and_write, self._checkpoint_ranks())
         else:
             ranks.raise_on_all_ranks(lambda: write(converted))
             self._advise_on_saves(path)
