@@ -179,7 +179,7 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
                 f"A sharded checkpoint must be loaded into a state, got {type(state).__name__} for {str(path)!r}. Call"
                 " `fabric.load(path, {'model': model, ...})`, or make it one file by `lightning-scape consolidate`."
             )
-        ranks = self._checkpoint_ranks() if ours else Communicator.alone()
+        ranks = self._checkpoint_ranks()
         saved = SavedContent(path, ranks, weights_only)
         models = {name: functools.partial(saved.model, name) for name in saved.models}  # read when it is asked for
         content = {**models, **saved.optimizers, **saved.rest}
