@@ -425,7 +425,7 @@ def spoil(state: dict[str, Any], kind: str) -> Any:
     [
         ("newer", "format must be at most 1, got 2.*Upgrade"),
         ("shape", r"exp_avg of 'parameter 1' \(number 1\) must have shape \(5,\), got \(6,\)"),
-        ("count", "must hold the model's 6 trained parameters, got 5; the first that only one of them has is number 3"),
+        ("count", "must hold the 6 parameters that it speaks of, got 5; the first that only one .* is number 3"),
         ("foreign", r"must have `state` and `param_groups`, got \['weights'\]"),
         ("sgd", r"state of 'parameter 0' .* must hold a first moment `exp_avg`, got \['momentum_buffer'\]"),
         ("groups", "must have 2 parameter groups, got 1"),

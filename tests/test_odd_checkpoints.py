@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
+import threading
+import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.fabric.strategies import DDPStrategy
-from lightning.pytorch.callbacks import Callback
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from trainer_helpers import BATCHES, MARKS, Regression, loader, make_trainer, weights
 
 from lightning_scape import (
+    CheckpointError,
     FabricScapeStrategy,
     FabricSparseLoCoStrategy,
     ScapeConfig,
     ScapeOptimizer,
     ScapeStrategy,
+    SparseLoCo,
     SparseLoCoStrategy,
     newest_checkpoint,
 )
+from lightning_scape.checkpoint.inspection import verify
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
-from lightning_scape.checkpoint.saver import consolidate
+from lightning_scape.checkpoint.saver import RNG, consolidate
+from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
+from lightning_scape.tools.commands import main
 
 pytestmark = MARKS
 
@@ -204,19 +213,19 @@ def hooked(parameters: Any, seen: list[Any]) -> torch.optim.AdamW:
     return optimizer
 
 
-class Hooked(Regression):
+class HooksItsOptimizer(Regression):
     def configure_optimizers(self) -> Any:
         self.seen: list[Any] = []
         return hooked(self.parameters(), self.seen)
 
 
 def _hooks_of_a_trainer(rank: int, world_size: int, make: Any, folder: Path) -> None:
-    path, module, trainer = folder / "trainer.ckpt", Hooked(), make_trainer(make())
+    path, module, trainer = folder / "trainer.ckpt", HooksItsOptimizer(), make_trainer(make())
     trainer.fit(module, loader())
     trainer.save_checkpoint(path)
     assert module.seen == ["saving"]
     assert (torch.load(path) if path.is_file() else consolidate(path))["optimizer_states"][0]["mine"] == 1
-    again = Hooked()
+    again = HooksItsOptimizer()
     make_trainer(make(), max_epochs=2).fit(again, loader(), ckpt_path=path)
     assert again.seen == [1, "loaded"]
 
@@ -237,7 +246,7 @@ def _hooks_of_fabric(rank: int, world_size: int, make: Any, folder: Path) -> Non
 
 
 MAKES = {
-    "ddp": (pl.strategies.DDPStrategy, DDPStrategy),
+    "ddp": (DDPStrategy, FabricDDPStrategy),
     "scape": (ScapeStrategy, FabricScapeStrategy),
     "sparseloco": (SparseLoCoStrategy, FabricSparseLoCoStrategy),
 }
@@ -265,3 +274,310 @@ def test_hooks_on_the_optimizers_state_dict_run(
 ) -> None:
     """SCAPE dropped them; SparseLoCo dropped what they add."""
     run_ranks(_hooks, 2, method, options, tmp_path)
+
+
+class Frozen(Regression):
+    """The first layer is trained or is not; the optimizer has all parameters."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(trained)
+
+
+def _refreezes(rank: int, world_size: int, make: Callable[[], Any], trained: bool, path: Path) -> torch.Tensor:
+    for epochs, first_layer, more in ((1, trained, {}), (2, not trained, {"ckpt_path": path})):
+        module, trainer = Frozen(first_layer), make_trainer(make(), max_epochs=epochs)
+        trainer.fit(module, loader(), **more)
+        trainer.save_checkpoint(path)
+    return weights(module)
+
+
+@pytest.mark.parametrize(("trained", "state_dict_type"), [(False, "sharded"), (True, "full")])
+def test_a_run_goes_on_with_other_parameters_frozen(
+    run_ranks: Any, tmp_path: Path, trained: bool, state_dict_type: Any
+) -> None:
+    """As with DDP: what stays keeps its state, what is unfrozen begins anew."""
+    scape = partial(ScapeStrategy, sparsity=0, wire_dtype="fp32", state_dict_type=state_dict_type)
+    found = run_ranks(_refreezes, 2, scape, trained, tmp_path / "scape.ckpt")
+    expected = run_ranks(_refreezes, 2, partial(DDPStrategy), trained, tmp_path / "ddp.ckpt")
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=2e-5)
+
+
+def _in_a_window(trained: bool, saved: Any = None) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    net[0].requires_grad_(trained)
+    optimizer = torch.optim.AdamW(net.parameters())
+    loco = SparseLoCo(optimizer, sync_every=4, overlap_steps=2)
+    if saved is not None:
+        with pytest.warns(UserWarning, match="was trained with other parameters frozen"):
+            loco.load_state_dict(saved[0])
+        net.load_state_dict(saved[1])
+        loco.restore_parameters()
+    for _ in range(5):  # the exchange is under way
+        net(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, optimizer, loco
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["unfrozen", "frozen"])
+def test_a_window_goes_on_with_other_parameters_frozen(trained: bool, recwarn: pytest.WarningsRecorder) -> None:
+    net, optimizer, loco = _in_a_window(trained)
+    saved, before = copy.deepcopy((loco.state_dict(), net.state_dict())), net[0].weight.clone()
+    after, other, goes_on = _in_a_window(not trained, saved)
+    assert not [each for each in recwarn if "changed after" in str(each.message)]
+    assert int(other.state[after[1].weight]["step"]) == 10
+    assert goes_on.progress.steps == 10
+    if trained:
+        assert torch.equal(after[0].weight, before)
+    else:
+        assert int(other.state[after[0].weight]["step"]) == 5
+        assert 0 < float((after[0].weight - before).abs().max()) < 0.02  # moved by its steps, from where it was
+
+
+def test_a_state_of_adamw_may_hold_what_is_frozen_now() -> None:
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    dense = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    dense.step()
+    parameters[0].requires_grad_(False)
+    optimizer = ScapeOptimizer(parameters, config=ScapeConfig(sparsity=0.5, sparsity_warmup_steps=0))
+    with pytest.warns(UserWarning, match="carry over"):
+        optimizer.load_state_dict(dense.state_dict())
+    assert [*optimizer.state_dict()["state"]] == [1]
+
+
+class Own:
+    """What only executing code loads."""
+
+    number = 3
+
+
+class WithOwn(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"own": Own()}, logger=False)
+
+
+@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+def test_a_class_of_the_users_own_is_loaded_by_the_users_word_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state_dict_type: Any
+) -> None:
+    def fit(steps: int, **more: Any) -> None:
+        saves = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+        strategy = strategy_of("scape", resume="auto", state_dict_type=state_dict_type)
+        trainer = make_trainer(strategy, max_epochs=-1, max_steps=steps, callbacks=[saves], enable_checkpointing=True)
+        trainer.fit(WithOwn(), loader(), **more)
+        assert trainer.global_step == steps
+
+    fit(2)
+    with pytest.raises(CheckpointError, match="one of them must load"), pytest.warns(UserWarning, match="executing"):
+        fit(4)
+    fit(4, weights_only=False)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    fit(6)
+    with pytest.raises(CheckpointError), pytest.warns(UserWarning, match="executing"):
+        fit(8, weights_only=True)
+
+
+def test_fabric_loads_a_directory_by_the_users_word(tmp_path: Path) -> None:
+    strategy = FabricScapeStrategy(sparsity=0.5, state_dict_type="sharded")
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    fabric.launch()
+    module = nn.Linear(5, 5)
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+    state = {"model": model, "optimizer": optimizer, "own": Own()}
+    fabric.save(tmp_path / "c", state)
+    with pytest.raises(CheckpointError, match="executing its code"):
+        fabric.load(tmp_path / "c", state)
+    state["own"] = None
+    fabric.load(tmp_path / "c", state, weights_only=False)
+    assert state["own"].number == 3
+
+
+def test_a_file_of_torch_saves_older_format_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    content = {"state_dict": {"a": torch.arange(6.0).view(2, 3).t()}, "global_step": 7}
+    torch.save(content, path, _use_new_zipfile_serialization=False)
+    verify(path)
+    assert newest_checkpoint(tmp_path) == path
+    loaded = ScapeCheckpointIO().load_checkpoint(path)
+    assert torch.equal(loaded["state_dict"]["a"], content["state_dict"]["a"])
+    whole = path.read_bytes()
+    for length in (20, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError):
+            verify(path)
+    torch.save({"own": Own()}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match="executing its code"):
+        verify(path)
+
+
+def test_a_state_is_made_adamws_wherever_it_is(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = ScapeOptimizer([parameter], config=ScapeConfig(sparsity=0.5, sparsity_warmup_steps=0))
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    state = optimizer.state_dict()
+    for content in (state, {"train": [{"optimizer": state}]}):
+        torch.save(content, tmp_path / "a.pt")
+        with pytest.warns(UserWarning, match="state as AdamW's"):
+            assert main(["consolidate", "--optimizer", "adamw", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]) == 0
+        found = torch.load(tmp_path / "b.pt")
+        found = found if content is state else found["train"][0]["optimizer"]
+        torch.optim.AdamW([parameter]).load_state_dict(found)
+        assert set(found) == {"state", "param_groups"}
+        (tmp_path / "b.pt").unlink()
+
+
+def test_names_that_are_no_texts_load_from_a_directory(tmp_path: Path) -> None:
+    strategy = FabricScapeStrategy(sparsity=0.5, state_dict_type="sharded")
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    fabric.launch()
+    module = nn.Linear(5, 5)
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+    fabric.save(tmp_path / "c", {0: model, 1: optimizer, 2: 3, (4, "b"): 5})
+    weight, state = module.weight.detach().clone(), {0: model, 1: optimizer, 2: None}
+    module.weight.data.zero_()
+    assert fabric.load(tmp_path / "c", state) == {(4, "b"): 5}
+    assert torch.equal(module.weight, weight)
+    assert state[2] == 3
+
+
+class Keeps(Regression):
+    def configure_optimizers(self) -> Any:
+        self.kept = super().configure_optimizers()
+        return self.kept
+
+
+def _clips_after_a_fit(rank: int, world_size: int) -> list[str]:
+    module, trainer = Keeps(), make_trainer(strategy_of("scape"))
+    trainer.fit(module, loader())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module.net(next(iter(loader()))[0]).sum().backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1e-3)
+        module.kept.step()
+    return [str(each.message) for each in caught if "Gradients should stay" in str(each.message)]
+
+
+def test_what_watches_gradients_ends_with_the_fit(run_ranks: Any) -> None:
+    assert run_ranks(_clips_after_a_fit, 2) == [[], []]
+
+
+def _note_rate(checkpoint: dict[str, Any], trainer: Any) -> None:
+    checkpoint["rate"] = checkpoint["optimizer_states"][0]["param_groups"][0]["lr"]
+
+
+def _drop(checkpoint: dict[str, Any], trainer: Any) -> None:
+    for name in ("optimizer_states", "state_dict", "loops", "callbacks", "lr_schedulers"):
+        del checkpoint[name]
+
+
+def _drop_on_rank_0(checkpoint: dict[str, Any], trainer: Any) -> None:
+    if trainer.is_global_zero:
+        del checkpoint["optimizer_states"]
+
+
+def _halve(checkpoint: dict[str, Any], trainer: Any) -> None:
+    for state in checkpoint["optimizer_states"]:
+        state["halved"] = True
+        for entry in state["state"].values():
+            entry["exp_avg"] = entry["exp_avg"].half()
+
+
+def _look(checkpoint: dict[str, Any], trainer: Any) -> None:
+    checkpoint["norm"] = checkpoint["optimizer_states"][0]["state"][0]["exp_avg"].norm()
+
+
+def _copy(checkpoint: dict[str, Any], trainer: Any) -> None:
+    checkpoint["optimizer_states"] = [{**state} for state in checkpoint["optimizer_states"]]
+
+
+def _change(checkpoint: dict[str, Any], trainer: Any) -> None:
+    checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] = 0.5
+
+
+class Hooked(Regression):
+    hook: Callable[[dict[str, Any], Any], None] | None = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.hook is not None:
+            self.hook(checkpoint, self.trainer)
+
+
+_SAVED = {"epoch", "global_step", "pytorch-lightning_version"}
+
+
+def _saved_with_hooks(rank: int, world_size: int, options: dict[str, Any], folder: Path) -> None:
+    module, trainer = Hooked(), make_trainer(strategy_of("scape", **options), max_steps=2)
+    trainer.fit(module, loader())
+    for number, hook in enumerate((_note_rate, _drop, _drop_on_rank_0, _halve, _look, _copy, _change)):
+        module.hook = hook
+        path = folder / str(number)
+        if options and hook in (_halve, _look, _copy, _change) or hook is _look:
+            with pytest.raises((KeyError, ValueError), match="must take a state where its tensors are"):
+                trainer.save_checkpoint(path)
+            continue
+        trainer.save_checkpoint(path)
+        if rank > 0:
+            continue
+        whole = consolidate(path)
+        assert whole.get("rate", 0.01) == 0.01
+        assert hook is not _drop or set(whole) - {RNG} == _SAVED
+        assert hook is not _drop_on_rank_0 or "optimizer_states" not in whole
+        if hook is _halve:
+            (state,) = whole["optimizer_states"]
+            assert state["halved"]
+            assert state["state"][0]["exp_avg"].dtype == torch.float16
+
+
+@pytest.mark.parametrize("options", [{}, {"state_dict_type": "sharded"}, {"async_save": True}], ids=str)
+def test_a_hook_finds_what_it_takes_or_an_error_that_says_where_that_is(
+    run_ranks: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    run_ranks(_saved_with_hooks, 2, options, tmp_path)
+
+
+class WithoutOptimizer(Regression):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def test_a_directory_may_hold_no_optimizer(tmp_path: Path) -> None:
+    for epochs, more in ((1, {}), (2, {"ckpt_path": tmp_path / "c"})):
+        trainer = make_trainer(strategy_of("scape", state_dict_type="sharded"), max_epochs=epochs)
+        trainer.fit(WithoutOptimizer(), loader(), **more)
+        trainer.save_checkpoint(tmp_path / "c")
+
+
+class Late(ScapeCheckpointIO):
+    """Writes when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved = threading.Event()
+
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        assert self.moved.wait(10)
+        super().save_checkpoint(*arguments, **options)
+
+
+def test_a_background_save_lands_where_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("here", "elsewhere"):
+        (tmp_path / name).mkdir()
+    late = Late()
+    strategy = FabricScapeStrategy(sparsity=0.5, async_save=True, checkpoint_io=late)
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    fabric.launch()
+    module = nn.Linear(5, 5)
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+    monkeypatch.chdir(tmp_path / "here")
+    fabric.save("a.pt", {"model": model, "optimizer": optimizer})
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    late.moved.set()
+    strategy.wait_for_checkpoint()
+    assert (tmp_path / "here" / "a.pt").exists()

@@ -14,6 +14,7 @@ import errno
 import hashlib
 import io
 import json
+import mmap
 import os
 import pickle
 import re
@@ -280,7 +281,7 @@ def check_digests(folder: Path, manifest: dict[str, Any], part: int = 0, of: int
 
 
 def load_file(
-    path: str | os.PathLike[str], map_location: Any = "cpu", inside: bool = False, weights_only: bool = True
+    path: str | os.PathLike[str], map_location: Any = "cpu", inside: bool = False, weights_only: bool | None = None
 ) -> Any:
     """``torch.load``, after every byte was compared with the file's checksums.
 
@@ -288,7 +289,7 @@ def load_file(
         path: of the file.
         map_location: as in ``torch.load``.
         inside: see :func:`open_regular`.
-        weights_only: False lets the file execute code, as torch does; for one that the user trusts.
+        weights_only: see :func:`only_weights`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -299,7 +300,17 @@ def load_file(
         return load_stream(file, str(path), map_location, weights_only)
 
 
-def load_stream(file: BinaryIO, name: str, map_location: Any = "cpu", weights_only: bool = True) -> Any:
+def only_weights(asked: bool | None) -> bool:
+    """Whether a checkpoint may hold data alone. Else loading it executes code, as in torch, if the user trusts it.
+
+    Args:
+        asked: what the user says; None leaves it to torch's environment variable.
+    """
+    forced = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "").lower() in ("1", "y", "yes", "true")
+    return not forced if asked is None else asked
+
+
+def load_stream(file: BinaryIO, name: str, map_location: Any = "cpu", weights_only: bool | None = True) -> Any:
     """:func:`load_file` for an open file; ``name`` is for errors."""
     _check_whole(file, name)
     return _load(file, name, map_location, weights_only)
@@ -321,6 +332,8 @@ def read_pickle(path: Path, inside: bool = False) -> Any:
     """
     with open_regular(path, inside) as file:
         try:
+            if file.read(len(_LEGACY)) == _LEGACY:
+                return _legacy_pickle(file)
             with zipfile.ZipFile(file) as archive:
                 (record,) = (info for info in archive.infolist() if info.filename.partition("/")[2] == "data.pkl")
                 if record.compress_type or record.file_size > os.fstat(file.fileno()).st_size:
@@ -334,9 +347,9 @@ def read_pickle(path: Path, inside: bool = False) -> Any:
     return None
 
 
-def _load(file: BinaryIO, name: str, map_location: Any, weights_only: bool = True) -> Any:
+def _load(file: BinaryIO, name: str, map_location: Any, weights_only: bool | None = True) -> Any:
     file.seek(0)
-    if not weights_only:
+    if not only_weights(weights_only):
         return torch.load(file, map_location=map_location, weights_only=False)  # what it raises may be the user's
     try:
         return torch.load(file, map_location=map_location, weights_only=True)
@@ -354,15 +367,23 @@ def _load(file: BinaryIO, name: str, map_location: Any, weights_only: bool = Tru
 
 
 def _check_whole(file: BinaryIO, name: str) -> None:
-    """Compares a file with its seal. One without, of plain torch.save: each record with its CRC-32."""
+    """Compares a file with its seal. One without, of plain torch.save: each record with its CRC-32, if it has any."""
     file.seek(0)
-    magic = file.read(4)
+    magic = file.read(len(_LEGACY))
     size = file.seek(0, os.SEEK_END)
     if not size:
         raise CheckpointError(f"The checkpoint {name!r} is torn: it is empty. {_OLDER}")
-    if magic != b"PK\x03\x04":
+    if magic == _LEGACY:
+        try:
+            _legacy_pickle(file)
+        except Exception as error:
+            raise CheckpointError(
+                f"The checkpoint {name!r} ({size} bytes) is torn or damaged: {_first_line(error)} {_OLDER}"
+            ) from error
+        return
+    if magic[:4] != b"PK\x03\x04":
         raise CheckpointError(
-            f"The file {name!r} must be a zip archive of torch.save, got one that starts with {magic!r}: another"
+            f"The file {name!r} must be a zip archive of torch.save, got one that starts with {magic[:4]!r}: another"
             f" program's, or damaged. {_OLDER}"
         )
     file.seek(max(0, size - _SEAL_BYTES))
@@ -373,6 +394,17 @@ def _check_whole(file: BinaryIO, name: str) -> None:
             f"The checkpoint {name!r} ({size} bytes) is damaged: it is not as it was written (CRC-32). {_OLDER}"
         )
     _check_records(file, name, size, compare=not sealed)
+
+
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""How torch.save begins a file that is no zip archive: without checksums. Pickles, then the tensors' bytes."""
+
+
+def _legacy_pickle(file: BinaryIO) -> Any:
+    """What the pickle of the content says; None if we cannot tell. It is the fourth, of five."""
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, contextlib.suppress(pickles.UnknownOpcode):
+        pickles.read(data, number=4)
+        return pickles.read(data, number=3)
 
 
 def _crc_before(file: BinaryIO, end: int) -> int:

@@ -98,6 +98,12 @@ class SavedByParts(Method):
         shards = isinstance(saved, SavedShards)
         source: Source = saved if shards else WholeState(self.form, saved, self.parameters)
         check_model(source.facts, self.parameters)
+        if [*source.facts["shapes"]] != self.parameters.indices:
+            raise ValueError(
+                f"A state of {self.title} must be of the parameters that are trained, got one of numbers"
+                f" {[*source.facts['shapes']]}, and {self.parameters.indices} are trained now. Freeze the parameters,"
+                " and order them, as they were when it was saved, or load the model alone."
+            )
         ranks, place = self.communicator.world_size, Place(self.communicator.rank)
         parts = [part for part in self.form.parts(source.common) if part.by_parameter]
         tensors = {part.name: read_flats(source, part, self.parameters, ranks, place) for part in parts}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 from lightning_scape.checkpoint.parts import OnOtherRanks, Placement
@@ -72,20 +72,25 @@ def check_parts(parts: Any) -> None:
 
 
 def check_model(facts: Mapping[str, Any], parameters: Parameters) -> None:
-    """Raises ValueError unless a state is of these parameters."""
-    shapes = list(facts["shapes"].values())
-    counts, here = [math.prod(shape) for shape in shapes], [parameter.numel() for parameter in parameters.tensors]
-    if counts != here:
-        raise ValueError(
-            f"The state must be of this model, got parameters of {counts} entries, and the optimizer has {here}. Build"
-            " the model, and freeze its parameters, as they were when it was saved."
-        )
-    for saved, name, parameter in zip(shapes, parameters.names, parameters.tensors, strict=True):
-        if tuple(saved) != tuple(parameter.shape):
+    """Raises ValueError unless a state is of these parameters, some of which may have been frozen or unfrozen since."""
+    shapes = facts["shapes"]
+    for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
+        if index in shapes and tuple(saved := shapes[index]) != tuple(parameter.shape):
             raise ValueError(
                 f"The state must be of this model, got shape {tuple(saved)} for {name!r}, which has"
                 f" {tuple(parameter.shape)}. Build the model, and order its parameters, as they were when it was saved."
             )
+
+
+def frozen_since(saved: Collection[int], parameters: Parameters) -> list[str]:
+    """A warning, where other parameters are trained than those of these numbers, which a state has."""
+    new = [name for index, name in zip(parameters.indices, parameters.names, strict=True) if index not in saved]
+    gone = set(saved) - set(parameters.indices)
+    begin = f" {len(new)} that were frozen begin anew, the first {new[0]!r};" if new else ""
+    end = f" {len(gone)} that are frozen now lose their state, the first number {min(gone)};" if gone else ""
+    if not new and not gone:
+        return []
+    return [f"The checkpoint was trained with other parameters frozen:{begin}{end} all else carries over."]
 
 
 def is_size(value: Any) -> bool:

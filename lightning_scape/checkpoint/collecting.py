@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.comm.collectives import Communicator
 
+_Key = TypeVar("_Key")
 _Where = tuple[str, int | None]
 """In a file's content: a name, and the place in the list that it has there."""
 
@@ -37,17 +38,11 @@ class Uncollected:
             ValueError: a rank lacks an optimizer that rank 0 saves; on every rank.
             Exception: what cannot be written; on every rank.
         """
-        own = dict(_states(content))
-        first, *others = ranks.all_gather_object([*own])
-        for rank, places in enumerate(others, 1):
-            if not set(first) <= set(places):
-                raise ValueError(
-                    f"All ranks must save the same optimizers, got {first} on rank 0 and {places} on rank {rank}."
-                    " Change a checkpoint on all ranks alike (`on_save_checkpoint`)."
-                )
+        own = of_rank_0(dict(_states(content)), ranks)
 
         def copied() -> Uncollected:
-            return cls({where: own[where].copied() for where in first}, _copied(content) if ranks.rank == 0 else {})
+            states = {where: parts.copied() for where, parts in own.items()}
+            return cls(states, _copied(content) if ranks.rank == 0 else {})
 
         return ranks.raise_on_all_ranks(copied)
 
@@ -60,6 +55,22 @@ class Uncollected:
         for where in [*self.states]:
             _put(self.rest, where, collect(self.states.pop(where)))
         return self.rest
+
+
+def of_rank_0(own: Mapping[_Key, OwnParts], ranks: Communicator) -> dict[_Key, OwnParts]:
+    """Those of this rank that rank 0 saves, too. Collective.
+
+    Raises:
+        ValueError: a rank lacks an optimizer that rank 0 saves; on every rank.
+    """
+    first, *others = ranks.all_gather_object([*own])
+    for rank, places in enumerate(others, 1):
+        if not set(first) <= set(places):
+            raise ValueError(
+                f"All ranks must save the same optimizers, got {first} on rank 0 and {places} on rank {rank}. Change a"
+                " checkpoint on all ranks alike (`on_save_checkpoint`)."
+            )
+    return {where: own[where] for where in first}
 
 
 def _states(content: Mapping[str, Any]) -> Iterator[tuple[_Where, OwnParts]]:

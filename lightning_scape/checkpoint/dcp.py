@@ -254,13 +254,19 @@ class Directory:
     Args:
         path: the directory.
         communicator: the ranks, each of which checks its share of the digests; None checks all of them here.
+        weights_only: see :func:`~lightning_scape.checkpoint.atomic_files.only_weights`.
 
     Raises:
         CheckpointError: it is torn, damaged, foreign or newer; on every rank.
     """
 
-    def __init__(self, path: str | os.PathLike[str], communicator: Communicator | None = None) -> None:
-        self.path = Path(path)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        communicator: Communicator | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        self.path, self.weights_only = Path(path), weights_only
         communicator = communicator or Communicator.alone()
         self.manifest = communicator.raise_on_all_ranks(lambda: files.read_manifest(self.path))
         communicator.raise_on_all_ranks(
@@ -319,7 +325,7 @@ class Directory:
             raise files.CheckpointError(
                 f"The manifest of {str(self.path)!r} must list {REST}, got one that does not. Load another checkpoint."
             )
-        return files.load_file(self.path / REST, inside=True)
+        return files.load_file(self.path / REST, inside=True, weights_only=self.weights_only)
 
     def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]:
         """The shapes of tensors by key, for the keys with this prefix."""

@@ -22,13 +22,17 @@ from lightning_scape.comm.collectives import Communicator, is_distributed, new_g
 _LONGEST_CHECK = timedelta(hours=1)
 
 
-def verify(path: str | os.PathLike[str]) -> None:
+def verify(path: str | os.PathLike[str], weights_only: bool | None = None) -> None:
     """Reads a whole checkpoint, file or directory, as loading does, and fails where loading would.
 
     Every byte is compared with its checksum, and all that is in the checkpoint is loaded; no more than its largest
     tensor (of SparseLoCo, than one rank's part) is kept in memory. Whether it fits a model only the model can tell. Of
     a folder that LitGPT saved, its ``lit_model.pth``. The index that a directory holds for torch's own reader, which
     loading does not read, must say the same as ours: torch would execute what it names.
+
+    Args:
+        path: of the checkpoint.
+        weights_only: False lets it execute code, as loading it so does; None leaves it to torch's environment variable.
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
@@ -37,7 +41,7 @@ def verify(path: str | os.PathLike[str]) -> None:
     path = _checkpoint_in(Path(path))
     files.check_there(path)
     if path.is_dir():
-        saved = SavedContent(path)
+        saved = SavedContent(path, weights_only=weights_only)
         saved.directory.check_torch_index()
         for key in saved.directory.shapes():
             saved.directory.tensor(key)
@@ -46,7 +50,7 @@ def verify(path: str | os.PathLike[str]) -> None:
         for shards in saved.optimizers.values():
             shards.check_packed()
     else:
-        files.load_file(path, _let_go)
+        files.load_file(path, _let_go, weights_only=weights_only)
 
 
 _KEPT = 1 << 26

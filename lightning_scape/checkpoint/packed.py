@@ -22,20 +22,23 @@ def pack(content: Mapping[str, Any]) -> Tensor:
     return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
 
 
-def unpack(packed: Tensor, called: str, names: Collection[str] = ()) -> dict[str, Any]:
+def unpack(
+    packed: Tensor, called: str, names: Collection[str] = (), weights_only: bool | None = None
+) -> dict[str, Any]:
     """The reverse of :func:`pack`.
 
     Args:
         packed: uint8, flat.
         called: for errors.
         names: that it must have.
+        weights_only: see :func:`~lightning_scape.checkpoint.atomic_files.only_weights`.
 
     Raises:
         CheckpointError: the bytes are damaged, lack a name, or hold what only executing code would load.
     """
     content = None
     if packed.dtype == torch.uint8 and packed.dim() == 1:
-        content = files.load_stream(io.BytesIO(packed.numpy().tobytes()), called)
+        content = files.load_stream(io.BytesIO(packed.numpy().tobytes()), called, weights_only=weights_only)
     if not isinstance(content, dict) or not set(names) <= set(content):
         raise files.CheckpointError(
             f"{called!r} must hold a rank's {', '.join(sorted(names)) or 'own part'}, got"

@@ -329,12 +329,15 @@ def fill(source: Source, part: Part, ranks: int, place: Place) -> None:
 
     Args:
         source: the state.
-        part: of tensors by parameter, in memory that is fresh; dtypes are converted.
+        part: of tensors by parameter, in memory that is fresh; dtypes are converted. Of parameters that the state does
+            not have, for they were frozen, it stays as it is.
         ranks: of the run that goes on (replicas, where several ranks hold one).
         place: this rank's.
     """
     assert part.by_parameter
     before: int = source.facts["world_size"]
+    known = source.entries
+    part = replace(part, held={index: chunk for index, chunk in part.held.items() if index in known})
     if part.on_other_ranks == "cut" or before == ranks:
         source.read({part.key(index, place): chunk for index, chunk in part.held.items()})
         return

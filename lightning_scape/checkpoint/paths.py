@@ -7,9 +7,12 @@ from pathlib import Path
 
 
 def local_path(path: str | os.PathLike[str]) -> Path | None:
-    """Of a file or directory, ``~`` being the user's home; None if it is at a store (``s3://``)."""
+    """Of a file or directory, absolute, ``~`` being the user's home; None if it is at a store (``s3://``).
+
+    What is written in the background goes where the process was when it was asked for.
+    """
     local = os.fspath(path).removeprefix("file://")
-    return None if "://" in local else Path(local).expanduser()
+    return None if "://" in local else Path(local).expanduser().absolute()
 
 
 def directory_path(path: str | os.PathLike[str]) -> Path:

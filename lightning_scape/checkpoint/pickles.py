@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from mmap import mmap
 from typing import Any, NamedTuple
 
 _HASHING = frozenset(("set", "frozenset", "Counter", "OrderedDict"))
@@ -49,12 +50,13 @@ class Made:
     """Items that are set on it, if it is a dict of a kind."""
 
 
-def read(data: bytes, may_name: Callable[[Named], bool] | None = None) -> Any:
+def read(data: bytes | mmap, may_name: Callable[[Named], bool] | None = None, number: int = 0) -> Any:
     """What a pickle says.
 
     Args:
-        data: the pickle.
+        data: the pickle, or several, one after another.
         may_name: whether it may name a class or function; None: any.
+        number: which of several; all up to it are read.
 
     Raises:
         ValueError: it is none, or damaged; or what it says cannot be built (a dict's key of more than 1000 parts).
@@ -62,7 +64,8 @@ def read(data: bytes, may_name: Callable[[Named], bool] | None = None) -> Any:
     """
     machine = _Machine(data, may_name)
     try:
-        machine.run()
+        for _ in range(number + 1):
+            machine.run()
     except (IndexError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ValueError(f"it is damaged ({type(error).__name__})") from error
     if len(machine.stack) != 1:
@@ -79,15 +82,15 @@ def entry(holder: Any, name: str) -> Any:
 
 
 class _Machine:
-    def __init__(self, data: bytes, may_name: Callable[[Named], bool] | None) -> None:
-        self.stack: list[Any] = []
+    def __init__(self, data: bytes | mmap, may_name: Callable[[Named], bool] | None) -> None:
         self._data, self._at = data, 0
         self._may_name = may_name
-        self._below: list[list[Any]] = []
-        self._memo: dict[int, Any] = {}
 
     def run(self) -> None:
-        """To the end of the pickle."""
+        """To the end of the pickle; again to that of the next one."""
+        self.stack: list[Any] = []
+        self._below: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
         data = self._data
         while True:
             code = data[self._at]
@@ -109,7 +112,9 @@ class _Machine:
         return form.unpack(self._bytes(form.size))[0]
 
     def _line(self) -> str:
-        end = self._data.index(b"\n", self._at)
+        end = self._data.find(b"\n", self._at)
+        if end < 0:
+            raise ValueError("it is cut off")
         return self._bytes(end + 1 - self._at)[:-1].decode()
 
     def _push_memo(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint.checks import check_mapping, check_ranks
-from lightning_scape.checkpoint.collecting import Uncollected
+from lightning_scape.checkpoint.collecting import Uncollected, of_rank_0
 from lightning_scape.checkpoint.dcp import REST, Chunk, Directory, as_bytes, write_directory
 from lightning_scape.checkpoint.parts import Moved, OwnParts
 from lightning_scape.checkpoint.paths import local_path
@@ -100,9 +100,9 @@ class SavedContent:
         CheckpointError: see :class:`~lightning_scape.checkpoint.dcp.Directory`.
     """
 
-    def __init__(self, path: Path, communicator: Communicator | None = None) -> None:
+    def __init__(self, path: Path, communicator: Communicator | None = None, weights_only: bool | None = None) -> None:
         ranks = communicator or Communicator.alone()
-        self.directory = Directory(path, ranks)
+        self.directory = Directory(path, ranks, weights_only)
         table = ranks.raise_on_all_ranks(self._read_table)
         self._models: dict[str, dict[str, Any]] = table["models"]
         self.rest: dict[str, Any] = table["rest"]
@@ -114,8 +114,9 @@ class SavedContent:
         table: dict[str, Any] = self.directory.rest()
         shapes = self.directory.shapes()
         parts = [table.get(name) for name in ("models", "optimizers", "rest")] if isinstance(table, dict) else [None]
-        named = [*parts, *(value for part in parts[:2] if isinstance(part, dict) for value in part.values())]
-        if not all(isinstance(part, dict) and all(isinstance(key, str) for key in part) for part in named):
+        named = [value for part in parts[:2] if isinstance(part, dict) for value in part.values()]
+        texts = all(isinstance(value, dict) and all(isinstance(key, str) for key in value) for value in named)
+        if not texts or not all(isinstance(part, dict) for part in parts):
             raise files.CheckpointError(
                 f"{str(self.directory.path / REST)!r} must be lightning_scape's table of contents, got another file."
                 " Load another checkpoint."
@@ -194,8 +195,10 @@ class Saver:
 
         Raises:
             OSError: this checkpoint, or the one before it that was written in the background, could not be written.
+            ValueError: a rank lacks an optimizer that rank 0 saves; on every rank.
         """
         self.wait()
+        content.optimizers = of_rank_0(content.optimizers, communicator)
         tensors, rest = communicator.raise_on_all_ranks(lambda: _collected(content, communicator.rank))
         if not self.asynchronous:
             write_directory(path, tensors, rest, communicator)
@@ -339,27 +342,33 @@ def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
         world_size = saved.directory.world_size
         whole[RNG] = [saved.rng(rank, world_size) for rank in range(world_size)]
     if "pytorch-lightning_version" in whole:  # the Trainer's: optimizers are a list
-        whole["optimizer_states"] = list(states.values())
+        whole |= {"optimizer_states": list(states.values())} if states else {}
     else:
         whole |= states
     return whole
 
 
 def _with_adamw(whole: Any, path: Path) -> dict[str, Any]:
-    """A full checkpoint whose states of a method, the Trainer's list or Fabric's by name, are AdamW's."""
+    """A full checkpoint whose states of a method, in dicts and lists wherever they are, are AdamW's."""
+    found = 0
 
-    def is_ours(value: Any) -> bool:
-        return isinstance(value, dict) and "state" in value and any(name in value for name in names())
+    def converted(value: Any) -> Any:
+        nonlocal found
+        if type(value) is list:
+            return [converted(each) for each in value]
+        if type(value) is not dict:  # such as a module's state
+            return value
+        if "state" in value and any(name in value for name in names()):
+            found += 1
+            return _adamw(value, path)
+        return {name: converted(each) for name, each in value.items()}
 
-    def convert(value: Any) -> Any:
-        return _adamw(value, path) if is_ours(value) else value
-
-    held = whole.items() if isinstance(whole, dict) else ()
-    if not any(is_ours(each) for _, value in held for each in (value if isinstance(value, list) else [value])):
+    content: dict[str, Any] = converted(whole)
+    if not found:
         raise files.CheckpointError(
             f"{path} must hold an optimizer state of one of {names()}, got none. Nothing needs converting."
         )
-    return {name: [convert(each) for each in v] if isinstance(v, list) else convert(v) for name, v in held}
+    return content
 
 
 def _adamw(state: Any, path: Path) -> dict[str, Any]:
@@ -377,8 +386,8 @@ def _adamw(state: Any, path: Path) -> dict[str, Any]:
 
 def host_checkpoint(saved: SavedContent) -> dict[str, Any]:
     """The checkpoint that Lightning's Trainer loads; optimizer states stay on disk until an optimizer takes them."""
-    checkpoint: dict[str, Any] = {**saved.rest, "state_dict": saved.model("state_dict")}
-    if saved.optimizers or "lr_schedulers" in checkpoint:
+    checkpoint: dict[str, Any] = {**saved.rest, **{name: saved.model(name) for name in saved.models}}
+    if saved.optimizers:
         checkpoint["optimizer_states"] = list(saved.optimizers.values())
     return checkpoint
 
@@ -396,8 +405,12 @@ def replicated(state_dict: Mapping[str, Any], parameters: Iterable[str], rank: i
 def host_content(checkpoint: Mapping[str, Any], parameters: Iterable[str], rank: int) -> Content:
     """The Trainer's checkpoint taken apart; the optimizers are called ``optimizer_0`` and so on."""
     rest = dict(checkpoint)
-    states = rest.pop("optimizer_states", [])
-    models = {"state_dict": replicated(rest.pop("state_dict"), parameters, rank)}
+    # A hook may have dropped either, or have put something of its own there.
+    models = {"state_dict": replicated(rest.pop("state_dict"), parameters, rank)} if "state_dict" in rest else {}
+    states = rest.get("optimizer_states")
+    if not isinstance(states, list) or not states or not all(isinstance(state, OwnParts) for state in states):
+        return Content(models, {}, rest)
+    del rest["optimizer_states"]
     return Content(models, {f"optimizer_{number}": state for number, state in enumerate(states)}, rest)
 
 

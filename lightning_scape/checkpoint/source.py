@@ -129,12 +129,12 @@ class Form:
         """Of a whole state, what is no tensor."""
         return {self.name: {name: value for name, value in whole[self.name].items() if name != "tensors"}}
 
-    def completed(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """A whole state, when all tensors are in place."""
+    def completed(self, whole: dict[str, Any], weights_only: bool | None = False) -> dict[str, Any]:
+        """A whole state, when all tensors are in place, those of this job's ranks or of a directory."""
         packed = [key for key, shape in self.shapes(self.common_of(whole)) if shape is None]
         for key in packed:
             holder, name = self.slot(whole, key)
-            holder[name] = unpack(holder[name], key, self.packed_names(key))
+            holder[name] = unpack(holder[name], key, self.packed_names(key), weights_only)
         first = inner_of(WholeState(self, whole), 0)
         return {**first, self.name: whole[self.name]}
 
@@ -167,7 +167,7 @@ class Form:
 
     def whole_of(self, saved: SavedShards) -> dict[str, Any]:
         """The whole state that the optimizer would have given, read from a directory into host memory."""
-        return self.completed(self.merged(saved.common, saved.tensors()))
+        return self.completed(self.merged(saved.common, saved.tensors()), saved.directory.weights_only)
 
     def as_dense(self, whole: Mapping[str, Any]) -> Dense:
         """A whole state as AdamW's.
@@ -285,8 +285,8 @@ class SavedShards:
         Raises:
             CheckpointError: the bytes are damaged, or hold what only executing code would load.
         """
-        called = f"{self.directory.path}, {self.key}.{key}"
-        return unpack(self.directory.tensor(f"{self.key}.{key}"), called, self.form.packed_names(key))
+        packed, called = self.directory.tensor(f"{self.key}.{key}"), f"{self.directory.path}, {self.key}.{key}"
+        return unpack(packed, called, self.form.packed_names(key), self.directory.weights_only)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All of the state, one tensor after another."""

@@ -40,10 +40,10 @@ class ScapeCheckpointIO(TorchCheckpointIO):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         if (local := local_path(path)) is None:
-            return super().load_checkpoint(path, map_location, weights_only=weights_only is not False)
+            return super().load_checkpoint(path, map_location, weights_only=files.only_weights(weights_only))
         if not local.exists():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
-        loaded: dict[str, Any] = files.load_file(local, map_location, weights_only=weights_only is not False)
+        loaded: dict[str, Any] = files.load_file(local, map_location, weights_only=weights_only)
         return loaded
 
 

@@ -91,7 +91,9 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
             write(whole)
 
         if self._saver.asynchronous:
-            self._saver.save_file(local_path(path), converted, filter_and_write, self._checkpoint_ranks())
+            local = local_path(path)
+            path = local or path
+            self._saver.save_file(local, converted, filter_and_write, self._checkpoint_ranks())
         else:
             ranks.raise_on_all_ranks(lambda: write(converted))
             self._advise_on_saves(path)
@@ -128,7 +130,7 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
         # Without one of ours a rank may read on its own, as with DDP.
         ranks = Communicator(None, None) if ours else Communicator.alone()
         if saver.is_directory(path, ranks):
-            return self._load_directory(directory_path(path), state, strict, ours)
+            return self._load_directory(directory_path(path), state, strict, ours, weights_only)
         read = functools.partial(super().load_checkpoint, path, weights_only=weights_only)
         content = ranks.raise_on_all_ranks(read)
         if not state:
@@ -169,14 +171,16 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
         else:
             (find(value) or value).load_state_dict(saved)
 
-    def _load_directory(self, path: Path, state: Any, strict: bool, ours: bool) -> dict[str, Any]:
+    def _load_directory(
+        self, path: Path, state: Any, strict: bool, ours: bool, weights_only: bool | None
+    ) -> dict[str, Any]:
         if not isinstance(state, dict) or not state:
             raise ValueError(
                 f"A sharded checkpoint must be loaded into a state, got {type(state).__name__} for {str(path)!r}. Call"
                 " `fabric.load(path, {'model': model, ...})`, or make it one file by `lightning-scape consolidate`."
             )
         ranks = self._checkpoint_ranks()
-        saved = SavedContent(path, ranks)
+        saved = SavedContent(path, ranks, weights_only)
         models = {name: functools.partial(saved.model, name) for name in saved.models}  # read when it is asked for
         content = {**models, **saved.optimizers, **saved.rest}
         ranks.raise_on_all_ranks(lambda: self._take_up(content, state, strict))

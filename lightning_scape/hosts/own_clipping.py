@@ -19,6 +19,8 @@ from lightning_scape.core.method import Method
 from lightning_scape.core.private_names import version
 
 STEPS = 100
+_watches: weakref.WeakKeyDictionary[Any, weakref.finalize[..., Any]] = weakref.WeakKeyDictionary()
+"""By what the host steps; each ends once."""
 
 
 def watch_gradients(method: Method, clip: str, say: Callable[[str], object], steps: int = STEPS) -> None:
@@ -62,7 +64,13 @@ def watch_gradients(method: Method, clip: str, say: Callable[[str], object], ste
 
     handles = [each.register_post_accumulate_grad_hook(note) for _, each in parameters]
     handles.append(optimizer.register_step_post_hook(compare))
-    end = weakref.finalize(optimizer, lambda: [handle.remove() for handle in handles])
+    _watches[optimizer] = end = weakref.finalize(optimizer, lambda: [handle.remove() for handle in handles])
+
+
+def end_watch(method: Method) -> None:
+    """Ends it, if it has begun: the fit is over, or goes on without the optimizer."""
+    if method.optimizer in _watches:
+        _watches.pop(method.optimizer)()
 
 
 def _version(grad: Tensor) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_scape.checkpoint.inspection import resume_path
+from lightning_scape.checkpoint.inspection import resume_path, verify
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.hosts import failing, preemption, requeue
 from lightning_scape.hosts.private_names import checkpoints
@@ -181,7 +181,7 @@ def _resume_start(
     newest = None
     if by_signal or folders is not None:
         places = [*(folders or []), *requeue.saved_by_signal(trainer)]
-        newest = resume_path(*places, pattern="*.ckpt")
+        newest = resume_path(*places, pattern="*.ckpt", check=functools.partial(verify, weights_only=weights_only))
         if newest is None:
             rank_zero_info(f"No checkpoint in {', '.join(folders or [trainer.default_root_dir])}: training begins.")
     if newest is None and not by_signal and None in told and any(told):

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.checkpoint.paths import directory_path, local_path
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
 from lightning_scape.checkpoint.saver import RNG, host_content
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import find
-from lightning_scape.hosts.dump import Dump, load_dump, restore_schedulers
+from lightning_scape.hosts.dump import Dump, Elsewhere, Shown, load_dump, restore_schedulers
 from lightning_scape.hosts.requeue import callbacks_of
 from lightning_scape.hosts.resume import Resumption
 from lightning_scape.hosts.unwrapped import UnwrappedStrategy
@@ -56,11 +57,14 @@ class TrainerCheckpoints(UnwrappedStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._whole_module(super().lightning_module_state_dict())
+        found = self._whole_module(super().lightning_module_state_dict())
+        return found if found or self.is_global_zero else Elsewhere()
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> Any:  # what `save_checkpoint` takes
-        return self._state_of(optimizer, super().optimizer_state)
+    def optimizer_state(self, optimizer: Optimizer) -> Any:  # what `save_checkpoint` takes, by way of hooks
+        state = self._state_of(optimizer, super().optimizer_state)
+        here = find(optimizer) is None or (state and not isinstance(state, OwnParts))
+        return state if here else Shown(optimizer, state or None)
 
     @override
     def save_checkpoint(
@@ -96,7 +100,9 @@ class TrainerCheckpoints(UnwrappedStrategy):
             super(TrainerCheckpoints, self).save_checkpoint(whole, filepath, storage_options)
 
         if self._saver.asynchronous:
-            self._saver.save_file(local_path(filepath), checkpoint, write, self._checkpoint_ranks())
+            local = local_path(filepath)
+            filepath = local or filepath
+            self._saver.save_file(local, checkpoint, write, self._checkpoint_ranks())
         else:
             ranks.raise_on_all_ranks(lambda: write(checkpoint))
             if self._attaching:
@@ -106,7 +112,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self._saver.wait()
         read = functools.partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
-        checkpoint, self._saved_rng = load_dump(checkpoint_path, read, self._checkpoint_ranks)
+        checkpoint, self._saved_rng = load_dump(checkpoint_path, read, self._checkpoint_ranks, weights_only)
         return self._resumption.adapt(checkpoint)
 
     @override
@@ -133,4 +139,4 @@ class TrainerCheckpoints(UnwrappedStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        self._saver.after(functools.partial(super().remove_checkpoint, filepath))
+        self._saver.after(functools.partial(super().remove_checkpoint, local_path(filepath) or filepath))

@@ -17,6 +17,7 @@ from lightning_scape.core.method import Method
 from lightning_scape.hosts import setup
 from lightning_scape.hosts.common import CommonStrategy
 from lightning_scape.hosts.outsiders import Watch
+from lightning_scape.hosts.own_clipping import end_watch
 from lightning_scape.hosts.private_names import NoOptimizer, OpenedTrainers
 from lightning_scape.hosts.schedulers import retarget_schedulers
 
@@ -81,6 +82,7 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
             if not any(each.optimizer is one for one in inner):  # the training goes on without it
                 each.finish()
                 each.close()
+                end_watch(each)
         self._attached = [each for each in self._attached if any(each.optimizer is one for one in inner)]
         attached = {id(each.optimizer) for each in self._attached}
         for place, one in enumerate(inner):
@@ -129,6 +131,7 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
             self._watch = None
         for each in self._attached:
             each.give_back()
+            end_watch(each)
         self._steer(back=True)
         module = self.lightning_module
         if module is not None and getattr(vars(module).get("no_sync"), "func", None) is _without_sync:

@@ -114,9 +114,11 @@ def check(source: Source, parameters: Parameters, groups: Sequence[Mapping[str, 
     common = source.common
     _check_facts(common)
     _check_groups(common.get("param_groups"), groups)
-    _check_count(sorted(set(source.entries) ^ set(parameters.indices), key=str), source, parameters)
+    _check_count(set(source.entries) ^ set(common["names"]), source, len(common["names"]))
     names = {"exp_avg", "last_step"} | held(source)
     for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
+        if index not in source.entries:  # it was frozen
+            continue
         called = f"{name!r} (number {index})"
         _check_entry(source, index, called, parameter, names)
         _check_clock(source.find(state_key(index, "last_step")), called, common["step"])
@@ -133,8 +135,9 @@ def check_foreign(source: Source, parameters: Parameters, groups: Sequence[Mappi
         ValueError: the first rule that it breaks.
     """
     _check_groups(source.common["param_groups"], groups)
-    # torch leaves out parameters that never had a gradient.
-    _check_count(sorted(set(source.entries) - set(parameters.indices), key=str), source, parameters)
+    # torch leaves out parameters that never had a gradient, and keeps those that were frozen since.
+    given = sum(len(group["params"]) for group in groups)
+    _check_count(set(source.entries) - set(range(given)), source, given)
     for index, name, parameter in zip(parameters.indices, parameters.names, parameters.tensors, strict=True):
         if index in source.entries:
             moments = {"exp_avg", "exp_avg_sq"} & {"exp_avg", *source.entries[index]}
@@ -216,11 +219,11 @@ def check_mask(mask: Any, block_size: int) -> None:
         )
 
 
-def _check_count(odd: Sequence[Any], source: Source, parameters: Parameters) -> None:
+def _check_count(odd: set[Any], source: Source, count: int) -> None:
     if odd:
         raise ValueError(
-            f"The state must hold the model's {len(parameters.indices)} trained parameters, got {len(source.entries)};"
-            f" the first that only one of them has is number {odd[0]}. {_SAME_MODEL}"
+            f"The state must hold the {count} parameters that it speaks of, got {len(source.entries)};"
+            f" the first that only one of them has is number {min(odd, key=str)}. {_SAME_MODEL}"
         )
 
 
@@ -256,7 +259,7 @@ def _check_names(parameters: Parameters, saved: Mapping[int, str]) -> list[str]:
     known = {name: index for index, name in mine.items()}
     renamed = []
     for index, name in mine.items():
-        theirs = _plain_name(str(saved.get(index, "")))
+        theirs = _plain_name(str(saved.get(index, name)))
         if theirs == _plain_name(name) or "parameter " in name or "parameter " in theirs:
             continue
         renamed.append(f"{theirs!r} (now {name!r})")

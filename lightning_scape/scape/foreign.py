@@ -35,12 +35,8 @@ def load_foreign(snapshot: Snapshot, source: Source, rank: int, groups: Sequence
         for index in parameters.indices
     }
     step = max(steps.values(), default=0)
-    snapshot.set_steps(step, {index: step - own for index, own in steps.items()})
+    snapshot.set_steps(step, {index: step - own for index, own in steps.items()}, rank)
     pieces = snapshot.layout.local(rank).pieces
-    for piece in pieces:
-        entries = piece.of_blocks(snapshot.layout.block_size)
-        state.last_step.view(-1)[entries] = steps[parameters.indices[piece.segment.index]]
-
     known = [piece for piece in pieces if parameters.indices[piece.segment.index] in source.entries]
     second = state.exp_avg_sq is not None and all("exp_avg_sq" in entry for entry in source.entries.values())
     for name, shard in snapshot.shard():

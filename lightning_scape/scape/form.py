@@ -110,7 +110,7 @@ class ScapeForm(Form):
         return {**facts, "param_groups": whole["param_groups"]}
 
     @override
-    def completed(self, whole: dict[str, Any]) -> dict[str, Any]:
+    def completed(self, whole: dict[str, Any], weights_only: bool | None = False) -> dict[str, Any]:
         foreign.add_second_moment(whole)
         return whole
 

@@ -258,7 +258,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """Not what torch has there: to begin anew, ``optimizer.state.clear()`` on all ranks; a read or change is an error."""
+        """Not what torch has there. ``clear()`` on all ranks begins anew; a read or change is an error."""
         return StateElsewhere(self._begin_anew)
 
     @state.setter

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_scape.checkpoint.checks import frozen_since
 from lightning_scape.checkpoint.dcp import Chunk
 from lightning_scape.checkpoint.parts import OwnParts, Place, Source, fill
 from lightning_scape.checkpoint.source import SavedShards, WholeState
@@ -180,15 +181,17 @@ def _load(snapshot: Snapshot, source: Source, rank: int, groups: Sequence[Mappin
     renamed = check(source, snapshot.parameters, groups)
     config, kept_on = _with_saved_wire(snapshot.config, common["config"])
     snapshot = replace(snapshot, config=config)
-    snapshot.set_steps(common["step"], common.get("missed", {}))
+    changed = frozen_since(source.entries, snapshot.parameters)
+    new = dict.fromkeys(set(snapshot.parameters.indices) - set(source.entries), common["step"])
+    snapshot.set_steps(common["step"], {**common.get("missed", {}), **new}, rank)
     snapshot.state.calls = common["calls"]
     _read_shard(snapshot, source, rank)
     _set_second_moment(snapshot, source, rank, _from_now_on(groups, common["param_groups"]))
     resharded = _read_residual(snapshot, source, rank)
-    mask, dropped = _read_mask(snapshot, source)
+    mask, dropped = (None, []) if changed else _read_mask(snapshot, source)
     return Loaded(
         param_groups=common["param_groups"],
-        notes=[*renamed, *_differences(config, common["config"]), *kept_on, *resharded, *dropped],
+        notes=[*renamed, *changed, *_differences(config, common["config"]), *kept_on, *resharded, *dropped],
         schedule=_schedule(snapshot, common),
         config=config,
         mask=mask,
@@ -211,7 +214,7 @@ def _from_now_on(mine: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str,
 
 def _read_shard(snapshot: Snapshot, source: Source, rank: int) -> None:
     """Makes the buffers that the saved state needs, and reads this rank's part of every tensor of the shard."""
-    state, names = snapshot.state, keys.held(source)
+    state, names, known = snapshot.state, keys.held(source), source.entries
     if "master" in names and snapshot.parameters.need_masters:
         state.master = torch.zeros_like(state.exp_avg)
     packs = snapshot.config.wire_bits is not None
@@ -225,7 +228,7 @@ def _read_shard(snapshot: Snapshot, source: Source, rank: int) -> None:
     for name, shard in snapshot.shard():
         if name in names:
             part = snapshot.owned(name, shard, pieces)
-            targets |= {part.key(index, Place()): chunk for index, chunk in part.held.items()}
+            targets |= {part.key(index, Place()): chunk for index, chunk in part.held.items() if index in known}
     source.read(targets)
     if state.local_exp_avg_sq is not None and "noise" in names:
         # The estimate is for the averaged gradient: it holds on any number of ranks with the same global batch.

@@ -53,10 +53,13 @@ class Snapshot:
         missed = [] if self.state.missed is None else self.state.missed.tolist()  # a checkpoint waits anyhow
         return {index: count for index, count in zip(self.parameters.indices, missed, strict=False) if count}
 
-    def set_steps(self, step: int, missed: Mapping[int, int]) -> None:
-        """Sets the step, also as the last step of all entries (right for pads), and the missed steps."""
+    def set_steps(self, step: int, missed: Mapping[int, int], rank: int) -> None:
+        """Sets the step and the missed steps; and as the last step of the rank's entries their parameter's own step."""
         self.state.step.fill_(step)
-        self.state.last_step.fill_(step)
+        self.state.last_step.fill_(step)  # right for pads
+        for piece in self.layout.local(rank).pieces:
+            entries = piece.of_blocks(self.layout.block_size)
+            self.state.last_step.view(-1)[entries] -= missed.get(self.parameters.indices[piece.segment.index], 0)
         if any(missed.values()):
             counts = [missed.get(index, 0) for index in self.parameters.indices]
             self.state.missed = torch.tensor(counts, dtype=torch.int32, device="cpu").to(self.state.step.device)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_scape.checkpoint.checks import check_model
+from lightning_scape.checkpoint.checks import check_model, frozen_since
 from lightning_scape.checkpoint.inner import inner_for, inner_part
 from lightning_scape.checkpoint.parts import OwnParts, Part, Place, Source, fill, of_blocks, of_flats, read_flats
 from lightning_scape.checkpoint.source import SavedShards, WholeState
@@ -163,8 +163,8 @@ class Loaded:
     """State dict of the inner optimizer."""
     state: LocoState | None = None
     """None: a window begins at the next step."""
-    parameters: list[Tensor] | None = None
-    """This rank's, flat; None: they stay."""
+    parameters: Sequence[Tensor | None] | None = None
+    """This rank's, flat; None: they stay, or one of them, which was frozen."""
     progress: Mapping[str, Any] = field(default_factory=dict)
     dropped: tuple[int, int] = (0, 0)
     notes: list[str] = field(default_factory=list)
@@ -195,7 +195,10 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
     facts = source.facts
     _check(facts, live)
     before, now, place = facts["world_size"], live.communicator.world_size, live.place
+    inner = inner_for(source, place)
+    _check_groups(inner, live.optimizer)
     notes = _differences(live.config.as_dict(), facts["config"]) + carried.notes(carried.Rule.saved(facts), live.rule)
+    notes += frozen_since(source.entries, live.parameters)
     if before != now:
         notes.append(
             f"The checkpoint was written by {before} ranks, this run has {now}: starting point and owners' errors carry"
@@ -214,10 +217,11 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
         _carry(source, live)
     if "launched" in saved_parts:
         live.state.launched = flats("launched")
+    own, known = zip(live.parameters.indices, flats("parameters"), strict=True), source.entries
     return Loaded(
-        inner=inner_for(source, place),
+        inner=inner,
         state=live.state,
-        parameters=flats("parameters"),
+        parameters=[flat if index in known else None for index, flat in own],
         progress=facts["progress"],
         dropped=tuple(facts["dropped"]),
         notes=notes,
@@ -267,10 +271,10 @@ def _load_other(method: type[Method], saved: Mapping[str, Any], live: Live) -> L
     for index, parameter in zip(live.parameters.indices, live.parameters.tensors, strict=True):
         found = dense.state["state"].get(index, {}).get("exp_avg")
         got = tuple(found.shape) if isinstance(found, Tensor) else None
-        if got != tuple(parameter.shape):
+        if got not in (None, tuple(parameter.shape)):  # one that was frozen has none
             raise ValueError(
                 f"The state must be of this model, got first moments of shape {got} for parameter {index}, which has"
-                f" {tuple(parameter.shape)}. Build the model, and freeze its parameters, as when it was saved."
+                f" {tuple(parameter.shape)}. Build the model as it was when it was saved."
             )
     note = (
         f"The checkpoint was trained with {method.title}: {dense.carried} as AdamW's. {dense.lost} Error feedback"
@@ -287,7 +291,10 @@ def _check(facts: Mapping[str, Any], live: Live) -> None:
         )
     check_model(facts, live.parameters)
     mine = live.facts()
-    _check_order(facts["names"], mine["names"])
+    saved = dict(zip(facts["shapes"], facts["names"], strict=True))
+    here = dict(zip(live.parameters.indices, live.parameters.names, strict=True))
+    both = [index for index in here if index in saved]  # the others were frozen, or are now
+    _check_order([saved[index] for index in both], [here[index] for index in both])
     _check_optimizer(facts, mine)
 
 
@@ -301,6 +308,15 @@ def _check_order(saved: Sequence[str], here: Sequence[str]) -> None:
                 f"The state must be of this model, got {theirs!r} in place {place}, where the optimizer has {ours!r}."
                 " Give the parameters to the optimizer in the order in which they were saved."
             )
+
+
+def _check_groups(inner: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    saved, here = ([len(group["params"]) for group in each] for each in (inner["param_groups"], optimizer.param_groups))
+    if saved != here:
+        raise ValueError(
+            f"The state must be of this model, got groups of {saved} parameters, and the optimizer's have {here}. Give"
+            " it the parameters, frozen ones included, that it had when it was saved."
+        )
 
 
 def _check_optimizer(facts: Mapping[str, Any], mine: Mapping[str, Any]) -> None:

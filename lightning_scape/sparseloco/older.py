@@ -104,13 +104,16 @@ class OlderState:
         self._saved, self._parameters = saved, parameters
         facts: Mapping[str, Any] = (saved.common if isinstance(saved, SavedShards) else saved)[KEY]
         self._shards: int = facts.get("shards", 1)
-        mine = [list(parameter.shape) for parameter in parameters.tensors]
-        same = facts["numels"] == [parameter.numel() for parameter in parameters.tensors]
-        shapes = facts.get("shapes", mine if same else [[numel] for numel in facts["numels"]])
-        self.facts: dict[str, Any] = {**facts, "format": 2, "shapes": dict(enumerate(shapes))}
+        numels = [parameter.numel() for parameter in parameters.tensors]
+        if facts["numels"] != numels:
+            raise ValueError(
+                f"The state must be of this model, got parameters of {facts['numels']} entries, and the optimizer has"
+                f" {numels}. Build the model, and freeze its parameters, as they were when it was saved."
+            )
+        shapes = facts.get("shapes", [list(parameter.shape) for parameter in parameters.tensors])
+        shapes = dict(zip(parameters.indices, shapes, strict=True))
+        self.facts: dict[str, Any] = {**facts, "format": 2, "shapes": shapes}
         self._place_of = {index: place for place, index in enumerate(parameters.indices)}
-        if same:
-            self.facts["shapes"] = dict(zip(parameters.indices, shapes, strict=True))
         parts = [["start", "owned", "cut"], *([name, "each_rank", "mean"] for name in _EACH_RANK)]
         if facts.get("reduction") != "gathered":
             parts.append(["owner_error", "owned", "cut"])

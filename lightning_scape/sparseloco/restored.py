@@ -18,18 +18,18 @@ from lightning_scape.sparseloco.state import LocoState
 
 
 def changed_since(
-    flats: Sequence[Tensor], restored: Sequence[Tensor], ranks: Communicator, shards: Communicator
+    flats: Sequence[Tensor], restored: Sequence[Tensor | None], ranks: Communicator, shards: Communicator
 ) -> list[int]:
     """Places of the parameters that are not what a load has restored, on any rank. Collective.
 
     Args:
         flats: every parameter, flat.
-        restored: likewise, as they were loaded.
+        restored: likewise, as they were loaded; None is no part of what was loaded, and counts as changed.
         ranks: those that hold the same parameters, or the same rows of them.
         shards: the ranks of a node.
     """
     pairs = zip(flats, restored, strict=True)
-    mine = [not torch.equal(bytes_of(flat), bytes_of(saved.to(flat))) for flat, saved in pairs]
+    mine = [saved is None or not torch.equal(bytes_of(flat), bytes_of(saved.to(flat))) for flat, saved in pairs]
     flags = torch.tensor(mine, dtype=torch.uint8, device=flats[0].device if flats else None)
     for group in (ranks, shards):
         flags = group.all_gather_stacked(flags).amax(dim=0)
@@ -37,7 +37,7 @@ def changed_since(
 
 
 def set_out_from_changed(
-    restored: Sequence[Tensor],
+    restored: Sequence[Tensor | None],
     state: LocoState,
     parameters: Parameters,
     layout: Layout,
@@ -71,9 +71,10 @@ def set_out_from_changed(
     if state.launched is not None:
         for place in changed:
             state.launched[place].copy_(flats[place])
-    if ranks.rank == shards.rank == 0:
+    told = [names[place] for place in changed if restored[place] is not None]
+    if told and ranks.rank == shards.rank == 0:
         warnings.warn(
-            f"{len(changed)} of {len(flats)} parameters, the first {names[changed[0]]!r}, were changed after"
+            f"{len(told)} of {len(flats)} parameters, the first {told[0]!r}, were changed after"
             " SparseLoCo's state was loaded: all ranks go on from the new values, and what is not yet sent stays. If"
             " they are of the same checkpoint, load the model before the optimizer, or both at once.",
             stacklevel=4,

@@ -61,7 +61,7 @@ class Windows:
         """Of the last one before it."""
         self._stats: ExchangeStats | None = None
         self._opened: Opened | None = None
-        self._restored: Sequence[Tensor] | None = None
+        self._restored: Sequence[Tensor | None] | None = None
         """Parameters as they were loaded, until the first step."""
 
     # ------------------------------------------------------------------------------------------- around a step
@@ -236,7 +236,7 @@ class Windows:
         state: LocoState | None,
         progress: Mapping[str, Any],
         dropped: tuple[int, int],
-        parameters: Sequence[Tensor] | None,
+        parameters: Sequence[Tensor | None] | None,
     ) -> None:
         """Goes on from what was loaded.
 
@@ -244,7 +244,7 @@ class Windows:
             state: buffers; None: a window begins at the next step.
             progress: as it was saved.
             dropped: windows in a row, and in all.
-            parameters: this rank's own, flat; None: they are where the model's are.
+            parameters: this rank's own, flat; None: they, or one of them, are where the model's are.
         """
         self._job = self._record = self._ended = self._stats = self._opened = None
         self.state = state
@@ -262,7 +262,8 @@ class Windows:
         if self._restored is not None:
             self._parameters.flatten()
             for flat, saved in zip(self._parameters.flat, self._restored, strict=True):
-                flat.copy_(saved)
+                if saved is not None:
+                    flat.copy_(saved)
 
     def _take_up_changes(self) -> None:
         """Takes up weights that the user has loaded since :meth:`resume`. Collective, once after a load."""
