@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -433,6 +434,25 @@ def test_a_module_that_looks_at_its_gradients_decides_alike_on_all_ranks(run_ran
     (first, one), (second, other) = run_ranks(fit_guarded, 2, how, timeout=60.0)
     assert first == second == [0, 1, 3, 4, 5]
     assert torch.equal(one, other)
+
+
+class Heedless(Guarded):
+    """Steps whatever its gradients are."""
+
+    def finite(self) -> bool:
+        return True
+
+
+def warnings_of_heedless(rank: int, world_size: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer().fit(Heedless(2, "manual"))
+    return [text for each in caught if "Gradients should stay" in (text := str(each.message))]
+
+
+def test_what_ranks_tell_each_other_of_gradients_is_not_taken_for_clipping(run_ranks: RunRanks) -> None:
+    """On CUDA every backward pass writes it, for nobody waits to see whether it need be."""
+    assert run_ranks(warnings_of_heedless, 2, timeout=60.0) == [[], []]
 
 
 class LeavesOut(Regression):

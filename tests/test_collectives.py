@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -359,3 +361,26 @@ def test_tensors_that_do_not_lie_in_one_piece_are_broadcast_in_place(run_ranks: 
     for mine, theirs in zip(first[1:], second[1:], strict=True):
         assert torch.equal(mine, theirs)
     assert torch.equal(second[0][:, 0], torch.arange(0.0, 14, 2) + 100)  # what was not given stays
+
+
+def test_objects_travel_by_way_of_the_parameters_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over NCCL they took the current device: that of rank 0 on all ranks of a script without `set_device`."""
+    inside: list[torch.device] = []
+    seen: list[list[torch.device]] = []
+
+    @contextlib.contextmanager
+    def device(given: torch.device) -> Iterator[None]:
+        inside.append(given)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(dist, "all_gather_object", lambda *_, **__: seen.append([*inside]))
+    ranks = Communicator.alone()
+    ranks.world_size, ranks.device = 2, torch.device("cuda", 1)
+    ranks.all_gather_object("")
+    ranks.device = torch.device("cpu")
+    ranks.all_gather_object("")
+    assert seen == [[torch.device("cuda", 1)], []]
+    parameter = torch.nn.Parameter(torch.ones(3))
+    assert ScapeOptimizer([parameter], config=ScapeConfig()).communicator.device == parameter.device

@@ -201,6 +201,8 @@ class Communicator:
     """What the messages are for, as the watch over their group is told."""
     at_once: bool = False
     """Whether to wait for every message where it is launched, so that ``traffic.seconds`` holds its whole time."""
+    device: torch.device | None = None
+    """The parameters', by way of which NCCL carries objects; None: the current one, which may be another rank's."""
 
     def __post_init__(self) -> None:
         self.rank: int = dist.get_rank(self.process_group) if is_distributed() else 0
@@ -297,7 +299,7 @@ class Communicator:
             return Work(mine, stream=self.side_stream.stream)
         full = mine.new_empty((self.world_size * mine.shape[0], mine.shape[1]))
         self.traffic.count("mask", full.nbytes, self.world_size)
-        worker = Worker.existing(self.mask_group)
+        worker = None if mine.is_cuda else Worker.existing(self.mask_group)  # a thread has a stream of its own
         with explained_loss():
             if worker is None:
                 handle = all_gather_into(full, mine, self.mask_group, async_op=True)
@@ -384,7 +386,7 @@ class Communicator:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        with self.watched.around("set-up"):
+        with self.watched.around("set-up"), _current(self.device):
             dist.all_gather_object(values, value, group=self.process_group)
         return values
 
@@ -399,7 +401,7 @@ class Communicator:
         first = have.index(True)
         carried: list[Any] = [value if self.rank == first else None]
         source = first if self.process_group is None else dist.get_global_rank(self.process_group, first)
-        with explained_loss():
+        with explained_loss(), _current(self.device):
             dist.broadcast_object_list(carried, source, group=self.process_group)
         shared: T = carried[0]
         return shared
@@ -435,6 +437,11 @@ class Communicator:
         """Around a message of the step, or the wait for it."""
         with self.traffic.timed(), self.watched.around(kind, begins=begins):
             yield
+
+
+def _current(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
+    """Inside, a CUDA device is the current one."""
+    return contextlib.nullcontext() if device is None or device.type != "cuda" else torch.cuda.device(device)
 
 
 def _portable(error: Exception | None) -> Exception | None:

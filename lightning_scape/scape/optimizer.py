@@ -109,6 +109,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
             communicator = communicator or Communicator.alone()
         comm = communicator or Communicator.of_optimizer(process_group, mask_group or new_group_like(process_group))
         shards = local_shards.shard_communicator(given)
+        comm.device = shards.device = parameters.device
         problem = parameters.problem(self.param_groups) or local_shards.problem(
             parameters.names, parameters.tensors, config.local_group_size, process_group
         )
@@ -141,7 +142,9 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
             ValueError: a setting that cannot be kept (``amsgrad``, ``maximize``, ``differentiable``, ``capturable``),
                 or an optimizer that has already stepped.
         """
-        Communicator(process_group, None).raise_on_all_ranks(lambda: check_convertible(optimizer))
+        given = (p for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
+        ranks = Communicator(process_group, None, device=getattr(next(given, None), "device", None))
+        ranks.raise_on_all_ranks(lambda: check_convertible(optimizer))
         groups = [dict(group) for group in optimizer.param_groups]
         new = cls(
             groups,

@@ -256,13 +256,15 @@ class Exchange:
     def check_starts(self, state: LocoState, names: Sequence[str]) -> None:
         """Raises on every rank where starting points differ. Collective, as the next."""
         pieces = self.layout.everything().pieces
-        starts = [self.spans.reading(part) for part in piece_views(state.start, pieces)]
-        assert all(start.device == self.spans.device for start in starts)
-        self.check_equal(starts, [names[piece.segment.index] for piece in pieces])
+        self.check_equal(piece_views(state.start, pieces), [names[piece.segment.index] for piece in pieces])
 
     def check_equal(self, flats: list[Tensor], names: Sequence[str]) -> None:
         """Raises on every rank where any of the tensors differ between replicas."""
-        self._shards.raise_on_all_ranks(lambda: check_replicas(self.comm, flats, names, ops.checksum))
+
+        def checksum(flat: Tensor) -> Tensor:  # of one at a time: all starting points would not fit on the device
+            return ops.checksum(self.spans.reading(flat))
+
+        self._shards.raise_on_all_ranks(lambda: check_replicas(self.comm, flats, names, checksum))
 
     def error_norm(self, state: LocoState) -> Tensor:
         """0-dim, on the device: L2 norm of the error feedback."""

@@ -116,6 +116,8 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         """The ranks of a node that hold a replica together; ``communicator`` reaches those with the same rows."""
         self.everyone = comm if shards.world_size == 1 else Communicator(None, None)
         """All ranks whose parts make up a state."""
+        for ranks in (comm, shards, self.everyone):
+            ranks.device = self.parameters.device
         numels = [parameter.numel() for parameter in self.parameters.local]
         self.layout = Layout(numels, self.parameters.groups, config.quota.block_size, comm.world_size)
         check_same_setup_everywhere(

@@ -121,7 +121,9 @@ def proposals_of(residual: Tensor, chosen: Tensor) -> Tensor:
     """:func:`propose`, for the positions ``chosen [R, V]``, largest magnitude first."""
     values = residual.gather(1, chosen.long()).float()
     exponent = ((values[:, :1].abs().view(torch.int32) >> 23) + 1).clamp(max=254)
-    codes = (values * (127 / (exponent << 23).view(torch.float32))).round().to(torch.int8)
+    ratio = values * (127 / (exponent << 23).view(torch.float32))  # inf, or NaN, where a row holds next to nothing
+    # By way of int32: of what int8 does not hold, a GPU makes another number than a CPU.
+    codes = torch.where(ratio.abs() < 256, ratio, 0.0).round().to(torch.int32).to(torch.int8)
     return torch.cat([chosen.view(torch.uint8), codes.view(torch.uint8), exponent.to(torch.uint8)], dim=1)
 
 
