@@ -299,6 +299,16 @@ def fabric_scripts(rank: int, world_size: int, method: str, folder: str) -> None
         loop(fabric, fabric.setup_module(net), forgotten)
     loop(fabric, net, fabric.setup_optimizers(forgotten))
 
+    fabric, net = fabric_of(method), Normed()
+    model, first, _ = fabric.setup(net, *(torch.optim.AdamW(part.parameters()) for part in (net, net[0])))
+    if method == "scape":
+        loop(fabric, model, first)
+    else:  # the second has taken the first one's place, as where a training goes on with it
+        with pytest.raises(
+            ValueError, match=r"one optimizer, got one of shape \(5, 7\) in optimizers 0 and 1"
+        ):
+            loop(fabric, model, first)
+
 
 @pytest.mark.parametrize("method", METHODS)
 def test_fabric_trains_by_the_optimizer_that_it_was_given(run_ranks: Any, tmp_path: Path, method: str) -> None:

@@ -279,9 +279,14 @@ class Known:
         if watched:
             known = self.modules
             remedy = "Give it to fabric.setup, or to fabric.setup_optimizers, and step it."
-            self._watch = self._watch or Watch(lambda: list(known), remedy)
+            self._watch = self._watch or Watch(lambda: list(known), remedy, self._check_apart)
             self._watch.modules_changed()
         return new
+
+    def _check_apart(self, optimizer: Optimizer) -> None:
+        """Raises where an optimizer was let go for another one, which trains its parameters by local steps."""
+        local = [each.optimizer for each in self.methods() if not each.exchanges_every_step]
+        setup.check_apart([*local, optimizer] if local else [])
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes one that the user steps."""
