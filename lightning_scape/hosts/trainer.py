@@ -36,6 +36,7 @@ from lightning_scape.core.epoch_end import compare_ends
 from lightning_scape.core.method import Method, find_all
 from lightning_scape.hosts import advice, ending, preemption, setup, two_level
 from lightning_scape.hosts.density_bar import DensityBar
+from lightning_scape.hosts.last_window import end_before_statistics
 from lightning_scape.hosts.resume import Resume, Resumption
 from lightning_scape.hosts.run_length import compare_lengths, ends_epoch, steps_of_run
 from lightning_scape.hosts.run_sum import said_before
@@ -207,6 +208,7 @@ class MethodStrategy(TrainerCheckpoints):
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        end_before_statistics(trainer, batch_idx)
         if trainer.num_training_batches < math.inf or not trainer.lightning_module.automatic_optimization:
             return
         ends_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0  # on the ranks that go on
