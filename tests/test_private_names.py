@@ -112,6 +112,7 @@ VALUES: dict[str, Callable[[], object]] = {
     "_signal_connector": lambda: isinstance(Trainer(**QUIET)._signal_connector, _SignalConnector),
     "_checkpoint_connector": lambda: isinstance(Trainer(**QUIET)._checkpoint_connector, _CheckpointConnector),
     "_batches_that_stepped": lambda: Trainer(**QUIET).fit_loop.epoch_loop._batches_that_stepped + 1,
+    "_skip_backward": lambda: Trainer(**QUIET).fit_loop._skip_backward is False,
     "_start_method": lambda: of_trainer.DDPStrategy()._start_method == of_fabric.DDPStrategy()._start_method,
     "_timeout": lambda: of_trainer.DDPStrategy()._timeout == of_fabric.DDPStrategy()._timeout,
     "_checkpoint_io": lambda: of_trainer.DDPStrategy()._checkpoint_io is of_fabric.DDPStrategy()._checkpoint_io,

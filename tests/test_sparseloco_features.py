@@ -16,11 +16,9 @@ import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EarlyStopping,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
-    StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import PyTorchProfiler
@@ -89,21 +87,6 @@ def test_callbacks_and_debugging_aids_work(run_ranks: Any, tmp_path: Path) -> No
         assert found["accumulated"] == BATCHES + BATCHES // 3
         assert found["overfit"] < 0.7
         assert found["quick"] == (2, [])
-
-
-def _average(rank: int, world_size: int, kind: str) -> tuple[Tensor, Tensor]:
-    history, model = History(), Synced(lr=2e-2)
-    average = EMAWeightAveraging(decay=0.7) if kind == "ema" else StochasticWeightAveraging(1e-3, swa_epoch_start=1)
-    # 2 epochs of 6 steps: the fit ends with a window of 4.
-    make_trainer(strategy(), max_epochs=2, callbacks=[history, average], limit_val_batches=1).fit(model)
-    return weights(model), history.steps[-1]
-
-
-def test_averaged_weights_are_put_in_place_where_a_fit_ends_with_a_window(run_ranks: Any) -> None:
-    for kind in ("ema", "swa"):
-        for end, last in run_ranks(_average, 2, kind):
-            assert bool(end.isfinite().all())
-            assert not torch.equal(end, last)
 
 
 def _log(rank: int, world_size: int, folder: str) -> tuple[list[float], set[str]]:

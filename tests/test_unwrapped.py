@@ -301,6 +301,14 @@ def fabric_scripts(rank: int, world_size: int, method: str, folder: str) -> None
         loop(fabric, fabric.setup_module(net), forgotten)
     loop(fabric, net, fabric.setup_optimizers(forgotten))
 
+    fabric, net = fabric_of(method), Normed()
+    model, first, _ = fabric.setup(net, *(torch.optim.AdamW(part.parameters()) for part in (net, net[0])))
+    if method == "scape":
+        loop(fabric, model, first)
+    else:  # the second has taken the first one's place, as where a training goes on with it
+        with pytest.raises(ValueError, match=r"one optimizer, got one of shape \(5, 7\) in optimizers 0 and 1"):
+            loop(fabric, model, first)
+
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("method", METHODS)
@@ -350,6 +358,40 @@ def buffers(rank: int, world_size: int, method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_buffers_that_differ_are_named_once_or_handed_on_as_ddp_does(run_ranks: Any, method: str) -> None:
     run_ranks(buffers, 2, method)
+
+
+class Taught(Regression):
+    """Its teacher is a running average of what it trains, frozen, and written through ``.data``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.backbone = copy.deepcopy(self.net).requires_grad_(False), nn.Linear(30, 30)
+        self.backbone.requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for teacher, parameter in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            teacher.data.mul_(0.5).add_(parameter.data, alpha=0.5)
+
+
+def teach(rank: int, world_size: int, method: str) -> None:
+    module = Taught()
+    told = said(lambda: make_trainer(strategy_of(method)).fit(module, loader()), "no optimizer trains")
+    assert len(told) == (rank == 0 and method == "sparseloco")
+    assert not told or "different values of 'teacher.0.weight', 'teacher.0.bias', 'teacher.2.weight'" in told[0]
+    module, trainer = Taught(), make_trainer(strategy_of(method, broadcast_buffers=True))
+    sent: list[int] = []
+    broadcast = dist.broadcast
+    dist.broadcast = lambda flat, *a, **k: (sent.append(len(flat)), broadcast(flat, *a, **k))[1]
+    trainer.fit(module, loader())
+    assert spread(module.teacher.parameters()) == spread(module.parameters()) == 0
+    teacher = sum(each.nbytes for each in module.teacher.parameters())
+    # At the start all; then after the exchange of step 4, where ranks have come to differ, and at the end.
+    assert sent[1:] == ([] if method == "scape" else [teacher] * 2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_teacher_that_differs_is_named_or_handed_on_without_the_frozen_backbone(run_ranks: Any, method: str) -> None:
+    run_ranks(teach, 2, method)
 
 
 # ---------------------------------------------------------------------------------------------- clipping, and no_sync

@@ -1,30 +1,36 @@
 """Buffers that a module updates from its own batch: compared now and then, or handed on from rank 0 as DDP does.
 
+So are parameters that no optimizer trains, such as a teacher's, a running average of the trained ones: under DDP these
+are equal, and with local steps they are not. All are read at a look, for a write through ``.data`` leaves no trace.
+Handed on are those alone that were found to differ, never a frozen backbone.
+
 Knows no host.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from lightning_scape.comm.collectives import Communicator, broadcast_tensors, world_size
+from lightning_scape import ops
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, broadcast_tensors, world_size
+from lightning_scape.core.local_shards import first_entry, local
 from lightning_scape.core.private_names import IGNORED_BY_DDP, BatchNorm
-from lightning_scape.core.tensors import bytes_of
 
 STEPS_BEFORE_A_LOOK = 100
 
 
 class Buffers:
-    """The buffers of one module or more.
+    """The buffers of one module or more, and its untrained parameters.
 
     Args:
-        broadcast: hand rank 0's values on before each forward pass of the training.
+        broadcast: hand rank 0's values on: buffers before each forward pass of the training, parameters after each
+            exchange, when the trained ones are equal.
     """
 
     def __init__(self, broadcast: bool = False) -> None:
@@ -36,7 +42,14 @@ class Buffers:
     def forget(self) -> None:
         """Another run begins."""
         self._looked: set[str] = set()
-        self._steps = 0
+        self._steps = self._handed_on = 0
+        self._trained: set[int] = set()
+        self._apart: set[str] = set()
+        """Parameters that were found to differ."""
+
+    def trained_by(self, optimizer: Optimizer) -> None:
+        """What an optimizer trains is its method's business."""
+        self._trained |= {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
 
     def at_start(self, module: nn.Module, strategy: str) -> str | None:
         """What to tell the user before the first step; None: nothing."""
@@ -53,10 +66,16 @@ class Buffers:
         if self.broadcast and world_size() > 1:
             broadcast_tensors([buffer for _, buffer in _shared_buffers(module)])
 
-    def count_step(self) -> bool:
-        """Whether the step that has been taken is the one after which to look."""
+    def count_step(self, exchanged: bool) -> str | None:
+        """The occasion for a look after a step, if it is one.
+
+        Args:
+            exchanged: whether an exchange has ended in it; the same on all ranks.
+        """
         self._steps += 1
-        return self._steps == STEPS_BEFORE_A_LOOK
+        if self.broadcast:
+            return "exchange" if exchanged else None
+        return "steps" if self._steps == STEPS_BEFORE_A_LOOK else None
 
     def hand_on_before_forward(self, module: nn.Module) -> None:
         """:meth:`hand_on` before each forward pass with gradients, from now on."""
@@ -69,54 +88,87 @@ class Buffers:
         if self.broadcast:
             module.register_forward_pre_hook(before, prepend=True)
 
-    def compare(self, modules: Iterable[nn.Module], strategy: str, occasion: str) -> str | None:
-        """Compares all ranks' buffers, once for each occasion. Collective.
+    def compare(
+        self, modules: Iterable[nn.Module], strategy: str, occasion: str, rows: ProcessGroup | None = None
+    ) -> str | None:
+        """Compares all ranks' buffers and untrained parameters, once for each occasion. Collective.
 
-        BatchNorm's statistics, of which :meth:`at_start` speaks, are left out.
+        BatchNorm's statistics, of which :meth:`at_start` speaks, are left out. Where rank 0's are handed on, so are
+        the parameters that differ, after exchanges and at the end; which they are is looked up at the 1st of them, the
+        2nd, the 4th, the 8th and so on.
 
         Args:
             modules: whose, in the same order on all ranks.
             strategy: its name, for the user.
             occasion: the same on all ranks.
+            rows: the ranks that hold the same rows of a sharded parameter; None is all.
 
         Returns:
             What to tell the user, at most once; None: they are equal.
         """
-        if self.broadcast or world_size() == 1 or occasion in self._looked or "told" in self._looked:
+        if world_size() == 1:
+            return None
+        untrained = {name: each for module in reversed([*modules]) for name, each in self._untrained(module)}
+        if self.broadcast:
+            if occasion in ("exchange", "end"):
+                self._handed_on += 1
+                if occasion == "end" or self._handed_on.bit_count() == 1:
+                    self._apart.update(_different(untrained))
+                broadcast_tensors([each for name, each in untrained.items() if name in self._apart], rows)
+            return None
+        if occasion in self._looked or "told" in self._looked:
             return None
         self._looked.add(occasion)
-        own: dict[str, str] = {}
+        own: dict[str, Tensor] = {}
         for module in modules:
             told = {id(buffer) for layer in _local_batch_norms(module) for buffer in layer.buffers()}
-            digests = {name: _digest(buffer) for name, buffer in _shared_buffers(module) if id(buffer) not in told}
-            own = {**digests, **own}
-        # Sent also where there are none: a buffer may come to be on one rank first.
-        everyone = Communicator(None, None).all_gather_object(own)
-        differ = [name for name, digest in own.items() if any(other.get(name, digest) != digest for other in everyone)]
-        if not differ:
+            own = {**{name: buffer for name, buffer in _shared_buffers(module) if id(buffer) not in told}, **own}
+        if not (differ := _different({**own, **untrained})):
             return None
         self._looked.add("told")
         names = ", ".join(map(repr, differ[:5])) + (f" and {len(differ) - 5} more" if len(differ) > 5 else "")
         return (
-            f"All ranks should have the same buffers, got different values of {names}. {strategy} sends no buffers"
-            " after the start: each rank goes on with what its own batches make of them, and a checkpoint holds rank"
-            " 0's. DDP hands rank 0's on before each forward pass:"
-            f" `{strategy}(broadcast_buffers=True)` does the same. Or update them alike on all ranks."
+            "All ranks should have the same buffers, and the same parameters where no optimizer trains them, got"
+            f" different values of {names}. {strategy} sends no buffers after the start, nor such parameters: each rank"
+            " goes on with what its own batches and steps make of them, and a checkpoint holds rank 0's. DDP hands"
+            f" rank 0's buffers on before each forward pass: `{strategy}(broadcast_buffers=True)` does so, and hands on"
+            " the parameters after each exchange. Or update them alike on all ranks."
         )
+
+    def _untrained(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Parameters that no optimizer trains, of sharded ones this rank's rows: ranks compare the same rows."""
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in self._trained:
+                rows = f" from entry {first_entry(parameter)} on" if isinstance(parameter, DTensor) else ""
+                yield from _sent_by_ddp(module, [(name + rows, local(parameter))])
 
 
 def _shared_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return _sent_by_ddp(module, module.named_buffers())
+
+
+def _sent_by_ddp(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Those that DDP would send: not what the user has told it to leave alone, nor rows of a sharded one."""
     ignored = getattr(module, IGNORED_BY_DDP, ())
-    for name, buffer in module.named_buffers():
-        plain = buffer.layout == torch.strided and not buffer.is_meta and not isinstance(buffer, DTensor)
-        if plain and buffer.numel() and name not in ignored:
-            yield name, buffer
+    for name, tensor in named:
+        plain = tensor.layout == torch.strided and not tensor.is_meta and not isinstance(tensor, DTensor)
+        if plain and tensor.numel() and name not in ignored:
+            yield name, tensor
 
 
-def _digest(buffer: Tensor) -> str:
-    what = f"{tuple(buffer.shape)} {buffer.dtype} ".encode()
-    return hashlib.blake2b(what + bytes_of(buffer.cpu()).numpy().tobytes(), digest_size=16).hexdigest()
+def _different(own: Mapping[str, Tensor]) -> list[str]:
+    """Names of this rank's tensors of which some rank has another value. Collective.
+
+    Also where there are none: one may come to be on one rank first.
+    """
+    mine = {name: f"{tuple(each.shape)} {each.dtype} {_checksum(each)}" for name, each in own.items()}
+    everyone = Communicator(None, None).all_gather_object(mine)
+    return [name for name, each in mine.items() if any(other.get(name, each) != each for other in everyone)]
+
+
+def _checksum(tensor: Tensor) -> list[int]:
+    found: list[int] = ops.checksum(tensor.detach().contiguous().view(-1)).tolist()
+    return found
 
 
 def _local_batch_norms(module: nn.Module) -> Iterator[nn.Module]:

@@ -121,6 +121,7 @@ class CommonStrategy(Opened):
         """Attaches one of the user's optimizers; a module that clips its gradients itself is told of ``clip``."""
         host: Any = self
         beside = self._nodes.side_group(self.patience)
+        self._buffers.trained_by(optimizer)
         surroundings = Surroundings(named, self._nodes.process_group, beside, steps)
         attached = self._method.attach(optimizer, self._nodes.config, surroundings)
         if attached.clips and host.world_size > 1 and getattr(precision, "scaler", None) is None:

@@ -27,7 +27,7 @@ from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.saver import Saver
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.lost_ranks import explained_messages
-from lightning_scape.core.method import Method, Spelling, find_all
+from lightning_scape.core.method import Method, Spelling, find_all, progress_of
 from lightning_scape.hosts import advice, setup, two_level
 from lightning_scape.hosts.fabric_checkpoints import FabricCheckpoints
 from lightning_scape.hosts.outsiders import Watch
@@ -61,7 +61,8 @@ class FabricMethodStrategy(FabricCheckpoints):
         wrap: with ``local_group_size`` above 1: class names of the modules that are gathered one at a time. Empty takes
             the members of the model's outermost ModuleLists. Modules to which you have applied ``fully_shard`` over
             ``strategy.device_mesh["shard"]`` stay as they are.
-        broadcast_buffers: hand rank 0's buffers on before each forward pass with gradients, as DDP does.
+        broadcast_buffers: hand rank 0's buffers on before each forward pass with gradients, as DDP does; and parameters
+            that no optimizer trains and that differ, after each exchange.
         options: of the method, by name, in place of ``config`` (a strategy of one method).
 
     Raises:
@@ -160,12 +161,13 @@ class FabricMethodStrategy(FabricCheckpoints):
         # Not before the first step: a checkpoint that is loaded brings its own warm-up along.
         if untold := self.known.untold():
             self._tell(untold)
+        before = progress_of(optimizer).ended
         result = super().optimizer_step(optimizer, **kwargs)
         for method in find_all([optimizer]):
             if method.progress().steps == self.total_steps:
                 method.finish()
-        if self._buffers.count_step():
-            self._look_at_buffers("steps")
+        if occasion := self._buffers.count_step(progress_of(optimizer).ended > before):
+            self._look_at_buffers(occasion)
         return result
 
     def _tell(self, methods: list[Method]) -> None:
@@ -181,10 +183,12 @@ class FabricMethodStrategy(FabricCheckpoints):
         """Ends what has begun: all ranks hold the same parameters afterwards. Collective."""
         for method in self.known.methods_of_all_ranks():
             method.finish()
+        self._look_at_buffers("end")
 
     @override
     def _look_at_buffers(self, occasion: str) -> None:
-        if warning := self._buffers.compare(list(self.known.modules), type(self).__name__, occasion):
+        modules, name, rows = list(self.known.modules), type(self).__name__, self._nodes.process_group
+        if warning := self._buffers.compare(modules, name, occasion, rows):
             rank_zero_warn(warning)
 
     # Fabric refuses `loss.backward()` where this is overridden: so it finds its own.
@@ -279,9 +283,14 @@ class Known:
         if watched:
             known = self.modules
             remedy = "Give it to fabric.setup, or to fabric.setup_optimizers, and step it."
-            self._watch = self._watch or Watch(lambda: list(known), remedy)
+            self._watch = self._watch or Watch(lambda: list(known), remedy, self._check_apart)
             self._watch.modules_changed()
         return new
+
+    def _check_apart(self, optimizer: Optimizer) -> None:
+        """Raises where an optimizer was let go for another one, which trains its parameters by local steps."""
+        local = [each.optimizer for each in self.methods() if not each.exchanges_every_step]
+        setup.check_apart([*local, optimizer] if local else [])
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes one that the user steps."""

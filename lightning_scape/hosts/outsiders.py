@@ -26,13 +26,19 @@ class Watch:
     Args:
         modules: gives those whose parameters the method trains.
         remedy: what the user should do, for the error.
+        better: raises the error that says more, if there is one.
     """
 
     _all: weakref.WeakSet[Watch] = weakref.WeakSet()
     _hook: Any = None
 
-    def __init__(self, modules: Callable[[], Iterable[nn.Module]], remedy: str) -> None:
-        self._modules, self._remedy = modules, remedy
+    def __init__(
+        self,
+        modules: Callable[[], Iterable[nn.Module]],
+        remedy: str,
+        better: Callable[[Optimizer], object] = lambda optimizer: None,
+    ) -> None:
+        self._modules, self._remedy, self._better = modules, remedy, better
         self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Optimizers of other parameters."""
         Watch._all.add(self)
@@ -61,6 +67,7 @@ class Watch:
         around = _parts_of_a_step()
         for parameter in overlap:
             if parameter.grad is not None and id(parameter) not in around:
+                self._better(optimizer)
                 raise RuntimeError(
                     "Every optimizer that steps the module's parameters must be the strategy's, got a step of"
                     f" {type(optimizer).__name__} over {names[id(parameter)]!r}, which the strategy was not given: it"

@@ -55,6 +55,11 @@ def logged_step(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
+def skips_backward(trainer: Trainer) -> bool:
+    """Whether StochasticWeightAveraging has told the loops to run forward passes alone, to the end of the epoch."""
+    return trainer.fit_loop._skip_backward
+
+
 def replace_reader(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Puts what ``wrapped`` makes of it in the place of the function by which ``load_from_checkpoint`` reads, once.
 

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_scape.checkpoint.inspection import resume_path, verify
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.hosts import failing, preemption, requeue
+from lightning_scape.hosts import failing, last_window, preemption, requeue
 from lightning_scape.hosts.private_names import checkpoints
 
 Resume = Literal["auto"] | None
@@ -67,6 +67,7 @@ class Resumption:
         requeue.attach(trainer)
         preemption.attach(trainer)
         failing.attach(trainer)
+        last_window.attach(trainer)
         self._window, self._ranks = None, trainer.world_size
         if self._batches_per_step is not None:
             _check_accumulation(trainer)
@@ -83,6 +84,7 @@ class Resumption:
         requeue.detach(trainer)
         preemption.detach(trainer)
         failing.detach(trainer)
+        last_window.detach(trainer)
         if self._window is not None:
             trainer.accumulate_grad_batches = 1
 

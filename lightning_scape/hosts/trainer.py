@@ -36,6 +36,7 @@ from lightning_scape.core.epoch_end import compare_ends
 from lightning_scape.core.method import Method, find_all
 from lightning_scape.hosts import advice, ending, preemption, setup, two_level
 from lightning_scape.hosts.density_bar import DensityBar
+from lightning_scape.hosts.last_window import end_before_statistics
 from lightning_scape.hosts.resume import Resume, Resumption
 from lightning_scape.hosts.run_length import compare_lengths, ends_epoch, steps_of_run
 from lightning_scape.hosts.run_sum import said_before
@@ -48,8 +49,9 @@ class MethodStrategy(TrainerCheckpoints):
 
     What holds for every method: buffers are equal on all ranks at the start and are not sent again, unless
     ``broadcast_buffers`` is set: BatchNorm's statistics (or train with ``Trainer(sync_batchnorm=True)``), and what else
-    a module updates from its own batch. A warning says which differ. And saving a checkpoint is collective: when one
-    rank alone fails and a callback saves on exceptions, the others are waited for until ``timeout``.
+    a module updates from its own batch. So it is with parameters that no optimizer trains. A warning says which differ.
+    And saving a checkpoint is collective: when one rank alone fails and a callback saves on exceptions, the others are
+    waited for until ``timeout``.
 
     Args:
         config: the method's options. Where it has ``local_group_size``, ranks of a node may hold a replica together.
@@ -72,7 +74,8 @@ class MethodStrategy(TrainerCheckpoints):
         resume: ``"auto"``: fit goes on from the newest complete checkpoint in the folders of its ModelCheckpoints, on
             any number of ranks; where there is none, from the Trainer's ``ckpt_path``.
         batches_per_step: of all ranks, in one optimizer step. ``accumulate_grad_batches`` follows the number of ranks.
-        broadcast_buffers: hand rank 0's buffers on before each training step, as DDP does: a message in every step.
+        broadcast_buffers: hand rank 0's buffers on before each training step, as DDP does: a message in every step;
+            and parameters that no optimizer trains and that differ, after each exchange.
         options: of the method, by name, in place of ``config`` (a strategy of one method).
 
     Raises:
@@ -205,6 +208,7 @@ class MethodStrategy(TrainerCheckpoints):
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        end_before_statistics(trainer, batch_idx)
         if trainer.num_training_batches < math.inf or not trainer.lightning_module.automatic_optimization:
             return
         ends_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0  # on the ranks that go on

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_scape.core.method import Method
+from lightning_scape.core.method import Method, progress_of
 from lightning_scape.hosts import setup
 from lightning_scape.hosts.common import CommonStrategy
 from lightning_scape.hosts.outsiders import Watch
@@ -147,9 +147,10 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        before = progress_of(optimizer).ended
         result = super().optimizer_step(optimizer, *args, **kwargs)
-        if self._buffers.count_step():
-            self._look_at_buffers("steps")
+        if occasion := self._buffers.count_step(progress_of(optimizer).ended > before):
+            self._look_at_buffers(occasion)
         return result
 
     @override
@@ -169,7 +170,8 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
     def _look_at_buffers(self, occasion: str) -> None:
         if not self._attaching or self.lightning_module is None:
             return
-        if warning := self._buffers.compare([self.lightning_module], type(self).__name__, occasion):
+        name, rows = type(self).__name__, self._nodes.process_group
+        if warning := self._buffers.compare([self.lightning_module], name, occasion, rows):
             rank_zero_warn(warning)
 
 

@@ -19,7 +19,7 @@ from lightning_scape.sparseloco import phase
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 from lightning_scape.sparseloco.phase import Opened, Place
 from lightning_scape.sparseloco.settings import Settings
-from lightning_scape.sparseloco.state import LocoState, Spans
+from lightning_scape.sparseloco.state import LocoState, Spans, Written
 from lightning_scape.sparseloco.stats import ExchangeRecord
 from lightning_scape.wire.blocks import Wire
 
@@ -71,6 +71,7 @@ class Exchange:
         record: ExchangeRecord,
         place: Place,
         settings: Settings,
+        written: Written = Written(),  # noqa: B008 - a tuple
         *,
         unless_idle: bool = False,
     ) -> None:
@@ -78,7 +79,7 @@ class Exchange:
 
         ========= =============================================================================================
         norm      all-gather of the squared norm of ``delta = start - theta``, and of the place in the window; not
-                  finite, or ranks are apart: nothing is folded
+                  finite, or ranks are apart: nothing is folded; what all have written alike is where ``start`` is
         fold      ``e = beta * e + delta``
         send      the q largest entries of each block of ``e`` leave it, quantized, for their owners: all-to-all
         average   the owner adds what arrives to ``u``, in rank order, over N
@@ -95,6 +96,7 @@ class Exchange:
             record: takes the figures.
             place: where this rank stands.
             settings: of this rank's optimizer.
+            written: what others than the optimizer have written.
             unless_idle: end after the first message if no rank has a window; on CUDA the host then waits for it.
 
         Raises:
@@ -103,7 +105,7 @@ class Exchange:
         """
         self.comm.watched.place = f"the exchange at step {place.steps} of SparseLoCo {place.number}"
         with record.phase("norm"):
-            openings = self._open(state, flats, place)
+            openings = self._open(state, flats, place, written)
             record.norm, apart = self._norm(openings)
             record.opened = Opened(openings, apart, settings)
             if openings.device.type != "cuda" and (record.opened.apart or settings.problem):
@@ -113,23 +115,30 @@ class Exchange:
             self.comm.traffic.take()
             return
         with record.phase("fold"):
+            state.take_up(self.spans, written, phase.written(openings))
             self._fold(state, flats, torch.isfinite(record.norm))
         self._reduce(state, record)
         record.bytes_sent, record.message_seconds = self.comm.traffic.take()
 
     def beside(
-        self, state: LocoState, flats: Sequence[Tensor], record: ExchangeRecord, place: Place, settings: Settings
+        self,
+        state: LocoState,
+        flats: Sequence[Tensor],
+        record: ExchangeRecord,
+        place: Place,
+        settings: Settings,
+        written: Written,
     ) -> Job | Work | None:
         """:meth:`run` beside what follows, with copies of the parameters; returns what to wait for."""
         state.launched = copies = [flat.clone() for flat in flats]
         group, device = self.comm.process_group, self.spans.device
         if device.type == "cpu" and group is not None:
-            return Worker.of(group).do(lambda: self.run(state, copies, record, place, settings))
+            return Worker.of(group).do(lambda: self.run(state, copies, record, place, settings, written))
         with self.comm.side_stream.behind_all(device):  # the device orders the messages, the host waits for none
-            self.run(state, copies, record, place, settings)
+            self.run(state, copies, record, place, settings, written)
         if device.type != "cuda":
             return None
-        work = Work(copies[0], keeps=(state, copies), stream=self.comm.side_stream.on(device))
+        work = Work(copies[0], keeps=(state, copies, written), stream=self.comm.side_stream.on(device))
         under_way.note(group, work)
         return work
 
@@ -157,12 +166,12 @@ class Exchange:
                 with self.spans.changing(state.start[rows]) as part:
                     part -= self.config.outer_lr * self._mean(everyone[:, rows], part)
 
-    def _open(self, state: LocoState, flats: Sequence[Tensor], at: Place) -> Tensor:
-        """``[N, 6]``: every rank's first message, see :mod:`.phase`."""
+    def _open(self, state: LocoState, flats: Sequence[Tensor], at: Place, written: Written) -> Tensor:
+        """``[N, 10]``: every rank's first message, see :mod:`.phase`."""
         total = torch.zeros(1, dtype=torch.float32, device=self.spans.device)
         for place, theta in self.spans.entries(flats):
             total += self._delta(state, place, theta).square_().sum()
-        return self.comm.all_gather_facts(phase.opening(total, at))
+        return self.comm.all_gather_facts(phase.opening(total, at, written.digests(total.device)))
 
     def _alone(self, state: LocoState, record: ExchangeRecord) -> None:
         """The same of one rank: nothing is sent, so nothing need be chosen or rounded."""

@@ -19,6 +19,8 @@ from lightning_scape.sparseloco.settings import Settings
 
 MOST_NAMED = 8
 """Ranks that an error names."""
+_WRITTEN = 6
+"""Where in a first message those digests begin."""
 
 
 class Place(NamedTuple):
@@ -47,29 +49,30 @@ def changed(parameters: Parameters, param_groups: Sequence[Mapping[str, Any]]) -
     return list(now) != [id(parameter) for parameter in parameters.tensors]
 
 
-def opening(square: Tensor, place: Place) -> Tensor:
-    """A rank's first message, int32 ``[6]``; written without waiting for the device.
+def opening(square: Tensor, place: Place, written: Tensor) -> Tensor:
+    """A rank's first message, int32 ``[10]``; written without waiting for the device.
 
     Args:
         square: ``[1]`` fp32, squared norm of the pseudo-gradient.
         place: of this rank.
+        written: int64 ``[2]``, digests of what others than the optimizer have written.
     """
     in_window = ~place.in_window if place.changed else place.in_window
     words = [0, place.steps, in_window, place.number, *struct.unpack("=ii", struct.pack("=q", place.digest))]
     message = torch.tensor(words, dtype=torch.int32, device="cpu").to(square.device, non_blocking=True)
     message[:1] = square.view(torch.int32)
-    return message
+    return torch.cat([message, written.view(torch.int32)])
 
 
 def squares(openings: Tensor) -> Tensor:
-    """``[N]`` fp32: the squared norms, from every rank's first message ``[N, 3]``."""
+    """``[N]`` fp32: the squared norms, from every rank's first message."""
     return openings[:, 0].contiguous().view(torch.float32)
 
 
 def places(openings: Tensor) -> list[Place]:
     """Of all ranks. On CUDA it waits for the device."""
     found = []
-    for steps, in_window, number, *digest in openings[:, 1:].tolist():
+    for steps, in_window, number, *digest in openings[:, 1:_WRITTEN].tolist():
         (whole,) = struct.unpack("=q", struct.pack("=ii", *digest))
         found.append(Place(steps, in_window if in_window >= 0 else ~in_window, in_window < 0, number, whole))
     return found
@@ -77,8 +80,13 @@ def places(openings: Tensor) -> list[Place]:
 
 def apart(openings: Tensor) -> Tensor:
     """0-dim bool, on the device: whether ranks differ in what must be the same. Who has changed parameters may."""
-    facts = openings[:, 2:]
+    facts = openings[:, 2:_WRITTEN]
     return (facts != facts[:1]).any() & (facts[:, 0] >= 0).all()
+
+
+def written(openings: Tensor) -> Tensor:
+    """int64 ``[N, 2]``: every rank's digests of what others than its optimizer have written."""
+    return openings[:, _WRITTEN:].contiguous().view(torch.int64)
 
 
 def idle(everyone: Sequence[Place]) -> bool:
@@ -120,7 +128,7 @@ class Opened:
     """The first messages of an exchange, on their way to the host.
 
     Args:
-        openings: every rank's, ``[N, 6]``.
+        openings: every rank's, ``[N, 10]``.
         apart: :func:`apart`, of all rows of a replica.
         settings: of this rank's optimizer, when it wrote its own.
     """

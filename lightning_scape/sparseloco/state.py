@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_scape import ops
 from lightning_scape.core.layout import Layout, Piece
 
 DEVICE_CHUNK, HOST_CHUNK = 1 << 24, 1 << 20
@@ -29,6 +31,23 @@ class Progress:
     """Whether an exchange runs beside inner steps."""
     norm: float = 0.0
     """Of the exchange under way; set when a checkpoint is made."""
+
+
+class Written(NamedTuple):
+    """What others than the optimizer have written in a window (:mod:`.writes`): parameters, flat, by place."""
+
+    first: Mapping[int, Tensor] = {}
+    """As they were written after an exchange, before the first step of the window."""
+    last: Mapping[int, Tensor] = {}
+    """As they were written last, between other steps of the window."""
+
+    def digests(self, device: torch.device) -> Tensor:
+        """int64 ``[2]``, on the device, of both; 0 where nothing was written."""
+        found = torch.zeros(2, dtype=torch.int64, device=device)
+        for kind, flats in enumerate(self):
+            for place, flat in flats.items():
+                found[kind] += (ops.checksum(flat).sum() + 1) * (2 * place + 1)
+        return found
 
 
 @dataclass
@@ -64,6 +83,39 @@ class LocoState:
 
         return cls(zeros(layout.blocks), zeros(layout.blocks), zeros(layout.shard_blocks if owns else 0))
 
+    def moved(self, spans: Spans, flats: Sequence[Tensor]) -> list[int]:
+        """Places of the parameters, flat, that are not at the starting point. On CUDA it waits for the device."""
+        found = torch.zeros(len(flats), dtype=torch.bool, device=spans.device)
+        for index, place, theta in spans.entries_of(dict(enumerate(flats))):
+            found[index] |= (spans.reading(self.start.view(-1)[place]).to(theta.dtype) != theta).any()
+        places: list[int] = found.nonzero().view(-1).tolist()
+        return places
+
+    def put_back(self, spans: Spans, flats: Mapping[int, Tensor]) -> None:
+        """Puts some parameters, flat, by place, at the starting point."""
+        for _, place, theta in spans.entries_of(flats):
+            theta.copy_(spans.reading(self.start.view(-1)[place]))
+
+    def set_out_from(self, spans: Spans, flats: Mapping[int, Tensor], holds: Tensor) -> None:
+        """Moves the starting point to some parameters if ``holds`` (0-dim bool, on the device).
+
+        Where it rounds to them it stays: it is wider than narrow parameters.
+        """
+        for _, place, value in spans.entries_of(flats):
+            with spans.changing(self.start.view(-1)[place]) as start:
+                start.copy_(torch.where(holds & (start.to(value.dtype) != value), value.float(), start))
+
+    def take_up(self, spans: Spans, written: Written, digests: Tensor) -> None:
+        """Moves the starting point to what all ranks have written alike.
+
+        Args:
+            spans: of the parameters.
+            written: what this rank has.
+            digests: every rank's, ``[N, 2]``.
+        """
+        for flats, alike in zip(written, (digests == digests[:1]).all(dim=0), strict=True):
+            self.set_out_from(spans, flats, alike)
+
 
 class Spans:
     """Walks over the parameters in parts, each as flat entries of the blocks and of its parameter.
@@ -85,11 +137,23 @@ class Spans:
             flats: every parameter, flat.
         """
         for piece in self._pieces:
-            first = piece.of_blocks(self.layout.block_size).start
-            flat = flats[piece.segment.index]
-            for begin in range(0, len(flat), self._chunk):
-                part = flat[begin : begin + self._chunk]
-                yield slice(first + begin, first + begin + len(part)), part
+            yield from self._of(piece, flats[piece.segment.index])
+
+    def entries_of(self, flats: Mapping[int, Tensor]) -> Iterator[tuple[int, slice, Tensor]]:
+        """The same of some parameters, each with its place among them.
+
+        Args:
+            flats: by place.
+        """
+        for piece in self._pieces:
+            if (place := piece.segment.index) in flats:
+                yield from ((place, *part) for part in self._of(piece, flats[place]))
+
+    def _of(self, piece: Piece, flat: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        first = piece.of_blocks(self.layout.block_size).start
+        for begin in range(0, len(flat), self._chunk):
+            part = flat[begin : begin + self._chunk]
+            yield slice(first + begin, first + begin + len(part)), part
 
     def rows(self, count: int) -> Iterator[slice]:
         """Slices that cover ``count`` blocks."""

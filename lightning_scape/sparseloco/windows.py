@@ -23,6 +23,7 @@ from lightning_scape.sparseloco.restored import set_out_from_changed
 from lightning_scape.sparseloco.settings import Settings
 from lightning_scape.sparseloco.state import LocoState, Progress
 from lightning_scape.sparseloco.stats import ExchangeRecord, ExchangeStats
+from lightning_scape.sparseloco.writes import Writes
 
 
 class Windows:
@@ -53,6 +54,7 @@ class Windows:
         """Made at the first step, or by a load."""
         self.progress = Progress()
         self.dropped = DroppedWindows(config.max_skipped, speaks=comm.rank == shards.rank == 0)
+        self._writes = Writes(parameters, self.exchange.spans, comm)
         self._number = setup.number_on(comm.process_group)
         self._job: Job | Work | None = None
         self._record: ExchangeRecord | None = None
@@ -77,6 +79,8 @@ class Windows:
             self.exchange.check_equal(self._parameters.flat, self._parameters.names)
             self.state = self.exchange.allocate()
             self.exchange.begin_at(self.state, self._parameters.flat)
+        else:
+            self._look(self.state)
         if phase.changed(self._parameters, self._optimizer.param_groups):
             self._end(changed=True)  # with the other ranks, whose windows may be longer
             self._judge()
@@ -85,6 +89,7 @@ class Windows:
     def after_step(self) -> None:
         """Counts the inner step; ends and begins exchanges when their time has come."""
         progress, config = self.progress, self._config
+        self._writes.note_step()
         progress.steps += 1
         progress.in_window += 1
         if progress.under_way and progress.in_window >= config.overlap_steps:
@@ -100,15 +105,22 @@ class Windows:
         self._take_up_changes()
         self._judge()
         if self.state is not None:
-            self._end()
-        self._judge()
+            written = self._look(self.state)
+            self._end(written=written)
+            self._judge()
+            self._writes.settle(self.state, written)
 
-    def _end(self, changed: bool = False) -> None:
+    def _look(self, state: LocoState) -> dict[int, Tensor]:
+        """What others than the optimizer have written since the last step or exchange, by place."""
+        return self._writes.look(state, in_window=self.progress.in_window > 0 or self.progress.under_way)
+
+    def _end(self, changed: bool = False, written: Mapping[int, Tensor] = {}) -> None:  # noqa: B006 - not changed
         """Exchanges at once if a window has begun on any rank. All of them learn which from the first message.
 
         Args:
             changed: whether this rank's optimizer has other parameters now. Those that were wrapped are exchanged;
                 all ranks raise an error afterwards.
+            written: parameters that are no part of the window: they were written after its last step.
         """
         state, progress, record = self.state, self.progress, ExchangeRecord()
         assert state is not None
@@ -116,7 +128,9 @@ class Windows:
             self._finish()
         self.wait_for_others()
         self._parameters.flatten()
-        self.exchange.run(state, self._parameters.flat, record, *self._here(changed), unless_idle=True)
+        self._writes.leave_out(state, written)
+        kept = self._writes.take()
+        self.exchange.run(state, self._parameters.flat, record, *self._here(changed), kept, unless_idle=True)
         if record.idle:
             self._opened = record.opened
         else:
@@ -131,7 +145,7 @@ class Windows:
         assert state is not None
         self._parameters.flatten()
         flats, record = self._parameters.flat, ExchangeRecord()
-        place = self._here(phase.changed(self._parameters, self._optimizer.param_groups))
+        place = (*self._here(phase.changed(self._parameters, self._optimizer.param_groups)), self._writes.take())
         if not self._config.overlap_steps:
             self.exchange.run(state, flats, record, *place)
             self._begin(record)
@@ -162,6 +176,7 @@ class Windows:
         with record.phase("set_out"):
             self._parameters.flatten()
             self.exchange.set_out(state, self._parameters.flat)
+            self._writes.note_step()
         state.launched = None
         self.progress.under_way = False
         self._record, self._ended, self._stats = None, record, None
@@ -226,6 +241,8 @@ class Windows:
             self.before_step()
         else:
             self._judge()
+            self._look(self.state)
+            self._writes.resolve(self.state)
         if self.progress.under_way:
             assert self._record is not None
             assert self._record.norm is not None
@@ -247,6 +264,7 @@ class Windows:
             parameters: this rank's own, flat; None: they, or one of them, are where the model's are.
         """
         self._job = self._record = self._ended = self._stats = self._opened = None
+        self._writes.forget()
         self.state = state
         vars(self.progress).update(vars(Progress(**progress)))
         if self.progress.under_way:
@@ -278,6 +296,7 @@ class Windows:
     def restart(self) -> None:
         """Makes the parameters, as they are now, the starting point of a new window. Collective."""
         self._restored = None
+        self._writes.forget()
         if self.state is None:
             return  # the first step sets out from where the parameters are
         self._parameters.flatten()

@@ -167,7 +167,8 @@ class SparseLoCo(setup.NotCopied, Stoppable):
     def sync(self) -> None:
         """Ends the window that has begun, if any: all ranks hold the same parameters afterwards. Collective.
 
-        For the end of training, and wherever ranks have to be equal. The window counts as a whole one.
+        For the end of training, and wherever ranks have to be equal. The window counts as a whole one. What was written
+        into parameters after the last step, such as an average, stays: where ranks differ, their mean.
 
         Raises:
             RuntimeError: ranks have taken different numbers of steps; on every rank.
@@ -203,7 +204,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         self.parameters.rename(named_parameters)
 
     def bytes_per_exchange(self) -> int:
-        """Bytes that this rank sends in an exchange, the 24 bytes to each rank of its first message not counted."""
+        """Bytes that this rank sends in an exchange, the 40 bytes to each rank of its first message not counted."""
         return sum(self.config.message_bytes(self.layout.blocks, self.communicator.world_size))
 
     @property
@@ -238,7 +239,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         return collected_before(self._consolidated, self.everyone.rank)
 
     def sharded_state_dict(self) -> OwnParts:
-        """This rank's part of the state, for a checkpoint that is a directory. Nothing is sent."""
+        """This rank's part of the state, for a checkpoint that is a directory. Collective, but no state is sent."""
         return checkpoint.own_parts(self._live())
 
     @torch.no_grad()
@@ -279,9 +280,9 @@ class SparseLoCo(setup.NotCopied, Stoppable):
     def restart_from_weights(self) -> None:
         """Makes the parameters, as they are now, the starting point of a new window. Collective.
 
-        For weights that you load in mid-training, the same on all ranks, without a state of SparseLoCo. Else the next
-        exchange takes them for something that was learned, and undoes all but the largest changes. What ranks still
-        owe stays, and so does the inner optimizer's state.
+        For weights that you write in mid-training, the same on all ranks, through ``.data``; others are found. Else the
+        next exchange takes them for something that was learned, and undoes all but the largest changes. What ranks
+        still owe stays, and so does the inner optimizer's state.
 
         Raises:
             RuntimeError: ranks hold different parameters; on every rank.

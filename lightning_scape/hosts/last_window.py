@@ -1,0 +1,48 @@
+"""What has begun ends before callbacks write their last: an average of all steps, put into the module when a fit ends.
+
+Callbacks hear of the end before the strategy does. In an open window the average would count as learned, and the
+exchange would send the largest entries alone.
+"""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_scape.core.method import find_all
+from lightning_scape.hosts import requeue
+from lightning_scape.hosts.private_names import skips_backward
+
+
+class LastWindow(Callback):
+    """The Trainer's first callback in a fit."""
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        end_windows(trainer)
+
+
+def end_windows(trainer: Trainer) -> None:
+    """All ranks hold the same parameters afterwards, what was written last included. Collective."""
+    for method in find_all(trainer.optimizers):
+        method.finish()
+
+
+def end_before_statistics(trainer: Trainer, batch_idx: int) -> None:
+    """Calls :func:`end_windows` before the epoch in which StochasticWeightAveraging steps no more.
+
+    Its averages are in place, each rank's own, and statistics of BatchNorm are taken of them.
+    """
+    if batch_idx == 0 and skips_backward(trainer):
+        end_windows(trainer)
+
+
+def attach(trainer: Trainer) -> None:
+    """Before a fit."""
+    detach(trainer)
+    requeue.callbacks_of(trainer).insert(0, LastWindow())
+
+
+def detach(trainer: Trainer) -> None:
+    """After a fit: the Trainer is as it was."""
+    requeue.remove(trainer, LastWindow)
