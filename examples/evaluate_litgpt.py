@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_scape.checkpoint.atomic_files import load_file
 from lightning_scape.data import END_OF_FILE, Corpus, read_corpus
 
 NEEDED = ("lm_eval", "transformers", "datasets", "litgpt")
@@ -263,10 +264,17 @@ def save_checkpoint(model: Any, folder: Path) -> None:
     copy_config_files(Path(__file__).resolve().parents[1] / "configs" / "byte_tokenizer", folder)
 
 
+def check_checkpoint(folder: Path) -> None:
+    """Raises ValueError for a folder that is none of LitGPT's."""
+    for name in ("lit_model.pth", "model_config.yaml"):
+        if not (folder / name).is_file():
+            raise ValueError(f"The checkpoint must be a folder with a {name}, got {folder}. Name LitGPT's.")
+
+
 def load_model(config: Any, checkpoint: Path) -> torch.nn.Module:
     from litgpt import GPT
 
-    state = torch.load(checkpoint / "lit_model.pth", map_location="cpu", mmap=True, weights_only=True)
+    state = load_file(checkpoint / "lit_model.pth")
     model = GPT(config)
     model.load_state_dict(state.get("model", state))
     return model.float().eval()
@@ -284,16 +292,22 @@ def main() -> None:
         parser.error(
             f"--questions must be a folder that `python_questions.py build` wrote, got {options.questions}. Build it."
         )
+    if options.answers is not None and options.questions is None:
+        parser.error("--answers must come with --questions, got no questions. Build them, or leave it out.")
     check_installed()
     from litgpt import Config
 
     # transformers and datasets read it when they are imported.
     os.environ["HF_HUB_OFFLINE"] = "1"
     checkpoint = options.checkpoint.resolve()
-    if not (checkpoint / "lit_model.pth").is_file():
-        raise SystemExit(f"The checkpoint must be a folder with a lit_model.pth, got {options.checkpoint}.")
-    config = Config.from_file(checkpoint / "model_config.yaml")
-    corpus = read_corpus(options.val_fraction)
+    try:
+        check_checkpoint(checkpoint)
+        config = Config.from_file(checkpoint / "model_config.yaml")
+        made = None if (checkpoint / "config.json").exists() else llama_config(config)
+        model = load_model(config, checkpoint)
+        corpus = read_corpus(options.val_fraction)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     files = keep_bytewise(held_out_files(corpus, options.max_bytes), checkpoint)
     texts = list(files.values())
     size = sum(len(text.encode()) for text in texts)
@@ -301,13 +315,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         lay_out(texts, work)
-        if not (checkpoint / "config.json").exists():
+        if made is not None:
             (work / "converted").mkdir()
-            (work / "converted" / "config.json").write_text(json.dumps(llama_config(config), indent=2))
+            (work / "converted" / "config.json").write_text(json.dumps(made, indent=2))
         results = run_litgpt_evaluate(checkpoint, work)
         answered = answers(work / "converted", options.questions) if options.questions else None
 
-    model = load_model(config, checkpoint)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"\n{parameters:,} parameters, context {config.block_size}. Held out of the standard library of Python")
     print(

@@ -25,10 +25,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from evaluate_litgpt import load_model
+from evaluate_litgpt import check_checkpoint, load_model
 from python_questions import accuracy
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+
+from lightning_scape.tools import arguments
+from lightning_scape.tools.console import ends_quietly
 
 PACKAGES = (
     "test/test_asyncio",
@@ -155,30 +158,33 @@ def finetune(
     return best, answers(model, test_on)
 
 
+@ends_quietly
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="LitGPT's folder, such as out/tiny_cpu/final")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=arguments.count, default=300)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help=f"to choose from (default: {RATES})")
     parser.add_argument("--answers", type=Path, help="file for every answer")
     args = parser.parse_args()
     from litgpt import Config
 
-    if not (args.checkpoint / "lit_model.pth").is_file():
-        parser.error(f"the checkpoint must be a folder with a lit_model.pth, got {args.checkpoint}")
+    if not all(0 < rate < math.inf for rate in args.rates):
+        parser.error(f"--rates must be numbers > 0, got {args.rates}. Leave it out for {RATES}.")
     torch.set_num_threads(1)
-    config = Config.from_file(args.checkpoint / "model_config.yaml")
     try:
+        check_checkpoint(args.checkpoint)
+        config = Config.from_file(args.checkpoint / "model_config.yaml")
         train_on, test_on = read(config.block_size, Path(sysconfig.get_paths()["stdlib"]))
-    except ValueError as error:
+        gpt = load_model(config, args.checkpoint)
+        if args.answers is not None:
+            args.answers.parent.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
         parser.error(str(error))
-    gpt = load_model(config, args.checkpoint)
     rate, found = finetune(gpt, train_on, test_on, args.steps, tuple(args.rates))
     share, error = accuracy(found)
     print(f"lr {rate:g}, {args.steps} steps: {share:.1%} ± {100 * error:.1f} of {len(found):,} windows named right")
     if args.answers is not None:
         digest = hashlib.sha256(test_on.inputs.numpy().tobytes()).hexdigest()
-        args.answers.parent.mkdir(parents=True, exist_ok=True)
         args.answers.write_text(json.dumps({"questions": digest[:16], "answers": {"package": found}}) + "\n")
 
 

@@ -46,6 +46,7 @@ from torchmetrics.text import Perplexity
 import lightning_scape
 from lightning_scape import AdamS, ScapeConfig, ScapeMonitor, ScapeStrategy, newest_checkpoint
 from lightning_scape.data import VOCABULARY, PythonSource
+from lightning_scape.tools.console import ends_quietly
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -439,7 +440,10 @@ def compare(args: argparse.Namespace) -> None:
 def is_done(path: Path, args: argparse.Namespace) -> bool:
     if not path.exists():
         return False
-    result = json.loads(path.read_text())
+    try:
+        result = json.loads(path.read_text())
+    except ValueError:  # cut off, by a full disk say
+        return False
     # What this script wrote before it recorded that version has no `config` either: only dense runs can agree.
     recorded = {"lightning_scape": lightning_scape.__version__, **result["versions"]}
     had = {name: value for name, value in result["settings"].items() if name not in not_of(args.strategy)}
@@ -533,8 +537,9 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.compare and "LOCAL_RANK" in os.environ:
         parser.error("--compare starts the ranks of each run itself: call it with python, not with torchrun.")
-    if args.compare and args.sparsity is not None:
-        parser.error(f"--compare must go without --sparsity, got {args.sparsity}: it sets each run's own. Drop one.")
+    for name in ("sparsity", "strategy", "optimizer"):
+        if args.compare and (value := getattr(args, name)) != parser.get_default(name):
+            parser.error(f"--compare must go without --{name}, got {value}: it sets each run's own. Drop one.")
     given = ", ".join(f"--{name.replace('_', '-')}" for name in SPARSITY if getattr(args, name) is not None)
     if args.strategy == "ddp" and not args.compare and given:
         parser.error(f"--strategy ddp sends everything and must go without {given}. Drop it, or use --strategy scape.")
@@ -551,6 +556,7 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+@ends_quietly
 def main() -> None:
     # The loader slices a tensor in memory, so workers would only cost; its length is exact.
     warnings.filterwarnings("ignore", ".*does not have many workers.*")

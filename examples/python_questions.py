@@ -34,6 +34,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_scape.data import END_OF_FILE, Corpus, read_corpus
+from lightning_scape.tools.arguments import count as whole
+from lightning_scape.tools.console import ends_quietly
 
 CONTEXT = 96
 """Bytes before the place; with the longest answer they fit into 128."""
@@ -224,8 +226,9 @@ def build(folder: Path, each: int = EACH) -> list[Question]:
 
 
 def _task(kind: str, data: Path) -> str:
+    path = json.dumps(str(data.resolve()))  # YAML, too, whatever is in it
     return (
-        f"task: {TASK}_{kind}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {data.resolve()}\n"
+        f"task: {TASK}_{kind}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {path}\n"
         "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{prompt}}'\ndoc_to_target: answer\n"
         "doc_to_choice: choices\ntarget_delimiter: ''\nmetric_list:\n  - metric: acc\n    aggregation: mean\n"
         "    higher_is_better: true\n"
@@ -269,9 +272,22 @@ def paired(first: list[int], second: list[int]) -> Paired:
     return Paired((won - lost) / count, error, min(1.0, 2 * tail))
 
 
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        read: dict[str, Any] = json.loads(path.read_text())
+        if read["questions"] and all(read["answers"].values()):
+            return read
+        why = "none"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+    raise SystemExit(
+        f"{path} must hold answers that `evaluate_litgpt.py --answers` wrote, got {why}. Name such a file."
+    )
+
+
 def compare(paths: list[Path]) -> str:
     """A table: each model's accuracy, and its difference from the first one's."""
-    read: list[dict[str, Any]] = [json.loads(path.read_text()) for path in paths]
+    read = [_read(path) for path in paths]
     if len({each["questions"] for each in read}) > 1:
         raise SystemExit("All must have answered the same questions: build them once, and evaluate each model on them.")
     lines = ["| model | kind | right | against the first | McNemar's p |", "|---|---|---|---|---|"]
@@ -287,19 +303,20 @@ def compare(paths: list[Path]) -> str:
     return "\n".join(lines)
 
 
+@ends_quietly
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     building = commands.add_parser("build", help="write the questions and lm-eval's tasks")
     building.add_argument("folder", type=Path)
-    building.add_argument("--each", type=int, default=EACH, help=f"questions of each kind (default: {EACH})")
+    building.add_argument("--each", type=whole, default=EACH, help=f"questions of each kind (default: {EACH})")
     comparing = commands.add_parser("compare", help="answers of several models, paired with those of the first")
     comparing.add_argument("answers", type=Path, nargs="+", help="what evaluate_litgpt.py --answers wrote")
     args = parser.parse_args()
     if args.command == "build":
         try:
             build(args.folder, args.each)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             parser.error(str(error))
     else:
         print(compare(args.answers))

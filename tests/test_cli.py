@@ -277,7 +277,11 @@ def test_a_file_without_a_section_is_passed_on_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("section", "complaint"),
-    [("{sparcity: 0.9}", "got 'sparcity' under `scape:` in"), ("0.9", "must be a mapping, got 0.9")],
+    [
+        ("{sparcity: 0.9}", "got 'sparcity' under `scape:` in"),
+        ("{1: 2}", "got 1 under"),
+        ("0.9", "must be a mapping, got 0.9"),
+    ],
 )
 def test_a_wrong_section_is_named_with_its_file(tmp_path: Path, section: str, complaint: str) -> None:
     (tmp_path / "c.yaml").write_text(f"scape: {section}\n")
@@ -347,7 +351,7 @@ def test_a_checkpoint_of_plain_litgpt_leaves_the_given_options(
     make_checkpoint(tmp_path, "model_name: pythia-14m\n")
     start(monkeypatch, "pretrain", "pythia-14m", f"--out_dir={tmp_path}", "--resume=auto", "--scape.sparsity=0.9")
     assert seen[-1][0] == ScapeConfig(sparsity=0.9)
-    assert "records no options of SCAPE" in capsys.readouterr().err
+    assert "no options of SCAPE can be read from" in capsys.readouterr().err
 
 
 def test_nothing_to_resume_from_is_left_to_litgpt(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 
 import pytest
 
+from lightning_scape.tools import commands
 from lightning_scape.tools.console import ends_quietly
 
 COMMANDS = [["lightning_scape.tools.commands", "--help"]]
@@ -44,3 +46,32 @@ def test_a_connection_that_breaks_is_still_an_error() -> None:
 
     with pytest.raises(BrokenPipeError, match="of a socket"):
         talk()
+
+
+def test_what_breaks_a_pipe_in_the_middle_of_a_command_is_the_reader_too() -> None:
+    """``lightning-scape verify ... | head -1`` said "[Errno 32] Broken pipe" with status 1."""
+    code = "import sys; from lightning_scape.tools import commands"
+    code += "; commands.COMMANDS['plan'] = (lambda _: print(' ' * 10**6), '')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{code}; sys.exit(commands.main(['plan']))"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == (b"", 141)
+    process.stderr.close()
+
+
+def test_the_commands_print_letters_that_the_terminal_lacks_and_end_at_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sound checkpoint with an umlaut in its path did not verify; `doctor --watch` ended in a traceback."""
+
+    def wait(_: list[str]) -> int:
+        print("ü\udcff")
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(commands.COMMANDS, "plan", (wait, ""))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert commands.main(["plan"]) == 130
+    assert sys.stdout.buffer.getvalue() == b"\\xfc\\udcff\n"
+    monkeypatch.setattr(sys, "stdout", None)
+    assert commands.main(["--version"]) == 0

@@ -497,7 +497,16 @@ def test_the_command_reads_a_run_and_says_where_there_is_none(
     assert commands.main(["doctor", str(tmp_path)]) == 1
     assert "must hold the figures of a run" in capsys.readouterr().err
     assert commands.main(["doctor", str(figures(tmp_path))]) == 0
-    assert "A step takes 200 ms" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "A step takes 200 ms" in said
+    assert "passed over" not in said
+    with open(tmp_path / "figures.jsonl", "a") as file:
+        file.write("{")
+    assert commands.main(["doctor", str(tmp_path)]) == 0
+    assert "Lines that were passed over: 1." in capsys.readouterr().out
+    (tmp_path / "figures.jsonl").write_text("[1]")
+    assert commands.main(["doctor", str(tmp_path)]) == 1
+    assert "line 1: it must be an object" in capsys.readouterr().err
 
 
 def test_a_run_writes_down_what_it_waited_for_between_batches(run_ranks: RunRanks, tmp_path: Path) -> None:

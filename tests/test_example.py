@@ -203,6 +203,7 @@ def test_the_checkpoint_holds_model_optimizer_and_the_loaders_position(scape_run
         ("--strategy=ddp --sparsity=0.9", "--strategy ddp sends everything and must go without --sparsity."),
         ("--strategy=ddp --dense-steps=0 --sparsity-warmup-steps=9", "without --dense-steps, --sparsity-warmup-steps."),
         ("--compare --sparsity=0.9", "--compare must go without --sparsity, got 0.9"),
+        ("--compare --optimizer=adams", "--compare must go without --optimizer, got adams"),
     ],
 )
 def test_wrong_options_end_before_anything_starts(
@@ -279,6 +280,8 @@ def test_compare_repeats_runs_of_another_configuration_or_version(
 ) -> None:
     """It took runs from before a default of ScapeConfig changed for its own."""
     example, args, path = load_example(EXAMPLE.stem), parse("--steps=9"), tmp_path / "result.json"
+    assert not example.is_done(path, args)
+    path.write_text('{"settings"')
     assert not example.is_done(path, args)
     path.write_text(json.dumps({"settings": example.settings(args), "versions": example.versions()}))
     assert example.is_done(path, args)

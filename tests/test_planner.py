@@ -484,12 +484,17 @@ def test_a_step_timed_as_a_whole_is_divided_as_its_traffic_is() -> None:
             "--model pythia-14m --nodes 2 --bandwidth 1gbit --measure --context 5000",
             "`--context` must be at most 512 for pythia-14m, got 5000",
         ),
+        (
+            "--model pythia-14m --nodes 2 --bandwidth 1gbit --measure --batch-size 1e11",
+            "A step must fit into memory, got `--batch-size 100000000000 --context 128`: ",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_an_error_with_a_remedy(capsys: Any, arguments: str, message: str) -> None:
     pytest.importorskip("litgpt")
     status, _, err = run_tool(capsys, *arguments.split())
     assert status == 2
+    assert err.startswith("lightning-scape plan: error: ")
     assert message in err
 
 
@@ -520,7 +525,11 @@ def test_what_cannot_be_planned_is_an_error_with_a_remedy(capsys: Any, arguments
                 ("--step-compute=-1s", "a time must be a number >= 0"),
                 ("--step-compute 0s", "a time of compute must be > 0"),
                 ("--latency=-1us", "a time must be a number >= 0"),
-                ("--nodes 0", "--nodes: it must be a whole number >= 1, got '0'"),
+                ("--nodes 0", "--nodes: it must be a whole number >= 1 and <= 10**12, got '0'"),
+                ("--nodes 1e300", "--nodes: it must be a whole number >= 1 and <= 10**12, got '1e300'"),
+                ("--batch-size 4", "--batch-size must come with --measure"),
+                ("--measure --memory-bandwidth 3", "--memory-bandwidth must come without --measure"),
+                ("--async-save", "--async-save must come with --steps"),
                 ("--gpus-per-node -1", "--gpus-per-node: it must be a whole number >= 1"),
                 ("--batch-size 0", "--batch-size: it must be a whole number >= 1"),
                 ("--context 0", "--context: it must be a whole number >= 1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -62,7 +63,7 @@ def test_the_folder_is_what_lm_eval_takes(examples: ModuleType, tmp_path: Path) 
     asked = examples.build(tmp_path, each=5)
     lines = (tmp_path / "name.jsonl").read_text().splitlines()
     assert [json.loads(line)["prompt"] for line in lines] == [q.prompt for q in asked if q.kind == "name"]
-    assert f"test: {tmp_path}/name.jsonl" in (tmp_path / "name.yaml").read_text()
+    assert f'test: "{tmp_path}/name.jsonl"' in (tmp_path / "name.yaml").read_text()
     assert "python_questions_closing" in (tmp_path / "group.yaml").read_text()
 
 
@@ -86,6 +87,26 @@ def test_answers_to_other_questions_are_not_compared(examples: ModuleType, tmp_p
     assert "| two | all | 50.0% ± 17.7 | -50.0 ± 17.7 | 0.12 |" in table
     with pytest.raises(SystemExit, match="build them once"):
         examples.compare([tmp_path / "one.json", tmp_path / "three.json"])
+    for content, got in (("{", "JSON"), ("[]", "TypeError"), ('{"questions": "a", "answers": {"name": []}}', "none")):
+        (tmp_path / "odd.json").write_text(content)
+        with pytest.raises(SystemExit, match=f"odd.json must hold answers .*, got {got}"):
+            examples.compare([tmp_path / "odd.json"])
+
+
+@pytest.mark.parametrize("name", ["finetune_labels", "evaluate_litgpt"])
+def test_a_folder_that_is_no_checkpoint_is_an_error_and_no_traceback(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = load_example(name)
+    if name == "evaluate_litgpt":
+        monkeypatch.setattr(example, "check_installed", lambda: None)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(sys, "argv", [name, str(tmp_path)])
+    for file in ("lit_model.pth", "model_config.yaml"):
+        with pytest.raises(SystemExit, match="2"):
+            example.main()
+        assert f"The checkpoint must be a folder with a {file}, got {tmp_path}" in capsys.readouterr().err
+        (tmp_path / file).touch()
 
 
 def test_windows_of_labels_are_of_other_files_and_a_model_learns_to_name_them(tmp_path: Path) -> None:

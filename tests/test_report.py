@@ -493,6 +493,10 @@ def test_a_validation_metric_of_any_name_is_in_the_report_and_no_training_metric
     assert "accuracy" in accuracy
 
 
+def test_figures_without_bytes_do_not_say_that_there_is_one_rank(tmp_path: Path) -> None:
+    assert "there is one rank" not in pages.page(written(tmp_path, run_line(0), point(1)))
+
+
 def test_a_run_without_any_point_still_has_a_page(tmp_path: Path) -> None:
     assert "No figures yet" in Page(pages.page(written(tmp_path, run_line(0)))).text
 
@@ -537,6 +541,8 @@ def test_a_report_without_matplotlib_is_an_error_that_says_what_to_install(monke
 
 
 @pytest.mark.parametrize("monitor", [ScapeMonitor, SparseLoCoMonitor])
-def test_an_empty_name_of_a_folder_is_an_error(monitor: Any) -> None:
-    with pytest.raises(ValueError, match="`report` must name a folder, got ''"):
-        monitor(report="")
+def test_a_name_that_is_no_folders_is_an_error(monitor: Any) -> None:
+    for name in ("", "s3://bucket/report"):
+        with pytest.raises(ValueError, match=f"`report` must name a folder of a file system, got '{name}'"):
+            monitor(report=name)
+    assert monitor(report="~/report").report == Path.home() / "report"

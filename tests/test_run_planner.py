@@ -156,7 +156,7 @@ def test_without_a_length_one_line_tells_of_a_long_run(capsys: pytest.CaptureFix
 def test_what_is_counted_in_a_run_needs_its_length(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         plan.main([*COMMAND.split(), "--checkpoints=3"])
-    assert "--checkpoints and --validation must come with --steps" in capsys.readouterr().err
+    assert "--checkpoints must come with --steps" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------- measured runs

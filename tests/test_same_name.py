@@ -67,6 +67,12 @@ def test_the_last_one_to_be_complete_stays(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
+def test_a_folder_that_takes_no_files_says_why() -> None:
+    """It said that 1,000 names were taken."""
+    with pytest.raises(FileNotFoundError), replacing(Path("/proc/a")):
+        pass
+
+
 def test_a_temporary_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = iter(["0" * 16, "0" * 16, "1" * 16])
     monkeypatch.setattr(temporaries.secrets, "token_hex", lambda _: next(taken))

@@ -122,3 +122,8 @@ def test_consolidate_replaces_a_file_only_when_forced(tmp_path: Path, capsys: An
     assert (tmp_path / "there").read_text() == "mine"
     assert main([*command, "--force"]) == 0
     assert "optimizer" in load_file(tmp_path / "there")
+    assert main(["consolidate", "--optimizer=adamw", *command[1:], "--force"]) == 0
+    assert capsys.readouterr().err.startswith("lightning-scape: SCAPE's state as AdamW's: ")  # no line of our code
+    with pytest.raises(SystemExit):  # it wrote into the working directory
+        main(["consolidate", str(tmp_path / "c"), "s3://bucket/c"])
+    assert "argument file: it must be a path of a file system, got 's3://bucket/c'" in capsys.readouterr().err

@@ -480,5 +480,7 @@ def _damaged_record(file: BinaryIO, records: dict[str, zipfile.ZipInfo], compare
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0].rstrip('.') if text else 'no reason given'}."
+    # Before these words torch has advice, with a terminal's colours; after them what is wrong, and other advice.
+    text = str(error).rpartition("WeightsUnpickler error: ")[2].partition(". Please use")[0].strip().splitlines()
+    line = "".join(letter if letter.isprintable() else "?" for letter in text[0][:300]) if text else "no reason given"
+    return f"{type(error).__name__}: {line.rstrip('.')}."

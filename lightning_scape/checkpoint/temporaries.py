@@ -242,7 +242,8 @@ def _create(path: Path, inside: str | None = None) -> IO[bytes]:
         if inside is not None:
             name.mkdir(parents=True)
             name /= inside
-        with contextlib.suppress(FileNotFoundError):  # another save took the new directory for one left behind
+        # Another save may take the new directory for one left behind; of a file, the folder is not there.
+        with contextlib.suppress(*[FileNotFoundError] * (inside is not None)):
             file = open(name, "xb")  # noqa: SIM115 - whoever writes it closes it
             if _lock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
                 return file

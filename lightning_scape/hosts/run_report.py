@@ -7,7 +7,6 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_scape.__about__ import __version__
+from lightning_scape.checkpoint.paths import local_path
 from lightning_scape.core.method import Method, find_all
 from lightning_scape.hosts.ending import unseen
 from lightning_scape.hosts.private_names import logged_step
@@ -37,18 +37,22 @@ class ReportingCallback(Callback):
 
     Raises:
         ModuleNotFoundError: a report is asked for, and matplotlib is not installed.
-        ValueError: ``report`` is empty.
+        ValueError: ``report`` is empty, or at a store.
     """
 
     def __init__(self, report: str | os.PathLike[str] | None = None) -> None:
-        if report is not None and not os.fspath(report):
-            raise ValueError("`report` must name a folder, got ''. Write `report=\"report\"`, or leave it out.")
+        folder = local_path(report) if report is not None and os.fspath(report) else None
+        if report is not None and folder is None:
+            raise ValueError(
+                f'`report` must name a folder of a file system, got {os.fspath(report)!r}. Write `report="report"`,'
+                " or leave it out."
+            )
         if report is not None and importlib.util.find_spec("matplotlib") is None:
             raise ModuleNotFoundError(
                 f"`report={os.fspath(report)!r}` draws with matplotlib, got a Python without it. Install"
                 " lightning-scape[plots], or leave `report` out."
             )
-        self.report = None if report is None else Path(report)
+        self.report = folder
         self._made = time.time() - 1e-3  # times in the file are rounded
         self._writer: Writer | None = None
         self._loss: Tensor | None = None

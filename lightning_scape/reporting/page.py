@@ -66,7 +66,7 @@ def page(history: History) -> str:
     points = [point for run in line for point in run.points]
     title = f"{newest.title}: {newest.last_step:,} steps"
     drawn = "".join(_figure(plot) for plot in plots(history))
-    notes = [] if points else ["No figures yet: the run ended before its first point."]
+    notes = [] if points else ["No figures yet: the run has not come to its first point."]
     if odd := history.passed_over:
         what = "A line was" if len(odd) == 1 else f"{len(odd)} lines were"
         notes.append(f"{what} passed over. {' '.join(map(plain, odd[:MOST_ODD]))}{' ...' if odd[MOST_ODD:] else ''}")
@@ -111,7 +111,7 @@ def facts(line: list[Run], points: list[dict[str, Any]]) -> list[tuple[str, str]
     if sent:
         ratio = f"{dense / sent:.1f}x less than a dense all-reduce, {show_bytes(dense)}"
         found.append((f"sent per rank and {unit}, last point", f"{show_bytes(sent)} ({ratio})"))
-    else:
+    elif newest.about.get("ranks") == 1:
         found.append(("sent", "nothing: there is one rank"))
     found += _whole_run(line)
     times = [point["step_seconds"] for point in points if point.get("step_seconds")]

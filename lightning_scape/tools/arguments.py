@@ -14,6 +14,8 @@ from typing import NoReturn
 
 from typing_extensions import override
 
+from lightning_scape.checkpoint.paths import local_path
+
 BYTES_PER_SECOND = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6}
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 _NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?"
@@ -90,7 +92,8 @@ waiting_time = _number(
     "it must be a number of seconds from 1 to 3600, got {text!r}. Try 60.", lambda value: 1 <= value <= 3600
 )
 _whole = _number(
-    "it must be a whole number >= 1, got {text!r}. Give at least 1.", lambda value: value >= 1 and value.is_integer()
+    "it must be a whole number >= 1 and <= 10**12, got {text!r}. Give one of this range.",
+    lambda value: 1 <= value <= 1e12 and value.is_integer(),
 )
 
 
@@ -100,13 +103,24 @@ def count(text: str) -> int:
 
 
 _whole_or_none = _number(
-    "it must be a whole number >= 0, got {text!r}. Give 0 for none.", lambda value: value >= 0 and value.is_integer()
+    "it must be a whole number >= 0 and <= 10**12, got {text!r}. Give one of this range; 0 for none.",
+    lambda value: 0 <= value <= 1e12 and value.is_integer(),
 )
 
 
 def count_or_none(text: str) -> int:
     """A whole number from 0."""
     return int(_whole_or_none(text))
+
+
+def local(text: str) -> Path:
+    """A path as the strategies read it: ``~`` is the user's home."""
+    path = local_path(text)
+    if path is None:
+        raise argparse.ArgumentTypeError(
+            f"it must be a path of a file system, got {text!r}. Copy from or to a store yourself."
+        )
+    return path
 
 
 def plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -120,21 +134,24 @@ def plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--latency", type=seconds, default=50e-6, help="of one hop, software included (default: 50us)")
     add("--step-compute", type=compute_seconds, default=None, help="forward and backward of a rank's step: 0.8s, 350ms")
     add("--measure", action="store_true", help="measure compute and optimizers here and, under torchrun, the link")
-    add("--batch-size", type=count, default=2, help="with --measure: sequences of a rank's step")
-    add("--context", type=count, default=128, help="with --measure: tokens of a sequence")
-    add("--memory-bandwidth", type=positive, default=1500.0, help="without --measure: of the device, GB/s (1500)")
+    add("--batch-size", type=count, help="with --measure: sequences of a rank's step (default: 2)")
+    add("--context", type=count, help="with --measure: tokens of a sequence (default: 128)")
+    add("--memory-bandwidth", type=positive, help="without --measure: of the device, GB/s (default: 1500)")
     add("--memory", type=positive, default=80.0, help="of a rank's device, GB; advice is what fits (default: 80)")
     add("--node-bandwidth", type=positive, default=200.0, help="between the ranks of a node, GB/s (default: 200)")
     add("--precision", choices=PRECISIONS, default="32-true", help="of the training, and of what is measured")
     add("--no-clipping", action="store_true", help="the gradient norm is not clipped")
     add("--sparsity", type=sparsity, nargs="+", default=[0.0, 0.9, 0.99, 0.999], help="which to predict")
     add("--steps", type=count, default=None, help="of the optimizer in the whole run, which is then predicted")
-    add("--checkpoints", type=count_or_none, default=0, help="with --steps: how many are saved (default: 0)")
+    add("--checkpoints", type=count_or_none, help="with --steps: how many are saved (default: 0)")
+    add("--state-dict-type", choices=("full", "sharded"), help="with --steps: of the checkpoints (default: full)")
     add(
-        "--state-dict-type", choices=("full", "sharded"), default="full", help="of the checkpoints, as for the strategy"
+        "--async-save",
+        action="store_true",
+        default=None,
+        help="with --steps: checkpoints are collected and written beside training",
     )
-    add("--async-save", action="store_true", help="checkpoints are collected and written beside training")
-    add("--validation", type=seconds, default=0.0, help="with --steps: time of all validations together: 90s")
+    add("--validation", type=seconds, help="with --steps: time of all validations together: 90s")
     add("--plot", type=Path, default=None, help="draw step time over bandwidth and over ranks into this file (.png)")
     args = parser.parse_args(arguments)
     try:
@@ -170,10 +187,28 @@ def _check(args: argparse.Namespace) -> None:
             "--nodes must be at least 2, got 1: a plan is about the link between machines. On one machine stay with DDP"
             " or FSDP over its own interconnect, or launch --measure with torchrun there, without --bandwidth."
         )
-    if args.steps is None and (args.checkpoints or args.validation):
-        raise ValueError("--checkpoints and --validation must come with --steps. Say how long the run is.")
+    _check_effects(args)
     if args.plot is not None and not int(os.environ.get("RANK", "0")):
         check_plot(args.plot)
+
+
+def _check_effects(args: argparse.Namespace) -> None:
+    """Raises ``ValueError`` for an option that the others leave without effect; fills in those that are not given."""
+    measured, of_a_run = (args.measure, "with --measure"), (args.steps is not None, "with --steps")
+    for name, default, (counts, how) in (
+        ("batch_size", 2, measured),
+        ("context", 128, measured),
+        ("memory_bandwidth", 1500.0, (not args.measure, "without --measure, which measures it")),
+        ("checkpoints", 0, of_a_run),
+        ("state_dict_type", "full", of_a_run),
+        ("async_save", False, of_a_run),
+        ("validation", 0.0, of_a_run),
+    ):
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+        elif not counts:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} must come {how}, got it where it has no effect. Add or drop one of the two.")
 
 
 def launched() -> int:
@@ -229,7 +264,9 @@ def import_matplotlib(used_for: str) -> None:
 def doctor_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Of ``lightning-scape doctor``; likewise."""
     parser = Parser("doctor", _DOCTOR)
-    parser.add_argument("folder", nargs="?", type=Path, help="of a run's report: says where the time of its steps goes")
+    parser.add_argument(
+        "folder", nargs="?", type=local, help="of a run's report: says where the time of its steps goes"
+    )
     parser.add_argument(
         "--watch",
         nargs="?",

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.tools.arguments import Parser, doctor_arguments, import_matplotlib, plan_arguments
+from lightning_scape.tools.arguments import Parser, doctor_arguments, import_matplotlib, local, plan_arguments
 from lightning_scape.tools.console import ends_quietly
 
 MOST_ODD = 20
@@ -43,8 +44,8 @@ def _plan(arguments: list[str]) -> int:
 
 def _consolidate(arguments: list[str]) -> int:
     parser = _parser("consolidate")
-    parser.add_argument("checkpoint", type=Path, help="a sharded checkpoint's directory, or a file to convert")
-    parser.add_argument("file", type=Path, help="where the one file goes")
+    parser.add_argument("checkpoint", type=local, help="a sharded checkpoint's directory, or a file to convert")
+    parser.add_argument("file", type=local, help="where the one file goes")
     parser.add_argument("--force", action="store_true", help="replace FILE if it exists, when the new one is whole")
     parser.add_argument(
         "--optimizer",
@@ -58,7 +59,11 @@ def _consolidate(arguments: list[str]) -> int:
 
     files.check_there(given.checkpoint)
     _check_free(given.checkpoint, given.file, given.force)
-    files.save_file(saving.consolidate(given.checkpoint, given.optimizer), given.file)
+    with warnings.catch_warnings(record=True) as said:
+        whole = saving.consolidate(given.checkpoint, given.optimizer)
+    for each in said:  # without the place in our code
+        print(f"lightning-scape: {each.message}", file=sys.stderr)
+    files.save_file(whole, given.file)
     print(f"{given.file}: {given.file.stat().st_size:,} bytes")
     return 0
 
@@ -78,7 +83,7 @@ def _check_free(source: Path, target: Path, force: bool) -> None:
 
 def _verify(arguments: list[str]) -> int:
     parser = _parser("verify")
-    parser.add_argument("path", type=Path, nargs="+", help="checkpoints, files or directories")
+    parser.add_argument("path", type=local, nargs="+", help="checkpoints, files or directories")
     given = parser.parse_args(arguments)
     from lightning_scape.checkpoint.inspection import verify
 
@@ -117,7 +122,7 @@ def _doctor(arguments: list[str]) -> int:
 
 def _report(arguments: list[str]) -> int:
     parser = _parser("report")
-    parser.add_argument("folder", type=Path, help="what was given as `ScapeMonitor(report=...)`")
+    parser.add_argument("folder", type=local, help="what was given as `ScapeMonitor(report=...)`")
     given = parser.parse_args(arguments)
     import_matplotlib("`lightning-scape report`")
     from lightning_scape.reporting import History, write_page
@@ -141,7 +146,10 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
 
 @ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0, 1 with the reason on stderr, or 2 for a wrong command line."""
+    """Runs one command; returns the exit status.
+
+    0; 1 with the reason on stderr; 2 for a wrong command line; 130 after Ctrl-C.
+    """
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name == "--version":
         print(__version__)
@@ -149,6 +157,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name in COMMANDS:
         try:
             return COMMANDS[name][0](rest)
+        except BrokenPipeError:
+            raise  # whoever reads the output has gone
+        except KeyboardInterrupt:
+            return 130
         except (ValueError, OSError) as error:
             print(f"lightning-scape: {error}", file=sys.stderr)
             return 1

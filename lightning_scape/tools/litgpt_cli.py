@@ -156,7 +156,7 @@ def _check_name(option: str, received: str, name: str) -> None:
         raise ValueError(no_option(option, received, now))
     known = [field.name for field in fields(named(name).config_class)]
     if option not in known:
-        (near,) = get_close_matches(option, known, n=1) or [""]
+        (near,) = get_close_matches(str(option), known, n=1) or [""]
         raise ValueError(
             f"An option of {named(name).title} must be one of {', '.join(known)}; {received}."
             f" {f'Did you mean {near}?' if near else 'Use one of these names.'}"
@@ -382,7 +382,7 @@ def _tell_resumed(
 ) -> None:
     title, config = named(name).title, named(name).config_class
     if not saved:
-        print(f"{title}: {file} records no options of {title}; those given now hold.", file=sys.stderr)
+        print(f"{title}: no options of {title} can be read from {file}; those given now hold.", file=sys.stderr)
         return
     print(f"{title}: options are those of the checkpoint, from {file}.", file=sys.stderr)
     # By way of the config: it may write an option in another way than it was given.

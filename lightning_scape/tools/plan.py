@@ -74,7 +74,7 @@ def run(args: Namespace) -> int:
         if inside is not None:
             assumed.append(f"a rank reaches the others of its node at {args.node_bandwidth:g} GB/s")
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"lightning-scape plan: error: {error}", file=sys.stderr)
         return 2
     memory = args.memory * 1e9
     print(report(args.model, job, link, machine, predictions, assumed, memory=memory, inside=inside, length=_run(args)))
@@ -199,7 +199,15 @@ def _measure(args: Namespace) -> tuple[Machine, Link | None, float, str]:
         if is_distributed():
             local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             link = measure_link(device=device, ranks_per_node=_ranks_per_node(launched(), local))
-        step_compute = measure_compute(model, args.batch_size, args.context, precision=args.precision)
+        try:
+            step_compute = measure_compute(model, args.batch_size, args.context, precision=args.precision)
+        except RuntimeError as error:
+            if "allocate" not in str(error):
+                raise
+            raise ValueError(
+                f"A step must fit into memory, got `--batch-size {args.batch_size} --context {args.context}`:"
+                f" {str(error).splitlines()[0].rstrip('.')}. Lower one of them."
+            ) from error
         machine = measure_machine(list(model.parameters()), args.sparsity)
     return machine, link, step_compute, where
 

@@ -44,7 +44,7 @@ class Parts:
     @classmethod
     def of(cls, run: Run) -> Parts | None:
         """None where no point of the run has a step's time."""
-        points = [point for point in run.points if point.get("step_seconds")]
+        points = [point for point in run.points if 0 < (point.get("step_seconds") or 0.0) < math.inf]
         points = points[len(points) // 2 :]
         if not points:
             return None
@@ -89,14 +89,19 @@ def check_run(folder: Path) -> list[Finding]:
         OSError: its figures cannot be read.
         ValueError: there are none, or no step of them has a time.
     """
-    runs = History.read(folder).line()
+    history = History.read(folder)
+    runs, odd = history.line(), history.passed_over
     parts = Parts.of(runs[-1]) if runs else None
     if parts is None:
+        got = f"none in its newest run, of {len(runs[-1].points)} points" if runs else "none"
         raise ValueError(
-            f"{str(folder)!r} must hold the figures of a run with a step's time, got none. Train with"
-            f" `ScapeMonitor(report={str(folder)!r})`, for two of its intervals."
+            f"{str(folder)!r} must hold the figures of a run with a step's time, got {got}"
+            f"{f' ({odd[0]})' if odd else ''}. Name the folder of `ScapeMonitor(report=...)`, and train for two of its"
+            " intervals."
         )
     findings = [*judge(parts, runs[-1].title, runs[-1].exchanges), *_warming_up(runs[-1])]
+    if odd:
+        findings.append(Finding(TOPIC, "note", f"Lines that were passed over: {len(odd)}. {odd[0]}"))
     if runs[-1].about.get("device", "cpu") != "cpu":
         findings.append(Finding(TOPIC, "note", ON_THE_DEVICE))
     return findings
