@@ -305,6 +305,7 @@ def test_operations_in_chunks_equal_the_definition(monkeypatch: pytest.MonkeyPat
         assert_same_bits(ours, theirs)
 
 
+@pytest.mark.few(0)
 def test_compiled_code_is_kept_until_one_of_the_files_changes(tmp_path: Path) -> None:
     """An edit of a file that a loop uses makes the loop be compiled anew, too."""
     package = Path(__file__).parents[1] / "lightning_scape"
@@ -664,6 +665,7 @@ last()
 """
 
 
+@pytest.mark.few(0)
 def test_a_step_at_exit_works_though_no_thread_can_be_started_any_more() -> None:
     environ = {**os.environ, "PYTHONPATH": TESTS}
     done = subprocess.run(

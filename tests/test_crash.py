@@ -155,6 +155,7 @@ def hang_a_rank(rank: int, world_size: int) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.few(0)
 def test_a_hung_rank_is_waited_for_until_the_timeout(run_ranks: RunRanks) -> None:
     assert 2.5 < run_ranks(hang_a_rank, 2, timeout=60.0)[0] < 9
 

@@ -108,6 +108,7 @@ def die_on_the_way(rank: int, world_size: int, port: int) -> tuple[int, str]:
     return look(rank, world_size, port, ("--timeout=4",), {})
 
 
+@pytest.mark.few(0)
 def test_a_rank_that_dies_on_the_way_is_an_error_and_no_hang(run_ranks: RunRanks) -> None:
     (status, said), _ = run_ranks(die_on_the_way, 2, free_port(), expect_errors=True)
     assert status == 1

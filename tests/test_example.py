@@ -348,6 +348,7 @@ def interrupt_and_resume(rank: int, world_size: int, out: str) -> str:
     return str(refused.value)
 
 
+@pytest.mark.few(0)
 def test_an_interrupted_run_resumes_and_ends_as_if_it_had_not_been(run_ranks: RunRanks, tmp_path: Path) -> None:
     """All that Ctrl-C left was the log."""
     refused = run_ranks(interrupt_and_resume, 2, str(tmp_path))[0]

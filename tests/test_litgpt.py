@@ -462,6 +462,7 @@ def run_files(rank: int, world_size: int, folder: str, names: list[str]) -> None
             litgpt_cli.main()
 
 
+@pytest.mark.few(0)
 @pytest.mark.parametrize("names", [LITGPT_CONFIGS[::2], pytest.param(LITGPT_CONFIGS[1::2], marks=pytest.mark.slow)])
 def test_every_file_trains_through_its_entry_point(run_ranks: RunRanks, tmp_path: Path, names: list[str]) -> None:
     run_ranks(run_files, 2, str(tmp_path), names)

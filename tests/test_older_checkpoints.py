@@ -38,7 +38,7 @@ def check_same(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("version", "case"), CASES)
 def test_training_goes_on_as_in_the_version_that_wrote_it(run_ranks: Any, version: str, case: str) -> None:
     kind, ranks, nodes, form = case.split(" ")

@@ -59,6 +59,7 @@ def test_questions_are_the_same_every_time_and_their_answers_at_random_places(ex
         examples.questions(sources, each=1_000_000)
 
 
+@pytest.mark.few(0)
 def test_the_folder_is_what_lm_eval_takes(examples: ModuleType, tmp_path: Path) -> None:
     asked = examples.build(tmp_path, each=5)
     lines = (tmp_path / "name.jsonl").read_text().splitlines()

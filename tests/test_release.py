@@ -48,7 +48,7 @@ def run(*command: object, cwd: Path, path: Path | None = None) -> str:
     return done.stdout
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["whl", pytest.param("gz", marks=pytest.mark.slow)])
 def test_wheel_and_sdist_build_install_and_train(tmp_path: Path, kind: str) -> None:

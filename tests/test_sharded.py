@@ -128,7 +128,7 @@ def read_either(rank: int, world_size: int, folder: str, kind: str, config: Scap
     return whole, mean, [str(w.message) for w in caught], descend(model, optimizer, 30)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("before", "after", "config"), RESHARDINGS, ids=name_of)
 def test_resharding_is_exact_keeps_the_mean_residual_and_the_loss(
     run_ranks: RunRanks, tmp_path: Path, before: int, after: int, config: ScapeConfig
@@ -320,12 +320,14 @@ def test_the_tool_names_what_is_wrong_and_fails(tmp_path: Path, capsys: Any) -> 
 
 
 @pytest.mark.parametrize("config", [CONFIG, ADAMW], ids=name_of)
-def test_scape_goes_on_as_adamw_and_as_adams_with_what_carries_over(tmp_path: Path, config: ScapeConfig) -> None:
+def test_scape_goes_on_as_adamw_and_as_adams_with_what_carries_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: ScapeConfig
+) -> None:
     params, optimizer = build(config, torch.float32)
     train(params, optimizer, 0, range(6))
     save(tmp_path / "c", optimizer, numbered(params))
-    with pytest.warns(UserWarning, match="residuals, last steps and masks do not carry over"):
-        assert main(["consolidate", str(tmp_path / "c"), str(tmp_path / "w.pt"), "--optimizer", "adamw"]) == 0
+    assert main(["consolidate", str(tmp_path / "c"), str(tmp_path / "w.pt"), "--optimizer", "adamw"]) == 0
+    assert "residuals, last steps and masks do not carry over" in capsys.readouterr().err
     whole = optimizer.state_dict()
     for kind in (torch.optim.AdamW, AdamS):
         twins = parameters()
@@ -340,8 +342,8 @@ def test_scape_goes_on_as_adamw_and_as_adams_with_what_carries_over(tmp_path: Pa
                 save_file(content, tmp_path / f"{name}.pt")
                 command = ["consolidate", "--force", "--optimizer", "adamw"]
                 command += [str(tmp_path / f"{name}.pt"), str(tmp_path / "v.pt")]
-                with pytest.warns(UserWarning, match="do not carry over"):
-                    assert main(command) == 0
+                assert main(command) == 0
+                assert "do not carry over" in capsys.readouterr().err
                 found = torch.load(tmp_path / "v.pt", weights_only=True)
                 state = found["optimizer_states"][0] if name == "t" else found["optimizer"]
                 assert_equal(state, torch.load(tmp_path / "w.pt", weights_only=True)["optimizer"])

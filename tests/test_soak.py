@@ -36,6 +36,7 @@ def test_five_thousand_steps_keep_memory_flat_and_replicas_equal(tmp_path: Path)
     assert_all_is_well(tmp_path, 5000, 8.0)
 
 
+@pytest.mark.few(0)
 def test_killed_at_random_a_job_takes_every_step_on_two_and_three_ranks(tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = ("--kill-every=40", "--steps=120", "--save-every=20", "--seed=3", "--bound=16")

@@ -58,6 +58,7 @@ def inner_states(state: Any) -> list[str]:
     return [key for key in state["optimizer"]["sparseloco"]["tensors"] if key.startswith("inner.")]
 
 
+@pytest.mark.few(0)
 def test_litgpt_trains_and_resumes_with_the_options_of_the_checkpoint(
     run_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:

@@ -514,7 +514,7 @@ def test_any_part_may_be_another_and_is_refused_in_words_or_harmless(tmp_path: P
     assert refused > 100
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("name", ["sparseloco-format-1", "sparseloco"])
 def test_any_fact_of_a_method_with_an_inner_optimizer_may_be_another(tmp_path: Path, name: str) -> None:
     """Sixty tables whose checksums are right: never an error of another kind."""

@@ -58,7 +58,7 @@ def _warmups(rank: int, world_size: int, model: type, options: dict[str, Any], g
     return [optimizer.schedule.warmup_steps for optimizer in scape_optimizers(trainer.optimizers)]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "options", "warmups"),
     [
@@ -245,7 +245,7 @@ def _warned_of_few_updates(rank: int, world_size: int, steps: int, options: dict
     return [str(w.message) for w in caught if "updated at least" in str(w.message)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("steps", "options", "advice"),
     [
@@ -295,6 +295,7 @@ def _warned_that_dense_is_faster(rank: int, world_size: int, message_seconds: fl
     return [str(w.message) for w in caught if "Dense training would be faster" in str(w.message)]
 
 
+@pytest.mark.few(0)
 def test_a_run_in_which_dense_would_be_faster_says_so_once_with_figures(run_ranks: Any) -> None:
     # Messages that take no time at all: the bytes of a dense step would not either, and its optimizer does less.
     first, second = run_ranks(_warned_that_dense_is_faster, 2, 1e-7)

@@ -198,7 +198,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("launcher", ["torchrun", "popen", "spawn", "fork"])
 def test_a_script_trains_on_two_ranks_started_by(tmp_path: Path, launcher: str) -> None:
     script = tmp_path / "script.py"

@@ -157,6 +157,7 @@ def _monitored(rank: int, world_size: int, folder: str) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items() if "/" in name}
 
 
+@pytest.mark.few(0)
 def test_the_monitor_logs_and_reports_it(run_ranks: RunRanks, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert run_ranks(_monitored, 2, str(tmp_path))[0] == {"diloco/compression": 4.0}

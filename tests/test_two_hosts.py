@@ -163,6 +163,7 @@ def test_a_wrong_interface_is_an_error_that_names_it_and_those_there_are(hosts: 
         assert part in last_line(ended[0])
 
 
+@pytest.mark.few(0)
 @two_host
 def test_too_few_ranks_are_an_error_that_says_how_many_were_expected(hosts: Hosts) -> None:
     job = [warm_python(), JOB, "3", str(PATIENCE)]
@@ -174,6 +175,7 @@ def test_too_few_ranks_are_an_error_that_says_how_many_were_expected(hosts: Host
         assert "(3 are expected)" in last_line(end)
 
 
+@pytest.mark.few(0)
 @two_host
 def test_an_unreachable_master_is_an_error_that_says_what_to_check(hosts: Hosts) -> None:
     nobody = hosts[0].address.rpartition(".")[0] + ".99"

@@ -89,6 +89,7 @@ def _as_flat(rank: int, world_size: int) -> list[Any]:
     return found
 
 
+@pytest.mark.few(0)
 def test_accumulation_trains_as_on_flat_ranks_and_the_norm_is_the_same(run_ranks: Any) -> None:
     everyone = run_ranks(_as_flat, 4)
     flat_norm, flat, nodes_norm, nodes = everyone[0]

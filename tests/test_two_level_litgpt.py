@@ -64,7 +64,7 @@ def test_ten_families_train_at_density_1_as_flat_ranks_do(run_ranks: Any) -> Non
     assert sum(each["Mixtral-8x7B-v0.1"][0][1] > 0 for each in found) >= 2
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize(
     "names", [["pythia-14m", "Mixtral-8x7B-v0.1"], pytest.param(TEN, marks=pytest.mark.slow)], ids=["two", "ten"]
 )

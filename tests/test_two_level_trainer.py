@@ -158,6 +158,7 @@ def _sparse(rank: int, world_size: int) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.few(0)
 @pytest.mark.filterwarnings("ignore:The gradient norm was not finite")
 def test_precisions_and_a_skip_on_one_rank(run_ranks: Any) -> None:
     everyone = run_ranks(_sparse, 4)

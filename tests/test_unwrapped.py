@@ -173,7 +173,7 @@ def fits_with_other_optimizers(rank: int, world_size: int, method: str) -> None:
             assert how == "the list's member" or isinstance(steps, ScapeOptimizer) or SparseLoCo.of(steps) is not None
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_optimizer_of_a_fit_is_under_the_method_or_refused(run_ranks: Any, method: str) -> None:
     run_ranks(fits_with_other_optimizers, 2, method)

@@ -73,6 +73,7 @@ def _averaged(rank: int, world_size: int, name: str) -> None:
     assert torch.equal(everyone[0], everyone[1])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", AVERAGES)
 def test_an_average_of_weights_is_what_all_ranks_end_with(run_ranks: Any, name: str) -> None:
     """It was each rank's own; where a window was open, or with BatchNorm, it was sent as if learned, and lost."""
@@ -113,6 +114,7 @@ def _written(rank: int, world_size: int, write: str, overlap: int) -> tuple[Tens
     return flat(net), flat(again)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("write", "overlap"), [("inside", 0), ("inside", 2), ("data", 0), ("apart", 0)])
 def test_what_all_ranks_write_is_where_training_goes_on(run_ranks: Any, write: str, overlap: int) -> None:
     """Inside a window and at its beginning, there through ``.data`` too; all but the largest changes were undone."""

@@ -12,8 +12,8 @@ from lightning_scape import SparseLoCo
 
 from .base import PartingRanks
 
-OPENING_BYTES = 24
-"""Of the first message of an exchange, to each other rank: a norm, two counts, a number, and a hash of 8 bytes."""
+OPENING_BYTES = 40
+"""Of the first message of an exchange, to each other rank: a norm, two counts, a number, three digests of 8 bytes."""
 
 
 class SparseLoCoRanks(PartingRanks):
