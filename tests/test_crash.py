@@ -87,6 +87,7 @@ def test_a_killed_rank_makes_the_others_stop_and_say_why(run_ranks: RunRanks, at
 def fail_again(rank: int, world_size: int) -> list[str]:
     said: list[str] = []
     for turn in range(2):
+        dist.barrier()  # all have seen all reports, which a new group takes back
         new_group_like()
         dist.barrier()
         if turn and rank:
