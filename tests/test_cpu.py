@@ -56,6 +56,7 @@ ONE = torch.ones(())
 TESTS = str(Path(__file__).parent)
 
 
+@pytest.mark.few(2)  # dtypes are compiled one by one
 class TestNumba(KernelChecks):
     assert_same_moments = staticmethod(assert_same_bits)
     module = cpu
@@ -384,6 +385,7 @@ def test_gather_and_scatter_equal_their_twins(dtypes: tuple[torch.dtype, torch.d
         assert_same(ours, theirs)
 
 
+@pytest.mark.few(0)
 @given(st.sampled_from(PAIRS), st.integers(1, 40), st.sampled_from([20, 300]), st.booleans(), st.integers(0, 2**20))
 def test_gather_and_scatter_of_blocks_equal_their_twins(
     dtypes: tuple[torch.dtype, torch.dtype], rows: int, length: int, add: bool, seed: int

@@ -42,7 +42,7 @@ def some_at_once(ranks: Sequence[int | None], sweeps: Sequence[tuple[int | None,
 
 
 @interpreted
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 class TestInterpreted(KernelChecks):
     device = "cpu"
 

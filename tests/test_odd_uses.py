@@ -207,6 +207,7 @@ def _refused(
     make_trainer(strategy and strategy()).fit(make(), loader())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("make", "words"),
     [

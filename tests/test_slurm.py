@@ -166,6 +166,7 @@ def timed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return jobs
 
 
+@pytest.mark.few(0)
 def test_a_job_whose_time_is_nearly_over_is_requeued_and_goes_on(cluster: Cluster, timed: dict[str, Timed]) -> None:
     job, log = timed["signal"]
     cluster.wait_for_requeue(job)

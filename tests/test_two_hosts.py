@@ -151,6 +151,7 @@ def last_line(end: Ended) -> str:
     return lines[-1]
 
 
+@pytest.mark.few(0)
 @two_host
 def test_a_wrong_interface_is_an_error_that_names_it_and_those_there_are(hosts: Hosts) -> None:
     first, second = of_lightning(hosts, 29505)
@@ -292,6 +293,7 @@ def test_a_rate_that_is_none_is_an_error(rate: str) -> None:
         Hosts(2, rate=rate)
 
 
+@pytest.mark.few(0)
 @two_host
 def test_the_benchmark_runs_every_method_counts_its_bytes_and_resumes(tmp_path: Path) -> None:
     command = [warm_python(), str(EXAMPLES / "bench_two_hosts.py"), "--short", f"--out={tmp_path}"]

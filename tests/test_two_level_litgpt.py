@@ -75,6 +75,7 @@ def test_sparse_families_learn_as_fast_as_on_flat_ranks(run_ranks: Any, names: l
         assert nodes[0][-1] < flat[0][-1] + 0.2 * fall, (name, flat, nodes)  # nodes rank by less noisy gradients
 
 
+@pytest.mark.few(0)
 def test_the_command_line_shards_over_a_node(tmp_path: Path) -> None:
     run_tiny(tmp_path, 2, "--scape.local_group_size", "node", "--scape.reshard_after_forward=false")
     saved = load(tmp_path / "final")
