@@ -214,7 +214,9 @@ def _remove_if_left_behind(partial: Path, has_token: bool) -> None:
         return
     try:
         free = _lock(handle)
-        if time.time() - os.fstat(handle).st_mtime > _LONG_AGO if free is None else free:
+        if free is None:
+            free = time.time() - os.fstat(handle).st_mtime > _LONG_AGO
+        if free:
             _remove(partial)
     finally:
         os.close(handle)
@@ -242,12 +244,15 @@ def _create(path: Path, inside: str | None = None) -> IO[bytes]:
         if inside is not None:
             name.mkdir(parents=True)
             name /= inside
-        # Another save may take the new directory for one left behind; of a file, the folder is not there.
-        with contextlib.suppress(*[FileNotFoundError] * (inside is not None)):
+        try:
             file = open(name, "xb")  # noqa: SIM115 - whoever writes it closes it
-            if _lock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
-                return file
-            file.close()  # another save took it for one left behind
+        except FileNotFoundError:
+            if inside is None:  # the folder is not there
+                raise
+            continue  # another save took the new directory for one left behind
+        if _lock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()  # another save took it for one left behind
     raise OSError(errno.EBUSY, f"{_MOST_TURNS} names for a temporary were taken")
 
 
