@@ -108,13 +108,9 @@ class Buffers:
         """
         if world_size() == 1:
             return None
-        untrained = {name: each for module in reversed([*modules]) for name, each in self._untrained(module)}
         if self.broadcast:
             if occasion in ("exchange", "end"):
-                self._handed_on += 1
-                if occasion == "end" or self._handed_on.bit_count() == 1:
-                    self._apart.update(_different(untrained))
-                broadcast_tensors([each for name, each in untrained.items() if name in self._apart], rows)
+                self._hand_on_untrained(modules, occasion == "end", rows)
             return None
         if occasion in self._looked or "told" in self._looked:
             return None
@@ -123,7 +119,7 @@ class Buffers:
         for module in modules:
             told = {id(buffer) for layer in _local_batch_norms(module) for buffer in layer.buffers()}
             own = {**{name: buffer for name, buffer in _shared_buffers(module) if id(buffer) not in told}, **own}
-        if not (differ := _different({**own, **untrained})):
+        if not (differ := _different({**own, **self._untrained_of(modules)})):
             return None
         self._looked.add("told")
         names = ", ".join(map(repr, differ[:5])) + (f" and {len(differ) - 5} more" if len(differ) > 5 else "")
@@ -134,6 +130,19 @@ class Buffers:
             f" rank 0's buffers on before each forward pass: `{strategy}(broadcast_buffers=True)` does so, and hands on"
             " the parameters after each exchange. Or update them alike on all ranks."
         )
+
+    def _hand_on_untrained(self, modules: Iterable[nn.Module], at_end: bool, rows: ProcessGroup | None) -> None:
+        self._handed_on += 1
+        looks = at_end or self._handed_on.bit_count() == 1
+        if not looks and not self._apart:  # as in nearly every step, where each is an exchange
+            return
+        untrained = self._untrained_of(modules)
+        if looks:
+            self._apart.update(_different(untrained))
+        broadcast_tensors([each for name, each in untrained.items() if name in self._apart], rows)
+
+    def _untrained_of(self, modules: Iterable[nn.Module]) -> dict[str, Tensor]:
+        return {name: each for module in reversed([*modules]) for name, each in self._untrained(module)}
 
     def _untrained(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Parameters that no optimizer trains, of sharded ones this rank's rows: ranks compare the same rows."""
