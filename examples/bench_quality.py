@@ -85,12 +85,17 @@ class Training:
 
     def advance(self) -> None:
         """One step of all ranks."""
-        self.ranks.backward(next(self._batches), lambda batch: self.task.loss(self.model, batch), self.task.joined)
+        self.ranks.backward(next(self._batches), self.loss, self.task.joined)
         self.ranks.step(self.run.at(self.step), MAX_NORM)
         if self.step + 1 == self.run.steps:
             self.ranks.end()
         self.bytes_sent += self.ranks.bytes_sent()
         self.step += 1
+
+    def loss(self, batch: Any) -> Tensor:
+        """Of one rank, in the precision of the run."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.run.precision == "bf16-mixed"):
+            return self.task.loss(self.model, batch)
 
     def go(self, snapshot: Path, every: int, seconds_between: float) -> dict[str, Any]:
         """Trains to the end; takes a snapshot now and then."""

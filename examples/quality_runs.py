@@ -37,6 +37,7 @@ class Setting(NamedTuple):
     steps: int
     task: str
     betas: tuple[float, float]
+    precision: str
 
     @property
     def title(self) -> str:
@@ -44,7 +45,8 @@ class Setting(NamedTuple):
         what = f"{self.size} parameters" if self.task == "python" else f"{self.task}, about 30,000 parameters"
         windows = f"{self.batch} x {self.context} bytes" if self.task == "python" else f"{self.batch} images"
         betas = "" if self.betas == BETAS else f", betas {self.betas}"
-        return f"{what}, {self.ranks} ranks of {windows}, {self.steps:,} steps{betas}"
+        precision = "" if self.precision == "fp32" else f", {self.precision}"
+        return f"{what}, {self.ranks} ranks of {windows}, {self.steps:,} steps{betas}{precision}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,8 @@ class Run:
     steps: int = 3000
     lr: float = 2e-3
     betas: tuple[float, float] = BETAS
+    precision: str = "fp32"
+    """fp32; or bf16-mixed: the model computes in bf16, parameters and gradients are fp32."""
     seed: int = 0
     warmup: float = 0.1
     """Share of the steps in which the learning rate rises linearly; a cosine to a tenth follows."""
@@ -78,6 +82,7 @@ class Run:
             parts = [self.method, self.task, f"N{self.ranks}x{self.batch}", f"{self.steps}"]
         parts += [f"lr{self.lr:g}", f"seed{self.seed}"]
         parts += [f"betas-{self.betas[0]:g}-{self.betas[1]:g}"] if self.betas != BETAS else []
+        parts += [self.precision] if self.precision != "fp32" else []
         parts += [f"{key}-{value}" for key, value in self.options]
         return "_".join(parts)
 
@@ -111,7 +116,7 @@ class Run:
     def setting(self) -> Setting:
         """What it shares with the runs it is compared with."""
         size, context = (self.size, self.context) if self.task == "python" else ("", 1)
-        return Setting(size, self.ranks, self.batch, context, self.steps, self.task, self.betas)
+        return Setting(size, self.ranks, self.batch, context, self.steps, self.task, self.betas, self.precision)
 
     @property
     def tokens(self) -> int:
@@ -222,8 +227,8 @@ def in_turns(*lists: list[Run]) -> list[Run]:
 
 
 BOTH_BETAS = [BETAS, TORCH_BETAS]
-LARGE: dict[str, Any] = {"batch": 4, "context": 128}
-"""Of a rank, where a step takes seconds."""
+LARGE: dict[str, Any] = {"batch": 4, "context": 128, "precision": "bf16-mixed"}
+"""Where a step takes seconds."""
 DIGITS: dict[str, Any] = {"steps": 1500, "betas": TORCH_BETAS}
 DROP_IN: dict[str, list[Run]] = {
     "drop_in_short": in_turns(
