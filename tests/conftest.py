@@ -19,6 +19,7 @@ from typing import Any
 import compile_once
 import launcher
 import pytest
+import short_form
 import torch
 import warm_python
 
@@ -38,13 +39,16 @@ settings.load_profile("scape")
 
 
 LONGEST = """
-kernels cli litgpt two_hosts example slurm cpu apart report doctor unwrapped crash resume sharded release planner
+cpu kernels litgpt two_hosts apart report cli slurm example doctor unwrapped crash resume sharded release planner
 strategy_advice sparseloco_litgpt two_level strangers two_level_litgpt strategy_life sparseloco_resume sparseloco
 strategy_options sparseloco_hosts odd_uses two_level_trainer fabric optimizer_life scape_simple browser features
 sweep_cuda strategy restarts two_level_fabric sparseloco_features imports soak two_level_checkpoint failing value_wire
 third_method link_faults preemption
 """.split()  # noqa: SIM905 - a list would take a line for each
-"""Files whose tests take longest. They come first, so that no worker is left alone with one of them at the end."""
+"""Files whose tests take longest. They come first, so that no worker is left alone with one of them at the end.
+
+Of these, those that start new interpreters come when numba's loops lie on disk: each would compile them for itself.
+"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,6 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    short_form.whole = _is_whole(config)
     if config.getoption("--run-slow"):
         settings.load_profile("scape-slow")
     if config.getoption("--fresh-processes"):
@@ -72,7 +77,7 @@ def _is_whole(config: pytest.Config) -> bool:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    return None if _is_whole(config) else "the short form: a few cases of the tests marked few; --whole runs all"
+    return None if short_form.whole else "the short form: a few cases of the tests marked few; --whole runs all"
 
 
 def _keep_few(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -91,7 +96,7 @@ def _keep_few(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not _is_whole(config):
+    if not short_form.whole:
         _keep_few(config, items)
     begun_first = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: begun_first.get(item.path.name, len(LONGEST)))

@@ -537,6 +537,7 @@ def fail_between_exchanges(rank: int, world_size: int) -> None:
         raise
 
 
+@pytest.mark.few(0)
 def test_an_error_before_an_exchange_of_sparseloco_reaches_those_that_wait_in_it(run_ranks: RunRanks) -> None:
     first, second = run_ranks(fail_between_exchanges, 2, expect_errors=True, timeout=100.0)
     assert isinstance(second, KeyError)

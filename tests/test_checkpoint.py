@@ -109,7 +109,7 @@ def stop_and_go(rank: int, world_size: int, at: int, config: ScapeConfig, dtype:
     return len(again)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("at", "options", "dtype"),
     [

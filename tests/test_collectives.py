@@ -273,7 +273,7 @@ def _after_an_error(rank: int, world: int, where: str) -> tuple[bool, float, Ten
     return failed, waited, parameter.detach().clone()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", ["outgoing take", "shard take", "shard update", "scatter_params", "next launch"])
 def test_an_error_beside_a_message_breaks_no_later_one(run_ranks: Any, where: str) -> None:
     (failed, waited, first), (also, also_waited, second) = run_ranks(_after_an_error, 2, where)

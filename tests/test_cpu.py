@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import short_form
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,11 +48,17 @@ from lightning_scape.ops.registry import CHUNKED
 from lightning_scape.ops.registry import CPU as cpu
 from lightning_scape.scape.clipping import SKETCH_WIDTHS, random_signs
 
-FLOATS = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
-STATES = st.sampled_from([torch.float32, torch.float64])
+
+def drawn(dtypes: list[Any], of_the_short_form: int) -> st.SearchStrategy[Any]:
+    """One of them. Each is compiled by itself, and so the short form draws from the first."""
+    return st.sampled_from(dtypes if short_form.whole else dtypes[:of_the_short_form])
+
+
+FLOATS = drawn([torch.float32, torch.bfloat16, torch.float64, torch.float16], 2)
+STATES = drawn([torch.float32, torch.float64], 1)
 PAIRS = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16, torch.float16)]
 PAIRS += [(torch.float64, torch.float64), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)]
-"""Of parameters and their values on the wire. Each pair is compiled by itself."""
+"""Of parameters and their values on the wire."""
 ONE = torch.ones(())
 TESTS = str(Path(__file__).parent)
 
@@ -200,7 +207,7 @@ def test_fold_and_second_moments_equal_their_twins(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), st.sampled_from(SWEPT[:4]), st.integers(1, 256), st.integers(0, 2**20))
+@given(st.data(), drawn(SWEPT[:4], 2), st.integers(1, 256), st.integers(0, 2**20))
 def test_sweep_equals_fold_compact_and_select_one_after_the_other(
     data: st.DataObject, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], length: int, seed: int
 ) -> None:
@@ -241,6 +248,7 @@ def test_sweep_equals_fold_compact_and_select_one_after_the_other(
         TestNumba().compare_sweep(job)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("length", "elected"), [(300, 2), (300, 40), (5000, 2), (5000, 40)])
 def test_sweep_of_long_blocks_equals_its_parts(length: int, elected: int) -> None:
     TestNumba().compare_sweep(SweepJob.draw(0, 3, 2, elected, length=length, sizes=[9000, 16_000, 7]))
@@ -361,7 +369,7 @@ def test_mean_and_changes_equal_their_twins(
     assert unmoved.signbit().all()
 
 
-@given(st.sampled_from(PAIRS), st.booleans(), st.integers(0, 2**20))
+@given(drawn(PAIRS, 2), st.booleans(), st.integers(0, 2**20))
 def test_gather_and_scatter_equal_their_twins(dtypes: tuple[torch.dtype, torch.dtype], add: bool, seed: int) -> None:
     dtype, wire = dtypes
     sizes = [70, 3, 40, 20]
@@ -386,7 +394,7 @@ def test_gather_and_scatter_equal_their_twins(dtypes: tuple[torch.dtype, torch.d
 
 
 @pytest.mark.few(0)
-@given(st.sampled_from(PAIRS), st.integers(1, 40), st.sampled_from([20, 300]), st.booleans(), st.integers(0, 2**20))
+@given(drawn(PAIRS, 2), st.integers(1, 40), st.sampled_from([20, 300]), st.booleans(), st.integers(0, 2**20))
 def test_gather_and_scatter_of_blocks_equal_their_twins(
     dtypes: tuple[torch.dtype, torch.dtype], rows: int, length: int, add: bool, seed: int
 ) -> None:
@@ -676,6 +684,7 @@ def test_a_step_at_exit_works_though_no_thread_can_be_started_any_more() -> None
     assert (done.returncode, done.stdout.split()) == (0, ["stepped"] * 2), done.stderr
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("of_parameter", "of_residual"), [(torch.float64, torch.float32), (torch.float32, torch.float64)]
 )

@@ -50,7 +50,7 @@ def fails(
     return type(caught.value).__name__, str(caught.value), saved, "on_exception" in vars(saver)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize(
     ("kind", "method", "options"),

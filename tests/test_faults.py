@@ -85,7 +85,7 @@ def train_through(rank: int, world_size: int, dtype: torch.dtype, options: dict[
     return losses
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("dtype", "options", "clip"),
     [

@@ -160,7 +160,7 @@ def _overwrite(rank: int, world_size: int, precision: str, sparsity: float) -> t
     return float(weights(model).min()), float(weights(model).max())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("precision", "sparsity"), [("bf16-true", 0.0), ("bf16-true", 0.9), ("16-true", 0.9), ("32-true", 0.9)]
 )

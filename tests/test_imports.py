@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -181,6 +182,7 @@ def _dotted(node: ast.AST, aliases: dict[str, str]) -> str | None:
     return None if base is None else f"{base}.{last}"
 
 
+@functools.cache
 def _modules() -> dict[str, str]:
     """Dotted name below the package, and source, of each of its files."""
     return {

@@ -155,7 +155,7 @@ def test_without_triton_the_reference_serves_and_says_so(monkeypatch: pytest.Mon
 # ---------------------------------------------------------------------------------------------------------- two ranks
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @interpreted
 @pytest.mark.parametrize(
     ("wire_dtype", "atol", "update"), [("fp32", 1e-5, "adamw"), ("bf16", CHANGE_ROUNDING, "adams")]

@@ -17,6 +17,7 @@ from typing import Any
 import launcher
 import lightning as L
 import pytest
+import short_form
 import torch
 import torch.distributed as dist
 import yaml
@@ -96,11 +97,11 @@ def family_model(name: str) -> GPT:
     return model
 
 
-def train_families(rank: int, world_size: int) -> dict[str, tuple[list[float], int]]:
+def train_families(rank: int, world_size: int, names: list[str]) -> dict[str, tuple[list[float], int]]:
     """Losses by family, and how many of its parameters had a gradient of zeros or none on this rank at first."""
     fabric = make_fabric(world_size, ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
     results = {}
-    for name in FAMILIES:
+    for name in names:
         model = family_model(name)
         model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
         # On each rank the same few tokens at every step: enough to learn, too few for every expert.
@@ -120,10 +121,11 @@ def train_families(rank: int, world_size: int) -> dict[str, tuple[list[float], i
     return results
 
 
-def test_thirteen_families_learn_and_keep_replicas_bitwise_equal(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(train_families, 2)
-    assert len(first) == 13
-    for name in FAMILIES:
+def test_families_learn_and_keep_replicas_bitwise_equal(run_ranks: RunRanks) -> None:
+    assert len(FAMILIES) == 13
+    names = list(FAMILIES)[:: 1 if short_form.whole else 4]  # Mixtral is the eighth
+    first, second = run_ranks(train_families, 2, names)
+    for name in names:
         for losses, _ in (first[name], second[name]):
             assert losses[-1] < losses[0] - 0.1, f"{name}: {losses}"
     # Mixtral: on each rank some expert met no token, and others on the other rank.

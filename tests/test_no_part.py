@@ -143,7 +143,7 @@ def _overwrite(rank: int, world_size: int, dtypes: list[torch.dtype], choice: st
         assert_replicas_equal(both[0])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("precision", "choice"), [("bf16", "cpu"), ("fp32", "cpu"), ("mixed", "cpu"), ("mixed", "naive")]
 )

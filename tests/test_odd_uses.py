@@ -138,7 +138,7 @@ def _trained(rank: int, world_size: int, name: str, dense: bool) -> Tensor:
     return weights(module)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODULES)
 def test_it_trains_as_under_ddp(run_ranks: Any, name: str) -> None:
     first, second = run_ranks(_trained, 2, name, False)

@@ -61,7 +61,7 @@ def planner_kinds() -> tuple[str, ...]:
     return ("values", "parameters", "mask", "votes", "norm")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sparsity", [0.0, 0.9, 0.99, 0.999])
 @pytest.mark.parametrize("clip", [True, False])
 def test_bytes_are_those_that_a_real_step_counts(run_ranks: Any, sparsity: float, clip: bool) -> None:

@@ -249,7 +249,7 @@ def resumed() -> Iterator[Any]:
                 yield pytest.param(host, kind, precision, marks=() if quick else pytest.mark.slow)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("host", "kind", "precision"), [*resumed()])
 def test_resume_at_any_step_is_bitwise_never_having_stopped(
     run_ranks: RunRanks, tmp_path: Path, host: Any, kind: str, precision: str

@@ -76,6 +76,7 @@ class Both:
             mine.copy_(theirs.detach())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("sparsity", "ranks", "steps"), [(0.9, 2, 400), (0.99, 3, 250)])
 def test_one_page_is_the_package_in_every_step(sparsity: float, ranks: int, steps: int) -> None:
     """Through dense steps, and the steps of the default warm-up in which the density falls most."""

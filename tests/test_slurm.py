@@ -79,6 +79,7 @@ def read(log: Path) -> str:
 # ------------------------------------------------------------------------------------------- the scripts of examples/
 
 
+@pytest.mark.few(0)
 def test_the_trainers_script_trains_on_both_nodes(cluster: Cluster, tmp_path: Path) -> None:
     options = (*OF_CPU, "--steps=4", "--max-bytes=200000", f"--out={tmp_path}")
     log = tmp_path / "log"

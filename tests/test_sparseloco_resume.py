@@ -250,7 +250,7 @@ def _pays(rank: int, world_size: int, path: str, options: dict[str, Any]) -> tup
     return before - flat(net), [str(warning.message) for warning in told]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("before", "now", "options", "older", "rules"),
     [

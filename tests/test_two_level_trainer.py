@@ -124,6 +124,7 @@ def _fit_all(rank: int, world_size: int) -> dict[str, tuple[Tensor, Tensor]]:
     return found
 
 
+@pytest.mark.few(0)
 def test_at_density_1_it_trains_as_flat_ranks_do(run_ranks: Any) -> None:
     everyone = run_ranks(_fit_all, 4)
     for case, (_, how) in CASES.items():

@@ -177,6 +177,7 @@ class SweepChecks(Checks):
         self.compare_sweep(job._replace(clip_value=0.3, scale=torch.tensor(0.7)))
         self.compare_sweep(job._replace(second=None, scale=torch.tensor(-0.5)))
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize(("dtype", "residual_dtype", "wire"), SWEPT)
     def test_sweep_of_any_dtypes_equals_its_parts(
         self, dtype: torch.dtype, residual_dtype: torch.dtype, wire: torch.dtype
