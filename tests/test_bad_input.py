@@ -41,15 +41,6 @@ def test_an_optimizer_that_cannot_be_kept_is_refused(build: Any, error: type[Exc
         ScapeOptimizer.from_optimizer(build(parameters()), ScapeConfig(sparsity_warmup_steps=0))
 
 
-def test_an_optimizer_that_has_stepped_is_refused() -> None:
-    params = parameters()
-    dense = torch.optim.AdamW(params)
-    set_gradients(params, 0, 0)
-    dense.step()
-    with pytest.raises(ValueError, match="must not have stepped yet"):
-        ScapeOptimizer.from_optimizer(dense, ScapeConfig(sparsity_warmup_steps=0))
-
-
 def test_from_optimizer_keeps_settings_by_reference() -> None:
     params = parameters()
     own = {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.7}

@@ -255,6 +255,31 @@ def test_a_state_of_adams_goes_on_as_dense_adams() -> None:
         torch.testing.assert_close(mine, twin, rtol=1e-6, atol=1e-7)
 
 
+def carry_over(rank: int, world_size: int) -> bytes:
+    """Three steps of AdamW on every rank, as DDP takes them, then two of the ScapeOptimizer that takes its place."""
+    params, twins = parameters(), parameters()
+    dense, twin = torch.optim.AdamW(params), torch.optim.AdamW(twins)
+    for step in range(5):
+        if step == 3:
+            dense = ScapeOptimizer.from_optimizer(dense, ScapeConfig(sparsity=0.0, wire_dtype="fp32"))
+        for param, mine, first, second in zip(
+            params, twins, gradients(params, 0, step), gradients(params, 1, step), strict=True
+        ):
+            mine.grad = (first + second) / 2
+            param.grad = mine.grad.clone() if step < 3 else (first, second)[rank]
+        dense.step()
+        twin.step()
+    for param, mine in zip(params, twins, strict=True):
+        torch.testing.assert_close(param, mine, rtol=1e-6, atol=1e-7)
+    return b"".join(param.detach().numpy().tobytes() for param in params)
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint was not written by SCAPE")
+def test_an_adamw_that_has_stepped_goes_on_with_its_moments(run_ranks: Any) -> None:
+    first, second = run_ranks(carry_over, 2)
+    assert first == second
+
+
 def guess_and_go(rank: int, world_size: int, file: bytes) -> int:
     """From a state that has no second moment: what is guessed of it is saved, and goes on, like any other."""
     config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update="adamw")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import inspect
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.core.local_shards import is_sharded
 from lightning_scape.scape.adams import AdamS
 from lightning_scape.scape.config import ScapeConfig
 
@@ -32,11 +35,11 @@ def with_fitting_update(config: ScapeConfig, optimizer: torch.optim.Optimizer) -
 
 
 def check_convertible(optimizer: torch.optim.Optimizer) -> None:
-    """Raises unless the optimizer is an AdamW, Adam or AdamS, fresh, and with settings that can be kept.
+    """Raises unless the optimizer is an AdamW, Adam or AdamS with settings that can be kept.
 
     Raises:
         TypeError: another kind of optimizer, or one with a step of its own.
-        ValueError: a setting that cannot be kept, or it has stepped already.
+        ValueError: a setting that cannot be kept, or a state that is sharded.
     """
     kind = type(optimizer)
     # torch wraps `step` once per class (profiling), and a scheduler once per object: compare what is inside.
@@ -71,11 +74,28 @@ def check_convertible(optimizer: torch.optim.Optimizer) -> None:
                 " decoupled, as AdamW does, with the same value. Use AdamW to say so, or set it to 0.",
                 stacklevel=4,
             )
-    if optimizer.state:
+    if any(is_sharded(value) for entry in optimizer.state.values() for value in entry.values()):
         raise ValueError(
-            "The optimizer must not have stepped yet, got one with state. Build the ScapeOptimizer first, then load the"
-            " checkpoint into it: it takes the first moments of an Adam-class state."
+            "An optimizer over sharded parameters must not have stepped yet, got one with state. Build the"
+            " ScapeOptimizer first, then load the checkpoint into it."
         )
+
+
+def state_brought(optimizer: torch.optim.Optimizer, ranks: Communicator) -> dict[str, Any] | None:
+    """What an optimizer has learnt before SCAPE takes its place; None: nothing yet. Collective.
+
+    Raises:
+        ValueError: some ranks' optimizers have stepped, or were given a state, and others' not; on every rank.
+    """
+    have = ranks.all_gather_object(bool(optimizer.state))
+    if all(have):
+        return ranks.raise_on_all_ranks(optimizer.state_dict)
+    if any(have):
+        raise ValueError(
+            f"The optimizer must have a state on all ranks or on none, got one on rank {have.index(True)} and none on"
+            f" rank {have.index(False)}. Load the same state on every rank."
+        )
+    return None
 
 
 def _decoupled(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> bool:

@@ -25,7 +25,7 @@ from lightning_scape.core.replicas import check_same_setup_everywhere
 from lightning_scape.scape import optimizer_state as checkpoint
 from lightning_scape.scape.adams import AdamS
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.convert import check_convertible, with_fitting_update
+from lightning_scape.scape.convert import check_convertible, state_brought, with_fitting_update
 from lightning_scape.scape.form import FORM
 from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.scape.state import ScapeState
@@ -135,16 +135,18 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         lr, betas, eps and weight decay are kept per group, and the group dicts are shared by reference, so that whoever
         holds them (an LR scheduler) goes on steering; hooks are shared, too. The update is the optimizer's own, unless
         ``config.update`` names one. ``fused`` and ``foreach`` are ways to compute and are dropped. An
-        ``AdamS(bias_correction=True)`` keeps its bias correction.
+        ``AdamS(bias_correction=True)`` keeps its bias correction. Moments of one that has stepped, or that was given a
+        state, carry over as :meth:`load_state_dict` has it.
 
         Raises:
             TypeError: another kind of optimizer.
             ValueError: a setting that cannot be kept (``amsgrad``, ``maximize``, ``differentiable``, ``capturable``),
-                or an optimizer that has already stepped.
+                a state on some ranks only, or one that is sharded.
         """
         given = (p for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
         ranks = Communicator(process_group, None, device=getattr(next(given, None), "device", None))
         ranks.raise_on_all_ranks(lambda: check_convertible(optimizer))
+        brought = state_brought(optimizer, ranks)
         groups = [dict(group) for group in optimizer.param_groups]
         new = cls(
             groups,
@@ -161,6 +163,8 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         new.defaults = optimizer.defaults
         share_hooks(new, optimizer)
         new._dense = optimizer
+        if brought is not None:
+            new.load_state_dict(brought)
         return new
 
     # ------------------------------------------------------------------------------------------- the step
