@@ -116,7 +116,9 @@ def compare_with_measured(results: Mapping[str, Any]) -> list[Comparison]:
     return found
 
 
-def compare_runs(results: Mapping[str, Any], checkpoints: int = 12, **saved: bool) -> list[Comparison]:
+def compare_runs(
+    results: Mapping[str, Any], checkpoints: int = 12, *, as_fast_as_alone: bool = False, **saved: bool
+) -> list[Comparison]:
     """Every whole run that bench_end_to_end.py measured, beside its prediction by ``planning.run.predict_run``.
 
     A validation, and what writing a checkpoint takes apart from its messages, are those of compute only.
@@ -124,21 +126,37 @@ def compare_runs(results: Mapping[str, Any], checkpoints: int = 12, **saved: boo
     Args:
         results: its JSON.
         checkpoints: of a run.
+        as_fast_as_alone: whether the machine's speed is taken from the run of compute only, which is then not compared,
+            and not from what was measured before all runs: a machine that others share has another one an hour later.
         **saved: ``sharded`` or ``beside``, as :class:`~lightning_scape.planning.run.Run` takes them.
     """
     found = []
     for link, cell in results["links"].items():
         slower = max(cell["plan"], key=lambda rank: rank["step_compute"])
-        job, measured_link, machine = inputs(slower, slower["weights"], len(cell["plan"]))
         alone, steps = cell["methods"]["compute"], results["settings"]["steps"]
         taken = {"validation": alone["validating"], "saving": alone["saving"] / checkpoints}
         run = Run(steps=steps, checkpoints=checkpoints, **taken, **saved)
-        for method, row in cell["methods"].items():
+
+        def seconds(method: str, measured: Mapping[str, Any], cell: Any = cell, run: Run = run) -> float | None:
+            job, measured_link, machine = inputs(measured, measured["weights"], len(cell["plan"]))
             late = predicted(method, job, measured_link, machine)
-            if late is not None:
-                seconds = predict_run(late, job, measured_link, run).seconds
-                found.append(Comparison(results["settings"]["size"], link, method, row["seconds"], seconds))
+            return None if late is None else predict_run(late, job, measured_link, run).seconds
+
+        if as_fast_as_alone:
+            beside, of_steps = alone["validating"] + alone["saving"], seconds("compute", slower)
+            assert of_steps is not None
+            slower = at_speed(slower, (alone["seconds"] - beside) / (of_steps - beside))
+        for method, row in cell["methods"].items():
+            late = seconds(method, slower)
+            if late is not None and not (as_fast_as_alone and method == "compute"):
+                found.append(Comparison(results["settings"]["size"], link, method, row["seconds"], late))
     return found
+
+
+def at_speed(measured: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """What :func:`measure` finds where all that a core does takes ``factor`` times as long; the link stays."""
+    own = {density: [factor * part for part in parts] for density, parts in measured["scape"].items()}
+    return {**measured, "scape": own, **{name: factor * measured[name] for name in ("step_compute", "adamw", "clip")}}
 
 
 def median_error(comparisons: Iterable[Comparison]) -> float:
