@@ -34,6 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from example_modules import load_example
 from warm_client import FRESH
 
 PRELOADED = ("torch", "torch.distributed", "lightning.pytorch", "lightning_scape", "litgpt")
@@ -236,19 +237,22 @@ def _like_freshly_imported() -> None:
 
 
 def load_loops() -> None:
-    """A few steps on one rank: numba gets its tables ready, and compiles the usual loops or reads them from disk."""
+    """A few steps of two simulated ranks: numba gets ready, and compiles the usual loops or reads them from disk."""
     torch, ops = sys.modules["torch"], sys.modules["lightning_scape.ops"]
-    scape = sys.modules["lightning_scape"]
+    scape, simulated = sys.modules["lightning_scape"], load_example("simulated_ranks")
     torch.set_num_threads(1)
     for update, dtype in itertools.product(("adamw", "adams"), (torch.float32, torch.bfloat16)):
-        parameter = torch.nn.Parameter(torch.zeros(2000, dtype=dtype))
-        config = scape.ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update=update)
-        optimizer = scape.ScapeOptimizer([parameter], config=config)
-        for _ in range(2):
-            parameter.grad = torch.ones_like(parameter)
-            optimizer.clip_grad_norm(1.0)
-            optimizer.step()
-        optimizer.drain()
+        model = torch.nn.Linear(64, 32, dtype=dtype)
+        config = scape.ScapeConfig(sparsity=0.9, sparsity_warmup_steps=4, update=update)
+        ranks = simulated.SimulatedRanks(model, 2, config, {"lr": 1e-3})
+        for _ in range(6):
+            ranks.backward([torch.ones(1, 64, dtype=dtype)] * 2, lambda batch, model=model: model(batch).sum(), None)
+            ranks.step(1e-3, max_norm=1.0)
+    del ranks
+    gc.collect()
+    for thread in set(threading.enumerate()) - {threading.main_thread()}:  # of the ranks, which are gone
+        thread.join(10)
+    del sys.modules["simulated_ranks"]
     ops._cpu.cache_clear()  # each process says it for itself, where it has to compile
     assert threading.active_count() == 1, f"A server that forks must have one thread, got {threading.enumerate()}"
 
