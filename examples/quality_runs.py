@@ -261,7 +261,11 @@ DROP_IN: dict[str, list[Run]] = {
         *sweep([DENSE[0], scape(0.9)], [4e-3], range(5, 10), size="0.2M", steps=10_000, betas=TORCH_BETAS),
     ],
     "drop_in_1M": drop_in(2e-3, [4e-3], sparsities=[0.99], size="1M", batch=4, steps=6000),
-    "drop_in_10M_rates": sweep(DENSE[:1], [1e-3, 2e-3, 5e-4], size="10M", steps=600, **LARGE),
+    "drop_in_10M_rates": sweep(DENSE[:1], [1e-3, 5e-4, 2.5e-4], size="10M", steps=600, **LARGE),
+    "drop_in_10M": [
+        *drop_in(5e-4, size="10M", steps=4000, **LARGE),
+        *drop_in(5e-4, seeds=[1], sparsities=[0.99], size="10M", steps=4000, **LARGE),
+    ],
 }
 """SCAPE with AdamW's settings, unchanged."""
 
