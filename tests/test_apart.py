@@ -5,15 +5,24 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 from trainer_helpers import MARKS, Regression, make_trainer, weights
 
-from lightning_scape import ScapeConfig, ScapeOptimizer, SparseLoCoStrategy
+from lightning_scape import (
+    FabricScapeStrategy,
+    FabricSparseLoCoStrategy,
+    ScapeConfig,
+    ScapeOptimizer,
+    SparseLoCoStrategy,
+)
+from lightning_scape.comm import channel
 from lightning_scape.scape.first_message import Standing, difference
 
 pytestmark = MARKS
@@ -542,3 +551,44 @@ def test_an_error_before_an_exchange_of_sparseloco_reaches_those_that_wait_in_it
     first, second = run_ranks(fail_between_exchanges, 2, expect_errors=True, timeout=100.0)
     assert isinstance(second, KeyError)
     assert "got an error on rank 1 in place of its message (the exchange at step 3 of SparseLoCo" in str(first)
+
+
+# ------------------------------------------------------------------------------------------- Fabric
+
+FABRICS: dict[str, Callable[[], Any]] = {
+    "scape": lambda: FabricScapeStrategy(sparsity=0.5),
+    "sparseloco": lambda: FabricSparseLoCoStrategy(sync_every=2),
+}
+ALONE: dict[str, Callable[..., Any]] = {
+    "sync()": lambda fabric, optimizer, path: fabric.strategy.sync(),
+    "a save": lambda fabric, optimizer, path: fabric.save(path, {"optimizer": optimizer}),
+    "a load": lambda fabric, optimizer, path: fabric.load(path, {"optimizer": optimizer}),
+    "collecting the state": lambda fabric, optimizer, path: optimizer.state_dict(),
+}
+
+
+def act_alone(rank: int, world_size: int, name: str, where: str, path: Path) -> None:
+    """Rank 1 runs out of batches, or asks on its own for what all ranks must; rank 0 takes its next step."""
+    channel.WAITING_SECONDS = 0.3
+    fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=FABRICS[name]())
+    fabric.launch()
+    net = nn.Linear(3, 1)
+    net, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+    for step in range(4):
+        if step == 3 and rank == 1:
+            ALONE[where](fabric, optimizer, path)
+        fabric.backward(net(torch.ones(2, 3)).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("scape", "a save"), ("scape", "a load"), ("sparseloco", "sync()"), ("sparseloco", "collecting the state")],
+)
+def test_under_fabric_what_one_rank_alone_asks_for_is_an_error_on_all(
+    run_ranks: RunRanks, tmp_path: Path, name: str, where: str
+) -> None:
+    for text in texts(run_ranks(act_alone, 2, name, where, tmp_path / "a.ckpt", expect_errors=True, timeout=60.0)):
+        assert "All ranks must take the same steps" in text
+        assert f"in {where}" in text

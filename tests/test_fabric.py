@@ -500,3 +500,13 @@ def test_a_last_background_save_that_fails_is_told_at_the_end(tmp_path: Path) ->
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=True)
     assert "The last checkpoint was not written" in done.stderr
     assert not (tmp_path / "last").exists()
+
+
+def test_that_an_optimizer_begins_anew_when_it_is_set_up_again_is_said() -> None:
+    fabric, model = build_fabric(1), build_model()
+    adamw = torch.optim.AdamW(model.parameters())
+    net, optimizer = fabric.setup(model, adamw)
+    fabric.backward(loss_of(net, batch_of(0, 0)))
+    optimizer.step()
+    with pytest.warns(UserWarning, match="begins anew, got a second fit or set-up of the same AdamW"):
+        fabric.setup(model, adamw)

@@ -173,7 +173,7 @@ def test_a_kept_optimizer_and_its_scheduler_train_again_after_a_fit_and_after_an
 def test_that_a_second_fit_of_a_kept_optimizer_begins_anew_is_said() -> None:
     module = Keeps()
     make_trainer(strategy("scape")).fit(module)
-    with pytest.warns(UserWarning, match="begins anew, got a second fit of the same AdamW"):
+    with pytest.warns(UserWarning, match="begins anew, got a second fit or set-up of the same AdamW"):
         make_trainer(strategy("scape")).fit(module)
 
 

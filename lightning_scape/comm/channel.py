@@ -166,9 +166,9 @@ class Channel:
             others = f" {self._others()}" if self._ranks > 2 else ""
             return (
                 f"All ranks must take the same steps, got rank {rank} waiting in {what}, rank {self.rank} in {at.what}."
-                f"{others} A step that one rank left out is the likely reason (a GradScaler, a look at its own"
-                " gradients, an error that was caught), optimizers that step in another order, or a `state_dict()` that"
-                " only some ranks call: all must, as in a save. Take a step on all"
+                f"{others} A step that one rank left out is the likely reason (fewer batches, a GradScaler, a look at"
+                " its own gradients, an error that was caught), optimizers that step in another order, or a"
+                " `state_dict()` that only some ranks call: all must, as in a save. Take a step on all"
                 " ranks or on none: `optimizer.all_finite()` asks all of them."
             )
         if not self._store.check(["error"]):

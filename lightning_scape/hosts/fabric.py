@@ -25,8 +25,9 @@ from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.saver import Saver
+from lightning_scape.comm.channel import Channel
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.comm.lost_ranks import explained_messages
+from lightning_scape.comm.lost_ranks import Watched, explained_messages
 from lightning_scape.core.method import Method, Spelling, find_all, progress_of
 from lightning_scape.hosts import advice, setup, two_level
 from lightning_scape.hosts.fabric_checkpoints import FabricCheckpoints
@@ -181,9 +182,15 @@ class FabricMethodStrategy(FabricCheckpoints):
 
     def sync(self) -> None:
         """Ends what has begun: all ranks hold the same parameters afterwards. Collective."""
+        self._meet("sync()")
         for method in self.known.methods_of_all_ranks():
             method.finish()
         self._look_at_buffers("end")
+
+    @override
+    def _meet(self, what: str) -> None:
+        if (channel := self.known.channel) is not None:
+            Communicator(channel.group, None, Watched(channel, place=what)).raise_together(None)
 
     @override
     def _look_at_buffers(self, occasion: str) -> None:
@@ -270,6 +277,8 @@ class Known:
         """Optimizers under the method, as the user steps them, and which one each was; all ranks count alike."""
         self._count = 0
         self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.channel: Channel | None = None
+        """Of the steps' messages."""
         self._watch: Watch | None = None
 
     def __reduce__(self) -> tuple[type[Known], tuple[()]]:
@@ -296,6 +305,8 @@ class Known:
         """Notes one that the user steps."""
         self._numbers[optimizer] = self._count
         self._count += 1
+        for method in find_all([optimizer]):
+            self.channel = method.communicator.watched.channel
 
     def close_those_replaced_by(self, optimizer: Optimizer) -> None:
         """A method that works in hooks of the user's optimizers: those of the same parameters must not go on.

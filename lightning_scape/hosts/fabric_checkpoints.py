@@ -37,6 +37,10 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
         self._together = Together()
 
     @abstractmethod
+    def _meet(self, what: str) -> None:
+        """Before messages of all ranks: if a rank steps instead, both raise an error at once. Collective."""
+
+    @abstractmethod
     def _look_at_buffers(self, occasion: str) -> None:
         """Before a save: are the modules' buffers equal on all ranks? Collective."""
 
@@ -57,6 +61,7 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Writes a checkpoint, one file or a directory. Collective; if it fails, it fails on every rank."""
+        self._meet("a save")
         self._look_at_buffers("save")
         special = storage_options is not None or filter is not None
         if self._saving.asked == "auto":
@@ -127,6 +132,8 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
     def _load(self, path: str | Path, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
         self._saver.wait()
         ours = any(map(find, state.values() if isinstance(state, dict) else [state]))
+        if ours:
+            self._meet("a load")
         # Without one of ours a rank may read on its own, as with DDP.
         ranks = Communicator(None, None) if ours else Communicator.alone()
         if saver.is_directory(path, ranks):

@@ -60,7 +60,7 @@ def check_convertible(optimizer: torch.optim.Optimizer) -> None:
         raise TypeError(
             "The optimizer must be torch.optim.AdamW, torch.optim.Adam or lightning_scape.AdamS, got"
             f" {kind.__module__}.{kind.__qualname__}. SCAPE's masks come from the first moment of an Adam-class"
-            " optimizer: return one of these from configure_optimizers()."
+            " optimizer: build one of these, or take SparseLoCo, which keeps any optimizer."
         )
     for group in optimizer.param_groups:
         for name, why in _NOT_KEPT.items():

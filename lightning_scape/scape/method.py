@@ -98,7 +98,7 @@ class ScapeMethod(Method):
     def attach(cls, optimizer: Optimizer, config: ScapeConfig, surroundings: Surroundings) -> Self:
         if (former := stand_in.standing_for(optimizer)) is not None:  # set up a second time
             former.drain()
-            stand_in.give_back(optimizer)
+            cls(optimizer, former).give_back()
         scape = ScapeOptimizer.from_optimizer(
             optimizer,
             config,
@@ -110,9 +110,9 @@ class ScapeMethod(Method):
         stand_in.put_in_place(optimizer, scape)
         if optimizer in _trained:
             warnings.warn(
-                "An optimizer that was trained before begins anew, got a second fit of the same"
+                "An optimizer that was trained before begins anew, got a second fit or set-up of the same"
                 f" {type(optimizer).__name__}: its learning rate goes on, its moments do not (with DDP they would). To"
-                " go on with all, load a checkpoint of the first fit.",
+                " go on with all, load a checkpoint of the first.",
                 stacklevel=2,
             )
         return cls(optimizer, scape)

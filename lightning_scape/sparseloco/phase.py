@@ -105,7 +105,7 @@ def check(everyone: Sequence[Place]) -> None:
         raise ValueError(
             "Parameters must be frozen, unfrozen and added before SparseLoCo wraps the optimizer, got others now on"
             f" {_ranks(elsewhere)}. All ranks have ended the window with those that were wrapped: call close(), and"
-            " wrap the optimizer anew on every rank."
+            " wrap the optimizer anew on every rank; Fabric's `setup_optimizers` does both."
         )
     if len({place.number for place in everyone}) > 1:
         named = _by_kind([f"SparseLoCo number {place.number}" for place in everyone])
