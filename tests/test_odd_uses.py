@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -172,6 +173,11 @@ class ClearedOnOne(Regression):
             self.optimizers().state.clear()
 
 
+class StopsAlone(Regression):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trainer.should_stop = batch_idx == 2 and dist.get_rank() == 1
+
+
 class Sparse(pl.LightningModule):
     """A hook that looks at gradients, which are sparse."""
 
@@ -232,6 +238,12 @@ def test_what_cannot_be_trained_is_an_error_on_all_ranks(run_ranks: Any, make: A
 def test_what_local_steps_cannot_train_is_an_error_on_all_ranks(run_ranks: Any, make: Any, words: str) -> None:
     for error in run_ranks(_refused, 2, make, SparseLoCoStrategy, expect_errors=True):
         assert words in str(error), error
+
+
+@pytest.mark.parametrize("strategy", [None, partial(SparseLoCoStrategy, sync_every=2)])
+def test_a_rank_that_stops_alone_is_an_error_on_all_ranks(run_ranks: Any, strategy: Any) -> None:
+    for error in run_ranks(_refused, 2, StopsAlone, strategy, expect_errors=True):
+        assert "the end of an epoch after step 3" in str(error), error
 
 
 @pytest.mark.parametrize(

@@ -167,9 +167,9 @@ class Channel:
             return (
                 f"All ranks must take the same steps, got rank {rank} waiting in {what}, rank {self.rank} in {at.what}."
                 f"{others} A step that one rank left out is the likely reason (fewer batches, a GradScaler, a look at"
-                " its own gradients, an error that was caught), optimizers that step in another order, or a"
-                " `state_dict()` that only some ranks call: all must, as in a save. Take a step on all"
-                " ranks or on none: `optimizer.all_finite()` asks all of them."
+                " its own gradients, an error that was caught), a stop of one rank alone (`trainer.should_stop`),"
+                " optimizers that step in another order, or a `state_dict()` that only some ranks call: all must, as in"
+                " a save. Take a step on all ranks or on none: `optimizer.all_finite()` asks all of them."
             )
         if not self._store.check(["error"]):
             return None

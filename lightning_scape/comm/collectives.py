@@ -390,6 +390,15 @@ class Communicator:
             dist.all_gather_object(values, value, group=self.process_group)
         return values
 
+    def meet(self, place: str) -> None:
+        """Waits for the other ranks, where the watch can tell that some never come. Collective.
+
+        Its messages are met by no other kind's: whatever another rank is in, gloo keeps them apart.
+        """
+        if self.watched.channel is not None:
+            with self.watched.at(place), self.watched.around("barrier"):
+                dist.barrier(group=self.process_group)
+
     def share(self, value: T) -> T:
         """The value; where this rank's is empty or None, that of the first rank which has one. Collective.
 

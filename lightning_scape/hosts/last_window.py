@@ -2,6 +2,9 @@
 
 Callbacks hear of the end before the strategy does. In an open window the average would count as learned, and the
 exchange would send the largest entries alone.
+
+Before that, and wherever the steps pause, ranks wait for each other: one that has left the batches alone
+(``trainer.should_stop``) would next be in a message of Lightning's, which ranks in a step never answer.
 """
 
 from __future__ import annotations
@@ -18,8 +21,27 @@ class LastWindow(Callback):
     """The Trainer's first callback in a fit."""
 
     @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            _meet(trainer, "the validation")
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _meet(trainer, "the end of an epoch")
+
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _meet(trainer, "the end of the training")
         end_windows(trainer)
+
+
+def _meet(trainer: Trainer, place: str) -> None:
+    """Waits for all ranks. Where others wait for a step of this rank's, all raise. Collective."""
+    methods = find_all(trainer.optimizers)
+    for method in methods:
+        method.drain()
+    if methods:
+        methods[0].communicator.meet(f"{place} after step {methods[0].progress().steps}")
 
 
 def end_windows(trainer: Trainer) -> None:
