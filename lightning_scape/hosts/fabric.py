@@ -190,7 +190,7 @@ class FabricMethodStrategy(FabricCheckpoints):
     @override
     def _meet(self, what: str) -> None:
         if (channel := self.known.channel) is not None:
-            Communicator(channel.group, None, Watched(channel, place=what)).raise_together(None)
+            Communicator(channel.group, None, Watched(channel)).meet(what)
 
     @override
     def _look_at_buffers(self, occasion: str) -> None:

@@ -234,8 +234,7 @@ class Windows:
         """Before the state is saved: nothing is on its way, and what is known of the last exchange is up to date."""
         self.drain()
         self.wait_for_others()
-        with self._comm.watched.at("collecting the state"):
-            self._comm.raise_together(None)  # what follows would meet the exchange of a rank that saves nothing
+        self._comm.meet("collecting the state")  # what follows would meet the exchange of a rank that saves nothing
         if self._restored is not None:  # a load whose first step is still to come, also after this
             self._take_up_changes()
             self._restored = [flat.clone() for flat in self._parameters.flat]
