@@ -1,4 +1,4 @@
-"""Loops without Lightning: on groups that have ranks in common."""
+"""Loops without Lightning: in compiled code, in inference mode, and on groups that have ranks in common."""
 
 from __future__ import annotations
 
@@ -59,3 +59,57 @@ def test_groups_may_have_ranks_in_common(run_ranks: Any, build: Callable[..., An
     assert torch.equal(first, with_first)
     assert torch.equal(last, with_last)
     assert not torch.equal(first, last)
+
+
+# ---------------------------------------------------------------------------------------- compiled code, inference mode
+
+
+def _trained(around: Callable[[Callable[..., Any]], Callable[..., Any]], clips: bool) -> Tensor:
+    net = _net()
+    optimizer = _scape(net)
+
+    def step() -> None:
+        if clips:
+            optimizer.clip_grad_norm(0.1)
+        optimizer.step()
+
+    act = around(step)
+    for number in range(3):
+        _backward(net, number)
+        act()
+        optimizer.zero_grad()
+    return net.weight.detach()
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_step_in_compiled_code_is_the_step(clips: bool) -> None:
+    compiled = _trained(torch.compile(backend="eager"), clips)
+    assert torch.equal(compiled, _trained(lambda step: step, clips))
+
+
+def test_an_exchange_in_compiled_code_is_the_exchange() -> None:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+    with SparseLoCo(optimizer, sync_every=2) as loco:
+        step = torch.compile(optimizer.step, backend="eager")
+        for number in range(4):
+            _backward(net, number)
+            step()
+        assert (loco.progress.steps, loco.progress.exchanges) == (4, 2)
+
+
+def _steps_in_inference_mode(rank: int, world_size: int) -> Tensor:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+    with SparseLoCo(optimizer, sync_every=2, overlap_steps=1, **PLAIN):
+        for number in range(4):
+            _backward(net, number, rank)
+            with torch.inference_mode():
+                optimizer.step()
+            optimizer.zero_grad()
+    return net.weight.detach()
+
+
+def test_steps_may_be_taken_in_inference_mode(run_ranks: Any) -> None:
+    first, second = run_ranks(_steps_in_inference_mode, 2)
+    assert torch.equal(first, second)

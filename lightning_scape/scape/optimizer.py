@@ -19,6 +19,7 @@ from lightning_scape.checkpoint.plain import with_plain_numbers
 from lightning_scape.checkpoint.source import SavedShards
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_group_like
 from lightning_scape.core import local_shards
+from lightning_scape.core.entries import entry
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.private_names import IN_WRAPPER, AsksGradScaler, after_load, share_hooks
 from lightning_scape.core.replicas import check_same_setup_everywhere
@@ -170,7 +171,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------------- the step
 
-    @torch.no_grad()
+    @entry
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step: :meth:`lightning_scape.scape.step.Engine.step` has its phases.
 
@@ -195,6 +196,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
             self.engine.step(self.param_groups)
         return loss
 
+    @entry
     def clip_grad_norm(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
         """Records the factor by which the step scales the gradient so that its norm is at most ``max_norm``.
 
@@ -214,6 +216,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         """
         return self.engine.clip_grad_norm(self.param_groups, float(max_norm), error_if_nonfinite=error_if_nonfinite)
 
+    @entry
     def all_finite(self) -> bool:
         """Whether the gradients of all ranks are finite: by it all of them take a step, or none does. Collective.
 
