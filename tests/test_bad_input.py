@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from optimizer_helpers import FP32, parameters, set_gradients
 from torch import nn
+from torch.optim import AdamW
 
-from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer
+from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, SparseLoCo
 
 # ---------------------------------------------------------------------------------------------------------- bad input
 
@@ -132,8 +134,31 @@ def test_another_memory_format_after_the_optimizer_was_built_is_refused() -> Non
     module = nn.Conv2d(3, 4, 3)
     optimizer = ScapeOptimizer(module.parameters(), config=ScapeConfig(sparsity_warmup_steps=0))
     module.to(memory_format=torch.channels_last)
-    with pytest.raises(ValueError, match=r"must keep their memory order, got 'parameter 0' with strides"):
+    with pytest.raises(ValueError, match=r"must keep their shape and memory order, got 'parameter 0' of shape"):
         optimizer.step()
+
+
+def test_another_shape_after_the_optimizer_was_built_is_refused() -> None:
+    params = parameters(((3,),))
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity_warmup_steps=0))
+    params[0].data = torch.zeros(5)
+    with pytest.raises(ValueError, match=r"got 'parameter 0' of shape \(5,\) with strides \(1,\) instead of \(3,\)"):
+        optimizer.step()
+
+
+def test_parameters_that_change_their_group_are_refused() -> None:
+    params = parameters(((3,), (4,)))
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity_warmup_steps=0))
+    (group,) = optimizer.param_groups
+    optimizer.param_groups.append({**group, "params": [group["params"].pop()], "lr": 1.0})
+    with pytest.raises(ValueError, match="in their order, each in its group, got 2 of them"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("build", [lambda p: ScapeOptimizer(p, config=ScapeConfig()), lambda p: SparseLoCo(AdamW(p))])
+def test_parameters_on_the_meta_device_are_refused(build: Callable[[Any], Any]) -> None:
+    with pytest.raises(ValueError, match=r"must have memory, got parameter 0 of shape \(3, 3\) on the meta device"):
+        build(nn.Linear(3, 3, device="meta").parameters())
 
 
 def test_ranks_that_nobody_joined_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,7 @@ VALUES: dict[str, Callable[[], object]] = {
     "_optimizer": lambda: vars(LightningOptimizer(_sgd()))["_optimizer"],
     "_optimizer of Fabric": lambda: vars(_FabricOptimizer(_sgd(), of_fabric.SingleDeviceStrategy()))["_optimizer"],
     "_profiler_enabled": lambda: torch.autograd._profiler_enabled() in (True, False),
+    "_world": lambda: dist.distributed_c10d._world.pg_names == {},
     "_version": lambda: torch.zeros(1).add_(1)._version + 1,
     "_optimizer_step_pre_hooks": lambda: _sgd()._optimizer_step_pre_hooks is not None,
     "_optimizer_step_post_hooks": lambda: _sgd()._optimizer_step_post_hooks is not None,

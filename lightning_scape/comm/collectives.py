@@ -43,7 +43,7 @@ from lightning_scape.comm.pairs import all_gather_into, all_to_all_into
 from lightning_scape.comm.work import SideStream
 from lightning_scape.comm.work import Work as Work
 from lightning_scape.comm.worker import Worker, end_groups_at_exit, end_safely
-from lightning_scape.core.private_names import group_timeout
+from lightning_scape.core.private_names import group_timeout, groups_of_rank
 from lightning_scape.core.tensors import bytes_of
 
 T = TypeVar("T")
@@ -54,12 +54,16 @@ _RAISED_ON = "_lightning_scape_raised_on"
 
 
 def new_group_like(
-    process_group: ProcessGroup | None = None, *, backend: str | None = None, timeout: timedelta | None = None
+    process_group: ProcessGroup | None = None,
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    device: torch.device | None = None,
 ) -> ProcessGroup | None:
     """A second group over the ranks of ``process_group``, for the mask exchange alone. All of its ranks must call.
 
     It waits for other ranks as long as ``process_group`` does, if no ``timeout`` is given. None where there is nobody
-    to talk to: no process group, or one rank.
+    to talk to: no process group, or one rank. ``device`` is :attr:`Communicator.device`.
     """
     forget_losses()
     if world_size(process_group) == 1:
@@ -67,6 +71,8 @@ def new_group_like(
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
     # Without local synchronization every rank of the job, not only of this group, would have to call.
     with explained_loss():
+        if ranks is not None:
+            _be_in_as_many_groups(Communicator(process_group, None, device=device))
         group: ProcessGroup = dist.new_group(
             ranks,
             backend=backend,
@@ -75,6 +81,12 @@ def new_group_like(
         )
     end_safely(group, dist.group.WORLD)
     return group
+
+
+def _be_in_as_many_groups(ranks: Communicator) -> None:
+    """Torch names a group that only its ranks make by how many groups a rank is in: others would meet nobody."""
+    for _ in range(max(ranks.all_gather_object(groups_of_rank())) - groups_of_rank()):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def new_node_groups(size: int, timeout: timedelta | None = None) -> tuple[ProcessGroup, ProcessGroup]:

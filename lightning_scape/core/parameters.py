@@ -39,8 +39,8 @@ class Parameters:
     """Flat views of their memory, from :meth:`flatten`."""
 
     def __post_init__(self) -> None:
-        self._strides: list[tuple[int, ...]] = []
-        self._known: dict[int, None] = {}
+        self._shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self._known: dict[int, int] = {}
         self._places: list[tuple[int, torch.dtype]] = []
 
     @classmethod
@@ -59,8 +59,8 @@ class Parameters:
                     found.indices.append(index)
                     found.names.append(given[place] if place < len(given) else f"parameter {index}")
                 index += 1
-        found._strides = [() if is_lazy(parameter) else parameter.stride() for parameter in found.local]
-        found._known = dict.fromkeys(map(id, found.tensors))
+        found._shapes = [_shape(parameter) for parameter in found.local]
+        found._known = dict(zip(map(id, found.tensors), found.groups, strict=True))
         return found
 
     @property
@@ -82,17 +82,17 @@ class Parameters:
         The views keep the memory alive, so that the same address is the same memory.
 
         Raises:
-            ValueError: a parameter's memory order has changed.
+            ValueError: a parameter's shape or memory order has changed.
         """
         here = self.local
-        strides = [parameter.stride() for parameter in here]
-        if strides != self._strides:
-            name, stride, found = next(
-                given for given in zip(self.names, self._strides, strides, strict=True) if given[1] != given[2]
+        shapes = [_shape(parameter) for parameter in here]
+        if shapes != self._shapes:
+            name, before, found = next(
+                given for given in zip(self.names, self._shapes, shapes, strict=True) if given[1] != given[2]
             )
             raise ValueError(
-                f"Parameters must keep their memory order, got {name!r} with strides {found} instead of {stride}."
-                " Change the memory format before building the optimizer."
+                f"Parameters must keep their shape and memory order, got {name!r} of shape {found[0]} with strides"
+                f" {found[1]} instead of {before[0]} with {before[1]}. Change it before building the optimizer."
             )
         places = [(parameter.data_ptr(), parameter.dtype) for parameter in here]
         if places != self._places:
@@ -105,11 +105,11 @@ class Parameters:
             ValueError: a parameter was frozen or unfrozen since the optimizer was built, groups have lost or won
                 parameters, or a gradient is sparse.
         """
-        held: dict[int, None] = {}
-        for group in param_groups:
+        held: dict[int, int] = {}
+        for number, group in enumerate(param_groups):
             for parameter in group["params"]:
                 if parameter.requires_grad:
-                    held[id(parameter)] = None
+                    held.setdefault(id(parameter), number)
                 if parameter.requires_grad != (id(parameter) in self._known):
                     change = "frozen then" if parameter.requires_grad else "trained then, and is frozen now"
                     raise ValueError(
@@ -117,11 +117,12 @@ class Parameters:
                         f" {tuple(parameter.shape)} that was {change}. Build a new optimizer after the change: the"
                         " residual of a parameter would be lost, or never come to be."
                     )
-        if list(held) != list(self._known):
+        if held != self._known or list(held) != list(self._known):
             raise ValueError(
                 f"An optimizer's groups must keep the {len(self.tensors)} parameters that they had when it was built,"
-                f" in their order, got {len(held)} of them. Build a new optimizer after the change (under the Trainer:"
-                " `trainer.strategy.setup_optimizers(trainer)`); to stop training some, freeze them first."
+                f" in their order, each in its group, got {len(held)} of them. Build a new optimizer after the change"
+                " (under the Trainer: `trainer.strategy.setup_optimizers(trainer)`); to stop training some, freeze them"
+                " first."
             )
         given = zip(self.raw_gradients(), self.local, strict=True)
         return [None if grad is None else flatten_like(grad, parameter) for grad, parameter in given]
@@ -136,7 +137,7 @@ class Parameters:
     @property
     def device(self) -> torch.device:
         """Where they are (checked to be one place)."""
-        return self.tensors[0].device if self.tensors else torch.device("cpu")
+        return next((each.device for each in self.tensors if not each.is_meta), torch.device("cpu"))
 
     @property
     def _dtypes(self) -> set[torch.dtype]:
@@ -168,7 +169,7 @@ class Parameters:
     def describe(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...], str]]:
         """Group, shape, strides and dtype of each: what must be the same on all ranks."""
         return [
-            (group, (), (), "lazy") if is_lazy(p) else (group, tuple(p.shape), p.stride(), str(p.dtype))
+            (group, *_shape(p), "lazy" if is_lazy(p) else str(p.dtype))
             for p, group in zip(self.local, self.groups, strict=True)
         ]
 
@@ -188,6 +189,10 @@ class Parameters:
         return None
 
 
+def _shape(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return ((), ()) if is_lazy(parameter) else (tuple(parameter.shape), parameter.stride())
+
+
 def problem_of_lazy(name: str) -> str:
     """The rule that a lazy module's parameter breaks."""
     return (
@@ -200,6 +205,11 @@ def _problem_of_parameter(name: str, parameter: Tensor, device: torch.device) ->
     if is_lazy(parameter):
         return problem_of_lazy(name)
     shape = tuple(parameter.shape)
+    if parameter.is_meta:
+        return (
+            f"Parameters must have memory, got {name} of shape {shape} on the meta device. Call `to_empty(device=...)`"
+            " on the model, and give its parameters values, before building the optimizer: it makes them anew."
+        )
     if parameter.layout != torch.strided:
         return f"Parameters must be dense, got {name} of shape {shape} with layout {parameter.layout}. Make it dense."
     if parameter.dtype not in DTYPES:

@@ -44,6 +44,11 @@ def group_timeout(group: Any) -> timedelta | None:
     return timeout
 
 
+def groups_of_rank() -> int:
+    """How many process groups this rank is in, as torch counts them where it names one."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
 def backends_of(group: Any) -> list[Any]:
     """What carries a process group's messages. Empty where torch does not say."""
     try:

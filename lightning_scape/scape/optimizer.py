@@ -19,6 +19,7 @@ from lightning_scape.checkpoint.plain import with_plain_numbers
 from lightning_scape.checkpoint.source import SavedShards
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined, new_group_like
 from lightning_scape.core import local_shards
+from lightning_scape.core.entries import entry
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.private_names import IN_WRAPPER, AsksGradScaler, after_load, share_hooks
 from lightning_scape.core.replicas import check_same_setup_everywhere
@@ -52,8 +53,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
     under plain ``torchrun`` as well as under Lightning; with one rank nothing is sent. A parameter that has no gradient
     on any rank is skipped, as in torch. Without one on some ranks only, it counts as zeros there.
 
-    To keep an AdamW's settings, use :meth:`from_optimizer`. Built directly, it is AdamS unless ``config.update`` says
-    ``"adamw"``.
+    To keep an AdamW's settings, use :meth:`from_optimizer`. Built directly, it is AdamS, or ``config.update``.
 
     Constructing is collective: all ranks of ``process_group`` must do it, with the same parameters and config, and
     parameters must be equal on all ranks at the first step.
@@ -107,7 +107,9 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         given = [parameter for group in self.param_groups for parameter in group["params"]]  # frozen ones included
         if process_group is None and local_shards.holds_everything(given):
             communicator = communicator or Communicator.alone()
-        comm = communicator or Communicator.of_optimizer(process_group, mask_group or new_group_like(process_group))
+        if communicator is None:
+            mask_group = mask_group or new_group_like(process_group, device=parameters.device)
+        comm = communicator or Communicator.of_optimizer(process_group, mask_group)
         shards = local_shards.shard_communicator(given)
         comm.device = shards.device = parameters.device
         problem = parameters.problem(self.param_groups) or local_shards.problem(
@@ -169,7 +171,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------------- the step
 
-    @torch.no_grad()
+    @entry
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step: :meth:`lightning_scape.scape.step.Engine.step` has its phases.
 
@@ -181,9 +183,8 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
 
         Raises:
             FloatingPointError: ``max_skipped`` consecutive steps had a gradient that is not finite.
-            RuntimeError: replicas differ (first step, and every ``check_replicas_every``), or gradients have changed
-                since they were clipped.
-            RuntimeError: ranks are at different steps, or with different settings; nothing of the step is applied then.
+            RuntimeError: replicas differ (first step, and every ``check_replicas_every``), gradients have changed since
+                they were clipped; or ranks are at different steps or settings: nothing of the step is applied then.
             ValueError: ranks run out of batches at different steps (see :meth:`announce_batch`).
         """
         loss = None
@@ -195,6 +196,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
             self.engine.step(self.param_groups)
         return loss
 
+    @entry
     def clip_grad_norm(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
         """Records the factor by which the step scales the gradient so that its norm is at most ``max_norm``.
 
@@ -214,6 +216,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         """
         return self.engine.clip_grad_norm(self.param_groups, float(max_norm), error_if_nonfinite=error_if_nonfinite)
 
+    @entry
     def all_finite(self) -> bool:
         """Whether the gradients of all ranks are finite: by it all of them take a step, or none does. Collective.
 
@@ -394,8 +397,8 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         """Collects the state of all ranks on rank ``to``, where :meth:`state_dict` then returns it. Collective.
 
         The whole state takes about ``(4 N + 16) P`` bytes of host memory there, residuals of all ranks included (with
-        the update of AdamS ``4 P`` more: what AdamW would need to go on from it). To
-        collect it takes little more: all ranks' residuals of one parameter at a time.
+        the update of AdamS ``4 P`` more: what AdamW would need to go on from it). To collect it takes little more: all
+        ranks' residuals of one parameter at a time.
         """
         self._shared.consolidated = FORM.collected(self._own_parts({"param_groups": []}), to)
 

@@ -205,7 +205,7 @@ class Engine:
     def clip_grad_norm(self, groups: Groups, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
         """See :meth:`ScapeOptimizer.clip_grad_norm`."""
         began = time.perf_counter()
-        with self.telling(), torch.no_grad(), profiler_range("scape::norm"):
+        with self.telling(), profiler_range("scape::norm"):
             self._finish_last_step()
             check_max_norm(max_norm)
             self.opening.gradients(groups, self.calls, max_norm)
@@ -216,7 +216,7 @@ class Engine:
 
     def all_finite(self, groups: Groups) -> bool:
         """See :meth:`ScapeOptimizer.all_finite`."""
-        with self.telling(), torch.no_grad():
+        with self.telling():
             self._finish_last_step()
             self.opening.gradients(groups, self.calls)
             assert self.clipping.answer is not None

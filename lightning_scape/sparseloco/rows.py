@@ -28,8 +28,10 @@ def communicators(
     tensors = parameters.tensors
     shards = local_shards.shard_communicator(tensors)
     if shards.world_size > 1 and overlaps:
-        shards = Communicator(new_group_like(shards.process_group), None)
+        shards = Communicator(new_group_like(shards.process_group, device=parameters.device), None)
     if process_group is None and local_shards.holds_everything(tensors):
         return Communicator.alone(), shards
-    own = (exchange_group or new_group_like(process_group)) if overlaps and world_size(process_group) > 1 else None
+    own = None
+    if overlaps and world_size(process_group) > 1:
+        own = exchange_group or new_group_like(process_group, device=parameters.device)
     return Communicator.of_optimizer(process_group, own_group=own), shards

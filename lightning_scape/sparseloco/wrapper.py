@@ -16,6 +16,7 @@ from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined
 from lightning_scape.comm.lost_ranks import forget_losses
 from lightning_scape.comm.stop_word import Stoppable, StopWord
+from lightning_scape.core.entries import entry
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import check_same_setup_everywhere
@@ -153,17 +154,20 @@ class SparseLoCo(setup.NotCopied, Stoppable):
 
     # ------------------------------------------------------------------------------------------- the loop
 
+    @entry
     def _before_step(self) -> None:
         self._stepping = True
         self._consolidated = None
         self.windows.before_step()
 
+    @entry
     def _after_step(self) -> None:
         if self._stepping:  # torch calls the hooks of a ``step`` that calls ``super().step()`` twice
             self._stepping = False
             self.windows.after_step()
             self.stop_requested = self._stop_word.ends()
 
+    @entry
     def sync(self) -> None:
         """Ends the window that has begun, if any: all ranks hold the same parameters afterwards. Collective.
 

@@ -1,0 +1,115 @@
+"""Loops without Lightning: in compiled code, in inference mode, and on groups that have ranks in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_scape import ScapeConfig, ScapeOptimizer, SparseLoCo
+
+PLAIN = {"density": 1.0, "bits": None, "error_decay": 1.0}
+
+
+def _net() -> nn.Linear:
+    torch.manual_seed(5)
+    return nn.Linear(7, 3)
+
+
+def _scape(net: nn.Module, **options: Any) -> ScapeOptimizer:
+    config = ScapeConfig(sparsity=0, wire_dtype="fp32")
+    return ScapeOptimizer.from_optimizer(torch.optim.AdamW(net.parameters(), 1e-2), config, **options)
+
+
+def _backward(net: nn.Module, step: int, rank: int = 0) -> None:
+    net(torch.linspace(-1, 1, 7).add(step + 0.1 * rank)).square().sum().backward()
+
+
+# --------------------------------------------------------------------------------------------------- overlapping groups
+
+
+def _in_two_groups(rank: int, world_size: int, build: Callable[..., Any]) -> list[Tensor]:
+    """Rank 1 trains one model with rank 0 and another with rank 2."""
+    ended = []
+    for ranks, group in [(ranks, dist.new_group(ranks)) for ranks in ([0, 1], [1, 2])]:
+        if rank in ranks:
+            net = _net()
+            optimizer = build(net, process_group=group)
+            for step in range(2):
+                _backward(net, step, rank)
+                optimizer.step()
+                optimizer.zero_grad()
+            ended.append(net.weight.detach())
+    return ended
+
+
+def _loco(net: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+    SparseLoCo(optimizer, sync_every=1, **PLAIN, **options)
+    return optimizer
+
+
+@pytest.mark.parametrize("build", [_scape, _loco])
+def test_groups_may_have_ranks_in_common(run_ranks: Any, build: Callable[..., Any]) -> None:
+    (first,), (with_first, with_last), (last,) = run_ranks(_in_two_groups, 3, build)
+    assert torch.equal(first, with_first)
+    assert torch.equal(last, with_last)
+    assert not torch.equal(first, last)
+
+
+# ---------------------------------------------------------------------------------------- compiled code, inference mode
+
+
+def _trained(around: Callable[[Callable[..., Any]], Callable[..., Any]], clips: bool) -> Tensor:
+    net = _net()
+    optimizer = _scape(net)
+
+    def step() -> None:
+        if clips:
+            optimizer.clip_grad_norm(0.1)
+        optimizer.step()
+
+    act = around(step)
+    for number in range(3):
+        _backward(net, number)
+        act()
+        optimizer.zero_grad()
+    return net.weight.detach()
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_step_in_compiled_code_is_the_step(clips: bool) -> None:
+    compiled = _trained(torch.compile(backend="eager"), clips)
+    assert torch.equal(compiled, _trained(lambda step: step, clips))
+
+
+def test_an_exchange_in_compiled_code_is_the_exchange() -> None:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+    with SparseLoCo(optimizer, sync_every=2) as loco:
+        step = torch.compile(optimizer.step, backend="eager")
+        for number in range(4):
+            _backward(net, number)
+            step()
+        assert (loco.progress.steps, loco.progress.exchanges) == (4, 2)
+
+
+def _steps_in_inference_mode(rank: int, world_size: int) -> Tensor:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+    with SparseLoCo(optimizer, sync_every=2, overlap_steps=1, **PLAIN):
+        for number in range(4):
+            _backward(net, number, rank)
+            with torch.inference_mode():
+                optimizer.step()
+            optimizer.zero_grad()
+    return net.weight.detach()
+
+
+def test_steps_may_be_taken_in_inference_mode(run_ranks: Any) -> None:
+    first, second = run_ranks(_steps_in_inference_mode, 2)
+    assert torch.equal(first, second)
