@@ -137,6 +137,11 @@ class Parameters:
     @property
     def device(self) -> torch.device:
         """Where they are (checked to be one place)."""
+        return self.tensors[0].device if self.tensors else torch.device("cpu")
+
+    @property
+    def device_of_first_messages(self) -> torch.device:
+        """The same while the optimizer is built, where parameters on the meta device are still to be refused."""
         return next((each.device for each in self.tensors if not each.is_meta), torch.device("cpu"))
 
     @property

@@ -108,15 +108,15 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         if process_group is None and local_shards.holds_everything(given):
             communicator = communicator or Communicator.alone()
         if communicator is None:
-            mask_group = mask_group or new_group_like(process_group, device=parameters.device)
+            mask_group = mask_group or new_group_like(process_group, device=parameters.device_of_first_messages)
         comm = communicator or Communicator.of_optimizer(process_group, mask_group)
         shards = local_shards.shard_communicator(given)
-        comm.device = shards.device = parameters.device
+        comm.device = shards.device = parameters.device_of_first_messages
         problem = parameters.problem(self.param_groups) or local_shards.problem(
             parameters.names, parameters.tensors, config.local_group_size, process_group
         )
         setup = _describe(config, parameters, self.param_groups)
-        check_same_setup_everywhere(comm, shards, setup, problem, parameters.device)
+        check_same_setup_everywhere(comm, shards, setup, problem, parameters.device_of_first_messages)
         self.engine = Engine(parameters, config, comm, total_steps, shards)
         """The step and its state. Not for users; tests, benchmarks and simulated ranks look at training through it."""
         self._shared = _Shared()

@@ -118,7 +118,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         self.everyone = comm if shards.world_size == 1 else Communicator(None, None)
         """All ranks whose parts make up a state."""
         for ranks in (comm, shards, self.everyone):
-            ranks.device = self.parameters.device
+            ranks.device = self.parameters.device_of_first_messages
         numels = [parameter.numel() for parameter in self.parameters.local]
         self.layout = Layout(numels, self.parameters.groups, config.quota.block_size, comm.world_size)
         check_same_setup_everywhere(
@@ -126,7 +126,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
             shards,
             setup.describe(optimizer, config, self.parameters),
             setup.problem(SparseLoCo.of(optimizer) is not None, self.parameters, process_group),
-            self.parameters.device,
+            self.parameters.device_of_first_messages,
         )
         self.windows = windows = Windows(optimizer, config, self.parameters, self.layout, comm, shards)
         self.exchange, self.progress, self.dropped = windows.exchange, windows.progress, windows.dropped
