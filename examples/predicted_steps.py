@@ -136,20 +136,16 @@ def compare_runs(
         alone, steps = cell["methods"]["compute"], results["settings"]["steps"]
         taken = {"validation": alone["validating"], "saving": alone["saving"] / checkpoints}
         run = Run(steps=steps, checkpoints=checkpoints, **taken, **saved)
-
-        def seconds(method: str, measured: Mapping[str, Any], cell: Any = cell, run: Run = run) -> float | None:
-            job, measured_link, machine = inputs(measured, measured["weights"], len(cell["plan"]))
-            late = predicted(method, job, measured_link, machine)
-            return None if late is None else predict_run(late, job, measured_link, run).seconds
-
+        given = inputs(slower, slower["weights"], len(cell["plan"]))
         if as_fast_as_alone:
-            beside, of_steps = alone["validating"] + alone["saving"], seconds("compute", slower)
-            assert of_steps is not None
-            slower = at_speed(slower, (alone["seconds"] - beside) / (of_steps - beside))
+            spent = alone["seconds"] - alone["validating"] - alone["saving"]  # in steps
+            scaled = at_speed(slower, spent / (steps * compute_only(given[0], given[2]).seconds))
+            given = inputs(scaled, slower["weights"], len(cell["plan"]))
         for method, row in cell["methods"].items():
-            late = seconds(method, slower)
+            late = predicted(method, *given)
             if late is not None and not (as_fast_as_alone and method == "compute"):
-                found.append(Comparison(results["settings"]["size"], link, method, row["seconds"], late))
+                seconds = predict_run(late, given[0], given[1], run).seconds
+                found.append(Comparison(results["settings"]["size"], link, method, row["seconds"], seconds))
     return found
 
 
