@@ -68,7 +68,8 @@ def quality(
 ) -> dict[str, Any] | None:
     """One method of the drop-in suite: AdamW at its best learning rate, SCAPE at that very rate."""
     size, batch = (size, [4, windows, 64]) if task == "python" else ("", [4, 8, 1])
-    found = [r for r in load(data) if r["setting"] == [size, *batch, steps, task, betas]]
+    wanted = [size, *batch, steps, task, betas]
+    found = [r for r in load(data) if r["setting"] in (wanted, [*wanted, "fp32"])]  # older ones do not say it
     return max((row for row in found if row["label"] == label), key=lambda row: len(row["seeds"]), default=None)
 
 
