@@ -177,6 +177,16 @@ def test_that_a_second_fit_of_a_kept_optimizer_begins_anew_is_said() -> None:
         make_trainer(strategy("scape")).fit(module)
 
 
+@pytest.mark.filterwarnings("error:An optimizer that was trained before begins anew")
+def test_a_kept_optimizer_with_a_state_does_not_begin_anew() -> None:
+    module = Keeps()
+    make_trainer(strategy("scape")).fit(module)
+    module.net(torch.ones(1, module.net[0].in_features)).sum().backward()
+    module.kept.step()  # on its own again
+    with pytest.warns(UserWarning, match=r"first and second moments and step \(1\) carry over"):
+        make_trainer(strategy("scape")).fit(module)
+
+
 def test_after_a_fit_the_users_optimizer_steps_on_its_own(tmp_path: Path) -> None:
     module = Keeps()
     trainer = make_trainer(strategy("sparseloco"))

@@ -99,6 +99,7 @@ class ScapeMethod(Method):
         if (former := stand_in.standing_for(optimizer)) is not None:  # set up a second time
             former.drain()
             cls(optimizer, former).give_back()
+        begins_anew = optimizer in _trained and not optimizer.state
         scape = ScapeOptimizer.from_optimizer(
             optimizer,
             config,
@@ -108,7 +109,7 @@ class ScapeMethod(Method):
             named_parameters=surroundings.named_parameters,
         )
         stand_in.put_in_place(optimizer, scape)
-        if optimizer in _trained:
+        if begins_anew:
             warnings.warn(
                 "An optimizer that was trained before begins anew, got a second fit or set-up of the same"
                 f" {type(optimizer).__name__}: its learning rate goes on, its moments do not (with DDP they would). To"
