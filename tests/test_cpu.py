@@ -394,7 +394,7 @@ def test_gather_and_scatter_equal_their_twins(dtypes: tuple[torch.dtype, torch.d
 
 
 @pytest.mark.few(0)
-@given(drawn(PAIRS, 2), st.integers(1, 40), st.sampled_from([20, 300]), st.booleans(), st.integers(0, 2**20))
+@given(st.sampled_from(PAIRS), st.integers(1, 40), st.sampled_from([20, 300]), st.booleans(), st.integers(0, 2**20))
 def test_gather_and_scatter_of_blocks_equal_their_twins(
     dtypes: tuple[torch.dtype, torch.dtype], rows: int, length: int, add: bool, seed: int
 ) -> None:

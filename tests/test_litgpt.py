@@ -123,7 +123,7 @@ def train_families(rank: int, world_size: int, names: list[str]) -> dict[str, tu
 
 def test_families_learn_and_keep_replicas_bitwise_equal(run_ranks: RunRanks) -> None:
     assert len(FAMILIES) == 13
-    names = list(FAMILIES)[:: 1 if short_form.whole else 4]  # Mixtral is the eighth
+    names = list(FAMILIES)[:: 1 if short_form.whole else 4]  # Mixtral is number 8
     first, second = run_ranks(train_families, 2, names)
     for name in names:
         for losses, _ in (first[name], second[name]):

@@ -405,8 +405,10 @@ class Communicator:
     def meet(self, place: str) -> None:
         """Waits for the other ranks, where the watch can tell that some never come. Collective.
 
-        Its messages are met by no other kind's: whatever another rank is in, gloo keeps them apart.
+        What is under way on the group arrives first. Its messages are met by no other kind's: whatever another rank is
+        in, gloo keeps them apart.
         """
+        under_way.settle(self.process_group)
         if self.watched.channel is not None:
             with self.watched.at(place), self.watched.around("barrier"):
                 dist.barrier(group=self.process_group)

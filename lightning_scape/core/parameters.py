@@ -117,7 +117,7 @@ class Parameters:
                         f" {tuple(parameter.shape)} that was {change}. Build a new optimizer after the change: the"
                         " residual of a parameter would be lost, or never come to be."
                     )
-        if held != self._known or list(held) != list(self._known):
+        if list(held.items()) != list(self._known.items()):
             raise ValueError(
                 f"An optimizer's groups must keep the {len(self.tensors)} parameters that they had when it was built,"
                 f" in their order, each in its group, got {len(held)} of them. Build a new optimizer after the change"

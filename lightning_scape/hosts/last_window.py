@@ -37,10 +37,7 @@ class LastWindow(Callback):
 
 def _meet(trainer: Trainer, place: str) -> None:
     """Waits for all ranks. Where others wait for a step of this rank's, all raise. Collective."""
-    methods = find_all(trainer.optimizers)
-    for method in methods:
-        method.drain()
-    if methods:
+    if methods := find_all(trainer.optimizers):
         methods[0].communicator.meet(f"{place} after step {methods[0].progress().steps}")
 
 

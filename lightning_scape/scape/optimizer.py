@@ -53,7 +53,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
     under plain ``torchrun`` as well as under Lightning; with one rank nothing is sent. A parameter that has no gradient
     on any rank is skipped, as in torch. Without one on some ranks only, it counts as zeros there.
 
-    To keep an AdamW's settings, use :meth:`from_optimizer`. Built directly, it is AdamS, or ``config.update``.
+    To keep an AdamW's settings, use :meth:`from_optimizer`. Built directly, it is AdamS or what ``config.update`` says.
 
     Constructing is collective: all ranks of ``process_group`` must do it, with the same parameters and config, and
     parameters must be equal on all ranks at the first step.

@@ -85,7 +85,6 @@ class Windows:
             self._end(changed=True)  # with the other ranks, whose windows may be longer
             self._judge()
 
-    @torch.no_grad()
     def after_step(self) -> None:
         """Counts the inner step; ends and begins exchanges when their time has come."""
         progress, config = self.progress, self._config
@@ -99,7 +98,6 @@ class Windows:
             if not config.overlap_steps:
                 self._finish()
 
-    @torch.no_grad()
     def end(self) -> None:
         """Ends the window that has begun, if any. Collective."""
         self._take_up_changes()
@@ -233,7 +231,6 @@ class Windows:
     def rest(self) -> None:
         """Before the state is saved: nothing is on its way, and what is known of the last exchange is up to date."""
         self.drain()
-        self.wait_for_others()
         self._comm.meet("collecting the state")  # what follows would meet the exchange of a rank that saves nothing
         if self._restored is not None:  # a load whose first step is still to come, also after this
             self._take_up_changes()
