@@ -63,13 +63,14 @@ def quality(
     steps: int,
     task: str = "python",
     size: str = "0.03M",
-    windows: int = 8,
+    windows: tuple[int, int] = (8, 64),
+    precision: str = "fp32",
     data: str = EARLIER,
 ) -> dict[str, Any] | None:
     """One method of the drop-in suite: AdamW at its best learning rate, SCAPE at that very rate."""
-    size, batch = (size, [4, windows, 64]) if task == "python" else ("", [4, 8, 1])
+    size, batch = (size, [4, *windows]) if task == "python" else ("", [4, 8, 1])
     wanted = [size, *batch, steps, task, betas]
-    found = [r for r in load(data) if r["setting"] in (wanted, [*wanted, "fp32"])]  # older ones do not say it
+    found = [r for r in load(data) if [*r["setting"], "fp32"][:8] == [*wanted, precision]]  # older ones do not say it
     return max((row for row in found if row["label"] == label), key=lambda row: len(row["seeds"]), default=None)
 
 
@@ -119,6 +120,31 @@ def drop_in(steps: int, link: Link) -> str:
     return text + "\n" + source(link, TODAY, "python examples/bench_quality.py --suite drop_in_short drop_in_long")
 
 
+def largest(link: Link) -> str:
+    """The largest model: AdamW at its best rate, SCAPE at that very rate."""
+    rows, base = [], large(DENSE)
+    for label in (DENSE, *SPARSE):
+        row = large(label)
+        sent, against = f"{row['bytes']:.2g}", ""
+        if label != DENSE:
+            sent, against = f"{sent} (**{base['bytes'] / row['bytes']:.1f}x** less)", gap(row, base)
+        seeds = str(len(row["seeds"]))
+        rows.append([label, seeds, value(row), against, value(row, "accuracies", 100, 1, "%"), sent])
+    head = ["10M parameters, 4,000 steps", "seeds", "validation loss", "against AdamW", "next byte right"]
+    text = table([*head, "bytes sent by a rank, per step and parameter"], *rows)
+    return text + "\n" + source(link, TODAY, f"python examples/bench_quality.py --suite {LARGEST}_rates {LARGEST}")
+
+
+LARGEST = "drop_in_10M"
+
+
+def large(label: str) -> dict[str, Any]:
+    """One method of that suite."""
+    row = quality(label, BETAS["(0.9, 0.95)"], 4000, size="10M", windows=(4, 128), precision="bf16-mixed", data=TODAY)
+    assert row is not None
+    return row
+
+
 def wires(link: Link) -> str:
     """Values in 4 bits beside bf16, paired by seed, with today's second moment."""
     rows = []
@@ -138,7 +164,7 @@ def wires(link: Link) -> str:
 def sizes(link: Link) -> str:
     """Larger models, and 99.9% of the smallest: each beside AdamW at the same rate."""
     rows = []
-    for size, steps, windows in (("0.03M", 10_000, 8), ("0.2M", 10_000, 8), ("1M", 6000, 4)):
+    for size, steps, windows in (("0.03M", 10_000, (8, 64)), ("0.2M", 10_000, (8, 64)), ("1M", 6000, (4, 64))):
         for name, betas in BETAS.items():
             base = quality(DENSE, betas, steps, size=size, windows=windows)
             sparse = [quality(label, betas, steps, size=size, windows=windows) for label in (*SPARSE, "SCAPE 99.9%")]
@@ -402,6 +428,7 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "drop-in-1000": lambda link: drop_in(1000, link),
     "drop-in-10000": lambda link: drop_in(10_000, link),
     "wires": wires,
+    "largest": largest,
     "sizes": sizes,
     "rates": rates,
     "digits": digits,

@@ -74,6 +74,7 @@ class Training:
         run = self.run
         self.task = task_of(run)
         self.model = self.task.build_model()
+        self.computed = torch.compile(self.model, dynamic=False) if self.mixed else self.model
         self.ranks = build_ranks(run, self.model)
         self.loaders = self.task.loaders()
         self._batches = self._read()
@@ -92,10 +93,22 @@ class Training:
         self.bytes_sent += self.ranks.bytes_sent()
         self.step += 1
 
+    @property
+    def mixed(self) -> bool:
+        return self.run.precision == "bf16-mixed"
+
+    def precision(self) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.mixed)
+
     def loss(self, batch: Any) -> Tensor:
-        """Of one rank, in the precision of the run."""
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.run.precision == "bf16-mixed"):
-            return self.task.loss(self.model, batch)
+        """Of one rank."""
+        with self.precision():
+            return self.task.loss(self.computed, batch)
+
+    def evaluate(self) -> dict[str, float]:
+        """On held-out data."""
+        with self.precision():
+            return self.task.evaluate(self.computed)
 
     def go(self, snapshot: Path, every: int, seconds_between: float) -> dict[str, Any]:
         """Trains to the end; takes a snapshot now and then."""
@@ -109,7 +122,7 @@ class Training:
                         "step": self.step,
                         "tokens": self.step * run.tokens,
                         "bytes": self.bytes_sent,
-                        **self.task.evaluate(self.model),
+                        **self.evaluate(),
                     }
                 )
                 left = self.seconds / self.step * (run.steps - self.step)

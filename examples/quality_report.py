@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -294,7 +295,7 @@ def plot_sweep(found: list[dict[str, Any]], out: Path) -> None:
 
 
 def plot_losses(found: list[dict[str, Any]], out: Path) -> None:
-    """Mean loss over tokens and over bytes, of the largest model of those that most methods have trained."""
+    """Loss over steps and bytes, and how far it is above AdamW's; of the largest model that most methods trained."""
     plain = [result for result in found if is_plain(run_of(result)) and "catch_up" not in dict(run_of(result).options)]
     plain = [result for result in plain if run_of(result).task == "python"]
     lines: dict[Setting, list[Row]] = defaultdict(list)
@@ -309,20 +310,31 @@ def plot_losses(found: list[dict[str, Any]], out: Path) -> None:
         return len(methods), float(setting.size[:-1]), setting.steps, setting.betas == BETAS
 
     setting = max(lines, key=worth)
-    rows = lines[setting]
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
-    for row in sorted(rows, key=lambda row: row.label):
-        runs = [result for result in plain if row.is_of(run_of(result))]
-        history = [result["history"][1:] for result in runs]
-        losses = [statistics.mean(h["loss"] for h in points) for points in zip(*history, strict=True)]
-        label = f"{row.label}, lr {row.lr:g}, seeds: {len(runs)}"
-        for axis, key in zip(axes, ("tokens", "bytes"), strict=True):
-            axis.plot([h[key] for h in history[0]], losses, label=label)
-    axes[0].set(xlabel="tokens", ylabel="validation loss (nats per byte)")
-    axes[1].set(xlabel="bytes sent by a rank", xscale="log")
-    axes[0].legend(fontsize="small")
+    figure, (over_steps, over_bytes, above) = plt.subplots(1, 3, figsize=(15, 4))
+    over_bytes.sharey(over_steps)
+    dense: dict[int, list[dict[str, float]]] = {}
+    for row in sorted(lines[setting], key=lambda row: row.label != "dense AdamW"):
+        history = {run_of(r).seed: r["history"][1:] for r in plain if row.is_of(run_of(r))}
+        dense = history if row.label == "dense AdamW" else dense
+        look = {"label": f"{row.label}, lr {row.lr:g}, seeds: {len(history)}", "color": f"C{len(over_steps.lines)}"}
+        first = next(iter(history.values()))
+        steps, losses = [h["step"] for h in first], mean_over(history.values())
+        over_steps.plot(steps, losses, **look)
+        over_bytes.plot([h["bytes"] for h in first], losses, **look)
+        if shared := dense.keys() & history.keys():
+            mine, theirs = (mean_over(each[seed] for seed in shared) for each in (history, dense))
+            above.plot(steps, [100 * (loss / base - 1) for loss, base in zip(mine, theirs, strict=True)], **look)
+    over_steps.set(xlabel="step", ylabel="validation loss (nats per byte)")
+    over_bytes.set(xlabel="bytes sent by a rank", xscale="log")
+    above.set(xlabel="step", ylabel="loss above AdamW, %")
+    over_steps.legend(fontsize="small")
     figure.suptitle(setting.title)
     save(figure, out / "loss.png")
+
+
+def mean_over(histories: Iterable[list[dict[str, float]]]) -> list[float]:
+    """The loss over several seeds, evaluation by evaluation."""
+    return [statistics.mean(h["loss"] for h in at) for at in zip(*histories, strict=True)]
 
 
 GAP_STYLES: dict[str, tuple[str, dict[str, Any]]] = {

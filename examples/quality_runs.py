@@ -66,7 +66,7 @@ class Run:
     lr: float = 2e-3
     betas: tuple[float, float] = BETAS
     precision: str = "fp32"
-    """fp32; or bf16-mixed: the model computes in bf16, parameters and gradients are fp32."""
+    """fp32; or bf16-mixed: the model is compiled and computes in bf16, parameters and gradients are fp32."""
     seed: int = 0
     warmup: float = 0.1
     """Share of the steps in which the learning rate rises linearly; a cosine to a tenth follows."""
