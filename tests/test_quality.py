@@ -162,10 +162,14 @@ def test_a_failing_rank_ends_the_others_and_its_error_is_told(bench: ModuleType)
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("task", ["python", "digits-conv"])
+@pytest.mark.parametrize(
+    ("task", "precision"), [("python", "fp32"), ("digits-conv", "fp32"), ("python", "bf16-mixed")]
+)
 @pytest.mark.parametrize("method", ["scape", "adams"])
-def test_a_run_goes_on_from_its_snapshot_bit_for_bit(bench: ModuleType, tmp_path: Path, method: str, task: str) -> None:
-    run = bench.dataclasses.replace(small(bench, mask_votes=1), method=method, task=task)
+def test_a_run_goes_on_from_its_snapshot_bit_for_bit(
+    bench: ModuleType, tmp_path: Path, method: str, task: str, precision: str
+) -> None:
+    run = bench.dataclasses.replace(small(bench, mask_votes=1), method=method, task=task, precision=precision)
     whole, first = bench.Training(run), bench.Training(run)
     whole.go(tmp_path / "a.pt", every=2, seconds_between=1e9)
     for _ in range(3):
