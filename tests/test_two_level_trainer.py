@@ -249,6 +249,39 @@ def test_manual_optimization_with_two_optimizers_trains_as_on_flat_ranks(run_ran
         assert torch.equal(nodes, everyone[0][1])
 
 
+class ManualAlone(Regression):
+    """Manual optimization of a model in which no module is a unit of its own, unless `wrap` says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+            optimizer.step()
+
+
+def _manual_alone(rank: int, world_size: int) -> tuple[str, Tensor, Tensor]:
+    with pytest.raises(RuntimeError, match="must lie in modules that are gathered") as failure:
+        make_trainer(strategy(2)).fit(ManualAlone())
+    found = []
+    for chosen in (strategy(1), strategy(2, wrap=["Linear"])):
+        module = ManualAlone()
+        make_trainer(chosen).fit(module)
+        found.append(wholes(module))
+    return str(failure.value), found[0], found[1]
+
+
+def test_gradients_that_only_the_root_holds_are_an_error_in_manual_optimization(run_ranks: Any) -> None:
+    for words, flat, nodes in run_ranks(_manual_alone, 2):
+        assert "'net.0.weight'" in words
+        assert "wrap=['Linear']" in words
+        torch.testing.assert_close(nodes, flat, rtol=1e-4, atol=2e-5)
+
+
 class Dying(Blocks):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if batch_idx == 2 and self.global_rank == 3:

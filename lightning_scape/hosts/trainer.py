@@ -227,6 +227,8 @@ class MethodStrategy(TrainerCheckpoints):
         trainer = self.lightning_module.trainer
         inner = setup.stepped(optimizer)
         method = next((each for each in self._attached if each.optimizer is inner), None)
+        if self._nodes.several and not self.lightning_module.automatic_optimization:
+            two_level.check_gradients_arrived(self.lightning_module)
         if method is not None:
             ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             method.announce_batch(ready, ends_epoch(trainer) if self._steps_compare_ends else None)

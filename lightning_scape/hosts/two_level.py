@@ -303,6 +303,27 @@ def without_gradient_sync(module: nn.Module) -> Iterator[None]:
         root.set_requires_gradient_sync(True)
 
 
+def check_gradients_arrived(module: nn.Module) -> None:
+    """Before a step that the module takes inside its forward pass, as with manual optimization.
+
+    FSDP2 averages a unit's gradients when a backward pass reaches the outputs of the unit's forward. That of the root
+    has not ended yet: where no other unit is reached, the root's gradients stay with its gathered parameters.
+
+    Raises:
+        RuntimeError: some have; the optimizer would never see them.
+    """
+    lost = [name for name, each in module.named_parameters() if each.grad is not None and not isinstance(each, DTensor)]
+    if lost:
+        inside = dict(module.named_modules())
+        kinds = sorted({type(inside[name.rpartition(".")[0]]).__name__ for name in lost} - {type(module).__name__})
+        named = f"Name the classes of such modules: wrap={kinds}, or a larger one's around them."
+        raise RuntimeError(
+            "With `local_group_size` and manual optimization parameters must lie in modules that are gathered as a"
+            f" unit, got a gradient of {lost[0]!r} that only the root holds: FSDP2 has not averaged it, and the step"
+            f" would leave it out. {named if kinds else 'Put it into a module, and name its class in `wrap`.'}"
+        )
+
+
 def _reduce_dtype(divides: bool, wide: bool) -> torch.dtype | None:
     """In which FSDP2 adds up gradients. In fp64 it divides by itself, whatever the group makes of a mean."""
     if not divides:
