@@ -587,3 +587,16 @@ def test_what_is_watched_are_the_differences_of_counters() -> None:
 def test_the_command_watches_for_the_seconds_it_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.main(["doctor", "--watch", "1"]) == 0
     assert "Network\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [("report --watch 1", "FOLDER and --watch"), ("--watch 1 --timeout 5", "--watch and --timeout")],
+)
+def test_the_command_is_asked_one_thing_at_a_time(
+    capsys: pytest.CaptureFixture[str], arguments: str, named: str
+) -> None:
+    """It did the first and passed over the other without a word."""
+    with pytest.raises(SystemExit, match="2"):
+        commands.main(["doctor", *arguments.split()])
+    assert f"one thing at a time, got {named}." in capsys.readouterr().err

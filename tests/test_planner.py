@@ -405,6 +405,14 @@ def test_plan_looks_at_the_memory_of_a_rank(capsys: Any) -> None:
     assert ", too much |" not in out.partition("| SparseLoCo |")[0]
 
 
+def test_a_sparsity_of_minus_zero_is_zero(capsys: Any) -> None:
+    """It was looked for in the table under another name: "not enough values to unpack"."""
+    pytest.importorskip("litgpt")
+    status, out, _ = run_tool(capsys, *ISSUE_COMMAND.split(), "--sparsity", "-0")
+    assert status == 0
+    assert "| SCAPE 0 |" in out
+
+
 def test_the_advice_does_not_contradict_the_table(capsys: Any) -> None:
     pytest.importorskip("litgpt")
     _, out, _ = run_tool(capsys, *ISSUE_COMMAND.replace("10gbit", "16gbit").split())

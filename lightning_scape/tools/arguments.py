@@ -58,7 +58,7 @@ def _number(
     def read(text: str) -> float:
         if units is None:
             with contextlib.suppress(ValueError):
-                if holds(value := float(text)):
+                if holds(value := float(text) + 0.0):  # -0 is 0
                     return value
         else:
             found = re.fullmatch(rf"({_NUMBER})\s*({'|'.join(units)})", text.strip().lower())
@@ -275,7 +275,11 @@ def doctor_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="SECONDS",
         help="watch the network of this host while a job trains (default: 20), and say whether it waits for it",
     )
-    parser.add_argument(
-        "--timeout", type=waiting_time, default=60.0, help="seconds for which ranks wait for each other (default: 60)"
-    )
-    return parser.parse_args(arguments)
+    parser.add_argument("--timeout", type=waiting_time, help="seconds for which ranks wait for each other (default: 60)")
+    args = parser.parse_args(arguments)
+    given = [name for name in ("folder", "watch", "timeout") if getattr(args, name) is not None]
+    if len(given) > 1:
+        names = " and ".join("FOLDER" if name == "folder" else f"--{name}" for name in given)
+        parser.error(f"it must be asked one thing at a time, got {names}. Drop all but one: each alone has an effect.")
+    args.timeout = args.timeout or 60.0
+    return args
