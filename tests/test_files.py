@@ -26,6 +26,7 @@ from test_sharded import assert_equal, mutate, save
 from lightning_scape import CheckpointError, ScapeConfig, newest_checkpoint
 from lightning_scape.checkpoint.atomic_files import load_file, load_stream, save_file
 from lightning_scape.checkpoint.inspection import verify
+from lightning_scape.checkpoint.temporaries import MANIFEST
 from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.tools import commands
 
@@ -293,6 +294,19 @@ def test_the_newest_of_litgpts_folders_is_the_file_in_it(tmp_path: Path) -> None
     verify(tmp_path / "step-00000010")
 
 
+def test_a_newest_checkpoint_without_its_end_is_named(tmp_path: Path) -> None:
+    """The table of an archive that it holds, a rank's generators, was read in place of its own: it told no step."""
+    inner = io.BytesIO()
+    torch.save({"a": 1}, inner)
+    archive = torch.frombuffer(bytearray(inner.getvalue()), dtype=torch.uint8)
+    for step in (1, 2):
+        save_file({"global_step": step, "rng": archive}, tmp_path / f"{step}.ckpt")
+    whole = (tmp_path / "2.ckpt").read_bytes()
+    (tmp_path / "2.ckpt").write_bytes(whole[:-100])
+    with pytest.warns(UserWarning, match=r"Passed over: The checkpoint '.*2\.ckpt'"):
+        assert newest_checkpoint(tmp_path) == tmp_path / "1.ckpt"
+
+
 def test_the_tool_checks_all_that_it_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"a": 1}, tmp_path / "good")
     (tmp_path / "bad").write_bytes(b"PK")
@@ -303,6 +317,13 @@ def test_the_tool_checks_all_that_it_is_given(tmp_path: Path, capsys: pytest.Cap
     assert f"{tmp_path}/good: complete and undamaged" in said.out
 
 
+def test_the_tool_takes_the_folder_that_litgpt_saved(tmp_path: Path) -> None:
+    """``verify`` and ``resume_path`` took it, and ``consolidate`` asked for a manifest."""
+    save_file({"a": 1}, tmp_path / "step-1" / "lit_model.pth")
+    assert commands.main(["consolidate", str(tmp_path / "step-1"), str(tmp_path / "one")]) == 0
+    assert load_file(tmp_path / "one") == {"a": 1}
+
+
 def test_the_tool_does_not_write_over_what_it_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"a": 1}, tmp_path / "c")
     before = (tmp_path / "c").read_bytes()
@@ -310,6 +331,14 @@ def test_the_tool_does_not_write_over_what_it_reads(tmp_path: Path, capsys: pyte
         assert commands.main(["consolidate", str(tmp_path / "c"), str(target)]) == 1
         assert "FILE must be a free name or another file, got" in capsys.readouterr().err
     assert (tmp_path / "c").read_bytes() == before
+    part = tmp_path / "directory" / "meta.pt"
+    part.parent.mkdir()
+    (part.parent / MANIFEST).write_text("")
+    part.write_text("mine")
+    for target in (part, part.with_name("new")):
+        assert commands.main(["consolidate", "--force", str(tmp_path / "c"), str(target)]) == 1
+        assert "inside a checkpoint, which must stay as it was written" in capsys.readouterr().err
+    assert (part.read_text(), part.with_name("new").exists()) == ("mine", False)
     assert commands.main(["consolidate", str(tmp_path / "none"), str(tmp_path / "d")]) == 1
     assert "got nothing there" in capsys.readouterr().err
 

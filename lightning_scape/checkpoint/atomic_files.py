@@ -115,6 +115,9 @@ def explained_oserror(path: Path) -> Iterator[None]:
         raise explain_oserror(error, path) from error
 
 
+_A_FILE_ABOVE = "A file has the name of one of its folders: move that away, or save elsewhere."
+
+
 def explain_oserror(error: OSError, path: Path) -> OSError:
     """The same error with advice."""
     if "checkpoints before it are untouched" in str(error):
@@ -124,6 +127,8 @@ def explain_oserror(error: OSError, path: Path) -> OSError:
         errno.EDQUOT: "Raise the quota, or save elsewhere.",
         errno.EFBIG: "Raise the limit on file sizes (ulimit -f), or save elsewhere.",
         errno.EACCES: "Give this user the right to write there, or save elsewhere.",
+        errno.EEXIST: _A_FILE_ABOVE,
+        errno.ENOTDIR: _A_FILE_ABOVE,
         errno.EROFS: "Save to a disk that is not mounted read-only.",
     }
     remedy = remedies.get(error.errno or 0, "Save elsewhere, or mend the disk.")
@@ -335,7 +340,10 @@ def read_pickle(path: Path, inside: bool = False) -> Any:
             if file.read(len(_LEGACY)) == _LEGACY:
                 return _legacy_pickle(file)
             with zipfile.ZipFile(file) as archive:
-                (record,) = (info for info in archive.infolist() if info.filename.partition("/")[2] == "data.pkl")
+                found = archive.infolist()
+                if min(info.header_offset for info in found):  # zipfile looks for the last table that is whole
+                    raise ValueError("its end is missing, and what is found is the end of an archive inside it")
+                (record,) = (info for info in found if info.filename.partition("/")[2] == "data.pkl")
                 if record.compress_type or record.file_size > os.fstat(file.fileno()).st_size:
                     raise ValueError("its pickle is compressed")
                 with contextlib.suppress(pickles.UnknownOpcode):

@@ -38,7 +38,7 @@ def verify(path: str | os.PathLike[str], weights_only: bool | None = None) -> No
         FileNotFoundError: there is nothing at ``path``.
         CheckpointError: what is wrong with it.
     """
-    path = _checkpoint_in(Path(path))
+    path = checkpoint_in(Path(path))
     files.check_there(path)
     if path.is_dir():
         saved = SavedContent(path, weights_only=weights_only)
@@ -193,7 +193,7 @@ def _passes(path: Path, check: Callable[[Path], None]) -> bool:
 
 
 def _candidates_at(place: Path, pattern: str) -> Iterator[Path]:
-    inside = _checkpoint_in(place)
+    inside = checkpoint_in(place)
     if (inside.exists() and not inside.is_dir()) or (inside / MANIFEST).exists():
         yield inside
     else:
@@ -203,7 +203,7 @@ def _candidates_at(place: Path, pattern: str) -> Iterator[Path]:
 def _candidates(folder: Path, pattern: str) -> Iterator[Path]:
     if not folder.is_dir():
         return
-    for path in map(_checkpoint_in, folder.glob(pattern)):
+    for path in map(checkpoint_in, folder.glob(pattern)):
         is_one = not path.is_dir() or (path / MANIFEST).exists() or files.has_parts(path)
         if is_one and not path.name.startswith("."):
             yield path
@@ -215,7 +215,7 @@ def _candidates(folder: Path, pattern: str) -> Iterator[Path]:
             yield unfinished
 
 
-def _checkpoint_in(path: Path) -> Path:
+def checkpoint_in(path: Path) -> Path:
     """The checkpoint in a folder that LitGPT saved, file or directory; any other path as it is."""
     inside = path / "lit_model.pth"
     return inside if inside.exists() else path

@@ -275,7 +275,9 @@ def doctor_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="SECONDS",
         help="watch the network of this host while a job trains (default: 20), and say whether it waits for it",
     )
-    parser.add_argument("--timeout", type=waiting_time, help="seconds for which ranks wait for each other (default: 60)")
+    parser.add_argument(
+        "--timeout", type=waiting_time, help="seconds for which ranks wait for each other (default: 60)"
+    )
     args = parser.parse_args(arguments)
     given = [name for name in ("folder", "watch", "timeout") if getattr(args, name) is not None]
     if len(given) > 1:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_scape.__about__ import __version__
+from lightning_scape.checkpoint.temporaries import MANIFEST
 from lightning_scape.tools.arguments import Parser, doctor_arguments, import_matplotlib, local, plan_arguments
 from lightning_scape.tools.console import ends_quietly
 
@@ -56,11 +57,13 @@ def _consolidate(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     from lightning_scape.checkpoint import atomic_files as files
     from lightning_scape.checkpoint import saver as saving
+    from lightning_scape.checkpoint.inspection import checkpoint_in
 
-    files.check_there(given.checkpoint)
-    _check_free(given.checkpoint, given.file, given.force)
+    source = checkpoint_in(given.checkpoint)
+    files.check_there(source)
+    _check_free(source, given.file, given.force)
     with warnings.catch_warnings(record=True) as said:
-        whole = saving.consolidate(given.checkpoint, given.optimizer)
+        whole = saving.consolidate(source, given.optimizer)
     for each in said:  # without the place in our code
         print(f"lightning-scape: {each.message}", file=sys.stderr)
     files.save_file(whole, given.file)
@@ -73,6 +76,8 @@ def _check_free(source: Path, target: Path, force: bool) -> None:
     problem = None
     if target.is_dir():
         problem = "a directory. Name a new file."
+    elif (target.parent / MANIFEST).exists():
+        problem = "inside a checkpoint, which must stay as it was written. Name a new file elsewhere."
     elif target.exists() and target.samefile(source):
         problem = "the checkpoint itself, whose state would be lost. Name a new file."
     elif target.exists() and not force:
