@@ -161,6 +161,24 @@ def test_parameters_on_the_meta_device_are_refused(build: Callable[[Any], Any]) 
         build(nn.Linear(3, 3, device="meta").parameters())
 
 
+@pytest.mark.parametrize("device", ["cuda", "meta"])
+@pytest.mark.parametrize(
+    ("build", "option"),
+    [
+        (lambda p, device: ScapeOptimizer(p, config=ScapeConfig(residual_device=device)), "residual_device"),
+        (lambda p, device: SparseLoCo(AdamW(p), device=device), "device"),
+    ],
+)
+def test_a_state_where_the_parameters_are_not_is_refused(
+    build: Callable[[Any, str], Any], option: str, device: str
+) -> None:
+    """It ended in torch's "not compiled with CUDA enabled", at the first step."""
+    with pytest.raises(
+        ValueError, match=rf"^`{option}` must be 'cpu' or the parameters' device, a 'cpu' one, got '{device}'"
+    ):
+        build(nn.Linear(3, 3).parameters(), device)
+
+
 def test_ranks_that_nobody_joined_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(

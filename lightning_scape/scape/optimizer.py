@@ -112,7 +112,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         comm = communicator or Communicator.of_optimizer(process_group, mask_group)
         shards = local_shards.shard_communicator(given)
         comm.device = shards.device = parameters.device_of_first_messages
-        problem = parameters.problem(self.param_groups) or local_shards.problem(
+        problem = parameters.problem(self.param_groups, residual_device=config.residual_device) or local_shards.problem(
             parameters.names, parameters.tensors, config.local_group_size, process_group
         )
         setup = _describe(config, parameters, self.param_groups)

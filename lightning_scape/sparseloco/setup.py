@@ -47,13 +47,16 @@ def check_optimizer(optimizer: object) -> None:
         )
 
 
-def problem(wrapped: bool, parameters: Parameters, process_group: ProcessGroup | None) -> str | None:
+def problem(
+    wrapped: bool, parameters: Parameters, process_group: ProcessGroup | None, config: SparseLoCoConfig
+) -> str | None:
     """The first rule that is broken, as rule, value and remedy; None if all hold.
 
     Args:
         wrapped: whether a SparseLoCo wraps the optimizer already.
         parameters: all that require grad.
         process_group: the ranks with the same parameters, or rows, as the user gave them.
+        config: SparseLoCo's options.
     """
     if wrapped:
         return (
@@ -66,7 +69,9 @@ def problem(wrapped: bool, parameters: Parameters, process_group: ProcessGroup |
             " it before building the optimizer."
         )
     # The groups' options are the optimizer's own business. A node's size is what the parameters say.
-    return parameters.problem([]) or local_shards.problem(parameters.names, parameters.tensors, 1, process_group)
+    return parameters.problem([], device=config.device) or local_shards.problem(
+        parameters.names, parameters.tensors, 1, process_group
+    )
 
 
 def describe(optimizer: torch.optim.Optimizer, config: SparseLoCoConfig, parameters: Parameters) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
             comm,
             shards,
             setup.describe(optimizer, config, self.parameters),
-            setup.problem(SparseLoCo.of(optimizer) is not None, self.parameters, process_group),
+            setup.problem(SparseLoCo.of(optimizer) is not None, self.parameters, process_group, config),
             self.parameters.device_of_first_messages,
         )
         self.windows = windows = Windows(optimizer, config, self.parameters, self.layout, comm, shards)
