@@ -272,8 +272,7 @@ def test_an_exception_in_forked_ranks_leaves_the_page_too(tmp_path: Path) -> Non
     assert "own mistake" in done.stderr
     (run,) = History.read(tmp_path).runs
     assert len(run.points) == 3
-    assert "Exception" in run.end["how"]
-    assert "own mistake" not in (tmp_path / FIGURES).read_text() or "mistake" in run.end["how"]
+    assert run.end["how"] == 'KeyError: "the model\'s own mistake"'  # it was "ProcessRaisedException: "
     assert (tmp_path / PAGE).exists()
 
 
@@ -495,6 +494,13 @@ def test_a_validation_metric_of_any_name_is_in_the_report_and_no_training_metric
 
 def test_figures_without_bytes_do_not_say_that_there_is_one_rank(tmp_path: Path) -> None:
     assert "there is one rank" not in pages.page(written(tmp_path, run_line(0), point(1)))
+
+
+def test_a_run_whose_first_lines_are_gone_has_no_mean_of_its_steps(tmp_path: Path) -> None:
+    """Its bytes are of all steps, and were divided by those that the figures still have."""
+    summed = {"bytes_run": 60.0, "bytes_run_dense": 600.0}
+    assert "in 6 steps" in pages.page(written(tmp_path, run_line(0), point(6, **summed)))
+    assert "per step on average" not in pages.page(written(tmp_path, point(3), point(6, **summed)))
 
 
 def test_a_run_without_any_point_still_has_a_page(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.multiprocessing import ProcessRaisedException
 from typing_extensions import override
 
 from lightning_scape.__about__ import __version__
@@ -189,9 +190,8 @@ class ReportingCallback(Callback):
         with unseen(f"The report must be written to {str(self.report)!r}"):
             runs = History.read(self.report).runs
             if runs and runs[-1].end is None and runs[-1].about.get("time", 0.0) >= self._made:
-                text = f"{type(exception).__name__}: {exception}".strip(": ")
                 self._writer = self._writer or Writer(self.report)
-                self._end(trainer, text.splitlines()[0][:500])
+                self._end(trainer, _in_a_line(exception))
 
     def _end(self, trainer: Trainer, how: str) -> None:
         """Writes the page. If that fails it is a warning: this rank alone would raise, and the others wait for it."""
@@ -217,6 +217,14 @@ class ReportingCallback(Callback):
                 f"The report's figures must be written to {str(self.report)!r}, got: {error}. The training goes on; the"
                 " report ends here."
             )
+
+
+def _in_a_line(exception: BaseException) -> str:
+    """Its name and the first line of its words; of an error on a forked rank, whose words are a traceback, the last."""
+    lines = [line for line in str(exception).splitlines() if line.strip()]
+    if isinstance(exception, ProcessRaisedException) and lines:
+        return lines[-1][:500]
+    return ": ".join([type(exception).__name__, *lines[:1]])[:500]
 
 
 def steps_taken(trainer: Trainer) -> int:

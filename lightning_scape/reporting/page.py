@@ -123,7 +123,7 @@ def facts(line: list[Run], points: list[dict[str, Any]]) -> list[tuple[str, str]
 
 def _whole_run(line: list[Run]) -> list[tuple[str, str]]:
     """What rank 0 has sent since the first of the runs began, and what DDP would have; nothing of older figures."""
-    last = [(run, _sums(run)) for run in line if run.points]
+    last = [(run, _sums(run)) for run in line if run.points and run.about]  # else its first steps are not known
     sent, dense, saved = (
         sum(total(at, name) for _, at in last) for name in ("bytes_run", "bytes_run_dense", "bytes_checkpoints")
     )
