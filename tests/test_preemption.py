@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from trainer_helpers import BATCHES, MARKS, GivenRanks, Regression, make_trainer, weights
+from warm_python import warm_python
 
 from lightning_scape import (
     FabricScapeStrategy,
@@ -99,6 +101,26 @@ def test_all_ranks_end_after_the_same_step_and_the_next_start_goes_on_bit_for_bi
 
 def _accumulating(rank: int, world_size: int, folder: str) -> tuple[Any, int]:
     return _fit(rank, folder, "scape", rank == 1, accumulate_grad_batches=2)[1:]
+
+
+def test_forked_ranks_that_end_without_a_word_end_with_an_error(tmp_path: Path) -> None:
+    """Their launcher waits for the first rank's result; it waited for ever."""
+    script = tmp_path / "forked.py"
+    script.write_text(FORKED)
+    done = subprocess.run([warm_python(), str(script)], capture_output=True, text=True, timeout=60, check=False)
+    assert "process 0 terminated with exit code 143" in done.stderr
+    assert done.returncode == 1
+
+
+FORKED = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from lightning_scape import ScapeStrategy
+from test_preemption import Told
+from trainer_helpers import make_trainer
+
+make_trainer(ScapeStrategy(start_method="fork"), devices=2, max_epochs=20).fit(Told(True, 0.0))
+"""
 
 
 def test_a_fit_that_accumulates_ends_with_a_whole_step(run_ranks: Any, tmp_path: Path) -> None:

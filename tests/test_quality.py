@@ -162,9 +162,7 @@ def test_a_failing_rank_ends_the_others_and_its_error_is_told(bench: ModuleType)
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("task", "precision"), [("python", "fp32"), ("digits-conv", "fp32"), ("python", "bf16-mixed")]
-)
+@pytest.mark.parametrize(("task", "precision"), [("python", "fp32"), ("digits-conv", "fp32"), ("python", "bf16-mixed")])
 @pytest.mark.parametrize("method", ["scape", "adams"])
 def test_a_run_goes_on_from_its_snapshot_bit_for_bit(
     bench: ModuleType, tmp_path: Path, method: str, task: str, precision: str

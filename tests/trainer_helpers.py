@@ -163,10 +163,10 @@ def make_trainer(strategy: Any = None, **options: Any) -> pl.Trainer:
     }
     options = quiet | {"max_epochs": 1, "limit_val_batches": 0, "plugins": []} | options
     options["plugins"] = [*options["plugins"], *([GivenRanks()] if dist.is_initialized() else [])]
-    devices = dist.get_world_size() if dist.is_initialized() else 1
+    options.setdefault("devices", dist.get_world_size() if dist.is_initialized() else 1)
     # Sparse from the first step: by default so short a run would be warm-up to its end.
     strategy = ScapeStrategy(sparsity=0.9, sparsity_warmup_steps=0) if strategy is None else strategy
-    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=devices, **options)
+    return pl.Trainer(strategy=strategy, accelerator="cpu", **options)
 
 
 def weights(module: nn.Module) -> Tensor:

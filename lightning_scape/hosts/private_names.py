@@ -6,6 +6,8 @@ Those of torch's, which layers below the hosts need, stand in core/private_names
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal
@@ -13,12 +15,15 @@ from typing import Any, Literal
 import lightning.fabric.strategies as of_fabric
 import lightning.pytorch.strategies as of_trainer
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher as FabricsLauncher
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.pytorch import Trainer
 from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as TrainersLauncher
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 BackwardSyncControl = _BackwardSyncControl
@@ -70,9 +75,40 @@ def replace_reader(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) 
         vars(saving)["pl_load"] = wrapped(load)
 
 
+class Launching:
+    """In front of a launcher that forks or spawns the ranks and then waits for the result of its first one.
+
+    A first rank that ends without a result and without an error, by SystemExit, as at SIGTERM, would be waited for
+    for ever. It ends with an error.
+    """
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs ``function`` on all ranks."""
+        return super().launch(functools.partial(with_exit_code, function), *args, **kwargs)  # type: ignore[misc]
+
+
+def with_exit_code(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a rank runs: the first one never ends by SystemExit with the code 0."""
+    try:
+        return function(*args, **kwargs)
+    except SystemExit as end:
+        if not end.code and os.environ["LOCAL_RANK"] == "0":
+            end.code = 143 if isinstance(end, SIGTERMException) else 1  # 143: what a shell says of SIGTERM
+        raise
+
+
+class LaunchingTrainers(Launching, TrainersLauncher):
+    """That of the Trainer."""
+
+
+class LaunchingFabrics(Launching, FabricsLauncher):
+    """That of Fabric."""
+
+
 class Opened:
     """A base of a strategy of either host: what both keep to themselves, under names of ours."""
 
+    launcher_of_many: Any
     _start_method: Literal["popen", "spawn", "fork", "forkserver"]
     _timeout: timedelta | None
     _checkpoint_io: CheckpointIO | None
@@ -84,6 +120,8 @@ class Opened:
     def _configure_launcher(self) -> None:
         self.before_launch()
         super()._configure_launcher()  # type: ignore[misc]
+        if self._start_method != "popen":
+            self._launcher = self.launcher_of_many(self, start_method=self._start_method)
 
     @property
     def launched_by(self) -> str:
@@ -113,6 +151,8 @@ class Opened:
 class OpenedTrainers(Opened, of_trainer.DDPStrategy):
     """DDPStrategy of the Trainer."""
 
+    launcher_of_many = LaunchingTrainers
+
     @property
     def layer_sync(self) -> Any:
         """What ``Trainer(sync_batchnorm=True)`` puts there."""
@@ -121,6 +161,8 @@ class OpenedTrainers(Opened, of_trainer.DDPStrategy):
 
 class OpenedFabrics(Opened, of_fabric.DDPStrategy):
     """DDPStrategy of Fabric, which has no public place to set up the process group, as the Trainer's has."""
+
+    launcher_of_many = LaunchingFabrics
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment of the ranks."""
