@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_scape.core.local_shards import local
 from lightning_scape.core.method import Method
-from lightning_scape.core.private_names import version
+from lightning_scape.core.private_names import version as version_of
 
 STEPS = 100
 _watches: weakref.WeakKeyDictionary[Any, weakref.finalize[..., Any]] = weakref.WeakKeyDictionary()
@@ -35,23 +35,27 @@ def watch_gradients(method: Method, clip: str, say: Callable[[str], object], ste
     assert method.clipping is not None
     optimizer, parameters = method.optimizer, method.clipping.named_parameters
     written: dict[int, tuple[int, int]] = {}
+    latest: dict[int, int] = {}
+    """By memory: FSDP2 writes a unit's gradients into one, one after the other, and a version may be that of all."""
     left = steps
 
     def note(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            written[id(parameter)] = _version(parameter.grad)
+            memory, version = written[id(parameter)] = _memory(parameter.grad)
+            latest[memory] = version
+
+    def has_changed(parameter: Tensor) -> bool:
+        if parameter.grad is None or id(parameter) not in written:
+            return False
+        (memory, version), (now, version_now) = written[id(parameter)], _memory(parameter.grad)
+        return memory != now or version_now not in (version, latest[memory])
 
     def compare(*_: Any) -> None:
         nonlocal left
         left -= 1
-        changed = [
-            name
-            for name, parameter in parameters
-            if parameter.grad is not None
-            and id(parameter) in written
-            and written[id(parameter)] != _version(parameter.grad)
-        ]
+        changed = [name for name, parameter in parameters if has_changed(parameter)]
         written.clear()
+        latest.clear()
         if changed:
             say(
                 "Gradients should stay as the backward pass leaves them until the step, got another one for"
@@ -73,6 +77,7 @@ def end_watch(method: Method) -> None:
         _watches.pop(method.optimizer)()
 
 
-def _version(grad: Tensor) -> tuple[int, int]:
+def _memory(grad: Tensor) -> tuple[int, int]:
+    """Where it lies, and how often that has been written to."""
     own = local(grad)
-    return version(own), own.data_ptr() if own.layout == torch.strided else 0
+    return own.untyped_storage().data_ptr() if own.layout == torch.strided else id(grad), version_of(own)
