@@ -295,7 +295,7 @@ def plot_sweep(found: list[dict[str, Any]], out: Path) -> None:
 
 
 def plot_losses(found: list[dict[str, Any]], out: Path) -> None:
-    """Loss over steps and bytes, and how far it is above AdamW's; of the largest model that most methods trained."""
+    """Loss over steps and bytes, and how far it is above AdamW's; of the largest model that several methods trained."""
     plain = [result for result in found if is_plain(run_of(result)) and "catch_up" not in dict(run_of(result).options)]
     plain = [result for result in plain if run_of(result).task == "python"]
     lines: dict[Setting, list[Row]] = defaultdict(list)
@@ -307,7 +307,7 @@ def plot_losses(found: list[dict[str, Any]], out: Path) -> None:
 
     def worth(setting: Setting) -> tuple[float, ...]:
         methods = {row.label.split(",")[0] for row in lines[setting]}
-        return len(methods), float(setting.size[:-1]), setting.steps, setting.betas == BETAS
+        return len(methods) > 1, float(setting.size[:-1]), len(methods), setting.steps, setting.betas == BETAS
 
     setting = max(lines, key=worth)
     figure, (over_steps, over_bytes, above) = plt.subplots(1, 3, figsize=(15, 4))
