@@ -243,7 +243,7 @@ def first(link: Link) -> str:
     return "\n".join(
         [
             table(["", "AdamW under DDP", *SPARSE], *rows),
-            f"\nLoss: nats per byte, 4 ranks; one seed of 10M parameters, {seeds} of 0.03M; AdamW's best learning rate,",
+            f"\nLoss: nats per byte, 4 ranks; one seed of 10M parameters, {seeds} of 0.03M; AdamW's best rate,",
             f"unchanged for SCAPE; [all runs]({link('docs/quality.md')}). The rest is between two CPU hosts with a",
             f"rate-limited link; [how it was measured]({link('docs/performance.md')}).",
         ]
