@@ -143,6 +143,40 @@ def large(label: str) -> dict[str, Any] | None:
     return quality(label, BETAS["(0.9, 0.95)"], 4000, size="10M", windows=(4, 128), precision="bf16-mixed", data=TODAY)
 
 
+ANSWERS = {DENSE: "adamw", "SCAPE 90%": "scape-90", "SCAPE 99%": "scape-99"}
+
+
+def answers(label: str) -> dict[str, list[int]] | None:
+    """Right (1) or wrong (0), for each kind of question; None: this model was not asked."""
+    name = f"quality/today/answers/{ANSWERS[label]}.json"
+    return load(name)["answers"] if (ROOT / RESULTS / name).exists() else None
+
+
+def right_of(label: str) -> str:
+    """The share of all questions."""
+    given = answers(label)
+    return "-" if given is None else f"{statistics.mean(sum(given.values(), [])):.1%}"
+
+
+def downstream(link: Link) -> str:
+    """Multiple-choice questions to the largest models, each paired with AdamW's answers."""
+    sys.path.append(str(ROOT / "examples"))
+    from python_questions import accuracy, paired
+
+    found = {label: given for label in ANSWERS if (given := answers(label)) is not None}
+    rows = []
+    for label, given in found.items():
+        everything = sum(given.values(), [])
+        shares = [accuracy(right) for right in (*given.values(), everything)]
+        against = paired(sum(found[DENSE].values(), []), everything)
+        compared = [f"**{100 * against.difference:+.1f}** ± {100 * against.error:.1f}", f"{against.p:.2f}"]
+        cells = [f"{share:.1%} ± {100 * error:.1f}" for share, error in shares]
+        rows.append([label, *cells, *(["", ""] if label == DENSE else compared)])
+    head = ["10M parameters, 4,000 steps", *found[DENSE], "all", "against AdamW, in points", "McNemar's p"]
+    command = "python examples/evaluate_litgpt.py FOLDER --questions out/questions --answers out/answers.json"
+    return table(head, *rows) + "\n" + source(link, "quality/today/answers", command)
+
+
 def wires(link: Link) -> str:
     """Values in 4 bits beside bf16, paired by seed, with today's second moment."""
     rows = []
@@ -223,6 +257,7 @@ def first(link: Link) -> str:
     name = "two_hosts/adamw/two_hosts.json"
     rows = [
         losses("10M parameters, 4,000 steps", [large(label) for label in (DENSE, *SPARSE)]),
+        ["questions on Python answered right by these (chance: 25%)", *(right_of(label) for label in ANSWERS)],
         losses("0.03M parameters, 10,000 steps", [dense, *sparse]),
     ]
     methods = cell("two_hosts/aims/two_hosts.json", "pythia-14m", "1gbit")
@@ -435,6 +470,7 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "drop-in-10000": lambda link: drop_in(10_000, link),
     "wires": wires,
     "largest": largest,
+    "downstream": downstream,
     "sizes": sizes,
     "rates": rates,
     "digits": digits,
