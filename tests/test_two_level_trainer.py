@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from launcher import needs_compiler
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -303,23 +304,26 @@ def test_a_rank_that_dies_ends_all_ranks_with_an_error_that_says_so(run_ranks: A
         assert "All ranks must answer, got no answer" in str(error), repr(error)
 
 
-def _size(rank: int, world_size: int, size: Any, wrap: tuple[str, ...]) -> str:
+def _size(rank: int, world_size: int, size: Any, wrap: tuple[str, ...], averages: bool) -> str:
     try:
-        make_trainer(strategy(size, wrap=wrap)).fit(Blocks())
+        make_trainer(strategy(size, wrap=wrap), callbacks=[EMAWeightAveraging()] * averages).fit(Blocks())
     except ValueError as error:
         return str(error)
     return "nothing"
 
 
 @pytest.mark.parametrize(
-    ("size", "wrap", "message"),
+    ("size", "wrap", "averages", "message"),
     [
-        (3, (), "`local_group_size` must divide the ranks of a node, 2 (of 2 in all), got 3"),
-        (2, ("Blok",), "`wrap` must name classes of the model's modules, got ['Blok']"),
+        (3, (), False, "`local_group_size` must divide the ranks of a node, 2 (of 2 in all), got 3"),
+        (2, (), True, "callbacks must work on sharded parameters, got EMAWeightAveraging"),
+        (2, ("Blok",), False, "`wrap` must name classes of the model's modules, got ['Blok']"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused(run_ranks: Any, size: int, wrap: tuple[str, ...], message: str) -> None:
-    for said in run_ranks(_size, 2, size, wrap):
+def test_what_cannot_be_sharded_is_refused(
+    run_ranks: Any, size: int, wrap: tuple[str, ...], averages: bool, message: str
+) -> None:
+    for said in run_ranks(_size, 2, size, wrap, averages):
         assert message in said
 
 

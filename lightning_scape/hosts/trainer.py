@@ -20,6 +20,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -37,11 +38,23 @@ from lightning_scape.core.method import Method, find_all
 from lightning_scape.hosts import advice, ending, preemption, setup, two_level
 from lightning_scape.hosts.density_bar import DensityBar
 from lightning_scape.hosts.last_window import end_before_statistics
+from lightning_scape.hosts.requeue import callbacks_of
 from lightning_scape.hosts.resume import Resume, Resumption
 from lightning_scape.hosts.run_length import compare_lengths, ends_epoch, steps_of_run
 from lightning_scape.hosts.run_sum import said_before
 from lightning_scape.hosts.shared_nans import SharedNans
 from lightning_scape.hosts.trainer_checkpoints import TrainerCheckpoints
+
+_OF_WHOLE_PARAMETERS = (ModelPruning, StochasticWeightAveraging, WeightAveraging)
+
+
+def _check_callbacks(trainer: Trainer) -> None:
+    """For a sharded module."""
+    if found := [type(each).__name__ for each in callbacks_of(trainer) if isinstance(each, _OF_WHOLE_PARAMETERS)]:
+        raise ValueError(
+            f"With `local_group_size` callbacks must work on sharded parameters, got {', '.join(found)}, which needs whole"
+            " ones. Leave it out, or leave out `local_group_size`."
+        )
 
 
 class MethodStrategy(TrainerCheckpoints):
@@ -149,6 +162,8 @@ class MethodStrategy(TrainerCheckpoints):
         assert self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            _check_callbacks(trainer)
         if fitting and self.layer_sync:
             self.model = self.layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
