@@ -52,8 +52,8 @@ def _check_callbacks(trainer: Trainer) -> None:
     """For a sharded module."""
     if found := [type(each).__name__ for each in callbacks_of(trainer) if isinstance(each, _OF_WHOLE_PARAMETERS)]:
         raise ValueError(
-            f"With `local_group_size` callbacks must work on sharded parameters, got {', '.join(found)}, which needs whole"
-            " ones. Leave it out, or leave out `local_group_size`."
+            f"With `local_group_size` callbacks must work on sharded parameters, got {', '.join(found)}, which needs"
+            " whole ones. Leave it out, or leave out `local_group_size`."
         )
 
 
