@@ -5,6 +5,7 @@ tests/data/README.md says how they were made.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,23 @@ EXPECTED = {
 }
 """By version, and by kind, ranks, nodes and form."""
 CASES = [case for case in EXPECTED if case[1] != "trainer"]
-AS_WRITTEN = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-"""Whether torch adds up in the order that it had where the values were taken down: AVX2 and AVX512 agree."""
+
+
+def rounds_as_written() -> bool:
+    """Whether torch rounds as where the values were taken down.
+
+    Its own loops do with AVX2 and with AVX512. MKL, which it asks for square roots and products of matrices, goes by
+    the processor's maker and model.
+    """
+    numbers = torch.arange(1.0, 1025.0, dtype=torch.float32, device="cpu").view(32, 32)
+    probe = torch.cat([numbers.sqrt(), numbers @ numbers.sqrt().T])
+    of_mkl = hashlib.sha256(probe.numpy().tobytes()).hexdigest()[:16]
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX") and of_mkl == "8accd78021be7034"
 
 
 def check_same(found: list[Tensor], expected: list[Tensor]) -> None:
     """Bit for bit, or within rounding where torch's own operations round differently."""
-    if AS_WRITTEN:
+    if rounds_as_written():
         assert all(torch.equal(here, there) for here, there in zip(found, expected, strict=True))
     else:
         torch.testing.assert_close(found, expected)

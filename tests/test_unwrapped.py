@@ -454,7 +454,7 @@ class Accumulates(Regression):
 def accumulate(rank: int, world_size: int) -> None:
     for method, nodes in (("scape", 1), ("sparseloco", 1), ("scape", 2)):
         module = Accumulates()
-        fit(module, method, local_group_size=nodes)
+        fit(module, method, local_group_size=nodes, wrap=["Linear"] if nodes == 2 else [])
         assert nodes == 2 or spread(module.parameters()) == 0
         assert not hasattr(module, "no_sync")
 
