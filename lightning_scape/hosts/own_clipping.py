@@ -35,8 +35,8 @@ def watch_gradients(method: Method, clip: str, say: Callable[[str], object], ste
     assert method.clipping is not None
     optimizer, parameters = method.optimizer, method.clipping.named_parameters
     written: dict[int, tuple[int, int]] = {}
+    # By memory: FSDP2 writes a unit's gradients into one, one after the other, and a version may be that of all.
     latest: dict[int, int] = {}
-    """By memory: FSDP2 writes a unit's gradients into one, one after the other, and a version may be that of all."""
     left = steps
 
     def note(parameter: Tensor) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.checkpoint.temporaries import MANIFEST
 from lightning_scape.tools.arguments import Parser, doctor_arguments, import_matplotlib, local, plan_arguments
 from lightning_scape.tools.console import ends_quietly
 
@@ -73,6 +72,8 @@ def _consolidate(arguments: list[str]) -> int:
 
 def _check_free(source: Path, target: Path, force: bool) -> None:
     """Raises ``ValueError`` if something would be lost that is at ``target``."""
+    from lightning_scape.checkpoint.temporaries import MANIFEST
+
     problem = None
     if target.is_dir():
         problem = "a directory. Name a new file."
