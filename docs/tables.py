@@ -26,6 +26,9 @@ from lightning_scape.planning.cost_model import Link as Wire
 from lightning_scape.planning.run import Run, predict_run
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "examples"))
+import python_questions as asked  # noqa: E402
+
 RESULTS = "examples/results"
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 DENSE, SPARSE = "dense AdamW", ("SCAPE 90%", "SCAPE 99%")
@@ -122,11 +125,11 @@ def drop_in(steps: int, link: Link) -> str:
 
 def largest(link: Link) -> str:
     """The largest model: AdamW at its best rate, SCAPE at that very rate."""
-    found = {label: row for label in (DENSE, *SPARSE) if (row := large(label)) is not None}
-    rows, base = [], found[DENSE]
-    for label, row in found.items():
+    base, rows = large(DENSE), []
+    for label in (DENSE, *SPARSE):
+        row = large(label)
         sent, against = f"{row['bytes']:.2g}", ""
-        if row is not base:
+        if label != DENSE:
             sent, against = f"{sent} (**{base['bytes'] / row['bytes']:.0f}x** less)", gap(row, base)
         seeds = str(len(row["seeds"]))
         rows.append([label, seeds, value(row), against, value(row, "accuracies", 100, 1, "%"), sent])
@@ -138,41 +141,30 @@ def largest(link: Link) -> str:
 LARGEST = "drop_in_10M"
 
 
-def large(label: str) -> dict[str, Any] | None:
+def large(label: str) -> dict[str, Any]:
     """One method of that suite."""
-    return quality(label, BETAS["(0.9, 0.95)"], 4000, size="10M", windows=(4, 128), precision="bf16-mixed", data=TODAY)
+    betas = BETAS["(0.9, 0.95)"]
+    row = quality(label, betas, 4000, size="10M", windows=(4, 128), precision="bf16-mixed", data=TODAY)
+    assert row is not None
+    return row
 
 
-ANSWERS = {DENSE: "adamw", "SCAPE 90%": "scape-90", "SCAPE 99%": "scape-99"}
-
-
-def answers(label: str) -> dict[str, list[int]] | None:
-    """Right (1) or wrong (0), for each kind of question; None: this model was not asked."""
-    name = f"quality/today/answers/{ANSWERS[label]}.json"
-    return load(name)["answers"] if (ROOT / RESULTS / name).exists() else None
-
-
-def right_of(label: str) -> str:
-    """The share of all questions."""
-    given = answers(label)
-    return "-" if given is None else f"{statistics.mean(sum(given.values(), [])):.1%}"
+def answers(label: str) -> dict[str, list[int]]:
+    """Right (1) or wrong (0), for each kind of question and for all."""
+    name = {DENSE: "adamw", "SCAPE 90%": "scape-90", "SCAPE 99%": "scape-99"}[label]
+    return asked.with_all(load(f"quality/today/answers/{name}.json")["answers"])
 
 
 def downstream(link: Link) -> str:
     """Multiple-choice questions to the largest models, each paired with AdamW's answers."""
-    sys.path.append(str(ROOT / "examples"))
-    from python_questions import accuracy, paired
-
-    found = {label: given for label in ANSWERS if (given := answers(label)) is not None}
-    rows = []
-    for label, given in found.items():
-        everything = sum(given.values(), [])
-        shares = [accuracy(right) for right in (*given.values(), everything)]
-        against = paired(sum(found[DENSE].values(), []), everything)
+    base, rows = answers(DENSE), []
+    for label in (DENSE, *SPARSE):
+        given = answers(label)
+        shares = [f"{share:.1%} ± {100 * error:.1f}" for share, error in map(asked.accuracy, given.values())]
+        against = asked.paired(base["all"], given["all"])
         compared = [f"**{100 * against.difference:+.1f}** ± {100 * against.error:.1f}", f"{against.p:.2f}"]
-        cells = [f"{share:.1%} ± {100 * error:.1f}" for share, error in shares]
-        rows.append([label, *cells, *(["", ""] if label == DENSE else compared)])
-    head = ["10M parameters, 4,000 steps", *found[DENSE], "all", "against AdamW, in points", "McNemar's p"]
+        rows.append([label, *shares, *(["", ""] if label == DENSE else compared)])
+    head = ["10M parameters, 4,000 steps", *base, "against AdamW, in points", "McNemar's p"]
     command = "python examples/evaluate_litgpt.py FOLDER --questions out/questions --answers out/answers.json"
     return table(head, *rows) + "\n" + source(link, "quality/today/answers", command)
 
@@ -253,12 +245,13 @@ def first(link: Link) -> str:
     """The README's rows."""
     betas = BETAS["(0.9, 0.999)"]
     found = [quality(label, betas, 10_000, data=TODAY) for label in (DENSE, *SPARSE)]
-    dense, *sparse = [row for row in found if row is not None]
+    small_ones, largest_ones = [row for row in found if row is not None], [large(label) for label in (DENSE, *SPARSE)]
+    right = [f"{asked.accuracy(answers(label)['all'])[0]:.1%}" for label in (DENSE, *SPARSE)]
     name = "two_hosts/adamw/two_hosts.json"
     rows = [
-        losses("10M parameters, 4,000 steps", [large(label) for label in (DENSE, *SPARSE)]),
-        ["questions on Python answered right by these (chance: 25%)", *(right_of(label) for label in ANSWERS)],
-        losses("0.03M parameters, 10,000 steps", [dense, *sparse]),
+        losses("10M parameters, 4,000 steps", largest_ones),
+        ["questions on Python answered right by these (chance: 25%)", *right],
+        losses("0.03M parameters, 10,000 steps", small_ones),
     ]
     methods = cell("two_hosts/aims/two_hosts.json", "pythia-14m", "1gbit")
     full = cell(name, "pythia-14m", "1gbit")["ddp"]["sent"] / 1e6
@@ -274,26 +267,22 @@ def first(link: Link) -> str:
         ]
         label = f"a whole run of 3M parameters and 1,200 steps, {LINKS[rate]} (compute only: {time['compute']:.0f} s)"
         rows.append([label, f"{time['ddp']:,.0f} s", *faster])
-    seeds = ", ".join(str(len(row["seeds"])) for row in (dense, *sparse))
+    large_seeds, seeds = (", ".join(str(len(row["seeds"])) for row in ones) for ones in (largest_ones, small_ones))
     return "\n".join(
         [
             table(["", "AdamW under DDP", *SPARSE], *rows),
-            f"\nLoss: nats per byte, 4 ranks; one seed of 10M parameters, {seeds} of 0.03M; AdamW's best rate,",
-            f"unchanged for SCAPE; [all runs]({link('docs/quality.md')}). The rest is between two CPU hosts with a",
-            f"rate-limited link; [how it was measured]({link('docs/performance.md')}).",
+            f"\nLoss: nats per byte, 4 ranks; seeds: {large_seeds} (10M parameters) and {seeds} (0.03M);",
+            f"AdamW's best rate, unchanged for SCAPE; [all runs]({link('docs/quality.md')}). The rest is between two",
+            f"CPU hosts with a rate-limited link; [how it was measured]({link('docs/performance.md')}).",
         ]
     )
 
 
-def losses(what: str, rows: list[dict[str, Any] | None]) -> list[str]:
+def losses(what: str, rows: list[dict[str, Any]]) -> list[str]:
     """Means over seeds, AdamW's first."""
-    dense = rows[0]
-    assert dense is not None
-    cells = [
-        "-" if row is None else f"{statistics.mean(row['losses']):.4f} ({gap(row, dense).split(' ±')[0]})"
-        for row in rows[1:]
-    ]
-    return [f"validation loss, {what}", f"{statistics.mean(dense['losses']):.4f}", *cells]
+    dense, *means = [f"{statistics.mean(row['losses']):.4f}" for row in rows]
+    above = [gap(row, rows[0]).split(" ±")[0] for row in rows[1:]]
+    return [f"validation loss, {what}", dense, *(f"{mean} ({over})" for mean, over in zip(means, above, strict=True))]
 
 
 def whole_run_row(weights: list[list[Any]]) -> list[str]:

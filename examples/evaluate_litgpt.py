@@ -210,10 +210,10 @@ def answers(model: Path, questions: Path) -> dict[str, list[int]]:
 
 def tell_answers(found: dict[str, list[int]], questions: Path, out: Path | None) -> None:
     """Prints the share that is right, of each kind and of all; ``out`` gets every answer."""
-    from python_questions import accuracy
+    from python_questions import accuracy, with_all
 
     print(f"\n{'questions':<12} {'asked':>6} {'right':>7} {'standard error':>15}")
-    for kind, right in {**found, "all": sum(found.values(), [])}.items():
+    for kind, right in with_all(found).items():
         share, error = accuracy(right)
         print(f"{kind:<12} {len(right):6,} {share:7.1%} {error:15.1%}")
     if out is not None:

@@ -272,6 +272,11 @@ def paired(first: list[int], second: list[int]) -> Paired:
     return Paired((won - lost) / count, error, min(1.0, 2 * tail))
 
 
+def with_all(answers: dict[str, list[int]]) -> dict[str, list[int]]:
+    """The answers to each kind, and behind them those to all questions."""
+    return {**answers, "all": sum(answers.values(), [])}
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         read: dict[str, Any] = json.loads(path.read_text())
@@ -292,7 +297,7 @@ def compare(paths: list[Path]) -> str:
         raise SystemExit("All must have answered the same questions: build them once, and evaluate each model on them.")
     lines = ["| model | kind | right | against the first | McNemar's p |", "|---|---|---|---|---|"]
     for path, each in zip(paths, read, strict=True):
-        answers, base = ({**a, "all": sum(a.values(), [])} for a in (each["answers"], read[0]["answers"]))
+        answers, base = (with_all(of["answers"]) for of in (each, read[0]))
         for kind, right in answers.items():
             share, error = accuracy(right)
             against = paired(base[kind], right)
