@@ -3,6 +3,7 @@
     python examples/bench_quality.py --short               # about a minute: every method and ablation, a few steps each
     python examples/bench_quality.py --suite drop_in       # AdamW's settings, unchanged: some 10 hours of one core
     python examples/bench_quality.py --jobs 2              # all suites, two runs at a time: many hours
+    python examples/bench_quality.py --device cuda --suite drop_in_10M  # on a GPU: minutes a run
     python examples/bench_quality.py --report              # tables and plots of what is there
 
 Runs in bf16-mixed (the suites of 10M parameters) compile the model, for which torch wants a C++ compiler.
@@ -28,6 +29,7 @@ from typing import Any
 import peers
 import torch
 from evaluate_litgpt import save_checkpoint
+from lightning.fabric.utilities import move_data_to_device
 from quality_report import report
 from quality_runs import SHORT, SUITES, Run
 from quality_tasks import task_of
@@ -66,6 +68,7 @@ class Training:
     """A run under way; all of it goes into a snapshot and comes back bit for bit."""
 
     run: Run
+    device: str = "cpu"
     step: int = 0
     seconds: float = 0.0
     bytes_sent: float = 0
@@ -75,7 +78,7 @@ class Training:
     def __post_init__(self) -> None:
         run = self.run
         self.task = task_of(run)
-        self.model = self.task.build_model()
+        self.model = self.task.build_model().to(self.device)
         self.computed = torch.compile(self.model, dynamic=False) if self.mixed else self.model
         self.ranks = build_ranks(run, self.model)
         self.loaders = self.task.loaders()
@@ -84,7 +87,8 @@ class Training:
     def _read(self) -> Iterator[tuple[Any, ...]]:
         """Each rank's next batch; begins when the first is asked for, after a snapshot has set the loaders."""
         while True:
-            yield from zip(*self.loaders, strict=True)
+            for batches in zip(*self.loaders, strict=True):
+                yield tuple(move_data_to_device(batch, self.device) for batch in batches)
 
     def advance(self) -> None:
         """One step of all ranks."""
@@ -100,7 +104,7 @@ class Training:
         return self.run.precision == "bf16-mixed"
 
     def precision(self) -> torch.autocast:
-        return torch.autocast("cpu", torch.bfloat16, enabled=self.mixed)
+        return torch.autocast(self.device, torch.bfloat16, enabled=self.mixed)
 
     def loss(self, batch: Any) -> Tensor:
         """Of one rank."""
@@ -143,6 +147,7 @@ class Training:
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "fingerprint": self.task.fingerprint,
             "seconds": self.seconds,
+            "device": torch.cuda.get_device_name() if self.device == "cuda" else "CPU",
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             **self.history[-1],
             "history": self.history,
@@ -162,7 +167,7 @@ class Training:
         os.replace(path.with_suffix(".new"), path)
 
     def load(self, path: Path) -> None:
-        state = torch.load(path)
+        state = torch.load(path, map_location=self.device)
         for key in ("step", "seconds", "bytes_sent", "history"):
             setattr(self, key, state[key])
         self.model.load_state_dict(state["model"])
@@ -283,13 +288,13 @@ ABLATIONS: dict[str, Callable[[SimulatedRanks, Any], None]] = {
 # --------------------------------------------------------------------------------------------------- main
 
 
-def execute(run: Run, out: Path, keep: bool = False) -> None:
+def execute(run: Run, out: Path, keep: bool = False, device: str = "cpu") -> None:
     """Trains, or goes on from a snapshot; keeps the language model that has come out, too."""
     folder = out / "runs"
     folder.mkdir(parents=True, exist_ok=True)
     snapshot = out / "snapshots" / f"{run.name}.pt"
     snapshot.parent.mkdir(exist_ok=True)
-    training = Training(run)
+    training = Training(run, device)
     if snapshot.exists():
         training.load(snapshot)
         print(f"{run.name}: goes on from step {training.step}")
@@ -301,7 +306,7 @@ def execute(run: Run, out: Path, keep: bool = False) -> None:
     os.replace(path.with_suffix(".new"), path)
 
 
-def execute_all(runs: list[Run], out: Path, jobs: int, keep: bool) -> None:
+def execute_all(runs: list[Run], out: Path, jobs: int, keep: bool, device: str) -> None:
     """In processes of their own, ``jobs`` at a time, in order; 0 jobs: all in this one.
 
     They are forked: each starts with everything imported, and all run the code of the moment when the first began.
@@ -309,13 +314,14 @@ def execute_all(runs: list[Run], out: Path, jobs: int, keep: bool) -> None:
     runs = [run for run in runs if not (out / "runs" / f"{run.name}.json").exists()]
     if not jobs:
         for run in runs:
-            execute(run, out, keep)
+            execute(run, out, keep, device)
         return
     waiting, running = list(runs), {}
     while waiting or running:
         while waiting and len(running) < jobs:
             run = waiting.pop(0)
-            process = multiprocessing.get_context("fork").Process(target=execute, args=(run, out, keep), daemon=True)
+            arguments = (run, out, keep, device)
+            process = multiprocessing.get_context("fork").Process(target=execute, args=arguments, daemon=True)
             process.start()
             running[process] = run
             print(f"started {run.name}; {len(waiting)} of {len(runs)} to go", flush=True)
@@ -334,6 +340,9 @@ def main() -> None:
     parser.add_argument(
         "--jobs", type=int, default=1, help="processes, one run and one core each; 0: all in this one (default: 1)"
     )
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="where models are trained (default: cpu)"
+    )
     parser.add_argument("--keep-models", action="store_true", help="also leave <out>/models/<name>, for LitGPT")
     parser.add_argument("--list", action="store_true", help="only name the runs")
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder for results (default: {OUT.name})")
@@ -345,7 +354,7 @@ def main() -> None:
         print("\n".join(run.name for run in runs))
         return
     if not args.report:
-        execute_all(runs, args.out, 0 if args.short else args.jobs, args.keep_models)
+        execute_all(runs, args.out, 0 if args.short else args.jobs, args.keep_models, args.device)
     print(report(args.out))
 
 

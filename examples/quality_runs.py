@@ -262,10 +262,9 @@ DROP_IN: dict[str, list[Run]] = {
     ],
     "drop_in_1M": drop_in(2e-3, [4e-3], sparsities=[0.99], size="1M", batch=4, steps=6000),
     "drop_in_10M_rates": sweep(DENSE[:1], [1e-3, 5e-4, 2.5e-4], size="10M", steps=600, **LARGE),
-    "drop_in_10M": [
-        *drop_in(5e-4, size="10M", steps=4000, **LARGE),
-        *drop_in(5e-4, seeds=[1], sparsities=[0.99], size="10M", steps=4000, **LARGE),
-    ],
+    "drop_in_10M": drop_in(5e-4, seeds=(0, 1, 2), size="10M", steps=4000, **LARGE),
+    "drop_in_30M_rates": sweep(DENSE[:1], [1e-3, 5e-4, 2.5e-4], size="30M", steps=600, **LARGE),
+    "drop_in_30M": drop_in(5e-4, seeds=(0, 1), size="30M", steps=4000, **LARGE),
 }
 """SCAPE with AdamW's settings, unchanged."""
 

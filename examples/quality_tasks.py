@@ -103,8 +103,9 @@ class Python:
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """On held-out files: nats per byte, bits per byte, and how often the likeliest byte is the right one."""
-        loss, accuracy = MeanMetric(), MulticlassAccuracy(VOCABULARY, average="micro")
-        for batch in self.validation:
+        device = next(model.parameters()).device
+        loss, accuracy = MeanMetric().to(device), MulticlassAccuracy(VOCABULARY, average="micro").to(device)
+        for batch in (batch.to(device) for batch in self.validation):
             logits, targets = model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
             loss.update(cross_entropy(logits, targets), weight=targets.numel())
             accuracy.update(logits, targets)
@@ -147,8 +148,9 @@ class Digits:
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """On the images held out: nats per image, and the share named right."""
-        images, digits = self.test
-        logits, accuracy = model(images), MulticlassAccuracy(self.CLASSES, average="micro")
+        device = next(model.parameters()).device
+        images, digits = (part.to(device) for part in self.test)
+        logits, accuracy = model(images), MulticlassAccuracy(self.CLASSES, average="micro").to(device)
         accuracy.update(logits, digits)
         return {"loss": float(cross_entropy(logits, digits)), "accuracy": float(accuracy.compute())}
 

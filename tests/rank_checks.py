@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_scape import ScapeConfig, ScapeOptimizer
 from lightning_scape.hosts import setup
+from lightning_scape.sparseloco import SparseLoCo
 
 CHANGE_ROUNDING = 2e-4
 """A part in 2**9 of the longest change in :func:`train_on`: where kernel and twin differ in the last place before a
@@ -62,3 +63,17 @@ def train_scaled(rank: int, world_size: int, device: str) -> tuple[Tensor, int, 
     optimizer.drain()
     assert optimizer.engine.state is not None
     return parameter.detach().cpu(), optimizer.engine.state.calls, scaler.get_scale()
+
+
+def train_locally_on(rank: int, world_size: int, device: str, bits: int | None) -> Tensor:
+    """Nine local steps of AdamW and three exchanges of SparseLoCo, on gradients that differ by rank: the parameters."""
+    generator = torch.Generator().manual_seed(1)
+    parameters = [torch.nn.Parameter(torch.randn(n, generator=generator).to(device)) for n in (700, 33, 512)]
+    adamw = torch.optim.AdamW(parameters, lr=1e-2)
+    SparseLoCo(adamw, density=1 / 8, bits=bits, sync_every=3)
+    generator = torch.Generator().manual_seed(100 + rank)
+    for _ in range(9):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(device)
+        adamw.step()
+    return torch.cat([parameter.detach().cpu() for parameter in parameters])
