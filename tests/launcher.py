@@ -143,7 +143,12 @@ def run_ranks(
 
 
 def start_server() -> Any:
-    """The multiprocessing context whose processes come from the preloaded server, started at the first call."""
+    """The multiprocessing context whose processes come from the preloaded server, started at the first call.
+
+    Where there is a GPU they start anew: the server has asked for it, and what is forked from it has none.
+    """
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     saved = dict(os.environ)

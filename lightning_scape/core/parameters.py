@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lightning_scape.core.local_shards import first_entry, local
+from lightning_scape.core.local_shards import first_entry, is_sharded, local
 from lightning_scape.core.tensors import flatten, flatten_like, is_dense
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -41,7 +41,10 @@ class Parameters:
     def __post_init__(self) -> None:
         self._shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self._known: dict[int, int] = {}
-        self._places: list[tuple[int, torch.dtype]] = []
+        self._plain = False
+        # As they were when they last were right: a step asks for hundreds of parameters.
+        self._places: list[tuple[int, torch.dtype, torch.Size, tuple[int, ...]]] = []
+        self._held: list[list[tuple[int, bool]]] = []
 
     @classmethod
     def of(cls, param_groups: Sequence[dict[str, Any]]) -> Parameters:
@@ -61,12 +64,13 @@ class Parameters:
                 index += 1
         found._shapes = [_shape(parameter) for parameter in found.local]
         found._known = dict(zip(map(id, found.tensors), found.groups, strict=True))
+        found._plain = not any(map(is_sharded, found.tensors))
         return found
 
     @property
     def local(self) -> list[Tensor]:
         """What this rank holds of each, and trains: rows of a DTensor, all of a plain parameter."""
-        return [local(parameter) for parameter in self.tensors]
+        return self.tensors if self._plain else [local(parameter) for parameter in self.tensors]
 
     def first_entry(self, place: int) -> int:
         """Where in the flat whole parameter, the one at ``place``, this rank's entries begin."""
@@ -74,7 +78,8 @@ class Parameters:
 
     def raw_gradients(self) -> list[Tensor | None]:
         """This rank's gradients as the backward pass left them; None where there is none."""
-        return [None if parameter.grad is None else local(parameter.grad) for parameter in self.tensors]
+        grads = [parameter.grad for parameter in self.tensors]
+        return grads if self._plain else [None if grad is None else local(grad) for grad in grads]
 
     def flatten(self) -> None:
         """Makes the flat views; anew where ``module.to()`` has put a parameter into other memory.
@@ -85,6 +90,8 @@ class Parameters:
             ValueError: a parameter's shape or memory order has changed.
         """
         here = self.local
+        if self._places and self._places == [_place(parameter) for parameter in here]:
+            return
         shapes = [_shape(parameter) for parameter in here]
         if shapes != self._shapes:
             name, before, found = next(
@@ -94,17 +101,26 @@ class Parameters:
                 f"Parameters must keep their shape and memory order, got {name!r} of shape {found[0]} with strides"
                 f" {found[1]} instead of {before[0]} with {before[1]}. Change it before building the optimizer."
             )
-        places = [(parameter.data_ptr(), parameter.dtype) for parameter in here]
-        if places != self._places:
-            self.flat, self._places = [flatten(parameter) for parameter in here], places
+        self.flat, self._places = [flatten(parameter) for parameter in here], [_place(parameter) for parameter in here]
 
-    def gradients(self, param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor | None]:
-        """Flat gradients, in order; None where there is none on this rank.
+    def flat_gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The same gradients flat, in the memory order of their parameters.
 
         Raises:
-            ValueError: a parameter was frozen or unfrozen since the optimizer was built, groups have lost or won
-                parameters, or a gradient is sparse.
+            ValueError: a gradient is sparse.
         """
+        given = zip(grads, self.local, strict=True)
+        return [None if grad is None else flatten_like(grad, parameter) for grad, parameter in given]
+
+    def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """What is trained must be what was when the optimizer was built.
+
+        Raises:
+            ValueError: a parameter was frozen or unfrozen since, or groups have lost or won parameters.
+        """
+        now = [[(id(parameter), parameter.requires_grad) for parameter in group["params"]] for group in param_groups]
+        if now == self._held:
+            return
         held: dict[int, int] = {}
         for number, group in enumerate(param_groups):
             for parameter in group["params"]:
@@ -124,8 +140,7 @@ class Parameters:
                 " (under the Trainer: `trainer.strategy.setup_optimizers(trainer)`); to stop training some, freeze them"
                 " first."
             )
-        given = zip(self.raw_gradients(), self.local, strict=True)
-        return [None if grad is None else flatten_like(grad, parameter) for grad, parameter in given]
+        self._held = now
 
     def rename(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Takes the names given; a tied parameter keeps its first, one not mentioned the name it has."""
@@ -207,6 +222,10 @@ class Parameters:
 
 def _shape(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return ((), ()) if is_lazy(parameter) else (tuple(parameter.shape), parameter.stride())
+
+
+def _place(parameter: Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...]]:
+    return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
 
 
 def problem_of_lazy(name: str) -> str:

@@ -44,6 +44,8 @@ class GradientClipping:
         self._factor: Tensor | None = None
         self._measured: list[tuple[Tensor | None, int]] = []
         """The gradients that the recorded norm is of, and their versions then."""
+        self._flat: list[Tensor | None] = []
+        """The same, flat."""
         self._signs: Tensor | None = None
         self._strict = False
         self._standing: Standing | None = None
@@ -54,7 +56,7 @@ class GradientClipping:
     def forget(self) -> None:
         """Drops what was recorded: the gradient it was measured on is gone."""
         self.answer = self._factor = self.clip_value = self._standing = None
-        self._measured = []
+        self._measured, self._flat = [], []
         self._strict = False
 
     def measure(self, grads: Sequence[Tensor | None], device: torch.device, standing: Standing) -> Answer:
@@ -66,7 +68,9 @@ class GradientClipping:
         sketch = standing.max_norm is not None and self.rule == "sketch"
         if sketch and self.first_message.communicator.world_size > 1:
             if self._signs is None or self._signs.device != device:
-                self._signs = ops.to_device(random_signs(2 * _CHUNK), device)
+                signs = random_signs(2 * _CHUNK)
+                # A GPU reads them beside every gradient: as bytes, they are a quarter of what it reads there.
+                self._signs = ops.to_device(signs.to(torch.int8) if device.type == "cuda" else signs, device)
             measured = ops.sketch(grads, self._signs, SKETCH_WIDTHS)
         else:
             measured = squared_norm(grads, device)
@@ -110,9 +114,24 @@ class GradientClipping:
             usable = usable & (self.answer.together != 0)
         return torch.where(usable, factor, torch.zeros_like(factor))
 
-    def remember(self, grads: Sequence[Tensor | None]) -> None:
-        """Notes which gradients the recorded norm is of; :meth:`check_unchanged` takes the same tensors."""
-        self._measured = [(grad, 0 if grad is None else version(grad)) for grad in grads]
+    def remember(self, grads: Sequence[Tensor | None], flat: list[Tensor | None]) -> None:
+        """Notes which gradients the recorded norm is of; :meth:`check_unchanged` takes the same tensors.
+
+        Args:
+            grads: as the backward pass left them.
+            flat: the same, flat; empty if not known.
+        """
+        self._measured, self._flat = [(grad, 0 if grad is None else version(grad)) for grad in grads], flat
+
+    def flat_of(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Those flat, if they are what was measured, unchanged since; else an empty list."""
+        return self._flat if self._first_changed(grads) is None else []
+
+    def _first_changed(self, grads: Sequence[Tensor | None]) -> int | None:
+        for place, (grad, (known, known_version)) in enumerate(zip(grads, self._measured, strict=False)):
+            if grad is not known or (grad is not None and version(grad) != known_version):
+                return place
+        return None
 
     def are_gone(self, grads: Sequence[Tensor | None]) -> bool:
         """Whether none of the gradients that were clipped is left."""
@@ -125,13 +144,12 @@ class GradientClipping:
 
         It may not be finite any more; and what was recorded would act on all that has come since.
         """
-        for place, (grad, (known, known_version)) in enumerate(zip(grads, self._measured, strict=False)):
-            if grad is not known or (grad is not None and version(grad) != known_version):
-                raise RuntimeError(
-                    "Gradients must stay as they are once they are clipped, until the step, got another one for"
-                    f" parameter {place}. Clip last, and where several backward passes make a step after the last of"
-                    " them; or call the optimizer's zero_grad() to drop what was clipped."
-                )
+        if (place := self._first_changed(grads)) is not None:
+            raise RuntimeError(
+                "Gradients must stay as they are once they are clipped, until the step, got another one for"
+                f" parameter {place}. Clip last, and where several backward passes make a step after the last of"
+                " them; or call the optimizer's zero_grad() to drop what was clipped."
+            )
 
     def record_value(self, clip_value: float) -> None:
         """Records the bound to which gradients are clamped elementwise at the fold; of several, the least.

@@ -60,7 +60,9 @@ class Opening:
         try:
             if (problem := problem_of(groups)) is not None:
                 raise ValueError(problem)
-            grads = self._parameters.gradients(groups)
+            self._parameters.check_groups(groups)
+            raw = self._parameters.raw_gradients()
+            grads = self._clipping.flat_of(raw) or self._parameters.flat_gradients(raw)
         except Exception as found:
             error = found
         if error is not None and (self._comm.world_size == 1 or device.type == "cuda"):
@@ -78,7 +80,7 @@ class Opening:
         """Records a bound of the gradients that there are."""
         self._check_clipped()
         self._clipping.record_value(clip_value)
-        self._clipping.remember(self._parameters.raw_gradients())
+        self._clipping.remember(self._parameters.raw_gradients(), [])
 
     def _check_clipped(self) -> None:
         """What was clipped before is still there, or all of it is gone, by the module's ``zero_grad()``."""
@@ -110,9 +112,9 @@ class Opening:
 
     # ------------------------------------------------------------------------------------- what became of gradients
 
-    def measured(self) -> None:
-        """The norm of the gradients is known before the step, which takes the same ones."""
-        self._clipping.remember(self._parameters.raw_gradients())
+    def measured(self, flat: list[Tensor | None]) -> None:
+        """The norm of the gradients, ``flat``, is known before the step, which takes the same ones."""
+        self._clipping.remember(self._parameters.raw_gradients(), flat)
         self.used()  # by all ranks, also those without gradients; what follows is decided by the same norm
 
     def used(self) -> None:

@@ -208,9 +208,9 @@ class Engine:
         with self.telling(), profiler_range("scape::norm"):
             self._finish_last_step()
             check_max_norm(max_norm)
-            self.opening.gradients(groups, self.calls, max_norm)
+            grads = self.opening.gradients(groups, self.calls, max_norm)
             norm = self.clipping.clip(max_norm, strict=error_if_nonfinite)
-            self.opening.measured()
+            self.opening.measured(grads)
         self._clip_seconds = time.perf_counter() - began
         return norm
 
@@ -218,10 +218,10 @@ class Engine:
         """See :meth:`ScapeOptimizer.all_finite`."""
         with self.telling():
             self._finish_last_step()
-            self.opening.gradients(groups, self.calls)
+            grads = self.opening.gradients(groups, self.calls)
             assert self.clipping.answer is not None
             finite = bool(torch.isfinite(self.clipping.answer.norm))
-            self.opening.measured()
+            self.opening.measured(grads)
         return finite
 
     def stats(self) -> StepStats | None:

@@ -141,6 +141,17 @@ class GradientChecks(Checks):
         ours = self.module.sketch(own, signs.to(self.device), SKETCH_WIDTHS)
         torch.testing.assert_close(ours.cpu(), naive.sketch(grads, signs, SKETCH_WIDTHS), rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.parametrize("sizes", [(70_000, 65_000, 131_073), (40, 5000)], ids=str)
+    def test_sketch_of_whole_chunks_with_signs_in_bytes(self, sizes: tuple[int, ...]) -> None:
+        signs = random_signs(1 << 17)
+        grads = [torch.randn(size) for size in sizes]
+        ours = self.module.sketch([g.to(self.device) for g in grads], self.signs(signs), SKETCH_WIDTHS)
+        torch.testing.assert_close(ours.cpu(), naive.sketch(grads, signs, SKETCH_WIDTHS), rtol=1e-5, atol=2e-5)
+
+    def signs(self, signs: torch.Tensor) -> torch.Tensor:
+        """As :class:`GradientClipping` has them: bytes where a GPU's kernels read them."""
+        return signs if self.module.name == "cpu" else signs.to(self.device, torch.int8)
+
     @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
     def test_norms_of_what_is_not_finite_are_not_finite(self, bad: float) -> None:
         grad = torch.randn(9000, device=self.device)

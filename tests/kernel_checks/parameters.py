@@ -98,7 +98,10 @@ class ParameterChecks(Checks):
                 if place in written:
                     chosen = slice(None, None, 20) if masked else slice(None)
                     expected[chosen] = expected[chosen] + 3.0 if add else 3.0
-                assert_same_bits(flat.cpu(), expected)
+                if place in written:  # of a NaN, processors make another one
+                    torch.testing.assert_close(flat.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+                else:
+                    assert_same_bits(flat.cpu(), expected)
 
     def test_a_parameter_that_moved_to_other_memory_is_found_there(self) -> None:
         pieces = list(Layout([50], [0], 50, 1).everything().pieces)

@@ -15,8 +15,8 @@ from lightning_scape.ops.cuda.numbers import clamp, pointer, widen
 from lightning_scape.ops.naive import chunked, to_device
 from lightning_scape.ops.registry import CUDA
 
-_SKETCH_ROWS, _SKETCH_COLUMNS = 8, 256
-"""Entries of a chunk that a program of :func:`sketch` reads at a time."""
+_SKETCH_ROWS, _SKETCH_COLUMNS = 16, 256
+"""Entries of a chunk that a program of :func:`sketch` reads at a time: of 65,536 all but the last 48 to 1,104."""
 _SKETCH_PROGRAMS = 256
 """Partial sketches, added up in the end."""
 
@@ -94,11 +94,13 @@ def _sketch_kernel(
         column = tl.where(column < 0, column + BUCKETS, column)
         counts = (column < width) & (bucket < BUCKETS)
         of_chunk = tl.zeros([COLUMNS], dtype=tl.float32)
-        for first in range(0, numel, ROWS * width):
+        nearest = tl.min(tl.where(counts, column, LENGTH), axis=0)  # beyond the last entry there is nothing to add
+        for first in range(0, numel - nearest, ROWS * width):
             entry = first + tl.arange(0, ROWS)[:, None] * width + column[None, :]
             inside = counts[None, :] & (entry < numel)
             value = widen(tl.load(source + entry, mask=inside, other=0), GRAD).to(tl.float32)
-            of_chunk += tl.sum(value * tl.load(signs + offset + entry, mask=inside, other=0), axis=0)
+            drawn = tl.load(signs + offset + entry, mask=inside, other=0).to(tl.float32)
+            of_chunk += tl.sum(value * drawn, axis=0)
         sums += of_chunk * sign.to(tl.float32)
     tl.store(partials + tl.program_id(0) * BUCKETS + bucket, sums, mask=bucket < BUCKETS)
 
@@ -108,21 +110,21 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
     """See :func:`naive.sketch`. Each bucket is summed by one program in a fixed order: no atomic additions."""
     buckets, length = max(widths), signs.numel() // 2
     sums = torch.zeros(buckets, dtype=torch.float32, device=signs.device)
-    numbered = [(i, grad) for i, grad in enumerate(grads) if grad is not None and grad.numel()]
-    for dtype in dict.fromkeys(grad.dtype for _, grad in numbered):
-        group = [(i, launching.dense(grad)) for i, grad in numbered if grad.dtype == dtype]
-        sizes = tuple(grad.numel() for _, grad in group)
+    by_dtype: dict[torch.dtype, list[tuple[int, int, Tensor]]] = {}
+    for i, grad in enumerate(grads):
+        if grad is not None and (numel := grad.numel()):
+            by_dtype.setdefault(grad.dtype, []).append((i, numel, launching.dense(grad)))
+    for dtype, group in by_dtype.items():
+        indices, sizes, dense = zip(*group, strict=True)
         count, chunks = launching.chunks(sizes, length, signs.device)
         programs = min(count, _SKETCH_PROGRAMS)
         partials = torch.empty(programs, buckets, dtype=torch.float32, device=signs.device)
         launching.launch(
             _sketch_kernel,
             (programs, triton.cdiv(buckets, _SKETCH_COLUMNS)),
-            launching.addresses([grad for _, grad in group]),
+            launching.addresses(dense),
             *chunks,
-            sketch_plan(
-                tuple(i for i, _ in group), sizes, length, tuple(widths), signs.device, launching.stream(signs)
-            ),
+            sketch_plan(indices, sizes, length, tuple(widths), signs.device, launching.stream(signs)),
             signs,
             partials,
             count,

@@ -73,7 +73,7 @@ def by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def addresses(flats: Sequence[Tensor]) -> Tensor:
     """Where each tensor lies; the last 64 tables are kept."""
-    return table(tuple(flat.data_ptr() for flat in flats), flats[0].device)
+    return table(tuple([flat.data_ptr() for flat in flats]), flats[0].device)
 
 
 def chunks(sizes: tuple[int, ...], chunk: int, device: torch.device) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:

@@ -304,12 +304,19 @@ def _launch(work: Sweep, spans: Sequence[Span], ranked: Tensor | None, votes: in
     """Launches the kernel on some rows; ``ranked`` takes proposals of so many votes, or, for 0 votes, a mask."""
     residual, mask, values, clip_value = work.residual, work.mask, work.values, work.clip_value
     device, sent = residual.device, values.shape[1]
-    dense = [None if (grad := _grad_of(work, span)) is None else launching.dense(grad) for span in spans]
-    given = [grad for grad in dense if grad is not None]
+    given: list[Tensor] = []
+    starts = []
+    for span in spans:
+        grad = _grad_of(work, span)
+        if grad is None:
+            starts.append(0)
+        else:
+            given.append(launching.dense(grad))
+            starts.append(given[-1].data_ptr())
     dtype = given[0].dtype if given else torch.float32
     shape = _shape(residual)
-    starts = [grad.data_ptr() for grad in given] + [shape["ROWS"] * residual.shape[1] * dtype.itemsize]
-    programs, (blocks, *chunks) = launching.chunks(tuple(span.blocks for span in spans), shape["ROWS"], device)
+    whole = shape["ROWS"] * residual.shape[1] * dtype.itemsize
+    programs, (blocks, *chunks) = launching.chunks(tuple([span.blocks for span in spans]), shape["ROWS"], device)
     # Gradients of zeros change the second moment, too.
     folds = bool(given) or (work.second_moment is not None and work.grads is not None)
     moments = work.second_moment if folds else None
@@ -318,10 +325,10 @@ def _launch(work: Sweep, spans: Sequence[Span], ranked: Tensor | None, votes: in
         programs,
         residual,
         residual if moments is None else moments.exp_avg_sq,
-        launching.table(tuple(0 if grad is None else grad.data_ptr() for grad in dense), device),
-        launching.table(tuple(span.numel for span in spans), device),
+        launching.table(tuple(starts), device),
+        launching.table(tuple([span.numel for span in spans]), device),
         residual if moments is None else launching.shares(_shares(moments, spans), device),
-        launching.table(tuple(span.row for span in spans), device),
+        launching.table(tuple([span.row for span in spans]), device),
         blocks,
         *chunks,
         work.scale.to(device),
@@ -335,7 +342,7 @@ def _launch(work: Sweep, spans: Sequence[Span], ranked: Tensor | None, votes: in
         GRAD=launching.DTYPES[dtype],
         FOLD=folds,
         CLIP=clip_value is not None,
-        ALIGNED=math.gcd(16, *starts),
+        ALIGNED=math.gcd(16, whole, *starts),
         SECOND=moments is not None,
         LARGEST=torch.finfo((residual if moments is None else moments.exp_avg_sq).dtype).max,
         MASKED=mask is not None,

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_scape.core.layout import Piece
 from lightning_scape.ops import naive
 from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.masks import cells
@@ -306,16 +307,21 @@ def _exchange(
     flats, pieces, mask, block_size = entries
     sent = values.shape[1]
     mask = None if mask is None else mask.contiguous()
-    for dtype in dict.fromkeys(flats[piece.segment.index].dtype for piece in pieces):
-        group = [piece for piece in pieces if flats[piece.segment.index].dtype == dtype]
+    by_dtype: dict[torch.dtype, list[tuple[Piece, Tensor]]] = {}
+    for piece in pieces:
+        flat = flats[piece.segment.index]
+        by_dtype.setdefault(flat.dtype, []).append((piece, flat))
+    for dtype, group in by_dtype.items():
         programs, chunks = launching.chunks(
-            tuple(p.kept(sent, block_size) for p in group), launching.PICK_CHUNK, values.device
+            tuple([piece.kept(sent, block_size) for piece, _ in group]), launching.PICK_CHUNK, values.device
         )
+        # Where each piece begins: a view of it would take ten times as long.
+        starts = tuple([flat.data_ptr() + piece.start * dtype.itemsize for piece, flat in group])
         launching.launch(
             _exchange_kernel,
             programs,
-            launching.addresses([flats[piece.segment.index][piece.of_parameter] for piece in group]),
-            launching.table(tuple(piece.row for piece in group), values.device),
+            launching.table(starts, values.device),
+            launching.table(tuple([piece.row for piece, _ in group]), values.device),
             *chunks,
             launching.raw(values) if mask is None else mask,
             launching.raw(values),

@@ -30,7 +30,7 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
 
     Args:
         grads: flat gradients, any float dtype; None is a gradient of zeros.
-        signs: fp32 ``[2 L]`` of +1 and -1; L is the length of a chunk.
+        signs: fp32 ``[2 L]`` of +1 and -1, on CUDA also int8; L is the length of a chunk.
         widths: buckets used, by chunk.
 
     Returns:
