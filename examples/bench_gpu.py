@@ -365,7 +365,7 @@ def overlap(args: argparse.Namespace) -> dict[str, Any]:
         config = Config.from_name("pythia-14m", block_size=16, **small)
     else:
         config = Config.from_name("pythia-160m", block_size=1024)
-    batch, length = (2, 16) if args.tiny else (16, 1024)
+    batch, length = (2, 16) if args.tiny else (32, 1024)
     warmup, steps = (2, 1) if args.tiny else (3, 4)
     model = GPT(config).to(args.device)
     optimizer = scape(list(model.parameters()), 8, sparsity=0.99)

@@ -19,6 +19,7 @@ _SKETCH_ROWS, _SKETCH_COLUMNS = 16, 256
 """Entries of a chunk that a program of :func:`sketch` reads at a time: of 65,536 all but the last 48 to 1,104."""
 _SKETCH_PROGRAMS = 256
 """Partial sketches, added up in the end."""
+_SKETCH_WARPS = 4
 
 
 @triton.jit
@@ -82,7 +83,8 @@ def _sketch_kernel(
 ):
     """One program sums one range of buckets, over every n-th chunk. No other program writes there."""
     bucket = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    sums = tl.zeros([COLUMNS], dtype=tl.float32)
+    row = tl.arange(0, ROWS)[:, None]
+    sums = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)  # added up over rows in the end: no warp waits for another
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
         tensor, start = tl.load(chunk_tensors + chunk), tl.load(chunk_starts + chunk)
         left = tl.load(numels + tensor) - start
@@ -93,16 +95,16 @@ def _sketch_kernel(
         column = bucket - rotation
         column = tl.where(column < 0, column + BUCKETS, column)
         counts = (column < width) & (bucket < BUCKETS)
-        of_chunk = tl.zeros([COLUMNS], dtype=tl.float32)
-        nearest = tl.min(tl.where(counts, column, LENGTH), axis=0)  # beyond the last entry there is nothing to add
+        lowest = tl.program_id(1) * COLUMNS - rotation
+        lowest = tl.where(lowest < 0, lowest + BUCKETS, lowest)
+        nearest = tl.where(lowest + COLUMNS > BUCKETS, 0, lowest)  # of my columns; behind the last entry lies none
         for first in range(0, numel - nearest, ROWS * width):
-            entry = first + tl.arange(0, ROWS)[:, None] * width + column[None, :]
+            entry = first + row * width + column[None, :]
             inside = counts[None, :] & (entry < numel)
             value = widen(tl.load(source + entry, mask=inside, other=0), GRAD).to(tl.float32)
             drawn = tl.load(signs + offset + entry, mask=inside, other=0).to(tl.float32)
-            of_chunk += tl.sum(value * drawn, axis=0)
-        sums += of_chunk * sign.to(tl.float32)
-    tl.store(partials + tl.program_id(0) * BUCKETS + bucket, sums, mask=bucket < BUCKETS)
+            sums += value * (drawn * sign.to(tl.float32))
+    tl.store(partials + tl.program_id(0) * BUCKETS + bucket, tl.sum(sums, axis=0), mask=bucket < BUCKETS)
 
 
 @CUDA.implements
@@ -133,7 +135,7 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
             BUCKETS=buckets,
             ROWS=_SKETCH_ROWS,
             COLUMNS=_SKETCH_COLUMNS,
-            num_warps=4,
+            num_warps=_SKETCH_WARPS,
         )
         sums += partials.sum(0)
     return sums
