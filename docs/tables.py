@@ -453,6 +453,20 @@ def step_cost(link: Link) -> str:
     return table(head, *rows) + "\n" + source(link, "bench_step.json", "python examples/bench_step.py --steps 40")
 
 
+def gpu(link: Link) -> str:
+    found, rows = load("gpu/bench_gpu.json"), []
+    for row in found["rows"]:
+        us = row["microseconds"]
+        phases = [f"{us.get(name, 0) / 1000:.1f}" for name in ("norm", "sweep", "exchange", "update", "write")]
+        rows.append([row["size"], f"{row['sparsity']:.0%}", str(row["ranks"]), *phases, f"{us['step'] / 1000:.1f}"])
+        rows[-1] += [f"{us['adamw'] / 1000:.1f}", f"{us['adamw and clipping'] / 1000:.1f}"]
+        rows[-1] += [f"{row['step / adamw']:.2f}", f"{row['step / adamw and clipping']:.2f}"]
+    head = ["parameters", "sparsity", "N", "norm, ms", "sweep", "exchange", "update", "write", "**step**"]
+    head += ["AdamW", "clipped", "step / AdamW", "step / clipped"]
+    command = "python examples/bench_gpu.py --sizes 500M 1.8B"
+    return table(head, *rows) + "\n" + source(link, "gpu/bench_gpu.json", command)
+
+
 TABLES: dict[str, Callable[[Link], str]] = {
     "first": first,
     "drop-in-1000": lambda link: drop_in(1000, link),
@@ -464,6 +478,7 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "rates": rates,
     "digits": digits,
     "step-cost": step_cost,
+    "gpu": gpu,
     "pareto": lambda link: compared(SMALL, "rates", link),
     "pareto-run": lambda link: whole_runs(SMALL, "rates", link),
     "pareto-run-larger": lambda link: whole_runs(LARGER, "front", link),
