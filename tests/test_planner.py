@@ -506,6 +506,15 @@ def test_what_cannot_be_planned_is_an_error_with_a_remedy(capsys: Any, arguments
     assert message in err
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_what_a_launcher_sets_must_be_numbers(capsys: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv(name, "four")
+    with pytest.raises(SystemExit, match="2"):
+        commands.main(["plan", "--model", "pythia-14m", "--bandwidth", "1gbit", "--step-compute", "1s"])
+    assert f"{name} must be a whole number >= 0, got 'four'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -167,7 +167,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.nodes is None:
         if ranks == 1:
             raise ValueError("--nodes must be given without torchrun. Say on how many machines you want to train.")
-        args.gpus_per_node = args.gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        args.gpus_per_node = args.gpus_per_node or of_launcher(os.environ, "LOCAL_WORLD_SIZE", 1)
         if ranks % args.gpus_per_node:
             raise ValueError(
                 f"--gpus-per-node must divide the number of ranks that were launched, {ranks}, got"
@@ -188,7 +188,7 @@ def _check(args: argparse.Namespace) -> None:
             " or FSDP over its own interconnect, or launch --measure with torchrun there, without --bandwidth."
         )
     _check_effects(args)
-    if args.plot is not None and not int(os.environ.get("RANK", "0")):
+    if args.plot is not None and not of_launcher(os.environ, "RANK", 0):
         check_plot(args.plot)
 
 
@@ -213,7 +213,24 @@ def _check_effects(args: argparse.Namespace) -> None:
 
 def launched() -> int:
     """Ranks that torchrun has launched."""
-    return int(os.environ.get("WORLD_SIZE") or "1")
+    return of_launcher(os.environ, "WORLD_SIZE", 1)
+
+
+def of_launcher(environ: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
+    """A number that torchrun sets.
+
+    Args:
+        environ: environment variables.
+        name: of the number's.
+        otherwise: the number where it is not set, or empty.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    given = environ.get(name) or ("" if otherwise is None else str(otherwise))
+    if not given.isdecimal():
+        raise ValueError(f"{name} must be a whole number >= 0, got {given!r}. Launch all ranks with torchrun.")
+    return int(given)
 
 
 def compute_seconds(text: str) -> float:

@@ -44,7 +44,7 @@ from lightning_scape.planning.cost_model import (
 from lightning_scape.planning.measure import CPU, measure_compute, measure_link, measure_machine
 from lightning_scape.planning.run import Run, message_load, predict_run, predict_runs
 from lightning_scape.planning.two_level import predict_nodes
-from lightning_scape.tools.arguments import import_matplotlib, launched, plan_arguments
+from lightning_scape.tools.arguments import import_matplotlib, launched, of_launcher, plan_arguments
 from lightning_scape.tools.console import ends_quietly
 
 
@@ -59,7 +59,7 @@ def run(args: Namespace) -> int:
     try:
         weights = model_weights(args.model)
         machine, link, step_compute, assumed = _inputs(args)
-        if int(os.environ.get("RANK", "0")):
+        if of_launcher(os.environ, "RANK", 0):
             return 0  # every rank measured; one reports
         job = Job(
             weights=weights,
@@ -187,7 +187,7 @@ def _measure(args: Namespace) -> tuple[Machine, Link | None, float, str]:
     """
     device, where = CPU, "this machine's CPU"
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", of_launcher(os.environ, "LOCAL_RANK", 0))
         torch.cuda.set_device(device)
         where = torch.cuda.get_device_name(device)
     model = build_model(args.model).to(device, torch.bfloat16 if args.precision == "bf16-true" else torch.float32)
@@ -197,7 +197,7 @@ def _measure(args: Namespace) -> tuple[Machine, Link | None, float, str]:
     with _process_group(device):
         link = None
         if is_distributed():
-            local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            local = of_launcher(os.environ, "LOCAL_WORLD_SIZE", 1)
             link = measure_link(device=device, ranks_per_node=_ranks_per_node(launched(), local))
         try:
             step_compute = measure_compute(model, args.batch_size, args.context, precision=args.precision)

@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from lightning_scape.comm.restarts import uses_agent_store
 from lightning_scape.hosts.rendezvous import explained_rendezvous
+from lightning_scape.tools.arguments import of_launcher
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables by which a launcher tells a process who it is."""
@@ -55,9 +56,9 @@ class Place:
                 f"A launcher must set {', '.join(LAUNCHERS)}, got no {', '.join(missing)}. Launch all ranks with"
                 " torchrun, or unset RANK and WORLD_SIZE to look at this host alone."
             )
-        rank, world_size, port = (_whole(environ, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-        local_rank = _whole(environ, "LOCAL_RANK") if environ.get("LOCAL_RANK") else 0
-        local_size = _whole(environ, "LOCAL_WORLD_SIZE") if environ.get("LOCAL_WORLD_SIZE") else 1
+        rank, world_size, port = (of_launcher(environ, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        local_rank = of_launcher(environ, "LOCAL_RANK", 0)
+        local_size = of_launcher(environ, "LOCAL_WORLD_SIZE", 1)
         if not rank < world_size or not local_rank < local_size or world_size < local_size:
             raise ValueError(
                 f"RANK must be below WORLD_SIZE, and LOCAL_RANK below LOCAL_WORLD_SIZE, got rank {rank} of"
@@ -78,12 +79,6 @@ class Place:
     def node_of(self, rank: int) -> int:
         """Which host a rank is on, counted from 0."""
         return rank // self.local_world_size
-
-
-def _whole(environ: Mapping[str, str], name: str) -> int:
-    if not environ[name].isdecimal():
-        raise ValueError(f"{name} must be a whole number >= 0, got {environ[name]!r}. Launch all ranks with torchrun.")
-    return int(environ[name])
 
 
 class Meeting:
