@@ -7,9 +7,10 @@
     python examples/pretrain_python.py --accelerator gpu --devices 8 --precision bf16-mixed
 
 Beside a run of SCAPE with the default settings stands the recorded one of dense AdamW. Each run leaves its figures
-(result.json), a plot (loss.png), the training log (metrics.csv) and a checkpoint (last.ckpt) in its folder under --out;
---compare skips the runs that are already there. An interrupted run leaves the log and the checkpoint after its last
-validation (one every 12th of the run): the same command with --resume goes on from there.
+(result.json), a plot (loss.png), the training log (metrics.csv), a checkpoint (last.ckpt) and the model as LitGPT
+reads it (final, for examples/evaluate_litgpt.py) in its folder under --out; --compare skips the runs that are already
+there. An interrupted run leaves the log and the checkpoint after its last validation (one every 12th of the run): the
+same command with --resume goes on from there.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import lightning
 import matplotlib
 import torch
 import torchmetrics
+from evaluate_litgpt import save_checkpoint
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
@@ -338,6 +340,7 @@ def train(args: argparse.Namespace) -> None:
     if result["bytes_total"]:  # nothing is sent by a single rank
         result["ratio"] = result["bytes_dense"] / result["bytes_total"]
         result["ratio_run"] = result["bytes_dense"] * args.steps / result["bytes_sent"]
+    save_checkpoint(model, folder / "final")
     (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     shown = [result, *recorded(result)]
     plot(shown, folder / "loss.png")
