@@ -1,6 +1,6 @@
 """What a SCAPE step costs on a GPU, next to torch's fused AdamW in the same run; and whether the mask exchange hides.
 
-    python examples/bench_gpu.py                      # one GPU; under ten minutes on an H200
+    python examples/bench_gpu.py                      # one GPU; four minutes on an H200
     python examples/bench_gpu.py --device cpu --tiny  # the same code on a CPU, in Triton's interpreter: no speed at all
 
 First the tests of `tests/gpu` and a comparison of kernels and reference at size run; if either fails nothing is
@@ -286,10 +286,9 @@ def measure(args: argparse.Namespace, clock: Clock, size: str) -> list[dict[str,
                     marks["norm"] = [(ready, clock.mark())]
                 optimizer.step()
                 host = 1e6 * (time.perf_counter() - began)
-                optimizer.engine.masks.wait()  # what would hide behind the next forward is counted here
+                optimizer.drain()  # what would hide behind the next forward is counted here
             end = clock.mark()
             ahead.append(clock.is_ahead(begin))
-            optimizer.drain()
             row = {"host": host}
             row |= {n: sum(clock.microseconds(*part) for part in marks[n]) for n in PHASES if n in marks}
             row["select"] = selecting(optimizer, clock)  # a step ranks in its sweep

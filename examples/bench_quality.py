@@ -155,6 +155,7 @@ class Training:
 
     def save(self, path: Path) -> None:
         state = {
+            "device": self.device,
             "step": self.step,
             "seconds": self.seconds,
             "bytes_sent": self.bytes_sent,
@@ -167,7 +168,11 @@ class Training:
         os.replace(path.with_suffix(".new"), path)
 
     def load(self, path: Path) -> None:
-        state = torch.load(path, map_location=self.device)
+        state = torch.load(path, map_location="cpu")  # where torch's AdamW keeps its numbers of steps
+        if state.get("device", "cpu") != self.device:
+            raise SystemExit(
+                f"error: {path} must be of --device {self.device}, got {state['device']}. Name another --out."
+            )
         for key in ("step", "seconds", "bytes_sent", "history"):
             setattr(self, key, state[key])
         self.model.load_state_dict(state["model"])

@@ -121,6 +121,46 @@ def test_a_clip_recorded_for_a_gradient_that_is_gone_is_forgotten() -> None:
     assert optimizer.stats.clip_factor == 1.0
 
 
+def unscale(grad: Tensor) -> None:
+    """As a loss scaler does it, past autograd."""
+    torch._amp_foreach_non_finite_check_and_unscale_([grad], torch.zeros(1), torch.full((1,), 0.5))
+
+
+@pytest.mark.parametrize("order", ["parameter's", "another"])
+@pytest.mark.parametrize("change", ["unscaled", "in place", "other memory"])
+def test_the_step_sees_what_was_written_past_autograd_since_it_asked(change: str, order: str) -> None:
+    params = parameters(((6, 8),))
+    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.0, sparsity_warmup_steps=0, **FP32))
+    ledger = Ledger(optimizer)
+    params[0].grad = torch.ones(6, 8) if order == "parameter's" else torch.ones(8, 6).t()
+    assert optimizer.all_finite()
+    if change == "unscaled":
+        unscale(params[0].grad)
+    elif change == "in place":
+        params[0].grad.data.mul_(0.5)
+    else:
+        params[0].grad.data = torch.full((6, 8), 0.5)
+    optimizer.step()
+    assert torch.equal(ledger.totals()[0], torch.full((48,), 0.5).double().view_as(ledger.totals()[0]))
+
+
+@pytest.mark.parametrize("change", ["other gradients", "mended", "spoilt"])
+def test_whether_all_is_finite_is_asked_anew(change: str) -> None:
+    params = parameters()
+    optimizer = ScapeOptimizer(params, config=ScapeConfig())
+    set_gradients(params, 0, 0)
+    assert params[0].grad is not None
+    params[0].grad.view(-1)[3] = torch.inf
+    assert not optimizer.all_finite()
+    if change == "other gradients":
+        for parameter in params:  # as the module's zero_grad() does
+            parameter.grad = None
+        set_gradients(params, 0, 1)
+    else:
+        params[0].grad.nan_to_num_(posinf=0.0 if change == "mended" else torch.nan)
+    assert optimizer.all_finite() == (change != "spoilt")
+
+
 @pytest.mark.parametrize("kind", ["norm", "value"])
 @pytest.mark.parametrize("then", ["step", "clip"])
 @pytest.mark.parametrize("change", ["in place", "another", "gone"])

@@ -140,7 +140,7 @@ def test_the_readme_is_short_and_keeps_its_test_command() -> None:
     lines = text.splitlines()
     assert len(lines) <= 180
     assert lines[lines.index("<!-- test-command -->") + 1] == "```bash"
-    assert text.count("several GPUs have not been tried") == 1
+    assert text.count("Several GPUs have not been tried") == 1
     assert not re.search("[¹²³⁴⁵]", text)
 
 

@@ -28,7 +28,9 @@ class PowerSGD(EqualRanks):
         super().__init__(model, world_size, torch.optim.AdamW(model.parameters(), **settings))
         generator = torch.Generator().manual_seed(0)
         self.errors = [[torch.zeros_like(p) for p in self.parameters] for _ in range(world_size)]
-        self.qs = [torch.randn(p[0].numel() if p.dim() > 1 else 0, rank, generator=generator) for p in self.parameters]
+        widths = [p[0].numel() if p.dim() > 1 else 0 for p in self.parameters]
+        drawn = [torch.randn(width, rank, generator=generator) for width in widths]
+        self.qs = [q.to(p.device) for q, p in zip(drawn, self.parameters, strict=True)]
 
     def combine(self, gradients: list[Gradients]) -> tuple[Gradients, float]:
         combined, sent = mean_of(gradients), 0.0

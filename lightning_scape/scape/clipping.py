@@ -124,8 +124,15 @@ class GradientClipping:
         self._measured, self._flat = [(grad, 0 if grad is None else version(grad)) for grad in grads], flat
 
     def flat_of(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Those flat, if they are what was measured, unchanged since; else an empty list."""
-        return self._flat if self._first_changed(grads) is None else []
+        """Those flat, if they are what was measured and lie where it lay; else an empty list.
+
+        A copy, of another memory order, does not see what is written past autograd: a loss scaler does that.
+        """
+        if len(self._flat) != len(grads) or self._first_changed(grads) is not None:
+            return []
+        pairs = zip(self._flat, grads, strict=True)
+        here = all(flat is None or grad is None or flat.data_ptr() == grad.data_ptr() for flat, grad in pairs)
+        return self._flat if here else []
 
     def _first_changed(self, grads: Sequence[Tensor | None]) -> int | None:
         for place, (grad, (known, known_version)) in enumerate(zip(grads, self._measured, strict=False)):

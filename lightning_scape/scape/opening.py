@@ -112,6 +112,11 @@ class Opening:
 
     # ------------------------------------------------------------------------------------- what became of gradients
 
+    def ask_anew(self) -> None:
+        """Nothing was clipped yet: the norm is measured again, for gradients may have changed, or be new ones."""
+        if not self._clipping.recorded:
+            self._clipping.forget()
+
     def measured(self, flat: list[Tensor | None]) -> None:
         """The norm of the gradients, ``flat``, is known before the step, which takes the same ones."""
         self._clipping.remember(self._parameters.raw_gradients(), flat)

@@ -218,6 +218,7 @@ class Engine:
         """See :meth:`ScapeOptimizer.all_finite`."""
         with self.telling():
             self._finish_last_step()
+            self.opening.ask_anew()
             grads = self.opening.gradients(groups, self.calls)
             assert self.clipping.answer is not None
             finite = bool(torch.isfinite(self.clipping.answer.norm))

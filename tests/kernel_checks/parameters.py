@@ -98,10 +98,10 @@ class ParameterChecks(Checks):
                 if place in written:
                     chosen = slice(None, None, 20) if masked else slice(None)
                     expected[chosen] = expected[chosen] + 3.0 if add else 3.0
-                if place in written:  # of a NaN, processors make another one
-                    torch.testing.assert_close(flat.cpu(), expected, rtol=0, atol=0, equal_nan=True)
-                else:
-                    assert_same_bits(flat.cpu(), expected)
+                if place in written:  # what is added to a NaN is a NaN, of which processors have several
+                    assert torch.equal(flat.cpu().isnan(), expected.isnan())
+                    flat, expected = flat.cpu().nan_to_num(), expected.nan_to_num()
+                assert_same_bits(flat.cpu(), expected)
 
     def test_a_parameter_that_moved_to_other_memory_is_found_there(self) -> None:
         pieces = list(Layout([50], [0], 50, 1).everything().pieces)
