@@ -69,9 +69,10 @@ def quality(
     windows: tuple[int, int] = (8, 64),
     precision: str = "fp32",
     data: str = EARLIER,
+    ranks: int = 4,
 ) -> dict[str, Any] | None:
     """One method of the drop-in suite: AdamW at its best learning rate, SCAPE at that very rate."""
-    size, batch = (size, [4, *windows]) if task == "python" else ("", [4, 8, 1])
+    size, batch = (size, [ranks, *windows]) if task == "python" else ("", [4, 8, 1])
     wanted = [size, *batch, steps, task, betas]
     found = [r for r in load(data) if [*r["setting"], "fp32"][:8] == [*wanted, precision]]  # older ones do not say it
     return max((row for row in found if row["label"] == label), key=lambda row: len(row["seeds"]), default=None)
@@ -167,6 +168,20 @@ def downstream(link: Link) -> str:
     head = ["10M parameters, 4,000 steps", *base, "against AdamW, in points", "McNemar's p"]
     command = "python examples/evaluate_litgpt.py FOLDER --questions out/questions --answers out/answers.json"
     return table(head, *rows) + "\n" + source(link, "quality/today/answers", command)
+
+
+def many_ranks(link: Link) -> str:
+    """One global batch of 32 windows, dealt out to 2 to 32 ranks: AdamW is the same for all."""
+    betas = BETAS["(0.9, 0.999)"]
+    base = quality(DENSE, betas, 3000, data=TODAY)
+    assert base is not None
+    rows = [["any", DENSE, str(len(base["seeds"])), value(base), ""]]
+    for ranks, label in itertools.product((2, 4, 8, 16, 32), SPARSE):
+        row = quality(label, betas, 3000, windows=(32 // ranks, 64), data=TODAY, ranks=ranks)
+        if row is not None:
+            rows.append([str(ranks), label, str(len(row["seeds"])), value(row), gap(row, base)])
+    head = ["ranks", "0.03M parameters, 3,000 steps", "seeds", "validation loss", "against AdamW"]
+    return table(head, *rows) + "\n" + source(link, TODAY, "python examples/bench_quality.py --suite many_ranks")
 
 
 def wires(link: Link) -> str:
@@ -474,6 +489,7 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "wires": wires,
     "largest": largest,
     "downstream": downstream,
+    "many-ranks": many_ranks,
     "sizes": sizes,
     "rates": rates,
     "digits": digits,
