@@ -150,24 +150,28 @@ def large(label: str) -> dict[str, Any]:
     return row
 
 
-def answers(label: str) -> dict[str, list[int]]:
-    """Right (1) or wrong (0), for each kind of question and for all."""
+def answers(label: str, what: str = "answers") -> dict[str, list[int]]:
+    """Right (1) or wrong (0), for each kind of question and, of several kinds, for all."""
     name = {DENSE: "adamw", "SCAPE 90%": "scape-90", "SCAPE 99%": "scape-99"}[label]
-    return asked.with_all(load(f"quality/today/answers/{name}.json")["answers"])
+    found = load(f"quality/today/{what}/{name}.json")["answers"]
+    return asked.with_all(found) if len(found) > 1 else found
 
 
-def downstream(link: Link) -> str:
-    """Multiple-choice questions to the largest models, each paired with AdamW's answers."""
-    base, rows = answers(DENSE), []
+def questions(what: str, title: str, command: str, link: Link) -> str:
+    """Questions to three models, each paired with AdamW's answers."""
+    base, rows = answers(DENSE, what), []
     for label in (DENSE, *SPARSE):
-        given = answers(label)
+        given = answers(label, what)
         shares = [f"{share:.1%} ± {100 * error:.1f}" for share, error in map(asked.accuracy, given.values())]
-        against = asked.paired(base["all"], given["all"])
+        against = asked.paired([*base.values()][-1], [*given.values()][-1])
         compared = [f"**{100 * against.difference:+.1f}** ± {100 * against.error:.1f}", f"{against.p:.2f}"]
         rows.append([label, *shares, *(["", ""] if label == DENSE else compared)])
-    head = ["10M parameters, 4,000 steps", *base, "against AdamW, in points", "McNemar's p"]
-    command = "python examples/evaluate_litgpt.py FOLDER --questions out/questions --answers out/answers.json"
-    return table(head, *rows) + "\n" + source(link, "quality/today/answers", command)
+    head = [title, *base, "against AdamW, in points", "McNemar's p"]
+    return table(head, *rows) + "\n" + source(link, f"quality/today/{what}", command)
+
+
+ASK = "python examples/evaluate_litgpt.py FOLDER --questions out/questions --answers out/answers.json"
+LABELS = "python examples/finetune_labels.py FOLDER --steps 150 --rates 3e-4 --answers out/labels.json"
 
 
 def many_ranks(link: Link) -> str:
@@ -488,7 +492,9 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "drop-in-10000": lambda link: drop_in(10_000, link),
     "wires": wires,
     "largest": largest,
-    "downstream": downstream,
+    "downstream": lambda link: questions("answers", "10M parameters, 4,000 steps", ASK, link),
+    "downstream-small": lambda link: questions("answers-3M", "3M parameters, 1,200 steps", ASK, link),
+    "finetuning": lambda link: questions("labels", "10M parameters, finetuned", LABELS, link),
     "many-ranks": many_ranks,
     "sizes": sizes,
     "rates": rates,
