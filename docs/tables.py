@@ -182,8 +182,8 @@ def many_ranks(link: Link) -> str:
     rows = [["any", DENSE, str(len(base["seeds"])), value(base), ""]]
     for ranks, label in itertools.product((2, 4, 8, 16, 32), SPARSE):
         row = quality(label, betas, 3000, windows=(32 // ranks, 64), data=TODAY, ranks=ranks)
-        if row is not None:
-            rows.append([str(ranks), label, str(len(row["seeds"])), value(row), gap(row, base)])
+        assert row is not None
+        rows.append([str(ranks), label, str(len(row["seeds"])), value(row), gap(row, base)])
     head = ["ranks", "0.03M parameters, 3,000 steps", "seeds", "validation loss", "against AdamW"]
     return table(head, *rows) + "\n" + source(link, TODAY, "python examples/bench_quality.py --suite many_ranks")
 

@@ -90,7 +90,8 @@ class Parameters:
             ValueError: a parameter's shape or memory order has changed.
         """
         here = self.local
-        if self._places and self._places == [_place(parameter) for parameter in here]:
+        places = [_place(parameter) for parameter in here]
+        if places == self._places:
             return
         shapes = [_shape(parameter) for parameter in here]
         if shapes != self._shapes:
@@ -101,7 +102,7 @@ class Parameters:
                 f"Parameters must keep their shape and memory order, got {name!r} of shape {found[0]} with strides"
                 f" {found[1]} instead of {before[0]} with {before[1]}. Change it before building the optimizer."
             )
-        self.flat, self._places = [flatten(parameter) for parameter in here], [_place(parameter) for parameter in here]
+        self.flat, self._places = [flatten(parameter) for parameter in here], places
 
     def flat_gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The same gradients flat, in the memory order of their parameters.

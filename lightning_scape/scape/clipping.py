@@ -124,21 +124,17 @@ class GradientClipping:
         self._measured, self._flat = [(grad, 0 if grad is None else version(grad)) for grad in grads], flat
 
     def flat_of(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Those flat, if they are what was measured and lie where it lay; else an empty list.
+        """The gradients that were measured, flat, where they still lie in that memory; else an empty list.
 
         A copy, of another memory order, does not see what is written past autograd: a loss scaler does that.
         """
-        if len(self._flat) != len(grads) or self._first_changed(grads) is not None:
+        if len(self._flat) != len(grads):
             return []
-        pairs = zip(self._flat, grads, strict=True)
-        here = all(flat is None or grad is None or flat.data_ptr() == grad.data_ptr() for flat, grad in pairs)
-        return self._flat if here else []
-
-    def _first_changed(self, grads: Sequence[Tensor | None]) -> int | None:
-        for place, (grad, (known, known_version)) in enumerate(zip(grads, self._measured, strict=False)):
-            if grad is not known or (grad is not None and version(grad) != known_version):
-                return place
-        return None
+        together = zip(grads, self._flat, self._measured, strict=True)
+        same = all(
+            g is known and (g is None or f is None or f.data_ptr() == g.data_ptr()) for g, f, (known, _) in together
+        )
+        return self._flat if same else []
 
     def are_gone(self, grads: Sequence[Tensor | None]) -> bool:
         """Whether none of the gradients that were clipped is left."""
@@ -151,12 +147,13 @@ class GradientClipping:
 
         It may not be finite any more; and what was recorded would act on all that has come since.
         """
-        if (place := self._first_changed(grads)) is not None:
-            raise RuntimeError(
-                "Gradients must stay as they are once they are clipped, until the step, got another one for"
-                f" parameter {place}. Clip last, and where several backward passes make a step after the last of"
-                " them; or call the optimizer's zero_grad() to drop what was clipped."
-            )
+        for place, (grad, (known, known_version)) in enumerate(zip(grads, self._measured, strict=False)):
+            if grad is not known or (grad is not None and version(grad) != known_version):
+                raise RuntimeError(
+                    "Gradients must stay as they are once they are clipped, until the step, got another one for"
+                    f" parameter {place}. Clip last, and where several backward passes make a step after the last of"
+                    " them; or call the optimizer's zero_grad() to drop what was clipped."
+                )
 
     def record_value(self, clip_value: float) -> None:
         """Records the bound to which gradients are clamped elementwise at the fold; of several, the least.

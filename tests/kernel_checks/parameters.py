@@ -98,7 +98,7 @@ class ParameterChecks(Checks):
                 if place in written:
                     chosen = slice(None, None, 20) if masked else slice(None)
                     expected[chosen] = expected[chosen] + 3.0 if add else 3.0
-                if place in written:  # what is added to a NaN is a NaN, of which processors have several
+                    # What is added to a NaN is a NaN, of which processors have several.
                     assert torch.equal(flat.cpu().isnan(), expected.isnan())
                     flat, expected = flat.cpu().nan_to_num(), expected.nan_to_num()
                 assert_same_bits(flat.cpu(), expected)
