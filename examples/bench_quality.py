@@ -6,7 +6,7 @@
     python examples/bench_quality.py --device cuda --suite drop_in_10M  # on a GPU: minutes a run
     python examples/bench_quality.py --report              # tables and plots of what is there
 
-Runs in bf16-mixed (the suites of 10M parameters) compile the model, for which torch wants a C++ compiler.
+Runs in bf16-mixed (the suites of 10M and 30M parameters) compile the model, for which torch wants a C++ compiler.
 
 A run that was stopped goes on from its last snapshot, bit for bit; a finished one is not run again. Each leaves
 <out>/runs/<name>.json; the report writes <out>/quality.md, quality.json and the plots.
