@@ -38,6 +38,8 @@ from example_modules import load_example
 from warm_client import FRESH
 
 PRELOADED = ("torch", "torch.distributed", "lightning.pytorch", "lightning_scape", "litgpt")
+PRELOADED += ("torch.distributed.optim",)  # 0.4 s, for Lightning's DDPStrategy when it saves
+PRELOADED += ("lightning_scape.scape.method", "lightning_scape.sparseloco.method")
 # What libraries look at when they are imported; where it differs the client has to import them itself.
 READ_AT_IMPORT = re.compile("NUMBA|TORCH|TRITON|PYTORCH|OMP_|MKL_|OPENBLAS|CUDA|LD_|PYTHON[A-Z]")
 # These are looked at later, or set by hand below.
@@ -241,9 +243,12 @@ def load_loops() -> None:
     torch, ops = sys.modules["torch"], sys.modules["lightning_scape.ops"]
     scape, simulated = sys.modules["lightning_scape"], load_example("simulated_ranks")
     torch.set_num_threads(1)
-    for update, dtype in itertools.product(("adamw", "adams"), (torch.float32, torch.bfloat16)):
+    kinds = itertools.product(("adamw", "adams"), (torch.float32, torch.bfloat16), ((0.9, "int4"), (0.99, "bf16")))
+    for update, dtype, (sparsity, wire) in kinds:
         model = torch.nn.Linear(64, 32, dtype=dtype)
-        config = scape.ScapeConfig(sparsity=0.9, sparsity_warmup_steps=4, update=update)
+        config = scape.ScapeConfig(
+            sparsity=sparsity, wire_dtype=wire, dense_steps=1, sparsity_warmup_steps=4, update=update
+        )
         ranks = simulated.SimulatedRanks(model, 2, config, {"lr": 1e-3})
         for _ in range(6):
             ranks.backward([torch.ones(1, 64, dtype=dtype)] * 2, lambda batch, model=model: model(batch).sum(), None)
