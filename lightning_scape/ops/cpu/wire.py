@@ -80,21 +80,27 @@ def _pack_group(values, residual, mask, message, row, start, there, bits, codes,
         scale = _take_steps(padded, codes, levels)
         for i in range(there):
             part[i] = padded[i]
-    _write(codes, scale, bits, message[row])
-    flat, length, sent = residual.reshape(-1), residual.shape[1], mask.shape[1]
-    if len(mask) == 0:
-        flat = flat[start : start + there]
-        for i in range(there):
-            flat[i] += part[i]
-    else:
-        chosen, first = mask.reshape(-1)[start : start + there], start // sent
-        before, column = np.uint64(first * length), start - first * sent
-        for i in range(there):
-            flat[before + np.uint64(chosen[i])] += part[i]
-            column += 1
-            if column == sent:
-                before, column = before + np.uint64(length), 0
+    _give_back(part, residual, mask, start)
     _put_values(codes, scale, levels, part)
+    _write(codes, scale, bits, message[row])
+
+
+@jit
+def _give_back(errors, residual, mask, start):
+    """Adds rounding errors to the entries that they come from: those chosen, from the ``start``-th on."""
+    if len(mask) == 0:
+        there = residual.reshape(-1)[start:]
+        for i in range(len(errors)):
+            there[i] += errors[i]
+        return
+    sent, done = mask.shape[1], 0
+    at, column = start // sent, start % sent
+    while done < len(errors):
+        count = min(sent - column, len(errors) - done)
+        row, chosen, given = residual[at], mask[at, column:], errors[done:]
+        for i in range(count):
+            row[chosen[i]] += given[i]
+        at, column, done = at + 1, 0, done + count
 
 
 @jit
@@ -116,26 +122,30 @@ def quantize_with_error(error, mask, theta, before, message, bits, first, last):
         for group in range(-(-size // GROUP)):
             part = slice(group * GROUP, (group + 1) * GROUP)
             scale = _take_steps(due[part], codes, levels)
-            _write(codes, scale, bits, message[begin // GROUP + group])
             _put_values(codes, scale, levels, new[part])
+            _write(codes, scale, bits, message[begin // GROUP + group])
         for j in range(size):
             there[places[j]] = due[j]
 
 
 @jit
 def _take_steps(group, codes, levels):
-    """Codes of a group, whose rounding errors stay behind; returns the scale."""
-    bits, largest = group.view(np.int32), np.int32(0)
+    """Codes of a group, whose rounding errors stay behind; returns the scale.
+
+    The bits of single values are looked at: a view of the group's would take as long as all the rest.
+    """
+    largest = np.int32(0)
     for i in range(GROUP):
-        magnitude = np.int32(bits[i] & MAGNITUDE)
+        magnitude = np.int32(np.float32(group[i]).view(np.int32) & MAGNITUDE)
         largest = magnitude if magnitude > largest else largest
     exact = np.float32(np.int32(largest).view(np.float32) / np.float32(levels))
-    scale = np.int32((exact.view(np.int32) + 0xFFFF) >> 16) if exact > _LEAST_SCALE else np.int32(0)
-    unit = np.int32(scale << 16).view(np.float32)
+    if not exact > _LEAST_SCALE:
+        codes[:] = levels
+        return np.int32(0)
+    scale = np.int32((exact.view(np.int32) + 0xFFFF) >> 16)
+    unit, most = np.int32(scale << 16).view(np.float32), np.float32(levels)
     for i in range(GROUP):
-        step = np.int32(0)
-        if scale != 0:
-            step = np.int32(clamp(np.rint(group[i] / unit), np.float32(levels)))
+        step = np.int32(clamp(np.rint(group[i] / unit), most))
         group[i] -= np.float32(step) * unit
         codes[i] = step + levels
     return scale
@@ -151,13 +161,12 @@ def _put_values(codes, scale, levels, values):
 
 @jit
 def _write(codes, scale, bits, row):
-    """A row of the message."""
+    """A row of the message. The codes are used up."""
     if bits == 4:
         for i in range(GROUP // 2):
-            row[i] = codes[2 * i] | codes[2 * i + 1] << 4
-    else:
-        for i in range(GROUP):
-            row[i] = codes[i]
+            codes[i] = codes[2 * i] | codes[2 * i + 1] << 4
+    for i in range(len(row) - 2):
+        row[i] = codes[i]
     row[len(row) - 2], row[len(row) - 1] = scale & 255, scale >> 8
 
 
