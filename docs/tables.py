@@ -278,7 +278,7 @@ def first(link: Link) -> str:
     name = "two_hosts/adamw/two_hosts.json"
     rows = [
         *(losses(f"{size} parameters, 4,000 steps", ones) for size, ones in large_ones.items()),
-        ["questions on Python answered right by the 10M models (chance: 25%)", *right],
+        ["questions on Python answered right by the 10M models of one seed (chance: 25%)", *right],
         losses("0.03M parameters, 10,000 steps", small_ones),
     ]
     methods = cell("two_hosts/aims/two_hosts.json", "pythia-14m", "1gbit")
