@@ -60,6 +60,12 @@ TODAY = "quality/today/quality.json"
 """Made with today's, and values in 4 bits."""
 
 
+def trained(link: Link, suites: str) -> str:
+    """The source of today's runs: the script's own folder holds earlier ones, some of the same names."""
+    out = f"{RESULTS}/{TODAY.rpartition('/')[0]}"
+    return source(link, TODAY, f"python examples/bench_quality.py --suite {suites} --out {out}")
+
+
 def quality(
     label: str,
     betas: list[float],
@@ -121,7 +127,7 @@ def drop_in(steps: int, link: Link) -> str:
     for name in BETAS:
         head += ["lr", "seeds", f"betas {name}"]
     text = table(head, *rows)
-    return text + "\n" + source(link, TODAY, "python examples/bench_quality.py --suite drop_in_short drop_in_long")
+    return text + "\n" + trained(link, "drop_in_short drop_in_long")
 
 
 LARGE = ("30M", "10M")
@@ -142,7 +148,7 @@ def largest(link: Link) -> str:
     head = ["parameters", "4,000 steps", "seeds", "validation loss", "against AdamW", "next byte right"]
     suites = " ".join(f"drop_in_{size}_rates drop_in_{size}" for size in LARGE)
     text = table([*head, "bytes sent by a rank, per step and parameter"], *rows)
-    return text + "\n" + source(link, TODAY, f"python examples/bench_quality.py --suite {suites}")
+    return text + "\n" + trained(link, suites)
 
 
 def large(size: str, label: str) -> dict[str, Any]:
@@ -188,7 +194,7 @@ def many_ranks(link: Link) -> str:
         assert row is not None
         rows.append([str(ranks), label, str(len(row["seeds"])), value(row), gap(row, base)])
     head = ["ranks", "0.03M parameters, 3,000 steps", "seeds", "validation loss", "against AdamW"]
-    return table(head, *rows) + "\n" + source(link, TODAY, "python examples/bench_quality.py --suite many_ranks")
+    return table(head, *rows) + "\n" + trained(link, "many_ranks")
 
 
 def wires(link: Link) -> str:
@@ -203,8 +209,7 @@ def wires(link: Link) -> str:
         losses = (value({"losses": each}) for each in (theirs, mine))
         rows.append([f"{steps:,}", name, label, str(len(gaps)), *losses, averaged(gaps)])
     text = table(["steps", "betas", "", "seeds", '`"bf16"`', '`"int4"`', "difference, by seed"], *rows)
-    command = "python examples/bench_quality.py --suite drop_in_short drop_in_long wires"
-    return text + "\n" + source(link, TODAY, command)
+    return text + "\n" + trained(link, "drop_in_short drop_in_long wires")
 
 
 def sizes(link: Link) -> str:
@@ -273,7 +278,7 @@ def first(link: Link) -> str:
     name = "two_hosts/adamw/two_hosts.json"
     rows = [
         *(losses(f"{size} parameters, 4,000 steps", ones) for size, ones in large_ones.items()),
-        ["questions on Python answered right by the 10M models (chance: 25%)", *right],
+        ["questions on Python answered right by the 10M models of one seed (chance: 25%)", *right],
         losses("0.03M parameters, 10,000 steps", small_ones),
     ]
     methods = cell("two_hosts/aims/two_hosts.json", "pythia-14m", "1gbit")
@@ -476,7 +481,8 @@ def step_cost(link: Link) -> str:
         rows.append(row)
     head = ["parameters", "sparsity", "a step", "of it messages", "processor time", "`AdamW(foreach=True)`", "ratio"]
     head += ["`AdamW(fused=True)`", "ratio", "roofline", "bytes sent per parameter", "peak memory per parameter"]
-    return table(head, *rows) + "\n" + source(link, "bench_step.json", "python examples/bench_step.py --steps 40")
+    command = f"python examples/bench_step.py --steps 40 --wire-dtype {found['wire_dtype']}"
+    return table(head, *rows) + "\n" + source(link, "bench_step.json", command)
 
 
 def gpu(link: Link) -> str:

@@ -365,11 +365,14 @@ def _alternatives(
     for late in predictions:
         cost = costs.get(late.title)
         given = predict_run(late, job, link, length)
-        for other in cost.alternatives(job, link, machine, late) if cost else ():
-            run = predict_run(other, job, link, length)
+        others = [(late, replace(length, sharded=True), 'state_dict_type="sharded"')]
+        if cost:
+            others += [(other, length, other.option) for other in cost.alternatives(job, link, machine, late)]
+        for other, lasting, option in others:
+            run = predict_run(other, job, link, lasting)
             if 1.05 * run.seconds <= given.seconds and other.memory <= memory:
                 figures = f"{show_seconds(run.seconds)} and {show_bytes(run.bytes_sent)}"
-                said.append(f"{late.method} with {other.option} takes {figures} for {length.steps:,} steps")
+                said.append(f"{late.method} with {option} takes {figures} for {length.steps:,} steps")
     return ["", f"Sooner: {'; '.join(said)}."] if said else []
 
 
