@@ -208,8 +208,8 @@ def answers(model: Path, questions: Path) -> dict[str, list[int]]:
     }
 
 
-def tell_answers(found: dict[str, list[int]], questions: Path, out: Path | None) -> None:
-    """Prints the share that is right, of each kind and of all; ``out`` gets every answer."""
+def tell_answers(found: dict[str, list[int]], model: str, questions: Path, out: Path | None) -> None:
+    """Prints the share that is right, of each kind and of all; ``out`` gets every answer, and whose they are."""
     from python_questions import accuracy, with_all
 
     print(f"\n{'questions':<12} {'asked':>6} {'right':>7} {'standard error':>15}")
@@ -219,7 +219,7 @@ def tell_answers(found: dict[str, list[int]], questions: Path, out: Path | None)
     if out is not None:
         digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(questions.glob("*.jsonl")))).hexdigest()
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"questions": digest[:16], "answers": found}) + "\n")
+        out.write_text(json.dumps({"questions": digest[:16], "model": model, "answers": found}) + "\n")
         print(f"\neach answer is in {out}")
 
 
@@ -340,7 +340,7 @@ def main() -> None:
     if worst > TOLERANCE:
         raise SystemExit(f"\nBoth must agree within {TOLERANCE} bits per byte, got {worst:.1e}: trust neither.")
     if answered is not None:
-        tell_answers(answered, options.questions, options.answers)
+        tell_answers(answered, checkpoint.name, options.questions, options.answers)
 
 
 if __name__ == "__main__":

@@ -142,20 +142,20 @@ def answers(model: nn.Module, windows: Windows) -> list[int]:
 
 def finetune(
     gpt: Any, train_on: Windows, test_on: Windows, steps: int, rates: tuple[float, ...]
-) -> tuple[float, list[int]]:
-    """The best rate by a fifth of the training windows that is left out for it, and the answers at that rate."""
+) -> tuple[float, dict[float, float], list[int]]:
+    """The best rate by a fifth of the training windows that is left out for it, what each rate got, and the answers."""
     cut = len(train_on.labels) * 4 // 5
     rest, chosen_by = Windows(*(t[:cut] for t in train_on)), Windows(*(t[cut:] for t in train_on))
     right = {}
     for rate in rates if len(rates) > 1 else ():
         model = Classifier(copy.deepcopy(gpt), len(PACKAGES))
         train(model, rest, steps, rate)
-        right[rate] = sum(answers(model, chosen_by))
-        print(f"lr {rate:g}: {right[rate] / len(chosen_by.labels):.1%} of the windows left out for it", flush=True)
+        right[rate] = sum(answers(model, chosen_by)) / len(chosen_by.labels)
+        print(f"lr {rate:g}: {right[rate]:.1%} of the windows left out for it", flush=True)
     best = max(right, key=right.__getitem__) if right else rates[0]
     model = Classifier(copy.deepcopy(gpt), len(PACKAGES))
     train(model, train_on, steps, best)
-    return best, answers(model, test_on)
+    return best, right, answers(model, test_on)
 
 
 @ends_quietly
@@ -180,12 +180,14 @@ def main() -> None:
             args.answers.parent.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    rate, found = finetune(gpt, train_on, test_on, args.steps, tuple(args.rates))
+    rate, tried, found = finetune(gpt, train_on, test_on, args.steps, tuple(args.rates))
     share, error = accuracy(found)
     print(f"lr {rate:g}, {args.steps} steps: {share:.1%} ± {100 * error:.1f} of {len(found):,} windows named right")
     if args.answers is not None:
         digest = hashlib.sha256(test_on.inputs.numpy().tobytes()).hexdigest()
-        args.answers.write_text(json.dumps({"questions": digest[:16], "answers": {"package": found}}) + "\n")
+        settings = {"model": args.checkpoint.name, "steps": args.steps, "lr": rate, "tried": tried}
+        answered = {"questions": digest[:16], **settings, "answers": {"package": found}}
+        args.answers.write_text(json.dumps(answered) + "\n")
 
 
 if __name__ == "__main__":

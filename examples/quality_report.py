@@ -295,26 +295,36 @@ def plot_sweep(found: list[dict[str, Any]], out: Path) -> None:
 
 
 def plot_losses(found: list[dict[str, Any]], out: Path) -> None:
-    """Loss over steps and bytes, and how far it is above AdamW's; of the largest model that several methods trained."""
+    """Loss over steps and bytes, and how far it is above AdamW's; of the two largest models of several methods."""
     plain = [result for result in found if is_plain(run_of(result)) and "catch_up" not in dict(run_of(result).options)]
     plain = [result for result in plain if run_of(result).task == "python"]
     lines: dict[Setting, list[Row]] = defaultdict(list)
     for row in rows_of(plain):
         lines[row.setting].append(row)
 
-    if not lines:
-        return
-
     def worth(setting: Setting) -> tuple[float, ...]:
         methods = {row.label.split(",")[0] for row in lines[setting]}
-        return len(methods) > 1, float(setting.size[:-1]), len(methods), setting.steps, setting.betas == BETAS
+        return len(methods) > 1, len(methods), setting.steps, setting.betas == BETAS
 
-    setting = max(lines, key=worth)
-    figure, (over_steps, over_bytes, above) = plt.subplots(1, 3, figsize=(15, 4))
+    by_size = {size: max((s for s in lines if s.size == size), key=worth) for size in {s.size for s in lines}}
+    several = [setting for setting in by_size.values() if worth(setting)[0]]
+    drawn = sorted(several, key=lambda setting: -float(setting.size[:-1]))[:2]
+    if not drawn:
+        return
+    figure, axes = plt.subplots(len(drawn), 3, figsize=(15, 4 * len(drawn)), squeeze=False)
+    for setting, three in zip(drawn, axes, strict=True):
+        plot_setting(plain, lines[setting], three)
+        three[1].set_title(setting.title, fontsize="medium")
+    save(figure, out / "loss.png")
+
+
+def plot_setting(found: list[dict[str, Any]], rows: list[Row], axes: Iterable[Any]) -> None:
+    """One setting's three plots."""
+    over_steps, over_bytes, above = axes
     over_bytes.sharey(over_steps)
     dense: dict[int, list[dict[str, float]]] = {}
-    for row in sorted(lines[setting], key=lambda row: row.label != "dense AdamW"):
-        history = {run_of(r).seed: r["history"][1:] for r in plain if row.is_of(run_of(r))}
+    for row in sorted(rows, key=lambda row: row.label != "dense AdamW"):
+        history = {run_of(r).seed: r["history"] for r in found if row.is_of(run_of(r))}
         dense = history if row.label == "dense AdamW" else dense
         look = {"label": f"{row.label}, lr {row.lr:g}, seeds: {len(history)}", "color": f"C{len(over_steps.lines)}"}
         first = next(iter(history.values()))
@@ -328,8 +338,6 @@ def plot_losses(found: list[dict[str, Any]], out: Path) -> None:
     over_bytes.set(xlabel="bytes sent by a rank", xscale="log")
     above.set(xlabel="step", ylabel="loss above AdamW, %")
     over_steps.legend(fontsize="small")
-    figure.suptitle(setting.title)
-    save(figure, out / "loss.png")
 
 
 def mean_over(histories: Iterable[list[dict[str, float]]]) -> list[float]:
