@@ -2,6 +2,7 @@
 
     python examples/bench_step.py                 # LitGPT's pythia-14m, 2 ranks, one core each; about a minute
     python examples/bench_step.py --sparsity 0.9 --model pythia-31m --ranks 1
+    python examples/bench_step.py --steps 100 --against bf16  # values in 4 bits, and in bf16, in turns
 
 Every rank is a process pinned to a core of its own with one thread. AdamW and SCAPE take turns, step by step, so that
 other work on the machine hits all of them. The roofline is the time in which the machine could copy the bytes that the
@@ -11,6 +12,7 @@ step has to touch. Prints a table, and writes JSON and a PNG.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -33,6 +35,7 @@ from lightning_scape.comm.collectives import KINDS
 from lightning_scape.scape.cost import scape_traffic
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WIRES = ["bf16", "int8", "int4", "fp32"]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -41,7 +44,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="processes, at most one per core")
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.99, 0.9], help="sparsities to measure")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["fp32", "bf16"], help="of the parameters")
-    parser.add_argument("--wire-dtype", choices=["bf16", "int8", "int4", "fp32"], default="int4", help="of the values")
+    parser.add_argument("--wire-dtype", choices=WIRES, default="int4", help="of the values")
+    parser.add_argument("--against", choices=WIRES, help="a second SCAPE takes turns, with values of this dtype")
     parser.add_argument("--steps", type=int, default=15, help="timed steps, after 4 that are not")
     parser.add_argument("--out", type=Path, default=Path("out/bench_step"), help="folder for JSON and PNG")
     return parser.parse_args()
@@ -114,6 +118,10 @@ def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, st
         name: torch.optim.AdamW(build(args.model, dtype, rank)[1], foreach=name == "adamw", fused=name == "fused")
         for name in ("adamw", "fused")
     }
+    others = []
+    if args.against is not None:
+        other_config = dataclasses.replace(config, wire_dtype=args.against)
+        others = [ScapeOptimizer(build(args.model, dtype, rank)[1], config=other_config)]
     bandwidth = copy_bandwidth()
     rows: list[dict[str, float]] = []
     for step in range(args.steps + 4):
@@ -122,6 +130,9 @@ def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, st
             row[f"{name}_wall"], row[name] = seconds_of(adamw.step)
         # With the exchange of the next mask, which runs beside the next forward pass: on one core it is not hidden.
         row["scape_wall"], row["own"] = seconds_of(scape.step, scape.drain)
+        for other in others:
+            row["against_wall"], row["against"] = seconds_of(other.step, other.drain)
+            row["wall_more"], row["more"] = row["scape_wall"] - row["against_wall"], row["own"] - row["against"]
         assert scape.stats is not None
         row["messages"] = scape.stats.message_seconds
         row |= {f"phase/{name}": value for name, value in scape.stats.seconds.items()}
@@ -143,6 +154,7 @@ def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, st
                 "sparsity": sparsity,
                 "dtype": dtype,
                 "wire_dtype": args.wire_dtype,
+                "against": args.against,
                 "milliseconds": {name: 1e3 * statistics.median(row[name] for row in rows) for name in rows[0]},
                 "copy_bandwidth": bandwidth,
                 "bytes_touched": touched,
@@ -186,11 +198,18 @@ def table(found: list[dict[str, Any]]) -> str:
             f" | {sum(row['bytes'].values()) / 1e3:.0f} | {row['peak_bytes'] / row['parameters']:.2f}"
             f" | {row['state_bytes'] / row['parameters']:.2f} | {row['peak_target'] / row['parameters']:.2f} |"
         )
+    against = [
+        f"{row['sparsity']}, {row['dtype']}: a step takes {row['milliseconds']['wall_more']:+.1f} ms against"
+        f" {row['against']} ({row['milliseconds']['more']:+.1f} ms of CPU time), median of differences in turns"
+        for row in found
+        if row["against"] is not None
+    ]
     notes = (
         "\\* of a rank's process, all threads, sending and the making of the next mask included",
         "\\** the bytes that the step has to touch, at this machine's copy bandwidth"
         f" ({found[0]['copy_bandwidth'] / 1e9:.1f} GB/s on one core)",
         "\\*** per rank and step, times N/(N-1)",
+        *against,
     )
     return "\n".join([*lines, "", *notes])
 
