@@ -55,7 +55,7 @@ class ScapeOptions(_Written):
         dense_steps: number of first steps that send everything.
         sparsity_warmup_steps: steps over which the density falls from 1 to ``1 - sparsity``; 0 is none. None is 4,950
             at 99% and 1,424 at 90%; with the update of AdamS 1,000, or all steps of a shorter run.
-        mask_statistic: what ranks the entries.
+        mask_statistic: by what entries are chosen.
         mask_votes: entries per block that every rank proposes; None chooses.
         second_moment: what an entry is divided by that was not visited in the step before.
         wire_dtype: how values travel to their owner, and changes of parameters back; None: in 4 bits.
