@@ -476,7 +476,11 @@ def step_cost(link: Link) -> str:
         rows.append(row)
     head = ["parameters", "sparsity", "a step", "of it messages", "processor time", "`AdamW(foreach=True)`", "ratio"]
     head += ["`AdamW(fused=True)`", "ratio", "roofline", "bytes sent per parameter", "peak memory per parameter"]
-    return table(head, *rows) + "\n" + source(link, "bench_step.json", "python examples/bench_step.py --wire-dtype bf16 --steps 40")
+    return (
+        table(head, *rows)
+        + "\n"
+        + source(link, "bench_step.json", "python examples/bench_step.py --wire-dtype bf16 --steps 40")
+    )
 
 
 def gpu(link: Link) -> str:
