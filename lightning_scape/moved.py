@@ -25,8 +25,10 @@ MOVED = {
     "engine": "scape",
     "engine.block_wire": "wire.blocks",
     "engine.epoch_end": "core.epoch_end",
+    "engine.hyperparameters": "scape.rows",
     "engine.local_shards": "core.local_shards",
     "engine.parameters": "core.parameters",
+    "engine.participation": "scape.rows",
     "engine.ranges": "core.ranges",
     "engine.replicas": "core.replicas",
     "engine.value_wire": "wire.values",
@@ -47,9 +49,12 @@ MOVED = {
     "litgpt_cli": "tools.litgpt_cli",
     "litgpt_data": "hosts.litgpt_data",
     "optimizer": "scape.optimizer",
+    "ops.chunked": "ops.naive.chunked",
+    "ops.rules": "ops.naive.rules",
     "plan": "tools.plan",
     "registration": "hosts.registration",
     "sparseloco.packed": "checkpoint.packed",
+    "sparseloco.wire": "wire.blocks",
     "tool": "tools.commands",
 }
 """Old name below the package to the new one, of a module or of all in a folder; the longest that fits counts."""

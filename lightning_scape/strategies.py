@@ -6,11 +6,14 @@ what it does not name goes on to that.
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Collection
 from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
 import torch
+from typing_extensions import Self
 
 from lightning_scape.hosts.fabric import FabricMethodStrategy
 from lightning_scape.hosts.monitor import ScapeMonitor
@@ -19,7 +22,29 @@ from lightning_scape.scape.config import ClipNorm, MaskStatistic, ScapeConfig, S
 from lightning_scape.sparseloco.config import Average, Reduction, SparseLoCoConfig
 
 
-class ScapeOptions:
+class _Written:
+    """Knows what it was called with: an option that was written down counts, also where it holds its default."""
+
+    _written: Collection[str] = ()
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Takes what ``__init__`` takes."""
+        made = super().__new__(cls)
+        made._written = {*list(inspect.signature(cls).parameters)[: len(args)], *options}
+        return made
+
+    def _given(self, kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
+        """Options of ``kind`` that were given. Whoever writes down all of them is a parser, which fills in defaults."""
+        written = set(self._written) & {field.name for field in fields(kind)}
+        named = written if len(written) < len(fields(kind)) else set()
+        return {
+            field.name: values[field.name]
+            for field in fields(kind)
+            if field.name in named or values[field.name] != field.default
+        }
+
+
+class ScapeOptions(_Written):
     """Options of SCAPE.
 
     Args:
@@ -30,7 +55,7 @@ class ScapeOptions:
         dense_steps: number of first steps that send everything.
         sparsity_warmup_steps: steps over which the density falls from 1 to ``1 - sparsity``; 0 is none. None is 4,950
             at 99% and 1,424 at 90%; with the update of AdamS 1,000, or all steps of a shorter run.
-        mask_statistic: what ranks the entries.
+        mask_statistic: by what entries are chosen.
         mask_votes: entries per block that every rank proposes; None chooses.
         second_moment: what an entry is divided by that was not visited in the step before.
         wire_dtype: how values travel to their owner, and changes of parameters back; None: in 4 bits.
@@ -74,12 +99,11 @@ class ScapeOptions:
         block_size: int | None = None,
         **options: Any,
     ) -> None:
-        given = locals()
-        named = {field.name: given[field.name] for field in fields(ScapeConfig)}
+        named = self._given(ScapeConfig, locals())
         super().__init__(config, **named, **options)  # type: ignore[call-arg] # of the host's strategy, the next base
 
 
-class SparseLoCoOptions:
+class SparseLoCoOptions(_Written):
     """Options of SparseLoCo.
 
     Args:
@@ -131,8 +155,7 @@ class SparseLoCoOptions:
         reshard_after_forward: bool = True,
         **options: Any,
     ) -> None:
-        given = locals()
-        named = {field.name: given[field.name] for field in fields(SparseLoCoConfig)}
+        named = self._given(SparseLoCoConfig, locals())
         super().__init__(config, **named, **options)  # type: ignore[call-arg] # of the host's strategy, the next base
 
 

@@ -207,14 +207,10 @@ def names_of_methods(source: str) -> list[str]:
     return own + [f"says {text!r}" for text in strings if isinstance(text, str) and text in METHODS]
 
 
-OLDER_THAN_METHODS = {"checkpoint.saver": ["says 'scape'"]}
-"""The value of ``consolidate``'s option that means: the state as it is, of any method."""
-
-
 @pytest.mark.parametrize("module", [name for name in _modules() if name.startswith(("hosts.", "checkpoint."))])
 def test_hosts_and_checkpoints_know_no_method_by_name(module):
     """They ask the registry; names are for the faces of the package's own methods (``lightning_scape.strategies``)."""
-    assert names_of_methods(_modules()[module]) == OLDER_THAN_METHODS.get(module, [])
+    assert names_of_methods(_modules()[module]) == []
 
 
 def test_a_name_of_a_method_is_found():

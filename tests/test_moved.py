@@ -14,10 +14,12 @@ OLD = [
     "lightning_scape.config",
     "lightning_scape.optimizer",
     "lightning_scape.engine.mask",
+    "lightning_scape.engine.participation",
     "lightning_scape.engine.replicas",
     "lightning_scape.integrations.trainer",
     "lightning_scape.checkpoint.optimizer_state",
     "lightning_scape.plan",
+    "lightning_scape.sparseloco.wire",
 ]
 
 

@@ -260,7 +260,7 @@ def test_state_is_not_read_or_changed_where_it_is_not(use: Callable[..., Any]) -
     model = nn.Linear(3, 3)
     kept = torch.optim.AdamW(model.parameters())
     optimizer = ScapeMethod.attach(kept, ScapeConfig(sparsity=0.5), Surroundings()).optimizer
-    with pytest.raises(RuntimeError, match="`state` must not be read or changed in place"):
+    with pytest.raises(RuntimeError, match="`state` cannot be read or changed in place"):
         use(model, optimizer, kept)
     assert optimizer.steps_taken == 0
     stand_in.give_back(kept)

@@ -69,6 +69,17 @@ class Both:
         if self.page.mask is not None:
             assert torch.equal(pending.active.long(), self.page.mask)
 
+    def skip(self, steps: int) -> None:
+        """Goes on as if so many steps had been taken, in which nothing was computed."""
+        self.page.t += steps
+        self.page.last += steps
+        for optimizer in self.package.optimizers:
+            optimizer.engine.masks.wait()
+            state = optimizer.engine.state
+            state.calls += steps
+            state.step += steps
+            state.last_step += steps
+
     def go_on_alike(self) -> None:
         for name, tensor in self.state().items():
             setattr(self.page, name, tensor.clone())
@@ -92,6 +103,22 @@ def test_one_page_is_the_package_in_every_step(sparsity: float, ranks: int, step
     assert len(sent) > 50
     assert both.others < 1e-3 * steps * sum(mine.numel() for mine in both.mine)
     assert (torch.cat([mine.flatten() for mine in both.mine]) - 1).abs().mean() < 0.2  # trained
+
+
+@pytest.mark.parametrize(("sparsity", "ranks"), [(0.9, 2), (0.99, 3)])
+def test_so_it_is_after_the_warm_up(sparsity: float, ranks: int) -> None:
+    """Where few entries are sent, waits are long, and a mask travels as positions."""
+    both, generator = Both(sparsity, ranks), torch.Generator().manual_seed(6)
+    for step in range(160):
+        if step == 10:
+            both.skip(5000)
+        before = [parameter.clone() for parameter in both.mine]
+        noise = [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(ranks)]
+        both.step([[0.3 * n + p - 1 for n, p in zip(own, before, strict=True)] for own in noise])
+        both.compare(before)
+        both.go_on_alike()
+    assert both.page.sent(both.page.t) == both.page.quota
+    assert int((both.page.t - both.page.last).max()) > 25
 
 
 @pytest.mark.parametrize("sparsity", [0.9, 0.99])

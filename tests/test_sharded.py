@@ -328,7 +328,10 @@ def test_scape_goes_on_as_adamw_and_as_adams_with_what_carries_over(
     save(tmp_path / "c", optimizer, numbered(params))
     assert main(["consolidate", str(tmp_path / "c"), str(tmp_path / "w.pt"), "--optimizer", "adamw"]) == 0
     assert "residuals, last steps and masks do not carry over" in capsys.readouterr().err
+    for name in ("kept", "scape"):  # of any method, and its older name
+        assert main(["consolidate", str(tmp_path / "c"), str(tmp_path / f"{name}.pt"), "--optimizer", name]) == 0
     whole = optimizer.state_dict()
+    assert_equal(torch.load(tmp_path / "scape.pt")["optimizer"], torch.load(tmp_path / "kept.pt")["optimizer"])
     for kind in (torch.optim.AdamW, AdamS):
         twins = parameters()
         dense = kind([{"params": twins[:2]}, {"params": twins[2:]}])

@@ -22,7 +22,14 @@ from trainer_helpers import BATCHES, MARKS, Regression, weights
 from warm_python import warm_python
 
 import lightning_scape
-from lightning_scape import ScapeConfig, ScapeStrategy
+from lightning_scape import (
+    FabricScapeStrategy,
+    MethodStrategy,
+    ScapeConfig,
+    ScapeStrategy,
+    SparseLoCoConfig,
+    SparseLoCoStrategy,
+)
 from lightning_scape.hosts import rendezvous
 
 pytestmark = MARKS
@@ -53,6 +60,21 @@ def test_an_option_given_differently_in_config_and_by_name_is_an_error() -> None
         ScapeStrategy(config=ScapeConfig(dense_steps=3), dense_steps=4)
     with pytest.raises(TypeError, match=r"must be a ScapeConfig or None, got \{"):
         ScapeStrategy(config={"sparsity": 0.9})
+
+
+@pytest.mark.parametrize(
+    ("give", "told"),
+    [
+        (lambda: ScapeStrategy(0.99, config=ScapeConfig(sparsity=0.9)), r"sparsity=0.99 \(config: 0.9\)"),
+        (lambda: FabricScapeStrategy(max_skipped=10, config=ScapeConfig(max_skipped=3)), r"=10 \(config: 3\)"),
+        (lambda: MethodStrategy(ScapeConfig(sparsity=0.9), sparsity=0.99), r"sparsity=0.99 \(config: 0.9\)"),
+        (lambda: SparseLoCoStrategy(30, config=SparseLoCoConfig(sync_every=9)), r"sync_every=30 \(config: 9\)"),
+    ],
+)
+def test_so_is_one_that_is_given_as_its_default(give: Any, told: str) -> None:
+    """It was passed over, and the run went by ``config``."""
+    with pytest.raises(ValueError, match=rf"{told}.*Drop"):
+        give()
 
 
 def test_none_counts_as_not_given() -> None:

@@ -81,6 +81,17 @@ def test_it_is_diloco(run_ranks: RunRanks, world_size: int) -> None:
     torch.testing.assert_close(found[0], expected(world_size, 10), rtol=1e-5, atol=1e-6)
 
 
+def test_one_rank_sends_nothing() -> None:
+    module = Regression()
+    optimizer = torch.optim.AdamW(module.parameters(), 1e-2)
+    found = diloco.DiLoCo.attach(optimizer, CONFIG, method.Surroundings())
+    for inputs, targets in list(loader())[: CONFIG.sync_every]:
+        nn.functional.mse_loss(module.net(inputs), targets).backward()
+        optimizer.step()
+    assert found.progress().ended == 1
+    assert found.stats()["bytes_total"] == 0
+
+
 class InOrder(Regression):
     """Deals batches as `expected` does."""
 

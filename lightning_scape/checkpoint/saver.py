@@ -317,12 +317,12 @@ def _collected(content: Content, rank: int) -> tuple[dict[str, Chunk], bytes]:
     return content.tensors(rank), as_bytes(content.table()) if rank == 0 else b""
 
 
-def consolidate(path: Path, optimizer: str = "scape") -> dict[str, Any]:
+def consolidate(path: Path, optimizer: str = "kept") -> dict[str, Any]:
     """A checkpoint as the content of the one file that the same host would have written.
 
     Args:
         path: a sharded checkpoint's directory, or a full checkpoint's file.
-        optimizer: whose state is written: ``"scape"``, or ``"adamw"`` (also for AdamS) with what carries over.
+        optimizer: whose state is written: the method's as it was saved, or ``"adamw"`` with what carries over.
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.

@@ -1,4 +1,4 @@
-"""Views of parameters and gradients as flat runs of memory, without copies; and a tensor on its way to the host."""
+"""Views of parameters and gradients as flat runs of memory, without copies; and a tensor on its way to the CPU."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 class OnItsWay:
-    """A small tensor on its way to the host, which waits for the device only when it reads it.
+    """A small tensor on its way to the CPU, which waits for the device only when it reads it.
 
     Args:
         tensor: on any device.

@@ -25,7 +25,7 @@ def resolve_config(name: str | None, config: Any, options: Mapping[str, Any]) ->
     Args:
         name: of the method; None: ``config`` says which.
         config: a whole configuration, or None.
-        options: of the method, by name. One that holds its default counts as not given.
+        options: of the method, those that were given by name. None counts as not given where it is the default.
 
     Raises:
         ValueError: an option is outside its rule, or contradicts ``config``.
@@ -41,7 +41,9 @@ def resolve_config(name: str | None, config: Any, options: Mapping[str, Any]) ->
             f" `config={kind.__name__}({first.name}={first.default})`, or pass the options themselves by name."
         )
     defaults = {field.name: field.default for field in fields(kind)}
-    given = {option: value for option, value in options.items() if option not in defaults or value != defaults[option]}
+    given = {
+        option: value for option, value in options.items() if value is not None or defaults.get(option, ...) is not None
+    }
     # By way of a configuration: "cpu" and torch.device("cpu") are the same option.
     merged = replace(config, **given)
     clashes = [

@@ -103,7 +103,7 @@ def _beginning(schedule: SparsitySchedule, steps: float | None) -> str:
 class PayoffCheck:
     """Looks at a few early steps of a run and says once if, by their own figures, dense training would be faster.
 
-    On the CPU only: elsewhere the host's seconds are those of queueing the work. Steps that send more than the options
+    On the CPU only: elsewhere the CPU's seconds are those of queueing the work. Steps that send more than the options
     say (dense ones, the warm-up) are not judged, nor are the first ones after them, for buffers and caches are new to
     them. With several optimizers, the strategy asks of the one that steps first.
 
@@ -147,7 +147,7 @@ def dense_would_be_faster(stats: Sequence[Any]) -> str | None:
     memory they touch (28 bytes a parameter against 12), which makes it too long where ranking is what takes the time.
 
     Args:
-        stats: :class:`~lightning_scape.StepStats` of a few sparse steps of one rank, whose host did the work itself
+        stats: :class:`~lightning_scape.StepStats` of a few sparse steps of one rank, whose CPU did the work itself
             and waited for each message where it was sent (``Communicator.at_once``).
     """
     if not stats or any(s.skipped or not s.bytes_total or s.message_seconds <= 0 for s in stats):

@@ -29,9 +29,7 @@ class StateElsewhere(dict[Any, Any]):
 
     def refuse(self, *_: Any) -> NoReturn:
         """Raises RuntimeError."""
-        raise RuntimeError(
-            f"Under SCAPE the optimizer's `state` must not be read or changed in place, got an attempt to: {_ELSEWHERE}"
-        )
+        raise RuntimeError(f"Under SCAPE the optimizer's `state` cannot be read or changed in place: {_ELSEWHERE}")
 
     # Nor may its length be asked: torch's `get_optimizer_state_dict` takes a step where it is 0.
     __getitem__ = __setitem__ = __delitem__ = __len__ = __or__ = __ior__ = refuse

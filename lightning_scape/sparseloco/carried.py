@@ -28,7 +28,7 @@ class Rule(NamedTuple):
 
     @classmethod
     def saved(cls, facts: Mapping[str, Any]) -> Rule:
-        """Of the run that has saved a state. States of before do not say it; their options do."""
+        """Of the run that has saved a state. Older checkpoints do not store it; it follows from their options."""
         if {"reduction", "average"} <= set(facts):
             return cls(facts["world_size"], facts["reduction"], facts["average"])
         known = {field.name for field in dataclasses.fields(SparseLoCoConfig)}

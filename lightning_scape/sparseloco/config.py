@@ -84,7 +84,7 @@ class SparseLoCoConfig:
 
     check_replicas_every: int = 1
     """Exchanges between two comparisons of all ranks' starting points, bit for bit; 0 compares only at the first step.
-    A comparison reads the parameters once and sends 16 bytes for each tensor; the host waits for it."""
+    A comparison reads the parameters once and sends 16 bytes for each tensor; the CPU waits for it."""
 
     local_group_size: int | Literal["node"] = 1
     """Ranks of a node that hold one replica together, sharded by FSDP2 (docs/design.md, 7); ``"node"`` takes all ranks

@@ -97,10 +97,10 @@ class Exchange:
             place: where this rank stands.
             settings: of this rank's optimizer.
             written: what others than the optimizer have written.
-            unless_idle: end after the first message if no rank has a window; on CUDA the host then waits for it.
+            unless_idle: end after the first message if no rank has a window; on CUDA the CPU then waits for it.
 
         Raises:
-            RuntimeError, ValueError: ranks are apart; on every rank, before anything is changed. On CUDA the host
+            RuntimeError, ValueError: ranks are apart; on every rank, before anything is changed. On CUDA the CPU
                 learns it later (:meth:`~.phase.Opened.judge`); nothing is folded there either.
         """
         self.comm.watched.place = f"the exchange at step {place.steps} of SparseLoCo {place.number}"
@@ -134,7 +134,7 @@ class Exchange:
         group, device = self.comm.process_group, self.spans.device
         if device.type == "cpu" and group is not None:
             return Worker.of(group).do(lambda: self.run(state, copies, record, place, settings, written))
-        with self.comm.side_stream.behind_all(device):  # the device orders the messages, the host waits for none
+        with self.comm.side_stream.behind_all(device):  # the device orders the messages, the CPU waits for none
             self.run(state, copies, record, place, settings, written)
         if device.type != "cuda":
             return None

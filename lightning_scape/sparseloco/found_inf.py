@@ -1,4 +1,4 @@
-"""Windows that are dropped because some rank's parameters were not finite: how many, and what the host makes of it."""
+"""Windows that are dropped because some rank's parameters were not finite: how many, and what the CPU makes of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_scape.core.tensors import OnItsWay
 
 
 class DroppedWindows:
-    """Counts dropped windows. On CUDA the host learns of one a step late, and never waits for the device.
+    """Counts dropped windows. On CUDA the CPU learns of one a step late, and never waits for the device.
 
     Args:
         most: so many in a row raise an error.
@@ -29,7 +29,7 @@ class DroppedWindows:
         """Of an exchange whose outcome nobody has looked at."""
 
     def note(self, norm: Tensor) -> None:
-        """Takes the norm of an exchange, 0-dim, on its way to the host."""
+        """Takes the norm of an exchange, 0-dim, on its way to the CPU."""
         self._norm = OnItsWay(norm)
 
     def judge(self) -> bool:

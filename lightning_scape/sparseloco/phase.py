@@ -125,7 +125,7 @@ def check(everyone: Sequence[Place]) -> None:
 
 
 class Opened:
-    """The first messages of an exchange, on their way to the host.
+    """The first messages of an exchange, on their way to the CPU.
 
     Args:
         openings: every rank's, ``[N, 10]``.

@@ -32,9 +32,9 @@ class NotCopied:
     def __reduce__(self) -> NoReturn:
         """Refuses copies and pickles, in words that name what is held."""
         raise TypeError(
-            f"A {type(self).__name__} must not be copied or pickled, got an attempt to copy one or what keeps it (a"
-            " model, a callback): it holds process groups and messages under way. Copy the optimizer inside, which is"
-            " yours, or save state_dict() and load it into one that is built anew."
+            f"A {type(self).__name__} cannot be copied or pickled, nor what keeps it (a model, a callback): it holds"
+            " process groups and messages under way. Save state_dict() and load it into one that is built anew, or copy"
+            " the optimizer inside, which is yours."
         )
 
 

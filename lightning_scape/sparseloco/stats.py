@@ -42,11 +42,11 @@ class ExchangeStats:
     skipped: bool
     """Whether the window was dropped because some rank's parameters were not finite."""
     skipped_total: int
-    """Windows dropped so far; on CUDA up to the one before, for the host learns of it a step late."""
+    """Windows dropped so far; on CUDA up to the one before, for the CPU learns of it a step late."""
     message_seconds: float
-    """Seconds of the host inside messages, waiting for other ranks included; on CUDA the time to queue them."""
+    """Seconds of the CPU inside messages, waiting for other ranks included; on CUDA the time to queue them."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the host by phase (:data:`PHASES`). On CUDA that is the time to queue the work, not to do it."""
+    """Seconds of the CPU by phase (:data:`PHASES`). On CUDA that is the time to queue the work, not to do it."""
 
     @classmethod
     def of(

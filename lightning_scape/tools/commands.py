@@ -49,9 +49,10 @@ def _consolidate(arguments: list[str]) -> int:
     parser.add_argument("--force", action="store_true", help="replace FILE if it exists, when the new one is whole")
     parser.add_argument(
         "--optimizer",
-        choices=("scape", "adamw"),
-        default="scape",
-        help="whose state the file holds: SCAPE's (default; AdamS takes it too), or AdamW's, with what carries over",
+        choices=("kept", "scape", "adamw"),
+        default="kept",
+        help="whose state the file holds: the method's as it was saved (kept, the default; scape is its older name;"
+        " AdamS takes SCAPE's), or AdamW's, with what carries over",
     )
     given = parser.parse_args(arguments)
     from lightning_scape.checkpoint import atomic_files as files
@@ -143,7 +144,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "plan": (_plan, "predict step time, bytes and memory, and say whether SCAPE pays"),
     "doctor": (_doctor, "say what does not work here, what is slow, and what to do about it"),
     "report": (_report, "write a run's page again from its figures, after a crash for example"),
-    "consolidate": (_consolidate, "make one file of a checkpoint, for SCAPE or for plain AdamW"),
+    "consolidate": (_consolidate, "make one file of a checkpoint, as it was saved or for plain AdamW"),
     "torchrun": (_torchrun, "torchrun, with which machines may be lost and come back; takes torchrun's options"),
     "verify": (_verify, "read checkpoints as loading does, and say whether they load"),
 }

@@ -21,7 +21,7 @@ adams_step, adamw_step               the twin itself: not called on a device
 Products and sums are never contracted (``enable_fp_fusion=False``): the twin's are not. bf16 is rounded and widened
 as integers, which is the same instruction count, and exact in Triton's interpreter too. Lists of parameters are worked
 off in one launch per dtype: tables on the device say where each tensor lies and which of its entries a program takes.
-No function here makes the host wait for the device, or asks it for a size. How many entries a block sends is a constant
+No function here makes the CPU wait for the device, or asks it for a size. How many entries a block sends is a constant
 of no kernel: a warm-up of the sparsity goes through hundreds of numbers, and each would be compiled anew.
 
 Offsets are 64-bit wherever a tensor may hold 2**31 entries or more. Run with ``TRITON_INTERPRET=1`` on CPU tensors to

@@ -49,7 +49,7 @@ def _hashes(sums: Tensor, first: int) -> Tensor:
 
 
 def to_device(table: Tensor, device: torch.device) -> Tensor:
-    """A table that was made on the host, for which the host does not wait: the copy is out of pinned memory on CUDA."""
+    """A table that was made on the CPU, for which the CPU does not wait: the copy is out of pinned memory on CUDA."""
     if device.type != "cuda":
         return table.to(device)
     return table.pin_memory().to(device, non_blocking=True)
