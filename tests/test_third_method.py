@@ -129,6 +129,31 @@ def test_a_checkpoint_resumes_alike_on_any_number_of_ranks(
         assert torch.equal(ends[0], run_ranks(_fit, number, 10, None, saved)[0])
 
 
+class OneBatch(Regression):
+    """Every step of a rank has the same batch: where in an epoch a loader goes on does not matter."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([list(loader())[dist.get_rank()]] * 20, batch_size=None)  # type: ignore[arg-type]
+
+
+def _never_stopped(rank: int, world_size: int, folder: str) -> tuple[Tensor, Tensor]:
+    found = []
+    for resumed in (None, f"{folder}/step=7.ckpt"):  # inside a window
+        saves = ModelCheckpoint(folder, "{step}", monitor=None, every_n_train_steps=7, save_top_k=-1)
+        model, strategy = OneBatch(), MethodStrategy(CONFIG)
+        trainer = make_trainer(
+            strategy, max_steps=10, callbacks=[saves], enable_checkpointing=True, use_distributed_sampler=False
+        )
+        trainer.fit(model, ckpt_path=resumed)
+        found.append(weights(model))
+    return found[0], found[1]
+
+
+def test_a_resumed_fit_ends_as_one_that_never_stopped(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for whole, resumed in run_ranks(_never_stopped, 2, str(tmp_path)):
+        assert torch.equal(whole, resumed)
+
+
 def _in_fabric(rank: int, world_size: int, folder: str) -> tuple[Tensor, Tensor]:
     def train(steps: range, resumed: bool) -> Tensor:
         fabric = L.Fabric(
