@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -282,7 +282,7 @@ class Exchange:
             total += self.spans.reading(state.error[rows]).square().sum()
         return total.sqrt_()
 
-    def begin_at(self, state: LocoState, flats: Sequence[Tensor]) -> None:
-        """Makes the parameters the starting point."""
-        for place, theta in self.spans.entries(flats):
+    def begin_at(self, state: LocoState, flats: Mapping[int, Tensor]) -> None:
+        """Makes some parameters, flat, by place, the starting point."""
+        for _, place, theta in self.spans.entries_of(flats):
             state.start.view(-1)[place].copy_(theta)

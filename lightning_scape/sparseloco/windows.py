@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,12 @@ from lightning_scape.comm.work import Work
 from lightning_scape.comm.worker import Job
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.parameters import Parameters
+from lightning_scape.core.tensors import bytes_of
 from lightning_scape.sparseloco import phase, setup
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 from lightning_scape.sparseloco.exchange import Exchange
 from lightning_scape.sparseloco.found_inf import DroppedWindows, clear_nonfinite
 from lightning_scape.sparseloco.phase import Opened, Place
-from lightning_scape.sparseloco.restored import set_out_from_changed
 from lightning_scape.sparseloco.settings import Settings
 from lightning_scape.sparseloco.state import LocoState, Progress
 from lightning_scape.sparseloco.stats import ExchangeRecord, ExchangeStats
@@ -78,7 +79,7 @@ class Windows:
             self.wait_for_others()
             self.exchange.check_equal(self._parameters.flat, self._parameters.names)
             self.state = self.exchange.allocate()
-            self.exchange.begin_at(self.state, self._parameters.flat)
+            self.exchange.begin_at(self.state, dict(enumerate(self._parameters.flat)))
         else:
             self._look(self.state)
         if phase.changed(self._parameters, self._optimizer.param_groups):
@@ -282,13 +283,46 @@ class Windows:
                     flat.copy_(saved)
 
     def _take_up_changes(self) -> None:
-        """Takes up weights that the user has loaded since :meth:`resume`. Collective, once after a load."""
+        """Makes weights that the user has loaded since :meth:`resume` the starting point. Collective.
+
+        Else the next exchange would take the change for a pseudo-gradient, of which only the largest entries are sent:
+        all others would be undone. What ranks and owners still owe stays.
+
+        Raises:
+            RuntimeError: on every rank, if ranks have changed them differently.
+        """
         restored, self._restored = self._restored, None
-        if restored is None or self.state is None:
+        state = self.state
+        if restored is None or state is None:
             return
         self.wait_for_others()
         self._parameters.flatten()
-        set_out_from_changed(restored, self.state, self._parameters, self._layout, self._comm, self._shards)
+        flats, names = self._parameters.flat, self._parameters.names
+        if not (changed := self._changed_since(restored)):
+            return
+        theirs = {place: flats[place] for place in changed}
+        self.exchange.check_equal([*theirs.values()], [names[place] for place in changed])
+        self.exchange.begin_at(state, theirs)
+        if state.launched is not None:
+            for place, flat in theirs.items():
+                state.launched[place].copy_(flat)
+        told = [names[place] for place in changed if restored[place] is not None]
+        if told and self._comm.rank == self._shards.rank == 0:
+            warnings.warn(
+                f"{len(told)} of {len(flats)} parameters, the first {told[0]!r}, were changed after"
+                " SparseLoCo's state was loaded: all ranks go on from the new values, and what is not yet sent stays."
+                " If they are of the same checkpoint, load the model before the optimizer, or both at once.",
+                stacklevel=3,
+            )
+
+    def _changed_since(self, restored: Sequence[Tensor | None]) -> list[int]:
+        """Places of the parameters that are not as they were loaded, on any rank; None was not, and counts so."""
+        pairs = zip(self._parameters.flat, restored, strict=True)
+        mine = [saved is None or not torch.equal(bytes_of(flat), bytes_of(saved.to(flat))) for flat, saved in pairs]
+        flags = torch.tensor(mine, dtype=torch.uint8, device=self._parameters.device)
+        for group in (self._comm, self._shards):
+            flags = group.all_gather_stacked(flags).amax(dim=0)
+        return [place for place, changed in enumerate(flags.tolist()) if changed]  # once after a load: waiting is fine
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -306,5 +340,5 @@ class Windows:
         self._judge()
         self.wait_for_others()
         self.exchange.check_equal(self._parameters.flat, self._parameters.names)
-        self.exchange.begin_at(self.state, self._parameters.flat)
+        self.exchange.begin_at(self.state, dict(enumerate(self._parameters.flat)))
         self.progress.in_window = 0
