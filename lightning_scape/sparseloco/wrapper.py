@@ -20,7 +20,7 @@ from lightning_scape.core.entries import entry
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import check_same_setup_everywhere
-from lightning_scape.sparseloco import checkpoint, rows, setup
+from lightning_scape.sparseloco import checkpoint, setup
 from lightning_scape.sparseloco.config import Average, Reduction, SparseLoCoConfig
 from lightning_scape.sparseloco.form import FORM
 from lightning_scape.sparseloco.state import LocoState
@@ -111,7 +111,9 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         if communicator is None:
             check_joined()
             forget_losses()  # of the processes before a restart, whose store this may be
-            communicator, shards = rows.communicators(self.parameters, process_group, overlap_steps > 0, exchange_group)
+            communicator, shards = setup.communicators(
+                self.parameters, process_group, overlap_steps > 0, exchange_group
+            )
         self.communicator = comm = communicator
         self.shards = shards
         """The ranks of a node that hold a replica together; ``communicator`` reaches those with the same rows."""
