@@ -133,10 +133,6 @@ class Shard:
 
     # ------------------------------------------------------------------------------------------- all ranks' gradient
 
-    def average(self, arrived: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """A, ``[R, q]``: the mean over ranks of the values for my shard, summed in rank order."""
-        return ops.mean(arrived, dtype)
-
     def update(self, step: Step, mean: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor]:
         """The update of the masked entries, from the mean gradient ``[R, q]`` and my own sum; None without a mask.
 

@@ -42,7 +42,7 @@ class Engine:
         config: all options; ``update`` is given.
         comm: sends the messages.
         total_steps: steps of the run, where known.
-        shards: messages between the ranks that hold the other rows of the same replica; None: there are none.
+        shards: messages between the ranks that hold the other rows of the same replica.
     """
 
     def __init__(
@@ -50,16 +50,15 @@ class Engine:
         parameters: Parameters,
         config: ScapeConfig,
         comm: Communicator,
-        total_steps: float | None = None,
-        shards: Communicator | None = None,
+        total_steps: float | None,
+        shards: Communicator,
     ) -> None:
-        self.config, self.parameters, self.comm = config, parameters, comm
-        self.shards = shards or Communicator.alone()
+        self.config, self.parameters, self.comm, self.shards = config, parameters, comm, shards
         numels = [parameter.numel() for parameter in parameters.local]
         self.layout = Layout(numels, parameters.groups, config.quota.block_size, comm.world_size)
         self.state: ScapeState | None = None
         """Made at the first step, or by a load."""
-        self.clipping = GradientClipping(config, FirstMessage(comm, self.shards, len(numels)))
+        self.clipping = GradientClipping(config, FirstMessage(comm, shards, len(numels)))
         self.opening = Opening(parameters, comm, self.clipping)
         self.participants = Participants(self.layout, len(numels), self.layout.rows_of(comm.rank))
         self.masks = Masks(config, self.layout, comm, SparsitySchedule.of(config, total_steps))
@@ -68,12 +67,8 @@ class Engine:
         """Of the last step."""
         self._stats: StepStats | None = None
         self._clip_seconds = 0.0
+        """Spent on measuring the norm before the step."""
         self._masters_stale = False
-
-    @property
-    def device(self) -> torch.device:
-        """The parameters' device."""
-        return self.parameters.device
 
     # ------------------------------------------------------------------------------------------- the step
 
@@ -121,7 +116,7 @@ class Engine:
             record.sent_energy.append(ops.squared_norm([mine]))
         with record.phase("exchange"):
             arrived = self.outgoing.arrived(arriving.wait(), mine)
-            mean = self.shard.average(arrived, step.state.exp_avg.dtype)
+            mean = ops.mean(arrived, step.state.exp_avg.dtype)
             own = None if step.mask.mine is None else mine  # where everything is sent, the mean says all
             del message, mine, arriving, arrived
         with record.phase("update"):
@@ -135,8 +130,8 @@ class Engine:
     def _begin(self) -> StepRecord:
         self.clipping.check_unchanged(self.parameters.raw_gradients())
         self._finish_last_step()
-        self.record, self._stats = StepRecord(clip_seconds=self._clip_seconds), None
-        self._clip_seconds = 0.0
+        self.record, self._stats = StepRecord(), None
+        self.record.seconds["norm"], self._clip_seconds = self._clip_seconds, 0.0
         return self.record
 
     def _agree(self, groups: Groups, record: StepRecord) -> Step:
@@ -236,7 +231,7 @@ class Engine:
 
     def allocate(self) -> ScapeState:
         """Buffers, all zeros."""
-        return ScapeState.allocate(self.layout, self.config, self.parameters.state_dtype, self.device)
+        return ScapeState.allocate(self.layout, self.config, self.parameters.state_dtype, self.parameters.device)
 
     def state_at_rest(self) -> ScapeState:
         """The state with nothing pending, as a checkpoint holds it."""

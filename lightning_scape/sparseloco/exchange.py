@@ -45,10 +45,9 @@ class Exchange:
         layout: Layout,
         comm: Communicator,
         device: torch.device,
-        shards: Communicator | None = None,
+        shards: Communicator,
     ) -> None:
-        self._shards = shards or Communicator.alone()
-        self.config, self.layout, self.comm = config, layout, comm
+        self.config, self.layout, self.comm, self._shards = config, layout, comm, shards
         self.wire = Wire(*config.quota, config.bits)
         """To the owners."""
         self.back = Wire(*config.return_quota, config.bits)

@@ -89,11 +89,6 @@ def written(openings: Tensor) -> Tensor:
     return openings[:, _WRITTEN:].contiguous().view(torch.int64)
 
 
-def idle(everyone: Sequence[Place]) -> bool:
-    """Whether no rank has begun a window."""
-    return not any(place.in_window for place in everyone)
-
-
 def check(everyone: Sequence[Place]) -> None:
     """Compares the places of all ranks.
 
@@ -139,7 +134,7 @@ class Opened:
     @property
     def idle(self) -> bool:
         """Whether no rank has begun a window. On CUDA it waits for the device, as the next."""
-        return idle(places(self._openings.read()))
+        return not any(place.in_window for place in places(self._openings.read()))
 
     @property
     def apart(self) -> bool:
