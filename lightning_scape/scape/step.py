@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +67,8 @@ class Engine:
         self.record: StepRecord | None = None
         """Of the last step."""
         self._stats: StepStats | None = None
+        self.consolidated: dict[str, Any] | None = None
+        """The whole state as it was collected. Kept here: an attribute set on Fabric's wrapper would be lost."""
         self._clip_seconds = 0.0
         """Spent on measuring the norm before the step."""
         self._masters_stale = False
@@ -128,6 +131,7 @@ class Engine:
         self._end(step)
 
     def _begin(self) -> StepRecord:
+        self.consolidated = None
         self.clipping.check_unchanged(self.parameters.raw_gradients())
         self._finish_last_step()
         self.record, self._stats = StepRecord(), None
@@ -248,7 +252,7 @@ class Engine:
         self.state, state.sampled, self.config = state, False, config
         self.outgoing, self.shard = _by_wire(self)
         self.clipping.drop_found_inf()
-        self.record = self._stats = None
+        self.record = self._stats = self.consolidated = None
         # Parameters may be loaded before or after: masters that do not round to them give way, in the next save too.
         self._masters_stale, self.opening.compared = True, False
 
@@ -257,7 +261,7 @@ class Engine:
 
         Without it, each entry's master is read anew when the entry is updated.
         """
-        self._masters_stale = True
+        self._masters_stale, self.consolidated = True, None
 
     def _refresh_masters(self, state: ScapeState) -> None:
         self.shard.refresh(state, stale=self._masters_stale)
