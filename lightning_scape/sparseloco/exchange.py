@@ -17,8 +17,7 @@ from lightning_scape.core.replicas import check_replicas
 from lightning_scape.core.tensors import piece_views
 from lightning_scape.sparseloco import phase
 from lightning_scape.sparseloco.config import SparseLoCoConfig
-from lightning_scape.sparseloco.phase import Opened, Place
-from lightning_scape.sparseloco.settings import Settings
+from lightning_scape.sparseloco.phase import Opened, Place, Settings
 from lightning_scape.sparseloco.state import LocoState, Spans, Written
 from lightning_scape.sparseloco.stats import ExchangeRecord
 from lightning_scape.wire.blocks import Wire

@@ -20,8 +20,7 @@ from lightning_scape.sparseloco import phase, setup
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 from lightning_scape.sparseloco.exchange import Exchange
 from lightning_scape.sparseloco.found_inf import DroppedWindows, clear_nonfinite
-from lightning_scape.sparseloco.phase import Opened, Place
-from lightning_scape.sparseloco.settings import Settings
+from lightning_scape.sparseloco.phase import Opened, Place, Settings
 from lightning_scape.sparseloco.state import LocoState, Progress
 from lightning_scape.sparseloco.stats import ExchangeRecord, ExchangeStats
 from lightning_scape.sparseloco.writes import Writes
