@@ -20,27 +20,54 @@ state are the inner optimizer's, of rank 0. :mod:`.older` reads format 1.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_scape.checkpoint.checks import check_model, frozen_since
 from lightning_scape.checkpoint.inner import inner_for, inner_part
 from lightning_scape.checkpoint.parts import OwnParts, Part, Place, Source, fill, of_blocks, of_flats, read_flats
-from lightning_scape.checkpoint.source import SavedShards, WholeState
+from lightning_scape.checkpoint.source import Form, SavedShards, WholeState
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.method import Method, of_whole
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.sparseloco import older
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
-from lightning_scape.sparseloco.form import FORM, FORMAT, KEY
+from lightning_scape.sparseloco.older import KEY
 from lightning_scape.sparseloco.state import LocoState
 
-__all__ = ["InnerLoads", "Live", "Loaded", "SavedShards", "load", "own_parts"]
+FORMAT = 2
+
+
+class LocoForm(Form):
+    """The common form, in format 2; a directory of format 1 is made one file as it was written."""
+
+    @override
+    def shapes(self, common: Mapping[str, Any]) -> Iterator[tuple[str, list[int] | None]]:
+        return older.keys(common) if older.is_older(common) else super().shapes(common)
+
+    @override
+    def check(self, common: Mapping[str, Any]) -> None:
+        if older.is_older(common):
+            older.check(common[KEY])
+        else:
+            super().check(common)
+
+    @override
+    def packed_names(self, key: str) -> set[str]:
+        return older.IN_A_PART if key.startswith("rank.") else super().packed_names(key)
+
+    @override
+    def whole_of(self, saved: SavedShards) -> dict[str, Any]:
+        return older.whole_of(saved) if older.is_older(saved.common) else super().whole_of(saved)
+
+
+FORM = LocoForm(KEY)
 
 
 class Rule(NamedTuple):
