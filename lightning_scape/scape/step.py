@@ -25,9 +25,8 @@ from lightning_scape.scape.cost import message_bytes
 from lightning_scape.scape.first_message import FirstMessage
 from lightning_scape.scape.mask import Masks, SparsitySchedule
 from lightning_scape.scape.opening import Groups, Opening
-from lightning_scape.scape.outgoing import Outgoing
 from lightning_scape.scape.rows import Participants
-from lightning_scape.scape.shard import Shard
+from lightning_scape.scape.shard import Outgoing, Shard
 from lightning_scape.scape.state import ScapeState, Step
 from lightning_scape.scape.stats import StepRecord, StepStats
 
