@@ -91,11 +91,6 @@ class LocoState:
         places: list[int] = found.nonzero().view(-1).tolist()
         return places
 
-    def put_back(self, spans: Spans, flats: Mapping[int, Tensor]) -> None:
-        """Puts some parameters, flat, by place, at the starting point."""
-        for _, place, theta in spans.entries_of(flats):
-            theta.copy_(spans.reading(self.start.view(-1)[place]))
-
     def set_out_from(self, spans: Spans, flats: Mapping[int, Tensor], holds: Tensor) -> None:
         """Moves the starting point to some parameters if ``holds`` (0-dim bool, on the device).
 

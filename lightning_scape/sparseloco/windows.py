@@ -184,7 +184,6 @@ class Windows:
         if every and self.progress.exchanges % every == 0:
             self.wait_for_others()
             self.exchange.check_starts(state, self._parameters.names)
-        assert record.norm is not None
         self.dropped.note(record.norm)
         self._opened = record.opened
         if record.norm.device.type != "cuda":
@@ -244,7 +243,6 @@ class Windows:
             self._writes.resolve(self.state)
         if self.progress.under_way:
             assert self._record is not None
-            assert self._record.norm is not None
             self.progress.norm = float(self._record.norm)
 
     def resume(
@@ -267,7 +265,8 @@ class Windows:
         self.state = state
         vars(self.progress).update(vars(Progress(**progress)))
         if self.progress.under_way:
-            self._record = ExchangeRecord(norm=torch.tensor(self.progress.norm, dtype=torch.float32, device="cpu"))
+            self._record = ExchangeRecord()
+            self._record.norm = torch.tensor(self.progress.norm, dtype=torch.float32, device="cpu")
         self.dropped.forget()
         self.dropped.in_row, self.dropped.total = dropped
         self._restored = parameters
