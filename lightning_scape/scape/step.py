@@ -250,8 +250,7 @@ class Engine:
         """Goes on from a state that was loaded; its wire may be another one."""
         self.state, state.sampled, self.config = state, False, config
         self.outgoing, self.shard = _by_wire(self)
-        self.clipping.drop_found_inf()
-        self.record = self._stats = self.consolidated = None
+        self.clipping.found_inf = self.record = self._stats = self.consolidated = None
         # Parameters may be loaded before or after: masters that do not round to them give way, in the next save too.
         self._masters_stale, self.opening.compared = True, False
 
