@@ -11,7 +11,7 @@ from test_sparseloco import SPARSE, flat, gradient, model
 from torch import Tensor, nn
 
 from lightning_scape import SparseLoCo
-from lightning_scape.sparseloco.settings import Settings
+from lightning_scape.sparseloco.phase import Settings
 
 Told = tuple[str, Tensor, Tensor]
 

@@ -32,7 +32,7 @@ from lightning_scape.core.words import show_bytes
 from lightning_scape.hosts.advice import as_call
 from lightning_scape.hosts.density_bar import DensityBar
 from lightning_scape.scape import advice
-from lightning_scape.scape.advice import PayoffCheck
+from lightning_scape.scape.advice import ScapeAdvice
 from lightning_scape.scape.stats import StepRecord
 
 pytestmark = MARKS
@@ -312,17 +312,18 @@ def test_steps_of_the_warm_up_are_not_judged_whenever_a_run_begins() -> None:
         [torch.optim.AdamW([weight])], ScapeConfig(sparsity=0.9, dense_steps=1, sparsity_warmup_steps=2)
     )
 
-    def timed_by(check: PayoffCheck) -> list[bool]:
+    def timed_by(check: ScapeAdvice) -> list[bool]:
         timed = []
         for _ in range(6):
             weight.grad = torch.ones(100)
             optimizer.step()
-            check.look(optimizer, torch.device("cpu"))
+            check.after_step(torch.device("cpu"))
             timed.append(optimizer.communicator.at_once)
         return timed
 
-    assert timed_by(PayoffCheck(1, 2)) == [False] * 3 + [True, True, False]
-    assert timed_by(PayoffCheck(1, 2)) == [True, True, False, False, False, False]  # resumed after the warm-up
+    assert timed_by(ScapeAdvice(optimizer, 1, 2)) == [False] * 3 + [True, True, False]
+    resumed = timed_by(ScapeAdvice(optimizer, 1, 2))  # after the warm-up
+    assert resumed == [True, True, False, False, False, False]
 
 
 def test_a_run_in_which_messages_are_dear_is_silent(run_ranks: Any) -> None:

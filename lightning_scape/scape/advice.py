@@ -9,8 +9,9 @@ from statistics import median
 from typing import Any
 
 import torch
+from typing_extensions import override
 
-from lightning_scape.core.method import Spelling
+from lightning_scape.core.method import Advice, Spelling
 from lightning_scape.core.words import show_bytes, show_seconds
 from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.scape.optimizer import ScapeOptimizer
@@ -100,34 +101,38 @@ def _beginning(schedule: SparsitySchedule, steps: float | None) -> str:
     return f"{within} (this run of {steps:,.0f} ends at {100 * last:.2g}%)"
 
 
-class PayoffCheck:
-    """Looks at a few early steps of a run and says once if, by their own figures, dense training would be faster.
+class ScapeAdvice(Advice):
+    """Where the run is too short, and where a few early steps show that dense training would be faster.
 
-    On the CPU only: elsewhere the CPU's seconds are those of queueing the work. Steps that send more than the options
-    say (dense ones, the warm-up) are not judged, nor are the first ones after them, for buffers and caches are new to
-    them. With several optimizers, the strategy asks of the one that steps first.
+    The latter on the CPU only: elsewhere the CPU's seconds are those of queueing the work. Steps that send more than
+    the options say (dense ones, the warm-up) are not judged, nor are the first ones after them, for buffers and caches
+    are new to them.
 
     Args:
+        optimizer: whose.
         first: steps at the final density before the first that counts.
         steps: how many count.
     """
 
-    def __init__(self, first: int = 10, steps: int = 5) -> None:
-        self.first, self.steps = first, steps
+    def __init__(self, optimizer: ScapeOptimizer, first: int = 10, steps: int = 5) -> None:
+        self._optimizer, self._first, self._steps = optimizer, first, steps
         self._sparse_steps = 0
         self._seen: list[StepStats] = []
 
-    def look(self, optimizer: ScapeOptimizer, device: torch.device) -> str | None:
-        """Call after each step of an optimizer; returns a sentence with the figures, at most once."""
-        if optimizer.config.dense or device.type != "cpu" or len(self._seen) == self.steps:
-            return None
-        if still_dense(optimizer):
+    @override
+    def at_start(self, steps: float | None) -> str | None:
+        return too_short(self._optimizer, steps)
+
+    @override
+    def after_step(self, device: torch.device) -> str | None:
+        optimizer = self._optimizer
+        if optimizer.config.dense or device.type != "cpu" or len(self._seen) == self._steps or still_dense(optimizer):
             return None
         self._sparse_steps += 1
-        after = self._sparse_steps - self.first
+        after = self._sparse_steps - self._first
         if after > 0 and (stats := optimizer.stats) is not None:
             self._seen.append(stats)
-        judged = len(self._seen) == self.steps
+        judged = len(self._seen) == self._steps
         # A message that travels while other work is done does not show the speed of the link.
         optimizer.communicator.at_once = after >= 0 and not judged
         return dense_would_be_faster(self._seen) if judged else None

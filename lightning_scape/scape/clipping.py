@@ -212,10 +212,6 @@ class GradientClipping:
                 _refuse("got NaN or inf in the step before, which was skipped")
             self._count(scale)
 
-    def drop_found_inf(self) -> None:
-        """Forgets whether the last step was skipped: another state is loaded."""
-        self.found_inf = None
-
     def _count(self, scale_on_host: Tensor) -> None:
         self.last_skipped = float(scale_on_host) == 0.0
         if not self.last_skipped:

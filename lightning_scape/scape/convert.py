@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ import torch
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.local_shards import is_sharded
 from lightning_scape.scape.adams import AdamS
-from lightning_scape.scape.config import ScapeConfig
 
 _ACCEPTED = (torch.optim.AdamW, torch.optim.Adam, AdamS)
 _NOT_KEPT = {
@@ -21,17 +19,6 @@ _NOT_KEPT = {
     "differentiable": "the step changes parameters in place, outside autograd",
     "capturable": "the step exchanges messages and cannot be captured in a CUDA graph",
 }
-
-
-def with_fitting_update(config: ScapeConfig, optimizer: torch.optim.Optimizer) -> ScapeConfig:
-    """The configuration with the optimizer's own update, unless it names one.
-
-    Raises:
-        ValueError: an option that does not go with this update.
-    """
-    if config.update is not None:
-        return config
-    return replace(config, update="adams" if isinstance(optimizer, AdamS) else "adamw")
 
 
 def check_convertible(optimizer: torch.optim.Optimizer) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.epoch_end import EpochEnd
-from lightning_scape.core.parameters import HYPERPARAMETERS, problem_of_group
+from lightning_scape.core.parameters import HYPERPARAMETERS
 from lightning_scape.wire.flags import count_flags, pack_flags, packed_size
 
 DIGITS = 3
@@ -62,16 +62,6 @@ def settings(param_groups: Sequence[dict[str, Any]]) -> tuple[tuple[float, ...],
         (*map(float, group["betas"]), *(float(group.get(name) or 0.0) for name in HYPERPARAMETERS))
         for group in param_groups
     )
-
-
-def describe(error: Exception | None) -> str | None:
-    """An error as a :attr:`Standing.problem`."""
-    return None if error is None else f"{type(error).__name__}: {error}"
-
-
-def problem_of(param_groups: Sequence[dict[str, Any]]) -> str | None:
-    """The first rule that a group breaks by now, None if all hold."""
-    return next((problem for group in param_groups if (problem := problem_of_group(group)) is not None), None)
 
 
 class Answer(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -100,22 +99,11 @@ def add_second_moment(whole: Mapping[str, Any]) -> None:
             entry["exp_avg_sq"] = torch.square(entry["exp_avg"])
 
 
-def as_adamw(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A whole state of :class:`ScapeOptimizer` as one that ``torch.optim.AdamW`` and ``Adam`` take.
-
-    Moments, step and options carry over. The update of AdamS has no second moment: it is set to the first one's square,
-    as AdamS's denominator has it. Residuals (computed, not yet sent) are lost; a warning says so.
-    """
-    state, moments = dense_state(saved)
-    warnings.warn(
-        f"SCAPE's state as AdamW's: parameters, {moments}; residuals, last steps and masks do not carry over.",
-        stacklevel=2,
-    )
-    return state
-
-
 def dense_state(saved: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The state of :func:`as_adamw`, and what carries over, in words. Warns of nothing."""
+    """A whole state of :class:`ScapeOptimizer` as one of ``torch.optim.AdamW``, and in words what carries over.
+
+    The update of AdamS has no second moment: it is set to the first one's square, as AdamS's denominator has it.
+    """
     kept = has_second(saved["scape"])
     betas = {index: group["betas"][1] for group in saved["param_groups"] for index in group["params"]}
     since = saved["scape"].get("second_moment_since", 0)

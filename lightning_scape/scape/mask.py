@@ -184,7 +184,10 @@ class Masks:
                     read.record_stream(self._comm.side_stream.on(device))
         with self._comm.side_stream.behind_all(device):
             if ranking.proposals is None:
-                mine = self._selected(ranking, state) if ranking.mine is None else ranking.mine
+                mine = ranking.mine
+                if mine is None:  # from my own statistic alone
+                    total = state.local_exp_avg_sum
+                    mine = ops.select(state.residual[self._my_rows] if total is None else total, ranking.sent)
                 self.pending = self._comm.gather_mask(self._message(mine.to(device)))
                 return
             bits, block_size = self._as_bits(ranking.sent), self._layout.block_size
@@ -194,12 +197,6 @@ class Masks:
             proposals = ranking.proposals.to(device)  # here, where the side stream owns the copy
             elect = functools.partial(self._elect, state, proposals, full, ranking.sent)
             self.pending = self._comm.in_background(elect, full, proposals)
-
-    def _selected(self, ranking: Ranking, state: ScapeState) -> Tensor:
-        """My rows of the next mask, from my own statistic alone."""
-        if state.local_exp_avg_sum is not None:
-            return ops.select(state.local_exp_avg_sum, ranking.sent)
-        return ops.select(state.residual[self._my_rows], ranking.sent)
 
     def _elect(self, state: ScapeState, proposals: Tensor, full: Tensor, sent: int) -> None:
         """Behind forward and backward, on the CPU on a thread: fills ``full`` with the next mask of all ranks."""

@@ -7,13 +7,12 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_scape.checkpoint.parts import OwnParts
-from lightning_scape.core.method import Advice, Clipping, Method, Progress, Spelling, Surroundings
+from lightning_scape.core.method import Clipping, Method, Progress, Spelling, Surroundings
 from lightning_scape.scape import advice, stand_in
 from lightning_scape.scape.config import REMOVED_OPTIONS, ScapeConfig
 from lightning_scape.scape.form import FORM
@@ -54,27 +53,6 @@ class ScapeClipping(Clipping):
         return optimizer.engine.opening.norm_after_backward(optimizer.param_groups, optimizer.steps_taken, grads)
 
 
-class ScapeAdvice(Advice):
-    """Where the run is too short, and where dense training would be faster.
-
-    Args:
-        optimizer: whose.
-    """
-
-    def __init__(self, optimizer: ScapeOptimizer) -> None:
-        self._optimizer = optimizer
-        self._payoff: advice.PayoffCheck | None = None
-
-    @override
-    def at_start(self, steps: float | None) -> str | None:
-        return advice.too_short(self._optimizer, steps)
-
-    @override
-    def after_step(self, device: torch.device) -> str | None:
-        self._payoff = self._payoff or advice.PayoffCheck()
-        return self._payoff.look(self._optimizer, device)
-
-
 class ScapeMethod(Method):
     """The host steps a :class:`ScapeOptimizer` over the same parameter groups, in the user's optimizer's place."""
 
@@ -91,7 +69,7 @@ class ScapeMethod(Method):
 
     def __init__(self, given: Optimizer, optimizer: ScapeOptimizer) -> None:
         self.given, self.optimizer, self.communicator = given, optimizer, optimizer.communicator
-        self.clipping, self.advice = ScapeClipping(optimizer), ScapeAdvice(optimizer)
+        self.clipping, self.advice = ScapeClipping(optimizer), advice.ScapeAdvice(optimizer)
 
     @classmethod
     @override

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.core.parameters import Parameters
+from lightning_scape.core.parameters import Parameters, problem_of_group
 from lightning_scape.core.private_names import version
 from lightning_scape.scape.clipping import GradientClipping, squared_norm
-from lightning_scape.scape.first_message import BACKWARD, Standing, describe, problem_of, settings
+from lightning_scape.scape.first_message import BACKWARD, Standing, settings
 
 Groups = Sequence[dict[str, Any]]
 """An optimizer's parameter groups: schedulers change them from step to step."""
@@ -58,8 +58,8 @@ class Opening:
         grads: list[Tensor | None] = [None for _ in self._parameters.tensors]
         device, error = self._parameters.device, None
         try:
-            if (problem := problem_of(groups)) is not None:
-                raise ValueError(problem)
+            if problems := [found for group in groups if (found := problem_of_group(group)) is not None]:
+                raise ValueError(problems[0])
             self._parameters.check_groups(groups)
             raw = self._parameters.raw_gradients()
             grads = self._clipping.flat_of(raw) or self._parameters.flat_gradients(raw)
@@ -108,7 +108,8 @@ class Opening:
         # Which gradients a rank drops may differ by its batch, and where the batch is known it says enough.
         left_out = self._left_out if self.batch is None else 0
         facts = self._comm.watched.number, calls, left_out, self.batch, self.compared
-        return Standing(*facts, settings(groups), max_norm, describe(error))
+        problem = None if error is None else f"{type(error).__name__}: {error}"
+        return Standing(*facts, settings(groups), max_norm, problem)
 
     # ------------------------------------------------------------------------------------- what became of gradients
 

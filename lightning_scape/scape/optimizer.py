@@ -6,7 +6,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,20 +26,13 @@ from lightning_scape.core.replicas import check_same_setup_everywhere
 from lightning_scape.scape import optimizer_state as checkpoint
 from lightning_scape.scape.adams import AdamS
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.convert import check_convertible, state_brought, with_fitting_update
+from lightning_scape.scape.convert import check_convertible, state_brought
 from lightning_scape.scape.form import FORM
 from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.scape.state import ScapeState
 from lightning_scape.scape.state_elsewhere import StateElsewhere
 from lightning_scape.scape.stats import StepStats
 from lightning_scape.scape.step import Engine
-
-
-@dataclass
-class _Shared:
-    """Fabric runs methods with a wrapper for ``self``: an attribute set there would be lost."""
-
-    consolidated: dict[str, Any] | None = None
 
 
 class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
@@ -119,7 +112,6 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         check_same_setup_everywhere(comm, shards, setup, problem, parameters.device_of_first_messages)
         self.engine = Engine(parameters, config, comm, total_steps, shards)
         """The step and its state. Not for users; tests, benchmarks and simulated ranks look at training through it."""
-        self._shared = _Shared()
 
     @classmethod
     def from_optimizer(
@@ -149,10 +141,11 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         ranks = Communicator(process_group, None, device=getattr(next(given, None), "device", None))
         ranks.raise_on_all_ranks(lambda: check_convertible(optimizer))
         brought = state_brought(optimizer, ranks)
-        groups = [dict(group) for group in optimizer.param_groups]
+        if config.update is None:
+            config = replace(config, update="adams" if isinstance(optimizer, AdamS) else "adamw")
         new = cls(
-            groups,
-            config=with_fitting_update(config, optimizer),
+            [dict(group) for group in optimizer.param_groups],
+            config=config,
             process_group=process_group,
             mask_group=mask_group,
             total_steps=total_steps,
@@ -191,7 +184,6 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._shared.consolidated = None
         with self.engine.telling():
             self.engine.step(self.param_groups)
         return loss
@@ -264,7 +256,6 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         not round to it.
         """
         self.engine.mark_masters_stale()
-        self._shared.consolidated = None
 
     @property
     def state(self) -> Any:
@@ -280,7 +271,6 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         self.drain()
         self.engine.replace_state(self.engine.allocate(), self.config)
         self.engine.masks.restore(None)
-        self._shared.consolidated = None
 
     def name_parameters(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Gives parameters names, for error messages and checkpoints; tied ones keep their first."""
@@ -400,7 +390,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         the update of AdamS ``4 P`` more: what AdamW would need to go on from it). To collect it takes little more: all
         ranks' residuals of one parameter at a time.
         """
-        self._shared.consolidated = FORM.collected(self._own_parts({"param_groups": []}), to)
+        self.engine.consolidated = FORM.collected(self._own_parts({"param_groups": []}), to)
 
     def sharded_state_dict(self) -> OwnParts:
         """This rank's part of the state, as :func:`lightning_scape.checkpoint.dcp.write_directory` takes it; views.
@@ -432,7 +422,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         """
         if self.engine.comm.world_size == self.engine.shards.world_size == 1:
             self.consolidate_state_dict()
-        whole = collected_before(self._shared.consolidated, self.engine.comm.rank)
+        whole = collected_before(self.engine.consolidated, self.engine.comm.rank)
 
         def complete(_: Any, found: dict[str, Any]) -> None:
             # Groups as they are now: a scheduler may have moved on since.
@@ -469,7 +459,6 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, loaded.param_groups, strict=True):
             group.update(deepcopy({name: value for name, value in saved.items() if name != "params"}))  # as torch does
         self.engine.replace_state(state, loaded.config)
-        self._shared.consolidated = None
         after_load(self)
 
     def _snapshot(self, state: ScapeState) -> checkpoint.Snapshot:

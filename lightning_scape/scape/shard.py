@@ -1,4 +1,4 @@
-"""The owner's part of a step: sweep of its own shard, average of what all ranks have sent for it, and update."""
+"""A rank's part of a step: what it sends to the owners of other shards, and what it does as the owner of its own."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.core.layout import Layout
+from lightning_scape.core.layout import Layout, Region
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.tensors import piece_views
 from lightning_scape.scape.config import ScapeConfig
-from lightning_scape.scape.outgoing import fold
 from lightning_scape.scape.rows import Participants, RowHyperparameters
 from lightning_scape.scape.state import ScapeState, Step
 from lightning_scape.wire.values import ValueWire
@@ -23,6 +22,65 @@ SAMPLE_WEIGHT = 0.1
 """AdamS: of the newest sample, a memory of about 80 steps."""
 MEAN_SQUARE_FLOOR = 1 / 20
 """AdamS: share of the mean square that bounds the denominator, times the mean interval between visits; at most 1."""
+
+
+class Outgoing:
+    """The shards of all other ranks: what this rank sends to their owners, folded, compacted and packed.
+
+    Args:
+        layout: blocks and shards.
+        rank: this rank.
+        config: the wire dtype is used.
+    """
+
+    def __init__(self, layout: Layout, rank: int, config: ScapeConfig) -> None:
+        self.region = layout.remote(rank)
+        """Rows of all blocks."""
+        self.wire = ValueWire(config.wire_bits if layout.world_size > 1 else None)
+        """Packs the values, while they are swept."""
+        self._rank, self._shards = rank, layout.world_size
+        self._dtype, self._my_rows = config.values_dtype, layout.rows_of(rank)
+        self._blocks = layout.blocks if self.region.rows else 0  # none with one rank
+
+    def fold(self, step: Step) -> None:
+        """``residual += scale * gradient``, in a step that ranks its own gradient."""
+        _fold(step, self.region, step.state.residual)
+
+    def take(self, step: Step) -> Tensor:
+        """Folds, compacts and proposes; returns the message for the other ranks, beside the parameters.
+
+        Its values ``[N*R, q]`` are zero in my rows. With one rank there is nothing to do: ``[0, q]``.
+
+        The rounding error goes back into the residual: what is sent plus what is left is what was there, bit for bit.
+        """
+        residual = step.state.residual[: self._blocks]
+        values = torch.empty(self._blocks, step.sent, dtype=self._dtype, device=residual.device)
+        message = self.wire.message(self._blocks // self._shards, step.sent, self._shards, residual.device)
+        ops.sweep(
+            ops.Sweep(
+                self.region,
+                residual,
+                None if step.folded else step.parts(self.region),
+                step.scale.blocks,
+                step.mask.swept,
+                values,
+                clip_value=step.clip_value,
+                proposals=None if step.ranking is None else step.ranking.proposals,
+                message=message,
+            )
+        )
+        if self.region.rows:
+            step.record.sent_energy.append(ops.squared_norm([values[rows] for rows in self.region.rows]))
+        if message is None:
+            values[self._my_rows] = 0  # NCCL may look for NaN in its input
+            return values.to(step.state.step.device)
+        message[self._rank] = 0
+        return message.flatten(0, 1).to(step.state.step.device)
+
+    def arrived(self, received: Tensor, mine: Tensor) -> list[Tensor]:
+        """Every rank's values for my shard, from the messages of all ranks; ``mine [R, q]`` did not travel."""
+        ranks = enumerate(received)
+        return [mine if rank == self._rank else self.wire.read(each, *mine.shape) for rank, each in ranks]
 
 
 class Shard:
@@ -59,7 +117,7 @@ class Shard:
     def fold(self, step: Step) -> None:
         """``residual += scale * gradient``, and the owner's statistics, in a step that ranks its own gradient."""
         pieces, parts, state = self.region.pieces, step.parts(self.region), step.state
-        fold(step, self.region, state.residual[self.rows])
+        _fold(step, self.region, state.residual[self.rows])
         moment = self._second_moment(step, sparse=True)
         if moment is not None:
             scale = step.scale.mine
@@ -133,10 +191,6 @@ class Shard:
 
     # ------------------------------------------------------------------------------------------- all ranks' gradient
 
-    def average(self, arrived: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """A, ``[R, q]``: the mean over ranks of the values for my shard, summed in rank order."""
-        return ops.mean(arrived, dtype)
-
     def update(self, step: Step, mean: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor]:
         """The update of the masked entries, from the mean gradient ``[R, q]`` and my own sum; None without a mask.
 
@@ -204,3 +258,8 @@ class Shard:
         numbers = ops.RowNumbers(number, scale, hyper, first, None, group)
         floor = min(1.0, MEAN_SQUARE_FLOOR * self._layout.block_size / step.sent)
         return ops.update_adams(shard, mask, mean, numbers, floor)
+
+
+def _fold(step: Step, region: Region, residual: Tensor) -> None:
+    """``residual += scale * gradient`` for the pieces of a region, whose rows ``residual`` has."""
+    ops.fold(piece_views(residual, region.pieces), step.parts(region), step.scale.whole, step.clip_value)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -21,13 +20,8 @@ from lightning_scape.scape.optimizer import ScapeOptimizer
 
 _PASSED_ON = ("zero_grad", "state_dict", "load_state_dict", "consolidate_state_dict", "add_param_group")
 _HERE = "_scape_stand_in"
-
-
-@dataclass
-class _StandIn:
-    scape: ScapeOptimizer
-    own_step: Any
-    """What the object had as a ``step`` of its own (a scheduler puts one there), None: its class's."""
+"""Attribute of the user's optimizer: the ScapeOptimizer in its place; and what the object had as a ``step`` of its own
+(a scheduler puts one there), None: its class's."""
 
 
 def put_in_place(dense: Optimizer, scape: ScapeOptimizer) -> None:
@@ -39,7 +33,7 @@ def put_in_place(dense: Optimizer, scape: ScapeOptimizer) -> None:
         return scape.step(*args, **kwargs)
 
     own = vars(dense)
-    own[_HERE] = _StandIn(scape, own.get("step"))
+    own[_HERE] = scape, own.get("step")
     # A scheduler that is built on the old optimizer finds its step marked, and asks whether it was called: that ours
     # notes, too.
     own["step"] = step
@@ -48,21 +42,21 @@ def put_in_place(dense: Optimizer, scape: ScapeOptimizer) -> None:
 
 def standing_for(optimizer: object) -> ScapeOptimizer | None:
     """The one in the place of a swapped optimizer; None: it was not swapped."""
-    found = getattr(optimizer, "__dict__", {}).get(_HERE)
-    return None if found is None else found.scape
+    found: tuple[ScapeOptimizer, Any] | None = getattr(optimizer, "__dict__", {}).get(_HERE)
+    return None if found is None else found[0]
 
 
 def give_back(dense: Optimizer) -> None:
     """Makes a swapped optimizer torch's again; does nothing to another."""
     own = vars(dense)
-    found = own.pop(_HERE, None)
-    if found is None:
+    if _HERE not in own:
         return
+    _, own_step = own.pop(_HERE)
     for name in ("step", *_PASSED_ON):
         own.pop(name, None)
     dense.state = defaultdict(dict)
-    if found.own_step is not None:
-        own["step"] = found.own_step
+    if own_step is not None:
+        own["step"] = own_step
 
 
 def _carry_over(dense: Optimizer, scape: ScapeOptimizer) -> None:

@@ -78,8 +78,6 @@ class StepStats:
 class StepRecord:
     """Raw figures of a step, for :class:`StepStats`. Tensors stay on the device until someone asks."""
 
-    clip_seconds: float = 0.0
-    """Spent on measuring the norm before the step."""
     exchange_wait: float = 0.0
     sent: int = 0
     """q of the step."""
@@ -93,9 +91,6 @@ class StepRecord:
     message_seconds: float = 0.0
     bytes_sent: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-
-    def __post_init__(self) -> None:
-        self.seconds["norm"] = self.clip_seconds
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Around a phase of the step."""

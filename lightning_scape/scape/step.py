@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +25,8 @@ from lightning_scape.scape.cost import message_bytes
 from lightning_scape.scape.first_message import FirstMessage
 from lightning_scape.scape.mask import Masks, SparsitySchedule
 from lightning_scape.scape.opening import Groups, Opening
-from lightning_scape.scape.outgoing import Outgoing
 from lightning_scape.scape.rows import Participants
-from lightning_scape.scape.shard import Shard
+from lightning_scape.scape.shard import Outgoing, Shard
 from lightning_scape.scape.state import ScapeState, Step
 from lightning_scape.scape.stats import StepRecord, StepStats
 
@@ -42,7 +42,7 @@ class Engine:
         config: all options; ``update`` is given.
         comm: sends the messages.
         total_steps: steps of the run, where known.
-        shards: messages between the ranks that hold the other rows of the same replica; None: there are none.
+        shards: messages between the ranks that hold the other rows of the same replica.
     """
 
     def __init__(
@@ -50,16 +50,15 @@ class Engine:
         parameters: Parameters,
         config: ScapeConfig,
         comm: Communicator,
-        total_steps: float | None = None,
-        shards: Communicator | None = None,
+        total_steps: float | None,
+        shards: Communicator,
     ) -> None:
-        self.config, self.parameters, self.comm = config, parameters, comm
-        self.shards = shards or Communicator.alone()
+        self.config, self.parameters, self.comm, self.shards = config, parameters, comm, shards
         numels = [parameter.numel() for parameter in parameters.local]
         self.layout = Layout(numels, parameters.groups, config.quota.block_size, comm.world_size)
         self.state: ScapeState | None = None
         """Made at the first step, or by a load."""
-        self.clipping = GradientClipping(config, FirstMessage(comm, self.shards, len(numels)))
+        self.clipping = GradientClipping(config, FirstMessage(comm, shards, len(numels)))
         self.opening = Opening(parameters, comm, self.clipping)
         self.participants = Participants(self.layout, len(numels), self.layout.rows_of(comm.rank))
         self.masks = Masks(config, self.layout, comm, SparsitySchedule.of(config, total_steps))
@@ -67,13 +66,11 @@ class Engine:
         self.record: StepRecord | None = None
         """Of the last step."""
         self._stats: StepStats | None = None
+        self.consolidated: dict[str, Any] | None = None
+        """The whole state as it was collected. Kept here: an attribute set on Fabric's wrapper would be lost."""
         self._clip_seconds = 0.0
+        """Spent on measuring the norm before the step."""
         self._masters_stale = False
-
-    @property
-    def device(self) -> torch.device:
-        """The parameters' device."""
-        return self.parameters.device
 
     # ------------------------------------------------------------------------------------------- the step
 
@@ -121,7 +118,7 @@ class Engine:
             record.sent_energy.append(ops.squared_norm([mine]))
         with record.phase("exchange"):
             arrived = self.outgoing.arrived(arriving.wait(), mine)
-            mean = self.shard.average(arrived, step.state.exp_avg.dtype)
+            mean = ops.mean(arrived, step.state.exp_avg.dtype)
             own = None if step.mask.mine is None else mine  # where everything is sent, the mean says all
             del message, mine, arriving, arrived
         with record.phase("update"):
@@ -133,10 +130,11 @@ class Engine:
         self._end(step)
 
     def _begin(self) -> StepRecord:
+        self.consolidated = None
         self.clipping.check_unchanged(self.parameters.raw_gradients())
         self._finish_last_step()
-        self.record, self._stats = StepRecord(clip_seconds=self._clip_seconds), None
-        self._clip_seconds = 0.0
+        self.record, self._stats = StepRecord(), None
+        self.record.seconds["norm"], self._clip_seconds = self._clip_seconds, 0.0
         return self.record
 
     def _agree(self, groups: Groups, record: StepRecord) -> Step:
@@ -236,7 +234,7 @@ class Engine:
 
     def allocate(self) -> ScapeState:
         """Buffers, all zeros."""
-        return ScapeState.allocate(self.layout, self.config, self.parameters.state_dtype, self.device)
+        return ScapeState.allocate(self.layout, self.config, self.parameters.state_dtype, self.parameters.device)
 
     def state_at_rest(self) -> ScapeState:
         """The state with nothing pending, as a checkpoint holds it."""
@@ -252,8 +250,7 @@ class Engine:
         """Goes on from a state that was loaded; its wire may be another one."""
         self.state, state.sampled, self.config = state, False, config
         self.outgoing, self.shard = _by_wire(self)
-        self.clipping.drop_found_inf()
-        self.record = self._stats = None
+        self.clipping.found_inf = self.record = self._stats = self.consolidated = None
         # Parameters may be loaded before or after: masters that do not round to them give way, in the next save too.
         self._masters_stale, self.opening.compared = True, False
 
@@ -262,7 +259,7 @@ class Engine:
 
         Without it, each entry's master is read anew when the entry is updated.
         """
-        self._masters_stale = True
+        self._masters_stale, self.consolidated = True, None
 
     def _refresh_masters(self, state: ScapeState) -> None:
         self.shard.refresh(state, stale=self._masters_stale)

@@ -20,27 +20,83 @@ state are the inner optimizer's, of rank 0. :mod:`.older` reads format 1.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_scape.checkpoint.checks import check_model, frozen_since
 from lightning_scape.checkpoint.inner import inner_for, inner_part
 from lightning_scape.checkpoint.parts import OwnParts, Part, Place, Source, fill, of_blocks, of_flats, read_flats
-from lightning_scape.checkpoint.source import SavedShards, WholeState
+from lightning_scape.checkpoint.source import Form, SavedShards, WholeState
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.method import Method, of_whole
 from lightning_scape.core.parameters import Parameters
-from lightning_scape.sparseloco import carried, older
+from lightning_scape.sparseloco import older
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
-from lightning_scape.sparseloco.form import FORM, FORMAT, KEY
+from lightning_scape.sparseloco.older import KEY
 from lightning_scape.sparseloco.state import LocoState
 
-__all__ = ["InnerLoads", "Live", "Loaded", "SavedShards", "load", "own_parts"]
+FORMAT = 2
+
+
+class LocoForm(Form):
+    """The common form, in format 2; a directory of format 1 is made one file as it was written."""
+
+    @override
+    def shapes(self, common: Mapping[str, Any]) -> Iterator[tuple[str, list[int] | None]]:
+        return older.keys(common) if older.is_older(common) else super().shapes(common)
+
+    @override
+    def check(self, common: Mapping[str, Any]) -> None:
+        if older.is_older(common):
+            older.check(common[KEY])
+        else:
+            super().check(common)
+
+    @override
+    def packed_names(self, key: str) -> set[str]:
+        return older.IN_A_PART if key.startswith("rank.") else super().packed_names(key)
+
+    @override
+    def whole_of(self, saved: SavedShards) -> dict[str, Any]:
+        return older.whole_of(saved) if older.is_older(saved.common) else super().whole_of(saved)
+
+
+FORM = LocoForm(KEY)
+
+
+class Rule(NamedTuple):
+    """How a run averages: its options, with what they leave open filled in.
+
+    Where another number of ranks has another rule, all ranks have the mean of the saved errors, ``e``: all owe the
+    same, so all send the same entries, and every rule divides their sum by their number. The parameters move by ``e``,
+    once. What an owner owes joins it as it is, for it has been divided already.
+    """
+
+    reduction: str
+    average: str
+
+    @classmethod
+    def of(cls, config: SparseLoCoConfig, ranks: int) -> Rule:
+        """Of a run."""
+        return cls("gathered" if config.gathers(ranks) else "sharded", config.averages(ranks))
+
+    @classmethod
+    def saved(cls, facts: Mapping[str, Any]) -> Rule:
+        """Of the run that has saved a state. Older checkpoints do not store it; it follows from their options."""
+        if {"reduction", "average"} <= set(facts):
+            return cls(facts["reduction"], facts["average"])
+        known = {each.name for each in fields(SparseLoCoConfig)}
+        options = {name: value for name, value in facts["config"].items() if name in known and name != "device"}
+        return cls.of(SparseLoCoConfig(**options), facts["world_size"])
+
+    def __str__(self) -> str:
+        return f"{self.reduction!r} with average={self.average!r}"
 
 
 @dataclass(frozen=True)
@@ -65,9 +121,9 @@ class Live:
         return Place(self.communicator.rank, self.shards.rank, self.shards.world_size)
 
     @property
-    def rule(self) -> carried.Rule:
+    def rule(self) -> Rule:
         """How this run averages."""
-        return carried.Rule.of(self.config, self.communicator.world_size)
+        return Rule.of(self.config, self.communicator.world_size)
 
     def facts(self) -> dict[str, Any]:
         """What SparseLoCo knows besides its tensors; the same on all ranks."""
@@ -197,7 +253,11 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
     before, now, place = facts["world_size"], live.communicator.world_size, live.place
     inner = inner_for(source, place)
     _check_groups(inner, live.optimizer)
-    notes = _differences(live.config.as_dict(), facts["config"]) + carried.notes(carried.Rule.saved(facts), live.rule)
+    notes = _differences(live.config.as_dict(), facts["config"])
+    if (rule := Rule.saved(facts)) != live.rule:
+        notes.append(
+            f"The reduction was {rule}, and is now {live.rule}: it goes by the number of ranks where it is not given."
+        )
     notes += frozen_since(source.entries, live.parameters)
     if before != now:
         notes.append(

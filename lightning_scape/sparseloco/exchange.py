@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from lightning_scape.core.replicas import check_replicas
 from lightning_scape.core.tensors import piece_views
 from lightning_scape.sparseloco import phase
 from lightning_scape.sparseloco.config import SparseLoCoConfig
-from lightning_scape.sparseloco.phase import Opened, Place
-from lightning_scape.sparseloco.settings import Settings
+from lightning_scape.sparseloco.phase import Opened, Place, Settings
 from lightning_scape.sparseloco.state import LocoState, Spans, Written
 from lightning_scape.sparseloco.stats import ExchangeRecord
 from lightning_scape.wire.blocks import Wire
@@ -45,10 +44,9 @@ class Exchange:
         layout: Layout,
         comm: Communicator,
         device: torch.device,
-        shards: Communicator | None = None,
+        shards: Communicator,
     ) -> None:
-        self._shards = shards or Communicator.alone()
-        self.config, self.layout, self.comm = config, layout, comm
+        self.config, self.layout, self.comm, self._shards = config, layout, comm, shards
         self.wire = Wire(*config.quota, config.bits)
         """To the owners."""
         self.back = Wire(*config.return_quota, config.bits)
@@ -282,7 +280,7 @@ class Exchange:
             total += self.spans.reading(state.error[rows]).square().sum()
         return total.sqrt_()
 
-    def begin_at(self, state: LocoState, flats: Sequence[Tensor]) -> None:
-        """Makes the parameters the starting point."""
-        for place, theta in self.spans.entries(flats):
+    def begin_at(self, state: LocoState, flats: Mapping[int, Tensor]) -> None:
+        """Makes some parameters, flat, by place, the starting point."""
+        for _, place, theta in self.spans.entries_of(flats):
             state.start.view(-1)[place].copy_(theta)

@@ -11,9 +11,9 @@ from typing_extensions import Self, override
 from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.core.method import Advice, Method, Progress, Spelling, Surroundings
 from lightning_scape.core.words import show_bytes
+from lightning_scape.sparseloco.checkpoint import FORM
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
 from lightning_scape.sparseloco.cost import SparseLoCoCost
-from lightning_scape.sparseloco.form import FORM
 from lightning_scape.sparseloco.wrapper import SparseLoCo
 
 _LET_GO = "_lightning_scape_let_go"

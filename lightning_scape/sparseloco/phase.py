@@ -5,8 +5,12 @@ The first message of an exchange says it, beside the norm.
 
 from __future__ import annotations
 
+import inspect
+import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +19,13 @@ from torch import Tensor
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.tensors import OnItsWay
-from lightning_scape.sparseloco.settings import Settings
 
 MOST_NAMED = 8
 """Ranks that an error names."""
 _WRITTEN = 6
 """Where in a first message those digests begin."""
+_ALWAYS = ("lr", "betas", "eps", "weight_decay", "momentum")
+"""Settings that count also where a constructor hides them behind ``**kwargs``."""
 
 
 class Place(NamedTuple):
@@ -89,11 +94,6 @@ def written(openings: Tensor) -> Tensor:
     return openings[:, _WRITTEN:].contiguous().view(torch.int64)
 
 
-def idle(everyone: Sequence[Place]) -> bool:
-    """Whether no rank has begun a window."""
-    return not any(place.in_window for place in everyone)
-
-
 def check(everyone: Sequence[Place]) -> None:
     """Compares the places of all ranks.
 
@@ -124,6 +124,48 @@ def check(everyone: Sequence[Place]) -> None:
     )
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Of the inner optimizer's groups, as plain numbers: lr, betas and what else its constructor takes."""
+
+    values: list[tuple[str, Any]]
+    """Each with its name."""
+    problem: str | None
+    """A rule that one breaks, as rule, value and remedy."""
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, groups: Collection[int]) -> Settings:
+        """As they are now. What an optimizer works out for itself and keeps in its groups is no setting.
+
+        Args:
+            optimizer: whose.
+            groups: numbers of those that were wrapped; others are none of our business.
+        """
+        names = [*dict.fromkeys([*inspect.signature(type(optimizer).__init__).parameters, *_ALWAYS])]
+        values, problem = [], None
+        for number, group in enumerate(optimizer.param_groups):
+            if number not in groups:
+                continue
+            known = {name: _plain(group[name]) for name in names if name in group and name != "params"}
+            values += [(f"{name} of group {number}", value) for name, value in known.items() if value is not None]
+            problem = problem or _problem(number, known)
+        return cls(values, problem)
+
+    @property
+    def digest(self) -> int:
+        """64 bits of a hash."""
+        return int.from_bytes(blake2b(repr(self.values).encode(), digest_size=8).digest(), "little", signed=True)
+
+    @staticmethod
+    def different(everyone: Sequence[Sequence[tuple[str, Any]]]) -> list[str]:
+        """What each rank has of the first setting that differs."""
+        for name in dict.fromkeys(name for values in everyone for name, _ in values):
+            said = [f"{name} = {dict(values).get(name)!r}" for values in everyone]
+            if len(set(said)) > 1:
+                return said
+        return [repr(values) for values in everyone]  # their order
+
+
 class Opened:
     """The first messages of an exchange, on their way to the CPU.
 
@@ -139,7 +181,7 @@ class Opened:
     @property
     def idle(self) -> bool:
         """Whether no rank has begun a window. On CUDA it waits for the device, as the next."""
-        return idle(places(self._openings.read()))
+        return not any(place.in_window for place in places(self._openings.read()))
 
     @property
     def apart(self) -> bool:
@@ -181,3 +223,21 @@ def _by_kind(said: Sequence[str]) -> str:
 def _ranks(ranks: Sequence[int]) -> str:
     named = ", ".join(map(str, ranks[:MOST_NAMED])) + (", ..." if len(ranks) > MOST_NAMED else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {named}"
+
+
+def _plain(value: Any) -> Any:
+    """A number, or numbers; None for what is none, or would have to be fetched from a device."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 and value.device.type == "cpu" else None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _problem(number: int, known: Mapping[str, Any]) -> str | None:
+    lr, betas = known.get("lr"), known.get("betas")
+    if lr is not None and not (math.isfinite(lr) and lr >= 0):
+        return f"The learning rate must be finite and >= 0, got {lr} in group {number}. Look at what sets it."
+    if isinstance(betas, tuple) and any(beta is not None and not 0 <= beta < 1 for beta in betas):
+        return f"`betas` must be in [0, 1), got {betas} in group {number}. Look at what sets them."
+    return None

@@ -1,4 +1,4 @@
-"""What must hold of an optimizer before SparseLoCo wraps it, and what must be the same on all ranks."""
+"""Before SparseLoCo wraps an optimizer: what must hold, what must be the same on all ranks, who exchanges with whom."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.comm.collectives import ProcessGroup, is_distributed
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, is_distributed, new_group_like, world_size
 from lightning_scape.core import local_shards
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.sparseloco.config import SparseLoCoConfig
@@ -24,6 +24,33 @@ def number_on(process_group: ProcessGroup | None) -> int:
         return 1
     _built[group] = _built.get(group, 0) + 1
     return _built[group]
+
+
+def communicators(
+    parameters: Parameters, process_group: ProcessGroup | None, overlaps: bool, exchange_group: ProcessGroup | None
+) -> tuple[Communicator, Communicator]:
+    """Those of the ranks that hold the same rows, and of the ranks of a node; each alone where there is nobody else.
+
+    SparseLoCo works on what a rank holds of every parameter, between the ranks of all nodes that hold the same
+    (docs/design.md, 7). Collective.
+
+    Args:
+        parameters: plain ones, or DTensors.
+        process_group: the ranks with the same rows, as the user gave them.
+        overlaps: whether exchanges run beside inner steps. They run in a thread of its own: nothing else may be sent on
+            the same groups, neither of these nor of FSDP2.
+        exchange_group: a group over the same ranks as ``process_group``, for that.
+    """
+    tensors = parameters.tensors
+    shards = local_shards.shard_communicator(tensors)
+    if shards.world_size > 1 and overlaps:
+        shards = Communicator(new_group_like(shards.process_group, device=parameters.device_of_first_messages), None)
+    if process_group is None and local_shards.holds_everything(tensors):
+        return Communicator.alone(), shards
+    own = None
+    if overlaps and world_size(process_group) > 1:
+        own = exchange_group or new_group_like(process_group, device=parameters.device_of_first_messages)
+    return Communicator.of_optimizer(process_group, own_group=own), shards
 
 
 class NotCopied:

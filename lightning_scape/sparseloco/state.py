@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.core.layout import Layout, Piece
+from lightning_scape.core.layout import Layout
 
 DEVICE_CHUNK, HOST_CHUNK = 1 << 24, 1 << 20
 """Entries worked on at a time: no temporary has the size of the parameters."""
@@ -91,11 +91,6 @@ class LocoState:
         places: list[int] = found.nonzero().view(-1).tolist()
         return places
 
-    def put_back(self, spans: Spans, flats: Mapping[int, Tensor]) -> None:
-        """Puts some parameters, flat, by place, at the starting point."""
-        for _, place, theta in spans.entries_of(flats):
-            theta.copy_(spans.reading(self.start.view(-1)[place]))
-
     def set_out_from(self, spans: Spans, flats: Mapping[int, Tensor], holds: Tensor) -> None:
         """Moves the starting point to some parameters if ``holds`` (0-dim bool, on the device).
 
@@ -128,7 +123,7 @@ class Spans:
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout, self.device = layout, device
         self._chunk = HOST_CHUNK if device.type == "cpu" else DEVICE_CHUNK
-        self._pieces: Sequence[Piece] = layout.everything().pieces
+        self._pieces = layout.everything().pieces
 
     def entries(self, flats: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
         """Places in the blocks (flat), and the entries of the parameter ``flats[i]`` that belong there; pads left out.
@@ -136,8 +131,7 @@ class Spans:
         Args:
             flats: every parameter, flat.
         """
-        for piece in self._pieces:
-            yield from self._of(piece, flats[piece.segment.index])
+        return ((entries, part) for _, entries, part in self.entries_of(dict(enumerate(flats))))
 
     def entries_of(self, flats: Mapping[int, Tensor]) -> Iterator[tuple[int, slice, Tensor]]:
         """The same of some parameters, each with its place among them.
@@ -147,13 +141,10 @@ class Spans:
         """
         for piece in self._pieces:
             if (place := piece.segment.index) in flats:
-                yield from ((place, *part) for part in self._of(piece, flats[place]))
-
-    def _of(self, piece: Piece, flat: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        first = piece.of_blocks(self.layout.block_size).start
-        for begin in range(0, len(flat), self._chunk):
-            part = flat[begin : begin + self._chunk]
-            yield slice(first + begin, first + begin + len(part)), part
+                first, flat = piece.of_blocks(self.layout.block_size).start, flats[place]
+                for begin in range(0, len(flat), self._chunk):
+                    part = flat[begin : begin + self._chunk]
+                    yield place, slice(first + begin, first + begin + len(part)), part
 
     def rows(self, count: int) -> Iterator[slice]:
         """Slices that cover ``count`` blocks."""

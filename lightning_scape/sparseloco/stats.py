@@ -61,7 +61,6 @@ class ExchangeStats:
             error_norm: norm of the error feedback.
             skipped_total: dropped windows.
         """
-        assert record.norm is not None
         norm, ranks = float(record.norm), layout.world_size
         entries = sum(piece.kept(sent, layout.block_size) for piece in layout.everything().pieces)
         return cls(
@@ -102,7 +101,7 @@ class ExchangeStats:
 class ExchangeRecord:
     """Raw figures of an exchange, for :class:`ExchangeStats`. Tensors stay on the device until someone asks."""
 
-    norm: Tensor | None = None
+    norm: Tensor = field(init=False)
     """0-dim: see :attr:`ExchangeStats.delta_norm`; not finite where the window was dropped."""
     opened: Opened | None = None
     """Every rank's first message."""

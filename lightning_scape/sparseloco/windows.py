@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,14 +15,13 @@ from lightning_scape.comm.under_way import settle
 from lightning_scape.comm.work import Work
 from lightning_scape.comm.worker import Job
 from lightning_scape.core.layout import Layout
+from lightning_scape.core.local_shards import local
 from lightning_scape.core.parameters import Parameters
+from lightning_scape.core.tensors import OnItsWay, bytes_of
 from lightning_scape.sparseloco import phase, setup
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 from lightning_scape.sparseloco.exchange import Exchange
-from lightning_scape.sparseloco.found_inf import DroppedWindows, clear_nonfinite
-from lightning_scape.sparseloco.phase import Opened, Place
-from lightning_scape.sparseloco.restored import set_out_from_changed
-from lightning_scape.sparseloco.settings import Settings
+from lightning_scape.sparseloco.phase import Opened, Place, Settings
 from lightning_scape.sparseloco.state import LocoState, Progress
 from lightning_scape.sparseloco.stats import ExchangeRecord, ExchangeStats
 from lightning_scape.sparseloco.writes import Writes
@@ -78,7 +79,7 @@ class Windows:
             self.wait_for_others()
             self.exchange.check_equal(self._parameters.flat, self._parameters.names)
             self.state = self.exchange.allocate()
-            self.exchange.begin_at(self.state, self._parameters.flat)
+            self.exchange.begin_at(self.state, dict(enumerate(self._parameters.flat)))
         else:
             self._look(self.state)
         if phase.changed(self._parameters, self._optimizer.param_groups):
@@ -183,7 +184,6 @@ class Windows:
         if every and self.progress.exchanges % every == 0:
             self.wait_for_others()
             self.exchange.check_starts(state, self._parameters.names)
-        assert record.norm is not None
         self.dropped.note(record.norm)
         self._opened = record.opened
         if record.norm.device.type != "cuda":
@@ -243,7 +243,6 @@ class Windows:
             self._writes.resolve(self.state)
         if self.progress.under_way:
             assert self._record is not None
-            assert self._record.norm is not None
             self.progress.norm = float(self._record.norm)
 
     def resume(
@@ -266,7 +265,8 @@ class Windows:
         self.state = state
         vars(self.progress).update(vars(Progress(**progress)))
         if self.progress.under_way:
-            self._record = ExchangeRecord(norm=torch.tensor(self.progress.norm, dtype=torch.float32, device="cpu"))
+            self._record = ExchangeRecord()
+            self._record.norm = torch.tensor(self.progress.norm, dtype=torch.float32, device="cpu")
         self.dropped.forget()
         self.dropped.in_row, self.dropped.total = dropped
         self._restored = parameters
@@ -282,13 +282,37 @@ class Windows:
                     flat.copy_(saved)
 
     def _take_up_changes(self) -> None:
-        """Takes up weights that the user has loaded since :meth:`resume`. Collective, once after a load."""
+        """Makes weights that the user has loaded since :meth:`resume` the starting point. Collective.
+
+        Else the next exchange would take the change for a pseudo-gradient, of which only the largest entries are sent:
+        all others would be undone. What ranks and owners still owe stays.
+
+        Raises:
+            RuntimeError: on every rank, if ranks have changed them differently.
+        """
         restored, self._restored = self._restored, None
-        if restored is None or self.state is None:
+        state = self.state
+        if restored is None or state is None:
             return
         self.wait_for_others()
         self._parameters.flatten()
-        set_out_from_changed(restored, self.state, self._parameters, self._layout, self._comm, self._shards)
+        flats, names = self._parameters.flat, self._parameters.names
+        if not (changed := _changed_since(flats, restored, (self._comm, self._shards))):
+            return
+        theirs = {place: flats[place] for place in changed}
+        self.exchange.check_equal([*theirs.values()], [names[place] for place in changed])
+        self.exchange.begin_at(state, theirs)
+        if state.launched is not None:
+            for place, flat in theirs.items():
+                state.launched[place].copy_(flat)
+        told = [names[place] for place in changed if restored[place] is not None]
+        if told and self._comm.rank == self._shards.rank == 0:
+            warnings.warn(
+                f"{len(told)} of {len(flats)} parameters, the first {told[0]!r}, were changed after"
+                " SparseLoCo's state was loaded: all ranks go on from the new values, and what is not yet sent stays."
+                " If they are of the same checkpoint, load the model before the optimizer, or both at once.",
+                stacklevel=3,
+            )
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -306,5 +330,81 @@ class Windows:
         self._judge()
         self.wait_for_others()
         self.exchange.check_equal(self._parameters.flat, self._parameters.names)
-        self.exchange.begin_at(self.state, self._parameters.flat)
+        self.exchange.begin_at(self.state, dict(enumerate(self._parameters.flat)))
         self.progress.in_window = 0
+
+
+def _changed_since(
+    flats: Sequence[Tensor], restored: Sequence[Tensor | None], groups: Sequence[Communicator]
+) -> list[int]:
+    """Places of the parameters that are not as they were loaded, on any rank; None was not, and counts so."""
+    pairs = zip(flats, restored, strict=True)
+    mine = [saved is None or not torch.equal(bytes_of(flat), bytes_of(saved.to(flat))) for flat, saved in pairs]
+    flags = torch.tensor(mine, dtype=torch.uint8, device=flats[0].device if flats else None)
+    for group in groups:
+        flags = group.all_gather_stacked(flags).amax(dim=0)
+    return [place for place, changed in enumerate(flags.tolist()) if changed]  # once after a load: waiting is fine
+
+
+class DroppedWindows:
+    """Counts windows that are dropped because some rank's parameters were not finite.
+
+    On CUDA the CPU learns of one a step late, and never waits for the device.
+
+    Args:
+        most: so many in a row raise an error.
+        speaks: whether this rank warns.
+    """
+
+    def __init__(self, most: int, speaks: bool) -> None:
+        self.most, self.speaks = most, speaks
+        self.in_row = 0
+        self.total = 0
+        self._norm: OnItsWay | None = None
+        """Of an exchange whose outcome nobody has looked at."""
+
+    def note(self, norm: Tensor) -> None:
+        """Takes the norm of an exchange, 0-dim, on its way to the CPU."""
+        self._norm = OnItsWay(norm)
+
+    def judge(self) -> bool:
+        """Whether the last window was dropped, asked once for each exchange; later calls say False.
+
+        Raises:
+            FloatingPointError: too many in a row; on every rank.
+        """
+        norm, self._norm = self._norm, None
+        if norm is None:
+            return False
+        if math.isfinite(float(norm.read())):
+            self.in_row = 0
+            return False
+        self.in_row += 1
+        self.total += 1
+        if self.in_row >= self.most:
+            raise FloatingPointError(
+                f"Parameters must be finite at the end of a window, got NaN or inf in {self.in_row} windows in a row"
+                f" (max_skipped={self.most}) on at least one rank; all ranks are back at the starting point of the"
+                " first of them. Lower the learning rate, clip gradients, or look for a bad batch; raise `max_skipped`"
+                " to wait longer."
+            )
+        if self.speaks:
+            warnings.warn(
+                "Parameters were not finite on at least one rank: the window is dropped, all ranks are back at its"
+                f" starting point ({self.in_row} in a row, {self.total} in total; an error at {self.most} in a row).",
+                stacklevel=5,
+            )
+        return True
+
+    def forget(self) -> None:
+        """Drops a norm that has not been looked at: another state is loaded."""
+        self._norm = None
+
+
+def clear_nonfinite(optimizer: torch.optim.Optimizer) -> None:
+    """Sets entries of the optimizer's state that are inf or NaN to zero: else they would spoil every later window."""
+    for state in optimizer.state.values():
+        # An entry of its own is no parameter's: a count, a tensor.
+        for value in state.values() if isinstance(state, Mapping) else [state]:
+            if isinstance(value, Tensor) and value.is_floating_point():
+                local(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_scape.checkpoint.checks import collected_before
 from lightning_scape.checkpoint.inner import placed
 from lightning_scape.checkpoint.parts import OwnParts
+from lightning_scape.checkpoint.source import SavedShards
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, check_joined
 from lightning_scape.comm.lost_ranks import forget_losses
 from lightning_scape.comm.stop_word import Stoppable, StopWord
@@ -20,9 +21,8 @@ from lightning_scape.core.entries import entry
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.replicas import check_same_setup_everywhere
-from lightning_scape.sparseloco import checkpoint, rows, setup
+from lightning_scape.sparseloco import checkpoint, setup
 from lightning_scape.sparseloco.config import Average, Reduction, SparseLoCoConfig
-from lightning_scape.sparseloco.form import FORM
 from lightning_scape.sparseloco.state import LocoState
 from lightning_scape.sparseloco.stats import ExchangeStats
 from lightning_scape.sparseloco.windows import Windows
@@ -111,7 +111,9 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         if communicator is None:
             check_joined()
             forget_losses()  # of the processes before a restart, whose store this may be
-            communicator, shards = rows.communicators(self.parameters, process_group, overlap_steps > 0, exchange_group)
+            communicator, shards = setup.communicators(
+                self.parameters, process_group, overlap_steps > 0, exchange_group
+            )
         self.communicator = comm = communicator
         self.shards = shards
         """The ranks of a node that hold a replica together; ``communicator`` reaches those with the same rows."""
@@ -228,7 +230,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         Ranks differ inside a window. So the whole state holds every rank's parameters, error feedback and optimizer
         state: about ``16 N P`` bytes with AdamW. A sharded checkpoint spares one rank from holding all of it.
         """
-        self._consolidated = FORM.collected(self.sharded_state_dict(), to)
+        self._consolidated = checkpoint.FORM.collected(self.sharded_state_dict(), to)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, the inner optimizers' included: tensors, numbers and strings only.
@@ -247,7 +249,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         return checkpoint.own_parts(self._live())
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any] | checkpoint.SavedShards) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any] | SavedShards) -> None:
         """Takes up a state, parameters and inner optimizer included. Call on every rank, with the same state.
 
         On the same number of ranks training goes on bit for bit, also in the middle of a window. On another number,

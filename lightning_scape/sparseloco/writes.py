@@ -76,7 +76,8 @@ class Writes:
             self._first.pop(place, None)
             self._last.pop(place, None)
         flats = self._parameters.flat
-        state.put_back(self._spans, {place: flats[place] for place in written})
+        for _, entries, theta in self._spans.entries_of({place: flats[place] for place in written}):
+            theta.copy_(self._spans.reading(state.start.view(-1)[entries]))
 
     def take(self) -> Written:
         """What was kept, for an exchange that begins."""
