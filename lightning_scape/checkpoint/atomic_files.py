@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
+from typing_extensions import Self
 
 from lightning_scape.checkpoint import pickles
 from lightning_scape.checkpoint.regular import CheckpointError as CheckpointError
@@ -49,23 +50,24 @@ def save_file(content: Any, path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     check_replaceable(path)
-    with explained_oserror(path), replacing(path) as file:
-        stream = SealedFile(file)
-        try:
-            torch.save(content, stream)
-        except Exception:
-            if stream.error is not None:  # torch hides the reason
-                raise stream.error from None
-            raise
+    with explained_oserror(path), replacing(path) as file, SealedFile(file) as stream:
+        torch.save(content, stream)
         stream.seal()
 
 
 class Recorder:
-    """A binary file that remembers why a write failed; its writer may hide the reason."""
+    """A binary file that remembers why a write failed, and says so at the end: torch.save hides the reason."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.error: OSError | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.error is not None:
+            raise self.error from None
 
     def write(self, data: Any) -> int:
         """As the file's."""

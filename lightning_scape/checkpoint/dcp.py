@@ -18,11 +18,12 @@ system.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -207,26 +208,10 @@ def _complete(new: NewFolder, rest: bytes, listed: Iterable[dict[str, list[Any]]
 class _SpeakingFileSystem(FileSystem):
     """Tells why a write failed: torch.save, which writes through it, would hide the reason."""
 
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:  # noqa: D102 - as in the base class
-        return _SpeakingStream(path, mode)
-
-
-class _SpeakingStream:
-    def __init__(self, path: str | os.PathLike[str], mode: str) -> None:
-        self._path, self._mode = path, mode
-
-    def __enter__(self) -> Any:
-        self._file: Any = open(self._path, self._mode)  # noqa: SIM115 - closed in __exit__
-        self._recorder = files.Recorder(self._file)
-        return self._recorder
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        try:
-            self._file.close()
-        except OSError as late:
-            self._recorder.error = self._recorder.error or late
-        if self._recorder.error is not None:
-            raise self._recorder.error from None
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:  # noqa: D102 - as in the base class
+        with open(path, mode) as file, files.Recorder(file) as recorder:
+            yield recorder
 
 
 class _ChunkSavePlanner(DefaultSavePlanner):
