@@ -108,37 +108,32 @@ def _seal_of(crc: int) -> bytes:
     return _SEAL + f"{crc:08x}".encode()
 
 
+_A_FILE_ABOVE = "A file has the name of one of its folders: move that away, or save elsewhere."
+_REMEDIES = {
+    errno.ENOSPC: "Free space on that disk, or save elsewhere.",
+    errno.EDQUOT: "Raise the quota, or save elsewhere.",
+    errno.EFBIG: "Raise the limit on file sizes (ulimit -f), or save elsewhere.",
+    errno.EACCES: "Give this user the right to write there, or save elsewhere.",
+    errno.EEXIST: _A_FILE_ABOVE,
+    errno.ENOTDIR: _A_FILE_ABOVE,
+    errno.EROFS: "Save to a disk that is not mounted read-only.",
+}
+
+
 @contextlib.contextmanager
 def explained_oserror(path: Path) -> Iterator[None]:
     """Adds to an OSError the checkpoint's path, and that earlier checkpoints are untouched."""
     try:
         yield
     except OSError as error:
-        raise explain_oserror(error, path) from error
-
-
-_A_FILE_ABOVE = "A file has the name of one of its folders: move that away, or save elsewhere."
-
-
-def explain_oserror(error: OSError, path: Path) -> OSError:
-    """The same error with advice."""
-    if "checkpoints before it are untouched" in str(error):
-        return error
-    remedies = {
-        errno.ENOSPC: "Free space on that disk, or save elsewhere.",
-        errno.EDQUOT: "Raise the quota, or save elsewhere.",
-        errno.EFBIG: "Raise the limit on file sizes (ulimit -f), or save elsewhere.",
-        errno.EACCES: "Give this user the right to write there, or save elsewhere.",
-        errno.EEXIST: _A_FILE_ABOVE,
-        errno.ENOTDIR: _A_FILE_ABOVE,
-        errno.EROFS: "Save to a disk that is not mounted read-only.",
-    }
-    remedy = remedies.get(error.errno or 0, "Save elsewhere, or mend the disk.")
-    return OSError(
-        error.errno or errno.EIO,
-        f"The checkpoint {str(path)!r} could not be written: {error.strerror or error}. Nothing of it is left, and the"
-        f" checkpoints before it are untouched. {remedy}",
-    )
+        if "checkpoints before it are untouched" in str(error):
+            raise
+        remedy = _REMEDIES.get(error.errno or 0, "Save elsewhere, or mend the disk.")
+        raise OSError(
+            error.errno or errno.EIO,
+            f"The checkpoint {str(path)!r} could not be written: {error.strerror or error}. Nothing of it is left, and"
+            f" the checkpoints before it are untouched. {remedy}",
+        ) from error
 
 
 # ------------------------------------------------------------------------------------------------ manifests

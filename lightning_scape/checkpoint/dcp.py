@@ -23,7 +23,7 @@ import io
 import itertools
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -189,19 +189,17 @@ With the strategy that wrote it, load it by its path: ckpt_path=..., fabric.load
 """
 
 
-def _complete(new: NewFolder, rest: bytes, listed: Iterable[dict[str, list[Any]]], tensors: dict[str, Any]) -> None:
+def _complete(new: NewFolder, rest: bytes, listed: Sequence[dict[str, list[Any]]], tensors: dict[str, Any]) -> None:
     for name, content in ((REST, rest), (LOCKED, _README.encode())):
         with open(new.path / name, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
     everything = files.describe_files(new.path, [_INDEX, REST, LOCKED])
-    world_size = 0
     for own in listed:
         everything |= own
-        world_size += 1
     index.checked(tensors, {name: size for name, (size, _) in everything.items()})  # as whoever loads it will
-    files.write_manifest(new.path, everything, world_size, tensors)
+    files.write_manifest(new.path, everything, len(listed), tensors)
     new.take_place()
 
 
