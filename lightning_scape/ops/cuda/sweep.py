@@ -311,7 +311,7 @@ def _launch(work: Sweep, spans: Sequence[Span], ranked: Tensor | None, votes: in
         if grad is None:
             starts.append(0)
         else:
-            given.append(launching.dense(grad))
+            given.append(grad.contiguous())
             starts.append(given[-1].data_ptr())
     dtype = given[0].dtype if given else torch.float32
     shape = _shape(residual)
@@ -327,7 +327,7 @@ def _launch(work: Sweep, spans: Sequence[Span], ranked: Tensor | None, votes: in
         residual if moments is None else moments.exp_avg_sq,
         launching.table(tuple(starts), device),
         launching.table(tuple([span.numel for span in spans]), device),
-        residual if moments is None else launching.shares(_shares(moments, spans), device),
+        residual if moments is None else launching.table(_shares(moments, spans), device, torch.float64),
         launching.table(tuple([span.row for span in spans]), device),
         blocks,
         *chunks,

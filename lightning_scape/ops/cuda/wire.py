@@ -115,7 +115,7 @@ def quantize(values: Tensor, bits: int) -> Tensor:
     assert values.dtype == torch.float32
     shards, count = values.shape
     message = torch.empty(shards, triton.cdiv(count, GROUP), group_bytes(bits), dtype=torch.uint8, device=values.device)
-    left = launching.dense(values)
+    left = values.contiguous()
     _launch_quantize(left, message, None, None)
     if left is not values:
         values.copy_(left)
@@ -203,7 +203,7 @@ def dequantize(message: Tensor, bits: int, count: int, out: Tensor | None = None
     launching.launch(
         _dequantize_kernel,
         triton.cdiv(shards * groups, rows),
-        launching.dense(message),
+        message.contiguous(),
         values,
         count,
         groups,
