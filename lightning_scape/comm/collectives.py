@@ -141,7 +141,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], process_group: ProcessGroup | N
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     with torch.no_grad():
         for same_kind in kinds.values():
-            for bucket in _buckets(same_kind, limit=1 << 26):
+            for bucket in in_messages(((tensor, tensor.nbytes) for tensor in same_kind), limit=1 << 26):
                 as_bytes = [bytes_of(tensor) for tensor in bucket]
                 flat = torch.cat(as_bytes)
                 dist.broadcast(flat, source, group=process_group)
@@ -149,18 +149,18 @@ def broadcast_tensors(tensors: Iterable[Tensor], process_group: ProcessGroup | N
                     tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
-def _buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Groups of tensors of about ``limit`` bytes, in order."""
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        bucket.append(tensor)
-        size += tensor.numel() * tensor.element_size()
-        if size >= limit:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
+def in_messages(given: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
+    """Things given with their sizes, in order, in lists of up to ``limit`` in all; one that has more is alone."""
+    together: list[T] = []
+    filled = 0
+    for each, size in given:
+        if together and filled + size > limit:
+            yield together
+            together, filled = [], 0
+        together.append(each)
+        filled += size
+    if together:
+        yield together
 
 
 @dataclass
