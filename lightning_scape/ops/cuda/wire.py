@@ -160,7 +160,6 @@ def _launch_quantize(values: Tensor, message: Tensor, residual: Tensor | None, m
 def quantize_with_error(
     error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor, bits: int
 ) -> Tensor:
-    """See :func:`naive.quantize_with_error`."""
     return feed_error_back(CUDA, error, mask, theta, before, scale, bits)
 
 
