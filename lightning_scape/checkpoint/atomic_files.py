@@ -333,7 +333,8 @@ def read_pickle(path: Path, inside: bool = False) -> Any:
         OSError: it cannot be read.
     """
     with open_regular(path, inside) as file:
-        try:
+        size = os.fstat(file.fileno()).st_size
+        with _no_damage(str(path), size):
             if file.read(len(_LEGACY)) == _LEGACY:
                 return _legacy_pickle(file)
             with zipfile.ZipFile(file) as archive:
@@ -341,15 +342,22 @@ def read_pickle(path: Path, inside: bool = False) -> Any:
                 if min(info.header_offset for info in found):  # zipfile looks for the last table that is whole
                     raise ValueError("its end is missing, and what is found is the end of an archive inside it")
                 (record,) = (info for info in found if info.filename.partition("/")[2] == "data.pkl")
-                if record.compress_type or record.file_size > os.fstat(file.fileno()).st_size:
+                if record.compress_type or record.file_size > size:
                     raise ValueError("its pickle is compressed")
                 with contextlib.suppress(pickles.UnknownOpcode):
                     return pickles.read(archive.read(record))
-        except Exception as error:  # zipfile raises many kinds
-            raise CheckpointError(
-                f"The checkpoint {str(path)!r} is torn or damaged: {_first_line(error)} {_OLDER}"
-            ) from error
     return None
+
+
+@contextlib.contextmanager
+def _no_damage(name: str, size: int) -> Iterator[None]:
+    """Inside, any error is one of the file: of a damaged one, its readers raise many kinds."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"The checkpoint {name!r} ({size} bytes) is torn or damaged: {_first_line(error)} {_OLDER}"
+        ) from error
 
 
 def _load(file: BinaryIO, name: str, map_location: Any, weights_only: bool | None = True) -> Any:
@@ -379,12 +387,8 @@ def _check_whole(file: BinaryIO, name: str) -> None:
     if not size:
         raise CheckpointError(f"The checkpoint {name!r} is torn: it is empty. {_OLDER}")
     if magic == _LEGACY:
-        try:
+        with _no_damage(name, size):
             _legacy_pickle(file)
-        except Exception as error:
-            raise CheckpointError(
-                f"The checkpoint {name!r} ({size} bytes) is torn or damaged: {_first_line(error)} {_OLDER}"
-            ) from error
         return
     if magic[:4] != b"PK\x03\x04":
         raise CheckpointError(
@@ -434,7 +438,7 @@ def _check_records(file: BinaryIO, name: str, size: int, compare: bool) -> None:
     """
     file.seek(max(0, size - _END_BYTES))
     end = file.read()
-    try:
+    with _no_damage(name, size):
         with zipfile.ZipFile(file) as archive:
             listed = archive.infolist()
         records = {info.filename.partition("/")[2]: info for info in listed}
@@ -444,11 +448,6 @@ def _check_records(file: BinaryIO, name: str, size: int, compare: bool) -> None:
         # torch compresses no record. If one claims to be, torch's reader returns stale memory for it.
         packed = [n for n, info in records.items() if info.compress_type or info.compress_size != info.file_size]
         damaged = packed[0] if packed else None if missing else _damaged_record(file, records, compare)
-    # Both raise many kinds of errors for a damaged directory.
-    except Exception as error:
-        raise CheckpointError(
-            f"The checkpoint {name!r} ({size} bytes) is torn or damaged: {_first_line(error)} {_OLDER}"
-        ) from error
     if damaged is not None:
         raise CheckpointError(
             f"The checkpoint {name!r} is damaged: its record {damaged!r} is not as it was written (CRC-32). {_OLDER}"
