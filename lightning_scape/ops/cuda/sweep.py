@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_scape.core.layout import Span
+from lightning_scape.core.tensors import piece_views
 from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.gradients import accumulate_exp_avg_sq, fold
 from lightning_scape.ops.cuda.masks import (
@@ -372,14 +373,13 @@ def _fold(work: Sweep) -> None:
     """The first of the operations, where the kernel cannot do them together."""
     if work.grads is None:
         return
-    pieces, length, own, second = work.region.pieces, work.residual.shape[1], work.scale, work.second_moment
-    parts = [work.residual.view(-1)[piece.of_blocks(length)] for piece in pieces]
+    pieces, own, second = work.region.pieces, work.scale, work.second_moment
     if own.dim():
         own = own.index_select(0, launching.table(tuple(piece.row for piece in pieces), own.device))
     # All rows that take part have one scale, and a parameter that takes no part has no gradient.
-    fold(parts, work.grads, own if own.dim() == 0 else _largest(own), work.clip_value)
+    fold(piece_views(work.residual, pieces), work.grads, own if own.dim() == 0 else _largest(own), work.clip_value)
     if second is not None:
-        moments = [second.exp_avg_sq.view(-1)[piece.of_blocks(length)] for piece in pieces]
+        moments = piece_views(second.exp_avg_sq, pieces)
         accumulate_exp_avg_sq(moments, work.grads, second.weights, second.ranks, own, work.clip_value)
 
 
