@@ -104,7 +104,8 @@ class SavedContent:
         ranks = communicator or Communicator.alone()
         self.directory = Directory(path, ranks, weights_only)
         table = ranks.raise_on_all_ranks(self._read_table)
-        self._models: dict[str, dict[str, Any]] = table["models"]
+        self.models: dict[str, dict[str, Any]] = table["models"]
+        """By name: state dicts, with None in place of tensors."""
         self.rest: dict[str, Any] = table["rest"]
         self.optimizers = {
             name: SavedShards(self.directory, name, common) for name, common in table["optimizers"].items()
@@ -143,13 +144,8 @@ class SavedContent:
 
     def model(self, name: str) -> dict[str, Any]:
         """A model's whole state dict, in host memory."""
-        kept = self._models[name]
+        kept = self.models[name]
         return {key: self.directory.tensor(f"{name}.{key}") if value is None else value for key, value in kept.items()}
-
-    @property
-    def models(self) -> list[str]:
-        """Their names."""
-        return list(self._models)
 
     def rng(self, rank: int, world_size: int) -> Tensor | None:
         """The saved random number generators of a rank; None if the number of ranks has changed."""
