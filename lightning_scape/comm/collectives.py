@@ -249,11 +249,7 @@ class Communicator:
         base = own_group or process_group or (dist.group.WORLD if is_distributed() else None)
         if base is None or world_size(base) == 1 or "gloo" not in str(dist.get_backend(base)):
             return cls(own_group or process_group, mask_group)
-        channel = Channel.known(base)
-        if channel is None:
-            group = own_group or new_group_like(process_group)
-            assert group is not None
-            channel = Channel.beside(base, group)
+        channel = Channel.beside(base, lambda: own_group or new_group_like(process_group))
         return cls(channel.group, mask_group, Watched(channel, channel.next_number()))
 
     @classmethod
