@@ -135,7 +135,6 @@ def broadcast_tensors(tensors: Iterable[Tensor], process_group: ProcessGroup | N
     """Overwrites the tensors with those of the group's first rank, in few fused messages. In place."""
     if world_size(process_group) == 1:
         return
-    source = dist.get_global_rank(process_group, 0) if process_group is not None else 0
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
@@ -144,7 +143,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], process_group: ProcessGroup | N
             for bucket in in_messages(((tensor, tensor.nbytes) for tensor in same_kind), limit=1 << 26):
                 as_bytes = [bytes_of(tensor) for tensor in bucket]
                 flat = torch.cat(as_bytes)
-                dist.broadcast(flat, source, group=process_group)
+                dist.broadcast(flat, group=process_group, group_src=0)
                 for tensor, part in zip(bucket, flat.split([len(each) for each in as_bytes]), strict=True):
                     tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
@@ -359,13 +358,12 @@ class Communicator:
         mine = self.rank == to
         count = self.world_size if mine else 0
         whole = [torch.empty(flat.shape, dtype=flat.dtype, device="cpu") for _ in range(count)]
-        target = dist.get_global_rank(self.process_group, to) if self.process_group is not None else to
         begin = 0
         for part in flat.detach().split(at_once):
             part = part.to(device).contiguous()
             received = [torch.empty_like(part) for _ in range(count)]
             with self.watched.around("state"):
-                dist.gather(part, received if mine else None, dst=target, group=self.process_group)
+                dist.gather(part, received if mine else None, group=self.process_group, group_dst=to)
             for whole_rank, part_rank in zip(whole, received, strict=True):
                 whole_rank[begin : begin + part.numel()] = part_rank
             begin += part.numel()
@@ -419,9 +417,8 @@ class Communicator:
             return value
         first = have.index(True)
         carried: list[Any] = [value if self.rank == first else None]
-        source = first if self.process_group is None else dist.get_global_rank(self.process_group, first)
         with explained_loss(), _current(self.device):
-            dist.broadcast_object_list(carried, source, group=self.process_group)
+            dist.broadcast_object_list(carried, group=self.process_group, group_src=first)
         shared: T = carried[0]
         return shared
 
