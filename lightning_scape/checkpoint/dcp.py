@@ -23,7 +23,7 @@ import io
 import itertools
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -258,25 +258,20 @@ class Directory:
         self._index = communicator.raise_on_all_ranks(self._read_index)
 
     def _read_index(self) -> dict[str, index.Entry]:
-        sizes = {name: size for name, (size, _) in self.manifest["files"].items()}
-        try:
-            if "tensors" in self.manifest:
-                return index.checked(self.manifest["tensors"], sizes)
-        except ValueError as error:
-            raise files.CheckpointError(
-                f"The manifest of {str(self.path)!r} must hold an index of tensors, got what is none: {error}. Load"
-                " another checkpoint."
-            ) from error
-        return self._read_torch_index(sizes)  # of version 0.2.0
+        if "tensors" not in self.manifest:  # of version 0.2.0
+            return self._read_torch_index()
+        rule = f"The manifest of {str(self.path)!r} must hold an index of tensors"
+        return self._checked(rule, lambda: self.manifest["tensors"])
 
-    def _read_torch_index(self, sizes: Mapping[str, int]) -> dict[str, index.Entry]:
+    def _read_torch_index(self) -> dict[str, index.Entry]:
+        rule = f"{str(self.path / _INDEX)!r} must be an index of torch.distributed.checkpoint"
+        return self._checked(rule, lambda: index.of_pickle(self._listed(_INDEX)))
+
+    def _checked(self, rule: str, told: Callable[[], Any]) -> dict[str, index.Entry]:
         try:
-            return index.checked(index.of_pickle(self._listed(_INDEX)), sizes)
+            return index.checked(told(), {name: size for name, (size, _) in self.manifest["files"].items()})
         except ValueError as error:
-            raise files.CheckpointError(
-                f"{str(self.path / _INDEX)!r} must be an index of torch.distributed.checkpoint, got what cannot be read"
-                f" as one: {error}. Load another checkpoint."
-            ) from error
+            raise files.CheckpointError(f"{rule}, got what is none: {error}. Load another checkpoint.") from error
 
     def check_torch_index(self) -> None:
         """Checks torch's index, which is not read here: torch's own reader executes what it names.
@@ -284,7 +279,7 @@ class Directory:
         Raises:
             CheckpointError: it is none, or says something else than ours.
         """
-        if self._read_torch_index({name: size for name, (size, _) in self.manifest["files"].items()}) != self._index:
+        if self._read_torch_index() != self._index:
             raise files.CheckpointError(
                 f"{str(self.path / _INDEX)!r} must say where tensors are as {MANIFEST} does, got another index."
                 " Load another checkpoint."
