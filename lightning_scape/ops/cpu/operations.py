@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from lightning_scape.ops.cpu.arrays import (
     or_empty,
     pairs_table,
     rows_of_a_thread,
-    running_sums,
     scalar,
     sketch_plan,
     wire_limit,
@@ -51,7 +51,7 @@ def squared_norm(grads: Sequence[Tensor]) -> Tensor:
     total = 0.0
     for (dtype,), group in by_dtypes([(grad,) for grad in grads if grad.numel()]):
         sizes = [grad.numel() for (grad,) in group]
-        starts, chunks = running_sums([-(-size // _NORM_CHUNK) for size in sizes])
+        *starts, chunks = accumulate([-(-size // _NORM_CHUNK) for size in sizes], initial=0)
         table = np.array([(g.data_ptr(), s, n) for (g,), s, n in zip(group, starts, sizes, strict=True)], np.int64)
         partials = np.empty(chunks, np.float64)
         loop = functools.partial(kernels.squares, table, partials, _NORM_CHUNK, like(dtype))
