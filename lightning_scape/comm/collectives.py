@@ -37,9 +37,8 @@ from torch import Tensor
 
 from lightning_scape.comm import under_way
 from lightning_scape.comm.channel import Channel
-from lightning_scape.comm.gloo_threads import let_senders_finish
 from lightning_scape.comm.lost_ranks import Watched, explained_loss, forget_losses
-from lightning_scape.comm.pairs import all_gather_into, all_to_all_into
+from lightning_scape.comm.pairs import all_gather_into, all_to_all_into, let_senders_finish
 from lightning_scape.comm.work import SideStream
 from lightning_scape.comm.work import Work as Work
 from lightning_scape.comm.worker import Worker, end_groups_at_exit, end_safely
