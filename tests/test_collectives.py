@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.comm import collectives, gloo_threads
+from lightning_scape.comm import collectives, pairs
 from lightning_scape.comm.collectives import Communicator
 
 MESSAGES = {"all_reduce": 1, "all_to_all_into": 2, "all_gather_into": 2}
@@ -326,7 +326,7 @@ def _policies(rank: int, world: int, forbidden: bool) -> tuple[set[int], list[fl
         parameter.grad = torch.ones(400) * (rank + 1)
         optimizer.step()
     optimizer.drain()
-    return {os.sched_getscheduler(thread) for thread in gloo_threads.receivers()}, parameter.tolist()
+    return {os.sched_getscheduler(thread) for thread in pairs.receivers()}, parameter.tolist()
 
 
 _named = pytest.mark.skipif(

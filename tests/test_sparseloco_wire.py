@@ -96,9 +96,9 @@ def test_bits_are_packed_lowest_first() -> None:
 
 
 def test_an_entry_takes_at_most_14_and_a_half_bits_and_an_exchange_140_times_fewer_bytes() -> None:
-    wire = Wire(*SparseLoCoConfig().quota, 2)
-    assert wire.bits_per_entry == 14.0
-    assert Wire(4096, 64, 2).bits_per_entry <= 14.5  # the authors' blocks
+    wire, of_authors = Wire(*SparseLoCoConfig().quota, 2), Wire(4096, 64, 2)
+    assert 8 * wire.row_bytes / wire.sent == 14.0
+    assert 8 * of_authors.row_bytes / of_authors.sent <= 14.5
     assert 4 * wire.block_size / wire.row_bytes >= 140
 
 

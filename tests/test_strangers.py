@@ -29,10 +29,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from lightning_scape import CheckpointError, ScapeConfig, SparseLoCo, newest_checkpoint, resume_path
 from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint import dcp, pickles
-from lightning_scape.checkpoint.inspection import verify
+from lightning_scape.checkpoint.inspection import step_of, verify
 from lightning_scape.checkpoint.rng import set_rng_state
 from lightning_scape.checkpoint.saver import Content, SavedContent, Saver, consolidate
-from lightning_scape.checkpoint.steps import step_of
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.tools import commands
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -154,7 +155,7 @@ def _conserved(rank: int, world_size: int, wire: str) -> tuple[Tensor, Tensor]:
     optimizer = ScapeOptimizer(params, lr=1e-2, config=config)
     engine = optimizer.engine
     outgoing, shard, got = engine.outgoing, engine.shard, []
-    take, update = outgoing.take, shard.wire.pack_with_error
+    take, update = outgoing.take, ops.quantize_with_error
     lost = []
 
     def watched(step: Step) -> Tensor:
@@ -172,19 +173,19 @@ def _conserved(rank: int, world_size: int, wire: str) -> tuple[Tensor, Tensor]:
         lost.append(max(float((after[each] - before[each].double()).abs().max()) for each in rows))
         return message
 
-    def watched_changes(error: Tensor, mask: Tensor, theta: Tensor, before: Tensor, scale: Tensor) -> Tensor:
+    def watched_changes(error: Tensor, mask: Tensor, theta: Tensor, before: Tensor, *rest: Any) -> Tensor:
         due = (theta - before + error.gather(1, mask.long())).double()
         elsewhere = error.scatter(1, mask.long(), 0.0)
-        message = update(error, mask, theta, before, scale)
+        message = update(error, mask, theta, before, *rest)
         sent = shard.wire.read(message, *theta.shape).double()
         assert torch.equal(error.scatter(1, mask.long(), 0.0), elsewhere)
         got.append(float((sent + error.gather(1, mask.long()).double() - due).abs().max()))
         return message
 
     outgoing.take = watched  # type: ignore[method-assign]
-    shard.wire.pack_with_error = watched_changes  # type: ignore[method-assign]
-    for number in range(4):
-        step(params, optimizer, rank, number)
+    with patch.object(ops, "quantize_with_error", watched_changes):
+        for number in range(4):
+            step(params, optimizer, rank, number)
     return torch.tensor(lost), torch.tensor(got)
 
 
@@ -205,21 +206,20 @@ def _kept_of_narrow(rank: int, world_size: int, sparsity: float, choice: str) ->
     config = ScapeConfig(sparsity=sparsity, wire_dtype="int4", update="adamw", **options)
     optimizer = ScapeOptimizer(params, lr=1e-2, config=config)
     engine, shard = optimizer.engine, optimizer.engine.shard
-    packed, wanted = shard.wire.pack_with_error, []
+    packed, wanted = ops.quantize_with_error, []
 
     def held() -> Tensor:
         there = torch.zeros_like(engine.state.exp_avg)
         ops.gather_params(ops.ParamEntries(engine.parameters.flat, shard.region.pieces, None, there.shape[1]), there)
         return there.double()
 
-    def watched(error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor) -> Tensor:
+    def watched(error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, *rest: Any) -> Tensor:
         goal = held() + error
         ops.scatter_blocks(goal, mask, theta.double() - before.double(), add=True)
         wanted.append(goal)
-        return packed(error, mask, theta, before, scale)
+        return packed(error, mask, theta, before, *rest)
 
-    shard.wire.pack_with_error = watched  # type: ignore[method-assign]
-    with ops.using(choice):
+    with ops.using(choice), patch.object(ops, "quantize_with_error", watched):
         for number in range(6):
             step(params, optimizer, rank, number)
             assert_replicas_equal(params)

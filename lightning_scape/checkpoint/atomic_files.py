@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
+from typing_extensions import Self
 
 from lightning_scape.checkpoint import pickles
 from lightning_scape.checkpoint.regular import CheckpointError as CheckpointError
@@ -49,23 +50,24 @@ def save_file(content: Any, path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     check_replaceable(path)
-    with explained_oserror(path), replacing(path) as file:
-        stream = SealedFile(file)
-        try:
-            torch.save(content, stream)
-        except Exception:
-            if stream.error is not None:  # torch hides the reason
-                raise stream.error from None
-            raise
+    with explained_oserror(path), replacing(path) as file, SealedFile(file) as stream:
+        torch.save(content, stream)
         stream.seal()
 
 
 class Recorder:
-    """A binary file that remembers why a write failed; its writer may hide the reason."""
+    """A binary file that remembers why a write failed, and says so at the end: torch.save hides the reason."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.error: OSError | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.error is not None:
+            raise self.error from None
 
     def write(self, data: Any) -> int:
         """As the file's."""
@@ -106,37 +108,32 @@ def _seal_of(crc: int) -> bytes:
     return _SEAL + f"{crc:08x}".encode()
 
 
+_A_FILE_ABOVE = "A file has the name of one of its folders: move that away, or save elsewhere."
+_REMEDIES = {
+    errno.ENOSPC: "Free space on that disk, or save elsewhere.",
+    errno.EDQUOT: "Raise the quota, or save elsewhere.",
+    errno.EFBIG: "Raise the limit on file sizes (ulimit -f), or save elsewhere.",
+    errno.EACCES: "Give this user the right to write there, or save elsewhere.",
+    errno.EEXIST: _A_FILE_ABOVE,
+    errno.ENOTDIR: _A_FILE_ABOVE,
+    errno.EROFS: "Save to a disk that is not mounted read-only.",
+}
+
+
 @contextlib.contextmanager
 def explained_oserror(path: Path) -> Iterator[None]:
     """Adds to an OSError the checkpoint's path, and that earlier checkpoints are untouched."""
     try:
         yield
     except OSError as error:
-        raise explain_oserror(error, path) from error
-
-
-_A_FILE_ABOVE = "A file has the name of one of its folders: move that away, or save elsewhere."
-
-
-def explain_oserror(error: OSError, path: Path) -> OSError:
-    """The same error with advice."""
-    if "checkpoints before it are untouched" in str(error):
-        return error
-    remedies = {
-        errno.ENOSPC: "Free space on that disk, or save elsewhere.",
-        errno.EDQUOT: "Raise the quota, or save elsewhere.",
-        errno.EFBIG: "Raise the limit on file sizes (ulimit -f), or save elsewhere.",
-        errno.EACCES: "Give this user the right to write there, or save elsewhere.",
-        errno.EEXIST: _A_FILE_ABOVE,
-        errno.ENOTDIR: _A_FILE_ABOVE,
-        errno.EROFS: "Save to a disk that is not mounted read-only.",
-    }
-    remedy = remedies.get(error.errno or 0, "Save elsewhere, or mend the disk.")
-    return OSError(
-        error.errno or errno.EIO,
-        f"The checkpoint {str(path)!r} could not be written: {error.strerror or error}. Nothing of it is left, and the"
-        f" checkpoints before it are untouched. {remedy}",
-    )
+        if "checkpoints before it are untouched" in str(error):
+            raise
+        remedy = _REMEDIES.get(error.errno or 0, "Save elsewhere, or mend the disk.")
+        raise OSError(
+            error.errno or errno.EIO,
+            f"The checkpoint {str(path)!r} could not be written: {error.strerror or error}. Nothing of it is left, and"
+            f" the checkpoints before it are untouched. {remedy}",
+        ) from error
 
 
 # ------------------------------------------------------------------------------------------------ manifests
@@ -336,7 +333,8 @@ def read_pickle(path: Path, inside: bool = False) -> Any:
         OSError: it cannot be read.
     """
     with open_regular(path, inside) as file:
-        try:
+        size = os.fstat(file.fileno()).st_size
+        with _no_damage(str(path), size):
             if file.read(len(_LEGACY)) == _LEGACY:
                 return _legacy_pickle(file)
             with zipfile.ZipFile(file) as archive:
@@ -344,15 +342,22 @@ def read_pickle(path: Path, inside: bool = False) -> Any:
                 if min(info.header_offset for info in found):  # zipfile looks for the last table that is whole
                     raise ValueError("its end is missing, and what is found is the end of an archive inside it")
                 (record,) = (info for info in found if info.filename.partition("/")[2] == "data.pkl")
-                if record.compress_type or record.file_size > os.fstat(file.fileno()).st_size:
+                if record.compress_type or record.file_size > size:
                     raise ValueError("its pickle is compressed")
                 with contextlib.suppress(pickles.UnknownOpcode):
                     return pickles.read(archive.read(record))
-        except Exception as error:  # zipfile raises many kinds
-            raise CheckpointError(
-                f"The checkpoint {str(path)!r} is torn or damaged: {_first_line(error)} {_OLDER}"
-            ) from error
     return None
+
+
+@contextlib.contextmanager
+def _no_damage(name: str, size: int) -> Iterator[None]:
+    """Inside, any error is one of the file: of a damaged one, its readers raise many kinds."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"The checkpoint {name!r} ({size} bytes) is torn or damaged: {_first_line(error)} {_OLDER}"
+        ) from error
 
 
 def _load(file: BinaryIO, name: str, map_location: Any, weights_only: bool | None = True) -> Any:
@@ -382,12 +387,8 @@ def _check_whole(file: BinaryIO, name: str) -> None:
     if not size:
         raise CheckpointError(f"The checkpoint {name!r} is torn: it is empty. {_OLDER}")
     if magic == _LEGACY:
-        try:
+        with _no_damage(name, size):
             _legacy_pickle(file)
-        except Exception as error:
-            raise CheckpointError(
-                f"The checkpoint {name!r} ({size} bytes) is torn or damaged: {_first_line(error)} {_OLDER}"
-            ) from error
         return
     if magic[:4] != b"PK\x03\x04":
         raise CheckpointError(
@@ -437,7 +438,7 @@ def _check_records(file: BinaryIO, name: str, size: int, compare: bool) -> None:
     """
     file.seek(max(0, size - _END_BYTES))
     end = file.read()
-    try:
+    with _no_damage(name, size):
         with zipfile.ZipFile(file) as archive:
             listed = archive.infolist()
         records = {info.filename.partition("/")[2]: info for info in listed}
@@ -447,11 +448,6 @@ def _check_records(file: BinaryIO, name: str, size: int, compare: bool) -> None:
         # torch compresses no record. If one claims to be, torch's reader returns stale memory for it.
         packed = [n for n, info in records.items() if info.compress_type or info.compress_size != info.file_size]
         damaged = packed[0] if packed else None if missing else _damaged_record(file, records, compare)
-    # Both raise many kinds of errors for a damaged directory.
-    except Exception as error:
-        raise CheckpointError(
-            f"The checkpoint {name!r} ({size} bytes) is torn or damaged: {_first_line(error)} {_OLDER}"
-        ) from error
     if damaged is not None:
         raise CheckpointError(
             f"The checkpoint {name!r} is damaged: its record {damaged!r} is not as it was written (CRC-32). {_OLDER}"

@@ -18,11 +18,12 @@ system.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -188,45 +189,27 @@ With the strategy that wrote it, load it by its path: ckpt_path=..., fabric.load
 """
 
 
-def _complete(new: NewFolder, rest: bytes, listed: Iterable[dict[str, list[Any]]], tensors: dict[str, Any]) -> None:
+def _complete(new: NewFolder, rest: bytes, listed: Sequence[dict[str, list[Any]]], tensors: dict[str, Any]) -> None:
     for name, content in ((REST, rest), (LOCKED, _README.encode())):
         with open(new.path / name, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
     everything = files.describe_files(new.path, [_INDEX, REST, LOCKED])
-    world_size = 0
     for own in listed:
         everything |= own
-        world_size += 1
     index.checked(tensors, {name: size for name, (size, _) in everything.items()})  # as whoever loads it will
-    files.write_manifest(new.path, everything, world_size, tensors)
+    files.write_manifest(new.path, everything, len(listed), tensors)
     new.take_place()
 
 
 class _SpeakingFileSystem(FileSystem):
     """Tells why a write failed: torch.save, which writes through it, would hide the reason."""
 
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:  # noqa: D102 - as in the base class
-        return _SpeakingStream(path, mode)
-
-
-class _SpeakingStream:
-    def __init__(self, path: str | os.PathLike[str], mode: str) -> None:
-        self._path, self._mode = path, mode
-
-    def __enter__(self) -> Any:
-        self._file: Any = open(self._path, self._mode)  # noqa: SIM115 - closed in __exit__
-        self._recorder = files.Recorder(self._file)
-        return self._recorder
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        try:
-            self._file.close()
-        except OSError as late:
-            self._recorder.error = self._recorder.error or late
-        if self._recorder.error is not None:
-            raise self._recorder.error from None
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:  # noqa: D102 - as in the base class
+        with open(path, mode) as file, files.Recorder(file) as recorder:
+            yield recorder
 
 
 class _ChunkSavePlanner(DefaultSavePlanner):
@@ -275,25 +258,20 @@ class Directory:
         self._index = communicator.raise_on_all_ranks(self._read_index)
 
     def _read_index(self) -> dict[str, index.Entry]:
-        sizes = {name: size for name, (size, _) in self.manifest["files"].items()}
-        try:
-            if "tensors" in self.manifest:
-                return index.checked(self.manifest["tensors"], sizes)
-        except ValueError as error:
-            raise files.CheckpointError(
-                f"The manifest of {str(self.path)!r} must hold an index of tensors, got what is none: {error}. Load"
-                " another checkpoint."
-            ) from error
-        return self._read_torch_index(sizes)  # of version 0.2.0
+        if "tensors" not in self.manifest:  # of version 0.2.0
+            return self._read_torch_index()
+        rule = f"The manifest of {str(self.path)!r} must hold an index of tensors"
+        return self._checked(rule, lambda: self.manifest["tensors"])
 
-    def _read_torch_index(self, sizes: Mapping[str, int]) -> dict[str, index.Entry]:
+    def _read_torch_index(self) -> dict[str, index.Entry]:
+        rule = f"{str(self.path / _INDEX)!r} must be an index of torch.distributed.checkpoint"
+        return self._checked(rule, lambda: index.of_pickle(self._listed(_INDEX)))
+
+    def _checked(self, rule: str, told: Callable[[], Any]) -> dict[str, index.Entry]:
         try:
-            return index.checked(index.of_pickle(self._listed(_INDEX)), sizes)
+            return index.checked(told(), {name: size for name, (size, _) in self.manifest["files"].items()})
         except ValueError as error:
-            raise files.CheckpointError(
-                f"{str(self.path / _INDEX)!r} must be an index of torch.distributed.checkpoint, got what cannot be read"
-                f" as one: {error}. Load another checkpoint."
-            ) from error
+            raise files.CheckpointError(f"{rule}, got what is none: {error}. Load another checkpoint.") from error
 
     def check_torch_index(self) -> None:
         """Checks torch's index, which is not read here: torch's own reader executes what it names.
@@ -301,7 +279,7 @@ class Directory:
         Raises:
             CheckpointError: it is none, or says something else than ours.
         """
-        if self._read_torch_index({name: size for name, (size, _) in self.manifest["files"].items()}) != self._index:
+        if self._read_torch_index() != self._index:
             raise files.CheckpointError(
                 f"{str(self.path / _INDEX)!r} must say where tensors are as {MANIFEST} does, got another index."
                 " Load another checkpoint."

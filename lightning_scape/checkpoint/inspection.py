@@ -8,16 +8,18 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_scape.checkpoint import atomic_files as files
+from lightning_scape.checkpoint.dcp import REST
+from lightning_scape.checkpoint.pickles import Pairs, entry
 from lightning_scape.checkpoint.rng import states_in
 from lightning_scape.checkpoint.saver import SavedContent
-from lightning_scape.checkpoint.steps import step_of
 from lightning_scape.checkpoint.temporaries import MANIFEST
 from lightning_scape.comm.collectives import Communicator, is_distributed, new_group_like
+from lightning_scape.core.method import names
 
 _LONGEST_CHECK = timedelta(hours=1)
 
@@ -112,7 +114,9 @@ def resume_path(
     group = new_group_like(backend="gloo", timeout=_LONGEST_CHECK) if is_distributed() else None
     ranks = Communicator(group, None)
     try:
-        found = ranks.raise_on_all_ranks(lambda: _all_in(places, pattern))
+        found = ranks.raise_on_all_ranks(
+            lambda: _newest_first(path for place in map(Path, places) for path in _candidates_at(place, pattern))
+        )
         mine = ranks.raise_on_all_ranks(lambda: _newest_of(found, check) if ranks.rank == 0 else None)
         chosen, by_rank_0 = ranks.all_gather_object((mine, found))[0]
         ranks.raise_on_all_ranks(lambda: _check_seen(ranks.rank, found, chosen, by_rank_0))
@@ -120,10 +124,6 @@ def resume_path(
         if group is not None:
             torch.distributed.destroy_process_group(group)
     return None if chosen is None else chosen.path
-
-
-def _all_in(places: Iterable[str | os.PathLike[str]], pattern: str) -> list[Path]:
-    return _newest_first(path for place in map(Path, places) for path in _candidates_at(place, pattern))
 
 
 def _newest_first(paths: Iterable[Path]) -> list[Path]:
@@ -141,9 +141,9 @@ def _newest_of(found: list[Path], check: Callable[[Path], None]) -> _Chosen | No
     if chosen is not None:
         return _Chosen(chosen, chosen.stat().st_size if chosen.is_file() else None)
     if found:
-        names = ", ".join(map(str, found))
+        listed = ", ".join(map(str, found))
         raise files.CheckpointError(
-            f"Where there are checkpoints one of them must load, got {len(found)} and none that does: {names}. The"
+            f"Where there are checkpoints one of them must load, got {len(found)} and none that does: {listed}. The"
             " warnings say why. Mend what they name; to begin anew, move these away."
         )
     return None
@@ -225,3 +225,56 @@ def _modified(path: Path) -> int:
     with contextlib.suppress(OSError):
         return (path / MANIFEST if path.is_dir() else path).stat().st_mtime_ns
     return 0
+
+
+# ------------------------------------------------------------------------------------------------ steps
+
+
+_OF_THE_TRAINER = "global_step"
+_OF_USERS = ("step", "step_count", "iter_num")
+"""Where no optimizer of ours is in a checkpoint; the last two are LitGPT's."""
+
+
+def step_of(path: Path) -> int | None:
+    """Optimizer steps behind a checkpoint, file or directory: the Trainer's count, the optimizers', or its user's.
+
+    From its pickle alone: no tensor is read, and nothing is built.
+
+    Returns:
+        None if it has no such number.
+
+    Raises:
+        CheckpointError: it cannot be read; that it can is no proof that it is whole.
+        OSError: likewise.
+    """
+    if path.is_dir():
+        files.read_manifest(path)
+        table = files.read_pickle(path / REST, inside=True)
+        content, optimizers = entry(table, "rest"), entry(table, "optimizers")
+    else:
+        content = files.read_pickle(path)
+        optimizers = content
+    states = [*_values(optimizers), *_members(entry(content, "optimizer_states"))]
+    ours = [step for state in states for step in _steps_of(state)]
+    counts = [entry(content, _OF_THE_TRAINER), max(ours, default=None), *(entry(content, name) for name in _OF_USERS)]
+    return next((count for count in counts if _is_count(count)), None)
+
+
+def _steps_of(state: Any) -> Iterator[int]:
+    """Of one optimizer: whole, its facts are a part of it; in a directory, they may be all of it."""
+    bare = state if entry(state, "format") is not None and entry(state, "config") is not None else None
+    for facts in (bare, *(entry(state, name) for name in names())):
+        counts = (entry(facts, "step"), entry(entry(facts, "progress"), "steps"))
+        yield from (step for step in counts if _is_count(step))
+
+
+def _values(holder: Any) -> list[Any]:
+    return [value for _, value in holder] if isinstance(holder, Pairs) else []
+
+
+def _members(value: Any) -> list[Any]:
+    return value if type(value) is list else []
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape.checkpoint.dcp import Chunk
-from lightning_scape.comm.collectives import Communicator
+from lightning_scape.comm.collectives import Communicator, in_messages
 from lightning_scape.core.layout import Layout, Piece
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.tensors import bytes_of
@@ -218,8 +218,8 @@ class OwnParts:
             if part.on_other_ranks != "mean":
                 yield part, list(part.held.items())
                 continue
-            numels = dict(zip(self.parameters.indices, (p.numel() for p in self.parameters.tensors), strict=True))
-            for together in _filled(numels, _AT_ONCE):
+            numels = (parameter.numel() for parameter in self.parameters.tensors)
+            for together in in_messages(zip(self.parameters.indices, numels, strict=True), _AT_ONCE):
                 yield part, [(index, part.held[index]) for index in together if index in part.held]
 
     @property
@@ -233,20 +233,6 @@ _LARGE, _SMALL = 1 << 22, 1 << 18
 """Bytes on their way at a time: of each rank where all wait for them; of all ranks where they train meanwhile."""
 _AT_ONCE = 1 << 24
 """Entries of one message of a part that each rank has, but for a parameter that has more."""
-
-
-def _filled(numels: Mapping[int, int], limit: int) -> Iterator[list[int]]:
-    """The keys, in order, in lists whose numbers add up to no more than ``limit``."""
-    together: list[int] = []
-    filled = 0
-    for index, numel in numels.items():
-        if together and filled + numel > limit:
-            yield together
-            together, filled = [], 0
-        together.append(index)
-        filled += numel
-    if together:
-        yield together
 
 
 class _Piece(NamedTuple):

@@ -13,7 +13,9 @@ what they make                  :class:`Made`
 
 from __future__ import annotations
 
-import struct
+import io
+import pickle
+import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from mmap import mmap
@@ -62,11 +64,13 @@ def read(data: bytes | mmap, may_name: Callable[[Named], bool] | None = None, nu
         ValueError: it is none, or damaged; or what it says cannot be built (a dict's key of more than 1000 parts).
         UnknownOpcode: see there.
     """
-    machine = _Machine(data, may_name)
+    stream = io.BytesIO(data) if isinstance(data, bytes) else data
+    stream.seek(0)
+    machine = _Machine(stream, may_name)
     try:
         for _ in range(number + 1):
             machine.run()
-    except (IndexError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (IndexError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"it is damaged ({type(error).__name__})") from error
     if len(machine.stack) != 1:
         raise ValueError(f"it makes {len(machine.stack)} objects")
@@ -82,8 +86,8 @@ def entry(holder: Any, name: str) -> Any:
 
 
 class _Machine:
-    def __init__(self, data: bytes | mmap, may_name: Callable[[Named], bool] | None) -> None:
-        self._data, self._at = data, 0
+    def __init__(self, stream: Any, may_name: Callable[[Named], bool] | None) -> None:
+        self._stream = stream
         self._may_name = may_name
 
     def run(self) -> None:
@@ -91,36 +95,39 @@ class _Machine:
         self.stack: list[Any] = []
         self._below: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
-        data = self._data
-        while True:
-            code = data[self._at]
-            self._at += 1
-            if code == _STOP:
-                return
-            act = _ACTS.get(code)
-            if act is None:
-                raise UnknownOpcode(f"it has the instruction {bytes([code])!r}")
-            act(self)
-
-    def _bytes(self, count: int) -> bytes:
-        begin, self._at = self._at, self._at + count
-        if self._at > len(self._data):
-            raise ValueError("it is cut off")
-        return self._data[begin : self._at]
-
-    def _number(self, form: struct.Struct) -> Any:
-        return form.unpack(self._bytes(form.size))[0]
+        while (code := self._stream.read(1)) != pickle.STOP:
+            if not code:
+                raise ValueError("it is cut off")
+            if code not in _ACTS:
+                raise UnknownOpcode(f"it has the instruction {code!r}")
+            argument, act = _ACTS[code]
+            if argument is None:
+                act(self)
+            else:
+                act(self, argument.reader(self._stream))
 
     def _line(self) -> str:
-        end = self._data.find(b"\n", self._at)
-        if end < 0:
+        line: bytes = self._stream.readline()
+        if not line.endswith(b"\n"):
             raise ValueError("it is cut off")
-        return self._bytes(end + 1 - self._at)[:-1].decode()
+        return line[:-1].decode()
 
-    def _push_memo(self) -> None:
-        self._memo[len(self._memo)] = self.stack[-1]
+    def _push(self, value: Any) -> None:
+        self.stack.append(value)
 
-    def _do_mark(self) -> None:
+    def _pass(self, _: Any) -> None:
+        """The protocol, or a frame's length."""
+
+    def _put(self, key: int) -> None:
+        self._memo[key] = self.stack[-1]
+
+    def _get(self, key: int) -> None:
+        self.stack.append(self._memo[key])
+
+    def do_memoize(self) -> None:
+        self._put(len(self._memo))
+
+    def do_mark(self) -> None:
         self._below.append(self.stack)
         self.stack = []
 
@@ -132,23 +139,17 @@ class _Machine:
         items = [self.stack.pop() for _ in range(count)]
         return items[::-1]
 
-    def _do_empty_list(self) -> None:
-        self.stack.append([])
-
-    def _do_empty_dict(self) -> None:
-        self.stack.append(Pairs())
-
-    def _do_tuple(self) -> None:
+    def do_tuple(self) -> None:
         items = self._since_mark()
         self.stack.append(tuple(items))
 
-    def _do_append(self) -> None:
+    def do_append(self) -> None:
         self._extend(self._last(1))
 
-    def _do_appends(self) -> None:
+    def do_appends(self) -> None:
         self._extend(self._since_mark())
 
-    def _do_additems(self) -> None:
+    def do_additems(self) -> None:
         items = self._since_mark()
         _check_keys(items)
         self._extend(items)
@@ -158,10 +159,10 @@ class _Machine:
             raise ValueError(f"it appends to a {type(self.stack[-1]).__name__}")
         self.stack[-1].extend(items)
 
-    def _do_setitem(self) -> None:
+    def do_setitem(self) -> None:
         self._set(self._last(2))
 
-    def _do_setitems(self) -> None:
+    def do_setitems(self) -> None:
         self._set(self._since_mark())
 
     def _set(self, items: list[Any]) -> None:
@@ -172,10 +173,10 @@ class _Machine:
         _check_keys(items[::2])
         pairs.extend(zip(items[::2], items[1::2], strict=True))
 
-    def _do_global(self) -> None:
+    def do_global(self) -> None:
         self._name(self._line(), self._line())
 
-    def _do_stack_global(self) -> None:
+    def do_stack_global(self) -> None:
         module, name = self._last(2)
         if not isinstance(module, str) or not isinstance(name, str):
             raise ValueError("it names a class by something else than strings")
@@ -187,7 +188,7 @@ class _Machine:
             raise ValueError(f"it names {module[:100]}.{name[:100]}")
         self.stack.append(named)
 
-    def _do_reduce(self) -> None:
+    def do_reduce(self) -> None:
         maker, arguments = self._last(2)
         if isinstance(maker, Named) and maker.name in _HASHING:
             for argument in arguments:
@@ -195,12 +196,12 @@ class _Machine:
                     _check_keys([member[0] if _is_pair(member) else member for member in argument])
         self.stack.append(Made(maker, arguments))
 
-    def _do_binpersid(self) -> None:
+    def do_binpersid(self) -> None:
         (identity,) = self._last(1)
         _check_keys([identity])
         self.stack.append(Made("persistent", identity))
 
-    def _do_build(self) -> None:
+    def do_build(self) -> None:
         (state,) = self._last(1)
         made = self.stack[-1]
         if not isinstance(made, Made):
@@ -208,95 +209,42 @@ class _Machine:
         made.state = state
 
 
-_Act = Callable[[_Machine], None]
+def _new(make: Callable[[], Any]) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(make())
 
 
-def _number(form: str) -> _Act:
-    packed = struct.Struct(form)
-    return lambda machine: machine.stack.append(machine._number(packed))
-
-
-def _text(form: str, decode: Callable[[bytes], Any]) -> _Act:
-    length = struct.Struct(form)
-    return lambda machine: machine.stack.append(decode(machine._bytes(machine._number(length))))
-
-
-def _constant(value: Any) -> _Act:
-    return lambda machine: machine.stack.append(value)
-
-
-def _tuple(count: int) -> _Act:
+def _tuple(count: int) -> Callable[[_Machine], None]:
     return lambda machine: machine.stack.append(tuple(machine._last(count)))
 
 
-def _put(form: str) -> _Act:
-    key = struct.Struct(form)
-    return lambda machine: machine._memo.__setitem__(machine._number(key), machine.stack[-1])
-
-
-def _get(form: str) -> _Act:
-    key = struct.Struct(form)
-    return lambda machine: machine.stack.append(machine._memo[machine._number(key)])
-
-
-def _utf8(data: bytes) -> str:
-    return data.decode("utf-8", "surrogatepass")
-
-
-def _long(data: bytes) -> int:
-    return int.from_bytes(data, "little", signed=True)
-
-
-_STOP = ord(".")
-_ACTS: dict[int, _Act] = {
-    ord(code): act
-    for code, act in {
-        "\x80": lambda machine: machine._bytes(1),  # protocol
-        "\x95": lambda machine: machine._bytes(8),  # a frame's length
-        "K": _number("<B"),
-        "M": _number("<H"),
-        "J": _number("<i"),
-        "G": _number(">d"),
-        "\x8a": _text("<B", _long),
-        "\x8b": _text("<I", _long),
-        "U": _text("<B", _utf8),
-        "T": _text("<I", _utf8),
-        "\x8c": _text("<B", _utf8),
-        "X": _text("<I", _utf8),
-        "\x8d": _text("<Q", _utf8),
-        "C": _text("<B", bytes),
-        "B": _text("<I", bytes),
-        "\x8e": _text("<Q", bytes),
-        "N": _constant(None),
-        "\x88": _constant(True),
-        "\x89": _constant(False),
-        ")": _constant(()),
-        "(": _Machine._do_mark,
-        "t": _Machine._do_tuple,
-        "\x85": _tuple(1),
-        "\x86": _tuple(2),
-        "\x87": _tuple(3),
-        "]": _Machine._do_empty_list,
-        "\x8f": _Machine._do_empty_list,  # a set
-        "}": _Machine._do_empty_dict,
-        "a": _Machine._do_append,
-        "e": _Machine._do_appends,
-        "\x90": _Machine._do_additems,
-        "s": _Machine._do_setitem,
-        "u": _Machine._do_setitems,
-        "q": _put("<B"),
-        "r": _put("<I"),
-        "\x94": _Machine._push_memo,
-        "h": _get("<B"),
-        "j": _get("<I"),
-        "c": _Machine._do_global,
-        "\x93": _Machine._do_stack_global,
-        "R": _Machine._do_reduce,
-        "\x81": _Machine._do_reduce,  # of a new object
-        "Q": _Machine._do_binpersid,
-        "b": _Machine._do_build,
-    }.items()
+_BY_NAME: dict[str, Callable[..., None]] = {
+    **dict.fromkeys(("PROTO", "FRAME"), _Machine._pass),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "BINFLOAT", "LONG1", "LONG4"), _Machine._push),
+    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"), _Machine._push),
+    **dict.fromkeys(("BINSTRING", "SHORT_BINSTRING"), _Machine._push),
+    **dict.fromkeys(("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"), _Machine._push),
+    "NONE": _new(lambda: None),
+    "NEWTRUE": _new(lambda: True),
+    "NEWFALSE": _new(lambda: False),
+    "EMPTY_TUPLE": _new(tuple),
+    "EMPTY_LIST": _new(list),
+    "EMPTY_SET": _new(list),
+    "EMPTY_DICT": _new(Pairs),
+    "TUPLE1": _tuple(1),
+    "TUPLE2": _tuple(2),
+    "TUPLE3": _tuple(3),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine._put),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine._get),
+    "NEWOBJ": _Machine.do_reduce,
 }
+"""Those of pickle's instructions that have no method of their own name."""
+_ACTS = {
+    # Of a global pickletools makes one text, in which an escape would be another name than torch reads.
+    each.code.encode("latin-1"): (None if each.name == "GLOBAL" else each.arg, act)
+    for each in pickletools.opcodes
+    if (act := _BY_NAME.get(each.name) or getattr(_Machine, f"do_{each.name.lower()}", None)) is not None
+}
+"""What to read behind an instruction, and what to do."""
 
 
 def _is_pair(member: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 import sys
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_scape.checkpoint import atomic_files as files
+from lightning_scape.checkpoint.packed import pack, unpack
+from lightning_scape.checkpoint.regular import CheckpointError
 
 
 def rng_state() -> Tensor:
@@ -25,9 +25,7 @@ def rng_state() -> Tensor:
             states["numpy"] = (kind, [int(key) for key in keys], *rest)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
-    file = io.BytesIO()
-    torch.save(states, file)
-    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    return pack(states)
 
 
 def states_in(saved: Tensor) -> dict[str, Any]:
@@ -36,12 +34,7 @@ def states_in(saved: Tensor) -> dict[str, Any]:
     Raises:
         CheckpointError: it is something else.
     """
-    states = None
-    if isinstance(saved, Tensor) and saved.dtype == torch.uint8 and saved.dim() == 1:
-        states = files.load_stream(io.BytesIO(saved.cpu().numpy().tobytes()), _CALLED)
-    if not isinstance(states, dict) or not {"python", "torch"} <= set(states):
-        raise files.CheckpointError(_what(f"a {type(states).__name__}"))
-    return states
+    return unpack(saved, "the state of random number generators", {"python", "torch"}, weights_only=True)
 
 
 def set_rng_state(saved: Tensor) -> None:
@@ -61,11 +54,7 @@ def set_rng_state(saved: Tensor) -> None:
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
     except (TypeError, ValueError, RuntimeError) as error:
-        raise files.CheckpointError(_what(f"others ({error})")) from error
-
-
-_CALLED = "the state of random number generators"
-
-
-def _what(got: str) -> str:
-    return f"A checkpoint must hold states of Python's and torch's generators, got {got}. Load another checkpoint."
+        raise CheckpointError(
+            f"A checkpoint must hold states of Python's and torch's generators, got others ({error}). Load another"
+            " checkpoint."
+        ) from error

@@ -104,7 +104,8 @@ class SavedContent:
         ranks = communicator or Communicator.alone()
         self.directory = Directory(path, ranks, weights_only)
         table = ranks.raise_on_all_ranks(self._read_table)
-        self._models: dict[str, dict[str, Any]] = table["models"]
+        self.models: dict[str, dict[str, Any]] = table["models"]
+        """By name: state dicts, with None in place of tensors."""
         self.rest: dict[str, Any] = table["rest"]
         self.optimizers = {
             name: SavedShards(self.directory, name, common) for name, common in table["optimizers"].items()
@@ -141,20 +142,10 @@ class SavedContent:
             ) from error
         return table
 
-    @property
-    def names(self) -> set[str]:
-        """Of models, optimizers and the rest."""
-        return {*self._models, *self.optimizers, *self.rest}
-
     def model(self, name: str) -> dict[str, Any]:
         """A model's whole state dict, in host memory."""
-        kept = self._models[name]
+        kept = self.models[name]
         return {key: self.directory.tensor(f"{name}.{key}") if value is None else value for key, value in kept.items()}
-
-    @property
-    def models(self) -> list[str]:
-        """Their names."""
-        return list(self._models)
 
     def rng(self, rank: int, world_size: int) -> Tensor | None:
         """The saved random number generators of a rank; None if the number of ranks has changed."""
@@ -199,16 +190,15 @@ class Saver:
         """
         self.wait()
         content.optimizers = of_rank_0(content.optimizers, communicator)
-        tensors, rest = communicator.raise_on_all_ranks(lambda: _collected(content, communicator.rank))
+        rank = communicator.rank
+        tensors, rest = communicator.raise_on_all_ranks(
+            lambda: (content.tensors(rank), as_bytes(content.table()) if rank == 0 else b"")
+        )
         if not self.asynchronous:
             write_directory(path, tensors, rest, communicator)
             return
-
-        def copied() -> dict[str, Chunk]:
-            return {key: chunk.copied() for key, chunk in tensors.items()}
-
         _make_folder(path, communicator)
-        copies = communicator.raise_on_all_ranks(copied)
+        copies = communicator.raise_on_all_ranks(lambda: {key: chunk.copied() for key, chunk in tensors.items()})
         self._begin(functools.partial(write_directory, path, copies, rest, communicator), communicator)
 
     def collected(self, own: OwnParts, background: Communicator | None = None) -> dict[str, Any] | None:
@@ -310,11 +300,6 @@ def _tried(remove: Callable[[], None]) -> None:
         remove()
     except OSError as error:
         warnings.warn(f"An old checkpoint must be removable, got {error!r}. Remove it by hand.", stacklevel=4)
-
-
-def _collected(content: Content, rank: int) -> tuple[dict[str, Chunk], bytes]:
-    """What a rank writes: its tensors, and rank 0 the rest."""
-    return content.tensors(rank), as_bytes(content.table()) if rank == 0 else b""
 
 
 def consolidate(path: Path, optimizer: str = "kept") -> dict[str, Any]:

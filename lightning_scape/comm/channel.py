@@ -83,19 +83,16 @@ class Channel:
         _Watch.over(self)
 
     @classmethod
-    def beside(cls, process_group: dist.ProcessGroup, group: dist.ProcessGroup) -> Channel:
-        """The one beside a process group. ``group``, over the same ranks, is used if there is none yet. Collective."""
+    def beside(cls, process_group: dist.ProcessGroup, make: Callable[[], dist.ProcessGroup | None]) -> Channel:
+        """The one beside a process group. If there is none yet, ``make`` gives a group over its ranks. Collective."""
         channel = cls._of.get(process_group)
         if channel is None:
+            group = make()
+            assert group is not None
             token = [secrets.token_hex(8)]
             dist.broadcast_object_list(token, group=group, group_src=0)
             channel = cls._of[process_group] = cls(group, token[0])
         return channel
-
-    @classmethod
-    def known(cls, process_group: dist.ProcessGroup) -> Channel | None:
-        """The one beside a process group, if there is one."""
-        return cls._of.get(process_group)
 
     def next_number(self) -> int:
         """Of a further optimizer: how many there were before, on this rank."""

@@ -37,9 +37,8 @@ from torch import Tensor
 
 from lightning_scape.comm import under_way
 from lightning_scape.comm.channel import Channel
-from lightning_scape.comm.gloo_threads import let_senders_finish
 from lightning_scape.comm.lost_ranks import Watched, explained_loss, forget_losses
-from lightning_scape.comm.pairs import all_gather_into, all_to_all_into
+from lightning_scape.comm.pairs import all_gather_into, all_to_all_into, let_senders_finish
 from lightning_scape.comm.work import SideStream
 from lightning_scape.comm.work import Work as Work
 from lightning_scape.comm.worker import Worker, end_groups_at_exit, end_safely
@@ -135,32 +134,31 @@ def broadcast_tensors(tensors: Iterable[Tensor], process_group: ProcessGroup | N
     """Overwrites the tensors with those of the group's first rank, in few fused messages. In place."""
     if world_size(process_group) == 1:
         return
-    source = dist.get_global_rank(process_group, 0) if process_group is not None else 0
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     with torch.no_grad():
         for same_kind in kinds.values():
-            for bucket in _buckets(same_kind, limit=1 << 26):
+            for bucket in in_messages(((tensor, tensor.nbytes) for tensor in same_kind), limit=1 << 26):
                 as_bytes = [bytes_of(tensor) for tensor in bucket]
                 flat = torch.cat(as_bytes)
-                dist.broadcast(flat, source, group=process_group)
+                dist.broadcast(flat, group=process_group, group_src=0)
                 for tensor, part in zip(bucket, flat.split([len(each) for each in as_bytes]), strict=True):
                     tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
-def _buckets(tensors: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """Groups of tensors of about ``limit`` bytes, in order."""
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        bucket.append(tensor)
-        size += tensor.numel() * tensor.element_size()
-        if size >= limit:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
+def in_messages(given: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
+    """Things given with their sizes, in order, in lists of up to ``limit`` in all; one that has more is alone."""
+    together: list[T] = []
+    filled = 0
+    for each, size in given:
+        if together and filled + size > limit:
+            yield together
+            together, filled = [], 0
+        together.append(each)
+        filled += size
+    if together:
+        yield together
 
 
 @dataclass
@@ -249,11 +247,7 @@ class Communicator:
         base = own_group or process_group or (dist.group.WORLD if is_distributed() else None)
         if base is None or world_size(base) == 1 or "gloo" not in str(dist.get_backend(base)):
             return cls(own_group or process_group, mask_group)
-        channel = Channel.known(base)
-        if channel is None:
-            group = own_group or new_group_like(process_group)
-            assert group is not None
-            channel = Channel.beside(base, group)
+        channel = Channel.beside(base, lambda: own_group or new_group_like(process_group))
         return cls(channel.group, mask_group, Watched(channel, channel.next_number()))
 
     @classmethod
@@ -363,13 +357,12 @@ class Communicator:
         mine = self.rank == to
         count = self.world_size if mine else 0
         whole = [torch.empty(flat.shape, dtype=flat.dtype, device="cpu") for _ in range(count)]
-        target = dist.get_global_rank(self.process_group, to) if self.process_group is not None else to
         begin = 0
         for part in flat.detach().split(at_once):
             part = part.to(device).contiguous()
             received = [torch.empty_like(part) for _ in range(count)]
             with self.watched.around("state"):
-                dist.gather(part, received if mine else None, dst=target, group=self.process_group)
+                dist.gather(part, received if mine else None, group=self.process_group, group_dst=to)
             for whole_rank, part_rank in zip(whole, received, strict=True):
                 whole_rank[begin : begin + part.numel()] = part_rank
             begin += part.numel()
@@ -423,9 +416,8 @@ class Communicator:
             return value
         first = have.index(True)
         carried: list[Any] = [value if self.rank == first else None]
-        source = first if self.process_group is None else dist.get_global_rank(self.process_group, first)
         with explained_loss(), _current(self.device):
-            dist.broadcast_object_list(carried, source, group=self.process_group)
+            dist.broadcast_object_list(carried, group=self.process_group, group_src=first)
         shared: T = carried[0]
         return shared
 

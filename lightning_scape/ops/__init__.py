@@ -29,12 +29,10 @@ from lightning_scape.ops.naive.masks import position_dtype as position_dtype
 from lightning_scape.ops.naive.masks import proposal_bytes as proposal_bytes
 from lightning_scape.ops.naive.params import ParamEntries as ParamEntries
 from lightning_scape.ops.naive.rules import SELECTED_BY_TURNS
-from lightning_scape.ops.naive.rules import AdamWStep as AdamWStep
 from lightning_scape.ops.naive.rules import Hyper as Hyper
 from lightning_scape.ops.naive.rules import RowNumbers as RowNumbers
 from lightning_scape.ops.naive.rules import SecondMoment as SecondMoment
 from lightning_scape.ops.naive.rules import ShardState as ShardState
-from lightning_scape.ops.naive.rules import TauStep as TauStep
 from lightning_scape.ops.naive.rules import adams_step as adams_step
 from lightning_scape.ops.naive.rules import adamw_step as adamw_step
 from lightning_scape.ops.naive.tables import to_device as to_device
@@ -71,8 +69,8 @@ def _dispatched(twin: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(twin)
     def operation(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        implementation = _implementation(_is_on_cuda((*args, *kwargs.values())))
-        result: _T = getattr(implementation, name)(*args, **kwargs)
+        first = _first_tensor((*args, *kwargs.values()))
+        result: _T = getattr(_implementation(first is not None and first.is_cuda), name)(*args, **kwargs)
         return result
 
     return operation
@@ -117,9 +115,9 @@ def _cpu() -> Backend | None:
             stacklevel=4,
         )
         return None
-    from lightning_scape.ops import cpu
+    from lightning_scape.ops.cpu import numbers, sweep
 
-    if not cpu.are_compiled() and os.environ.get("LOCAL_RANK", "0") == "0":
+    if not numbers.is_compiled(sweep.sweep) and os.environ.get("LOCAL_RANK", "0") == "0":
         print("SCAPE compiles its operations for this CPU, once: some 15 seconds of one core.", file=sys.stderr)
     return CPU
 
@@ -129,13 +127,8 @@ def sweep_selects(sent: int, device: torch.device) -> bool:
     return device.type != "cuda" or sent <= SELECTED_BY_TURNS
 
 
-def _is_on_cuda(values: Iterable[object]) -> bool:
-    """Whether the first tensor is, which may lie in lists and tuples."""
-    first = _first_tensor(values)
-    return first is not None and first.is_cuda
-
-
 def _first_tensor(values: Iterable[object]) -> Tensor | None:
+    """It may lie in lists and tuples."""
     for value in values:
         found = _first_tensor(value) if isinstance(value, (list, tuple)) else value
         if isinstance(found, Tensor):

@@ -91,11 +91,6 @@ class Wire:
         return sum(self._field_bytes)
 
     @property
-    def bits_per_entry(self) -> float:
-        """Everything included."""
-        return 8 * self.row_bytes / self.sent
-
-    @property
     def _field_bytes(self) -> tuple[int, int, int]:
         positions = -(-self.sent * self.position_bits // 8)
         if self.bits is None:

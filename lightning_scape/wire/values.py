@@ -22,7 +22,7 @@ def packed_bytes(count: int, bits: int) -> int:
 
 
 class ValueWire:
-    """Packs changes ``[R, q]``, and reads values and changes.
+    """Makes room for messages, and reads values and changes ``[R, q]``.
 
     Args:
         bits: 8 or 4; None: values travel as they are.
@@ -40,24 +40,6 @@ class ValueWire:
             return None
         shape = shards, -(-rows * sent // GROUP), group_bytes(self.bits)
         return torch.empty(shape, dtype=torch.uint8, device=device)
-
-    def pack_with_error(
-        self, error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor
-    ) -> Tensor:
-        """The message of changes of masked entries, and of what earlier ones' rounding has left of these entries.
-
-        Args:
-            error: ``[R, B]``, what is left; changed in place.
-            mask: ``[R, q]``, or None for all.
-            theta: ``[R, q]``, of the same dtype. It becomes the change that is sent.
-            before: likewise; ``theta - before`` is the change.
-            scale: 0-dim or ``[R]``. 0 sends zeros, and the error stays as it is.
-
-        Returns:
-            uint8 ``[G, W]``.
-        """
-        assert self.bits is not None
-        return ops.quantize_with_error(error, mask, theta, before, scale, self.bits)
 
     def read(
         self, message: Tensor, rows: int, sent: int, shards: int = 1, some: Sequence[slice] | None = None

@@ -25,9 +25,4 @@ user's cache folder). They release Python's lock, and share their range among ``
 tensor that is not on the CPU, or not contiguous, goes to the twin, a few rows at a time (:mod:`.chunked`).
 """
 
-from lightning_scape.ops.cpu import numbers, operations, shard, sweep  # noqa: F401  they register what they have
-
-
-def are_compiled() -> bool:
-    """Whether the loops were compiled before, and lie on disk."""
-    return numbers.is_compiled(sweep.sweep)
+from lightning_scape.ops.cpu import operations, shard, sweep  # noqa: F401  they register what they have

@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -98,20 +99,11 @@ def by_dtypes(rows: Sequence[tuple[Tensor, ...]]) -> list[tuple[tuple[torch.dtyp
     return list(groups.items())
 
 
-def running_sums(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """How much comes before each, and the sum."""
-    starts, total = [], 0
-    for size in sizes:
-        starts.append(total)
-        total += size
-    return starts, total
-
-
 def pairs_table(pairs: list[tuple[Tensor, ...]]) -> tuple[Any, int]:
     """The table of :func:`cpu_kernels.fold`, and the number of entries in all."""
     sizes = [first.numel() for first, _ in pairs]
     assert sizes == [second.numel() for _, second in pairs]
-    starts, count = running_sums(sizes)
+    *starts, count = accumulate(sizes, initial=0)
     addresses = [[tensor.data_ptr() for tensor in column] for column in zip(*pairs, strict=True)]
     return np.array([*addresses, starts, sizes], np.int64).T.copy(), count
 
@@ -122,7 +114,7 @@ def pieces_table(entries: ParamEntries, sent: int) -> Iterator[tuple[torch.dtype
     for dtype in dict.fromkeys(flats[piece.segment.index].dtype for piece in entries.pieces):
         group = [piece for piece in entries.pieces if flats[piece.segment.index].dtype == dtype]
         kept = [piece.kept(sent, entries.block_size) for piece in group]
-        starts, count = running_sums(kept)
+        *starts, count = accumulate(kept, initial=0)
         addresses = [flats[piece.segment.index].data_ptr() + piece.start * dtype.itemsize for piece in group]
         rows = [piece.row for piece in group]
         yield dtype, np.array([addresses, starts, kept, rows], np.int64).T.copy(), count

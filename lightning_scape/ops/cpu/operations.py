@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from lightning_scape.ops.cpu.arrays import (
     or_empty,
     pairs_table,
     rows_of_a_thread,
-    running_sums,
     scalar,
     sketch_plan,
     wire_limit,
@@ -51,7 +51,7 @@ def squared_norm(grads: Sequence[Tensor]) -> Tensor:
     total = 0.0
     for (dtype,), group in by_dtypes([(grad,) for grad in grads if grad.numel()]):
         sizes = [grad.numel() for (grad,) in group]
-        starts, chunks = running_sums([-(-size // _NORM_CHUNK) for size in sizes])
+        *starts, chunks = accumulate([-(-size // _NORM_CHUNK) for size in sizes], initial=0)
         table = np.array([(g.data_ptr(), s, n) for (g,), s, n in zip(group, starts, sizes, strict=True)], np.int64)
         partials = np.empty(chunks, np.float64)
         loop = functools.partial(kernels.squares, table, partials, _NORM_CHUNK, like(dtype))
@@ -62,7 +62,6 @@ def squared_norm(grads: Sequence[Tensor]) -> Tensor:
 
 @implements
 def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int]) -> Tensor:
-    """See :func:`naive.sketch`."""
     buckets, length = max(widths), signs.numel() // 2
     total = np.zeros(buckets, np.float32)
     numbered = [(grad, index) for index, grad in enumerate(grads) if grad is not None and grad.numel()]
@@ -82,7 +81,6 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
 
 @implements
 def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor, clip_value: float | None) -> None:
-    """See :func:`naive.fold`."""
     factor = float(scale)
     if factor == 0.0:
         return
@@ -103,7 +101,6 @@ def accumulate_exp_avg_sq(
     scale: Tensor,
     clip_value: float | None,
 ) -> None:
-    """See :func:`naive.accumulate_exp_avg_sq`."""
     scales = scale.tolist() if scale.dim() else [float(scale)] * len(moments)
     given = zip(moments, grads, weights, scales, strict=True)
     rows = [(moment, grad, weight, own) for moment, grad, weight, own in given if own != 0.0]
@@ -126,7 +123,6 @@ def accumulate_exp_avg_sq(
 
 @implements
 def select(statistic: Tensor, sent: int) -> Tensor:
-    """See :func:`naive.select`."""
     blocks, length = statistic.shape
     assert 1 <= sent <= length
     if length > _LONGEST_SORTED and sent > ranking.MAX_PASSES:
@@ -139,7 +135,6 @@ def select(statistic: Tensor, sent: int) -> Tensor:
 
 @implements
 def pack_mask(mask: Tensor, length: int) -> Tensor:
-    """See :func:`naive.pack_mask`."""
     bits = torch.empty(len(mask), -(-length // 8), dtype=torch.uint8, device="cpu")
     in_parallel(functools.partial(masks.pack_mask, array(mask), array(bits)), len(bits), rows_of_a_thread(length))
     return bits
@@ -147,7 +142,6 @@ def pack_mask(mask: Tensor, length: int) -> Tensor:
 
 @implements
 def unpack_mask(bits: Tensor, sent: int, length: int) -> Tensor:
-    """See :func:`naive.unpack_mask`."""
     chosen = torch.empty(len(bits), sent, dtype=position_dtype(length), device="cpu")
     loop = functools.partial(masks.unpack_mask, array(bits), array(chosen), *_bits_of_bytes(chosen.dtype))
     in_parallel(loop, len(bits), rows_of_a_thread(length))
@@ -164,7 +158,6 @@ def _bits_of_bytes(dtype: torch.dtype) -> tuple[Any, Any]:
 
 @implements
 def propose(residual: Tensor, votes: int) -> Tensor:
-    """See :func:`naive.propose`."""
     blocks, length = residual.shape
     if length > _LONGEST_SORTED and votes > ranking.MAX_PASSES:
         return chunked.propose(residual, votes)
@@ -177,7 +170,6 @@ def propose(residual: Tensor, votes: int) -> Tensor:
 
 @implements
 def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) -> Tensor:
-    """See :func:`naive.merge`."""
     blocks, length = residual.shape
     if length > _LONGEST_SORTED and sent > ranking.MAX_PASSES:
         return chunked.merge(residual, proposals, own, votes, sent)
@@ -195,7 +187,6 @@ def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) 
 def compact(
     residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """See :func:`naive.compact`."""
     blocks, length = residual.shape
     sent = length if mask is None else mask.shape[1]
     values = torch.empty(blocks, sent, dtype=wire_dtype, device="cpu") if out is None else out
@@ -207,7 +198,6 @@ def compact(
 
 @implements
 def quantize(values: Tensor, bits: int) -> Tensor:
-    """See :func:`naive.quantize`."""
     assert values.dtype == torch.float32
     shards, count = values.shape
     size = (shards, -(-count // GROUP), group_bytes(bits))
@@ -220,7 +210,6 @@ def quantize(values: Tensor, bits: int) -> Tensor:
 
 @implements
 def pack(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor) -> None:
-    """See :func:`naive.pack`."""
     shards, groups, width = message.shape
     tensors = array(values.view(-1)), array(residual), or_empty(mask, position_dtype(residual.shape[1]))
     rows, packed = array(message.view(-1, width)), np.zeros(shards * groups, np.uint8)
@@ -232,7 +221,6 @@ def pack(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor)
 def quantize_with_error(
     error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor, bits: int
 ) -> Tensor:
-    """See :func:`naive.quantize_with_error`."""
     if mask is None or error.dtype != torch.float32 or scale.numel() != 1 or float(scale) == 0.0:
         return feed_error_back(CPU, error, mask, theta, before, scale, bits)
     message = torch.empty(-(-theta.numel() // GROUP), group_bytes(bits), dtype=torch.uint8, device="cpu")
@@ -244,7 +232,6 @@ def quantize_with_error(
 
 @implements
 def dequantize(message: Tensor, bits: int, count: int, out: Tensor | None = None) -> Tensor:
-    """See :func:`naive.dequantize`."""
     assert message.shape[1:] == (-(-count // GROUP), group_bytes(bits))
     values = torch.empty(len(message), count, dtype=torch.float32, device="cpu") if out is None else out
     rows = message.flatten(0, 1)
@@ -255,7 +242,6 @@ def dequantize(message: Tensor, bits: int, count: int, out: Tensor | None = None
 
 @implements
 def sweep(work: Sweep) -> None:
-    """See :func:`naive.sweep`."""
     residual, mask, values, length = work.residual, work.mask, work.values, work.residual.shape[1]
     votes = 0 if work.proposals is None else votes_in(work.proposals.shape[1], length)
     ranked = max(votes, 0 if work.next_mask is None else work.next_mask.shape[1])

@@ -30,7 +30,6 @@ from lightning_scape.ops.naive import ParamEntries, RowNumbers, ShardState, chun
 def update_adams(
     shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, floor: float = 1.0
 ) -> Tensor:
-    """See :func:`naive.update_adams`."""
     divisor = torch.as_tensor(numbers.first, dtype=shard.theta.dtype, device="cpu")
     return _update(shard, mask, (mean, mean), numbers, (divisor, divisor), (floor,))
 
@@ -39,7 +38,6 @@ def update_adams(
 def update_adamw(
     shard: ShardState, mask: Tensor | None, mean: Tensor, own: Tensor | None, numbers: RowNumbers, ranks: int
 ) -> Tensor:
-    """See :func:`naive.update_adamw`."""
     assert shard.exp_avg_sq is not None
     assert isinstance(numbers.first, Tensor)
     assert numbers.second is not None
@@ -84,7 +82,6 @@ def _by_row(numbers: RowNumbers, corrections: tuple[Tensor, Tensor]) -> tuple[An
 
 @implements
 def mean(contributions: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """See :func:`naive.mean`."""
     first = contributions[0]
     if any((each.dtype, each.shape) != (first.dtype, first.shape) for each in contributions):
         return naive.mean(contributions, dtype)
@@ -96,7 +93,6 @@ def mean(contributions: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 @implements
 def changes(theta: Tensor, before: Tensor, dtype: torch.dtype) -> Tensor:
-    """See :func:`naive.changes`."""
     out = torch.empty(theta.shape, dtype=dtype, device="cpu")
     loop = functools.partial(cpu_update.changes, *(array(each.view(-1)) for each in (theta, before, out)))
     in_parallel(loop, out.numel(), GRAIN)
@@ -108,7 +104,6 @@ def changes(theta: Tensor, before: Tensor, dtype: torch.dtype) -> Tensor:
 
 @implements
 def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> None:
-    """See :func:`naive.gather_params`."""
     if entries.mask is None:  # plain copies
         chunked.gather_params(entries, out, renew)
     else:
@@ -123,7 +118,6 @@ def scatter_params(
     scale: Tensor | None = None,
     error: Tensor | None = None,
 ) -> None:
-    """See :func:`naive.scatter_params`."""
     if scale is not None:
         scales = array(scale.reshape(-1))
         taken = [piece for piece in entries.pieces if scales[piece.row if scale.dim() else 0] != 0]
@@ -146,7 +140,6 @@ def _exchange(entries: ParamEntries, values: Tensor, way: int, error: Tensor | N
 
 @implements
 def gather_blocks(matrix: Tensor, mask: Tensor | None) -> Tensor:
-    """See :func:`naive.gather_blocks`."""
     if mask is None:
         return matrix
     out = torch.empty(mask.shape, dtype=matrix.dtype, device="cpu")
@@ -156,7 +149,6 @@ def gather_blocks(matrix: Tensor, mask: Tensor | None) -> Tensor:
 
 @implements
 def scatter_blocks(matrix: Tensor, mask: Tensor | None, values: Tensor, add: bool = False) -> None:
-    """See :func:`naive.scatter_blocks`."""
     if mask is None:
         naive.scatter_blocks(matrix, mask, values, add)
     else:

@@ -115,7 +115,7 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
     by_dtype: dict[torch.dtype, list[tuple[int, int, Tensor]]] = {}
     for i, grad in enumerate(grads):
         if grad is not None and (numel := grad.numel()):
-            by_dtype.setdefault(grad.dtype, []).append((i, numel, launching.dense(grad)))
+            by_dtype.setdefault(grad.dtype, []).append((i, numel, grad.contiguous()))
     for dtype, group in by_dtype.items():
         indices, sizes, dense = zip(*group, strict=True)
         count, chunks = launching.chunks(sizes, length, signs.device)
@@ -126,7 +126,7 @@ def sketch(grads: Sequence[Tensor | None], signs: Tensor, widths: Sequence[int])
             (programs, triton.cdiv(buckets, _SKETCH_COLUMNS)),
             launching.addresses(dense),
             *chunks,
-            sketch_plan(indices, sizes, length, tuple(widths), signs.device, launching.stream(signs)),
+            sketch_plan(indices, sizes, length, tuple(widths), signs.device, launching.stream_of(signs.device)),
             signs,
             partials,
             count,
@@ -202,7 +202,7 @@ def _fold_kernel(
 @CUDA.implements
 def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor, clip_value: float | None) -> None:
     """See :func:`naive.fold`. One launch for all tensors of a dtype and alignment."""
-    pairs = [(r, launching.dense(g)) for r, g in zip(residuals, grads, strict=True) if g is not None and g.numel()]
+    pairs = [(r, g.contiguous()) for r, g in zip(residuals, grads, strict=True) if g is not None and g.numel()]
     if any(residual.device != grad.device for residual, grad in pairs):
         chunked.fold(residuals, grads, scale, clip_value)
         return
@@ -295,7 +295,7 @@ def accumulate_exp_avg_sq(
         own = chosen(moments, rest), chosen(grads, rest), chosen(weights, rest)
         chunked.accumulate_exp_avg_sq(*own, ranks, scales(rest), clip_value)
     for dtype, places in groups.items():
-        targets, sources = chosen(moments, places), [launching.dense(grad) for grad in chosen(grads, places)]
+        targets, sources = chosen(moments, places), [grad.contiguous() for grad in chosen(grads, places)]
         device = targets[0].device
         shares = tuple(share for weight in chosen(weights, places) for share in (1 - weight, weight / ranks))
         programs, chunks = launching.chunks(tuple(target.numel() for target in targets), launching.STREAM_CHUNK, device)
@@ -307,7 +307,7 @@ def accumulate_exp_avg_sq(
             *chunks,
             scales(places).to(device),
             scale.dim(),
-            launching.shares(shares, device),
+            launching.table(shares, device, torch.float64),
             targets[0].new_full((), torch.finfo(targets[0].dtype).max),
             scale if clip_value is None else launching.bound(clip_value, dtype, device),
             MOMENT=launching.DTYPES[targets[0].dtype],

@@ -19,8 +19,6 @@ DTYPES = {
 }
 STREAM_CHUNK = 4096
 """Entries a program takes where memory is read end to end: 16 for each of 256 threads."""
-LARGE_CHUNK = 1 << 24
-"""Entries handled by one torch call where there is no kernel: few calls, and temporaries of 64 MB at most."""
 PICK_CHUNK = 1024
 """Likewise where entries lie scattered."""
 CACHED_TABLES = 64
@@ -45,11 +43,6 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
-def dense(flat: Tensor) -> Tensor:
-    """Itself, or a copy without gaps."""
-    return flat if flat.is_contiguous() else flat.contiguous()
-
-
 def aligned(tensor: Tensor) -> bool:
     """Whether 16 bytes can be read at once from its start."""
     return tensor.data_ptr() % 16 == 0
@@ -66,13 +59,13 @@ def by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     groups: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
-            flat = dense(tensor).view(-1)
+            flat = tensor.contiguous().view(-1)
             groups.setdefault((flat.dtype, aligned(flat)), []).append(flat)
     return list(groups.values())
 
 
 def addresses(flats: Sequence[Tensor]) -> Tensor:
-    """Where each tensor lies; the last 64 tables are kept."""
+    """Where each tensor lies; the last tables are kept."""
     return table(tuple([flat.data_ptr() for flat in flats]), flats[0].device)
 
 
@@ -81,9 +74,9 @@ def chunks(sizes: tuple[int, ...], chunk: int, device: torch.device) -> tuple[in
     return cached_chunks(sizes, chunk, device, stream_of(device))
 
 
-def table(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Integers of 64 bits on the device."""
-    return cached_table(numbers, device, stream_of(device))
+def table(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Numbers of 64 bits on the device."""
+    return cached_table(numbers, device, dtype, stream_of(device))
 
 
 # The stream is part of the key: a table is read on the stream that filled it, and its memory returns to that stream.
@@ -102,26 +95,10 @@ def cached_chunks(
     return tensors.numel(), (to_device(numels, device), to_device(tensors, device), to_device(starts, device))
 
 
-@lru_cache(maxsize=CACHED_TABLES)
-def cached_table(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+@lru_cache(maxsize=2 * CACHED_TABLES)
+def cached_table(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype, stream: int) -> Tensor:
     """See :func:`table`."""
-    return to_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
-
-
-def shares(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    """Numbers with a fraction on the device, as fp64."""
-    return cached_shares(numbers, device, stream_of(device))
-
-
-@lru_cache(maxsize=CACHED_TABLES)
-def cached_shares(numbers: tuple[float, ...], device: torch.device, stream: int) -> Tensor:
-    """See :func:`shares`."""
-    return to_device(torch.tensor(numbers, dtype=torch.float64, device="cpu"), device)
-
-
-def stream(tensor: Tensor) -> int:
-    """The current stream of a tensor's device."""
-    return stream_of(tensor.device)
+    return to_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
 
 
 def stream_of(device: torch.device) -> int:

@@ -17,8 +17,7 @@ from lightning_scape.ops.registry import CUDA
 _SELECT_TILE = 1024
 """Entries of whole rows that a warp of :func:`select` holds in registers; longer rows are shared by several warps."""
 LONGEST_ROW = 4096
-_MAX_PASSES = SELECTED_BY_TURNS
-"""Longer blocks and larger quotas are selected by the twin."""
+"""Longer blocks are selected by the twin."""
 
 
 @triton.jit
@@ -96,7 +95,7 @@ def select(statistic: Tensor, sent: int) -> Tensor:
 
 def is_small(matrix: Tensor, sent: int) -> bool:
     """Whether rows are such that a kernel selects from them; the twin does from others."""
-    return sent <= _MAX_PASSES and matrix.shape[1] <= LONGEST_ROW and matrix.stride(1) == 1
+    return sent <= SELECTED_BY_TURNS and matrix.shape[1] <= LONGEST_ROW and matrix.stride(1) == 1
 
 
 def selection(matrix: Tensor) -> dict[str, Any]:

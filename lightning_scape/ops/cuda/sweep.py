@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_scape.core.layout import Span
+from lightning_scape.core.tensors import piece_views
 from lightning_scape.ops.cuda import launch as launching
 from lightning_scape.ops.cuda.gradients import accumulate_exp_avg_sq, fold
 from lightning_scape.ops.cuda.masks import (
@@ -311,7 +312,7 @@ def _launch(work: Sweep, spans: Sequence[Span], ranked: Tensor | None, votes: in
         if grad is None:
             starts.append(0)
         else:
-            given.append(launching.dense(grad))
+            given.append(grad.contiguous())
             starts.append(given[-1].data_ptr())
     dtype = given[0].dtype if given else torch.float32
     shape = _shape(residual)
@@ -327,7 +328,7 @@ def _launch(work: Sweep, spans: Sequence[Span], ranked: Tensor | None, votes: in
         residual if moments is None else moments.exp_avg_sq,
         launching.table(tuple(starts), device),
         launching.table(tuple([span.numel for span in spans]), device),
-        residual if moments is None else launching.shares(_shares(moments, spans), device),
+        residual if moments is None else launching.table(_shares(moments, spans), device, torch.float64),
         launching.table(tuple([span.row for span in spans]), device),
         blocks,
         *chunks,
@@ -372,14 +373,13 @@ def _fold(work: Sweep) -> None:
     """The first of the operations, where the kernel cannot do them together."""
     if work.grads is None:
         return
-    pieces, length, own, second = work.region.pieces, work.residual.shape[1], work.scale, work.second_moment
-    parts = [work.residual.view(-1)[piece.of_blocks(length)] for piece in pieces]
+    pieces, own, second = work.region.pieces, work.scale, work.second_moment
     if own.dim():
         own = own.index_select(0, launching.table(tuple(piece.row for piece in pieces), own.device))
     # All rows that take part have one scale, and a parameter that takes no part has no gradient.
-    fold(parts, work.grads, own if own.dim() == 0 else _largest(own), work.clip_value)
+    fold(piece_views(work.residual, pieces), work.grads, own if own.dim() == 0 else _largest(own), work.clip_value)
     if second is not None:
-        moments = [second.exp_avg_sq.view(-1)[piece.of_blocks(length)] for piece in pieces]
+        moments = piece_views(second.exp_avg_sq, pieces)
         accumulate_exp_avg_sq(moments, work.grads, second.weights, second.ranks, own, work.clip_value)
 
 

@@ -115,7 +115,7 @@ def quantize(values: Tensor, bits: int) -> Tensor:
     assert values.dtype == torch.float32
     shards, count = values.shape
     message = torch.empty(shards, triton.cdiv(count, GROUP), group_bytes(bits), dtype=torch.uint8, device=values.device)
-    left = launching.dense(values)
+    left = values.contiguous()
     _launch_quantize(left, message, None, None)
     if left is not values:
         values.copy_(left)
@@ -160,7 +160,6 @@ def _launch_quantize(values: Tensor, message: Tensor, residual: Tensor | None, m
 def quantize_with_error(
     error: Tensor, mask: Tensor | None, theta: Tensor, before: Tensor, scale: Tensor, bits: int
 ) -> Tensor:
-    """See :func:`naive.quantize_with_error`."""
     return feed_error_back(CUDA, error, mask, theta, before, scale, bits)
 
 
@@ -203,7 +202,7 @@ def dequantize(message: Tensor, bits: int, count: int, out: Tensor | None = None
     launching.launch(
         _dequantize_kernel,
         triton.cdiv(shards * groups, rows),
-        launching.dense(message),
+        message.contiguous(),
         values,
         count,
         groups,

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_scape.core.layout import Piece, Region
+from lightning_scape.core.layout import Region
+from lightning_scape.core.tensors import piece_views
 from lightning_scape.ops.naive.gradients import accumulate_exp_avg_sq, fold, within
 from lightning_scape.ops.naive.masks import propose, select, votes_in
 from lightning_scape.ops.naive.rules import SecondMoment, column, cut
@@ -122,10 +123,10 @@ def sweep(work: Sweep) -> None:
     if work.grads is not None:
         for place, (piece, grad) in enumerate(zip(work.region.pieces, work.grads, strict=True)):
             own = cut(scale, piece.row)
-            fold([_entries(residual, piece)], [grad], own, work.clip_value)
+            fold(piece_views(residual, [piece]), [grad], own, work.clip_value)
             if work.second_moment is not None:
                 moments, weights, ranks = work.second_moment
-                one = [_entries(moments, piece)], [grad], [weights[place]]
+                one = piece_views(moments, [piece]), [grad], [weights[place]]
                 accumulate_exp_avg_sq(*one, ranks, own, work.clip_value)
     for rows in work.region.rows:
         compact(residual[rows], cut(work.mask, rows), values.dtype, cut(scale, rows), out=values[rows])
@@ -136,8 +137,3 @@ def sweep(work: Sweep) -> None:
     if work.message is not None:
         for rows in work.region.rows:
             pack(residual[rows], cut(work.mask, rows), values[rows], work.message[work.shards_of(rows)])
-
-
-def _entries(blocks: Tensor, piece: Piece) -> Tensor:
-    """The piece's entries in ``blocks [rows, B]``, flat, without pads."""
-    return blocks.view(-1)[piece.of_blocks(blocks.shape[1])]

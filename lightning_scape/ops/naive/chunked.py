@@ -40,13 +40,11 @@ def _row_slices(matrix: Tensor, rows: slice | None = None) -> Iterator[slice]:
 
 @CHUNKED.implements
 def squared_norm(grads: Sequence[Tensor]) -> Tensor:
-    """See :func:`naive.squared_norm`."""
     return naive.squared_norm([part for grad in grads for part in grad.reshape(-1).split(_chunk(grad))])
 
 
 @CHUNKED.implements
 def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Tensor, clip_value: float | None) -> None:
-    """See :func:`naive.fold`."""
     for residual, grad in zip(residuals, grads, strict=True):
         if grad is not None:
             size = _chunk(residual)
@@ -57,7 +55,6 @@ def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Ten
 def accumulate_exp_avg(
     exp_avg: Tensor, exp_avg_sum: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
 ) -> None:
-    """See :func:`naive.accumulate_exp_avg`."""
     parts = (tensor.split(_chunk(exp_avg)) for tensor in (exp_avg, exp_avg_sum, grad))
     for first, total, part in zip(*parts, strict=True):
         naive.accumulate_exp_avg(first, total, part, beta1, scale, clip_value)
@@ -72,7 +69,6 @@ def accumulate_exp_avg_sq(
     scale: Tensor,
     clip_value: float | None,
 ) -> None:
-    """See :func:`naive.accumulate_exp_avg_sq`."""
     scales = [scale] * len(moments) if scale.dim() == 0 else scale.unbind()
     for moment, grad, weight, own in zip(moments, grads, weights, scales, strict=True):
         parts = moment.split(_chunk(moment))
@@ -85,31 +81,26 @@ def accumulate_exp_avg_sq(
 
 @CHUNKED.implements
 def select(statistic: Tensor, sent: int) -> Tensor:
-    """See :func:`naive.select`."""
     return torch.cat([naive.select(statistic[rows], sent) for rows in _row_slices(statistic)])
 
 
 @CHUNKED.implements
 def pack_mask(mask: Tensor, length: int) -> Tensor:
-    """See :func:`naive.pack_mask`."""
     return torch.cat([naive.pack_mask(mask[rows], length) for rows in _row_slices(mask)])
 
 
 @CHUNKED.implements
 def unpack_mask(bits: Tensor, sent: int, length: int) -> Tensor:
-    """See :func:`naive.unpack_mask`."""
     return torch.cat([naive.unpack_mask(bits[rows], sent, length) for rows in _row_slices(bits)])
 
 
 @CHUNKED.implements
 def propose(residual: Tensor, votes: int) -> Tensor:
-    """See :func:`naive.propose`."""
     return torch.cat([naive.propose(residual[rows], votes) for rows in _row_slices(residual)])
 
 
 @CHUNKED.implements
 def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) -> Tensor:
-    """See :func:`naive.merge`."""
     parts = ((residual[rows], proposals[:, rows]) for rows in _row_slices(residual))
     return torch.cat([naive.merge(*part, own, votes, sent) for part in parts])
 
@@ -121,7 +112,6 @@ def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) 
 def compact(
     residual: Tensor, mask: Tensor | None, wire_dtype: torch.dtype, scale: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """See :func:`naive.compact`."""
     blocks, length = residual.shape
     sent = length if mask is None else mask.shape[1]
     values = torch.empty(blocks, sent, dtype=wire_dtype, device=residual.device) if out is None else out
@@ -132,7 +122,6 @@ def compact(
 
 @CHUNKED.implements
 def quantize(values: Tensor, bits: int) -> Tensor:
-    """See :func:`naive.quantize`."""
     shards, count = values.shape
     size = (shards, -(-count // GROUP), group_bytes(bits))
     message = torch.empty(size, dtype=torch.uint8, device=values.device)
@@ -143,13 +132,11 @@ def quantize(values: Tensor, bits: int) -> Tensor:
 
 @CHUNKED.implements
 def pack(residual: Tensor, mask: Tensor | None, values: Tensor, message: Tensor) -> None:
-    """See :func:`naive.pack`."""
     naive.pack_by(CHUNKED, residual, mask, values, message)
 
 
 @CHUNKED.implements
 def dequantize(message: Tensor, bits: int, count: int, out: Tensor | None = None) -> Tensor:
-    """See :func:`naive.dequantize`."""
     values = out
     if values is None:
         values = torch.empty(len(message), count, dtype=torch.float32, device=message.device)
@@ -169,7 +156,6 @@ def _group_slices(values: Tensor) -> Iterator[tuple[slice, slice]]:
 
 @CHUNKED.implements
 def sweep(work: Sweep) -> None:
-    """See :func:`naive.sweep`."""
     pieces, grads, second = work.region.pieces, work.grads, work.second_moment
     length, starts = work.residual.shape[1], [piece.row for piece in pieces]
     for rows in (part for each in work.region.rows for part in _row_slices(work.residual, each)):
@@ -209,7 +195,6 @@ def _part_of(grad: Tensor | None, whole: Piece, part: Piece) -> Tensor | None:
 def update_adams(
     shard: ShardState, mask: Tensor | None, mean: Tensor, numbers: RowNumbers, floor: float = 1.0
 ) -> Tensor:
-    """See :func:`naive.update_adams`."""
     return torch.stack(
         [
             naive.update_adams(shard.of(rows), cut(mask, rows), mean[rows], numbers.of(rows), floor)
@@ -222,7 +207,6 @@ def update_adams(
 def update_adamw(
     shard: ShardState, mask: Tensor | None, mean: Tensor, own: Tensor | None, numbers: RowNumbers, ranks: int
 ) -> Tensor:
-    """See :func:`naive.update_adamw`."""
     return torch.stack(
         [
             naive.update_adamw(shard.of(rows), cut(mask, rows), mean[rows], cut(own, rows), numbers.of(rows), ranks)
@@ -236,7 +220,6 @@ def update_adamw(
 
 @CHUNKED.implements
 def gather_params(entries: ParamEntries, out: Tensor, renew: bool = False) -> None:
-    """See :func:`naive.gather_params`."""
     naive.gather_params(_in_small_pieces(entries, out), out, renew)
 
 
@@ -248,7 +231,6 @@ def scatter_params(
     scale: Tensor | None = None,
     error: Tensor | None = None,
 ) -> None:
-    """See :func:`naive.scatter_params`."""
     naive.scatter_params(_in_small_pieces(entries, values), values, add, scale, error)
 
 
@@ -261,7 +243,6 @@ def _in_small_pieces(entries: ParamEntries, values: Tensor) -> ParamEntries:
 
 @CHUNKED.implements
 def checksum(flat: Tensor) -> Tensor:
-    """See :func:`naive.checksum`."""
     parts = flat.split(_chunk(flat))
     firsts = range(0, len(parts) * _chunk(flat), _chunk(flat))
     sums = [naive.column_and_row_sums(part, first) for part, first in zip(parts, firsts, strict=True)]
