@@ -51,8 +51,6 @@ class CommonStrategy(Opened):
     """Name of the method, where the strategy is of one."""
     slow_saves: ClassVar[str] = ""
     """The remedy where checkpoints hold the training up, if the user cannot set ``async_save``."""
-    _together: Together
-    """Inside it a checkpoint is put together."""
 
     def __init__(
         self,
@@ -73,6 +71,8 @@ class CommonStrategy(Opened):
         self._nodes = two_level.Nodes(self.config, wrap)
         self._buffers = Buffers(broadcast_buffers)
         self._saving, self._saver = Saving(state_dict_type), saver.Saver(async_save)
+        self._together = Together()
+        """Inside it a checkpoint is put together."""
         self._check_saving(checkpoint_io)
         timeout = launching.as_timeout(timeout)
         super().__init__(checkpoint_io=checkpoint_io, timeout=timeout, **host)  # type: ignore[call-arg]
