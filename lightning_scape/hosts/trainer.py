@@ -20,7 +20,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, ProgressBar, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -36,7 +36,6 @@ from lightning_scape.comm.under_way import settle
 from lightning_scape.core.epoch_end import compare_ends
 from lightning_scape.core.method import Method, find_all
 from lightning_scape.hosts import advice, ending, preemption, setup, two_level
-from lightning_scape.hosts.density_bar import DensityBar
 from lightning_scape.hosts.last_window import end_before_statistics
 from lightning_scape.hosts.requeue import callbacks_of
 from lightning_scape.hosts.resume import Resume, Resumption
@@ -329,3 +328,36 @@ class MethodStrategy(TrainerCheckpoints):
         assert self.accelerator is not None
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             part.teardown()
+
+
+class DensityBar:
+    """What methods show in every step (``Progress.shown``), such as SCAPE's density: in the place of ``get_metrics``.
+
+    Logged with ``prog_bar=True`` it would be a tensor on the device, for which the bar waits.
+
+    Args:
+        bar: the Trainer's.
+        strategy: whose optimizers it looks at.
+    """
+
+    def __init__(self, bar: ProgressBar, strategy: Any) -> None:
+        self._bar, self._own, self._strategy = bar, bar.get_metrics, strategy
+        bar.get_metrics = self  # type: ignore[method-assign]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """What the bar would have given, and that; the methods' figures by short names, for a bar has little room."""
+        given = self._own(*args, **kwargs)
+        methods = list(advice.with_prefixes(find_all(self._strategy.optimizers)))
+        for prefix, method in methods:
+            given |= {f"{prefix}/{name}": value for name, value in method.progress().shown.items()}
+        places = {prefix: "" if len(methods) == 1 else prefix.rpartition("-")[2] + "/" for prefix, _ in methods}
+        short: dict[str, Any] = {}
+        for name, value in given.items():
+            prefix, _, own = name.rpartition("/")
+            brief = places[prefix] + own if prefix in places else name
+            short[name if brief in given else brief] = value
+        return short
+
+    def take_off(self) -> None:
+        """The bar is as it was."""
+        vars(self._bar).pop("get_metrics", None)
