@@ -35,16 +35,7 @@ from lightning_scape.hosts.saving import Saving
 class CommonStrategy(Opened):
     """A base of a strategy of either host, beside the host's DDPStrategy and before it.
 
-    Args:
-        config: the method's options, or None.
-        options: of the method, by name.
-        wrap: class names of the modules that are gathered as a unit.
-        state_dict_type: ``"full"``, ``"sharded"`` or ``"auto"``.
-        async_save: write checkpoints in the background.
-        broadcast_buffers: hand rank 0's buffers on.
-        checkpoint_io: how checkpoints are written.
-        timeout: how long a collective waits.
-        host: DDPStrategy's other options.
+    MethodStrategy and FabricMethodStrategy say what its options are.
     """
 
     method: ClassVar[str | None] = None

@@ -29,8 +29,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
     """Base of the Trainer's strategies.
 
     Args:
-        resumption: where a fit goes on.
-        options, more: CommonStrategy's.
+        resumption: where a fit goes on; the other options are CommonStrategy's.
     """
 
     _together: Dump

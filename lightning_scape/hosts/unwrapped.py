@@ -28,9 +28,6 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
     Every optimizer comes through :attr:`optimizers`: those of ``configure_optimizers``, those of another
     ``setup_optimizers`` in mid-training, and what a callback puts there. From the beginning of a fit to its teardown
     they are put under the method, and those that leave are let go; both are collective.
-
-    Args:
-        options, more: CommonStrategy's.
     """
 
     def __init__(self, *options: Any, **more: Any) -> None:
