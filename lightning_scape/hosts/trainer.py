@@ -184,22 +184,19 @@ class MethodStrategy(TrainerCheckpoints):
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         if self._nodes.several:
-            assert self.lightning_module is not None
-            return two_level.without_gradient_sync(self.lightning_module)
+            return two_level.without_gradient_sync(self._module)
         return self._shared_nans.hold()
 
     @override
     def _attach(self, optimizer: Optimizer) -> Method:
-        assert self.lightning_module is not None
-        named = list(self.lightning_module.named_parameters())
+        named = list(self._module.named_parameters())
         clip = "`self.clip_gradients(optimizer, gradient_clip_val=...)`"
         return self._put_under_method(optimizer, named, self._steps, self.precision_plugin, clip)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
-        trainer, methods = self.lightning_module.trainer, self._attached
+        trainer, methods = self._module.trainer, self._attached
         if not methods:
             return
         # Not in `setup_optimizers`: to know the steps there, Lightning would load the data too early. Their random
@@ -220,8 +217,7 @@ class MethodStrategy(TrainerCheckpoints):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         end_before_statistics(trainer, batch_idx)
         if trainer.num_training_batches < math.inf or not trainer.lightning_module.automatic_optimization:
             return
@@ -237,12 +233,11 @@ class MethodStrategy(TrainerCheckpoints):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         inner = setup.stepped(optimizer)
         method = next((each for each in self._attached if each.optimizer is inner), None)
-        if self._nodes.several and not self.lightning_module.automatic_optimization:
-            two_level.check_gradients_arrived(self.lightning_module)
+        if self._nodes.several and not self._module.automatic_optimization:
+            two_level.check_gradients_arrived(self._module)
         if method is not None:
             ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             method.announce_batch(ready, ends_epoch(trainer) if self._steps_compare_ends else None)
@@ -253,7 +248,7 @@ class MethodStrategy(TrainerCheckpoints):
         if method is self._first and (verdict := method.advice.after_step(self.root_device)):
             rank_zero_warn(f'{verdict} Use `strategy="ddp"`, or see `lightning-scape plan --help`.')
         # The step counts only afterwards. What is saved at the end of the fit is then the model that it ends with.
-        if self.lightning_module.automatic_optimization and self._steps == self.lightning_module.global_step + 1:
+        if self._module.automatic_optimization and self._steps == self._module.global_step + 1:
             method.finish()
         return result
 

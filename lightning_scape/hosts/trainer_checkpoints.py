@@ -47,8 +47,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         self._saving.begin_fit()
         if self._saving.asked == "auto":
             kept = [each for each in callbacks_of(trainer) if isinstance(each, ModelCheckpoint)]
@@ -81,8 +80,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
                     f" {storage_options!r}: a directory is written by torch.distributed.checkpoint."
                 )
             path = directory_path(self.broadcast(str(filepath)))
-            assert self.lightning_module is not None
-            offered = self._offered_parameters(self.lightning_module)
+            offered = self._offered_parameters(self._module)
             content = host_content(checkpoint, offered, self.global_rank)
             self._saver.save(path, content, self._checkpoint_ranks())
         else:
@@ -143,8 +141,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._saved_rng is not None:
             # In the middle of an epoch: what has been drawn since, to set data loaders up again, was drawn before.
-            assert self.lightning_module is not None
-            if self.lightning_module.trainer.fit_loop.restarted_mid_epoch:
+            if self._module.trainer.fit_loop.restarted_mid_epoch:
                 set_rng_state(self._saved_rng)
             self._saved_rng = None
         return super().training_step(*args, **kwargs)
