@@ -77,7 +77,7 @@ def watch(seconds: float, read: Counters = counters) -> dict[str, list[float]]:
 def check_traffic(rates: Mapping[str, Sequence[float]], known: Sequence[Interface]) -> list[Finding]:
     """What the traffic says of a job that trains meanwhile, by the interface that carries most."""
     of_name = {interface.name: interface for interface in known}
-    outward = {name: each for name, each in rates.items() if each and not _is_loopback(of_name.get(name))}
+    outward = {name: each for name, each in rates.items() if each and not (name in of_name and of_name[name].loopback)}
     if not outward or max(map(fmean, outward.values())) < QUIET:
         return [Finding(TOPIC, "ok", "No interface carries a training's messages: no job waits for the network now.")]
     name = max(outward, key=lambda each: fmean(outward[each]))
@@ -109,10 +109,6 @@ def judge(name: str, traffic: Traffic) -> Finding:
 
 def _show(rate: float) -> str:
     return show_mbit(float(f"{rate / 125_000:.3g}"))
-
-
-def _is_loopback(interface: Interface | None) -> bool:
-    return interface is not None and interface.loopback
 
 
 def check_now(seconds: float) -> list[Finding]:
