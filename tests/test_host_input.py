@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -54,10 +55,11 @@ def test_a_timeout_that_is_no_time_is_refused(strategy: Any, value: Any) -> None
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_remedy_in_a_notebook_keeps_the_method(strategy: Any) -> None:
+def test_the_remedy_in_a_notebook_keeps_the_method(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """SparseLoCo's users were sent to `strategy="scape_notebook"`, which is the other method."""
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with pytest.raises(ValueError, match="must be 'fork' in an interactive session") as caught:
-        check_start_method(strategy.__name__, strategy.method, "popen", interactive=True)
+        check_start_method(strategy.__name__, strategy.method, "popen")
     assert f"`{strategy.__name__}(start_method='fork')`" in str(caught.value)
     assert f'strategy="{strategy.method}_notebook"' in str(caught.value)
 

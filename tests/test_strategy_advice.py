@@ -30,7 +30,7 @@ from trainer_helpers import (
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ScapeStrategy
 from lightning_scape.core.words import show_bytes
 from lightning_scape.hosts.advice import as_call
-from lightning_scape.hosts.density_bar import DensityBar
+from lightning_scape.hosts.trainer import DensityBar
 from lightning_scape.scape import advice
 from lightning_scape.scape.advice import ScapeAdvice
 from lightning_scape.scape.stats import StepRecord

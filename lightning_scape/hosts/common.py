@@ -35,24 +35,13 @@ from lightning_scape.hosts.saving import Saving
 class CommonStrategy(Opened):
     """A base of a strategy of either host, beside the host's DDPStrategy and before it.
 
-    Args:
-        config: the method's options, or None.
-        options: of the method, by name.
-        wrap: class names of the modules that are gathered as a unit.
-        state_dict_type: ``"full"``, ``"sharded"`` or ``"auto"``.
-        async_save: write checkpoints in the background.
-        broadcast_buffers: hand rank 0's buffers on.
-        checkpoint_io: how checkpoints are written.
-        timeout: how long a collective waits.
-        host: DDPStrategy's other options.
+    MethodStrategy and FabricMethodStrategy say what its options are.
     """
 
     method: ClassVar[str | None] = None
     """Name of the method, where the strategy is of one."""
     slow_saves: ClassVar[str] = ""
     """The remedy where checkpoints hold the training up, if the user cannot set ``async_save``."""
-    _together: Together
-    """Inside it a checkpoint is put together."""
 
     def __init__(
         self,
@@ -73,6 +62,8 @@ class CommonStrategy(Opened):
         self._nodes = two_level.Nodes(self.config, wrap)
         self._buffers = Buffers(broadcast_buffers)
         self._saving, self._saver = Saving(state_dict_type), saver.Saver(async_save)
+        self._together = Together()
+        """Inside it a checkpoint is put together."""
         self._check_saving(checkpoint_io)
         timeout = launching.as_timeout(timeout)
         super().__init__(checkpoint_io=checkpoint_io, timeout=timeout, **host)  # type: ignore[call-arg]

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_scape.checkpoint.parts import OwnParts
-from lightning_scape.checkpoint.paths import directory_path
 from lightning_scape.checkpoint.plain import with_plain_numbers
-from lightning_scape.checkpoint.saver import RNG, SavedContent, host_checkpoint, is_directory
-from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.together import Together
 from lightning_scape.hosts.private_names import checkpoints
-from lightning_scape.hosts.schedulers import as_data, with_live
+from lightning_scape.hosts.schedulers import as_data
 
 
 class Elsewhere(dict[Any, Any]):
@@ -105,36 +99,3 @@ class Dump(Together):
             if isinstance(states, list) and all(isinstance(each, Shown) for each in states):
                 checkpoint["optimizer_states"] = [each.parts() for each in states]
         return checkpoint
-
-
-def restore_schedulers(checkpoint: Any, schedulers: list[Any]) -> None:
-    """Makes a loaded checkpoint's states of schedulers such that these take them up as they are."""
-    states = checkpoint.get("lr_schedulers", [])
-    for place, (scheduler, state) in enumerate(zip(schedulers, states, strict=False)):
-        states[place] = with_live(scheduler, state)
-
-
-def load_dump(
-    path: str | Path,
-    read: Callable[[], dict[str, Any]],
-    group: Callable[[], Communicator],
-    weights_only: bool | None = None,
-) -> tuple[dict[str, Any], Tensor | None]:
-    """A checkpoint, file or directory, and this rank's random number generators in it. Collective.
-
-    Args:
-        path: of the checkpoint.
-        read: reads it, if it is a file.
-        group: gives the ranks, on a group that works in host memory.
-        weights_only: as Lightning's; for a directory.
-
-    Raises:
-        Exception: what any rank has met; on every rank.
-    """
-    ranks = Communicator(None, None)
-    if not is_directory(path, ranks):
-        checkpoint = ranks.raise_on_all_ranks(read)
-        states = checkpoint.pop(RNG, [])
-        return checkpoint, states[ranks.rank] if len(states) == ranks.world_size else None
-    saved = SavedContent(directory_path(path), group(), weights_only)
-    return ranks.raise_on_all_ranks(lambda: (host_checkpoint(saved), saved.rng(ranks.rank, ranks.world_size)))

@@ -18,7 +18,6 @@ from lightning_scape.checkpoint.paths import directory_path, local_path
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
 from lightning_scape.checkpoint.saver import RNG, Content, SavedContent, replicated
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.comm.together import Together
 from lightning_scape.core.method import find
 from lightning_scape.hosts.common import CommonStrategy
 from lightning_scape.hosts.private_names import OpenedFabrics, check_strictly
@@ -26,15 +25,7 @@ from lightning_scape.hosts.schedulers import Restored, is_scheduler
 
 
 class FabricCheckpoints(CommonStrategy, OpenedFabrics):
-    """Base of Fabric's strategies.
-
-    Args:
-        options, more: CommonStrategy's.
-    """
-
-    def __init__(self, *options: Any, **more: Any) -> None:
-        super().__init__(*options, **more)
-        self._together = Together()
+    """Base of Fabric's strategies."""
 
     @abstractmethod
     def _meet(self, what: str) -> None:

@@ -30,7 +30,7 @@ GATHER_SECONDS = 3.0
 _HOOK = "on_exception"
 
 
-class Failing(Callback):
+class Failing(requeue.Guest):
     """Lets callbacks save on an exception where all ranks come to it, and keeps them from it elsewhere.
 
     Args:
@@ -66,8 +66,8 @@ class Failing(Callback):
         ask = functools.partial(_ask, self._token, trainer.global_rank, trainer.world_size, mine)
         return bool(asked(ask, GATHER_SECONDS + ANSWER_SECONDS))
 
-    def release(self) -> None:
-        """The callbacks are as they were."""
+    @override
+    def leave(self, trainer: Trainer) -> None:
         for callback in self._kept:
             vars(callback).pop(_HOOK, None)
         self._kept.clear()
@@ -96,12 +96,5 @@ def _ask(token: str, rank: int, ranks: int, place: str) -> bool:
 
 def attach(trainer: Trainer) -> None:
     """Before a fit. Collective."""
-    detach(trainer)
     token = Communicator(None, None).all_gather_object(uuid.uuid4().hex)[0]
     requeue.insert(trainer, Failing(token))
-
-
-def detach(trainer: Trainer) -> None:
-    """After a fit: the Trainer is as it was."""
-    for failing in requeue.remove(trainer, Failing):
-        failing.release()

@@ -9,7 +9,7 @@ Before that, and wherever the steps pause, ranks wait for each other: one that h
 
 from __future__ import annotations
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_scape.core.method import find_all
@@ -17,7 +17,7 @@ from lightning_scape.hosts import requeue
 from lightning_scape.hosts.private_names import skips_backward
 
 
-class LastWindow(Callback):
+class LastWindow(requeue.Guest):
     """The Trainer's first callback in a fit."""
 
     @override
@@ -58,10 +58,4 @@ def end_before_statistics(trainer: Trainer, batch_idx: int) -> None:
 
 def attach(trainer: Trainer) -> None:
     """Before a fit."""
-    detach(trainer)
     requeue.callbacks_of(trainer).insert(0, LastWindow())
-
-
-def detach(trainer: Trainer) -> None:
-    """After a fit: the Trainer is as it was."""
-    requeue.remove(trainer, LastWindow)

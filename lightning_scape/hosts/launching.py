@@ -12,7 +12,7 @@ from lightning_scape.comm.collectives import is_distributed, world_size
 from lightning_scape.hosts import registration
 
 
-def check_start_method(strategy: str, method: str, start_method: str, interactive: bool | None = None) -> None:
+def check_start_method(strategy: str, method: str, start_method: str) -> None:
     """Raises ``ValueError`` where the session is interactive, a notebook or ``python -i``, and ranks are not forked.
 
     Lightning would refuse it as well, and name ``ddp_notebook`` as the remedy.
@@ -21,10 +21,8 @@ def check_start_method(strategy: str, method: str, start_method: str, interactiv
         strategy: name of the class.
         method: that of its method.
         start_method: its option.
-        interactive: whether there is no script that a new process could run; None finds it out.
     """
-    if interactive is None:
-        interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)  # there is no script that a process could run
     if interactive and start_method != "fork":
         raise ValueError(
             f"{strategy}'s `start_method` must be 'fork' in an interactive session (a notebook, python -i), got"

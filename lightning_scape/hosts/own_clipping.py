@@ -19,25 +19,25 @@ from lightning_scape.core.method import Method
 from lightning_scape.core.private_names import version as version_of
 
 STEPS = 100
+"""After these, the watch ends."""
 _watches: weakref.WeakKeyDictionary[Any, weakref.finalize[..., Any]] = weakref.WeakKeyDictionary()
 """By what the host steps; each ends once."""
 
 
-def watch_gradients(method: Method, clip: str, say: Callable[[str], object], steps: int = STEPS) -> None:
+def watch_gradients(method: Method, clip: str, say: Callable[[str], object]) -> None:
     """Says once, after one of the first steps, if gradients change between backward pass and step.
 
     Args:
         method: whose gradients; not one of a GradScaler's, which changes them as well.
         clip: the call that clips the averaged gradient, for the user.
         say: takes a sentence.
-        steps: after these, the watch ends.
     """
     assert method.clipping is not None
     optimizer, parameters = method.optimizer, method.clipping.named_parameters
     written: dict[int, tuple[int, int]] = {}
     # By memory: FSDP2 writes a unit's gradients into one, one after the other, and a version may be that of all.
     latest: dict[int, int] = {}
-    left = steps
+    left = STEPS
 
     def note(parameter: Tensor) -> None:
         if parameter.grad is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
@@ -25,7 +25,7 @@ def ends_together(exception: BaseException) -> bool:
     return isinstance(exception, SIGTERMException)
 
 
-class Preemption(Callback):
+class Preemption(requeue.Guest):
     """Notes the signal in the place of Lightning's handler, and sets Lightning's flag on all ranks at once.
 
     Args:
@@ -79,18 +79,15 @@ class Preemption(Callback):
             rank_zero_info(f"SIGTERM on some rank: all ranks end after step {trainer.global_step}.")
             connector.received_sigterm = True
 
+    @override
+    def leave(self, trainer: Trainer) -> None:
+        vars(signals(trainer)).pop(SIGTERM_HANDLER, None)
+        vars(trainer.fit_loop.epoch_loop).pop(BROADCAST, None)
+
 
 def attach(trainer: Trainer) -> None:
     """Before Lightning registers its handlers for a fit."""
-    detach(trainer)
     preemption = Preemption(trainer)
     setattr(signals(trainer), SIGTERM_HANDLER, preemption.note)
     setattr(trainer.fit_loop.epoch_loop, BROADCAST, preemption.before_batch)
     requeue.insert(trainer, preemption)
-
-
-def detach(trainer: Trainer) -> None:
-    """After a fit: the Trainer is as it was."""
-    vars(signals(trainer)).pop(SIGTERM_HANDLER, None)
-    vars(trainer.fit_loop.epoch_loop).pop(BROADCAST, None)
-    requeue.remove(trainer, Preemption)

@@ -15,7 +15,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
@@ -31,7 +31,6 @@ from lightning_scape.core.method import find_all
 from lightning_scape.core.private_names import default_store
 from lightning_scape.hosts.private_names import REQUEUE_HANDLER, signals
 
-C = TypeVar("C", bound=Callback)
 _KEY = "lightning_scape/requeue"
 _FITS = itertools.count()
 """Of this process: all ranks count alike, and no fit meets what an earlier one left in the store."""
@@ -52,7 +51,14 @@ class Exchanges(NamedTuple):
         return cls(sum(each.begun for each in progress), sum(each.ended for each in progress))
 
 
-class Requeue(Callback):
+class Guest(Callback):
+    """A callback that the Trainer has for a fit alone."""
+
+    def leave(self, trainer: Trainer) -> None:
+        """Takes back what it has put in the place of the Trainer's own."""
+
+
+class Requeue(Guest):
     """Notes the signal in the place of Lightning's handler, and calls that one when all ranks are ready for it.
 
     Args:
@@ -94,6 +100,10 @@ class Requeue(Callback):
         self._obeyed += 1
         with _waiting_for_files(trainer):
             self._own(*noted)
+
+    @override
+    def leave(self, trainer: Trainer) -> None:
+        vars(signals(trainer)).pop(REQUEUE_HANDLER, None)
 
     def _last(self, exchanges: Exchanges, trainer: Trainer) -> int | None:
         """The largest number of exchanges begun at which a rank has left word; None until all have."""
@@ -140,7 +150,6 @@ def _waiting_for_files(trainer: Trainer) -> Iterator[None]:
 
 def attach(trainer: Trainer) -> None:
     """Before Lightning registers its handlers for a fit; nothing happens without SLURM and its ``auto_requeue``."""
-    detach(trainer)
     environment = getattr(trainer.strategy, "cluster_environment", None)
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
         return
@@ -156,18 +165,12 @@ def insert(trainer: Trainer, callback: Callback) -> None:
     callbacks.insert(len(callbacks) if first is None else first, callback)
 
 
-def remove(trainer: Trainer, kind: type[C]) -> list[C]:
-    """Takes back what :func:`insert` gave: callbacks of a kind, which it returns."""
-    callbacks = callbacks_of(trainer)
-    removed = [callback for callback in callbacks if isinstance(callback, kind)]
-    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, kind)]
-    return removed
-
-
 def detach(trainer: Trainer) -> None:
-    """After a fit: the Trainer is as it was."""
-    vars(signals(trainer)).pop(REQUEUE_HANDLER, None)
-    remove(trainer, Requeue)
+    """After a fit: the Trainer is as it was, without any :class:`Guest`."""
+    callbacks = callbacks_of(trainer)
+    for guest in [each for each in callbacks if isinstance(each, Guest)]:
+        callbacks.remove(guest)
+        guest.leave(trainer)
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:

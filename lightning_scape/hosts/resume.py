@@ -64,10 +64,9 @@ class Resumption:
         if trainer.state.fn != TrainerFn.FITTING:
             _resume_by(trainer, None)
             return
-        requeue.attach(trainer)
-        preemption.attach(trainer)
-        failing.attach(trainer)
-        last_window.attach(trainer)
+        requeue.detach(trainer)
+        for each in (requeue, preemption, failing, last_window):
+            each.attach(trainer)
         self._window, self._ranks = None, trainer.world_size
         if self._batches_per_step is not None:
             _check_accumulation(trainer)
@@ -82,9 +81,6 @@ class Resumption:
             return
         vars(checkpoints(trainer)).pop("resume_start", None)
         requeue.detach(trainer)
-        preemption.detach(trainer)
-        failing.detach(trainer)
-        last_window.detach(trainer)
         if self._window is not None:
             trainer.accumulate_grad_batches = 1
 

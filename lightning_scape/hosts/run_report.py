@@ -27,11 +27,7 @@ from lightning_scape.reporting.history import Writer
 
 
 class ReportingCallback(Callback):
-    """A monitor that can also write a report of the run; its points are those that the monitor reports.
-
-    Rank 0 adds each point to ``figures.jsonl`` in the folder at once, and writes ``report.html`` from all that is in
-    there when the fit ends, also by an exception. Where the process is killed, the figures are there, and
-    ``lightning-scape report FOLDER`` makes the page.
+    """A monitor that can also write a report of the run, as ScapeMonitor says; its points are the monitor's.
 
     Args:
         report: the folder; None for no report.

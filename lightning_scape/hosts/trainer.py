@@ -20,7 +20,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, ProgressBar, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -36,7 +36,6 @@ from lightning_scape.comm.under_way import settle
 from lightning_scape.core.epoch_end import compare_ends
 from lightning_scape.core.method import Method, find_all
 from lightning_scape.hosts import advice, ending, preemption, setup, two_level
-from lightning_scape.hosts.density_bar import DensityBar
 from lightning_scape.hosts.last_window import end_before_statistics
 from lightning_scape.hosts.requeue import callbacks_of
 from lightning_scape.hosts.resume import Resume, Resumption
@@ -185,22 +184,19 @@ class MethodStrategy(TrainerCheckpoints):
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         if self._nodes.several:
-            assert self.lightning_module is not None
-            return two_level.without_gradient_sync(self.lightning_module)
+            return two_level.without_gradient_sync(self._module)
         return self._shared_nans.hold()
 
     @override
     def _attach(self, optimizer: Optimizer) -> Method:
-        assert self.lightning_module is not None
-        named = list(self.lightning_module.named_parameters())
+        named = list(self._module.named_parameters())
         clip = "`self.clip_gradients(optimizer, gradient_clip_val=...)`"
         return self._put_under_method(optimizer, named, self._steps, self.precision_plugin, clip)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
-        trainer, methods = self.lightning_module.trainer, self._attached
+        trainer, methods = self._module.trainer, self._attached
         if not methods:
             return
         # Not in `setup_optimizers`: to know the steps there, Lightning would load the data too early. Their random
@@ -221,8 +217,7 @@ class MethodStrategy(TrainerCheckpoints):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         end_before_statistics(trainer, batch_idx)
         if trainer.num_training_batches < math.inf or not trainer.lightning_module.automatic_optimization:
             return
@@ -238,12 +233,11 @@ class MethodStrategy(TrainerCheckpoints):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         inner = setup.stepped(optimizer)
         method = next((each for each in self._attached if each.optimizer is inner), None)
-        if self._nodes.several and not self.lightning_module.automatic_optimization:
-            two_level.check_gradients_arrived(self.lightning_module)
+        if self._nodes.several and not self._module.automatic_optimization:
+            two_level.check_gradients_arrived(self._module)
         if method is not None:
             ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             method.announce_batch(ready, ends_epoch(trainer) if self._steps_compare_ends else None)
@@ -254,7 +248,7 @@ class MethodStrategy(TrainerCheckpoints):
         if method is self._first and (verdict := method.advice.after_step(self.root_device)):
             rank_zero_warn(f'{verdict} Use `strategy="ddp"`, or see `lightning-scape plan --help`.')
         # The step counts only afterwards. What is saved at the end of the fit is then the model that it ends with.
-        if self.lightning_module.automatic_optimization and self._steps == self.lightning_module.global_step + 1:
+        if self._module.automatic_optimization and self._steps == self._module.global_step + 1:
             method.finish()
         return result
 
@@ -329,3 +323,36 @@ class MethodStrategy(TrainerCheckpoints):
         assert self.accelerator is not None
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             part.teardown()
+
+
+class DensityBar:
+    """What methods show in every step (``Progress.shown``), such as SCAPE's density: in the place of ``get_metrics``.
+
+    Logged with ``prog_bar=True`` it would be a tensor on the device, for which the bar waits.
+
+    Args:
+        bar: the Trainer's.
+        strategy: whose optimizers it looks at.
+    """
+
+    def __init__(self, bar: ProgressBar, strategy: Any) -> None:
+        self._bar, self._own, self._strategy = bar, bar.get_metrics, strategy
+        bar.get_metrics = self  # type: ignore[method-assign]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """What the bar would have given, and that; the methods' figures by short names, for a bar has little room."""
+        given = self._own(*args, **kwargs)
+        methods = list(advice.with_prefixes(find_all(self._strategy.optimizers)))
+        for prefix, method in methods:
+            given |= {f"{prefix}/{name}": value for name, value in method.progress().shown.items()}
+        places = {prefix: "" if len(methods) == 1 else prefix.rpartition("-")[2] + "/" for prefix, _ in methods}
+        short: dict[str, Any] = {}
+        for name, value in given.items():
+            prefix, _, own = name.rpartition("/")
+            brief = places[prefix] + own if prefix in places else name
+            short[name if brief in given else brief] = value
+        return short
+
+    def take_off(self) -> None:
+        """The bar is as it was."""
+        vars(self._bar).pop("get_metrics", None)

@@ -15,12 +15,13 @@ from typing_extensions import override
 from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.checkpoint.paths import directory_path, local_path
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
-from lightning_scape.checkpoint.saver import RNG, host_content
+from lightning_scape.checkpoint.saver import RNG, SavedContent, host_checkpoint, host_content, is_directory
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import find
-from lightning_scape.hosts.dump import Dump, Elsewhere, Shown, load_dump, restore_schedulers
+from lightning_scape.hosts.dump import Dump, Elsewhere, Shown
 from lightning_scape.hosts.requeue import callbacks_of
 from lightning_scape.hosts.resume import Resumption
+from lightning_scape.hosts.schedulers import with_live
 from lightning_scape.hosts.unwrapped import UnwrappedStrategy
 
 
@@ -28,8 +29,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
     """Base of the Trainer's strategies.
 
     Args:
-        resumption: where a fit goes on.
-        options, more: CommonStrategy's.
+        resumption: where a fit goes on; the other options are CommonStrategy's.
     """
 
     _together: Dump
@@ -47,8 +47,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         self._saving.begin_fit()
         if self._saving.asked == "auto":
             kept = [each for each in callbacks_of(trainer) if isinstance(each, ModelCheckpoint)]
@@ -81,8 +80,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
                     f" {storage_options!r}: a directory is written by torch.distributed.checkpoint."
                 )
             path = directory_path(self.broadcast(str(filepath)))
-            assert self.lightning_module is not None
-            offered = self._offered_parameters(self.lightning_module)
+            offered = self._offered_parameters(self._module)
             content = host_content(checkpoint, offered, self.global_rank)
             self._saver.save(path, content, self._checkpoint_ranks())
         else:
@@ -111,8 +109,17 @@ class TrainerCheckpoints(UnwrappedStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self._saver.wait()
-        read = functools.partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
-        checkpoint, self._saved_rng = load_dump(checkpoint_path, read, self._checkpoint_ranks, weights_only)
+        ranks = Communicator(None, None)
+        if is_directory(checkpoint_path, ranks):
+            saved = SavedContent(directory_path(checkpoint_path), self._checkpoint_ranks(), weights_only)
+            checkpoint, self._saved_rng = ranks.raise_on_all_ranks(
+                lambda: (host_checkpoint(saved), saved.rng(ranks.rank, ranks.world_size))
+            )
+        else:
+            read = functools.partial(super().load_checkpoint, checkpoint_path, weights_only=weights_only)
+            checkpoint = ranks.raise_on_all_ranks(read)
+            states = checkpoint.pop(RNG, [])
+            self._saved_rng = states[ranks.rank] if len(states) == ranks.world_size else None
         return self._resumption.adapt(checkpoint)
 
     @override
@@ -125,14 +132,16 @@ class TrainerCheckpoints(UnwrappedStrategy):
         # As Lightning does: without a state (emptied in `on_load_checkpoint`) an optimizer begins anew.
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             (find(optimizer) or optimizer).load_state_dict(saved)
-        restore_schedulers(checkpoint, [config.scheduler for config in self.lr_scheduler_configs])
+        # Lightning hands these on to the schedulers next.
+        states = checkpoint.get("lr_schedulers", [])
+        for place, (config, state) in enumerate(zip(self.lr_scheduler_configs, states, strict=False)):
+            states[place] = with_live(config.scheduler, state)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._saved_rng is not None:
             # In the middle of an epoch: what has been drawn since, to set data loaders up again, was drawn before.
-            assert self.lightning_module is not None
-            if self.lightning_module.trainer.fit_loop.restarted_mid_epoch:
+            if self._module.trainer.fit_loop.restarted_mid_epoch:
                 set_rng_state(self._saved_rng)
             self._saved_rng = None
         return super().training_step(*args, **kwargs)

@@ -28,9 +28,6 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
     Every optimizer comes through :attr:`optimizers`: those of ``configure_optimizers``, those of another
     ``setup_optimizers`` in mid-training, and what a callback puts there. From the beginning of a fit to its teardown
     they are put under the method, and those that leave are let go; both are collective.
-
-    Args:
-        options, more: CommonStrategy's.
     """
 
     def __init__(self, *options: Any, **more: Any) -> None:
@@ -49,6 +46,12 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
 
     # ------------------------------------------------------------------------------------------- the module
 
+    @property
+    def _module(self) -> LightningModule:
+        """The user's; there is one in a fit."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
     @override
     def configure_ddp(self) -> None:
         """Makes all ranks equal to rank 0, as DDP's constructor does, and wraps nothing."""
@@ -58,8 +61,7 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
         if warning := self._buffers.at_start(model, type(self).__name__):
             rank_zero_warn(warning)
         if not hasattr(model, "no_sync"):  # of DDP's wrapper: nothing is sent in the backward pass
-            assert self.lightning_module is not None
-            model.no_sync = functools.partial(_without_sync, self.lightning_module)  # type: ignore[assignment]
+            model.no_sync = functools.partial(_without_sync, self._module)  # type: ignore[assignment]
 
     # --------------------------------------------------------------------------------------- the optimizers
 
@@ -141,8 +143,7 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        self._buffers.hand_on(self.lightning_module)
+        self._buffers.hand_on(self._module)
         return super().training_step(*args, **kwargs)
 
     @override
@@ -157,9 +158,8 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         if self._attaching:
-            assert self.lightning_module is not None
-            self._buffers.hand_on(self.lightning_module)
-            if not self.lightning_module.trainer.sanity_checking:
+            self._buffers.hand_on(self._module)
+            if not self._module.trainer.sanity_checking:
                 self._look_at_buffers("validation")
 
     @override

@@ -90,25 +90,22 @@ def measure_link(
 
 
 def message_cost(work: Callable[[], object], repeats: int, device: torch.device) -> tuple[float, float]:
-    """Median seconds, and seconds of the processor in all threads, of a message; on CUDA it moves no bytes."""
-    work()
+    """Median seconds, and seconds of the processor in all threads, of a message; on CUDA it moves no bytes.
+
+    The first is not counted.
+    """
     elapsed, busy = [], []
-    for _ in range(repeats):
-        began, began_busy = _now(device), time.process_time()
+    for _ in range(repeats + 1):
+        began_busy, began = time.process_time(), _now(device)
         work()
         elapsed.append(_now(device) - began)
         busy.append(time.process_time() - began_busy)
-    return median(elapsed), 0.0 if device.type == "cuda" else median(busy)
+    return median(elapsed[1:]), 0.0 if device.type == "cuda" else median(busy[1:])
 
 
 def median_seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:
     """Of a call, its work on the device included; the first is not counted."""
-    times = []
-    for _ in range(repeats + 1):
-        began = _now(device)
-        work()
-        times.append(_now(device) - began)
-    return median(times[1:])
+    return message_cost(work, repeats, device)[0]
 
 
 def _now(device: torch.device) -> float:

@@ -6,7 +6,7 @@ what is left of the run is like the method's late step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lightning_scape.planning.cost_model import Job, Link, Prediction
@@ -97,11 +97,6 @@ def predict_run(late: Prediction, job: Job, link: Link, run: Run) -> RunPredicti
     return RunPrediction(
         late=last, whole=whole, steps=run.steps, beginning=run.steps - settled, of_checkpoints=gathered
     )
-
-
-def predict_runs(late: Iterable[Prediction], job: Job, link: Link, run: Run) -> list[RunPrediction]:
-    """Of several methods."""
-    return [predict_run(each, job, link, run) for each in late]
 
 
 def message_load(sent: float, job: Job, link: Link) -> float:

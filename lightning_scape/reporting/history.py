@@ -196,10 +196,11 @@ class Writer:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FIGURES
         _check_regular(self.path)
-        with open(self.path, "ab") as file:
-            torn = file.tell() > 0 and not _ends_with_newline(self.path)
-            if torn:  # a process that was killed while it wrote; the next line must not be part of that one
-                file.write(b"\n")
+        with open(self.path, "ab+") as file:
+            if file.tell() > 0:
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":  # of a process that was killed while it wrote: the next line is no part of it
+                    file.write(b"\n")
 
     def add(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Writes one line.
@@ -218,12 +219,6 @@ def _check_regular(path: Path) -> None:
     """Raises ``OSError`` for a pipe, say, at which reading would wait for ever."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path} must be a file, got something else of that name. Move it away.")
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
 
 
 def metrics_of(points: list[dict[str, Any]], name: str) -> Iterator[tuple[str, list[float], list[float]]]:

@@ -91,26 +91,20 @@ sparsity = _number(
 waiting_time = _number(
     "it must be a number of seconds from 1 to 3600, got {text!r}. Try 60.", lambda value: 1 <= value <= 3600
 )
-_whole = _number(
-    "it must be a whole number >= 1 and <= 10**12, got {text!r}. Give one of this range.",
-    lambda value: 1 <= value <= 1e12 and value.is_integer(),
-)
 
 
-def count(text: str) -> int:
-    """A whole number from 1."""
-    return int(_whole(text))
+def _count(least: int, none: str = "") -> Callable[[str], int]:
+    read = _number(
+        f"it must be a whole number >= {least} and <= 10**12, got {{text!r}}. Give one of this range{none}.",
+        lambda value: least <= value <= 1e12 and value.is_integer(),
+    )
+    return lambda text: int(read(text))
 
 
-_whole_or_none = _number(
-    "it must be a whole number >= 0 and <= 10**12, got {text!r}. Give one of this range; 0 for none.",
-    lambda value: 0 <= value <= 1e12 and value.is_integer(),
-)
-
-
-def count_or_none(text: str) -> int:
-    """A whole number from 0."""
-    return int(_whole_or_none(text))
+count = _count(1)
+"""A whole number from 1."""
+count_or_none = _count(0, "; 0 for none")
+"""A whole number from 0."""
 
 
 def local(text: str) -> Path:

@@ -27,7 +27,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from lightning.fabric.strategies import STRATEGY_REGISTRY
@@ -75,7 +75,8 @@ def main() -> None:
         name, config, total_steps = _received() or _resolve(rest, given, in_files)
         _check_environment(name)
     except (TypeError, ValueError) as error:
-        _fail(str(error))
+        print(f"litgpt-scape: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     with scape_strategy(config, total_steps):
         _run_litgpt(rest, help_too=True)
 
@@ -461,8 +462,3 @@ def _run_litgpt(arguments: Sequence[str], help_too: bool = False) -> None:
         sys.argv = before
         if help_too and {"-h", "--help"} & set(arguments):
             print(f"\n{options_help()}")
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"litgpt-scape: error: {message}", file=sys.stderr)
-    raise SystemExit(2)

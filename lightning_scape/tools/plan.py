@@ -42,7 +42,7 @@ from lightning_scape.planning.cost_model import (
     scaling,
 )
 from lightning_scape.planning.measure import CPU, measure_compute, measure_link, measure_machine
-from lightning_scape.planning.run import Run, message_load, predict_run, predict_runs
+from lightning_scape.planning.run import Run, message_load, predict_run
 from lightning_scape.planning.two_level import predict_nodes
 from lightning_scape.tools.arguments import import_matplotlib, launched, of_launcher, plan_arguments
 from lightning_scape.tools.console import ends_quietly
@@ -292,7 +292,7 @@ def run_tables(
     memory: float,
 ) -> list[str]:
     """What a whole run takes by each method, the advice on it first."""
-    runs, apart = (predict_runs(given, job, link, length) for given in (predictions, local))
+    runs, apart = ([predict_run(p, job, link, length) for p in given] for given in (predictions, local))
     alone, dense = runs[0].seconds, _first_dense([run.whole for run in runs])
     head = [
         "method",
@@ -349,7 +349,7 @@ def _of_a_long_run(predictions: Sequence[Prediction], job: Job, link: Link, memo
     """One line on the whole of a run, where no length was given."""
     chosen = [best_dense(predictions, memory), *(p for p in predictions if p.sparsity in (0.9, SPARSEST))]
     said = []
-    for run in predict_runs(chosen, job, link, Run(steps=LONG)):
+    for run in (predict_run(p, job, link, Run(steps=LONG)) for p in chosen):
         begun = f" (the first {run.beginning:,} steps send more)" if run.beginning else ""
         said.append(
             f"{show_seconds(run.seconds)} and {show_bytes(run.bytes_sent)} from a rank with {run.late.method}{begun}"

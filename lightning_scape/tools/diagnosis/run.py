@@ -56,7 +56,7 @@ class Parts:
                 int(point["step"]) - max((s for s in before if s < point["step"]), default=0) if run.exchanges else 1
             )
             network += _sum(point, "message_seconds", "exchange_wait") / steps
-            phases += _sum(point, *_phases(point)) / steps
+            phases += _sum(point, *{name.partition("/")[2] for name in point["metrics"] if "/seconds/" in name}) / steps
         count = len(points)
         return cls(
             step=sum(point["step_seconds"] for point in points) / count,
@@ -65,10 +65,6 @@ class Parts:
             data=_mean(points, "data_seconds"),
             saving=_mean(points, "checkpoint_seconds"),
         )
-
-
-def _phases(point: dict[str, Any]) -> tuple[str, ...]:
-    return tuple({name.partition("/")[2] for name in point["metrics"] if "/seconds/" in name})
 
 
 def _sum(point: dict[str, Any], *names: str) -> float:

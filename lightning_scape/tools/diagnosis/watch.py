@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import psutil
 
@@ -35,7 +36,7 @@ class Traffic:
     @property
     def mean(self) -> float:
         """Bytes a second."""
-        return _mean(self.rates)
+        return fmean(self.rates)
 
     @property
     def speed(self) -> float:
@@ -76,10 +77,10 @@ def watch(seconds: float, read: Counters = counters) -> dict[str, list[float]]:
 def check_traffic(rates: Mapping[str, Sequence[float]], known: Sequence[Interface]) -> list[Finding]:
     """What the traffic says of a job that trains meanwhile, by the interface that carries most."""
     of_name = {interface.name: interface for interface in known}
-    outward = {name: each for name, each in rates.items() if each and not _is_loopback(of_name.get(name))}
-    if not outward or max(map(_mean, outward.values())) < QUIET:
+    outward = {name: each for name, each in rates.items() if each and not (name in of_name and of_name[name].loopback)}
+    if not outward or max(map(fmean, outward.values())) < QUIET:
         return [Finding(TOPIC, "ok", "No interface carries a training's messages: no job waits for the network now.")]
-    name = max(outward, key=lambda each: _mean(outward[each]))
+    name = max(outward, key=lambda each: fmean(outward[each]))
     mbit = of_name[name].mbit if name in of_name else None
     return [judge(name, Traffic(outward[name], mbit * 125_000 if mbit else None))]
 
@@ -108,14 +109,6 @@ def judge(name: str, traffic: Traffic) -> Finding:
 
 def _show(rate: float) -> str:
     return show_mbit(float(f"{rate / 125_000:.3g}"))
-
-
-def _is_loopback(interface: Interface | None) -> bool:
-    return interface is not None and interface.loopback
-
-
-def _mean(rates: Sequence[float]) -> float:
-    return sum(rates) / len(rates)
 
 
 def check_now(seconds: float) -> list[Finding]:
