@@ -243,12 +243,10 @@ def load_loops() -> None:
     torch, ops = sys.modules["torch"], sys.modules["lightning_scape.ops"]
     scape, simulated = sys.modules["lightning_scape"], load_example("simulated_ranks")
     torch.set_num_threads(1)
-    kinds = itertools.product(("adamw", "adams"), (torch.float32, torch.bfloat16), ((0.9, "int4"), (0.99, "bf16")))
-    for update, dtype, (sparsity, wire) in kinds:
+    kinds = itertools.product(("adamw", "adams"), (torch.float32, torch.bfloat16), (0.9, 0.99))
+    for update, dtype, sparsity in kinds:
         model = torch.nn.Linear(64, 32, dtype=dtype)
-        config = scape.ScapeConfig(
-            sparsity=sparsity, wire_dtype=wire, dense_steps=1, sparsity_warmup_steps=4, update=update
-        )
+        config = scape.ScapeConfig(sparsity=sparsity, dense_steps=1, sparsity_warmup_steps=4, update=update)
         ranks = simulated.SimulatedRanks(model, 2, config, {"lr": 1e-3})
         for _ in range(6):
             ranks.backward([torch.ones(1, 64, dtype=dtype)] * 2, lambda batch, model=model: model(batch).sum(), None)
