@@ -485,6 +485,18 @@ def step_cost(link: Link) -> str:
     return table(head, *rows) + "\n" + source(link, "bench_step.json", command)
 
 
+def step_wires(link: Link) -> str:
+    """What values in 4 bits cost in time against those in bf16."""
+    rows = []
+    for found in load("step_wires/bench_step.json")["results"]:
+        ms = found["milliseconds"]
+        times = [f"{ms[name]:.0f} ms" for name in ("scape_wall", "against_wall")]
+        rows.append([f"{found['sparsity']:.0%}", *times, f"{ms['wall_more']:+.1f} ms", f"{ms['more']:+.1f} ms"])
+    head = ["a step of pythia-14m", "4 bits", "bf16", "4 bits take more, in turns", "of it processor time"]
+    command = "python examples/bench_step.py --steps 100 --against bf16 --dtype fp32"
+    return table(head, *rows) + "\n" + source(link, "step_wires/bench_step.json", command)
+
+
 def gpu(link: Link) -> str:
     found, rows = load("gpu/bench_gpu.json"), []
     for row in found["rows"]:
@@ -513,6 +525,7 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "rates": rates,
     "digits": digits,
     "step-cost": step_cost,
+    "step-wires": step_wires,
     "gpu": gpu,
     "pareto": lambda link: compared(SMALL, "rates", link),
     "pareto-run": lambda link: whole_runs(SMALL, "rates", link),
