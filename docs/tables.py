@@ -28,6 +28,7 @@ from lightning_scape.planning.run import Run, predict_run
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "examples"))
 import python_questions as asked  # noqa: E402
+from bench_end_to_end import MARGIN, seconds_to  # noqa: E402
 
 RESULTS = "examples/results"
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
@@ -90,10 +91,10 @@ def value(row: dict[str, Any], key: str = "losses", scale: float = 1, digits: in
     return f"{statistics.mean(numbers):.{digits}f}{unit}{spread}"
 
 
-def paired(row: dict[str, Any], base: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """The losses of both, on the seeds of both."""
+def paired(row: dict[str, Any], base: dict[str, Any], key: str = "losses") -> tuple[list[float], list[float]]:
+    """The losses of both, or another figure, on the seeds of both."""
     shared = [seed for seed in row["seeds"] if seed in base["seeds"]]
-    mine, theirs = ([r["losses"][r["seeds"].index(seed)] for seed in shared] for r in (row, base))
+    mine, theirs = ([r[key][r["seeds"].index(seed)] for seed in shared] for r in (row, base))
     return mine, theirs
 
 
@@ -212,6 +213,23 @@ def wires(link: Link) -> str:
     return text + "\n" + trained(link, "drop_in_short drop_in_long wires")
 
 
+def wires_digits(link: Link) -> str:
+    """The same of the digits, by the share that is named right."""
+    rows = []
+    for (task, network), label in itertools.product(DIGITS.items(), SPARSE):
+        named = (label, f"{label}, wire_dtype=bf16")
+        packed, plain = (quality(each, [0.9, 0.999], 1500, task, data=TODAY) for each in named)
+        assert packed is not None
+        assert plain is not None
+        mine, theirs = paired(packed, plain, "accuracies")
+        gaps = [100 * (share - other) for share, other in zip(mine, theirs, strict=True)]
+        shares = (value({"accuracies": each}, "accuracies", 100, 1, "%") for each in (theirs, mine))
+        difference = f"**{statistics.mean(gaps):+.1f}** ± {statistics.stdev(gaps) / math.sqrt(len(gaps)):.1f}"
+        rows.append([network, label, str(len(gaps)), *shares, difference])
+    head = ["digits named right", "", "seeds", '`"bf16"`', '`"int4"`', "difference in points, by seed"]
+    return table(head, *rows) + "\n" + trained(link, "drop_in_digits wires")
+
+
 def sizes(link: Link) -> str:
     """Larger models, and 99.9% of the smallest: each beside AdamW at the same rate."""
     rows = []
@@ -250,12 +268,15 @@ def rates(link: Link) -> str:
     return text + "\n" + source(link, "quality/runs", "python examples/bench_quality.py")
 
 
+DIGITS = {"digits-conv": "convolutional", "digits-gru": "recurrent"}
+
+
 def digits(link: Link) -> str:
     rows = []
     for label in (DENSE, *SPARSE):
-        found = [quality(label, [0.9, 0.999], 1500, task) for task in ("digits-conv", "digits-gru")]
+        found = [quality(label, [0.9, 0.999], 1500, task) for task in DIGITS]
         rows.append([label, *(value(row, "accuracies", 100, 2, "%") for row in found if row is not None)])
-    text = table(["share of digits named right", "convolutional", "recurrent"], *rows)
+    text = table(["share of digits named right", *DIGITS.values()], *rows)
     return text + "\n" + source(link, EARLIER, "python examples/bench_quality.py")
 
 
@@ -374,6 +395,22 @@ def end_to_end(link: Link) -> str:
     text = table([*head, "the whole run (over compute only)", "sent by a host"], *rows)
     command = f"sudo python examples/bench_end_to_end.py --links {' '.join(load(END_TO_END)['links'])}"
     return text + "\n" + source(link, END_TO_END, command)
+
+
+def end_to_end_slow(link: Link) -> str:
+    """The same at 10 Mbit/s, of what ends there in reasonable time; AdamW's loss is that of the faster links."""
+    name = "end_to_end/slow/end_to_end.json"
+    dense = load(END_TO_END)["links"]["100mbit"]["methods"]["ddp"]
+    rows = []
+    for method, row in load(name)["links"]["10mbit"]["methods"].items():
+        reached = seconds_to(MARGIN * dense["loss"], row["points"])
+        loss = f"{row['loss']:.4f} ({row['loss'] / dense['loss'] - 1:+.1%})"
+        sooner = "never" if reached is None else f"{reached:,.0f} s"
+        called = "SparseLoCo, every 30 steps" if method == "sparseloco-30" else METHODS[method]
+        rows.append([called, loss, sooner, f"{row['seconds']:,.0f} s", f"{row['sent'] / 1e6:,.0f} MB"])
+    head = ["10 Mbit/s", "final loss (above AdamW)", "AdamW's final loss + 2% after", "the whole run", "sent by a host"]
+    command = "sudo python examples/bench_end_to_end.py --links 10mbit --methods scape-0.99 sparseloco-15 sparseloco-30"
+    return table(head, *rows) + "\n" + source(link, name, command)
 
 
 SEEDS = {0: (END_TO_END, "1gbit"), **{n: (f"end_to_end/seed{n}/end_to_end.json", "10gbit") for n in (1, 2)}}
@@ -516,6 +553,7 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "drop-in-1000": lambda link: drop_in(1000, link),
     "drop-in-10000": lambda link: drop_in(10_000, link),
     "wires": wires,
+    "wires-digits": wires_digits,
     "largest": largest,
     "downstream": lambda link: questions("answers", "10M parameters, 4,000 steps", ASK, link),
     "downstream-small": lambda link: questions("answers-3M", "3M parameters, 1,200 steps", ASK, link),
@@ -537,6 +575,7 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "two-hosts": lambda link: two_hosts("two_hosts/adamw", ADAMW, link),
     "two-hosts-aims": lambda link: two_hosts("two_hosts/aims", AIMS, link),
     "end-to-end": end_to_end,
+    "end-to-end-slow": end_to_end_slow,
     "end-to-end-seeds": end_to_end_seeds,
     "two-hosts-slow": lambda link: two_hosts("two_hosts/slow", SLOW, link),
     "two-hosts-nodes": lambda link: two_hosts("two_hosts/nodes", f"{NODES} --links 1gbit --rounds 2", link, "host"),
