@@ -108,9 +108,10 @@ def gap(row: dict[str, Any], base: dict[str, Any]) -> str:
     return text
 
 
-def averaged(gaps: list[float]) -> str:
-    """The mean of differences, with its standard error."""
-    return f"**{statistics.mean(gaps):+.1%}** ± {100 * statistics.stdev(gaps) / math.sqrt(len(gaps)):.1f}"
+def averaged(gaps: list[float], unit: str = "%") -> str:
+    """The mean of differences, times 100, with its standard error."""
+    error = statistics.stdev(gaps) / math.sqrt(len(gaps))
+    return f"**{100 * statistics.mean(gaps):+.1f}{unit}** ± {100 * error:.1f}"
 
 
 def drop_in(steps: int, link: Link) -> str:
@@ -222,10 +223,9 @@ def wires_digits(link: Link) -> str:
         assert packed is not None
         assert plain is not None
         mine, theirs = paired(packed, plain, "accuracies")
-        gaps = [100 * (share - other) for share, other in zip(mine, theirs, strict=True)]
+        gaps = [share - other for share, other in zip(mine, theirs, strict=True)]
         shares = (value({"accuracies": each}, "accuracies", 100, 1, "%") for each in (theirs, mine))
-        difference = f"**{statistics.mean(gaps):+.1f}** ± {statistics.stdev(gaps) / math.sqrt(len(gaps)):.1f}"
-        rows.append([network, label, str(len(gaps)), *shares, difference])
+        rows.append([network, label, str(len(gaps)), *shares, averaged(gaps, unit="")])
     head = ["digits named right", "", "seeds", '`"bf16"`', '`"int4"`', "difference in points, by seed"]
     return table(head, *rows) + "\n" + trained(link, "drop_in_digits wires")
 
@@ -375,6 +375,12 @@ def two_hosts(folder: str, options: str, link: Link, who: str = "rank") -> str:
 
 END_TO_END = "end_to_end/end_to_end.json"
 """The run of examples/pretrain_python.py between two hosts, whole."""
+WHOLE = {**METHODS, "sparseloco-30": "SparseLoCo, every 30 steps"}
+
+
+def above(row: dict[str, Any], dense: dict[str, Any]) -> str:
+    """A run's final loss, and how far it is above AdamW's."""
+    return f"{row['loss']:.4f} ({row['loss'] / dense['loss'] - 1:+.1%})"
 
 
 def end_to_end(link: Link) -> str:
@@ -385,12 +391,13 @@ def end_to_end(link: Link) -> str:
         dense, compute = methods["ddp"], methods["compute"]
         for method, row in methods.items():
             alone = method == "compute"
-            name = "SparseLoCo, every 30 steps" if method == "sparseloco-30" else METHODS[method]
-            loss = "-" if alone else f"{row['loss']:.4f} ({row['loss'] / dense['loss'] - 1:+.1%})"
+            loss = "-" if alone else above(row, dense)
             reached = None if alone else row["reached"]
             sooner = "never" if reached is None else f"{reached:,.0f} s ({dense['reached'] / reached:.1f}x)"
             taken = f"{row['seconds']:,.0f} s ({row['seconds'] / compute['seconds']:.2f}x)"
-            rows.append([LINKS[rate], name, loss, "-" if alone else sooner, taken, f"{row['sent'] / 1e6:,.0f} MB"])
+            rows.append(
+                [LINKS[rate], WHOLE[method], loss, "-" if alone else sooner, taken, f"{row['sent'] / 1e6:,.0f} MB"]
+            )
     head = ["link", "method", "final loss (above AdamW)", "AdamW's final loss + 2% after (DDP's time over it)"]
     text = table([*head, "the whole run (over compute only)", "sent by a host"], *rows)
     command = f"sudo python examples/bench_end_to_end.py --links {' '.join(load(END_TO_END)['links'])}"
@@ -404,10 +411,10 @@ def end_to_end_slow(link: Link) -> str:
     rows = []
     for method, row in load(name)["links"]["10mbit"]["methods"].items():
         reached = seconds_to(MARGIN * dense["loss"], row["points"])
-        loss = f"{row['loss']:.4f} ({row['loss'] / dense['loss'] - 1:+.1%})"
         sooner = "never" if reached is None else f"{reached:,.0f} s"
-        called = "SparseLoCo, every 30 steps" if method == "sparseloco-30" else METHODS[method]
-        rows.append([called, loss, sooner, f"{row['seconds']:,.0f} s", f"{row['sent'] / 1e6:,.0f} MB"])
+        rows.append(
+            [WHOLE[method], above(row, dense), sooner, f"{row['seconds']:,.0f} s", f"{row['sent'] / 1e6:,.0f} MB"]
+        )
     head = ["10 Mbit/s", "final loss (above AdamW)", "AdamW's final loss + 2% after", "the whole run", "sent by a host"]
     command = "sudo python examples/bench_end_to_end.py --links 10mbit --methods scape-0.99 sparseloco-15 sparseloco-30"
     return table(head, *rows) + "\n" + source(link, name, command)
