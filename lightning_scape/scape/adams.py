@@ -10,7 +10,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -20,8 +20,6 @@ from typing_extensions import override
 
 # Options of torch's Adam family that a group may bring along, and that would change the update if they were obeyed.
 _FOREIGN_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
-_Shared = tuple[torch.device, torch.dtype, torch.dtype, int]
-"""What tensors must have in common to be updated by one foreach call: the dtypes, also of gradients, and the step."""
 _PARAMETER_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -125,13 +123,13 @@ class AdamS(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for (*_, t), params in self._batches(group).items():
-                self._update(params, t, group)
+            for batch, params in self._batches(group).items():
+                self._update(params, batch.step, group)
         return loss
 
-    def _batches(self, group: dict[str, Any]) -> dict[_Shared, list[Tensor]]:
+    def _batches(self, group: dict[str, Any]) -> dict[_Batch, list[Tensor]]:
         """The group's parameters with gradients, in sets that one foreach call can take; counts this step."""
-        batches: defaultdict[_Shared, list[Tensor]] = defaultdict(list)
+        batches: defaultdict[_Batch, list[Tensor]] = defaultdict(list)
         params = [param for param in group["params"] if param.grad is not None]
         for param in params:  # all of them before any state changes
             if param.grad.layout != torch.strided:
@@ -145,7 +143,7 @@ class AdamS(Optimizer):
                 state["step"] = 0
                 state["exp_avg"] = torch.zeros_like(param, dtype=_state_dtype(param))
             state["step"] += 1
-            batches[param.device, param.dtype, param.grad.dtype, state["step"]].append(param)
+            batches[_Batch(param.device, param.dtype, param.grad.dtype, state["step"])].append(param)
         return batches
 
     def _update(self, params: list[Tensor], t: int, group: dict[str, Any]) -> None:
@@ -229,6 +227,15 @@ def _without_scape(saved: dict[str, Any]) -> dict[str, Any]:
     )
     state = {index: {name: entry[name] for name in ("step", "exp_avg")} for index, entry in saved["state"].items()}
     return {"state": state, "param_groups": saved["param_groups"]}
+
+
+class _Batch(NamedTuple):
+    """What tensors must share to be updated by one foreach call."""
+
+    device: torch.device
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    step: int
 
 
 def _state_dtype(param: Tensor) -> torch.dtype:
