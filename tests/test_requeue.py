@@ -22,6 +22,7 @@ from warm_python import warm_python
 
 from lightning_scape import ScapeStrategy
 from lightning_scape.hosts import requeue
+from lightning_scape.hosts.private_names import signals
 from lightning_scape.tools import commands
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -201,3 +202,27 @@ def test_a_handler_of_the_users_own_stays(tmp_path: Path, monkeypatch: pytest.Mo
         signal.signal(signal.SIGUSR1, before)
     assert seen == [signal.SIGUSR1] * 2
     assert not list(tmp_path.glob("hpc_ckpt*"))
+
+
+class Replaces(Callback):
+    """Gives the Trainer another list of callbacks while it trains."""
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        trainer.callbacks = [self]  # type: ignore[attr-defined]
+
+
+def test_signals_are_handled_as_before_though_callbacks_were_replaced() -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=ScapeStrategy(),
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Replaces()],
+    )
+    before = set(vars(signals(trainer)))
+    trainer.fit(Regression())
+    assert set(vars(signals(trainer))) == before

@@ -58,6 +58,10 @@ class Guest(Callback):
         """Takes back what it has put in the place of the Trainer's own."""
 
 
+_GUESTS = "_lightning_scape_guests"
+"""Attribute of a Trainer: those of its fit. The user may give it another list of callbacks meanwhile."""
+
+
 class Requeue(Guest):
     """Notes the signal in the place of Lightning's handler, and calls that one when all ranks are ready for it.
 
@@ -158,18 +162,19 @@ def attach(trainer: Trainer) -> None:
     insert(trainer, requeue)
 
 
-def insert(trainer: Trainer, callback: Callback) -> None:
+def insert(trainer: Trainer, guest: Guest) -> None:
     """Gives the Trainer a callback: after all that change with a batch, and before what saves by itself."""
     callbacks = callbacks_of(trainer)
     first = next((index for index, other in enumerate(callbacks) if isinstance(other, Checkpoint)), None)
-    callbacks.insert(len(callbacks) if first is None else first, callback)
+    callbacks.insert(len(callbacks) if first is None else first, guest)
+    vars(trainer).setdefault(_GUESTS, []).append(guest)
 
 
 def detach(trainer: Trainer) -> None:
     """After a fit: the Trainer is as it was, without any :class:`Guest`."""
     callbacks = callbacks_of(trainer)
-    for guest in [each for each in callbacks if isinstance(each, Guest)]:
-        callbacks.remove(guest)
+    callbacks[:] = [each for each in callbacks if not isinstance(each, Guest)]
+    for guest in vars(trainer).pop(_GUESTS, []):
         guest.leave(trainer)
 
 
