@@ -12,22 +12,24 @@ SCAPE and SparseLoCo, whose checkpoints come from both, write them there, each h
 included. "Sent" is what the interface of the host that sends most has counted (tx_bytes), headers included; "counted"
 is what the package counted of the same.
 
-All runs of a link go on in turns, from one validation to the next; the others wait, and their clocks stand still. So
-what else the machine does falls on all alike. Each takes 0.8 GB of memory a host. Runs are stored one by one: what is
-done is not run again. Needs Linux, root and iproute2. Writes a table, JSON and plots to --out.
+All runs of a link go on in turns, from one validation to the next; the others are stopped (SIGSTOP), and their clocks
+stand still. So what else the machine does falls on all alike. Each takes 0.8 GB of memory a host. Runs are stored one
+by one: what is done is not run again. Needs Linux, root and iproute2. Writes a table, JSON and plots to --out.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,8 +56,8 @@ NAMES = METHODS | EXTRA
 BATCH = 4
 """Windows of a rank's step, as in pretrain_python.py."""
 VALIDATIONS = 12
-WAIT_SECONDS = 0.2
-"""Between two looks of a run that waits for its turn; they take time of the one that has it."""
+WAIT_SECONDS = 0.1
+"""Between two looks at whose turn it is."""
 MARGIN = 1.02
 """A run has come far enough when its loss is at most this times the final one of DDP fp32, which is AdamW's."""
 
@@ -125,7 +127,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 class Turns:
     """Lets runs go on one after the other, a part of each at a time, once all are ready for their first.
 
-    Each rank leaves a file where it is ready, and where its part ends.
+    Each rank leaves a file where it is ready, and where its part ends; and one that holds its processes' numbers, as
+    long as others may stop it.
 
     Args:
         folder: of these files.
@@ -139,6 +142,8 @@ class Turns:
         self._folder, self._rank, self._ranks, self._timeout = folder, rank, ranks, timeout
         self._number, self._runs = runs.index(run) - len(runs), len(runs)
         """Of the part that is to begin, among those of all runs; below 0 none begins yet."""
+        self._processes = folder / f"{run}-{rank}.processes"
+        self._processes.write_text(f"{os.getpid()} {os.getppid()}")  # with torchrun's
 
     def begin(self) -> None:
         """Waits until all ranks have ended the parts before this one."""
@@ -155,6 +160,10 @@ class Turns:
         """The next one's turn."""
         self._file(self._number, self._rank).touch()
         self._number += self._runs
+
+    def leave(self) -> None:
+        """Before the end of the last part: this rank is not stopped any more."""
+        self._processes.unlink()
 
     def _file(self, number: int, rank: int) -> Path:
         return self._folder / f"{number}-{rank}"
@@ -206,6 +215,9 @@ def run(method: str, args: argparse.Namespace) -> dict[str, Any]:
             getattr(trainer.strategy, "wait_for_checkpoint", lambda: None)()
             self._turns.end()
 
+        def leave(self) -> None:
+            self._turns.leave()
+
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             for found in find_all(trainer.optimizers):
                 if (ended := found.progress().ended) != self._exchanges:
@@ -246,6 +258,7 @@ def run(method: str, args: argparse.Namespace) -> dict[str, Any]:
     source.trainer = trainer
     trainer.fit(module, source)
     end = clock.now()
+    clock.leave()
     clock.end_part(trainer)
     saved = getattr(trainer.strategy, "checkpoint_bytes", None)  # what the package counted, as it did the steps'
     return {
@@ -309,7 +322,7 @@ def done(path: Path, args: argparse.Namespace) -> bool:
 
 
 def launch(hosts: Hosts, args: argparse.Namespace, link: str, methods: list[str]) -> dict[str, Any]:
-    """Figures of runs that go on in turns."""
+    """Figures of runs that go on in turns; if one fails, all end."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(methods)) as pool:
 
         def run_one(place: int) -> Any:
@@ -324,7 +337,30 @@ def launch(hosts: Hosts, args: argparse.Namespace, link: str, methods: list[str]
                 raise RuntimeError(f"{method} at {link}: {error}") from None
             return json.loads(path.read_text())[method]
 
-        return dict(zip(methods, pool.map(run_one, range(len(methods))), strict=True))
+        runs = [pool.submit(run_one, place) for place in range(len(methods))]
+        while wait(runs, WAIT_SECONDS, FIRST_EXCEPTION).not_done:
+            if failed := [each for each in runs if each.done() and each.exception()]:
+                hosts.kill_all()
+                failed[0].result()
+            stop_all_but_one(Path(folder), methods, len(hosts))
+        return dict(zip(methods, (each.result() for each in runs), strict=True))
+
+
+def stop_all_but_one(folder: Path, runs: list[str], ranks: int) -> None:
+    """Of the runs that take turns (:class:`Turns`), stops those that wait, and lets the one go on whose turn it is."""
+    parts: dict[str, int] = {}
+    for place, run in enumerate(runs):
+        number = place - len(runs)
+        while all((folder / f"{number}-{rank}").exists() for rank in range(ranks)):
+            number += len(runs)
+        parts[run] = number
+    processes = {path: path.name.rpartition("-")[0] for path in folder.glob("*.processes")}
+    turn = min((parts[run] for run in processes.values()), default=0)
+    for path, run in processes.items():
+        stopped = 0 <= parts[run] != turn  # below 0 a run is being set up
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for pid in map(int, path.read_text().split()):
+                os.kill(pid, signal.SIGSTOP if stopped else signal.SIGCONT)
 
 
 # ------------------------------------------------------------------------------------------------------ the report

@@ -202,7 +202,8 @@ class Hosts:
                  "peer", "name", INTERFACE, "netns", host.namespace)  # fmt: skip
             _run("ip", "-n", self._switch, "link", "set", port, "master", "switch", "up")
 
-    def _remove(self) -> None:
+    def kill_all(self) -> None:
+        """Kills what runs on these hosts."""
         for host in self._members:
             deadline = time.monotonic() + 5
             while (left := host.processes()) and time.monotonic() < deadline:
@@ -210,6 +211,9 @@ class Hosts:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 time.sleep(0.05)
+
+    def _remove(self) -> None:
+        self.kill_all()
         for namespace in (*(host.namespace for host in self._members), self._switch):
             # With the namespace goes its end of every cable, and with one end the other.
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -333,6 +334,35 @@ def test_runs_go_on_in_turns_once_all_are_ready(tmp_path: Path) -> None:
         for done in [pool.submit(go, run, rank) for run in ("one", "two") for rank in (0, 1)]:
             done.result()
     assert began == ended == ["one", "one", "two", "two"] * 3
+
+
+def test_runs_that_wait_for_their_turn_are_stopped(tmp_path: Path) -> None:
+    processes = [subprocess.Popen(["sleep", "60"]) for _ in range(4)]
+    runs = ["one", "two"]
+
+    def end(part: int, *ranks: int) -> list[str]:
+        """Ranks end a part; the states of all four processes afterwards."""
+        for rank in ranks:
+            (tmp_path / f"{part}-{rank}").touch()
+        bench_end_to_end.stop_all_but_one(tmp_path, runs, 2)
+        time.sleep(0.05)
+        return [Path(f"/proc/{each.pid}/stat").read_text().split()[2].replace("R", "S") for each in processes]
+
+    try:
+        for each, (run, rank) in zip(processes, itertools.product(runs, (0, 1)), strict=True):
+            (tmp_path / f"{run}-{rank}.processes").write_text(f"{each.pid}")
+        assert end(-2, 0) == ["S", "S", "S", "S"]  # sleeping, all are being set up
+        assert end(-2, 1) == ["T", "T", "S", "S"]  # ready, and stopped until all are
+        assert end(-1, 0, 1) == ["S", "S", "T", "T"]
+        assert end(0, 0) == ["S", "S", "T", "T"]
+        assert end(0, 1) == ["T", "T", "S", "S"]
+        for rank in (0, 1):
+            (tmp_path / f"two-{rank}.processes").unlink()  # its last part
+        assert end(1, 0, 1) == ["S", "S", "S", "S"]
+    finally:
+        for each in processes:
+            each.kill()
+            each.wait()
 
 
 def test_a_turn_that_does_not_come_is_an_error(tmp_path: Path) -> None:
