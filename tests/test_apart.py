@@ -94,6 +94,7 @@ def step_in_another_order(rank: int, world_size: int, clip: bool) -> None:
             optimizer.step()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("clip", [False, True])
 def test_optimizers_that_step_in_another_order_are_an_error_on_every_rank(run_ranks: RunRanks, clip: bool) -> None:
     for text in texts(run_ranks(step_in_another_order, 2, clip, expect_errors=True, timeout=60.0)):
@@ -133,6 +134,7 @@ def clip_on_one_rank(rank: int, world_size: int, until: int, rule: str) -> None:
         optimizer.step()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("until", "rule"), [(0, "sketch"), (2, "sketch"), (2, "local")])
 def test_ranks_that_do_not_clip_alike_are_an_error_and_no_abort(run_ranks: RunRanks, until: int, rule: str) -> None:
     for text in texts(run_ranks(clip_on_one_rank, 2, until, rule, expect_errors=True, timeout=60.0)):
@@ -222,6 +224,7 @@ def change_settings(rank: int, world_size: int, name: str, value: Any, ranks: li
             raise
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "value", "word"),
     [
@@ -238,6 +241,7 @@ def test_settings_that_differ_are_an_error_before_anything_is_folded(
         assert word in text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "value"), [("lr", -1e-3), ("lr", float("nan")), ("betas", (0.9, 1.0))])
 def test_settings_that_break_a_rule_in_mid_run_are_an_error(run_ranks: RunRanks, name: str, value: Any) -> None:
     for error in run_ranks(change_settings, 2, name, value, [0, 1], expect_errors=True, timeout=60.0):
@@ -319,6 +323,7 @@ def ask_without_gradients(rank: int, world_size: int, clip: bool) -> int:
     return optimizer.steps_taken
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("clip", [False, True])
 def test_a_step_left_out_on_all_ranks_is_no_difference(run_ranks: RunRanks, clip: bool) -> None:
     assert run_ranks(ask_without_gradients, 2, clip, timeout=60.0) == [3, 3]
@@ -437,7 +442,7 @@ def fit_guarded(rank: int, world_size: int, how: str) -> tuple[list[int], torch.
     return model.taken, weights(model)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["manual", "on_after_backward", *GUARDED, "callback"])
 def test_a_module_that_looks_at_its_gradients_decides_alike_on_all_ranks(run_ranks: RunRanks, how: str) -> None:
     (first, one), (second, other) = run_ranks(fit_guarded, 2, how, timeout=60.0)
@@ -582,6 +587,7 @@ def act_alone(rank: int, world_size: int, name: str, where: str, path: Path) -> 
         optimizer.zero_grad()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "where"),
     [("scape", "a save"), ("scape", "a load"), ("sparseloco", "sync()"), ("sparseloco", "collecting the state")],

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,13 @@ def test_a_reports_charts_are_drawn_and_fit_the_window(width: int, report: Path,
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The documentation's site: the one that .ci/run builds beside its set-up, or one that is built now."""
+    if "SCAPE_TESTS_SITE" in os.environ:
+        given, deadline = Path(os.environ["SCAPE_TESTS_SITE"]), time.monotonic() + 150
+        while not given.exists():
+            assert time.monotonic() < deadline, f"{given} must be there, got none: out/docs.log says why"
+            time.sleep(0.1)
+        return given
     if importlib.util.find_spec("material") is None or importlib.util.find_spec("mkdocstrings") is None:
         pytest.skip("needs mkdocs-material and mkdocstrings: pip install -e '.[docs]'")
     folder = tmp_path_factory.mktemp("site")

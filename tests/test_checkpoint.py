@@ -171,7 +171,7 @@ def read_state(rank: int, world_size: int, file: bytes, config: ScapeConfig) -> 
     return mean / world_size, whole, [str(w.message) for w in caught]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("before", "after", "update", "warmup"),
     [(2, 3, "adams", 0), (3, 2, "adamw", 0), (3, 1, "adams", 0), (1, 2, "adams", 0), (2, 3, "adamw", None)],

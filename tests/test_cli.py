@@ -33,14 +33,14 @@ STEP = 16 * 128
 """Tokens of one optimizer step of the tiny configuration."""
 
 
-def run_module(module: str, *arguments: str, code: int = 0, timeout: float = 150, python: str | None = None) -> str:
+def run_module(module: str, *arguments: str, code: int = 0, timeout: float = 150) -> str:
     """The output of ``python -m module ...`` from the repository's root, as a user would run it."""
     launched = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "RANK", "LT_STRATEGY", litgpt_cli.OPTIONS_VARIABLE)
     environ = {name: value for name, value in os.environ.items() if name not in launched}
     # Compiling takes longer than these runs; test_compile.py compiles.
     environ |= {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [python or warm_python(), "-m", module, *arguments],
+        [warm_python(), "-m", module, *arguments],
         cwd=ROOT,
         env=environ,
         stdout=subprocess.PIPE,
@@ -53,7 +53,7 @@ def run_module(module: str, *arguments: str, code: int = 0, timeout: float = 150
     return done.stdout
 
 
-def run_tiny(out: Path, steps: int, *options: str, python: str | None = None) -> str:
+def run_tiny(out: Path, steps: int, *options: str) -> str:
     return run_module(
         "lightning_scape.tools.cli",
         "pretrain",
@@ -64,7 +64,6 @@ def run_tiny(out: Path, steps: int, *options: str, python: str | None = None) ->
         "--eval.max_iters=2",
         f"--train.max_tokens={steps * STEP}",
         *options,
-        python=python,
     )
 
 
@@ -83,7 +82,7 @@ def load(checkpoint: Path) -> dict[str, Any]:
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Eight steps of the tiny configuration on two processes that LitGPT starts itself, 80% where the file says 90%."""
     out = tmp_path_factory.mktemp("straight")
-    return out, run_tiny(out, 8, "--scape.sparsity", "0.8", python=sys.executable)
+    return out, run_tiny(out, 8, "--scape.sparsity", "0.8")
 
 
 def test_the_tiny_configuration_trains_on_two_processes_and_the_loss_falls(straight: tuple[Path, str]) -> None:

@@ -146,6 +146,7 @@ WRITE = ["all_gather", "scatter_params", "wait", "scatter_params"]
 """The owners' updates: a rank applies its own while the others' travel. Then the next mask's exchange begins."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("sparsity", "remote", "local", "afterwards"),
     [

@@ -614,7 +614,7 @@ def test_without_numba_the_reference_serves_and_says_so_once(
 # -------------------------------------------------------------------------------------------------------- two ranks
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sparsity", [0.9, 0.99])
 @pytest.mark.parametrize(("wire_dtype", "atol"), [("fp32", 1e-5), ("bf16", CHANGE_ROUNDING)])
 def test_two_ranks_train_alike_in_numba_and_by_reference(

@@ -314,6 +314,7 @@ def fabric_cannot_write(rank: int, world_size: int, folder: str, kind: str) -> s
     return str(caught.value)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("host", [trainer_cannot_write, fabric_cannot_write])
 def test_a_folder_that_cannot_be_written_is_told_on_every_rank(

@@ -30,7 +30,7 @@ BASH = blocks("bash")
 NEEDS_RANKS = re.compile(r"launch\(\)|process_group|init_device_mesh|\.fit\(|SparseLoCo\(")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("block", [b for b in PYTHON if NEEDS_RANKS.search(b.text)], ids=lambda block: block.name)
 def test_a_block_that_trains_runs_on_two_ranks(run_ranks: RunRanks, tmp_path: Path, block: Block) -> None:
     assert run_ranks(execute, 2, block, str(tmp_path)) == [True, True]

@@ -185,7 +185,7 @@ def stop_and_go(rank: int, world_size: int, folder: str, precision: str, model_f
     assert_replicas_equal(again)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model_first", [True, False])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "64-true"])
 def test_resume_is_exact_in_every_precision_and_order_of_loading(

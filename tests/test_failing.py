@@ -74,7 +74,7 @@ def test_an_error_on_one_rank_saves_nothing_and_reaches_all(
         assert not end[3]  # the callbacks are as they were
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["scape", "sparseloco"])
 @pytest.mark.parametrize("kind", ["ModelCheckpoint", "OnExceptionCheckpoint"])
 def test_where_all_ranks_fail_at_the_same_step_all_save(run_ranks: Any, tmp_path: Path, kind: str, method: str) -> None:

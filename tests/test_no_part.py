@@ -71,7 +71,7 @@ def _write_the_idle(rank: int, world_size: int, dtypes: list[torch.dtype], choic
         assert all(bool(p.isfinite().all()) for place, p in enumerate(params) if place not in IDLE)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("precision", "choice"), [*((precision, "cpu") for precision in PRECISIONS), ("mixed", "naive"), ("fp32", "naive")]
 )

@@ -86,7 +86,7 @@ def _resumes(rank: int, world_size: int, method: str, kind: str, options: dict[s
     assert torch.equal(found, expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["scape", "sparseloco"])
 @pytest.mark.parametrize(
     ("kind", "options"),
@@ -111,6 +111,7 @@ def _at_home(rank: int, world_size: int, home: Path, options: dict[str, Any]) ->
     assert second.global_step == 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"state_dict_type": "sharded"}], ids=["full", "sharded"])
 def test_a_tilde_is_the_users_home(run_ranks: Any, tmp_path: Path, options: dict[str, Any]) -> None:
     run_ranks(_at_home, 2, tmp_path, options)
@@ -258,7 +259,7 @@ def _hooks(rank: int, world_size: int, method: str, options: dict[str, Any], fol
     _hooks_of_fabric(rank, world_size, partial(of_fabric, **options), folder)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -537,6 +538,7 @@ def _saved_with_hooks(rank: int, world_size: int, options: dict[str, Any], folde
             assert state["state"][0]["exp_avg"].dtype == torch.float16
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"state_dict_type": "sharded"}, {"async_save": True}], ids=str)
 def test_a_hook_finds_what_it_takes_or_an_error_that_says_where_that_is(
     run_ranks: Any, tmp_path: Path, options: dict[str, Any]

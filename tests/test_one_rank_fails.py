@@ -80,7 +80,7 @@ def _save(rank: int, world_size: int, path: str, method: str, kind: str, what: s
     return callback.message
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("what", "method", "kind"),
     [
@@ -123,6 +123,7 @@ def _load(rank: int, world_size: int, path: str, method: str, kind: str) -> str:
     return ""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("method", "kind"), [("scape", "full"), ("sparseloco", "sharded")])
 def test_what_one_rank_cannot_read_fails_on_all(run_ranks: Any, tmp_path: Path, method: str, kind: str) -> None:
     messages = run_ranks(_load, 2, str(tmp_path / "a.ckpt"), method, kind)

@@ -43,7 +43,7 @@ def train_dense(rank: int, world_size: int, bias_correction: bool, betas: tuple[
     return worst
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.99, 0.9999), (0.0, 0.0)])
 @pytest.mark.parametrize("bias_correction", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -84,6 +84,7 @@ def test_sent_plus_residual_equals_all_gradients_exactly(run_ranks: RunRanks, wi
     assert run_ranks(train_with_ledger, 2, wire_dtype, True, update) == [0.0, 0.0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["adams", "adamw"])
 def test_sent_plus_residual_equals_clipped_gradients_to_fp32_rounding(run_ranks: RunRanks, update: str) -> None:
     assert max(run_ranks(train_with_ledger, 2, "bf16", False, update)) < 2e-6
@@ -126,6 +127,7 @@ def train_watching_masks(rank: int, world_size: int) -> dict[str, Any]:
     return {"seen": len(seen)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_mask_of_a_step_was_made_by_its_owners_one_step_before(run_ranks: RunRanks, world_size: int) -> None:
     run_ranks(train_watching_masks, world_size)
@@ -193,7 +195,7 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
     return {"density": stats.density}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize(
     ("sparsity", "wire_dtype", "dtype", "update"),

@@ -37,6 +37,7 @@ def collect_stats(rank: int, world_size: int) -> tuple[Any, float]:
     return optimizer.stats, float((folded - state.residual).square().sum() / folded.square().sum())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_energy_captured_is_what_left_the_residual(run_ranks: RunRanks, world_size: int) -> None:
     for stats, energy in run_ranks(collect_stats, world_size):
@@ -167,7 +168,7 @@ atexit.register(last)
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("end", ["nothing", pytest.param("destroy", marks=pytest.mark.slow), "step"])
 def test_a_script_may_end_right_after_a_step(tmp_path: Path, end: str) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": TESTS}

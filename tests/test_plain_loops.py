@@ -53,6 +53,7 @@ def _loco(net: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("build", [_scape, _loco])
 def test_groups_may_have_ranks_in_common(run_ranks: Any, build: Callable[..., Any]) -> None:
     (first,), (with_first, with_last), (last,) = run_ranks(_in_two_groups, 3, build)

@@ -83,7 +83,7 @@ def train_odd(rank: int, world_size: int, sparsity: float, dtype: torch.dtype, o
     return dict(zip(names, changed, strict=True)), losses
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sparsity", [0.9, 0.99, 0.999])
 @pytest.mark.parametrize(("world_size", "update"), [(2, "adams"), (2, "adamw"), (3, "adamw")])
 def test_replicas_are_bitwise_equal_after_every_step(
@@ -93,7 +93,7 @@ def test_replicas_are_bitwise_equal_after_every_step(
         assert changed == {name: not name.startswith("frozen") for name in changed}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
@@ -144,6 +144,7 @@ def train_with_flags(rank: int, world_size: int, on_device: bool, options: dict[
     return values(params) + kept
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options", [{"update": "adamw"}, {"mask_statistic": "first_moment", "bias_correction": True}], ids=str
 )

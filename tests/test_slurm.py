@@ -159,7 +159,7 @@ def timed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     jobs = {}
     for name, options in {"signal": ("--signal=SIGUSR1@70",), "none": ()}.items():
         folder = tmp_path_factory.mktemp(name)
-        jobs[name] = Timed(*submit(cluster, folder, AT_FIRST, "--time=60", *options, pause=0.05, save_every=10**6))
+        jobs[name] = Timed(*submit(cluster, folder, AT_FIRST, "--time=60", *options, pause=0.3, save_every=10**6))
     for name, change in {"signal": "TimeLimit=1", "none": "EndTime=now"}.items():
         job, log = jobs[name]
         wait(functools.partial(trains, log), "the job trains", 300)

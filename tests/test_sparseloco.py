@@ -132,6 +132,7 @@ def _conservation(rank: int, world_size: int, bits: int | None, average: str) ->
     return seen
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("bits", "average"), [(2, "all"), (4, "senders"), (None, "all")])
 def test_what_was_sent_plus_the_error_is_what_was_computed_on_both_ways(
     run_ranks: Any, bits: int | None, average: str
@@ -218,6 +219,7 @@ def _gathered(rank: int, world_size: int, average: str) -> tuple[Tensor, Tensor,
     return before, flat(net), [said], owed, loco.stats.bytes_total - loco.stats.bytes_norm, loco.bytes_per_exchange()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("average", ["all", "geometric", "senders"])
 def test_gathered_messages_are_averaged_on_every_rank(run_ranks: Any, average: str) -> None:
     ranks = run_ranks(_gathered, 3, average)

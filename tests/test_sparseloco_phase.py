@@ -34,7 +34,7 @@ def _skips(rank: int, world_size: int, batches: int, overlap: int, early: bool) 
     return "", 0.0
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("batches", "overlap", "early", "told"),
     [

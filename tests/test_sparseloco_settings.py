@@ -43,6 +43,7 @@ def _set(rank: int, world_size: int, name: str, values: tuple[Any, ...], overlap
     return said, before, flat(net)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "values", "told"),
     [
@@ -59,6 +60,7 @@ def test_settings_that_differ_are_an_error_on_every_rank_and_nothing_is_folded(
         assert torch.equal(before, after)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [("lr", math.nan, "learning rate must be finite"), ("lr", -1.0, "got -1.0"), ("betas", (0.9, 1.0), "in [0, 1)")],

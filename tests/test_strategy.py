@@ -46,6 +46,7 @@ def _against_ddp(rank: int, world_size: int, scheduler: str | None) -> tuple[Ten
     return ends[0], ends[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scheduler", [None, "one-cycle"])
 def test_sparsity_zero_equals_dense_adams_under_ddp(run_ranks: Any, scheduler: str | None) -> None:
     for scape, ddp in run_ranks(_against_ddp, 2, scheduler):
@@ -67,7 +68,7 @@ def _precision(rank: int, world_size: int, precision: str) -> tuple[Tensor, list
     return weights(model), losses, next(model.parameters()).dtype
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed"])
 def test_training_in_every_precision_learns_and_keeps_replicas_equal(run_ranks: Any, precision: str) -> None:
     (first, losses, _), (second, _, _) = run_ranks(_precision, 2, precision)
@@ -263,7 +264,7 @@ def _learning_rates(rank: int, world_size: int, scheduler: str) -> list[tuple[li
     return runs
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_learning_rates_are_those_of_dense_adamw(run_ranks: Any, scheduler: str) -> None:
     (((scape, complaints), (dense, of_torch)),) = run_ranks(_learning_rates, 1, scheduler)

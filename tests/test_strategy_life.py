@@ -244,6 +244,7 @@ def _checkpoint_callback(rank: int, world_size: int, folder: str, asynchronous: 
     return callback.last_model_path
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_model_checkpoint_writes_the_state_of_all_ranks(run_ranks: Any, tmp_path: Path, asynchronous: bool) -> None:
     path = run_ranks(_checkpoint_callback, 2, str(tmp_path), asynchronous)[0]

@@ -221,6 +221,7 @@ def from_adamw(rank: int, world_size: int, kind: str) -> None:
                 assert torch.equal(entry[name], theirs[name].cpu())
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*scalar")
 @pytest.mark.parametrize("kind", ["FSDP2", "DDP"])
 def test_it_goes_on_from_plain_adamw(run_ranks: Any, kind: str) -> None:
@@ -230,12 +231,7 @@ def test_it_goes_on_from_plain_adamw(run_ranks: Any, kind: str) -> None:
 # ------------------------------------------------------------------------------------------------ under the Trainer
 
 
-def _resume(rank: int, world_size: int, folder: str) -> None:
-    for kind in ("full", "sharded"):
-        _resume_from(kind, folder)
-
-
-def _resume_from(kind: str, folder: str) -> None:
+def _resume(rank: int, world_size: int, kind: str, folder: str) -> None:
     from test_two_level_trainer import Blocks, strategy, wholes
 
     def fit(size: Any, epochs: int, path: str | None = None, **options: Any) -> tuple[Any, Any]:
@@ -264,5 +260,9 @@ def _resume_from(kind: str, folder: str) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-def test_the_trainer_resumes_exactly_and_flat_ranks_load_the_checkpoint(run_ranks: Any, tmp_path: Path) -> None:
-    run_ranks(_resume, 4, str(tmp_path))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_the_trainer_resumes_exactly_and_flat_ranks_load_the_checkpoint(
+    run_ranks: Any, kind: str, tmp_path: Path
+) -> None:
+    run_ranks(_resume, 4, kind, str(tmp_path))

@@ -82,7 +82,7 @@ def test_ranks_that_run_out_of_batches_apart_raise_together(
         assert words in str(error)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(
     ("batches", "options", "steps"),
@@ -128,6 +128,7 @@ def test_so_do_the_ranks_of_sparseloco_and_those_of_a_node(
         assert words in str(error)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["sparseloco", "nodes"])
 def test_these_too_train_where_all_stop_before_any_runs_out(run_ranks: RunRanks, method: str) -> None:
     batches = [6, 9] if method == "sparseloco" else [6, 9, 7, 8]

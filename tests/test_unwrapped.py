@@ -389,6 +389,7 @@ def teach(rank: int, world_size: int, method: str) -> None:
     assert sent[1:] == ([] if method == "scape" else [teacher] * 2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_teacher_that_differs_is_named_or_handed_on_without_the_frozen_backbone(run_ranks: Any, method: str) -> None:
     run_ranks(teach, 2, method)

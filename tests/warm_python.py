@@ -4,7 +4,7 @@ Hand :func:`warm_python` to ``subprocess`` in the place of ``sys.executable``. W
 from a server that has imported the libraries (see ``warm_server.py``). Processes that this one starts by
 ``sys.executable``, as Lightning and torchrun do, come from there too. ``pytest --fresh-processes`` takes new
 interpreters throughout. Tests of imports, and of how an interpreter begins or ends, take ``sys.executable``, and so
-does one test of each command that trains.
+does the tour that the documentation begins with.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ class Trained(NamedTuple):
 class TrainingChecks(Checks):
     """Of a few steps of the optimizer."""
 
+    @pytest.mark.few(2)
     @pytest.mark.parametrize(
         ("sparsity", "dtype", "options"),
         [
@@ -54,6 +55,7 @@ class TrainingChecks(Checks):
             torch.testing.assert_close(ours.exp_avg_sq.cpu(), theirs.exp_avg_sq, rtol=1e-5, atol=1e-5)
         self.compare_parameters(ours, theirs, dtype)
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize("update", ["adams", "adamw"])
     @LENGTHS
     def test_steps_whose_gradients_follow_the_parameters(self, update: str, steps: int) -> None:
