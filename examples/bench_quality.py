@@ -253,7 +253,7 @@ def vote_bits(ranks: SimulatedRanks, bits: int) -> None:
 
     for optimizer in ranks.optimizers:
         comm = optimizer.communicator
-        comm.exchange_proposals = coarse(comm.exchange_proposals, optimizer.config.votes)  # type: ignore[method-assign]
+        comm.exchange_proposals = coarse(comm.exchange_proposals, optimizer.config.proposed)  # type: ignore[method-assign]
 
 
 class EmaShard:

@@ -144,7 +144,7 @@ def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, st
     if rank == 0:
         # Residual; both moments, last steps, and masters or errors of changes, of the shard.
         state = 4 * size + (12 if dtype == "fp32" and config.wire_bits is None else 16) * size / args.ranks
-        whole, shard = scape_traffic(config.quota.density, votes=config.votes > 0)
+        whole, shard = scape_traffic(config.quota.density, proposed=config.proposed > 0)
         touched = (whole + shard / args.ranks) * size
         results.put(
             {

@@ -43,7 +43,7 @@ class Scape:
         self.quota = int(density * self.block)
         wait = 50 * max(1.0, 10 * float(density) ** 0.5)  # of the warm-up: the density at step i is 1 / (1 + i/wait)
         self.warmup = -int(-wait * (1 / float(density) - 1) // 1)
-        self.votes = self.quota if self.quota <= 5 else 0  # proposals of each rank, where few entries are sent
+        self.proposed = self.quota if self.quota <= 5 else 0  # proposals of each rank, where few entries are sent
         self.parameters, self.ranks = list(parameters), ranks
         self.lr, (self.b1, self.b2), self.eps, self.weight_decay = lr, betas, eps, weight_decay
         self.t = 0
@@ -109,8 +109,8 @@ class Scape:
         """Each owner ranks its residual, and what the other ranks propose for its shard."""
         statistic = self.owned(self.residual).clone()
         owner = torch.arange(len(statistic)) * self.ranks // len(statistic)
-        for rank in range(self.ranks if self.votes else 0):  # all-to-all
-            positions = largest(self.residual[rank], self.votes)
+        for rank in range(self.ranks if self.proposed else 0):  # all-to-all
+            positions = largest(self.residual[rank], self.proposed)
             values = as_byte(self.residual[rank].gather(1, positions))
             statistic.scatter_add_(1, positions, values.masked_fill((owner == rank)[:, None], 0.0))
         mask = largest(statistic, q)  # all-gather: positions, or, if that is shorter, a bit for each entry, in order

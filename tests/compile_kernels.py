@@ -135,10 +135,10 @@ def record() -> dict[str, Launch]:
             ops.unpack_mask(torch.zeros(3, -(-length // 8), dtype=torch.uint8), length // 4, length)
         ops.select(torch.zeros(3, 1000), 1)
         ops.select(torch.zeros(3, 256), 32)
-        for length, votes in ((200, 2), (256, 32), (1000, 1)):
-            proposals = torch.zeros(4, 3, votes * (2 if length <= 256 else 3) + 1, dtype=torch.uint8)
+        for length, proposed in ((200, 2), (256, 32), (1000, 1)):
+            proposals = torch.zeros(4, 3, proposed * (2 if length <= 256 else 3) + 1, dtype=torch.uint8)
             for dtype in (torch.float32, torch.float64):
-                ops.merge(torch.zeros(3, length, dtype=dtype), proposals, 2, votes, votes)
+                ops.merge(torch.zeros(3, length, dtype=dtype), proposals, 2, proposed, proposed)
         for dtype in (torch.float32, torch.bfloat16):
             for masked in (True, False):
                 sweep(dtype, masked=masked)
@@ -146,8 +146,8 @@ def record() -> dict[str, Launch]:
         for dtype in (torch.float16, torch.float64):
             sweep(dtype, own=True)
         sweep(torch.float64, residual=torch.float64, masked=False, own=True)
-        for length, sent, votes in ((250, 25, 0), (1000, 1, 32), (4096, 3, 3)):
-            sweep(torch.float32, length=length, sent=sent, votes=votes)
+        for length, sent, proposed in ((250, 25, 0), (1000, 1, 32), (4096, 3, 3)):
+            sweep(torch.float32, length=length, sent=sent, proposed=proposed)
         sweep(torch.float32, length=250, sent=25, own=True)
         for bits, count in itertools.product((4, 8), (GROUP, 1000, 4096)):
             ops.dequantize(ops.quantize(torch.zeros(3, count), bits), bits, count)
@@ -167,7 +167,7 @@ def sweep(
     residual: torch.dtype = torch.float32,
     length: int = 200,
     sent: int = 2,
-    votes: int = 2,
+    proposed: int = 2,
 ) -> None:
     """Of the other ranks' rows, or of this rank's ``own``, for gradients of a dtype."""
     layout = Layout([20 * length + 8], [0], length, 3)
@@ -183,7 +183,7 @@ def sweep(
         swept = state[0], grads, scale, mask, values, 1.0, moment
         ops.sweep(ops.Sweep(region, *swept, next_mask=chosen))
     else:
-        proposals = torch.zeros(rows, ops.proposal_bytes(votes, length), dtype=torch.uint8) if votes else None
+        proposals = torch.zeros(rows, ops.proposal_bytes(proposed, length), dtype=torch.uint8) if proposed else None
         ops.sweep(ops.Sweep(region, state[0], grads, torch.ones(()), mask, values, proposals=proposals))
 
 

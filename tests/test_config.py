@@ -117,7 +117,7 @@ def test_as_dict_holds_only_plain_values_and_builds_the_same_config() -> None:
 
 def test_the_letter_of_the_paper_is_one_choice() -> None:
     config = ScapeConfig.paper(0.9)
-    assert (config.sparsity, config.update, config.warmup_steps, config.votes) == (0.9, "adams", 0, 0)
+    assert (config.sparsity, config.update, config.warmup_steps, config.proposed) == (0.9, "adams", 0, 0)
     assert (config.mask_statistic, config.second_moment, config.bias_correction) == (
         "first_moment",
         "reconstructed",

@@ -111,13 +111,15 @@ def assert_same(ours: Tensor, theirs: Tensor) -> None:
 def test_select_propose_and_merge_equal_their_twins_for_all_quotas(
     data: st.DataObject, dtype: torch.dtype, rows: int, length: int, seed: int
 ) -> None:
-    sent, votes = data.draw(st.integers(1, length)), data.draw(st.integers(1, length))
+    sent, proposed = data.draw(st.integers(1, length)), data.draw(st.integers(1, length))
     statistic = numbers(rows, length, seed).to(dtype)
     assert torch.equal(cpu.select(statistic, sent), naive.select(statistic, sent))
     finite = statistic.nan_to_num(1.0, 2.0, -3.0)
-    proposals = torch.stack([naive.propose(finite * factor, votes) for factor in (1, 0.5, -0.25)])
-    assert torch.equal(cpu.propose(finite, votes), proposals[0])
-    assert torch.equal(cpu.merge(finite, proposals, 1, votes, sent), naive.merge(finite, proposals, 1, votes, sent))
+    proposals = torch.stack([naive.propose(finite * factor, proposed) for factor in (1, 0.5, -0.25)])
+    assert torch.equal(cpu.propose(finite, proposed), proposals[0])
+    assert torch.equal(
+        cpu.merge(finite, proposals, 1, proposed, sent), naive.merge(finite, proposals, 1, proposed, sent)
+    )
 
 
 @pytest.mark.parametrize(("length", "sent"), [(4096, 40), (4097, 40), (40_000, 3)])

@@ -48,11 +48,11 @@ class TestInterpreted(KernelChecks):
     device = "cpu"
 
     @pytest.mark.few(4)
-    @pytest.mark.parametrize(("rank", "sent", "votes", "elected"), some_at_once(SWEEPING_RANKS, SWEEPS))
+    @pytest.mark.parametrize(("rank", "sent", "proposed", "elected"), some_at_once(SWEEPING_RANKS, SWEEPS))
     def test_sweep_equals_its_parts(
-        self, rank: int | None, sent: int | None, votes: int | None, elected: int | None
+        self, rank: int | None, sent: int | None, proposed: int | None, elected: int | None
     ) -> None:
-        super().test_sweep_equals_its_parts(rank, sent, votes, elected)
+        super().test_sweep_equals_its_parts(rank, sent, proposed, elected)
 
 
 # ----------------------------------------------------------------------------- same names, same signatures
@@ -84,7 +84,7 @@ def test_every_public_function_of_the_reference_is_an_operation_or_a_known_helpe
         "position_dtype",
         "to_device",
         "proposal_bytes",
-        "votes_in",
+        "proposed_in",
         "proposals_of",
         "group_bytes",
         "bits_in",

@@ -479,7 +479,7 @@ def test_a_step_timed_as_a_whole_is_divided_as_its_traffic_is() -> None:
     for sparsity in (0.5, 0.99):
         config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0)
         whole, shard = scape_plan.as_a_whole(ScapeOptimizer([weight], config=config), repeats=2)
-        traffic = scape_traffic(config.quota.density, votes=config.votes > 0)
+        traffic = scape_traffic(config.quota.density, proposed=config.proposed > 0)
         assert whole > 0
         assert shard / whole == pytest.approx(traffic[1] / (traffic[0] - 4))
 

@@ -50,7 +50,7 @@ class Case(NamedTuple):
         own: bool,
         length: int = 20,
         sent: int | None = 2,
-        votes: int = 2,
+        proposed: int = 2,
         next_sent: int = 3,
         dtypes: Sequence[torch.dtype | None] = (torch.float32,),
         residual: torch.dtype = torch.float32,
@@ -91,7 +91,7 @@ class Case(NamedTuple):
             mask,
             torch.full((rows, length if sent is None else sent), 9.0, dtype=wire),
             torch.rand(rows, length, generator=generator, dtype=residual),
-            torch.full((rows, naive.proposal_bytes(votes, length)), 9, dtype=torch.uint8),
+            torch.full((rows, naive.proposal_bytes(proposed, length)), 9, dtype=torch.uint8),
             torch.full((rows, next_sent), 9, dtype=naive.position_dtype(length)),
         )
 
@@ -158,12 +158,12 @@ def test_what_is_left_need_not_be_ranked(sent: int) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("length", "sent", "votes"), [(250, 25, 3), (100, 1, 4), (300, 3, 2), (16, 16, 1), (1100, 6, 2)]
+    ("length", "sent", "proposed"), [(250, 25, 3), (100, 1, 4), (300, 3, 2), (16, 16, 1), (1100, 6, 2)]
 )
-def test_blocks_of_other_lengths(length: int, sent: int, votes: int) -> None:
+def test_blocks_of_other_lengths(length: int, sent: int, proposed: int) -> None:
     sizes = (5 * length + 3, 2 * length, 7)
-    check(Case.draw(False, length, sent, votes, sizes=sizes), 1, propose=True)
-    check(Case.draw(True, length, sent, votes, sizes=sizes), 1, second=True, select=True)
+    check(Case.draw(False, length, sent, proposed, sizes=sizes), 1, propose=True)
+    check(Case.draw(True, length, sent, proposed, sizes=sizes), 1, second=True, select=True)
 
 
 @pytest.mark.few(2)
@@ -243,7 +243,7 @@ def test_what_the_kernel_cannot_do_is_done_one_after_the_other(what: str) -> Non
     elif what == "large quotas":
         check(Case.draw(True, 100, 40, next_sent=40), second=True, select=True)
     elif what == "many votes":
-        check(Case.draw(False, 100, 2, votes=33), propose=True)
+        check(Case.draw(False, 100, 2, proposed=33), propose=True)
     else:
         check(Case.draw(False), propose=True, select=True)
 

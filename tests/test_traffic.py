@@ -101,7 +101,7 @@ class Rank:
         self.mask = ops.select(torch.randn(rows, self.length, generator=generator), self.sent)
         self.values = torch.zeros(rows, self.sent, dtype=self.config.values_dtype)
         self.next_mask = torch.zeros(own, self.sent, dtype=torch.uint8)
-        width = ops.proposal_bytes(self.config.votes, self.length)
+        width = ops.proposal_bytes(self.config.proposed, self.length)
         self.proposals = torch.zeros(rows, width, dtype=torch.uint8)
         self.arrived = torch.zeros(ranks, own, width, dtype=torch.uint8)
         self.as_changes = dtype.itemsize > self.values.element_size()
@@ -110,20 +110,20 @@ class Rank:
         layout, own, one = self.layout, self.layout.rows_of(self.rank), torch.ones(())
         remote, local = layout.remote(self.rank), layout.local(self.rank)
         mask, residual, values = self.mask[own], self.residual[own], self.values[own]
-        votes = self.config.votes
+        proposed = self.config.proposed
 
         def parts(region: Any) -> list[Tensor]:
             return [self.grads[piece.segment.index][piece.of_parameter] for piece in region.pieces]
 
         cuda.squared_norm(self.grads)
-        proposals = self.proposals if votes else None
+        proposals = self.proposals if proposed else None
         cuda.sweep(ops.Sweep(remote, self.residual, parts(remote), one, self.mask, self.values, proposals=proposals))
         moment = ops.SecondMoment(self.state[1], [0.01] * len(local.pieces), self.ranks)
-        chosen = None if votes else self.next_mask
+        chosen = None if proposed else self.next_mask
         swept = residual, parts(local), one, mask, values
         cuda.sweep(ops.Sweep(local, *swept, second_moment=moment, next_mask=chosen))
-        if votes:
-            cuda.merge(residual, self.arrived, self.rank, votes, self.sent)
+        if proposed:
+            cuda.merge(residual, self.arrived, self.rank, proposed, self.sent)
         theta, mean = torch.zeros(mask.shape), torch.zeros(mask.shape)
         cuda.gather_params(ops.ParamEntries(self.flats, local.pieces, mask, self.length), theta)
         shard = ops.ShardState(theta, *self.state, self.last_step)
@@ -155,7 +155,7 @@ def measured(sparsity: float, ranks: int, dtype: torch.dtype, blocks: int = 128)
     config = rank.config
     whole, shard = scape_traffic(
         config.quota.density,
-        votes=config.votes > 0,
+        proposed=config.proposed > 0,
         parameter_bytes=dtype.itemsize,
         wire_bytes=config.values_dtype.itemsize,
     )

@@ -127,7 +127,7 @@ def count_votes(rank: int, world_size: int, options: dict[str, Any]) -> None:
     collectives.all_to_all_into = real
     assert stats is not None
     blocks = optimizer.engine.layout.blocks
-    width = config.votes * (1 if config.quota.block_size <= 256 else 2) + config.votes + 1
+    width = config.proposed * (1 if config.quota.block_size <= 256 else 2) + config.proposed + 1
     assert calls[-1] == ("torch.uint8", blocks * width), calls
     assert stats.bytes_votes == blocks * width * (world_size - 1) // world_size
     assert stats.bytes_total - stats.bytes_votes == sum(
@@ -149,7 +149,7 @@ def test_votes_are_one_message_more_and_counted(run_ranks: RunRanks, options: di
     [
         ({"mask_votes": -1}, "`mask_votes` must be None or a whole number >= 0"),
         ({"mask_votes": 201}, "at most the block length 200, got 201"),
-        ({"mask_votes": 1, "mask_statistic": "first_moment"}, "ranks vote with their residuals"),
+        ({"mask_votes": 1, "mask_statistic": "first_moment"}, "ranks propose by their residuals"),
         ({"second_moment": "ema"}, "`second_moment` must be one of 'measured', 'reconstructed'"),
     ],
 )
@@ -309,7 +309,7 @@ def test_dense_runs_and_adamws_update_keep_no_noise() -> None:
     ],
 )
 def test_as_many_votes_as_are_sent_where_these_are_few(options: dict[str, Any], votes: int) -> None:
-    assert ScapeConfig(**options).votes == votes
+    assert ScapeConfig(**options).proposed == votes
 
 
 # --------------------------------------------------------------------------------- several optimizers, one mask group

@@ -9,13 +9,13 @@ norm       all-reduce, fp32                 2 (N-1)/N * 16 KB (sketch), or some 
 values     all-to-all, wire dtype           (N-1)/N * k * 0.53 (int4), 1.03, 2 or 4      during the local sweep
 parameters all-gather, wire dtype or own    (N-1)/N * k * the same, or itemsize          after the update
 mask       all-gather, uint8 or uint16      (N-1)/N * k * 1 or 2; P/8 at most            during the next step
-votes      all-to-all, uint8                (N-1)/N * (P/B) * (V * (2 or 3) + 1)         during the next step
+proposals  all-to-all, uint8                (N-1)/N * (P/B) * (V * (2 or 3) + 1)         during the next step
 ========== ================================ ============================================ ==================
 
 ``wire_dtype="int4"`` takes 0.53 bytes for a value, ``"int8"`` 1.03; parameters come back as changes in as many bits.
 From ``"bf16"`` and ``"fp32"`` those wider than that do; others, and those with masters, come back as values. ``V`` is
-``ScapeConfig.votes``; where it is 0 there is no fifth message. Mask and votes travel on a process group (on CUDA:
-communicator and stream) of their own, so that they never queue behind, nor hold up, the messages of the step or of the
+``ScapeConfig.proposed``; where it is 0 there is no fifth message. Mask and proposals travel on a process group of their
+own (on CUDA: communicator and stream), so that they never queue behind, nor hold up, the messages of the step or of the
 model. With one rank nothing is sent at all.
 """
 

@@ -179,18 +179,18 @@ class ScapeConfig:
         if self.residual_device is not None:
             object.__setattr__(self, "residual_device", _as_device(self.residual_device))
         self._check_block_size()
-        votes = self.mask_votes
-        if votes is not None and (isinstance(votes, bool) or not isinstance(votes, int) or votes < 0):
-            raise ValueError(f"`mask_votes` must be None or a whole number >= 0, got {votes!r}. None chooses it.")
-        if self.votes > self.quota.block_size:
+        given = self.mask_votes
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
+            raise ValueError(f"`mask_votes` must be None or a whole number >= 0, got {given!r}. None chooses it.")
+        if self.proposed > self.quota.block_size:
             raise ValueError(
                 f"`mask_votes` must be at most the block length {self.quota.block_size}, got {self.mask_votes}. As many"
                 f" as are sent per block ({self.quota.sent}) is a good number."
             )
-        if self.votes and self.mask_statistic != "residual":
+        if self.proposed and self.mask_statistic != "residual":
             raise ValueError(
-                f"`mask_votes` must be 0 with mask_statistic={self.mask_statistic!r}, got {self.mask_votes}: ranks vote"
-                " with their residuals. Use mask_statistic='residual', or no votes."
+                f"`mask_votes` must be 0 with mask_statistic={self.mask_statistic!r}, got {self.mask_votes}: ranks"
+                " propose by their residuals. Use mask_statistic='residual', or mask_votes=0."
             )
         if self.update == "adamw" and self.second_moment != "measured":
             raise ValueError(
@@ -269,7 +269,7 @@ class ScapeConfig:
         return WARMUP_STEPS if steps is None else int(max(0, min(WARMUP_STEPS, steps - self.dense_steps)))
 
     @property
-    def votes(self) -> int:
+    def proposed(self) -> int:
         """Entries per block that a rank proposes."""
         if self.mask_votes is not None:
             return self.mask_votes

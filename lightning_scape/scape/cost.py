@@ -73,7 +73,7 @@ def message_bytes(
         "values": ranks * there,
         "parameters": ranks * (there if back is None else mine * back),
         "mask": sparse * blocks * ops.mask_bytes(sent, block_size),
-        "votes": sparse * blocks * ops.proposal_bytes(config.votes, block_size),
+        "votes": sparse * blocks * ops.proposal_bytes(config.proposed, block_size),
     }
     return {kind: size * (ranks - 1) // ranks for kind, size in buffers.items()}
 
@@ -85,7 +85,9 @@ def state_bytes(config: ScapeConfig, ranks: int, parameter_bytes: int) -> float:
     return 4 + (8 + 4 * mean_square + 4 * lacking) / ranks
 
 
-def scape_traffic(density: float, *, votes: bool, parameter_bytes: int = 4, wire_bytes: int = 2) -> tuple[float, float]:
+def scape_traffic(
+    density: float, *, proposed: bool, parameter_bytes: int = 4, wire_bytes: int = 2
+) -> tuple[float, float]:
     """Bytes of memory that the kernels of SCAPE's step move: per parameter of the model, and of the shard.
 
     Memory moves in sectors of 32 bytes. A sector moves as a whole if one of its entries is in the mask.
@@ -99,7 +101,7 @@ def scape_traffic(density: float, *, votes: bool, parameter_bytes: int = 4, wire
 
     Args:
         density: share of the entries that is sent.
-        votes: whether ranks propose entries to the owners.
+        proposed: whether ranks propose entries to the owners.
         parameter_bytes: of a parameter, and of its gradient.
         wire_bytes: of a value on the wire.
     """
@@ -109,13 +111,13 @@ def scape_traffic(density: float, *, votes: bool, parameter_bytes: int = 4, wire
 
     mask = density if density < 1 else 0.0
     changes = parameter_bytes > wire_bytes
-    proposed = 2.5 * density if votes else 0.0  # a position and a value for each, and one more byte for each block
+    proposals = 2.5 * density if proposed else 0.0  # a position and a value for each, and one more byte for each block
     arrives = mask + density * wire_bytes
     norm, sweep = parameter_bytes, 8 + parameter_bytes + mask + density * wire_bytes
     write_back = arrives + lines(parameter_bytes) * (2 if changes else 1)
-    whole = norm + sweep + 2 * proposed + write_back
+    whole = norm + sweep + 2 * proposals + write_back
     second_moment, chosen = (8.0, density) if density < 1 else (0.0, 0.0)
-    merge = 4.0 if votes else 0.0
+    merge = 4.0 if proposed else 0.0
     read = mask + lines(parameter_bytes) + 4 * density
     update = mask + 12 * density + 6 * lines(4)
     return whole, second_moment + merge + chosen + read + update

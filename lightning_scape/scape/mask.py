@@ -133,7 +133,7 @@ class Masks:
         residual, ranking = step.state.residual, self._new_ranking(step.sent, step.state)
         if ranking.proposals is not None:
             for rows in self._layout.remote(self._comm.rank).rows:
-                ranking.proposals[rows] = ops.propose(residual[rows], self._config.votes)
+                ranking.proposals[rows] = ops.propose(residual[rows], self._config.proposed)
         if ranking.mine is not None:
             ranking.mine.copy_(ops.select(residual[self._my_rows], step.sent))
         self._launch(ranking, step.state)
@@ -162,8 +162,8 @@ class Masks:
 
     def _new_ranking(self, sent: int, state: ScapeState) -> Ranking:
         layout, ranking, home = self._layout, Ranking(sent), state.residual.device
-        if self._config.votes and layout.world_size > 1:
-            width = ops.proposal_bytes(self._config.votes, layout.block_size)
+        if self._config.proposed and layout.world_size > 1:
+            width = ops.proposal_bytes(self._config.proposed, layout.block_size)
             ranking.proposals = torch.empty(layout.blocks, width, dtype=torch.uint8, device=home)
             ranking.proposals[self._my_rows] = 0
         elif state.local_exp_avg_sum is None and ops.sweep_selects(sent, home):
@@ -202,7 +202,7 @@ class Masks:
         """Behind forward and backward, on the CPU on a thread: fills ``full`` with the next mask of all ranks."""
         residual = state.residual[self._my_rows]
         received = self._comm.exchange_proposals(proposals).to(residual.device)
-        mine = ops.merge(residual, received, self._comm.rank, self._config.votes, sent)
+        mine = ops.merge(residual, received, self._comm.rank, self._config.proposed, sent)
         self._comm.gather_elected(full, self._message(mine.to(full.device)))
 
     # ------------------------------------------------------------------------------------------- loads and skips

@@ -55,8 +55,8 @@ class ScapeCost(StepCost):
     @override
     def of_memory(self, bytes_per_second: float) -> Costs:
         def of(density: float) -> tuple[float, float]:
-            votes = 0 < density < 1 and ScapeConfig(sparsity=1 - density).votes > 0
-            whole, shard = scape_traffic(density, votes=votes)
+            proposed = 0 < density < 1 and ScapeConfig(sparsity=1 - density).proposed > 0
+            whole, shard = scape_traffic(density, proposed=proposed)
             return whole / bytes_per_second, shard / bytes_per_second
 
         return {density: of(density) for density in (0.0, 0.001, 0.01, 0.05, 0.1, 1.0)}
@@ -191,7 +191,7 @@ def _remote_sweep(optimizer: ScapeOptimizer) -> Callable[[], None]:
     blocks, quota = engine.layout.blocks, config.quota
     mask = ops.select(residual, quota.sent)
     values = torch.empty(blocks, quota.sent, dtype=config.values_dtype, device=CPU)
-    width = ops.proposal_bytes(config.votes, quota.block_size)
+    width = ops.proposal_bytes(config.proposed, quota.block_size)
     proposals = torch.empty(blocks, width, dtype=torch.uint8, device=CPU) if width else None
     scale = torch.ones((), dtype=torch.float32, device=CPU)
     return functools.partial(ops.sweep, ops.Sweep(region, residual, taken, scale, mask, values, proposals=proposals))
@@ -210,7 +210,7 @@ def as_a_whole(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, float]:
     norm = median_seconds(lambda: ops.squared_norm(grads), repeats, device)  # a rank alone makes no sketch
     config = optimizer.config
     width = parameters[0].element_size()
-    whole, shard = scape_traffic(config.quota.density, votes=config.votes > 0, parameter_bytes=width)
+    whole, shard = scape_traffic(config.quota.density, proposed=config.proposed > 0, parameter_bytes=width)
     own = whole - width  # without the norm, which reads the gradient
     part = max(0.0, step - norm) / (own + shard)
     return own * part, shard * part

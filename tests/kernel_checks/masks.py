@@ -55,19 +55,19 @@ class MaskChecks(Checks):
             self.module.select(wide.to(self.device)[:, :200], 2).cpu(), naive.select(wide[:, :200].contiguous(), 2)
         )
 
-    @pytest.mark.parametrize(("length", "votes", "sent"), [(200, 2, 2), (250, 25, 40), (1000, 3, 1), (16, 16, 16)])
+    @pytest.mark.parametrize(("length", "proposed", "sent"), [(200, 2, 2), (250, 25, 40), (1000, 3, 1), (16, 16, 16)])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_votes_and_the_elected_equal_their_twins(
-        self, length: int, votes: int, sent: int, dtype: torch.dtype
+        self, length: int, proposed: int, sent: int, dtype: torch.dtype
     ) -> None:
         residuals = [torch.randn(40, length, dtype=dtype) for _ in range(3)]
         residuals[2][7:9] = torch.tensor([[0.0], [1e-40]])  # a proposal of zeros, and one of denormals
-        proposals = torch.stack([naive.propose(residual, votes) for residual in residuals])
+        proposals = torch.stack([naive.propose(residual, proposed) for residual in residuals])
         for residual, proposal in zip(residuals, proposals, strict=True):
-            assert torch.equal(self.module.propose(residual.to(self.device), votes).cpu(), proposal)
+            assert torch.equal(self.module.propose(residual.to(self.device), proposed).cpu(), proposal)
         for own, residual in enumerate(residuals):
-            chosen = self.module.merge(residual.to(self.device), proposals.to(self.device), own, votes, sent)
-            assert torch.equal(chosen.cpu(), naive.merge(residual, proposals, own, votes, sent))
+            chosen = self.module.merge(residual.to(self.device), proposals.to(self.device), own, proposed, sent)
+            assert torch.equal(chosen.cpu(), naive.merge(residual, proposals, own, proposed, sent))
 
     def test_the_elected_of_an_empty_shard_are_none(self) -> None:
         empty = torch.zeros(0, 200, device=self.device)

@@ -52,7 +52,7 @@ class SweepJob(NamedTuple):
         cls,
         rank: int | None,
         sent: int | None,
-        votes: int | None,
+        proposed: int | None,
         elected: int | None,
         *,
         sizes: Sequence[int] = (3000, 77, 4096, 5, 40, 1300),
@@ -75,7 +75,7 @@ class SweepJob(NamedTuple):
         mask = None if sent is None else naive.select(residual * torch.randn(rows, length, generator=generator), sent)
         shards, columns = 1 if rank == 1 else 3, length if sent is None else sent
         packed = None if bits is None else (shards, -(-rows // shards * columns // GROUP), naive.group_bytes(bits))
-        votes_width = naive.proposal_bytes(votes or 0, length)
+        proposals_width = naive.proposal_bytes(proposed or 0, length)
         positions = naive.position_dtype(length)
         return cls(
             region,
@@ -86,7 +86,7 @@ class SweepJob(NamedTuple):
             torch.full((rows, columns), 7.0, dtype=wire),
             torch.rand(rows, length, generator=generator, dtype=state),
             [0.1, 1e-3, 0.5, 0.05, 1.0, 0.2, 0.3, 0.4][: len(grads)],
-            None if votes is None else torch.full((rows, votes_width), 7, dtype=torch.uint8),
+            None if proposed is None else torch.full((rows, proposals_width), 7, dtype=torch.uint8),
             None if elected is None else torch.full((rows, elected), 7, dtype=positions),
             message=None if packed is None else torch.full(packed, 7, dtype=torch.uint8),
         )
@@ -134,8 +134,8 @@ class SweepJob(NamedTuple):
             part = None if own.mask is None else own.mask[one]
             own.values[one] = naive.compact(own.residual[one], part, own.values.dtype, scale)
             if own.proposals is not None:
-                votes = (own.proposals.shape[1] - 1) // (2 if length <= 256 else 3)
-                own.proposals[one] = naive.propose(own.residual[one], votes)
+                proposed = (own.proposals.shape[1] - 1) // (2 if length <= 256 else 3)
+                own.proposals[one] = naive.propose(own.residual[one], proposed)
             if own.next_mask is not None:
                 own.next_mask[one] = naive.select(own.residual[one], own.next_mask.shape[1])
         for rows in own.region.rows if own.message is not None else ():
@@ -161,18 +161,18 @@ class SweepJob(NamedTuple):
 
 SWEEPING_RANKS = (None, 0, 1, 2)
 SWEEPS = ((2, 2, None), (25, None, 25), (None, 3, 40), (1, None, None))
-"""Entries sent per block, votes, and entries of the next mask."""
+"""Entries sent per block, those proposed, and entries of the next mask."""
 
 
 class SweepChecks(Checks):
     """Of one pass over memory."""
 
     @pytest.mark.parametrize("rank", SWEEPING_RANKS)
-    @pytest.mark.parametrize(("sent", "votes", "elected"), SWEEPS)
+    @pytest.mark.parametrize(("sent", "proposed", "elected"), SWEEPS)
     def test_sweep_equals_its_parts(
-        self, rank: int | None, sent: int | None, votes: int | None, elected: int | None
+        self, rank: int | None, sent: int | None, proposed: int | None, elected: int | None
     ) -> None:
-        job = SweepJob.draw(rank, sent, votes, elected)
+        job = SweepJob.draw(rank, sent, proposed, elected)
         self.compare_sweep(job)
         self.compare_sweep(job._replace(clip_value=0.3, scale=torch.tensor(0.7)))
         self.compare_sweep(job._replace(second=None, scale=torch.tensor(-0.5)))
@@ -188,8 +188,8 @@ class SweepChecks(Checks):
     @pytest.mark.parametrize(("sent", "bits"), [(2, 4), (25, 8), (None, 4)])
     def test_sweep_packs_what_it_takes_and_gives_back_what_rounding_leaves(self, sent: int | None, bits: int) -> None:
         """Groups of 64 values cross rows, pieces, and runs of one dtype; no two shards share one."""
-        for rank, votes, elected in ((0, 2, None), (None, None, 3)):
-            job = SweepJob.draw(rank, sent, votes, elected, wire=torch.float32, bits=bits)
+        for rank, proposed, elected in ((0, 2, None), (None, None, 3)):
+            job = SweepJob.draw(rank, sent, proposed, elected, wire=torch.float32, bits=bits)
             assert job.grads is not None
             mixed = [grad if grad is None else grad.to(FLOATS[i // 2 % 2]) for i, grad in enumerate(job.grads)]
             after = self.compare_sweep(job._replace(grads=mixed))

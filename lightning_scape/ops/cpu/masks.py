@@ -56,49 +56,49 @@ def unpack_mask(bits, chosen, table, counts, first, last):
 
 
 @jit
-def propose(residual, networks, votes, proposals, first, last):
+def propose(residual, networks, proposed, proposals, first, last):
     """See :func:`naive.propose`; ``networks`` as in :func:`select`."""
-    room = make_room(residual.shape[1], votes)
+    room = make_room(residual.shape[1], proposed)
     for start in range(first, last, LANES):
         rows = min(LANES, last - start)
         take_rows(residual, start, (0, rows), networks, room, NOTHING)
         rank_rows(residual, start, rows, networks, room)
-        write_proposals(residual, room[2], votes, proposals, start, rows)
+        write_proposals(residual, room[2], proposed, proposals, start, rows)
 
 
 @jit
-def write_proposals(residual, found, votes, proposals, start, rows):
-    """Proposals of the first ``votes`` positions found in each row: see :func:`naive.propose`."""
+def write_proposals(residual, found, proposed, proposals, start, rows):
+    """Proposals of the first ``proposed`` positions found in each row: see :func:`naive.propose`."""
     wide = residual.shape[1] > 256
-    codes = 2 * votes if wide else votes
+    codes = 2 * proposed if wide else proposed
     for row in range(rows):
         values, chosen, proposal = residual[start + row], found[row], proposals[start + row]
         largest = np.float32(widen(values[chosen[0]])).view(np.int32) & MAGNITUDE
         above = np.int32((largest >> 23) + 1)
         exponent = above if above < 254 else np.int32(254)
         unit = np.float32(127) / np.int32(exponent << 23).view(np.float32)
-        for turn in range(votes):
+        for turn in range(proposed):
             position = chosen[turn]
             if wide:
                 proposal[2 * turn], proposal[2 * turn + 1] = position & 255, position >> 8
             else:
                 proposal[turn] = position
             proposal[codes + turn] = np.uint8(np.int8(np.rint(np.float32(widen(values[position])) * unit)))
-        proposal[codes + votes] = exponent
+        proposal[codes + proposed] = exponent
 
 
 @jit
-def _add_proposals(totals, proposals, start, rows, own, votes):
+def _add_proposals(totals, proposals, start, rows, own, proposed):
     """See :func:`naive.merge`; in the order of ranks."""
     wide = totals.shape[1] > 256
-    codes = 2 * votes if wide else votes
+    codes = 2 * proposed if wide else proposed
     for rank in range(len(proposals)):
         if rank == own:
             continue
         for row in range(rows[0], rows[1]):
             total, proposal = totals[row], proposals[rank, start + row]
-            unit = np.int32(np.int32(proposal[codes + votes]) << 23).view(np.float32) / np.float32(127)
-            for turn in range(votes):
+            unit = np.int32(np.int32(proposal[codes + proposed]) << 23).view(np.float32) / np.float32(127)
+            for turn in range(proposed):
                 position = np.int64(proposal[turn])
                 if wide:
                     position = np.int64(proposal[2 * turn]) + 256 * np.int64(proposal[2 * turn + 1])
@@ -106,12 +106,12 @@ def _add_proposals(totals, proposals, start, rows, own, votes):
 
 
 @jit
-def _merge_by_maximum(residual, proposals, own, votes, chosen, room, first, last):
+def _merge_by_maximum(residual, proposals, own, proposed, chosen, room, first, last):
     """For a few chosen: sums are made only where entries are proposed. One function, as `_rank_by_maximum` is."""
     length, keys, lows = residual.shape[1], room[0][0], room[3]
     high, wide = np.int32(MAGNITUDE & ~lows[0]), length > 256
-    codes = 2 * votes if wide else votes
-    totals, places = np.empty(length, np.float32), np.empty((len(proposals), votes), np.int64)
+    codes = 2 * proposed if wide else proposed
+    totals, places = np.empty(length, np.float32), np.empty((len(proposals), proposed), np.int64)
     address, size = residual.ctypes.data, length * residual.itemsize
     for row in range(first, last):
         prefetch(address + (row + _AHEAD) * size, size)
@@ -119,15 +119,15 @@ def _merge_by_maximum(residual, proposals, own, votes, chosen, room, first, last
         for i in range(length):
             keys[i] = key_of(values[i], high, lows[i])
         for rank in range(len(proposals)):
-            for turn in range(votes if rank != own else 0):
+            for turn in range(proposed if rank != own else 0):
                 position = np.int64(proposals[rank, row, 2 * turn if wide else turn])
                 if wide:
                     position += 256 * np.int64(proposals[rank, row, 2 * turn + 1])
                 places[rank, turn] = position
                 totals[position] = np.float32(widen(values[position]))
         for rank in range(len(proposals)):  # in their order
-            unit = np.int32(np.int32(proposals[rank, row, codes + votes]) << 23).view(np.float32) / np.float32(127)
-            for turn in range(votes if rank != own else 0):
+            unit = np.int32(np.int32(proposals[rank, row, codes + proposed]) << 23).view(np.float32) / np.float32(127)
+            for turn in range(proposed if rank != own else 0):
                 position = places[rank, turn]
                 totals[position] += np.float32(np.int8(proposals[rank, row, codes + turn])) * unit
                 keys[position] = key_of(totals[position], high, lows[position])
@@ -141,12 +141,12 @@ def _merge_by_maximum(residual, proposals, own, votes, chosen, room, first, last
 
 
 @jit
-def merge(residual, proposals, own, networks, votes, chosen, first, last):
+def merge(residual, proposals, own, networks, proposed, chosen, first, last):
     """See :func:`naive.merge`; ``networks`` as in :func:`select`."""
     length = residual.shape[1]
     totals, room = np.empty((LANES, length), np.float32), make_room(length, chosen.shape[1])
     if len(networks[0]) == 0:
-        _merge_by_maximum(residual, proposals, own, votes, chosen, room, first, last)
+        _merge_by_maximum(residual, proposals, own, proposed, chosen, room, first, last)
         return
     for start in range(first, last, LANES):
         rows = min(LANES, last - start)
@@ -156,7 +156,7 @@ def merge(residual, proposals, own, networks, votes, chosen, first, last):
                 values, total = residual[start + row], totals[row]
                 for i in range(len(total)):
                     total[i] = np.float32(widen(values[i]))
-            _add_proposals(totals, proposals, start, (above, below), own, votes)
+            _add_proposals(totals, proposals, start, (above, below), own, proposed)
             take_rows(totals, 0, (above, below), networks, room, NOTHING)
         rank_rows(totals, 0, rows, networks, room)
         write_positions(room[2], chosen, start, rows)

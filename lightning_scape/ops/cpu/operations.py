@@ -30,7 +30,7 @@ from lightning_scape.ops.cpu.arrays import (
 )
 from lightning_scape.ops.naive import chunked
 from lightning_scape.ops.naive.blocks import Sweep
-from lightning_scape.ops.naive.masks import position_dtype, votes_in
+from lightning_scape.ops.naive.masks import position_dtype, proposed_in
 from lightning_scape.ops.naive.wire import GROUP, bits_in, feed_error_back, group_bytes
 from lightning_scape.ops.registry import CPU
 
@@ -157,25 +157,27 @@ def _bits_of_bytes(dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 @implements
-def propose(residual: Tensor, votes: int) -> Tensor:
+def propose(residual: Tensor, proposed: int) -> Tensor:
     blocks, length = residual.shape
-    if length > _LONGEST_SORTED and votes > ranking.MAX_PASSES:
-        return chunked.propose(residual, votes)
-    width = votes * position_dtype(length).itemsize + votes + 1
+    if length > _LONGEST_SORTED and proposed > ranking.MAX_PASSES:
+        return chunked.propose(residual, proposed)
+    width = proposed * position_dtype(length).itemsize + proposed + 1
     proposals = torch.empty(blocks, width, dtype=torch.uint8, device="cpu")
-    loop = functools.partial(masks.propose, array(residual), ranking.networks(length, votes), votes, array(proposals))
+    loop = functools.partial(
+        masks.propose, array(residual), ranking.networks(length, proposed), proposed, array(proposals)
+    )
     in_parallel(loop, blocks, rows_of_a_thread(length))
     return proposals
 
 
 @implements
-def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) -> Tensor:
+def merge(residual: Tensor, proposals: Tensor, own: int, proposed: int, sent: int) -> Tensor:
     blocks, length = residual.shape
     if length > _LONGEST_SORTED and sent > ranking.MAX_PASSES:
-        return chunked.merge(residual, proposals, own, votes, sent)
+        return chunked.merge(residual, proposals, own, proposed, sent)
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device="cpu")
     networks = ranking.networks(length, sent)
-    loop = functools.partial(masks.merge, array(residual), array(proposals), own, networks, votes, array(chosen))
+    loop = functools.partial(masks.merge, array(residual), array(proposals), own, networks, proposed, array(chosen))
     in_parallel(loop, blocks, rows_of_a_thread(length))
     return chosen
 
@@ -243,8 +245,8 @@ def dequantize(message: Tensor, bits: int, count: int, out: Tensor | None = None
 @implements
 def sweep(work: Sweep) -> None:
     residual, mask, values, length = work.residual, work.mask, work.values, work.residual.shape[1]
-    votes = 0 if work.proposals is None else votes_in(work.proposals.shape[1], length)
-    ranked = max(votes, 0 if work.next_mask is None else work.next_mask.shape[1])
+    proposed = 0 if work.proposals is None else proposed_in(work.proposals.shape[1], length)
+    ranked = max(proposed, 0 if work.next_mask is None else work.next_mask.shape[1])
     second = None if work.grads is None else work.second_moment
     moments = None if second is None else second.exp_avg_sq
     if length > _LONGEST_SORTED and ranked > ranking.MAX_PASSES:
@@ -265,7 +267,7 @@ def sweep(work: Sweep) -> None:
             or_empty(mask, positions),
             array(values),
             packing,
-            (networks, votes, ranked),
+            (networks, proposed, ranked),
             (or_empty(work.proposals, torch.uint8), or_empty(work.next_mask, positions)),
             like(of_grad),
         )

@@ -43,7 +43,7 @@ def sweep(table, numbers, state, scale, rule, mask, values, packing, ranking, re
         first: first row.
         last: one past the last row.
     """
-    (residual, moments), (bound, clip, limit, largest), (networks, votes, ranked) = state, rule, ranking
+    (residual, moments), (bound, clip, limit, largest), (networks, proposed, ranked) = state, rule, ranking
     (proposals, chosen), (message, packed, count, bits) = results, packing
     room, sent, flat = make_room(residual.shape[1], ranked), values.shape[1], values.reshape(-1)
     packing = message, packed, count, bits, np.empty(GROUP, np.int32), np.empty(GROUP, np.float32)
@@ -64,8 +64,8 @@ def sweep(table, numbers, state, scale, rule, mask, values, packing, ranking, re
                     take_rows(residual, row, (above, below), networks, room, ahead)
             if ranked > 0:
                 rank_rows(residual, row, rows, networks, room)
-            if votes > 0:
-                write_proposals(residual, room[2], votes, proposals, row, rows)
+            if proposed > 0:
+                write_proposals(residual, room[2], proposed, proposals, row, rows)
             if len(chosen) > 0:
                 write_positions(room[2], chosen, row, rows)
             if len(message) > 0:  # while they are in a core's cache; groups of which other rows have a part come later

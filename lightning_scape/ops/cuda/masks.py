@@ -164,9 +164,9 @@ def unpack_mask(bits: Tensor, sent: int, length: int) -> Tensor:
 
 
 @CUDA.implements
-def propose(residual: Tensor, votes: int) -> Tensor:
+def propose(residual: Tensor, proposed: int) -> Tensor:
     """See :func:`naive.propose`; bitwise."""
-    return naive_masks.proposals_of(residual, select(residual, votes))
+    return naive_masks.proposals_of(residual, select(residual, proposed))
 
 
 @triton.jit
@@ -178,7 +178,7 @@ def _merge_kernel(
     sent,
     ranks,
     own,
-    VOTES: tl.constexpr,
+    PROPOSED: tl.constexpr,
     STRIDE: tl.constexpr,
     LENGTH: tl.constexpr,
     LOW: tl.constexpr,
@@ -193,17 +193,17 @@ def _merge_kernel(
     inside = there[:, None] & (position < LENGTH)[None, :]
     total = tl.load(residual + row[:, None] * STRIDE + position[None, :], mask=inside, other=0).to(tl.float32)
     BYTES: tl.constexpr = 1 if LENGTH <= 256 else 2
-    WIDTH: tl.constexpr = VOTES * (BYTES + 1) + 1
+    WIDTH: tl.constexpr = PROPOSED * (BYTES + 1) + 1
     for rank in range(ranks):
         if rank != own:
             proposal = proposals + (row + tl.cast(rank, tl.int64) * rows) * WIDTH
             exponent = tl.load(proposal + (WIDTH - 1), mask=there, other=0).to(tl.int32)
             unit = divide((exponent << 23).to(tl.float32, bitcast=True), 127.0)
-            for turn in range(VOTES):
+            for turn in range(PROPOSED):
                 place = tl.load(proposal + turn * BYTES, mask=there, other=0).to(tl.int32)
                 if BYTES == 2:
                     place += tl.load(proposal + (turn * 2 + 1), mask=there, other=0).to(tl.int32) << 8
-                code = tl.load(proposal + (VOTES * BYTES + turn), mask=there, other=0).to(tl.int8, bitcast=True)
+                code = tl.load(proposal + (PROPOSED * BYTES + turn), mask=there, other=0).to(tl.int8, bitcast=True)
                 named = position[None, :] == place[:, None]
                 total = tl.where(named, total + (code.to(tl.float32) * unit)[:, None], total)
     bits = total.to(tl.int32, bitcast=True)
@@ -211,10 +211,10 @@ def _merge_kernel(
 
 
 @CUDA.implements
-def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) -> Tensor:
+def merge(residual: Tensor, proposals: Tensor, own: int, proposed: int, sent: int) -> Tensor:
     """See :func:`naive.merge`; bitwise. One launch, one read of the residual and of each proposal."""
-    if not is_small(residual, max(votes, sent)):
-        return chunked.merge(residual, proposals, own, votes, sent)
+    if not is_small(residual, max(proposed, sent)):
+        return chunked.merge(residual, proposals, own, proposed, sent)
     blocks, length = residual.shape
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=residual.device)
     shape = selection(residual)
@@ -228,7 +228,7 @@ def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) 
         sent,
         proposals.shape[0],
         own,
-        VOTES=votes,
+        PROPOSED=proposed,
         **shape,
     )
     return chosen

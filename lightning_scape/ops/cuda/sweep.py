@@ -24,7 +24,7 @@ from lightning_scape.ops.cuda.masks import (
 )
 from lightning_scape.ops.cuda.numbers import clamp, divide, narrow, pointer, widen
 from lightning_scape.ops.cuda.wire import pack
-from lightning_scape.ops.naive import SecondMoment, Sweep, cut, votes_in
+from lightning_scape.ops.naive import SecondMoment, Sweep, cut, proposed_in
 from lightning_scape.ops.registry import CUDA
 
 _FEW = 4
@@ -67,7 +67,7 @@ def _sweep_kernel(
     WIRE: tl.constexpr,
     LIMIT: tl.constexpr,
     SELECT: tl.constexpr,
-    VOTES: tl.constexpr,
+    PROPOSED: tl.constexpr,
     CELLS: tl.constexpr,
     STRIDE: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -124,16 +124,16 @@ def _sweep_kernel(
         _take_from_memory(residual + first * LENGTH, mask + first * sent, values + first * sent,
                           scale + first * scale_stride, scale_stride, rows, sent,
                           WIRE, LIMIT, LENGTH, ROWS, CELLS)  # fmt: skip
-        if SELECT or VOTES:
+        if SELECT or PROPOSED:
             tl.debug_barrier()
             tile = tl.load(target, mask=inside, other=0)
 
-    if SELECT or VOTES:
+    if SELECT or PROPOSED:
         bits = tile.to(tl.float32).to(tl.int32, bitcast=True)
         if SELECT:
             store_largest(bits, ranked, first + row, first + rows, next_sent, position, LENGTH, LOW, KEPT_BITS, OUT)
         else:
-            _propose(bits, ranked, first + row, there, position, VOTES, LENGTH, LOW, KEPT_BITS)
+            _propose(bits, ranked, first + row, there, position, PROPOSED, LENGTH, LOW, KEPT_BITS)
 
 
 @triton.jit
@@ -208,18 +208,18 @@ def _propose(
     row,
     there,
     position,
-    VOTES: tl.constexpr,
+    PROPOSED: tl.constexpr,
     LENGTH: tl.constexpr,
     LOW: tl.constexpr,
     KEPT_BITS: tl.constexpr,
 ):
     """A row of bytes as :func:`naive.propose` makes it: positions, values in units of the largest, its exponent."""
     BYTES: tl.constexpr = 1 if LENGTH <= 256 else 2
-    out = proposals + row * (VOTES * (BYTES + 1) + 1)
+    out = proposals + row * (PROPOSED * (BYTES + 1) + 1)
     keys = (bits & KEPT_BITS) | (LOW - position)[None, :]
     keys = tl.where((position < LENGTH)[None, :], keys, -1)
     exponent = row.to(tl.int32) * 0
-    for turn in range(VOTES):
+    for turn in range(PROPOSED):
         top = tl.max(keys, axis=1)
         here = keys == top[:, None]
         found = tl.max(tl.where(here, bits, -0x80000000), axis=1)
@@ -229,9 +229,9 @@ def _propose(
         tl.store(out + turn * BYTES, (place & 0xFF).to(tl.uint8), mask=there)
         if BYTES == 2:
             tl.store(out + (turn * 2 + 1), (place >> 8).to(tl.uint8), mask=there)
-        tl.store(out + (VOTES * BYTES + turn), _code(found, exponent), mask=there)
+        tl.store(out + (PROPOSED * BYTES + turn), _code(found, exponent), mask=there)
         keys = tl.where(here, -1, keys)
-    tl.store(out + VOTES * (BYTES + 1), exponent.to(tl.uint8), mask=there)
+    tl.store(out + PROPOSED * (BYTES + 1), exponent.to(tl.uint8), mask=there)
 
 
 @triton.jit
@@ -249,21 +249,21 @@ def _code(bits, exponent):
 def sweep(work: Sweep) -> None:
     """See :func:`naive.sweep`. One launch for each dtype of the gradients, one pass over residual and gradient."""
     residual, values, proposals, next_mask = work.residual, work.values, work.proposals, work.next_mask
-    votes = 0 if proposals is None else votes_in(proposals.shape[1], residual.shape[1])
+    proposed = 0 if proposals is None else proposed_in(proposals.shape[1], residual.shape[1])
     by_kernel = _fits(work)
-    propose_now = by_kernel and proposals is not None and is_small(residual, votes)
+    propose_now = by_kernel and proposals is not None and is_small(residual, proposed)
     select_now = by_kernel and proposals is None and next_mask is not None and is_small(residual, next_mask.shape[1])
     if by_kernel:
         ranked = proposals if propose_now else next_mask if select_now else None
         for spans in _by_dtype(work):
-            _launch(work, spans, ranked, votes * propose_now)
+            _launch(work, spans, ranked, proposed * propose_now)
     else:
         _fold(work)
     for rows in work.region.rows:
         if not by_kernel:
             compact(residual[rows], cut(work.mask, rows), values.dtype, cut(work.scale, rows), out=values[rows])
         if proposals is not None and not propose_now:
-            proposals[rows] = propose(residual[rows], votes)
+            proposals[rows] = propose(residual[rows], proposed)
         if next_mask is not None and not select_now:
             next_mask[rows] = select(residual[rows], next_mask.shape[1])
         if work.message is not None:  # a group has values of more rows than a program
@@ -301,8 +301,8 @@ def _by_dtype(work: Sweep) -> list[list[Span]]:
     return [without + first, *others]
 
 
-def _launch(work: Sweep, spans: Sequence[Span], ranked: Tensor | None, votes: int) -> None:
-    """Launches the kernel on some rows; ``ranked`` takes proposals of so many votes, or, for 0 votes, a mask."""
+def _launch(work: Sweep, spans: Sequence[Span], ranked: Tensor | None, proposed: int) -> None:
+    """Launches the kernel on some rows; ``ranked`` takes proposals of ``proposed`` entries, or, for 0, a mask."""
     residual, mask, values, clip_value = work.residual, work.mask, work.values, work.clip_value
     device, sent = residual.device, values.shape[1]
     given: list[Tensor] = []
@@ -350,8 +350,8 @@ def _launch(work: Sweep, spans: Sequence[Span], ranked: Tensor | None, votes: in
         FEW=sent <= _FEW,
         WIRE=launching.DTYPES[values.dtype],
         LIMIT=torch.finfo(values.dtype).max,
-        SELECT=ranked is not None and not votes,
-        VOTES=votes,
+        SELECT=ranked is not None and not proposed,
+        PROPOSED=proposed,
         CELLS=_CELLS,
         **shape,
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_scape.core.layout import Region
 from lightning_scape.core.tensors import piece_views
 from lightning_scape.ops.naive.gradients import accumulate_exp_avg_sq, fold, within
-from lightning_scape.ops.naive.masks import propose, select, votes_in
+from lightning_scape.ops.naive.masks import propose, proposed_in, select
 from lightning_scape.ops.naive.rules import SecondMoment, column, cut
 from lightning_scape.ops.naive.wire import bits_in, gather_blocks, scatter_blocks
 from lightning_scape.ops.registry import NAIVE, Backend, operation
@@ -131,7 +131,7 @@ def sweep(work: Sweep) -> None:
     for rows in work.region.rows:
         compact(residual[rows], cut(work.mask, rows), values.dtype, cut(scale, rows), out=values[rows])
         if work.proposals is not None:
-            work.proposals[rows] = propose(residual[rows], votes_in(work.proposals.shape[1], residual.shape[1]))
+            work.proposals[rows] = propose(residual[rows], proposed_in(work.proposals.shape[1], residual.shape[1]))
         if work.next_mask is not None:
             work.next_mask[rows] = select(residual[rows], work.next_mask.shape[1])
     if work.message is not None:

@@ -95,14 +95,14 @@ def unpack_mask(bits: Tensor, sent: int, length: int) -> Tensor:
 
 
 @CHUNKED.implements
-def propose(residual: Tensor, votes: int) -> Tensor:
-    return torch.cat([naive.propose(residual[rows], votes) for rows in _row_slices(residual)])
+def propose(residual: Tensor, proposed: int) -> Tensor:
+    return torch.cat([naive.propose(residual[rows], proposed) for rows in _row_slices(residual)])
 
 
 @CHUNKED.implements
-def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) -> Tensor:
+def merge(residual: Tensor, proposals: Tensor, own: int, proposed: int, sent: int) -> Tensor:
     parts = ((residual[rows], proposals[:, rows]) for rows in _row_slices(residual))
-    return torch.cat([naive.merge(*part, own, votes, sent) for part in parts])
+    return torch.cat([naive.merge(*part, own, proposed, sent) for part in parts])
 
 
 # --------------------------------------------------------------------------------------------------- blocks

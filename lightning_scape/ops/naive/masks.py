@@ -16,12 +16,12 @@ def position_dtype(block_size: int) -> torch.dtype:
     return torch.uint8 if block_size <= 256 else torch.uint16
 
 
-def proposal_bytes(votes: int, block_size: int) -> int:
+def proposal_bytes(proposed: int, block_size: int) -> int:
     """Bytes of a row of :func:`propose`."""
-    return votes * (position_dtype(block_size).itemsize + 1) + 1 if votes else 0
+    return proposed * (position_dtype(block_size).itemsize + 1) + 1 if proposed else 0
 
 
-def votes_in(width: int, block_size: int) -> int:
+def proposed_in(width: int, block_size: int) -> int:
     """The reverse of :func:`proposal_bytes`."""
     return (width - 1) // (position_dtype(block_size).itemsize + 1)
 
@@ -98,23 +98,23 @@ def unpack_mask(bits: Tensor, sent: int, length: int) -> Tensor:
 
 
 @operation
-def propose(residual: Tensor, votes: int) -> Tensor:
-    """A rank's proposals: the ``votes`` largest magnitudes of each block, as one row of bytes (docs/design.md, 3).
+def propose(residual: Tensor, proposed: int) -> Tensor:
+    """A rank's proposals: the ``proposed`` largest magnitudes of each block, as one row of bytes (docs/design.md, 3).
 
     A row holds the positions (:func:`position_dtype`), then the values as int8 in units of ``s / 127``, then the byte
     ``log2(s) + 127``; ``s`` is the smallest power of two above the row's largest magnitude.
 
-    Example: ``[[3, -5, 0, 0]]`` with ``votes=2`` gives ``[[1, 0, -79, 48, 130]]`` (as int8 where signed): -5 and 3 in
-    units of 8/127.
+    Example: ``[[3, -5, 0, 0]]`` with ``proposed=2`` gives ``[[1, 0, -79, 48, 130]]`` (as int8 where signed): -5 and 3
+    in units of 8/127.
 
     Args:
         residual: ``[R, B]`` float, finite.
-        votes: V, 1 .. B.
+        proposed: V, 1 .. B.
 
     Returns:
         uint8 ``[R, V * (1 or 2) + V + 1]``.
     """
-    return proposals_of(residual, select(residual, votes))
+    return proposals_of(residual, select(residual, proposed))
 
 
 def proposals_of(residual: Tensor, chosen: Tensor) -> Tensor:
@@ -128,14 +128,14 @@ def proposals_of(residual: Tensor, chosen: Tensor) -> Tensor:
 
 
 @operation
-def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) -> Tensor:
+def merge(residual: Tensor, proposals: Tensor, own: int, proposed: int, sent: int) -> Tensor:
     """The next mask of a shard, from its owner's residual and what the other ranks' proposals add to it.
 
     Args:
         residual: ``[R, B]``, the owner's.
         proposals: ``[N, R, W]``, from :func:`propose`; that of the owner is not read.
         own: the owner's rank.
-        votes: V.
+        proposed: V.
         sent: q.
 
     Returns:
@@ -144,14 +144,14 @@ def merge(residual: Tensor, proposals: Tensor, own: int, votes: int, sent: int) 
     total = residual.to(torch.float32, copy=True)
     for rank, proposal in enumerate(proposals):
         if rank != own:
-            total.scatter_add_(1, *_read_proposal(proposal, votes, residual.shape[1]))
+            total.scatter_add_(1, *_read_proposal(proposal, proposed, residual.shape[1]))
     return select(total, sent)
 
 
-def _read_proposal(proposal: Tensor, votes: int, length: int) -> tuple[Tensor, Tensor]:
+def _read_proposal(proposal: Tensor, proposed: int, length: int) -> tuple[Tensor, Tensor]:
     """Positions (int64) and values (fp32) of a :func:`propose`, ``[R, V]`` each."""
-    width = proposal.shape[1] - votes - 1
-    positions = proposal[:, :width].flatten().view(position_dtype(length)).view(len(proposal), votes).long()
+    width = proposal.shape[1] - proposed - 1
+    positions = proposal[:, :width].flatten().view(position_dtype(length)).view(len(proposal), proposed).long()
     codes = proposal[:, width:-1].contiguous().view(torch.int8).float()
     unit = (proposal[:, -1:].to(torch.int32) << 23).view(torch.float32) / 127
     return positions, codes * unit
