@@ -375,6 +375,8 @@ def two_hosts(folder: str, options: str, link: Link, who: str = "rank") -> str:
 
 END_TO_END = "end_to_end/end_to_end.json"
 """The run of examples/pretrain_python.py between two hosts, whole."""
+IN_TURNS = "end_to_end/stopped/end_to_end.json"
+"""Some of them again, on another machine; runs that wait are stopped."""
 WHOLE = {**METHODS, "sparseloco-30": "SparseLoCo, every 30 steps"}
 
 
@@ -383,10 +385,10 @@ def above(row: dict[str, Any], dense: dict[str, Any]) -> str:
     return f"{row['loss']:.4f} ({row['loss'] / dense['loss'] - 1:+.1%})"
 
 
-def end_to_end(link: Link) -> str:
+def end_to_end(link: Link, name: str = END_TO_END) -> str:
     """All runs: what they take and send in all, and when they come to AdamW's final loss plus 2%."""
-    rows = []
-    for rate, found in load(END_TO_END)["links"].items():
+    rows, links = [], load(name)["links"]
+    for rate, found in links.items():
         methods = found["methods"]
         dense, compute = methods["ddp"], methods["compute"]
         for method, row in methods.items():
@@ -400,8 +402,10 @@ def end_to_end(link: Link) -> str:
             )
     head = ["link", "method", "final loss (above AdamW)", "AdamW's final loss + 2% after (DDP's time over it)"]
     text = table([*head, "the whole run (over compute only)", "sent by a host"], *rows)
-    command = f"sudo python examples/bench_end_to_end.py --links {' '.join(load(END_TO_END)['links'])}"
-    return text + "\n" + source(link, END_TO_END, command)
+    command = f"sudo python examples/bench_end_to_end.py --links {' '.join(links)}"
+    if name != END_TO_END:
+        command += f" --methods {' '.join(methods)}"
+    return text + "\n" + source(link, name, command)
 
 
 def end_to_end_slow(link: Link) -> str:
@@ -582,6 +586,7 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "two-hosts": lambda link: two_hosts("two_hosts/adamw", ADAMW, link),
     "two-hosts-aims": lambda link: two_hosts("two_hosts/aims", AIMS, link),
     "end-to-end": end_to_end,
+    "end-to-end-turns": lambda link: end_to_end(link, IN_TURNS),
     "end-to-end-slow": end_to_end_slow,
     "end-to-end-seeds": end_to_end_seeds,
     "two-hosts-slow": lambda link: two_hosts("two_hosts/slow", SLOW, link),

@@ -233,7 +233,7 @@ DIGITS: dict[str, Any] = {"steps": 1500, "betas": TORCH_BETAS}
 DROP_IN: dict[str, list[Run]] = {
     "drop_in_short": in_turns(
         drop_in(16e-3, [8e-3, 32e-3], (0, 1, 2), size="0.03M", steps=1000),
-        drop_in(8e-3, [4e-3, 16e-3], (0, 1, 2), size="0.03M", steps=1000, betas=TORCH_BETAS),
+        drop_in(8e-3, [4e-3, 16e-3], range(10), size="0.03M", steps=1000, betas=TORCH_BETAS),
     ),
     "drop_in_digits": in_turns(
         drop_in(16e-3, [8e-3, 32e-3], range(10), task="digits-conv", **DIGITS),
@@ -243,7 +243,7 @@ DROP_IN: dict[str, list[Run]] = {
         *in_turns(
             *(drop_in(8e-3, [4e-3, 16e-3], (0, 1, 2), size="0.03M", steps=10_000, betas=betas) for betas in BOTH_BETAS)
         ),
-        *drop_in(8e-3, [], range(3, 6), [0.9], size="0.03M", steps=10_000, betas=TORCH_BETAS),
+        *drop_in(8e-3, [], range(3, 10), [0.9], size="0.03M", steps=10_000, betas=TORCH_BETAS),
         *(
             run
             for betas in BOTH_BETAS
