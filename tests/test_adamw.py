@@ -354,7 +354,7 @@ def regression(lr: float, sparsity: float | None) -> float:
     return sum(last) / len(last)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize(("lr", "sparsity"), [(3e-3, 0.99), (1e-2, 0.9)])
 def test_a_small_regression_ends_near_adamws_loss(lr: float, sparsity: float) -> None:
     """With the update of AdamS it stayed at 11 to 54 times that loss."""

@@ -136,7 +136,7 @@ def test_resume_equals_never_having_stopped_bit_for_bit(
     assert run_ranks(stop_and_go, world_size, at, config, dtype, None) == [len(SIZES)] * world_size
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("update", ["adams", "adamw"])
 def test_resume_right_after_a_skipped_step_is_exact(run_ranks: RunRanks, update: str) -> None:
     config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update=update)
@@ -298,6 +298,7 @@ def guess_and_go(rank: int, world_size: int, file: bytes) -> int:
     return state.exp_avg_sq_since
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_second_moment_that_was_guessed_goes_on_bit_for_bit(run_ranks: RunRanks, world_size: int) -> None:
     config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update="adams", second_moment="reconstructed")

@@ -342,6 +342,7 @@ def test_threads_that_receive_do_not_take_a_core_from_one_that_sends(run_ranks: 
     assert [policies for policies, _ in found] == [{os.SCHED_BATCH}] * 2
 
 
+@pytest.mark.few(0)
 @_named
 def test_training_goes_on_where_the_policy_may_not_be_changed(run_ranks: Any) -> None:
     found, forbidden = run_ranks(_policies, 2, False), run_ranks(_policies, 2, True)

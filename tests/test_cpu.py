@@ -250,7 +250,7 @@ def test_sweep_equals_fold_compact_and_select_one_after_the_other(
         TestNumba().compare_sweep(job)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(0)
 @pytest.mark.parametrize(("length", "elected"), [(300, 2), (300, 40), (5000, 2), (5000, 40)])
 def test_sweep_of_long_blocks_equals_its_parts(length: int, elected: int) -> None:
     TestNumba().compare_sweep(SweepJob.draw(0, 3, 2, elected, length=length, sizes=[9000, 16_000, 7]))
@@ -566,6 +566,7 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
                 assert_same_bits(ours, theirs)
 
 
+@pytest.mark.few(0)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_forked_process_has_threads_of_its_own() -> None:
     script = (

@@ -135,6 +135,7 @@ def test_ema_averages_the_weights_and_leaves_the_training_alone(run_ranks: Any, 
     assert not torch.equal(first["end"], first["steps"][-1])
 
 
+@pytest.mark.few(0)
 def test_swa_ends_with_the_mean_of_the_weights_at_its_epochs(run_ranks: Any) -> None:
     first, second = run_ranks(_average, 2, "swa", "32-true")
     torch.testing.assert_close(first["end"], torch.stack(first["epochs"][1:]).mean(0), rtol=1e-5, atol=1e-6)
@@ -247,6 +248,7 @@ def _overfit(rank: int, world_size: int) -> tuple[int, float, float]:
     return ours(trainer).stats.step, history.losses[0], history.losses[-1]
 
 
+@pytest.mark.few(0)
 @pytest.mark.filterwarnings("ignore:You requested to overfit")
 def test_overfit_batches_overfits_its_batch(run_ranks: Any) -> None:
     first, second = run_ranks(_overfit, 2)
@@ -260,6 +262,7 @@ def _fast_dev_run(rank: int, world_size: int, folder: str) -> tuple[int, list[st
     return ours(trainer).stats.step, [path.name for path in Path(folder).rglob("*.ckpt")]
 
 
+@pytest.mark.few(0)
 def test_fast_dev_run_takes_its_steps_and_writes_nothing(run_ranks: Any, tmp_path: Path) -> None:
     assert run_ranks(_fast_dev_run, 2, str(tmp_path)) == [(2, [])] * 2
 
@@ -273,6 +276,7 @@ def _profile(rank: int, world_size: int, folder: str) -> tuple[set[str], set[str
     return {name.split("]")[-1].split(".")[-1] for name in simple.recorded_durations}, events
 
 
+@pytest.mark.few(0)
 def test_profilers_see_the_step_and_its_phases(run_ranks: Any, tmp_path: Path) -> None:
     for actions, events in run_ranks(_profile, 2, str(tmp_path)):
         assert "run_training_batch" in actions

@@ -340,7 +340,7 @@ class TestFarAway:
 # ---------------------------------------------------------------------------------- compiled, not only run
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @interpreted
 @pytest.mark.parametrize("update", ["adams", "adamw"])
 def test_a_warm_up_of_the_sparsity_compiles_each_kernel_a_few_times(update: str) -> None:

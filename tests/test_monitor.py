@@ -111,6 +111,7 @@ def test_the_density_is_that_of_the_moment(run_ranks: Any) -> None:
         assert densities[4] == densities[5] < 0.2
 
 
+@pytest.mark.few(0)
 def test_the_statistics_are_not_even_looked_at_on_other_steps(run_ranks: Any) -> None:
     steps = BATCHES  # of each of two ranks
     assert run_ranks(_monitored, 2, steps - 1, {}, Regression)[0]["looked"] == 1
@@ -129,6 +130,7 @@ def test_several_optimizers_are_told_apart_and_none_is_missed(run_ranks: Any) ->
     assert all(metrics["scape-1/step"] == metrics["scape-0/step"] for _, metrics in result["records"])
 
 
+@pytest.mark.few(0)
 def test_the_progress_bar_shows_compression_and_gradient_norm(run_ranks: Any) -> None:
     first, _ = run_ranks(_monitored, 2, 2, {}, Regression)
     last = first["records"][-1][1]

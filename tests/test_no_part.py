@@ -99,6 +99,7 @@ def _write_the_idle_in_nodes(rank: int, world_size: int, dtype: torch.dtype, spa
         assert (holder.whole()[place] == 2.5).all()
 
 
+@pytest.mark.few(0)
 def test_nor_do_its_rows_in_nodes_of_several_ranks(run_ranks: RunRanks) -> None:
     run_ranks(_write_the_idle_in_nodes, 4, torch.bfloat16, 0.9)
 

@@ -467,6 +467,7 @@ def _clips_after_a_fit(rank: int, world_size: int) -> list[str]:
     return [str(each.message) for each in caught if "Gradients should stay" in str(each.message)]
 
 
+@pytest.mark.few(0)
 def test_what_watches_gradients_ends_with_the_fit(run_ranks: Any) -> None:
     assert run_ranks(_clips_after_a_fit, 2) == [[], []]
 

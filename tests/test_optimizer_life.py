@@ -211,6 +211,7 @@ job.wait()
 """
 
 
+@pytest.mark.few(0)
 def test_a_script_may_end_while_the_workers_thread_frees_what_a_message_held() -> None:
     environment = {**os.environ, "PYTHONPATH": TESTS}
     ended = subprocess.run(

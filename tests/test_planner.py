@@ -419,6 +419,7 @@ def test_the_advice_does_not_contradict_the_table(capsys: Any) -> None:
     assert "\nUse SCAPE 0.99: " in out
 
 
+@pytest.mark.few(0)
 def test_what_is_measured_and_how_is_said(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """``--precision`` changed the bytes, and neither the model nor how it was computed."""
     pytest.importorskip("litgpt")
@@ -604,6 +605,7 @@ def _measured(rank: int, world_size: int) -> tuple[Link, Machine]:
     )
 
 
+@pytest.mark.few(0)
 def test_measuring_finds_a_link_and_what_optimizers_cost(run_ranks: Any) -> None:
     for link, machine in run_ranks(_measured, 2):
         assert link.bandwidth > 1e6

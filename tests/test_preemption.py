@@ -123,6 +123,7 @@ make_trainer(ScapeStrategy(start_method="fork"), devices=2, max_epochs=20).fit(T
 """
 
 
+@pytest.mark.few(0)
 def test_a_fit_that_accumulates_ends_with_a_whole_step(run_ranks: Any, tmp_path: Path) -> None:
     assert run_ranks(_accumulating, 2, str(tmp_path), timeout=60) == [((None,), 2)] * 2
 

@@ -134,6 +134,7 @@ def test_the_page_has_the_sum_of_the_run_beside_ddps(run_ranks: RunRanks, tmp_pa
     assert f"expected of the whole run {show_bytes(sums[0] + left)} in 6 steps" in Page(pages.page(history)).text
 
 
+@pytest.mark.few(0)
 def test_accumulated_batches_count_with_their_whole_loss(run_ranks: RunRanks, tmp_path: Path) -> None:
     """Lightning hands a callback the loss divided by the batches of a step."""
     run_ranks(fit, 1, str(tmp_path), {"accumulate_grad_batches": 4}, Logged)
@@ -190,6 +191,7 @@ def test_a_resumed_run_goes_on_with_the_curves_and_loses_nothing(run_ranks: RunR
     assert "in colour 2 " in Page((folder / PAGE).read_text()).text.replace("finished ", "")
 
 
+@pytest.mark.few(0)
 def test_a_run_that_starts_again_draws_the_earlier_one_in_grey(run_ranks: RunRanks, tmp_path: Path) -> None:
     for _ in range(2):
         run_ranks(fit, 2, str(tmp_path), {})
@@ -206,7 +208,7 @@ def local(rank: int, world_size: int, folder: str, monitor: str) -> None:
     make_trainer(SparseLoCoStrategy(sync_every=2), callbacks=[monitors[monitor]()]).fit(Regression())
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize("monitor", ["scape", "sparseloco"])
 def test_sparseloco_has_a_report_by_either_monitor(monitor: str, run_ranks: RunRanks, tmp_path: Path) -> None:
     run_ranks(local, 2, str(tmp_path), monitor)

@@ -102,6 +102,7 @@ def test_ranks_that_get_the_signal_in_different_steps_save_the_same_one(
     assert first == ended(straight)[0]  # bit for bit as never stopped
 
 
+@pytest.mark.few(0)
 def test_exchanges_beside_the_steps_are_counted_when_they_end(tmp_path: Path) -> None:
     """Rank 2 leaves word when exchange 2 has begun, and the others may have ended it before."""
     options = {"method": "sparseloco", "ranks": 3, "overlap_steps": 1}

@@ -271,12 +271,14 @@ def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(run_ra
         assert rank["step"] == 3
 
 
+@pytest.mark.few(0)
 def test_another_batch_keeps_the_place_in_the_epoch(run_ranks: RunRanks, tmp_path: Path) -> None:
     run_ranks(fit, 2, str(tmp_path), "full", 1)
     for rank in run_ranks(fit, 2, str(tmp_path), "full", 2, 8):
         assert (rank["step"], rank["ready"]) == (2, 4)  # Lightning steps at every fourth batch of the epoch now
 
 
+@pytest.mark.few(0)
 def test_the_runs_own_checkpoints_come_before_the_one_it_began_from(run_ranks: RunRanks, tmp_path: Path) -> None:
     """A start script that copies the model anew made each restart begin from it."""
     run_ranks(fit, 1, str(tmp_path / "run"), "full", 2)

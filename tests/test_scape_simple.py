@@ -105,6 +105,7 @@ def test_one_page_is_the_package_in_every_step(sparsity: float, ranks: int, step
     assert (torch.cat([mine.flatten() for mine in both.mine]) - 1).abs().mean() < 0.2  # trained
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("sparsity", "ranks"), [(0.9, 2), (0.99, 3)])
 def test_so_it_is_after_the_warm_up(sparsity: float, ranks: int) -> None:
     """Where few entries are sent, waits are long, and a mask travels as positions."""

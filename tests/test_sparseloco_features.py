@@ -99,6 +99,7 @@ def _log(rank: int, world_size: int, folder: str) -> tuple[list[float], set[str]
     return [lr for lr, _ in model.lrs], {event.name for event in deep.function_events or []}
 
 
+@pytest.mark.few(0)
 def test_loggers_get_learning_rates_and_figures_and_profilers_see_the_phases(run_ranks: Any, tmp_path: Path) -> None:
     rates, events = run_ranks(_log, 2, str(tmp_path))[0]
     lines = list(csv.DictReader((tmp_path / "csv" / "version_0" / "metrics.csv").open()))

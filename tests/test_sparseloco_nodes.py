@@ -211,7 +211,7 @@ def _put_together(gathered: list[Any], nodes: int) -> list[Tensor]:
     return [start[0], error.mean(dim=0), owner.sum(dim=0), here.mean(dim=0), replicas[0][4]]
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize(
     ("kind", "before", "now"), [("whole", 2, 4), ("sharded", 4, 2), ("sharded", 2, 1), ("whole", 1, 2)]
 )

@@ -156,6 +156,7 @@ def test_on_another_number_of_ranks_the_mean_error_and_the_owners_are_kept(
     assert sum(seen["owned"] for seen in loaded) == pytest.approx(owned, rel=1e-6)
 
 
+@pytest.mark.few(0)
 def test_without_owners_what_they_had_not_sent_back_joins_every_ranks_error(run_ranks: Any, tmp_path: Path) -> None:
     """Three ranks have owners, two by default have none: the owners' errors were kept, and never sent again."""
     path = str(tmp_path / "saved")
@@ -538,7 +539,7 @@ def _change(rank: int, world_size: int, change: str, overlap: int) -> Any:
     return loaded, start, flat(other), [str(warning.message) for warning in told]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("overlap", [0, 2])
 @pytest.mark.parametrize("change", ["all", "one"])
 def test_weights_loaded_before_the_first_step_are_where_training_goes_on(
@@ -592,6 +593,7 @@ def test_weights_loaded_in_mid_training_are_the_starting_point_where_it_is_said(
         assert "must hold bitwise equal parameters" in str(error)
 
 
+@pytest.mark.few(0)
 def test_nothing_is_said_of_weights_that_stay_and_weights_that_differ_are_an_error(run_ranks: Any) -> None:
     assert run_ranks(_change, 2, "none", 0)[0][3] == []
     for said in run_ranks(_change, 2, "apart", 0):

@@ -158,6 +158,7 @@ def test_accumulation_compresses_once_per_optimizer_step(run_ranks: Any) -> None
         assert small == large > 0
 
 
+@pytest.mark.few(0)
 def test_four_micro_batches_equal_one_large_batch(run_ranks: Any) -> None:
     (small, _, _), (large, _, _) = run_ranks(_accumulate, 2, 4, 4)[0], run_ranks(_accumulate, 2, 16, 1)[0]
     torch.testing.assert_close(small, large, rtol=1e-9, atol=1e-9)
@@ -244,6 +245,7 @@ def _fused(rank: int, world_size: int) -> Tensor:
     return weights(model)
 
 
+@pytest.mark.few(0)
 def test_clipping_works_with_a_fused_optimizer_in_mixed_precision(run_ranks: Any) -> None:
     first, second = run_ranks(_fused, 2)  # Lightning 2.6.6 raises here with DDP
     assert torch.equal(first, second)

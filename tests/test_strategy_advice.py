@@ -127,6 +127,7 @@ def _drawn(rank: int, world_size: int) -> list[tuple[int, Tensor]]:
     return found
 
 
+@pytest.mark.few(0)
 def test_knowing_the_steps_loads_no_data_twice_and_draws_no_random_number(run_ranks: Any) -> None:
     for (loaded, scape), (loaded_by_ddp, ddp) in run_ranks(_drawn, 2):
         assert loaded == loaded_by_ddp == 1
@@ -326,5 +327,6 @@ def test_steps_of_the_warm_up_are_not_judged_whenever_a_run_begins() -> None:
     assert resumed == [True, True, False, False, False, False]
 
 
+@pytest.mark.few(0)
 def test_a_run_in_which_messages_are_dear_is_silent(run_ranks: Any) -> None:
     assert run_ranks(_warned_that_dense_is_faster, 2, 10.0) == [[], []]

@@ -99,7 +99,7 @@ def _held_after_each_fit(rank: int, world_size: int, kind: str, folder: Path) ->
     return held
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux says which files and threads a process has")
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_further_fits_hold_no_further_files_and_threads(run_ranks: Any, tmp_path: Path, kind: str) -> None:
@@ -214,7 +214,7 @@ def _resume_in_the_warm_up(rank: int, world_size: int, folder: str, update: str)
     return weights(straight), weights(resumed), [ours(trainer).schedule.warmup_steps for trainer in (first, second)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.parametrize(("update", "steps"), [("adamw", 1424), ("adams", 2 * BATCHES)])
 def test_a_run_resumed_in_the_middle_of_its_warm_up_goes_on_bitwise(
     run_ranks: Any, tmp_path: Path, update: str, steps: int
@@ -342,6 +342,7 @@ def _tune(rank: int, world_size: int, folder: str) -> tuple[int, float]:
     return len(finder.results["lr"]), model.lr
 
 
+@pytest.mark.few(0)
 def test_the_learning_rate_finder_works(run_ranks: Any, tmp_path: Path) -> None:
     first, second = run_ranks(_tune, 2, str(tmp_path))
     assert first == second
@@ -362,6 +363,7 @@ def _compiled(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     return weights(compiled), weights(plain)
 
 
+@pytest.mark.few(0)
 def test_a_compiled_module_trains_as_the_plain_one(run_ranks: Any) -> None:
     for compiled, plain in run_ranks(_compiled, 2):
         torch.testing.assert_close(compiled, plain)

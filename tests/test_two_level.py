@@ -110,6 +110,7 @@ def test_two_levels_equal_flat_scape_of_the_nodes_bitwise(run_ranks: Any, sparsi
     assert run_ranks(_compare_with_flat, 4, sparsity, {"update": "adamw"}) == [0.0] * 4
 
 
+@pytest.mark.few(0)
 def test_clipped_they_equal_it_within_the_rounding_of_the_norm(run_ranks: Any) -> None:
     options = {"update": "adamw", "clip_norm": "local", "clip": 3.0}
     # A factor that differs in the last place moves a parameter by some millionths of a step of 0.01.
@@ -347,5 +348,6 @@ def _nothing_here(rank: int, world_size: int) -> None:
     build(sharded(Holder([(1, 400)]), mesh), mesh, sparsity=0.99).load_state_dict(box[0])
 
 
+@pytest.mark.few(0)
 def test_a_rank_may_hold_nothing_at_all(run_ranks: Any) -> None:
     run_ranks(_nothing_here, 4)

@@ -108,6 +108,7 @@ def _bad_files(rank: int, world_size: int, folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.few(0)
 def test_states_that_do_not_fit_and_damaged_files_are_errors_on_every_rank(run_ranks: Any, tmp_path: Path) -> None:
     for said in run_ranks(_bad_files, 4, str(tmp_path)):
         assert len(said) == 3

@@ -244,6 +244,7 @@ def _manual(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
+@pytest.mark.few(0)
 def test_manual_optimization_with_two_optimizers_trains_as_on_flat_ranks(run_ranks: Any) -> None:
     everyone = run_ranks(_manual, 4)
     start = wholes(Manual())

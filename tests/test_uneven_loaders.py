@@ -154,6 +154,7 @@ def fit_and_save(rank: int, world_size: int, folder: str) -> int:
     return steps
 
 
+@pytest.mark.few(0)
 def test_batches_are_compared_beside_a_write_in_the_background(run_ranks: RunRanks, tmp_path: Path) -> None:
     """Both sent on one group, each from its own thread."""
     assert run_ranks(fit_and_save, 2, str(tmp_path), timeout=60.0) == [8, 8]
