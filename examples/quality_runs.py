@@ -243,7 +243,8 @@ DROP_IN: dict[str, list[Run]] = {
         *in_turns(
             *(drop_in(8e-3, [4e-3, 16e-3], (0, 1, 2), size="0.03M", steps=10_000, betas=betas) for betas in BOTH_BETAS)
         ),
-        *drop_in(8e-3, [], range(3, 10), [0.9], size="0.03M", steps=10_000, betas=TORCH_BETAS),
+        *drop_in(8e-3, [], range(3, 6), [0.9], size="0.03M", steps=10_000, betas=TORCH_BETAS),
+        *sweep([scape(0.9)], [8e-3], range(6, 9), size="0.03M", steps=10_000, betas=TORCH_BETAS),  # for the wires
         *(
             run
             for betas in BOTH_BETAS
