@@ -317,7 +317,7 @@ def first(link: Link) -> str:
         label = f"a whole run of 3M parameters and 1,200 steps, {LINKS[rate]} (compute only: {time['compute']:.0f} s)"
         rows.append([label, f"{time['ddp']:,.0f} s", *faster])
     seeds = ", ".join(
-        f"{' or '.join(dict.fromkeys(str(len(row['seeds'])) for row in ones))} ({size})"
+        f"{' to '.join(dict.fromkeys(str(pick(len(row['seeds']) for row in ones)) for pick in (min, max)))} ({size})"
         for size, ones in (*large_ones.items(), ("0.03M", small_ones))
     )
     return "\n".join(
