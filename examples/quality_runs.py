@@ -244,7 +244,6 @@ DROP_IN: dict[str, list[Run]] = {
             *(drop_in(8e-3, [4e-3, 16e-3], (0, 1, 2), size="0.03M", steps=10_000, betas=betas) for betas in BOTH_BETAS)
         ),
         *drop_in(8e-3, [], range(3, 6), [0.9], size="0.03M", steps=10_000, betas=TORCH_BETAS),
-        *sweep([scape(0.9)], [8e-3], range(6, 9), size="0.03M", steps=10_000, betas=TORCH_BETAS),  # for the wires
         *(
             run
             for betas in BOTH_BETAS
@@ -303,6 +302,11 @@ SUITES: dict[str, list[Run]] = {
     ],
     "wires": [
         *(in_bf16(run) for runs in DROP_IN.values() for run in runs if run.method == "scape"),
+        *(
+            each
+            for run in sweep([scape(0.9)], [8e-3], range(6, 9), size="0.03M", steps=10_000, betas=TORCH_BETAS)
+            for each in (run, in_bf16(run))
+        ),
         *sweep(
             [
                 scape(sparsity, wire_dtype=wire, sparsity_warmup_steps=1000)
