@@ -375,7 +375,7 @@ def two_hosts(folder: str, options: str, link: Link, who: str = "rank") -> str:
 
 END_TO_END = "end_to_end/end_to_end.json"
 """The run of examples/pretrain_python.py between two hosts, whole."""
-IN_TURNS = "end_to_end/stopped/end_to_end.json"
+STOPPED = "end_to_end/stopped/end_to_end.json"
 """Some of them again, on another machine; runs that wait are stopped."""
 WHOLE = {**METHODS, "sparseloco-30": "SparseLoCo, every 30 steps"}
 
@@ -403,8 +403,8 @@ def end_to_end(link: Link, name: str = END_TO_END) -> str:
     head = ["link", "method", "final loss (above AdamW)", "AdamW's final loss + 2% after (DDP's time over it)"]
     text = table([*head, "the whole run (over compute only)", "sent by a host"], *rows)
     command = f"sudo python examples/bench_end_to_end.py --links {' '.join(links)}"
-    if name != END_TO_END:
-        command += f" --methods {' '.join(methods)}"
+    if name != END_TO_END:  # else all that the script runs by itself
+        command += f" --methods {' '.join(next(iter(links.values()))['methods'])}"
     return text + "\n" + source(link, name, command)
 
 
@@ -586,7 +586,7 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "two-hosts": lambda link: two_hosts("two_hosts/adamw", ADAMW, link),
     "two-hosts-aims": lambda link: two_hosts("two_hosts/aims", AIMS, link),
     "end-to-end": end_to_end,
-    "end-to-end-turns": lambda link: end_to_end(link, IN_TURNS),
+    "end-to-end-stopped": lambda link: end_to_end(link, STOPPED),
     "end-to-end-slow": end_to_end_slow,
     "end-to-end-seeds": end_to_end_seeds,
     "two-hosts-slow": lambda link: two_hosts("two_hosts/slow", SLOW, link),

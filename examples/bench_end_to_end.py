@@ -188,13 +188,13 @@ def run(method: str, args: argparse.Namespace) -> dict[str, Any]:
             self._exchanges = 0
             self._since: float | None = None
             rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            self._turns = Turns(args.worker.parent, method, args.turns, rank, ranks, args.timeout)
+            self.turns = Turns(args.worker.parent, method, args.turns, rank, ranks, args.timeout)
 
         def now(self) -> dict[str, float]:
             return {"seconds": time.perf_counter() - self._began, "sent": sent_bytes()[0] - self._sent}
 
         def on_train_start(self, *_: Any) -> None:
-            self._turns.begin()
+            self.turns.begin()
             self._began, self._sent = time.perf_counter(), sent_bytes()[0]
 
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -205,7 +205,7 @@ def run(method: str, args: argparse.Namespace) -> dict[str, Any]:
             self._since = None
             self.end_part(trainer)
             before = self.now()
-            self._turns.begin()
+            self.turns.begin()
             after = self.now()
             self._began += after["seconds"] - before["seconds"]
             self._sent += after["sent"] - before["sent"]
@@ -213,10 +213,7 @@ def run(method: str, args: argparse.Namespace) -> dict[str, Any]:
         def end_part(self, trainer: pl.Trainer) -> None:
             """What goes on beside training must not fall into another's turn."""
             getattr(trainer.strategy, "wait_for_checkpoint", lambda: None)()
-            self._turns.end()
-
-        def leave(self) -> None:
-            self._turns.leave()
+            self.turns.end()
 
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             for found in find_all(trainer.optimizers):
@@ -258,7 +255,7 @@ def run(method: str, args: argparse.Namespace) -> dict[str, Any]:
     source.trainer = trainer
     trainer.fit(module, source)
     end = clock.now()
-    clock.leave()
+    clock.turns.leave()
     clock.end_part(trainer)
     saved = getattr(trainer.strategy, "checkpoint_bytes", None)  # what the package counted, as it did the steps'
     return {

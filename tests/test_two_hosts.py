@@ -340,25 +340,31 @@ def test_runs_that_wait_for_their_turn_are_stopped(tmp_path: Path) -> None:
     processes = [subprocess.Popen(["sleep", "60"]) for _ in range(4)]
     runs = ["one", "two"]
 
-    def end(part: int, *ranks: int) -> list[str]:
-        """Ranks end a part; the states of all four processes afterwards."""
+    def states() -> str:
+        return "".join(Path(f"/proc/{each.pid}/stat").read_text().split()[2] for each in processes).replace("R", "S")
+
+    def ends(part: int, *ranks: int, then: str) -> bool:
+        """Ranks end a part; whether the processes are in these states soon: a busy machine stops them later."""
         for rank in ranks:
             (tmp_path / f"{part}-{rank}").touch()
         bench_end_to_end.stop_all_but_one(tmp_path, runs, 2)
+        deadline = time.monotonic() + 10
         time.sleep(0.05)
-        return [Path(f"/proc/{each.pid}/stat").read_text().split()[2].replace("R", "S") for each in processes]
+        while states() != then and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return states() == then
 
     try:
         for each, (run, rank) in zip(processes, itertools.product(runs, (0, 1)), strict=True):
             (tmp_path / f"{run}-{rank}.processes").write_text(f"{each.pid}")
-        assert end(-2, 0) == ["S", "S", "S", "S"]  # sleeping, all are being set up
-        assert end(-2, 1) == ["T", "T", "S", "S"]  # ready, and stopped until all are
-        assert end(-1, 0, 1) == ["S", "S", "T", "T"]
-        assert end(0, 0) == ["S", "S", "T", "T"]
-        assert end(0, 1) == ["T", "T", "S", "S"]
+        assert ends(-2, 0, then="SSSS")  # sleeping, all are being set up
+        assert ends(-2, 1, then="TTSS")  # ready, and stopped until all are
+        assert ends(-1, 0, 1, then="SSTT")
+        assert ends(0, 0, then="SSTT")
+        assert ends(0, 1, then="TTSS")
         for rank in (0, 1):
             (tmp_path / f"two-{rank}.processes").unlink()  # its last part
-        assert end(1, 0, 1) == ["S", "S", "S", "S"]
+        assert ends(1, 0, 1, then="SSSS")
     finally:
         for each in processes:
             each.kill()
