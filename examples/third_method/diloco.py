@@ -109,7 +109,6 @@ class DiLoCo(Stoppable, SavedByParts):
 
     @torch.no_grad()
     def _before_step(self) -> None:
-        self.stepped()
         self.parameters.flatten()
         if not self.start:
             self.start = [flat.float().clone() for flat in self.parameters.flat]

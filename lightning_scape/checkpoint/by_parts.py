@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_scape.checkpoint.checks import check_model, collected_before
+from lightning_scape.checkpoint.checks import check_model
 from lightning_scape.checkpoint.inner import inner_for, inner_part, placed
 from lightning_scape.checkpoint.parts import OwnParts, Part, Place, Source, of_flats, read_flats
 from lightning_scape.checkpoint.source import Form, SavedShards, WholeState
@@ -28,8 +28,6 @@ class SavedByParts(Method):
     """
 
     parameters: Parameters
-    _whole: dict[str, Any] | None = None
-    _restored: Sequence[Tensor] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -53,10 +51,6 @@ class SavedByParts(Method):
             tensors: of every part, one flat fp32 tensor for each parameter.
         """
 
-    def stepped(self) -> None:
-        """To be called in every step: what was collected for a checkpoint no longer holds."""
-        self._whole, self._restored = None, ()
-
     @override
     def sharded_state_dict(self) -> OwnParts:
         self.parameters.flatten()
@@ -65,16 +59,6 @@ class SavedByParts(Method):
         parts = [*self.parts(), parameters, inner]
         common = self.form.common(self.facts(), parts, self.parameters, self.communicator.world_size, 1)
         return OwnParts(common, parts, self.parameters, self.communicator)
-
-    @override
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        self._whole = self.form.collected(self.sharded_state_dict(), to)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        if self._whole is None and self.communicator.world_size == 1:
-            self.consolidate_state_dict()
-        return collected_before(self._whole, self.communicator.rank)
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any] | SavedShards) -> None:
@@ -90,9 +74,11 @@ class SavedByParts(Method):
         readers = ranks if isinstance(state_dict, SavedShards) else Communicator.alone()
         inner, facts, tensors = readers.raise_on_all_ranks(lambda: self._read(state_dict))
         self.optimizer.load_state_dict(placed(inner, self.optimizer))
-        self._restored = tensors.pop("parameters")
+        self.parameters.flatten()
+        with torch.no_grad():
+            for flat, saved in zip(self.parameters.flat, tensors.pop("parameters"), strict=True):
+                flat.copy_(saved)
         self.take_up(facts, tensors)
-        self.restore_parameters()
 
     def _read(self, saved: Any) -> tuple[dict[str, Any], Mapping[str, Any], dict[str, list[Tensor]]]:
         shards = isinstance(saved, SavedShards)
@@ -119,10 +105,3 @@ class SavedByParts(Method):
             " begins anew.",
             stacklevel=3,
         )
-
-    @override
-    @torch.no_grad()
-    def restore_parameters(self) -> None:
-        self.parameters.flatten()
-        for flat, saved in zip(self.parameters.flat, self._restored, strict=False):
-            flat.copy_(saved)

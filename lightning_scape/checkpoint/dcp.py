@@ -33,11 +33,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint import index
+from lightning_scape.checkpoint.bytes_moved import Moved
 from lightning_scape.checkpoint.regular import open_regular
 from lightning_scape.checkpoint.temporaries import LOCKED, MANIFEST, NewFolder, check_replaceable
 from lightning_scape.comm.collectives import Communicator
@@ -99,7 +102,9 @@ class Chunk(NamedTuple):
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def write_directory(path: Path, tensors: Mapping[str, Chunk], rest: bytes, communicator: Communicator) -> None:
+def write_directory(
+    path: Path, tensors: Mapping[str, Chunk], rest: bytes, communicator: Communicator, moved: Moved | None = None
+) -> None:
     """Writes a sharded checkpoint, in place of what is at ``path``. Collective.
 
     Args:
@@ -107,6 +112,7 @@ def write_directory(path: Path, tensors: Mapping[str, Chunk], rest: bytes, commu
         tensors: this rank's chunks, by key. A chunk of the same key and offset on several ranks is written once.
         rest: content of ``meta.pt``; rank 0's is written.
         communicator: the ranks, over a group that works in host memory.
+        moved: counts what ranks tell each other.
 
     Raises:
         IsADirectoryError: ``path`` is a directory that is no checkpoint.
@@ -120,7 +126,7 @@ def write_directory(path: Path, tensors: Mapping[str, Chunk], rest: bytes, commu
             folder = Path(communicator.all_gather_object(str(new.path) if new is not None else "")[0])
             communicator.raise_on_all_ranks(lambda: _find(folder))
             writer = _Writer(folder)
-            own = _write_tensors(writer, tensors, communicator)
+            own = _write_tensors(writer, tensors, communicator, moved or Moved())
             listed = communicator.all_gather_object(own)
             communicator.raise_on_all_ranks(
                 lambda: _complete(new, rest, listed, writer.index) if new is not None else None
@@ -143,22 +149,32 @@ class _Writer(FileSystemWriter):
         self.fs = _SpeakingFileSystem()
         self.folder = folder
         self.index: dict[str, Any] = {}
+        self.results: list[Any] = []
+        """What was written: this rank's, on rank 0 each rank's."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:  # noqa: D102 - as the next
+        written = super().write_data(plan, planner)
+        self.results = [written.value()]
+        return written
 
     def finish(self, metadata: Metadata, results: Any) -> None:  # noqa: D102 - as in the base class
         # torch 2.7 reads a directory only with this: each tensor's path in the state dict.
         metadata.planner_data = {key: (key,) for key in metadata.state_dict_metadata}
         super().finish(metadata, results)
-        self.index = index.of_torch(metadata)
+        self.index, self.results = index.of_torch(metadata), results
 
 
-def _write_tensors(writer: _Writer, tensors: Mapping[str, Chunk], communicator: Communicator) -> dict[str, list[Any]]:
+def _write_tensors(
+    writer: _Writer, tensors: Mapping[str, Chunk], communicator: Communicator, moved: Moved
+) -> dict[str, list[Any]]:
+    planner = _ChunkSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with warnings.catch_warnings():  # that one process saves alone is meant
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            save(
+            torch_index = save(
                 dict(tensors),
                 storage_writer=writer,
-                planner=_ChunkSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                planner=planner,
                 process_group=communicator.process_group,
                 no_dist=communicator.world_size == 1,
             )
@@ -168,6 +184,13 @@ def _write_tensors(writer: _Writer, tensors: Mapping[str, Chunk], communicator: 
         if reason is not None:
             raise OSError(reason.errno, f"{reason.strerror or reason} (on rank {rank})") from None
         raise
+    if communicator.rank == 0:
+        moved.count_objects(
+            sent=[*planner.global_plan[1:], *[torch_index] * (communicator.world_size - 1)],
+            received=[*planner.local_plans[1:], *writer.results[1:]],
+        )
+    else:
+        moved.count_objects(sent=[*planner.local_plans, *writer.results], received=[planner.plan, torch_index])
     mine = sorted(path.name for path in writer.folder.glob(f"__{communicator.rank}_*.distcp"))
     described: dict[str, list[Any]] = communicator.raise_on_all_ranks(lambda: files.describe_files(writer.folder, mine))
     return described
@@ -213,9 +236,17 @@ class _SpeakingFileSystem(FileSystem):
 
 
 class _ChunkSavePlanner(DefaultSavePlanner):
+    local_plans: Sequence[SavePlan] = ()
+    """Before those that would be written twice were left out: this rank's, on rank 0 each rank's."""
+
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan([_write_item(key, chunk) for key, chunk in self.state_dict.items()])
+        self.local_plans = [self.plan]
         return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        self.local_plans = all_plans
+        return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         chunk: Chunk = self.state_dict[index.fqn]

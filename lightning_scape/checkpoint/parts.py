@@ -29,6 +29,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lightning_scape.checkpoint.bytes_moved import Moved
 from lightning_scape.checkpoint.dcp import Chunk
 from lightning_scape.comm.collectives import Communicator, in_messages
 from lightning_scape.core.layout import Layout, Piece
@@ -125,26 +126,6 @@ def of_flats(parameters: Parameters, flats: Sequence[Tensor]) -> dict[Any, Chunk
 
 
 # ------------------------------------------------------------------------------------------------ saving
-
-
-@dataclass
-class Moved:
-    """Bytes of checkpoints that went from rank to rank, as this rank has seen them."""
-
-    sent: int = 0
-    received: int = 0
-
-    def count(self, length: int, ranks: Communicator, to: int) -> None:
-        """Counts ``length`` bytes from each of the others to rank ``to``."""
-        if ranks.rank == to:
-            self.received += length * (ranks.world_size - 1)
-        else:
-            self.sent += length
-
-    def add(self, other: Moved) -> None:
-        """Counts what another one has."""
-        self.sent += other.sent
-        self.received += other.received
 
 
 @dataclass(frozen=True)

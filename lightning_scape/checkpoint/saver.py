@@ -16,10 +16,11 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from lightning_scape.checkpoint import atomic_files as files
+from lightning_scape.checkpoint.bytes_moved import Moved
 from lightning_scape.checkpoint.checks import check_mapping, check_ranks
 from lightning_scape.checkpoint.collecting import Uncollected, of_rank_0
 from lightning_scape.checkpoint.dcp import REST, Chunk, Directory, as_bytes, write_directory
-from lightning_scape.checkpoint.parts import Moved, OwnParts
+from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.checkpoint.paths import local_path
 from lightning_scape.checkpoint.rng import rng_state
 from lightning_scape.checkpoint.source import Dense, SavedShards
@@ -168,7 +169,7 @@ class Saver:
     def __init__(self, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
         self.moved = Moved()
-        """Of all checkpoints so far: what became one file came from all ranks."""
+        """Of all checkpoints so far: states that become one file, and what ranks tell each other of a directory."""
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
 
@@ -195,11 +196,11 @@ class Saver:
             lambda: (content.tensors(rank), as_bytes(content.table()) if rank == 0 else b"")
         )
         if not self.asynchronous:
-            write_directory(path, tensors, rest, communicator)
+            write_directory(path, tensors, rest, communicator, self.moved)
             return
         _make_folder(path, communicator)
         copies = communicator.raise_on_all_ranks(lambda: {key: chunk.copied() for key, chunk in tensors.items()})
-        self._begin(functools.partial(write_directory, path, copies, rest, communicator), communicator)
+        self._begin(functools.partial(write_directory, path, copies, rest, communicator, self.moved), communicator)
 
     def collected(self, own: OwnParts, background: Communicator | None = None) -> dict[str, Any] | None:
         """An optimizer's whole state on rank 0, None elsewhere; what that moves is counted. Collective.

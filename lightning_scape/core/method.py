@@ -241,24 +241,15 @@ class Method(ABC):
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     @abstractmethod
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Collects the state of all ranks on rank ``to``, where :meth:`state_dict` then returns it. Collective."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """The whole state: tensors, numbers and strings only."""
-
-    @abstractmethod
     def sharded_state_dict(self) -> Any:
-        """What this rank holds of it, for a checkpoint that is a directory: ``checkpoint.parts.OwnParts``; views."""
+        """What this rank holds of the state: views, as ``checkpoint.parts.OwnParts``. A file takes those of all ranks."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: Any) -> None:
-        """Takes up a state, whole or ``checkpoint.source.SavedShards``, of any number of ranks. All ranks call it."""
+        """Takes up a state, whole or ``checkpoint.source.SavedShards``, of any number of ranks. All ranks call it.
 
-    def restore_parameters(self) -> None:
-        """After a load: parameters that differ between ranks, where a model was loaded after the state."""
-        return
+        The model has been loaded before: where ranks have parameters of their own, this puts them in its place.
+        """
 
 
 # ---------------------------------------------------------------------------------------------------- the registry

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.checkpoint import saver
-from lightning_scape.checkpoint.parts import Moved
+from lightning_scape.checkpoint.bytes_moved import Moved
 from lightning_scape.checkpoint.paths import local_path
 from lightning_scape.comm.beside import side_group
 from lightning_scape.comm.collectives import Communicator, is_distributed
@@ -181,7 +181,7 @@ class CommonStrategy(Opened):
     def checkpoint_bytes(self) -> Moved:
         """What all checkpoints so far have moved from rank to rank, ``sent`` and ``received`` by this one.
 
-        A full one moves the states to rank 0, a sharded one moves none.
+        A full one moves the states to rank 0, a sharded one only the plans of ``torch.distributed.checkpoint``.
         """
         return self._saver.moved
 

@@ -114,13 +114,6 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        rest = self._load(path, state, strict, weights_only)
-        for value in state.values() if isinstance(state, dict) else ():
-            if (method := find(value)) is not None:
-                method.restore_parameters()  # a model that was loaded after it
-        return rest
-
-    def _load(self, path: str | Path, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
         self._saver.wait()
         ours = any(map(find, state.values() if isinstance(state, dict) else [state]))
         if ours:
@@ -155,7 +148,10 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
             self._load_into(state, content, strict)
             return
         check_strictly(state.keys(), content.keys(), strict=strict)
-        for name, value in self._with_stand_ins(state).items():
+        optimizers_last = sorted(state, key=lambda name: find(state[name]) is not None)  # parameters may be theirs
+        given = self._with_stand_ins(state)
+        for name in optimizers_last:
+            value = given[name]
             if name not in content:
                 continue
             if isinstance(value, (Module, Optimizer, Stateful)):

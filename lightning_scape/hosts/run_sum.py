@@ -95,8 +95,8 @@ class RunSum:
         """By their names in the logger, in bytes since the fit began.
 
         ``bytes_run`` is what this rank has sent for the optimizer, ``bytes_run_dense`` what DDP would have sent in as
-        many steps, ``bytes_checkpoints`` what collecting full checkpoints has sent from another rank to rank 0, all
-        optimizers together.
+        many steps, ``bytes_checkpoints`` what checkpoints have sent, all optimizers together: rank 0 to the others, or
+        another rank to rank 0, whichever is more.
         """
         found: dict[str, float] = {}
         for index, (prefix, each) in enumerate(with_prefixes(self._methods)):
@@ -110,7 +110,7 @@ class RunSum:
     def _of_checkpoints(self) -> int:
         moved = getattr(self._strategy, "checkpoint_bytes", None)
         others = max(1, getattr(self._strategy, "world_size", 1) - 1)
-        return 0 if moved is None else moved.sent or moved.received // others
+        return 0 if moved is None else max(moved.sent, moved.received // others)
 
     def said(self) -> str | None:
         """The line at the end of a fit; None where nothing was sent."""
@@ -125,7 +125,7 @@ class RunSum:
         unit = "step" if self._methods[0].exchanges_every_step else "exchange"
         last = "" if known is None else f", {show_bytes(known.last)} in the last {unit}"
         beside = f" DDP would have sent {_dense(dense, sent)}." if dense else ""
-        collected = f" Checkpoints took {show_bytes(saved)} from another rank to rank 0." if saved else ""
+        collected = f" For checkpoints a rank has sent {show_bytes(saved)}." if saved else ""
         return (
             f"{self._methods[0].title}: rank 0 has sent {_sum(sent, steps)}{last}, in {steps:,} steps.{beside}"
             f"{collected}"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lightning_scape.checkpoint.parts import Moved
+from lightning_scape.checkpoint.bytes_moved import Moved
 from lightning_scape.checkpoint.saver import StateDictType
 from lightning_scape.checkpoint.shared_folder import is_shared
 from lightning_scape.comm.collectives import Communicator

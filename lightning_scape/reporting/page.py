@@ -143,7 +143,7 @@ def _whole_run(line: list[Run]) -> list[tuple[str, str]]:
         before = sum(total(at, "bytes_run") for run, at in last if run is not newest)
         found.append(("expected of the whole run", f"{show_bytes(before + left)} in {planned:,} steps"))
     if saved:
-        found.append(("for checkpoints", f"{show_bytes(saved)} from another rank to rank 0"))
+        found.append(("for checkpoints", f"{show_bytes(saved)} sent by a rank"))
     return found
 
 

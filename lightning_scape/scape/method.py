@@ -156,14 +156,6 @@ class ScapeMethod(Method):
         return [advice.summary([method.optimizer for method in methods], steps, spell)]
 
     @override
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        self.optimizer.consolidate_state_dict(to)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
-
-    @override
     def sharded_state_dict(self) -> OwnParts:
         return self.optimizer.sharded_state_dict()
 

@@ -130,24 +130,12 @@ class SparseLoCoMethod(Method):
         return [summary(method.loco) for method in methods]
 
     @override
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        self.loco.consolidate_state_dict(to)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return self.loco.state_dict()
-
-    @override
     def sharded_state_dict(self) -> OwnParts:
         return self.loco.sharded_state_dict()
 
     @override
     def load_state_dict(self, state_dict: Any) -> None:
         self.loco.load_state_dict(state_dict)
-
-    @override
-    def restore_parameters(self) -> None:
-        self.loco.restore_parameters()
 
 
 def summary(loco: SparseLoCo) -> str:

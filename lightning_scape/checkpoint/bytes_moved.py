@@ -1,0 +1,34 @@
+"""What checkpoints send between ranks."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_scape.comm.collectives import Communicator
+
+
+@dataclass
+class Moved:
+    """Bytes of checkpoints that went from rank to rank, as this rank has seen them."""
+
+    sent: int = 0
+    received: int = 0
+
+    def count(self, length: int, ranks: Communicator, to: int) -> None:
+        """Counts ``length`` bytes from each of the others to rank ``to``."""
+        if ranks.rank == to:
+            self.received += length * (ranks.world_size - 1)
+        else:
+            self.sent += length
+
+    def add(self, other: Moved) -> None:
+        """Counts what another one has."""
+        self.sent += other.sent
+        self.received += other.received
+
+    def count_objects(self, sent: Iterable[object], received: Iterable[object]) -> None:
+        """Counts objects that travelled one by one, as ``torch.distributed`` writes them."""
+        self.sent += sum(len(pickle.dumps(each)) for each in sent)
+        self.received += sum(len(pickle.dumps(each)) for each in received)
