@@ -242,7 +242,7 @@ class Method(ABC):
 
     @abstractmethod
     def sharded_state_dict(self) -> Any:
-        """What this rank holds of the state: views, as ``checkpoint.parts.OwnParts``. A file takes those of all ranks."""
+        """What this rank holds of the state: ``checkpoint.parts.OwnParts``, views. A file takes those of all ranks."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: Any) -> None:
