@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent / "lightning_scape"
-MODULES = sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py"))
+MODULES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
 LONGEST_MODULE = 500
 LONGEST_FUNCTION = 60
 MOST_METHODS = 20
@@ -58,27 +56,22 @@ def large(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_module_is_long(module: str) -> None:
-    assert len((ROOT / module).read_text(encoding="utf-8").splitlines()) <= LONGEST_MODULE
+def test_no_module_is_long() -> None:
+    lines = {module: len(source.splitlines()) for module, source in MODULES.items()}
+    assert {module: count for module, count in lines.items() if count > LONGEST_MODULE} == {}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_function_is_long(module: str) -> None:
-    assert too_long((ROOT / module).read_text(encoding="utf-8")) == []
+def test_no_function_is_long() -> None:
+    assert {module: found for module, source in MODULES.items() if (found := too_long(source))} == {}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_class_is_large(module: str) -> None:
-    assert large((ROOT / module).read_text(encoding="utf-8")) == []
+def test_no_class_is_large() -> None:
+    assert {module: found for module, source in MODULES.items() if (found := large(source))} == {}
 
 
 def test_each_exception_is_one() -> None:
     classes = [
-        node
-        for module in MODULES
-        for node in ast.walk(ast.parse((ROOT / module).read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef)
+        node for source in MODULES.values() for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)
     ]
     assert {*MORE_METHODS} == {each.name for each in classes if counts(each)[0] > MOST_METHODS}
     assert {*MORE_ARGUMENTS} == {each.name for each in classes if counts(each)[1] > MOST_ARGUMENTS}
