@@ -210,8 +210,8 @@ def which_method(
     """The one advice of a plan: a method that exchanges in every step, or one that does so after several; and why.
 
     The first, up to a sparsity of 99%, is preferred where its exchange in every step is nearly free, or where the other
-    gains little: its ranks never differ. Else the shortest window whose messages are nearly free is the choice: longer
-    ones cost more in quality. What does not fit into memory is never advised.
+    gains little: its ranks never differ. Else the choice is the shortest window whose messages are nearly free, or that
+    is within 5% of the fastest: longer ones cost more in quality. What does not fit into memory is never advised.
 
     Args:
         predictions: from :func:`~lightning_scape.planning.cost_model.predict`, compute alone included.
@@ -231,8 +231,8 @@ def which_method(
     if not weighed or not fitting:
         least = [] if fitting else sorted(local, key=lambda p: p.memory)[:1]
         return said + "".join(f" {p.title} needs {show_bytes(p.memory)} per rank: too much." for p in least)
-    free = next((p for p in fitting if p.seconds <= NEAR_COMPUTE * alone), None)
-    choice = free or min(fitting, key=lambda p: p.seconds)
+    limit = max(NEAR_COMPUTE * alone, 1.05 * min(p.seconds for p in fitting))
+    choice = next(p for p in fitting if p.seconds <= limit)
     best = min(weighed, key=lambda p: p.seconds)
     if best.seconds <= NEAR_COMPUTE * alone or best.seconds < WORTH * choice.seconds:
         return (

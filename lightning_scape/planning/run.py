@@ -6,9 +6,11 @@ what is left of the run is like the method's late step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_scape.planning.conclusions import which_method
 from lightning_scape.planning.cost_model import Job, Link, Prediction
 
 
@@ -97,6 +99,35 @@ def predict_run(late: Prediction, job: Job, link: Link, run: Run) -> RunPredicti
     return RunPrediction(
         late=last, whole=whole, steps=run.steps, beginning=run.steps - settled, of_checkpoints=gathered
     )
+
+
+def advice_on_run(
+    predictions: Sequence[Prediction],
+    local: Sequence[Prediction],
+    job: Job,
+    link: Link,
+    run: Run,
+    memory: float = math.inf,
+) -> list[str]:
+    """What to take for a run: paragraphs. Where full checkpoints make any method's 5% longer, also without them.
+
+    Args:
+        predictions: steps, as :func:`~lightning_scape.planning.conclusions.which_method` takes them; as the next.
+        local: of the methods that exchange after several steps.
+        job: what is trained, on how many ranks.
+        link: between nodes.
+        run: its length, and what comes on top.
+        memory: bytes of a rank's device.
+    """
+
+    def advised(given: Run) -> tuple[str, list[float]]:
+        runs, apart = ([predict_run(p, job, link, given).whole for p in each] for each in (predictions, local))
+        return which_method(runs, apart, memory, "this run"), [each.seconds for each in (*runs, *apart)]
+
+    (said, full), (instead, sharded) = map(advised, (run, replace(run, sharded=True)))
+    if all(a < 1.05 * b for a, b in zip(full, sharded, strict=True)):
+        return [said]
+    return [said, "", f'With `state_dict_type="sharded"`, by which no state travels: {instead}']
 
 
 def message_load(sent: float, job: Job, link: Link) -> float:

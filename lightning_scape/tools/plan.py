@@ -42,7 +42,7 @@ from lightning_scape.planning.cost_model import (
     scaling,
 )
 from lightning_scape.planning.measure import CPU, measure_compute, measure_link, measure_machine
-from lightning_scape.planning.run import Run, message_load, predict_run
+from lightning_scape.planning.run import Run, advice_on_run, message_load, predict_run
 from lightning_scape.planning.two_level import predict_nodes
 from lightning_scape.tools.arguments import import_matplotlib, launched, of_launcher, plan_arguments
 from lightning_scape.tools.console import ends_quietly
@@ -257,7 +257,7 @@ def report(
     local = predict_local(job, link, machine)
     lines = [
         f"{model}: {job.parameters / 1e6:.1f}M parameters on {job.ranks} ranks ({job.ranks_per_node} per node),"
-        f" {link.bandwidth * 8e-9:.3g} Gbit/s, forward and backward {show_seconds(job.step_compute)}",
+        f" {show_bandwidth(link.bandwidth)}, forward and backward {show_seconds(job.step_compute)}",
         "",
     ]
     if length is None:
@@ -312,13 +312,13 @@ def run_tables(
             f"{run.beginning:,}" if run.late.window == 1 else "-",
             show_bytes(run.bytes_sent / run.steps),
             show_bytes(run.late.bytes_sent),
-            f"{message_load(run.whole.on_card / run.steps, job, link):.2g}",
+            _times(message_load(run.whole.on_card / run.steps, job, link)),
         ]
         for run in (*runs, *apart)
     ]
     saved = f", {length.checkpoints} checkpoints" if length.checkpoints else ""
     return [
-        which_method([run.whole for run in runs], [run.whole for run in apart], memory, "this run"),
+        *advice_on_run(predictions, local, job, link, length, memory),
         "",
         _loads(predictions, job, link),
         "",
@@ -329,6 +329,10 @@ def run_tables(
     ]
 
 
+def _times(load: float) -> str:
+    return f"{load:.2g}" if load < 100 else f"{load:,.0f}"
+
+
 def _first_dense(predictions: Iterable[Prediction]) -> Prediction:
     """DDP: what a user has now."""
     return next(p for p in predictions if not p.title and p.bytes_sent)
@@ -337,9 +341,9 @@ def _first_dense(predictions: Iterable[Prediction]) -> Prediction:
 def _loads(predictions: Sequence[Prediction], job: Job, link: Link) -> str:
     """What decides: how long the messages of dense training take beside a step's computation."""
     dense = _first_dense(predictions)
-    load = message_load(dense.on_card, job, link)
+    load = _times(message_load(dense.on_card, job, link))
     return (
-        f"{dense.method}'s messages take {load:.2g} times as long as a step's forward and backward"
+        f"{dense.method}'s messages take {load} times as long as a step's forward and backward"
         f" ({show_bytes(dense.on_card)} at {show_bandwidth(link.bandwidth)}, {show_seconds(job.step_compute)}); with a"
         " larger model too, and half as long with twice the batch."
     )
@@ -365,14 +369,11 @@ def _alternatives(
     for late in predictions:
         cost = costs.get(late.title)
         given = predict_run(late, job, link, length)
-        others = [(late, replace(length, sharded=True), 'state_dict_type="sharded"')]
-        if cost:
-            others += [(other, length, other.option) for other in cost.alternatives(job, link, machine, late)]
-        for other, lasting, option in others:
-            run = predict_run(other, job, link, lasting)
+        for other in cost.alternatives(job, link, machine, late) if cost else ():
+            run = predict_run(other, job, link, length)
             if 1.05 * run.seconds <= given.seconds and other.memory <= memory:
                 figures = f"{show_seconds(run.seconds)} and {show_bytes(run.bytes_sent)}"
-                said.append(f"{late.method} with {option} takes {figures} for {length.steps:,} steps")
+                said.append(f"{late.method} with {other.option} takes {figures} for {length.steps:,} steps")
     return ["", f"Sooner: {'; '.join(said)}."] if said else []
 
 
@@ -481,7 +482,7 @@ def plot(path: Path, model: str, job: Job, link: Link, machine: Machine, sparsit
     over_bandwidth.set(xscale="log", yscale="log", xlabel="bandwidth, bit/s", ylabel="seconds per step")
     over_ranks.set(xscale="log", yscale="log", xlabel="ranks, the same work each")
     over_bandwidth.legend(fontsize="small")
-    figure.suptitle(f"{model}, predicted; left: {job.ranks} ranks, right: {link.bandwidth * 8e-9:.3g} Gbit/s")
+    figure.suptitle(f"{model}, predicted; left: {job.ranks} ranks, right: {show_bandwidth(link.bandwidth)}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
