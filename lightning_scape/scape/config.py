@@ -28,7 +28,7 @@ the wait grows more slowly, by the root of the density: there the bytes of a war
 WARMUP_STEPS = 1000
 """Default length of the warm-up with the update of AdamS; a shorter run warms up to its end."""
 _FEW = 5
-"""Above this many sent entries per block, proposals no longer pay for their bytes and their ranking."""
+"""Above this many sent entries per block, proposals no longer pay for their bytes and the time to find them."""
 
 _WIRE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _WIRE_BITS = {"int8": 8, "int4": 4}
@@ -101,7 +101,7 @@ class ScapeConfig:
     mask_votes: int | None = None
     """Entries per block that every rank proposes to the owner, each with position and 8-bit value. The owner adds
     them to its own statistic and picks the mask. 0: the owner uses its own statistic alone. None: as many as are sent
-    per block, if these are at most 5 (sparsity 0.98 and more, unless you set `block_size`) and residuals are ranked;
+    per block, if these are at most 5 (sparsity 0.98 and more, unless you set `block_size`) and residuals are scored;
     else 0."""
 
     second_moment: SecondMoment = "measured"
@@ -113,10 +113,10 @@ class ScapeConfig:
     wire_dtype: WireDtype | None = None
     """How values travel to their owner: ``"int4"`` or ``"int8"`` (0.53 or 1.03 bytes: 64 values share a scale),
     ``"bf16"`` (2 bytes), or ``"fp32"``; the rounding error stays in the residual. None takes ``"int4"``, or ``"bf16"``
-    at sparsity 0, for dense training; a run that goes on from a checkpoint keeps the checkpoint's. From int4 and int8,
-    parameters of any dtype come back as changes in as many bits, and the owner keeps what rounding leaves of these.
-    From bf16 they do (rounded by a part in 512) where all are wider than that; else, as from fp32 where masters are
-    kept, they come back as values in their own dtype."""
+    at sparsity 0, for dense training; a run that goes on from a checkpoint keeps one that was chosen there. From int4
+    and int8, parameters of any dtype come back as changes in as many bits, and the owner keeps what rounding leaves of
+    these. From bf16 they do (rounded by a part in 512) where all are wider than that; else, as from fp32 where masters
+    are kept, they come back as values in their own dtype."""
 
     bias_correction: bool = False
     """With ``update="adams"``: divide the first moments by ``1 - beta1**t``, as the code of AdamS does, its paper does

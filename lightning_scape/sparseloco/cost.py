@@ -1,6 +1,6 @@
 """What an exchange of SparseLoCo costs: bytes of its messages, memory that it keeps, its own work; and a plan's steps.
 
-A window is ``H`` steps of compute and AdamW on every rank, then one exchange: an all-reduce of 4 bytes, an all-to-all
+A window is ``H`` steps of compute and AdamW on every rank, then one exchange: an all-gather of 40 bytes, an all-to-all
 and an all-gather of the same size. Its own work reads and writes about as much memory as a few steps of AdamW. Nothing
 overlaps, as with ``overlap_steps=0``.
 """
