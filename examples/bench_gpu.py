@@ -306,7 +306,7 @@ def measure(args: argparse.Namespace, clock: Clock, size: str) -> list[dict[str,
 
 
 def selecting(optimizer: ScapeOptimizer, clock: Clock) -> float:
-    """Microseconds of making a mask on its own, as the first sparse step does: ranking, proposals, merge."""
+    """Microseconds of making a mask on its own, as the first sparse step does: choice, proposals, merge."""
     engine = optimizer.engine
     assert engine.state is not None
     engine.masks.restore(None)

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.scape.mask import Masks
-from lightning_scape.scape.state import Ranking, Step
+from lightning_scape.scape.state import NextMask, Step
 
 OUT = Path(__file__).parent / "results" / "quality"
 MAX_NORM = 1.0
@@ -198,7 +198,7 @@ class NoDelay(Masks):
     def missing(self, step: Step) -> bool:
         return super().missing(step) or not self.sends_all(step.number)
 
-    def ranking_after(self, step: Step) -> Ranking | None:
+    def next_after(self, step: Step) -> NextMask | None:
         return None
 
 

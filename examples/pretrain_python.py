@@ -92,7 +92,7 @@ ROWS: list[tuple[str, str, str, float]] = [
     ("- gradient values", "bytes_values", *MEGABYTES),
     ("- parameters, or their changes", "bytes_parameters", *MEGABYTES),
     ("- mask", "bytes_mask", *MEGABYTES),
-    ("- votes", "bytes_votes", *MEGABYTES),
+    ("- proposals", "bytes_votes", *MEGABYTES),
     ("- norm", "bytes_norm", *MEGABYTES),
     ("a dense all-reduce sends (computed)", "bytes_dense", *MEGABYTES),
     ("ratio", "ratio", "{:.1f}x", 1),

@@ -106,7 +106,7 @@ class Scape:
         return self.mask
 
     def new_mask(self, q: int) -> Tensor:
-        """Each owner ranks its residual, and what the other ranks propose for its shard."""
+        """Each owner scores its residual, and what the other ranks propose for its shard."""
         statistic = self.owned(self.residual).clone()
         owner = torch.arange(len(statistic)) * self.ranks // len(statistic)
         for rank in range(self.ranks if self.proposed else 0):  # all-to-all

@@ -61,7 +61,7 @@ def take(masks: Masks, state: ScapeState, number: int) -> tuple[Tensor | None, f
 def send(masks: Masks, state: ScapeState, number: int) -> None:
     """The second half of a step: it ranks for the next mask, and launches its exchange."""
     step = begun(masks, state, number)
-    step.ranking = masks.ranking_after(step)
+    step.next_mask = masks.next_after(step)
     masks.launch(step)
 
 
@@ -96,7 +96,7 @@ def test_first_step_makes_its_own_mask_and_only_it_waits_for_two() -> None:
 def test_a_mask_whose_step_failed_before_it_departed_is_dropped() -> None:
     comm, masks, state = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
     first, _ = take(masks, state, 0)
-    assert masks.ranking_after(begun(masks, state, 0)) is not None
+    assert masks.next_after(begun(masks, state, 0)) is not None
     assert masks.wait() == 0.0  # nobody sends it: waiting would be for ever
     assert comm.waits == 1
     assert masks.active is first

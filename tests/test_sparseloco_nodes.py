@@ -59,7 +59,7 @@ def _averaging(rank: int, world_size: int, options: dict[str, Any]) -> Tensor:
     holder, optimizer, loco = build(2, {**EXACT, **options})
     go_on(holder, optimizer, 2, 0, 6)
     assert loco.progress.exchanges == 2
-    assert loco.communicator.world_size == loco.shards.world_size == 2
+    assert loco.communicator.world_size == loco.node.world_size == 2
     return flat(holder)
 
 

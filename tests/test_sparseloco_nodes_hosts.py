@@ -36,7 +36,7 @@ def _resume(rank: int, world_size: int, folder: str, kind: str) -> tuple[Tensor,
     fitted = make_trainer(strategy, callbacks=[saved], enable_checkpointing=True, **options)
     fitted.fit(straight)
     loco = find(fitted.optimizers[0]).loco
-    assert (loco.communicator.world_size, loco.shards.world_size) == (2, 2)
+    assert (loco.communicator.world_size, loco.node.world_size) == (2, 2)
     assert (loco.progress.steps, loco.progress.exchanges) == (8, 3)  # at its end a fit ends the window
     again = SparseLoCoStrategy(**OPTIONS, **kinds[kind])
     make_trainer(again, **options).fit(resumed, ckpt_path=f"{folder}/at-epoch=0.ckpt")

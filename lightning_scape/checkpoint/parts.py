@@ -139,7 +139,7 @@ class OwnParts:
     parameters: Parameters
     ranks: Communicator
     """Those that hold the same rows."""
-    shards: Communicator = field(default_factory=Communicator.alone)
+    node: Communicator = field(default_factory=Communicator.alone)
     """Those that hold a replica together."""
     moved: Moved = field(default_factory=Moved)
     """What collecting it has moved so far."""
@@ -147,12 +147,12 @@ class OwnParts:
     @property
     def everyone(self) -> Communicator:
         """All ranks that hold a part of the state."""
-        return self.ranks if self.shards.world_size == 1 else Communicator(None, None)
+        return self.ranks if self.node.world_size == 1 else Communicator(None, None)
 
     @property
     def place(self) -> Place:
         """This rank's."""
-        return Place(self.ranks.rank, self.shards.rank, self.shards.world_size)
+        return Place(self.ranks.rank, self.node.rank, self.node.world_size)
 
     @cached_property
     def tensors(self) -> dict[str, Chunk]:

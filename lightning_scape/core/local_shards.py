@@ -83,7 +83,7 @@ def mesh_of(parameters: Sequence[Tensor]) -> DeviceMesh | None:
     return next((p.device_mesh for p in parameters if isinstance(p, DTensor)), None)
 
 
-def shard_communicator(parameters: Sequence[Tensor]) -> Communicator:
+def node_communicator(parameters: Sequence[Tensor]) -> Communicator:
     """Messages between the ranks that together hold one replica; nobody else for plain parameters."""
     mesh = mesh_of(parameters)
     if mesh is None or mesh.ndim != 1 or mesh.size() == 1:

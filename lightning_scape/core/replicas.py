@@ -51,7 +51,7 @@ def check_same_setup(
 
 def check_same_setup_everywhere(
     communicator: Communicator,
-    shards: Communicator,
+    node: Communicator,
     setup: Mapping[str, Any],
     problem: str | None,
     device: torch.device,
@@ -60,14 +60,14 @@ def check_same_setup_everywhere(
 
     Args:
         communicator: the ranks with the same rows, one of each replica.
-        shards: the ranks of one replica.
+        node: the ranks of one replica.
         setup: as there; it may differ between the ranks of a replica in what their rows make different.
         problem: as there.
         device: where the message is made.
     """
-    found = [each for each in shards.all_gather_object(problem) if each is not None]
+    found = [each for each in node.all_gather_object(problem) if each is not None]
     problem = found[0] if found else None
-    shards.raise_on_all_ranks(lambda: check_same_setup(communicator, setup, problem, device))
+    node.raise_on_all_ranks(lambda: check_same_setup(communicator, setup, problem, device))
 
 
 def _first_difference(reference: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str, str] | None:

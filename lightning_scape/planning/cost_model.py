@@ -3,7 +3,7 @@
 What is dense (DDP, FSDP, ZeRO-1) is predicted here; what the registered methods do, by themselves: :class:`StepCost`.
 
 Symbols: ``P`` parameters, ``N`` ranks, ``G`` ranks per node, ``W`` bytes per second of one node's link, ``a`` seconds
-of latency, ``h`` seconds of the host per byte, ``C`` seconds of forward and backward of one step.
+of latency, ``h`` seconds of the processor per byte, ``C`` seconds of forward and backward of one step.
 
 The model, in full:
 
@@ -244,7 +244,7 @@ class StepCost(ABC):
             method: an optimizer under it.
             first: steps before them.
             steps: those before the end.
-            clips: whether the host clips the norm of the gradient.
+            clips: whether the norm of the gradient is clipped.
         """
         return None
 

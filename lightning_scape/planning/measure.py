@@ -109,7 +109,7 @@ def median_seconds(work: Callable[[], object], repeats: int, device: torch.devic
 
 
 def _now(device: torch.device) -> float:
-    """The host's clock, once the device has done what it was given."""
+    """The CPU's clock, once the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -109,10 +109,10 @@ _LOSS = (
 )
 _BYTES = "What one rank sends in {unit}, by kind, and what an all-reduce of the whole gradient would send."
 _PHASES = (
-    "Seconds of rank 0's host. Coloured phases are SCAPE's, of the step at the point; the rest (forward, backward,"
+    "Seconds by rank 0's clock. Coloured phases are SCAPE's, of the step at the point; the rest (forward, backward,"
     " data) is what is left of the mean step since the point before."
 )
-_PHASES_LOCAL = "Seconds of rank 0's host in an exchange; the local steps between exchanges come on top."
+_PHASES_LOCAL = "Seconds by rank 0's clock in an exchange; the local steps between exchanges come on top."
 _CHURN = (
     "New in the mask: entries of rank 0's shard that the mask before did not have. Energy sent: share of the residual's"
     " squared norm that the step sent."

@@ -61,7 +61,7 @@ def summary(optimizers: Sequence[ScapeOptimizer], steps: float | None, spell: Sp
     config = optimizers[0].config
     schedule = max((optimizer.schedule for optimizer in optimizers), key=lambda schedule: schedule.warmup_steps)
     size = sum(optimizer.bytes_per_step() for optimizer in optimizers)
-    of_node = optimizers[0].engine.shards.world_size
+    of_node = optimizers[0].engine.node.world_size
     where, alone = (f" between nodes of {of_node} ranks", "node") if of_node > 1 else ("", "rank")
     sent = f"{show_bytes(size)} per rank and step{where}" if size else f"0 bytes with one {alone}"
     updates = sorted({str(optimizer.config.update) for optimizer in optimizers}, reverse=True)
@@ -149,7 +149,7 @@ def dense_would_be_faster(stats: Sequence[Any]) -> str | None:
 
     The bandwidth is what the step's own messages reached, waiting included, which is less than large messages would:
     the estimate errs on SCAPE's side. Dense AdamW's own time is taken from the sweep's by the
-    memory they touch (28 bytes a parameter against 12), which makes it too long where ranking is what takes the time.
+    memory they touch (28 bytes a parameter against 12), which makes it too long where scoring is what takes the time.
 
     Args:
         stats: :class:`~lightning_scape.StepStats` of a few sparse steps of one rank, whose CPU did the work itself

@@ -225,7 +225,7 @@ class GradientClipping:
                 f" (max_skipped={self.max_skipped}); parameters and residuals are as before the first of them. Lower"
                 " the learning rate, clip gradients, or look for a bad batch; raise `max_skipped` to wait longer."
             )
-        if self.first_message.communicator.rank == 0 and self.first_message.shards.rank == 0:
+        if self.first_message.communicator.rank == 0 and self.first_message.node.rank == 0:
             warnings.warn(
                 f"The gradient norm was not finite on at least one rank: step skipped on all ranks, nothing lost"
                 f" ({self.skipped_in_row} in a row, {self.skipped_total} in total; an error at"

@@ -82,12 +82,12 @@ class FirstMessage:
 
     Args:
         communicator: the ranks whose gradients are averaged.
-        shards: the ranks that hold the other rows of the same gradient.
+        node: the ranks that hold the other rows of the same gradient.
         parameters: for how many there are flags.
     """
 
-    def __init__(self, communicator: Communicator, shards: Communicator, parameters: int) -> None:
-        self.communicator, self.shards = communicator, shards
+    def __init__(self, communicator: Communicator, node: Communicator, parameters: int) -> None:
+        self.communicator, self.node = communicator, node
         self.epoch_end = EpochEnd(communicator)
         self.stop = False
         """Whether this rank was told to stop."""
@@ -111,7 +111,7 @@ class FirstMessage:
             ValueError: ranks run out of batches at different steps.
         """
         if self.communicator.world_size == 1:
-            return self._over_shards(self._alone(measured, flags), None)
+            return self._over_node(self._alone(measured, flags), None)
         channel, longer = self.communicator.watched.channel, len(measured) - 1
         if channel is not None and longer > channel.sketched:
             if measured.device.type == "cpu":  # a rank that sends no sketch would have no room for this one
@@ -119,9 +119,9 @@ class FirstMessage:
                 answer, error = self._exchange(measured.new_zeros(1), flags, standing)
                 self.communicator.traffic.bytes_sent["norm"] = counted  # once in a process: set-up is not counted
                 if error is not None:
-                    return self._over_shards(answer, error)
+                    return self._over_node(answer, error)
             channel.length, channel.sketched = channel.length - channel.sketched + longer, longer
-        return self._over_shards(*self._exchange(measured, flags, standing))
+        return self._over_node(*self._exchange(measured, flags, standing))
 
     def _exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> tuple[Answer, Exception | None]:
         """The answer of the ranks with the same rows. On the CPU, an error that ranks with other rows must know of."""
@@ -139,7 +139,7 @@ class FirstMessage:
                     self.raise_apart(standing)
             self.epoch_end.compare(counts[-2])
         except (RuntimeError, ValueError) as raised:
-            if self.shards.world_size == 1:
+            if self.node.world_size == 1:
                 raise
             error = raised
         present = (counts[:-2] != 0).float()
@@ -155,19 +155,19 @@ class FirstMessage:
         present = None if present is None else ops.to_device(present, measured.device)
         return Answer(measured.sum().sqrt(), present, *known)
 
-    def _over_shards(self, answer: Answer, error: Exception | None) -> Answer:
+    def _over_node(self, answer: Answer, error: Exception | None) -> Answer:
         """With the norm of the whole gradient; what any row's ranks know, all do. Collective."""
-        if self.shards.world_size == 1:
+        if self.node.world_size == 1:
             return answer
         norm = answer.norm
         well = answer.together if error is None else torch.zeros_like(norm)
         facts = torch.stack([norm, well.to(norm.dtype), answer.stops.to(norm.dtype)])
-        everyone = self.shards.all_gather_stacked(facts)
+        everyone = self.node.all_gather_stacked(facts)
         together, stops = everyone[:, 1].all(), everyone[:, 2].sum()
         if norm.device.type == "cpu":
             self.stopping = bool(stops)
             if not together:
-                self.shards.raise_together(error)
+                self.node.raise_together(error)
         return answer._replace(norm=torch.linalg.vector_norm(everyone[:, 0]), together=together, stops=stops)
 
     def raise_apart(self, standing: Standing) -> None:

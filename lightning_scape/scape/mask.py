@@ -1,4 +1,4 @@
-"""The mask's whole way: how many entries at which step, ranking, proposals, exchange, merge, and the delay of one step.
+"""The mask's whole way: how many entries at which step, choice, proposals, exchange, merge, and the delay of one step.
 
 Two of SCAPE's five points live here (docs/design.md, 1). *Partitioned mask generation*: each rank makes the mask of its
 own shard. *Delayed mask*: it is made in step t-1 from the residual which that step leaves, exchanged during forward and
@@ -20,7 +20,7 @@ from lightning_scape.comm.collectives import Communicator, Work
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.quota import Quota
 from lightning_scape.scape.config import ScapeConfig, WarmupShape
-from lightning_scape.scape.state import Ranking, ScapeState, Step, StepMask
+from lightning_scape.scape.state import NextMask, ScapeState, Step, StepMask
 
 
 @dataclass(frozen=True)
@@ -130,13 +130,13 @@ class Masks:
 
     def make_now(self, step: Step) -> None:
         """Makes this step's mask, and waits for it. All of the step's gradient must have been folded."""
-        residual, ranking = step.state.residual, self._new_ranking(step.sent, step.state)
-        if ranking.proposals is not None:
+        residual, following = step.state.residual, self._room_for(step.sent, step.state)
+        if following.proposals is not None:
             for rows in self._layout.remote(self._comm.rank).rows:
-                ranking.proposals[rows] = ops.propose(residual[rows], self._config.proposed)
-        if ranking.mine is not None:
-            ranking.mine.copy_(ops.select(residual[self._my_rows], step.sent))
-        self._launch(ranking, step.state)
+                following.proposals[rows] = ops.propose(residual[rows], self._config.proposed)
+        if following.mine is not None:
+            following.mine.copy_(ops.select(residual[self._my_rows], step.sent))
+        self._launch(following, step.state)
         step.record.exchange_wait += self.wait()
         self.unproven = True
 
@@ -150,52 +150,52 @@ class Masks:
 
     # ------------------------------------------------------------------------------------------- the next mask
 
-    def ranking_after(self, step: Step) -> Ranking | None:
-        """Memory for the next mask's ranking, which the sweeps of ``step`` fill; None if no mask is due.
+    def next_after(self, step: Step) -> NextMask | None:
+        """Memory for the next mask, which the sweeps of ``step`` fill; None if no mask is due.
 
         None is due when the next step sends everything, or when this one does: then nothing is left in the residual to
         rank, and the next step makes its mask from its own gradient.
         """
         if self.active is None or self.sends_all(step.number + 1):
             return None
-        return self._new_ranking(self.schedule.sent(step.number + 1), step.state)
+        return self._room_for(self.schedule.sent(step.number + 1), step.state)
 
-    def _new_ranking(self, sent: int, state: ScapeState) -> Ranking:
-        layout, ranking, home = self._layout, Ranking(sent), state.residual.device
+    def _room_for(self, sent: int, state: ScapeState) -> NextMask:
+        layout, following, home = self._layout, NextMask(sent), state.residual.device
         if self._config.proposed and layout.world_size > 1:
             width = ops.proposal_bytes(self._config.proposed, layout.block_size)
-            ranking.proposals = torch.empty(layout.blocks, width, dtype=torch.uint8, device=home)
-            ranking.proposals[self._my_rows] = 0
+            following.proposals = torch.empty(layout.blocks, width, dtype=torch.uint8, device=home)
+            following.proposals[self._my_rows] = 0
         elif state.local_exp_avg_sum is None and ops.sweep_selects(sent, home):
             positions = ops.position_dtype(layout.block_size)
-            ranking.mine = torch.empty(layout.shard_blocks, sent, dtype=positions, device=home)
-        return ranking
+            following.mine = torch.empty(layout.shard_blocks, sent, dtype=positions, device=home)
+        return following
 
     def launch(self, step: Step) -> None:
-        """Launches the exchange of the mask that was ranked, if any; on CUDA behind all work queued so far."""
-        if step.ranking is not None:
-            self._launch(step.ranking, step.state)
+        """Launches the exchange of the next mask, if one was chosen; on CUDA behind all work queued so far."""
+        if step.next_mask is not None:
+            self._launch(step.next_mask, step.state)
 
-    def _launch(self, ranking: Ranking, state: ScapeState) -> None:
-        device, self._pending_sent = state.step.device, ranking.sent
+    def _launch(self, following: NextMask, state: ScapeState) -> None:
+        device, self._pending_sent = state.step.device, following.sent
         if state.residual.is_cuda:  # it may be freed, with this optimizer, before the side stream has read it
-            for read in (state.residual, state.local_exp_avg_sum, ranking.proposals, ranking.mine):
+            for read in (state.residual, state.local_exp_avg_sum, following.proposals, following.mine):
                 if read is not None:
                     read.record_stream(self._comm.side_stream.on(device))
         with self._comm.side_stream.behind_all(device):
-            if ranking.proposals is None:
-                mine = ranking.mine
+            if following.proposals is None:
+                mine = following.mine
                 if mine is None:  # from my own statistic alone
                     total = state.local_exp_avg_sum
-                    mine = ops.select(state.residual[self._my_rows] if total is None else total, ranking.sent)
+                    mine = ops.select(state.residual[self._my_rows] if total is None else total, following.sent)
                 self.pending = self._comm.gather_mask(self._message(mine.to(device)))
                 return
-            bits, block_size = self._as_bits(ranking.sent), self._layout.block_size
-            columns = ops.mask_bytes(ranking.sent, block_size) if bits else ranking.sent
+            bits, block_size = self._as_bits(following.sent), self._layout.block_size
+            columns = ops.mask_bytes(following.sent, block_size) if bits else following.sent
             dtype = torch.uint8 if bits else ops.position_dtype(block_size)
             full = torch.empty(self._layout.blocks, columns, dtype=dtype, device=device)
-            proposals = ranking.proposals.to(device)  # here, where the side stream owns the copy
-            elect = functools.partial(self._elect, state, proposals, full, ranking.sent)
+            proposals = following.proposals.to(device)  # here, where the side stream owns the copy
+            elect = functools.partial(self._elect, state, proposals, full, following.sent)
             self.pending = self._comm.in_background(elect, full, proposals)
 
     def _elect(self, state: ScapeState, proposals: Tensor, full: Tensor, sent: int) -> None:

@@ -97,7 +97,7 @@ class Opening:
 
         None: there are no other ranks.
         """
-        if self._comm.world_size == self.message.shards.world_size == 1:
+        if self._comm.world_size == self.message.node.world_size == 1:
             return None
         standing = self._standing(groups, calls, None, None)._replace(optimizer=BACKWARD, batch=None)
         with self._comm.watched.at(f"a backward pass after step {calls}"):

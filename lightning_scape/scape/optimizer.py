@@ -103,14 +103,14 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         if communicator is None:
             mask_group = mask_group or new_group_like(process_group, device=parameters.device_of_first_messages)
         comm = communicator or Communicator.of_optimizer(process_group, mask_group)
-        shards = local_shards.shard_communicator(given)
-        comm.device = shards.device = parameters.device_of_first_messages
+        node = local_shards.node_communicator(given)
+        comm.device = node.device = parameters.device_of_first_messages
         problem = parameters.problem(self.param_groups, residual_device=config.residual_device) or local_shards.problem(
             parameters.names, parameters.tensors, config.local_group_size, process_group
         )
         setup = _describe(config, parameters, self.param_groups)
-        check_same_setup_everywhere(comm, shards, setup, problem, parameters.device_of_first_messages)
-        self.engine = Engine(parameters, config, comm, total_steps, shards)
+        check_same_setup_everywhere(comm, node, setup, problem, parameters.device_of_first_messages)
+        self.engine = Engine(parameters, config, comm, total_steps, node)
         """The step and its state. Not for users; tests, benchmarks and simulated ranks look at training through it."""
 
     @classmethod
@@ -397,9 +397,9 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
 
         No tensor is sent, and no rank ever holds the whole state. Collective: a hook of the user's may fail.
         """
-        shards, comm = self.engine.shards, self.engine.comm
+        node, comm = self.engine.node, self.engine.comm
         with comm.watched.at("collecting the state"):
-            return self._own_parts(shards.raise_on_all_ranks(lambda: comm.raise_on_all_ranks(self._beside_state)))
+            return self._own_parts(node.raise_on_all_ranks(lambda: comm.raise_on_all_ranks(self._beside_state)))
 
     def _own_parts(self, beside_state: dict[str, Any]) -> OwnParts:
         return checkpoint.own_parts(self._snapshot(self.engine.state_at_rest()), self.engine.comm, beside_state)
@@ -420,7 +420,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         Raises:
             RuntimeError: with several ranks, :meth:`consolidate_state_dict` was not called since the last step.
         """
-        if self.engine.comm.world_size == self.engine.shards.world_size == 1:
+        if self.engine.comm.world_size == self.engine.node.world_size == 1:
             self.consolidate_state_dict()
         whole = collected_before(self.engine.consolidated, self.engine.comm.rank)
 
@@ -447,14 +447,14 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         """
         self.drain()
         if not isinstance(state_dict, SavedShards):
-            state_dict = self.engine.shards.share(self.engine.comm.share(state_dict))
+            state_dict = self.engine.node.share(self.engine.comm.share(state_dict))
         state = self.engine.allocate()
         snapshot, comm = self._snapshot(state), self.engine.comm
 
         def load() -> checkpoint.Loaded:
             return checkpoint.load(snapshot, checkpoint.hooked(self, state_dict), comm.rank, self.param_groups)
 
-        loaded = self.engine.shards.raise_on_all_ranks(lambda: comm.raise_on_all_ranks(load))
+        loaded = self.engine.node.raise_on_all_ranks(lambda: comm.raise_on_all_ranks(load))
         loaded.take_up(snapshot)
         for group, saved in zip(self.param_groups, loaded.param_groups, strict=True):
             group.update(deepcopy({name: value for name, value in saved.items() if name != "params"}))  # as torch does
@@ -464,7 +464,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
     def _snapshot(self, state: ScapeState) -> checkpoint.Snapshot:
         engine = self.engine
         return checkpoint.Snapshot(
-            state, engine.layout, self.config, engine.parameters, engine.masks, engine.clipping, engine.shards
+            state, engine.layout, self.config, engine.parameters, engine.masks, engine.clipping, engine.node
         )
 
 

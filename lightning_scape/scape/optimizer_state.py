@@ -48,26 +48,26 @@ def own_parts(snapshot: Snapshot, communicator: Communicator, beside_state: Mapp
         communicator: its ranks.
         beside_state: ``param_groups``, and what the user's hooks add to a state dict.
     """
-    layout, parameters, shards, rank = snapshot.layout, snapshot.parameters, snapshot.shards, communicator.rank
+    layout, parameters, node, rank = snapshot.layout, snapshot.parameters, snapshot.node, communicator.rank
     pieces = layout.local(rank).pieces
     parts = [snapshot.owned(name, shard, pieces) for name, shard in snapshot.shard()]
     parts.append(snapshot.residual())
     mask, first = snapshot.masks.active, rank * layout.shard_blocks
-    shapes = [None if mask is None else [blocks, mask.shape[1]] for blocks in _blocks_of_shards(snapshot)]
+    shapes = [None if mask is None else [blocks, mask.shape[1]] for blocks in _blocks_of_node(snapshot)]
     if mask is not None:
         rows = mask[first : min(first + layout.shard_blocks, layout.used_blocks)]
         parts.append(keys.mask({None: Chunk(rows, first, layout.used_blocks)} if len(rows) else {}))
-    of_masks = {"mask_shape": shapes[0]} if shards.world_size == 1 else {"mask_shape": None, "mask_shapes": shapes}
+    of_masks = {"mask_shape": shapes[0]} if node.world_size == 1 else {"mask_shape": None, "mask_shapes": shapes}
     added = {name: value for name, value in beside_state.items() if name != "param_groups"}
     facts = {**_facts(snapshot), **of_masks, "param_groups": beside_state["param_groups"]}
     facts |= {"beside_state": added} if added else {}
-    common = FORM.common(facts, parts, parameters, communicator.world_size, shards.world_size)
-    return OwnParts(common, parts, parameters, communicator, shards)
+    common = FORM.common(facts, parts, parameters, communicator.world_size, node.world_size)
+    return OwnParts(common, parts, parameters, communicator, node)
 
 
-def _blocks_of_shards(snapshot: Snapshot) -> list[int]:
+def _blocks_of_node(snapshot: Snapshot) -> list[int]:
     """Blocks that hold parameters, on each rank of a replica."""
-    parameters, layout, shards = snapshot.parameters, snapshot.layout, snapshot.shards.world_size
+    parameters, layout, shards = snapshot.parameters, snapshot.layout, snapshot.node.world_size
     if shards == 1:
         return [layout.used_blocks]
     numels = [numels_of(parameters.tensors, shards, shard) for shard in range(shards)]
@@ -263,7 +263,7 @@ def _read_residual(snapshot: Snapshot, source: Source, rank: int) -> list[str]:
     fill(source, snapshot.residual(), now, Place(rank))
     if before == now:
         return []
-    flat = snapshot.shards.world_size == source.common.get("shards", 1) == 1
+    flat = snapshot.node.world_size == source.common.get("shards", 1) == 1
     who, what = ("ranks", "masters and masks") if flat else ("replicas", "masters")
     return [
         f"The checkpoint was written by {before} {who}, this run has {now}: moments, last steps, {what}"
@@ -273,15 +273,15 @@ def _read_residual(snapshot: Snapshot, source: Source, rank: int) -> list[str]:
 
 def _read_mask(snapshot: Snapshot, source: Source) -> tuple[Tensor | None, list[str]]:
     """The saved mask, completed for all blocks. If it does not fit this run's blocks: None, and a warning."""
-    layout, block_size, shards = snapshot.layout, source.common["block_size"], snapshot.shards
-    if (saved := source.common.get("shards", 1)) != shards.world_size:
+    layout, block_size, node = snapshot.layout, source.common["block_size"], snapshot.node
+    if (saved := source.common.get("shards", 1)) != node.world_size:
         if source.find(keys.mask().key(None, Place(shards=saved))) is None:
             return None, []
         return None, [
-            f"The checkpoint's masks are for {saved} ranks that hold a replica, this run has {shards.world_size}: the"
+            f"The checkpoint's masks are for {saved} ranks that hold a replica, this run has {node.world_size}: the"
             " first step makes its mask anew. All else carries over."
         ]
-    key = keys.mask().key(None, Place(shard=shards.rank, shards=saved))
+    key = keys.mask().key(None, Place(shard=node.rank, shards=saved))
     if source.find(key) is None:
         return None, []
     mask = source.tensor(key)

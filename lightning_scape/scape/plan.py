@@ -175,7 +175,7 @@ def by_phase(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, float]:
             rows.append(dict(optimizer.stats.seconds))
     phases = {name: median(row[name] for row in rows) for name in rows[0]}
     remote = median_seconds(_remote_sweep(optimizer), repeats, CPU)
-    # A rank alone has everything in its own shard, whose sweep also keeps the second moment and ranks for the mask.
+    # A rank alone has everything in its own shard, whose sweep also keeps the second moment and scores for the mask.
     shard = phases["update"] + max(0.0, phases["sweep"] - remote)
     return remote + phases["write"], shard
 

@@ -43,7 +43,7 @@ class Outgoing:
         self._blocks = layout.blocks if self.region.rows else 0  # none with one rank
 
     def fold(self, step: Step) -> None:
-        """``residual += scale * gradient``, in a step that ranks its own gradient."""
+        """``residual += scale * gradient``, in a step that scores its own gradient."""
         _fold(step, self.region, step.state.residual)
 
     def take(self, step: Step) -> Tensor:
@@ -65,7 +65,7 @@ class Outgoing:
                 step.mask.swept,
                 values,
                 clip_value=step.clip_value,
-                proposals=None if step.ranking is None else step.ranking.proposals,
+                proposals=None if step.next_mask is None else step.next_mask.proposals,
                 message=message,
             )
         )
@@ -115,7 +115,7 @@ class Shard:
     # ------------------------------------------------------------------------------------------- this rank's gradient
 
     def fold(self, step: Step) -> None:
-        """``residual += scale * gradient``, and the owner's statistics, in a step that ranks its own gradient."""
+        """``residual += scale * gradient``, and the owner's statistics, in a step that scores its own gradient."""
         pieces, parts, state = self.region.pieces, step.parts(self.region), step.state
         _fold(step, self.region, state.residual[self.rows])
         moment = self._second_moment(step, sparse=True)
@@ -131,8 +131,8 @@ class Shard:
             self._accumulate_first_moment(step, state.local_exp_avg, parts)
 
     def take(self, step: Step) -> Tensor:
-        """Folds, keeps statistics, compacts and ranks; returns my values for my shard, ``[R, q]``."""
-        state, residual, ranking = step.state, step.state.residual[self.rows], step.ranking
+        """Folds, keeps statistics, compacts and scores; returns my values for my shard, ``[R, q]``."""
+        state, residual, following = step.state, step.state.residual[self.rows], step.next_mask
         values = torch.empty(len(residual), step.sent, dtype=self._config.values_dtype, device=residual.device)
         parts = None if step.folded else step.parts(self.region)
         moment = None if parts is None else self._second_moment(step, sparse=step.mask.everyone is not None)
@@ -146,7 +146,7 @@ class Shard:
                 values,
                 clip_value=step.clip_value,
                 second_moment=moment,
-                next_mask=None if ranking is None else ranking.mine,
+                next_mask=None if following is None else following.mine,
             )
         )
         if moment is not None:

@@ -29,7 +29,7 @@ class Snapshot:
     parameters: Parameters
     masks: Masks
     clipping: GradientClipping
-    shards: Communicator = field(default_factory=Communicator.alone)
+    node: Communicator = field(default_factory=Communicator.alone)
     """The ranks that hold the other rows of the same replica."""
 
     def shard(self) -> Iterator[tuple[str, Tensor]]:

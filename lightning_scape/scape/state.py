@@ -28,7 +28,7 @@ class ScapeState:
     residual: Tensor
     """``[blocks, B]`` fp32 (or fp64): gradients that this rank has computed and not yet sent."""
     exp_avg: Tensor
-    """``[R, B]`` fp32 (fp64 for fp64 parameters): m of AdamS."""
+    """``[R, B]`` fp32 (fp64 for fp64 parameters): m, the first moment."""
     last_step: Tensor
     """``[R, B]`` int32: the parameter's step of each entry's last update, 0 before the first."""
     step: Tensor
@@ -139,7 +139,7 @@ class StepMask(NamedTuple):
 
 
 @dataclass
-class Ranking:
+class NextMask:
     """What the sweeps of a step write for the next mask."""
 
     sent: int
@@ -166,7 +166,7 @@ class Step:
     sent: int
     """q, entries of a block that are sent; B where everything is."""
     mask: StepMask = field(init=False)
-    ranking: Ranking | None = None
+    next_mask: NextMask | None = None
     """None: no mask is due."""
     folded: bool = False
     """Whether the gradients are in the residual already."""

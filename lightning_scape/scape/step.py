@@ -42,7 +42,7 @@ class Engine:
         config: all options; ``update`` is given.
         comm: sends the messages.
         total_steps: steps of the run, where known.
-        shards: messages between the ranks that hold the other rows of the same replica.
+        node: messages between the ranks that hold the other rows of the same replica.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Engine:
         config: ScapeConfig,
         comm: Communicator,
         total_steps: float | None,
-        shards: Communicator,
+        node: Communicator,
     ) -> None:
-        self.config, self.parameters, self.comm, self.shards = config, parameters, comm, shards
+        self.config, self.parameters, self.comm, self.node = config, parameters, comm, node
         numels = [parameter.numel() for parameter in parameters.local]
         self.layout = Layout(numels, parameters.groups, config.quota.block_size, comm.world_size)
         self.state: ScapeState | None = None
         """Made at the first step, or by a load."""
-        self.clipping = GradientClipping(config, FirstMessage(comm, shards, len(numels)))
+        self.clipping = GradientClipping(config, FirstMessage(comm, node, len(numels)))
         self.opening = Opening(parameters, comm, self.clipping)
         self.participants = Participants(self.layout, len(numels), self.layout.rows_of(comm.rank))
         self.masks = Masks(config, self.layout, comm, SparsitySchedule.of(config, total_steps))
@@ -81,7 +81,7 @@ class Engine:
         norm     the scale of the step: the clipping factor, or 0 if a gradient is not finite
         wait     the mask that was made in the last step arrives
         mask     the first sparse step makes its own
-        sweep    fold, compact and rank, in one pass over memory: other ranks' shards, then, while those values
+        sweep    fold, compact and score, in one pass over memory: other ranks' shards, then, while those values
                  travel, my shard
         exchange all-to-all of the values; the owner averages them in rank order, in fp32
         update   tau steps of AdamW (AdamS) at once on the masked entries of my shard
@@ -103,12 +103,12 @@ class Engine:
         with record.phase("wait"):
             record.exchange_wait = self.masks.wait()
         with record.phase("mask"):
-            if self.masks.missing(step):  # the step ranks its own gradient, all of it
+            if self.masks.missing(step):  # the step scores its own gradient, all of it
                 self.outgoing.fold(step)
                 self.shard.fold(step)
                 step.folded = True
                 self.masks.make_now(step)
-            step.mask, step.ranking = self.masks.of(step), self.masks.ranking_after(step)
+            step.mask, step.next_mask = self.masks.of(step), self.masks.next_after(step)
         with record.phase("sweep"):
             message = self.outgoing.take(step)
         with record.phase("exchange"):
@@ -189,7 +189,7 @@ class Engine:
     def _check_replicas(self) -> None:
         """Raises on every rank where any rows differ between replicas."""
         flat, names = self.parameters.flat, self.parameters.names
-        self.shards.raise_on_all_ranks(lambda: check_replicas(self.comm, flat, names, ops.checksum))
+        self.node.raise_on_all_ranks(lambda: check_replicas(self.comm, flat, names, ops.checksum))
 
     @property
     def calls(self) -> int:

@@ -107,9 +107,9 @@ class Live:
     layout: Layout
     parameters: Parameters
     communicator: Communicator
-    shards: Communicator
+    node: Communicator
     everyone: Communicator
-    """All ranks: those of ``communicator`` times those of ``shards``."""
+    """All ranks: those of ``communicator`` times those of ``node``."""
     optimizer: torch.optim.Optimizer
     state: LocoState
     progress: Mapping[str, Any]
@@ -118,7 +118,7 @@ class Live:
     @property
     def place(self) -> Place:
         """This rank's place in a checkpoint."""
-        return Place(self.communicator.rank, self.shards.rank, self.shards.world_size)
+        return Place(self.communicator.rank, self.node.rank, self.node.world_size)
 
     @property
     def rule(self) -> Rule:
@@ -203,9 +203,9 @@ def own_parts(live: Live) -> OwnParts:
     if state.launched is not None:
         parts.append(Part("launched", "each_rank", "mean", of_flats(parameters, state.launched)))
     parts.append(live.everyone.raise_on_all_ranks(lambda: inner_part(live.optimizer)))
-    ranks, shards = live.communicator, live.shards
-    common = FORM.common(live.facts(), parts, parameters, ranks.world_size, shards.world_size)
-    return OwnParts(common, parts, parameters, ranks, shards)
+    ranks, node = live.communicator, live.node
+    common = FORM.common(live.facts(), parts, parameters, ranks.world_size, node.world_size)
+    return OwnParts(common, parts, parameters, ranks, node)
 
 
 # ------------------------------------------------------------------------------------------------ loading

@@ -34,7 +34,7 @@ class Exchange:
         layout: blocks and shards.
         comm: sends the messages.
         device: the parameters', where the arithmetic runs.
-        shards: the ranks of a node, where they hold a replica together; layout and parameters are then this rank's
+        node: the ranks of a node, where they hold a replica together; layout and parameters are then this rank's
             rows, and ``comm`` reaches those of the other nodes that hold the same.
     """
 
@@ -44,9 +44,9 @@ class Exchange:
         layout: Layout,
         comm: Communicator,
         device: torch.device,
-        shards: Communicator,
+        node: Communicator,
     ) -> None:
-        self.config, self.layout, self.comm, self._shards = config, layout, comm, shards
+        self.config, self.layout, self.comm, self._node = config, layout, comm, node
         self.wire = Wire(*config.quota, config.bits)
         """To the owners."""
         self.back = Wire(*config.return_quota, config.bits)
@@ -187,9 +187,9 @@ class Exchange:
         """
         mean = phase.squares(openings).sum(dim=0, keepdim=True) / self.comm.world_size
         apart = phase.apart(openings)
-        if self._shards.world_size > 1:  # of all rows of a replica
+        if self._node.world_size > 1:  # of all rows of a replica
             own = torch.cat([mean.view(torch.int32), apart.view(1).int(), openings[self.comm.rank, 2:]])
-            rows = self._shards.all_gather_stacked(own)
+            rows = self._node.all_gather_stacked(own)
             mean = rows[:, 0].contiguous().view(torch.float32).sum(dim=0, keepdim=True)
             apart = rows[:, 1].any() | phase.apart(rows)
         return torch.where(apart, torch.nan, mean.sqrt_()).view(()), apart
@@ -271,7 +271,7 @@ class Exchange:
         def checksum(flat: Tensor) -> Tensor:  # of one at a time: all starting points would not fit on the device
             return ops.checksum(self.spans.reading(flat))
 
-        self._shards.raise_on_all_ranks(lambda: check_replicas(self.comm, flats, names, checksum))
+        self._node.raise_on_all_ranks(lambda: check_replicas(self.comm, flats, names, checksum))
 
     def error_norm(self, state: LocoState) -> Tensor:
         """0-dim, on the device: L2 norm of the error feedback."""

@@ -142,11 +142,11 @@ def summary(loco: SparseLoCo) -> str:
     """One line for the user: how often ranks exchange, and how much."""
     config, ranks = loco.config, loco.communicator.world_size
     dense = 8 * loco.layout.numel * (ranks - 1) // ranks
-    nodes = f" between nodes of {loco.shards.world_size} ranks" if loco.shards.world_size > 1 else ""
+    nodes = f" between nodes of {loco.node.world_size} ranks" if loco.node.world_size > 1 else ""
     sent = loco.bytes_per_exchange()
     how = f"{config.quota.density:.3g} of the entries" + ("" if config.bits is None else f" in {config.bits} bits")
     if not sent:
-        alone = "one rank" if not nodes else f"one node of {loco.shards.world_size} ranks"
+        alone = "one rank" if not nodes else f"one node of {loco.node.world_size} ranks"
         return f"SparseLoCo: {alone}, nothing is sent; a window ends every {config.sync_every} steps."
     return (
         f"SparseLoCo: {config.sync_every} local steps, then an exchange of {how}, {show_bytes(sent)} per rank{nodes}"

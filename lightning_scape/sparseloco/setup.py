@@ -42,15 +42,15 @@ def communicators(
         exchange_group: a group over the same ranks as ``process_group``, for that.
     """
     tensors = parameters.tensors
-    shards = local_shards.shard_communicator(tensors)
-    if shards.world_size > 1 and overlaps:
-        shards = Communicator(new_group_like(shards.process_group, device=parameters.device_of_first_messages), None)
+    node = local_shards.node_communicator(tensors)
+    if node.world_size > 1 and overlaps:
+        node = Communicator(new_group_like(node.process_group, device=parameters.device_of_first_messages), None)
     if process_group is None and local_shards.holds_everything(tensors):
-        return Communicator.alone(), shards
+        return Communicator.alone(), node
     own = None
     if overlaps and world_size(process_group) > 1:
         own = exchange_group or new_group_like(process_group, device=parameters.device_of_first_messages)
-    return Communicator.of_optimizer(process_group, own_group=own), shards
+    return Communicator.of_optimizer(process_group, own_group=own), node
 
 
 class NotCopied:

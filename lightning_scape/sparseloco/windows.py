@@ -36,7 +36,7 @@ class Windows:
         parameters: those wrapped.
         layout: blocks and shards.
         comm: the ranks that exchange.
-        shards: the ranks of a node, where they hold a replica together.
+        node: the ranks of a node, where they hold a replica together.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class Windows:
         parameters: Parameters,
         layout: Layout,
         comm: Communicator,
-        shards: Communicator,
+        node: Communicator,
     ) -> None:
         self._optimizer, self._config, self._parameters, self._layout = optimizer, config, parameters, layout
-        self._comm, self._shards = comm, shards
-        self.exchange = Exchange(config, layout, comm, parameters.device, shards)
+        self._comm, self._node = comm, node
+        self.exchange = Exchange(config, layout, comm, parameters.device, node)
         self.state: LocoState | None = None
         """Made at the first step, or by a load."""
         self.progress = Progress()
-        self.dropped = DroppedWindows(config.max_skipped, speaks=comm.rank == shards.rank == 0)
+        self.dropped = DroppedWindows(config.max_skipped, speaks=comm.rank == node.rank == 0)
         self._writes = Writes(parameters, self.exchange.spans, comm)
         self._number = setup.number_on(comm.process_group)
         self._job: Job | Work | None = None
@@ -297,7 +297,7 @@ class Windows:
         self.wait_for_others()
         self._parameters.flatten()
         flats, names = self._parameters.flat, self._parameters.names
-        if not (changed := _changed_since(flats, restored, (self._comm, self._shards))):
+        if not (changed := _changed_since(flats, restored, (self._comm, self._node))):
             return
         theirs = {place: flats[place] for place in changed}
         self.exchange.check_equal([*theirs.values()], [names[place] for place in changed])
@@ -306,7 +306,7 @@ class Windows:
             for place, flat in theirs.items():
                 state.launched[place].copy_(flat)
         told = [names[place] for place in changed if restored[place] is not None]
-        if told and self._comm.rank == self._shards.rank == 0:
+        if told and self._comm.rank == self._node.rank == 0:
             warnings.warn(
                 f"{len(told)} of {len(flats)} parameters, the first {told[0]!r}, were changed after"
                 " SparseLoCo's state was loaded: all ranks go on from the new values, and what is not yet sent stays."

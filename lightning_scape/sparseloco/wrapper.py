@@ -107,30 +107,28 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         setup.check_optimizer(optimizer)
         self.optimizer = optimizer
         self.parameters = Parameters.of(optimizer.param_groups)
-        shards = Communicator.alone()
+        node = Communicator.alone()
         if communicator is None:
             check_joined()
             forget_losses()  # of the processes before a restart, whose store this may be
-            communicator, shards = setup.communicators(
-                self.parameters, process_group, overlap_steps > 0, exchange_group
-            )
+            communicator, node = setup.communicators(self.parameters, process_group, overlap_steps > 0, exchange_group)
         self.communicator = comm = communicator
-        self.shards = shards
+        self.node = node
         """The ranks of a node that hold a replica together; ``communicator`` reaches those with the same rows."""
-        self.everyone = comm if shards.world_size == 1 else Communicator(None, None)
+        self.everyone = comm if node.world_size == 1 else Communicator(None, None)
         """All ranks whose parts make up a state."""
-        for ranks in (comm, shards, self.everyone):
+        for ranks in (comm, node, self.everyone):
             ranks.device = self.parameters.device_of_first_messages
         numels = [parameter.numel() for parameter in self.parameters.local]
         self.layout = Layout(numels, self.parameters.groups, config.quota.block_size, comm.world_size)
         check_same_setup_everywhere(
             comm,
-            shards,
+            node,
             setup.describe(optimizer, config, self.parameters),
             setup.problem(SparseLoCo.of(optimizer) is not None, self.parameters, process_group, config),
             self.parameters.device_of_first_messages,
         )
-        self.windows = windows = Windows(optimizer, config, self.parameters, self.layout, comm, shards)
+        self.windows = windows = Windows(optimizer, config, self.parameters, self.layout, comm, node)
         self.exchange, self.progress, self.dropped = windows.exchange, windows.progress, windows.dropped
         self._stop_word = StopWord(self.everyone)
         self._consolidated: dict[str, Any] | None = None
@@ -309,6 +307,6 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         self.parameters.flatten()
         state = self.exchange.allocate() if allocate or self.state is None else self.state
         return checkpoint.Live(
-            self.config, self.layout, self.parameters, self.communicator, self.shards, self.everyone, self.optimizer,
+            self.config, self.layout, self.parameters, self.communicator, self.node, self.everyone, self.optimizer,
             state, vars(self.progress), (self.dropped.in_row, self.dropped.total),
         )  # fmt: skip

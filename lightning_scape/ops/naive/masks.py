@@ -1,4 +1,4 @@
-"""Masks and proposals for them in plain PyTorch: the part of :mod:`..naive` that ranks entries of blocks."""
+"""Masks and proposals for them in plain PyTorch: the part of :mod:`..naive` that chooses entries of blocks."""
 
 from __future__ import annotations
 

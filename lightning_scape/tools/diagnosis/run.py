@@ -16,7 +16,7 @@ TOPIC = "This run"
 MUCH_NETWORK, MUCH_DATA, MUCH_SAVING, MUCH_OWN = 0.2, 0.1, 0.05, 0.2
 """Shares of a step from which on something is to be done."""
 ON_THE_DEVICE = (
-    "The figures are the host's clock, which does not see what a GPU waits for: the messages' time is part of the"
+    "The figures are the CPU's clock, which does not see what a GPU waits for: the messages' time is part of the"
     " computation here. torch's profiler shows it."
 )
 SLOWER_RANK = "A rank that waits for a slower one counts it as the network, too."
