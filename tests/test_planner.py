@@ -19,7 +19,7 @@ from example_modules import load_example
 from torch import nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, StepStats
-from lightning_scape.core.words import show_bandwidth, show_bytes
+from lightning_scape.core.words import show_bandwidth, show_bytes, show_times
 from lightning_scape.planning import conclusions, cost_model
 from lightning_scape.planning import measure as measuring
 from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, Weight
@@ -595,6 +595,7 @@ def test_units_are_read_and_written() -> None:
         "never",
         "always",
     ]
+    assert [show_times(x) for x in (0.0961, 6.678, 138.2, 1382.4)] == ["0.0961", "6.68", "138", "1,380"]  # was 1.38e+03
 
 
 def _measured(rank: int, world_size: int) -> tuple[Link, Machine]:

@@ -13,6 +13,11 @@ def show_bytes(size: float) -> str:
     return f"{size:.0f} B"
 
 
+def show_times(ratio: float, digits: int = 3) -> str:
+    """``6.678`` is ``"6.68"``, ``1382.4`` is ``"1,380"``."""
+    return f"{ratio:.{digits}g}" if ratio < 100 else f"{float(f'{ratio:.3g}'):,.0f}"
+
+
 def show_seconds(seconds: float) -> str:
     """``0.0123`` is ``"12.3 ms"``, ``5000`` is ``"83.3 min"``."""
     for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):

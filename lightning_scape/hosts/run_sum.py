@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_scape.core.method import Method
-from lightning_scape.core.words import show_bytes
+from lightning_scape.core.words import show_bytes, show_times
 from lightning_scape.hosts.advice import with_prefixes
 from lightning_scape.planning.cost_model import RunBytes
 
@@ -59,7 +59,7 @@ def _sum(sent: float, steps: float) -> str:
 
 
 def _dense(dense: float, sent: float) -> str:
-    return f"{show_bytes(dense)}, {dense / sent:.3g} times as much"
+    return f"{show_bytes(dense)}, {show_times(dense / sent)} times as much"
 
 
 class RunSum:

@@ -20,7 +20,7 @@ from torch import nn
 from lightning_scape.comm.collectives import is_distributed
 from lightning_scape.comm.worker import end_safely
 from lightning_scape.core.method import named, names
-from lightning_scape.core.words import show_bandwidth, show_bytes, show_seconds
+from lightning_scape.core.words import show_bandwidth, show_bytes, show_seconds, show_times
 from lightning_scape.planning.conclusions import (
     SPARSEST,
     WORTH,
@@ -307,12 +307,12 @@ def run_tables(
         [
             run.late.method,
             *_figures(run.whole, alone),
-            f"{dense.on_card / run.whole.on_card:.3g}" if run.whole.on_card else "-",
+            show_times(dense.on_card / run.whole.on_card) if run.whole.on_card else "-",
             show_bytes(run.of_checkpoints),
             f"{run.beginning:,}" if run.late.window == 1 else "-",
             show_bytes(run.bytes_sent / run.steps),
             show_bytes(run.late.bytes_sent),
-            _times(message_load(run.whole.on_card / run.steps, job, link)),
+            show_times(message_load(run.whole.on_card / run.steps, job, link), 2),
         ]
         for run in (*runs, *apart)
     ]
@@ -329,10 +329,6 @@ def run_tables(
     ]
 
 
-def _times(load: float) -> str:
-    return f"{load:.2g}" if load < 100 else f"{load:,.0f}"
-
-
 def _first_dense(predictions: Iterable[Prediction]) -> Prediction:
     """DDP: what a user has now."""
     return next(p for p in predictions if not p.title and p.bytes_sent)
@@ -341,7 +337,7 @@ def _first_dense(predictions: Iterable[Prediction]) -> Prediction:
 def _loads(predictions: Sequence[Prediction], job: Job, link: Link) -> str:
     """What decides: how long the messages of dense training take beside a step's computation."""
     dense = _first_dense(predictions)
-    load = _times(message_load(dense.on_card, job, link))
+    load = show_times(message_load(dense.on_card, job, link), 2)
     return (
         f"{dense.method}'s messages take {load} times as long as a step's forward and backward"
         f" ({show_bytes(dense.on_card)} at {show_bandwidth(link.bandwidth)}, {show_seconds(job.step_compute)}); with a"
