@@ -106,7 +106,7 @@ class PythonSource(LightningDataModule):
         if max_bytes is not None and max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1, got {max_bytes}; pass None for the whole library.")
         if shard is not None and not 0 <= shard[0] < shard[1]:
-            raise ValueError(f"shard must be (rank, world_size) with 0 <= rank < world_size, got {shard}.")
+            raise ValueError(f"shard must be (rank, world_size) with 0 <= rank < world_size, got {shard}; try None.")
         self.batch_size = batch_size
         self.context_length = context_length
         self.seed = seed

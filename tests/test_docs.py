@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -205,6 +206,21 @@ def test_the_list_of_errors_has_every_raise_with_a_text(tmp_path: Path) -> None:
     assert ("warning", "this is worth a warning") in found
     assert ("Error", "`y` must be {x}, got 3. Change it.") in found
     assert len(found) == 3
+
+
+def without_remedy(texts: Iterable[str]) -> list[str]:
+    """Of those on an option ("`x` must ..., got ..."): after the value, and the reason, comes what to do."""
+    on_options = [text for text in texts if re.match(r"`[^`]+`[^,.]* must .*, got ", text, re.DOTALL)]
+    return [text for text in on_options if not re.search(r"[.;] \S|{problem}", text.rpartition(", got ")[2])]
+
+
+def test_errors_on_options_say_what_to_do() -> None:
+    listed = load("hooks").messages()
+    assert without_remedy(each.text for each in listed if each.module != "reporting.history") == []
+    assert without_remedy(["`x` must be 0, got {x}.", "`x` must be 0, got {x}: y.", "`x` must be 0, got {x}. Do."]) == [
+        "`x` must be 0, got {x}.",
+        "`x` must be 0, got {x}: y.",
+    ]
 
 
 def test_errors_of_the_package_are_in_the_list() -> None:

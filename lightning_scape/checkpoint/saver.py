@@ -408,7 +408,7 @@ def check_saving(state_dict_type: str, checkpoint_io: object | None) -> None:
     if state_dict_type not in get_args(StateDictType):
         raise ValueError(
             '`state_dict_type` must be "full" (one file) or "sharded" (a directory), or "auto" (a directory where'
-            f" several nodes see the same folder), got {state_dict_type!r}."
+            f' several nodes see the same folder), got {state_dict_type!r}. Use "full" if unsure.'
         )
     if state_dict_type != "full" and checkpoint_io is not None:
         raise ValueError(

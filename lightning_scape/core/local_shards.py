@@ -149,7 +149,10 @@ def _problem_of_parameter(name: str, parameter: Tensor, mesh: DeviceMesh) -> str
             " memory."
         )
     if parameter.device_mesh != mesh:
-        return f"Parameters must be sharded over one mesh, got {name} on {parameter.device_mesh} and others on {mesh}."
+        return (
+            f"Parameters must be sharded over one mesh, got {name} on {parameter.device_mesh} and others on {mesh}."
+            " Give the same mesh to every fully_shard."
+        )
     return None
 
 

@@ -62,7 +62,7 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
             if special:
                 raise TypeError(
                     '`storage_options` and `filter` must be None with state_dict_type="sharded", got one: a directory'
-                    " is written by torch.distributed.checkpoint, whole."
+                    " is written by torch.distributed.checkpoint, whole. Leave them out."
                 )
             shared = directory_path(self.broadcast(str(path)))
             with self._together.inside():

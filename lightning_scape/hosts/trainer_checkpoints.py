@@ -77,7 +77,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
             if storage_options is not None:
                 raise TypeError(
                     '`storage_options` must be None with state_dict_type="sharded", got'
-                    f" {storage_options!r}: a directory is written by torch.distributed.checkpoint."
+                    f" {storage_options!r}: a directory is written by torch.distributed.checkpoint. Leave it out."
                 )
             path = directory_path(self.broadcast(str(filepath)))
             offered = self._offered_parameters(self._module)

@@ -268,7 +268,7 @@ def _materialize(unit: nn.Module, device: torch.device) -> None:
     if without:
         warnings.warn(
             f"Modules on the meta device must have a method `reset_parameters`, got {', '.join(sorted(without))}"
-            " without one: their values are undefined until a checkpoint is loaded.",
+            " without one: their values are undefined until a checkpoint is loaded. Write that method, or load one.",
             stacklevel=4,
         )
 

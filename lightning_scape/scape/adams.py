@@ -273,7 +273,10 @@ def _check_options(options: dict[str, Any]) -> None:
             " becomes 0/0. Use for example 1e-8."
         )
     if not isinstance(options["bias_correction"], bool):
-        raise ValueError(f"`bias_correction` must be True or False, got {options['bias_correction']!r}.")
+        raise ValueError(
+            f"`bias_correction` must be True or False, got {options['bias_correction']!r}. Pass a bool; False if"
+            " unsure."
+        )
     for name in _FOREIGN_OPTIONS:
         if options.get(name):
             raise ValueError(

@@ -189,7 +189,10 @@ def difference(everyone: Sequence[Standing]) -> str:
         if a != b
     ]
     if not found:
-        return "All ranks must take the same steps, got ranks apart among those that hold other rows of the parameters."
+        return (
+            "All ranks must take the same steps, got ranks apart among those that hold other rows of the parameters:"
+            " their errors say what differs. Mend that."
+        )
     place, rank = min(found)
     other = everyone[rank]
     if Standing._fields[place] == "groups":

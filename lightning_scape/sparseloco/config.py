@@ -124,7 +124,10 @@ class SparseLoCoConfig:
         self._check_block_size()
         check_local_group_size(self.local_group_size)
         if not isinstance(self.reshard_after_forward, bool):
-            raise ValueError(f"`reshard_after_forward` must be True or False, got {self.reshard_after_forward!r}.")
+            raise ValueError(
+                f"`reshard_after_forward` must be True or False, got {self.reshard_after_forward!r}. Pass a bool; True"
+                " if unsure."
+            )
         if self.device is not None:
             try:
                 object.__setattr__(self, "device", torch.device(self.device))
