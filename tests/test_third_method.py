@@ -36,6 +36,13 @@ def test_the_example_has_at_most_250_lines() -> None:
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 250
 
 
+@pytest.mark.parametrize("option", [{"sync_every": 1.5}, {"outer_lr": -0.7}, {"outer_momentum": 1.0}])
+def test_options_outside_their_rules_are_refused(option: dict[str, Any]) -> None:
+    (name,) = option
+    with pytest.raises(ValueError, match=f"`{name}` must be .*, got {option[name]}"):
+        diloco.DiLoCoConfig(**option)
+
+
 def _fit(
     rank: int, world_size: int, steps: int, saved: str | None = None, resumed: str | None = None, **options: Any
 ) -> Tensor:

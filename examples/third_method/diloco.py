@@ -47,8 +47,10 @@ class DiLoCoConfig:
     """Its Nesterov momentum, in [0, 1)."""
 
     def __post_init__(self) -> None:
-        if self.sync_every < 1:
+        if not isinstance(self.sync_every, int) or self.sync_every < 1:
             raise ValueError(f"`sync_every` must be a whole number >= 1, got {self.sync_every!r}. Take 30.")
+        if not self.outer_lr > 0:
+            raise ValueError(f"`outer_lr` must be > 0, got {self.outer_lr!r}. The paper has 0.7.")
         if not 0 <= self.outer_momentum < 1:
             raise ValueError(f"`outer_momentum` must be in [0, 1), got {self.outer_momentum!r}. The paper has 0.9.")
 
