@@ -27,7 +27,7 @@ from trainer_helpers import (
     under_scape,
 )
 
-from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ScapeStrategy
+from lightning_scape import AdamS, FabricMethodStrategy, MethodStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
 from lightning_scape.core.words import show_bytes
 from lightning_scape.hosts.advice import as_call
 from lightning_scape.hosts.trainer import DensityBar
@@ -213,6 +213,14 @@ def test_the_first_line_says_what_holds_and_how_to_change_it(
 ) -> None:
     assert line(options, steps).startswith("SCAPE: sends ")
     assert said in line(options, steps)
+
+
+def test_a_strategy_of_any_method_is_given_its_options_in_a_configuration() -> None:
+    """It told to call MethodStrategy(sparsity=...), which is an error."""
+    for strategy in (MethodStrategy, FabricMethodStrategy):
+        written = strategy(ScapeConfig())._spelling()({"sparsity": "..."})
+        assert written == f"{strategy.__name__}(ScapeConfig(sparsity=...))"
+    assert ScapeStrategy()._spelling()({"sparsity": "..."}) == "ScapeStrategy(sparsity=...)"
 
 
 def test_the_first_line_names_both_updates_of_two_kinds_of_optimizers() -> None:

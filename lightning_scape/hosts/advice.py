@@ -17,9 +17,10 @@ def chosen(config: Any) -> str:
     )
 
 
-def as_call(name: str) -> Spelling:
-    """``ScapeStrategy(sparsity=...)``."""
-    return lambda options: f"{name}({', '.join(f'{option}={value}' for option, value in options.items())})"
+def as_call(*names: str) -> Spelling:
+    """``ScapeStrategy(sparsity=...)``; of two names ``MethodStrategy(ScapeConfig(sparsity=...))``."""
+    before, after = "(".join(names), ")" * len(names)
+    return lambda options: f"{before}({', '.join(f'{option}={value}' for option, value in options.items())}{after}"
 
 
 def with_prefixes(methods: Sequence[Method]) -> Iterator[tuple[str, Method]]:

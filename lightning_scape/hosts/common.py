@@ -23,7 +23,7 @@ from lightning_scape.checkpoint.paths import local_path
 from lightning_scape.comm.beside import side_group
 from lightning_scape.comm.collectives import Communicator, is_distributed
 from lightning_scape.comm.together import Together
-from lightning_scape.core.method import Method, Surroundings, find, for_config
+from lightning_scape.core.method import Method, Spelling, Surroundings, find, for_config
 from lightning_scape.hosts import advice, launching, registration, rendezvous, setup, two_level
 from lightning_scape.hosts.buffers import Buffers
 from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
@@ -71,6 +71,10 @@ class CommonStrategy(Opened):
     def __repr__(self) -> str:
         """The options that differ from the defaults."""
         return f"<{type(self).__name__}({advice.chosen(self.config)})>"
+
+    def _spelling(self) -> Spelling:
+        """How the user writes the options."""
+        return advice.as_call(type(self).__name__, *([type(self.config).__name__] if self.method is None else []))
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -28,8 +28,8 @@ from lightning_scape.checkpoint.saver import Saver
 from lightning_scape.comm.channel import Channel
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.lost_ranks import Watched, explained_messages
-from lightning_scape.core.method import Method, Spelling, find_all, progress_of
-from lightning_scape.hosts import advice, setup, two_level
+from lightning_scape.core.method import Method, find_all, progress_of
+from lightning_scape.hosts import setup, two_level
 from lightning_scape.hosts.fabric_checkpoints import FabricCheckpoints
 from lightning_scape.hosts.outsiders import Watch
 from lightning_scape.hosts.private_names import BackwardSyncControl
@@ -206,10 +206,6 @@ class FabricMethodStrategy(FabricCheckpoints):
     ) -> None:
         with explained_messages():
             super().backward(tensor, module, *args, **kwargs)
-
-    def _spelling(self) -> Spelling:
-        """How the user writes the options."""
-        return advice.as_call(type(self).__name__)
 
     @override
     def clip_gradients_norm(
