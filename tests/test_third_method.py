@@ -136,6 +136,28 @@ def test_a_checkpoint_resumes_alike_on_any_number_of_ranks(
         assert torch.equal(ends[0], run_ranks(_fit, number, 10, None, saved)[0])
 
 
+def _saved(rank: int, world_size: int, folder: str) -> None:
+    _fit(rank, world_size, 2, folder, state_dict_type="sharded")
+
+
+def test_commands_import_the_module_that_registers_it(
+    run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No command knew a method from outside: its checkpoints were said to be damaged."""
+    run_ranks(_saved, 1, str(tmp_path / "saved"))
+    path = str(tmp_path / "saved" / "c.ckpt")
+    monkeypatch.delitem(method._methods, "diloco")
+    assert main(["verify", path]) == 1
+    assert capsys.readouterr().err.endswith("take `--import MODULE`), or load another checkpoint.\n")
+    source = "import diloco\nfrom lightning_scape.core import method\nmethod.register(diloco.DiLoCo)"
+    (tmp_path / "mine.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["verify", "--import", "mine", path]) == 0
+    with pytest.raises(SystemExit):
+        main(["verify", "--import", "no_such_module", path])
+    assert "--import must name a module that Python finds, got 'no_such_module'" in capsys.readouterr().err
+
+
 class OneBatch(Regression):
     """Every step of a rank has the same batch: where in an epoch a loader goes on does not matter."""
 

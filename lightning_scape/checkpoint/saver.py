@@ -137,9 +137,9 @@ class SavedContent:
                 check_ranks(form.facts(common), self.directory.world_size)
                 SavedShards(self.directory, name, common).check_sizes()
         except ValueError as error:
+            remedy = "" if str(error).endswith(".") else ". Load another checkpoint."
             raise files.CheckpointError(
-                f"The checkpoint {str(self.directory.path)!r} must be whole, got one that is not: {error}. Load another"
-                " checkpoint."
+                f"The checkpoint {str(self.directory.path)!r} must be whole, got one that is not: {error}{remedy}"
             ) from error
         return table
 

@@ -299,7 +299,7 @@ def of_state(facts: Mapping[str, Any]) -> type[Method]:
         raise ValueError(
             "A state must be of a method that is registered, got one with"
             f" {[repr(each)[:100] for each in sorted(map(str, facts))][:3]}. Import the module that registers it"
-            " (lightning_scape.core.method), or load another checkpoint."
+            " (`lightning-scape verify` and `consolidate` take `--import MODULE`), or load another checkpoint."
         )
     return found or named("scape")
 
