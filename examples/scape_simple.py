@@ -76,7 +76,7 @@ class Scape:
         self.residual += grads
         mask = self.mask_of_step(q)
         if mask is not None:  # the owner's v takes its own gradient for the ranks' mean; noise averages down by N
-            self.v = (1 - (1 - self.b2)) * self.v + ((1 - self.b2) / self.ranks) * self.owned(grads).square()
+            self.v = self.b2 * self.v + ((1 - self.b2) / self.ranks) * self.owned(grads).square()
         at = self.everything if mask is None else mask
         values, errors = self.take(at)  # all-to-all: to the owners, in 4 bits
         mean = sum(values) / self.ranks  # in rank order: every implementation gets the same bits
