@@ -169,11 +169,11 @@ class Shard:
             return ops.SecondMoment(state.local_exp_avg_sq, [weight] * len(pieces), ranks)
         return None
 
-    def _accumulate_first_moment(self, step: Step, own: Tensor, parts: Sequence[Tensor | None]) -> None:
-        """With ``mask_statistic="first_moment"``: one step of my ``own`` first moment, and its sum."""
+    def _accumulate_first_moment(self, step: Step, first: Tensor, parts: Sequence[Tensor | None]) -> None:
+        """With ``mask_statistic="first_moment"``: one step of my ``first`` moment, and its sum."""
         pieces, by_row, total = self.region.pieces, step.scale.mine, step.state.local_exp_avg_sum
         assert total is not None
-        moments, sums = piece_views(own, pieces), piece_views(total, pieces)
+        moments, sums = piece_views(first, pieces), piece_views(total, pieces)
         for piece, moment, summed, given in zip(pieces, moments, sums, parts, strict=True):
             grad = torch.zeros_like(moment) if given is None else given
             beta1 = float(step.groups[piece.segment.group]["betas"][0])
@@ -191,8 +191,8 @@ class Shard:
 
     # ------------------------------------------------------------------------------------------- all ranks' gradient
 
-    def update(self, step: Step, mean: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The update of the masked entries, from the mean gradient ``[R, q]`` and my own sum; None without a mask.
+    def update(self, step: Step, mean: Tensor, mine: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The update of the masked entries, from the mean gradient ``[R, q]`` and my sum; None without a mask.
 
         Returns:
             The message: new values of the entries, or their changes, ``[R, q]`` in the dtype of their travel (or
@@ -204,7 +204,7 @@ class Shard:
         renew, flats, pieces = state.master is not None, self._parameters.flat, self.region.pieces
         ops.gather_params(ops.ParamEntries(flats, pieces, mask, self._layout.block_size), theta, renew)
         before = theta.clone() if self.as_changes else None
-        step.record.sent, step.record.again = step.sent, self._update(step, theta, mean, own)
+        step.record.sent, step.record.again = step.sent, self._update(step, theta, mean, mine)
         self._participants.count(state, step.scale)  # with last_step, or the next tau would not be right
         if state.master is not None and mask is not None:
             ops.scatter_blocks(state.master, mask, theta)
@@ -242,7 +242,7 @@ class Shard:
         """Updated values or changes of all ranks' messages, ``[N*R, q]``, some rows; every rank reads the same."""
         return self.wire.read(message, self._layout.shard_blocks, step.sent, self._layout.world_size, some)
 
-    def _update(self, step: Step, theta: Tensor, mean: Tensor, own: Tensor | None) -> Tensor:
+    def _update(self, step: Step, theta: Tensor, mean: Tensor, mine: Tensor | None) -> Tensor:
         """Updates ``theta [R, q]``; returns how many of the entries were visited in the step before too."""
         state, mask, scale = step.state, step.mask.mine, step.scale.mine
         number = self._participants.steps(state)
@@ -251,8 +251,8 @@ class Shard:
         if state.exp_avg_sq is not None:
             shard = ops.ShardState(theta, state.exp_avg, state.exp_avg_sq, state.last_step)
             numbers = ops.RowNumbers(number, scale, hyper, corrections.first, corrections.second, group)
-            own = None if own is None else own.to(mean.dtype)
-            return ops.update_adamw(shard, mask, mean, own, numbers, self._layout.world_size)
+            mine = None if mine is None else mine.to(mean.dtype)
+            return ops.update_adamw(shard, mask, mean, mine, numbers, self._layout.world_size)
         shard = ops.ShardState(theta, state.exp_avg, state.local_exp_avg_sq, state.last_step)
         first = corrections.first if corrections.corrected else 1.0
         numbers = ops.RowNumbers(number, scale, hyper, first, None, group)

@@ -119,10 +119,10 @@ class Engine:
         with record.phase("exchange"):
             arrived = self.outgoing.arrived(arriving.wait(), mine)
             mean = ops.mean(arrived, step.state.exp_avg.dtype)
-            own = None if step.mask.mine is None else mine  # where everything is sent, the mean says all
+            summed = None if step.mask.mine is None else mine  # where everything is sent, the mean says all
             del message, mine, arriving, arrived
         with record.phase("update"):
-            message, update = self.shard.update(step, mean, own)
+            message, update = self.shard.update(step, mean, summed)
         with record.phase("write"):
             self._write(step, update, self.comm.all_gather(message))
         with record.phase("launch"):

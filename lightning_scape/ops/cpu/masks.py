@@ -88,12 +88,12 @@ def write_proposals(residual, found, proposed, proposals, start, rows):
 
 
 @jit
-def _add_proposals(totals, proposals, start, rows, own, proposed):
+def _add_proposals(totals, proposals, start, rows, owner, proposed):
     """See :func:`naive.merge`; in the order of ranks."""
     wide = totals.shape[1] > 256
     codes = 2 * proposed if wide else proposed
     for rank in range(len(proposals)):
-        if rank == own:
+        if rank == owner:
             continue
         for row in range(rows[0], rows[1]):
             total, proposal = totals[row], proposals[rank, start + row]
@@ -106,7 +106,7 @@ def _add_proposals(totals, proposals, start, rows, own, proposed):
 
 
 @jit
-def _merge_by_maximum(residual, proposals, own, proposed, chosen, room, first, last):
+def _merge_by_maximum(residual, proposals, owner, proposed, chosen, room, first, last):
     """For a few chosen: sums are made only where entries are proposed. One function, as `_rank_by_maximum` is."""
     length, keys, lows = residual.shape[1], room[0][0], room[3]
     high, wide = np.int32(MAGNITUDE & ~lows[0]), length > 256
@@ -119,7 +119,7 @@ def _merge_by_maximum(residual, proposals, own, proposed, chosen, room, first, l
         for i in range(length):
             keys[i] = key_of(values[i], high, lows[i])
         for rank in range(len(proposals)):
-            for turn in range(proposed if rank != own else 0):
+            for turn in range(proposed if rank != owner else 0):
                 position = np.int64(proposals[rank, row, 2 * turn if wide else turn])
                 if wide:
                     position += 256 * np.int64(proposals[rank, row, 2 * turn + 1])
@@ -127,7 +127,7 @@ def _merge_by_maximum(residual, proposals, own, proposed, chosen, room, first, l
                 totals[position] = np.float32(widen(values[position]))
         for rank in range(len(proposals)):  # in their order
             unit = np.int32(np.int32(proposals[rank, row, codes + proposed]) << 23).view(np.float32) / np.float32(127)
-            for turn in range(proposed if rank != own else 0):
+            for turn in range(proposed if rank != owner else 0):
                 position = places[rank, turn]
                 totals[position] += np.float32(np.int8(proposals[rank, row, codes + turn])) * unit
                 keys[position] = key_of(totals[position], high, lows[position])
@@ -141,12 +141,12 @@ def _merge_by_maximum(residual, proposals, own, proposed, chosen, room, first, l
 
 
 @jit
-def merge(residual, proposals, own, networks, proposed, chosen, first, last):
+def merge(residual, proposals, owner, networks, proposed, chosen, first, last):
     """See :func:`naive.merge`; ``networks`` as in :func:`select`."""
     length = residual.shape[1]
     totals, room = np.empty((LANES, length), np.float32), make_room(length, chosen.shape[1])
     if len(networks[0]) == 0:
-        _merge_by_maximum(residual, proposals, own, proposed, chosen, room, first, last)
+        _merge_by_maximum(residual, proposals, owner, proposed, chosen, room, first, last)
         return
     for start in range(first, last, LANES):
         rows = min(LANES, last - start)
@@ -156,7 +156,7 @@ def merge(residual, proposals, own, networks, proposed, chosen, first, last):
                 values, total = residual[start + row], totals[row]
                 for i in range(len(total)):
                     total[i] = np.float32(widen(values[i]))
-            _add_proposals(totals, proposals, start, (above, below), own, proposed)
+            _add_proposals(totals, proposals, start, (above, below), owner, proposed)
             take_rows(totals, 0, (above, below), networks, room, NOTHING)
         rank_rows(totals, 0, rows, networks, room)
         write_positions(room[2], chosen, start, rows)

@@ -103,7 +103,7 @@ def accumulate_exp_avg_sq(
 ) -> None:
     scales = scale.tolist() if scale.dim() else [float(scale)] * len(moments)
     given = zip(moments, grads, weights, scales, strict=True)
-    rows = [(moment, grad, weight, own) for moment, grad, weight, own in given if own != 0.0]
+    rows = [(moment, grad, weight, factor) for moment, grad, weight, factor in given if factor != 0.0]
     pairs = [(moment, moment if grad is None else grad) for moment, grad, *_ in rows]
     for (dtype, of_grad), group in by_dtypes(pairs):
         here = [
@@ -111,7 +111,7 @@ def accumulate_exp_avg_sq(
         ]
         table, count = pairs_table(group)
         table[[grad is None for _, grad, *_ in here], 1] = 0
-        by_piece = [(own, 1 - weight, weight / ranks) for *_, weight, own in here]
+        by_piece = [(factor, 1 - weight, weight / ranks) for *_, weight, factor in here]
         numbers = np.array(by_piece, like(dtype).dtype).T.copy()
         rule = (*bound_of(clip_value, of_grad), scalar(dtype, torch.finfo(dtype).max))
         loop = functools.partial(kernels.accumulate_squares, table, *numbers, *rule, like(dtype), like(of_grad))
@@ -171,13 +171,13 @@ def propose(residual: Tensor, proposed: int) -> Tensor:
 
 
 @implements
-def merge(residual: Tensor, proposals: Tensor, own: int, proposed: int, sent: int) -> Tensor:
+def merge(residual: Tensor, proposals: Tensor, owner: int, proposed: int, sent: int) -> Tensor:
     blocks, length = residual.shape
     if length > _LONGEST_SORTED and sent > ranking.MAX_PASSES:
-        return chunked.merge(residual, proposals, own, proposed, sent)
+        return chunked.merge(residual, proposals, owner, proposed, sent)
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device="cpu")
     networks = ranking.networks(length, sent)
-    loop = functools.partial(masks.merge, array(residual), array(proposals), own, networks, proposed, array(chosen))
+    loop = functools.partial(masks.merge, array(residual), array(proposals), owner, networks, proposed, array(chosen))
     in_parallel(loop, blocks, rows_of_a_thread(length))
     return chosen
 

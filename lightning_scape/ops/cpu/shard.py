@@ -36,13 +36,13 @@ def update_adams(
 
 @implements
 def update_adamw(
-    shard: ShardState, mask: Tensor | None, mean: Tensor, own: Tensor | None, numbers: RowNumbers, ranks: int
+    shard: ShardState, mask: Tensor | None, mean: Tensor, mine: Tensor | None, numbers: RowNumbers, ranks: int
 ) -> Tensor:
     assert shard.exp_avg_sq is not None
     assert isinstance(numbers.first, Tensor)
     assert numbers.second is not None
     rule = (float(ranks), 1 / naive.LONGEST_MOVE, torch.finfo(shard.theta.dtype).max)
-    given = mean, mean if own is None else own
+    given = mean, mean if mine is None else mine
     return _update(shard, mask, given, numbers, (numbers.first, numbers.second), rule)
 
 

@@ -50,21 +50,21 @@ def exchange(table, mask, values, way, length, like_flat, first, last):
         for begin in range(start, stop, _TILE):
             count = min(_TILE, stop - begin)
             find_tile(table[i, 0], like_flat, chosen, before, sent, length, begin, places[:count], sink)
-            own = rows[before + begin : before + begin + count]
+            tile = rows[before + begin : before + begin + count]
             if way == GATHER:
                 for j in range(count):
-                    own[j] = narrow(widen(flat[places[j]]), values)
+                    tile[j] = narrow(widen(flat[places[j]]), values)
             elif way == RENEW:
                 for j in range(count):
                     there = widen(flat[places[j]])
-                    if widen(narrow(widen(own[j]), like_flat)) != there:
-                        own[j] = narrow(there, values)
+                    if widen(narrow(widen(tile[j]), like_flat)) != there:
+                        tile[j] = narrow(there, values)
             elif way == WRITE:
                 for j in range(count):
-                    flat[places[j]] = narrow(widen(own[j]), like_flat)
+                    flat[places[j]] = narrow(widen(tile[j]), like_flat)
             else:
                 for j in range(count):
-                    flat[places[j]] = narrow(widen(flat[places[j]]) + widen(own[j]), like_flat)
+                    flat[places[j]] = narrow(widen(flat[places[j]]) + widen(tile[j]), like_flat)
 
 
 @jit
@@ -79,9 +79,9 @@ def add(table, mask, values, error, length, like_flat, first, last):
         for begin in range(start, stop, _TILE):
             count = min(_TILE, stop - begin)
             find_tile(table[i, 0], like_flat, chosen, before, sent, length, begin, places[:count], sink)
-            own = rows[before + begin : before + begin + count]
+            tile = rows[before + begin : before + begin + count]
             for j in range(count):
-                place, given = places[j], widen(own[j])
+                place, given = places[j], widen(tile[j])
                 old = flat[place]
                 new = narrow(widen(old) + given, like_flat)
                 flat[place] = new
@@ -269,17 +269,17 @@ def _decays_and_blends(tau, numbers, g, table, decay, blend):
         blend[j] = (tau[j] * weight) / ((tau[j] - one) * weight + one)
 
 
-def move(rule, theta, total, own, m, tau, decay, blend, n, numbers, corrections, present):
+def move(rule, theta, total, mine, m, tau, decay, blend, n, numbers, corrections, present):
     """Moves the entries of a tile, and their moments m and n. Returns whether n has changed."""
     raise NotImplementedError
 
 
 @overload(move)
-def _overload_move(rule, theta, total, own, m, tau, decay, blend, n, numbers, corrections, present):
+def _overload_move(rule, theta, total, mine, m, tau, decay, blend, n, numbers, corrections, present):
     return _move_adams if rule.count == 1 else _move_adamw
 
 
-def _move_adams(rule, theta, total, own, m, tau, decay, blend, n, numbers, corrections, present):
+def _move_adams(rule, theta, total, mine, m, tau, decay, blend, n, numbers, corrections, present):
     floor, c1, (_, measured) = rule[0], corrections[0], present
     one, zero = theta.dtype.type(1), theta.dtype.type(0)
     lr, eps, beta1, beta2 = numbers[_LR], numbers[_EPS], numbers[_BETA1], numbers[_BETA2]
@@ -299,7 +299,7 @@ def _move_adams(rule, theta, total, own, m, tau, decay, blend, n, numbers, corre
     return False
 
 
-def _move_adamw(rule, theta, total, own, m, tau, decay, blend, n, numbers, corrections, present):
+def _move_adamw(rule, theta, total, mine, m, tau, decay, blend, n, numbers, corrections, present):
     (ranks, longest, largest), (c1, c2), (masked, _) = rule, corrections, present
     one, zero = theta.dtype.type(1), theta.dtype.type(0)
     lr, eps, beta2, one_minus_beta2 = numbers[_LR], numbers[_EPS], numbers[_BETA2], numbers[_ONE_MINUS_BETA2]
@@ -312,7 +312,7 @@ def _move_adamw(rule, theta, total, own, m, tau, decay, blend, n, numbers, corre
         squared = total[j] * total[j]
         squared = largest if squared > largest else squared
         if masked:
-            known, shared = own[j] * own[j], squared if tau[j] == one else own[j] * total[j]
+            known, shared = mine[j] * mine[j], squared if tau[j] == one else mine[j] * total[j]
             known, shared = largest if known > largest else known, clamp(shared, largest)
             weight = one_minus_beta2 / larger(tau[j], one_minus_beta2 * tau[j] * tau[j])
             v2 = weight * (shared - known / ranks) + n[j]
@@ -339,7 +339,7 @@ def update(theta, moments, last_step, mask, given, numbers, by_row, rule, first,
     scale and both corrections, ``[R]`` or ``[1]`` each. ``rule``: of AdamW N, ``1 / LONGEST_MOVE`` and the largest
     number of the dtype; of AdamS the floor alone.
     """
-    (exp_avg, second), (total, own), sent, again = moments, given, theta.shape[1], 0
+    (exp_avg, second), (total, mine), sent, again = moments, given, theta.shape[1], 0
     room, steps = np.empty((5, max(_TILE, sent)), theta.dtype), np.empty(max(_TILE, sent), np.int32)
     all_places, length = np.empty(max(_TILE, sent), np.uint64), last_step.shape[1]
     table, in_table, sink = np.empty(_TABLE, theta.dtype), -1, np.empty(1)
@@ -359,7 +359,7 @@ def update(theta, moments, last_step, mask, given, numbers, by_row, rule, first,
                 in_table = g
             _decays_and_blends(tau, numbers, g, table, decay, blend)
             old, gradients = theta[row:stop].reshape(-1), total[row:stop].reshape(-1)
-            part = own[row:stop].reshape(-1)
+            part = mine[row:stop].reshape(-1)
             corrections = _number(by_row[3], row), _number(by_row[4], row)
             if move(rule, old, gradients, part, m, tau, decay, blend, n, numbers[g], corrections, present):
                 _write(second, places, n)

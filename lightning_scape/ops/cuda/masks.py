@@ -177,7 +177,7 @@ def _merge_kernel(
     rows,
     sent,
     ranks,
-    own,
+    owner,
     PROPOSED: tl.constexpr,
     STRIDE: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -195,7 +195,7 @@ def _merge_kernel(
     BYTES: tl.constexpr = 1 if LENGTH <= 256 else 2
     WIDTH: tl.constexpr = PROPOSED * (BYTES + 1) + 1
     for rank in range(ranks):
-        if rank != own:
+        if rank != owner:
             proposal = proposals + (row + tl.cast(rank, tl.int64) * rows) * WIDTH
             exponent = tl.load(proposal + (WIDTH - 1), mask=there, other=0).to(tl.int32)
             unit = divide((exponent << 23).to(tl.float32, bitcast=True), 127.0)
@@ -211,10 +211,10 @@ def _merge_kernel(
 
 
 @CUDA.implements
-def merge(residual: Tensor, proposals: Tensor, own: int, proposed: int, sent: int) -> Tensor:
+def merge(residual: Tensor, proposals: Tensor, owner: int, proposed: int, sent: int) -> Tensor:
     """See :func:`naive.merge`; bitwise. One launch, one read of the residual and of each proposal."""
     if not is_small(residual, max(proposed, sent)):
-        return chunked.merge(residual, proposals, own, proposed, sent)
+        return chunked.merge(residual, proposals, owner, proposed, sent)
     blocks, length = residual.shape
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device=residual.device)
     shape = selection(residual)
@@ -227,7 +227,7 @@ def merge(residual: Tensor, proposals: Tensor, own: int, proposed: int, sent: in
         blocks,
         sent,
         proposals.shape[0],
-        own,
+        owner,
         PROPOSED=proposed,
         **shape,
     )

@@ -373,14 +373,14 @@ def _fold(work: Sweep) -> None:
     """The first of the operations, where the kernel cannot do them together."""
     if work.grads is None:
         return
-    pieces, own, second = work.region.pieces, work.scale, work.second_moment
-    if own.dim():
-        own = own.index_select(0, launching.table(tuple(piece.row for piece in pieces), own.device))
+    pieces, scale, second = work.region.pieces, work.scale, work.second_moment
+    if scale.dim():
+        scale = scale.index_select(0, launching.table(tuple(piece.row for piece in pieces), scale.device))
     # All rows that take part have one scale, and a parameter that takes no part has no gradient.
-    fold(piece_views(work.residual, pieces), work.grads, own if own.dim() == 0 else _largest(own), work.clip_value)
+    fold(piece_views(work.residual, pieces), work.grads, _largest(scale) if scale.dim() else scale, work.clip_value)
     if second is not None:
         moments = piece_views(second.exp_avg_sq, pieces)
-        accumulate_exp_avg_sq(moments, work.grads, second.weights, second.ranks, own, work.clip_value)
+        accumulate_exp_avg_sq(moments, work.grads, second.weights, second.ranks, scale, work.clip_value)
 
 
 def _largest(scales: Tensor) -> Tensor:

@@ -154,13 +154,13 @@ def update_adams(
 
 @CUDA.implements
 def update_adamw(
-    shard: ShardState, mask: Tensor | None, mean: Tensor, own: Tensor | None, numbers: RowNumbers, ranks: int
+    shard: ShardState, mask: Tensor | None, mean: Tensor, mine: Tensor | None, numbers: RowNumbers, ranks: int
 ) -> Tensor:
     """See :func:`naive.update_adamw`. One launch; what it reads of the moments and the last steps it writes back."""
     assert shard.exp_avg_sq is not None
     assert isinstance(numbers.first, Tensor)
     assert numbers.second is not None
-    corrections, given = (numbers.first, numbers.second), (mean, mean if own is None else own)
+    corrections, given = (numbers.first, numbers.second), (mean, mean if mine is None else mine)
     return _update(shard, mask, given, numbers, corrections, shard.theta, ranks, CORRECTED=True, ADAMW=True)
 
 

@@ -122,12 +122,12 @@ def sweep(work: Sweep) -> None:
     residual, scale, values = work.residual, work.scale, work.values
     if work.grads is not None:
         for place, (piece, grad) in enumerate(zip(work.region.pieces, work.grads, strict=True)):
-            own = cut(scale, piece.row)
-            fold(piece_views(residual, [piece]), [grad], own, work.clip_value)
+            factor = cut(scale, piece.row)
+            fold(piece_views(residual, [piece]), [grad], factor, work.clip_value)
             if work.second_moment is not None:
                 moments, weights, ranks = work.second_moment
                 one = piece_views(moments, [piece]), [grad], [weights[place]]
-                accumulate_exp_avg_sq(*one, ranks, own, work.clip_value)
+                accumulate_exp_avg_sq(*one, ranks, factor, work.clip_value)
     for rows in work.region.rows:
         compact(residual[rows], cut(work.mask, rows), values.dtype, cut(scale, rows), out=values[rows])
         if work.proposals is not None:

@@ -70,10 +70,10 @@ def accumulate_exp_avg_sq(
     clip_value: float | None,
 ) -> None:
     scales = [scale] * len(moments) if scale.dim() == 0 else scale.unbind()
-    for moment, grad, weight, own in zip(moments, grads, weights, scales, strict=True):
+    for moment, grad, weight, factor in zip(moments, grads, weights, scales, strict=True):
         parts = moment.split(_chunk(moment))
         given = [None] * len(parts) if grad is None else grad.split(_chunk(moment))
-        naive.accumulate_exp_avg_sq(parts, given, [weight] * len(parts), ranks, own, clip_value)
+        naive.accumulate_exp_avg_sq(parts, given, [weight] * len(parts), ranks, factor, clip_value)
 
 
 # ---------------------------------------------------------------------------------------------------- masks
@@ -100,9 +100,9 @@ def propose(residual: Tensor, proposed: int) -> Tensor:
 
 
 @CHUNKED.implements
-def merge(residual: Tensor, proposals: Tensor, own: int, proposed: int, sent: int) -> Tensor:
+def merge(residual: Tensor, proposals: Tensor, owner: int, proposed: int, sent: int) -> Tensor:
     parts = ((residual[rows], proposals[:, rows]) for rows in _row_slices(residual))
-    return torch.cat([naive.merge(*part, own, proposed, sent) for part in parts])
+    return torch.cat([naive.merge(*part, owner, proposed, sent) for part in parts])
 
 
 # --------------------------------------------------------------------------------------------------- blocks
@@ -165,9 +165,9 @@ def sweep(work: Sweep) -> None:
         given = (
             None if grads is None else [_part_of(grads[place], pieces[place], part) for place, part in inside.items()]
         )
-        own = None if second is None else second._replace(weights=[second.weights[place] for place in inside])
+        within = None if second is None else second._replace(weights=[second.weights[place] for place in inside])
         region = Region((rows,), tuple(inside.values()))
-        naive.sweep(work._replace(region=region, grads=given, second_moment=own, message=None))
+        naive.sweep(work._replace(region=region, grads=given, second_moment=within, message=None))
     if work.message is not None:
         for rows in work.region.rows:
             pack(work.residual[rows], cut(work.mask, rows), work.values[rows], work.message[work.shards_of(rows)])
@@ -205,11 +205,11 @@ def update_adams(
 
 @CHUNKED.implements
 def update_adamw(
-    shard: ShardState, mask: Tensor | None, mean: Tensor, own: Tensor | None, numbers: RowNumbers, ranks: int
+    shard: ShardState, mask: Tensor | None, mean: Tensor, mine: Tensor | None, numbers: RowNumbers, ranks: int
 ) -> Tensor:
     return torch.stack(
         [
-            naive.update_adamw(shard.of(rows), cut(mask, rows), mean[rows], cut(own, rows), numbers.of(rows), ranks)
+            naive.update_adamw(shard.of(rows), cut(mask, rows), mean[rows], cut(mine, rows), numbers.of(rows), ranks)
             for rows in _row_slices(mean)
         ]
     ).sum()

@@ -131,7 +131,7 @@ def accumulate_exp_avg_sq(
         clip_value: first clamps the gradient to ``[-v, v]``; v > 0, or None.
     """
     scales = [scale] * len(moments) if scale.dim() == 0 else scale.unbind()
-    for moment, grad, weight, own in zip(moments, grads, weights, scales, strict=True):
-        value = _scaled(moment.new_zeros(()) if grad is None else grad, own, clip_value, moment)
+    for moment, grad, weight, factor in zip(moments, grads, weights, scales, strict=True):
+        value = _scaled(moment.new_zeros(()) if grad is None else grad, factor, clip_value, moment)
         moved = (1 - weight) * moment + (weight / ranks) * value.square()
-        moment.copy_(torch.where(own.to(moment) != 0, moved.clamp(max=torch.finfo(moment.dtype).max), moment))
+        moment.copy_(torch.where(factor.to(moment) != 0, moved.clamp(max=torch.finfo(moment.dtype).max), moment))

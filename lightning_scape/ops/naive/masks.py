@@ -128,13 +128,13 @@ def proposals_of(residual: Tensor, chosen: Tensor) -> Tensor:
 
 
 @operation
-def merge(residual: Tensor, proposals: Tensor, own: int, proposed: int, sent: int) -> Tensor:
+def merge(residual: Tensor, proposals: Tensor, owner: int, proposed: int, sent: int) -> Tensor:
     """The next mask of a shard, from its owner's residual and what the other ranks' proposals add to it.
 
     Args:
         residual: ``[R, B]``, the owner's.
         proposals: ``[N, R, W]``, from :func:`propose`; that of the owner is not read.
-        own: the owner's rank.
+        owner: the rank whose shard it is.
         proposed: V.
         sent: q.
 
@@ -143,7 +143,7 @@ def merge(residual: Tensor, proposals: Tensor, own: int, proposed: int, sent: in
     """
     total = residual.to(torch.float32, copy=True)
     for rank, proposal in enumerate(proposals):
-        if rank != own:
+        if rank != owner:
             total.scatter_add_(1, *_read_proposal(proposal, proposed, residual.shape[1]))
     return select(total, sent)
 

@@ -197,7 +197,7 @@ def adamw_step(
     exp_avg_sq: Tensor,
     tau: Tensor,
     total: Tensor,
-    own: Tensor | None,
+    mine: Tensor | None,
     hyper: Hyper,
     corrections: tuple[Tensor, Tensor],
     ranks: int,
@@ -230,7 +230,7 @@ def adamw_step(
     and remembered as AdamW remembers one. The last term of u holds a visit to a move of L learning rates: AdamW moves
     an entry by about one in a step, and old gradients are not worth more.
 
-    Without ``own``, everything is sent: A is the averaged gradient itself, and nothing was added to v before::
+    Without ``mine``, everything is sent: A is the averaged gradient itself, and nothing was added to v before::
 
         v = b2*v + (1-b2) * A**2/tau                          # u as above
 
@@ -242,7 +242,7 @@ def adamw_step(
         exp_avg_sq: v, not corrected.
         tau: steps since the last visit, >= 1.
         total: A, mean over ranks of the gradients summed since the last visit.
-        own: a, the owner's sum of them; None where everything is sent.
+        mine: a, the owner's sum of them; None where everything is sent.
         hyper: lr, betas, eps, weight decay.
         corrections: c1 and c2.
         ranks: N.
@@ -253,13 +253,13 @@ def adamw_step(
     common = torch.maximum((new / c1).abs(), (moved * (1 / LONGEST_MOVE)).abs())
     common = torch.where(tau == 1, 0.0, common)
     squared = total.square().clamp(max=largest)
-    if own is None:
+    if mine is None:
         v = v * h.beta2 + squared / tau * h.one_minus_beta2
     else:
-        shared = torch.where(tau == 1, squared, (own * total).clamp(-largest, largest))
+        shared = torch.where(tau == 1, squared, (mine * total).clamp(-largest, largest))
         weight = h.one_minus_beta2 / torch.maximum(tau, h.one_minus_beta2 * tau * tau)
         least = torch.where(tau == 1, squared * h.one_minus_beta2, 0.0)
-        v = torch.maximum(weight * (shared - own.square().clamp(max=largest) / ranks) + v, least)
+        v = torch.maximum(weight * (shared - mine.square().clamp(max=largest) / ranks) + v, least)
         unseen = (squared - (v / c2 * ranks * tau * tau).clamp(max=largest)).clamp(min=0)
         v = torch.where(tau == 1, 0.0, unseen) * h.one_minus_beta2 + v
     v = v.clamp(max=largest)

@@ -31,23 +31,23 @@ def update_adams(
         0-dim int64: how many of the entries were visited in the step before too.
     """
     local, first = shard.exp_avg_sq, numbers.first
-    own = numbers.hyper.rows(numbers.group)
+    hyper = numbers.hyper.rows(numbers.group)
     tau = _waits(shard, mask, numbers.step)
     known = None if local is None else gather_blocks(local, mask).to(mean)
     correction = column(first) if isinstance(first, Tensor) else first
     exp_avg = gather_blocks(shard.exp_avg, mask)
-    new = adams_step(shard.theta, exp_avg, tau, mean, own, correction, known, floor)
+    new = adams_step(shard.theta, exp_avg, tau, mean, hyper, correction, known, floor)
     return _write(shard._replace(exp_avg_sq=None), mask, numbers, new.theta, new.exp_avg, None)
 
 
 @operation
 def update_adamw(
-    shard: ShardState, mask: Tensor | None, mean: Tensor, own: Tensor | None, numbers: RowNumbers, ranks: int
+    shard: ShardState, mask: Tensor | None, mean: Tensor, mine: Tensor | None, numbers: RowNumbers, ranks: int
 ) -> Tensor:
     """:func:`adamw_step` on the masked entries of a shard; theta, both moments and last_step change in place.
 
     Example: lr 1, no decay, both betas 0, eps 1e-30, two ranks: ``theta = [[3]]`` at step 1 with ``mean = [[-2]]``,
-    ``own = [[-1]]``, exp_avg_sq ``[[0, 0.5]]``, last steps ``[[0, 0]]`` and mask ``[[1]]`` gives ``theta = [[4]]``,
+    ``mine = [[-1]]``, exp_avg_sq ``[[0, 0.5]]``, last steps ``[[0, 0]]`` and mask ``[[1]]`` gives ``theta = [[4]]``,
     exp_avg ``[[0, -2]]``, exp_avg_sq ``[[0, 4]]``.
 
     Args:
@@ -55,7 +55,7 @@ def update_adamw(
             own gradient in it.
         mask: ``[R, q]`` or None.
         mean: ``[R, q]``, A of :func:`adamw_step`.
-        own: likewise of its dtype, a; None without a mask.
+        mine: likewise of its dtype, a; None without a mask.
         numbers: of each row.
         ranks: N.
 
@@ -68,7 +68,7 @@ def update_adamw(
     hyper, corrections = numbers.hyper.rows(numbers.group), (column(numbers.first), column(numbers.second))
     tau = _waits(shard, mask, numbers.step)
     moments = gather_blocks(shard.exp_avg, mask), gather_blocks(shard.exp_avg_sq, mask)
-    new = adamw_step(shard.theta, *moments, tau, mean, own, hyper, corrections, ranks)
+    new = adamw_step(shard.theta, *moments, tau, mean, mine, hyper, corrections, ranks)
     return _write(shard, mask, numbers, *new)
 
 
