@@ -273,6 +273,20 @@ def test_litgpts_command_line_knows_its_options() -> None:
     assert "--diloco.outer_lr OUTER_LR" in litgpt_cli.options_help()
 
 
+def test_a_plan_has_a_method_from_outside_that_says_what_its_steps_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing let the command know of it."""
+    pytest.importorskip("litgpt")
+    source = "import diloco\nfrom lightning_scape.sparseloco.cost import *\ndiloco.DiLoCo.step_cost = SparseLoCoCost()"
+    (tmp_path / "planned.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(diloco.DiLoCo, "step_cost", None)
+    given = ["--model=pythia-14m", "--nodes=2", "--bandwidth=10mbit", "--step-compute=350ms"]
+    assert [main(["plan", *given, *more]) for more in ([], ["--import", "planned"])] == [0, 0]
+    assert capsys.readouterr().out.count("| H = 30 |") == 3  # once without, twice with
+
+
 def test_a_plan_leaves_out_a_method_that_does_not_say_what_its_steps_cost() -> None:
     assert "diloco" in method.names()
     assert "diloco" not in step_costs()

@@ -9,6 +9,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -48,6 +49,19 @@ class Parser(argparse.ArgumentParser):
     @override
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` lists all options.\n")
+
+
+def parse_with_methods(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the arguments of a command that knows any method: modules that register one of the user's are imported."""
+    meaning = "a module that registers a method of yours; it is executed"
+    parser.add_argument("--import", dest="modules", metavar="MODULE", action="append", default=[], help=meaning)
+    given = parser.parse_args(arguments)
+    for module in given.modules:
+        try:
+            import_module(module)
+        except ImportError as error:
+            parser.error(f"--import must name a module that Python finds, got {module!r}: {error}. Set PYTHONPATH.")
+    return given
 
 
 def _number(
@@ -147,7 +161,7 @@ def plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--validation", type=seconds, help="with --steps: time of all validations together: 90s")
     add("--plot", type=Path, default=None, help="draw step time over bandwidth and over ranks into this file (.png)")
-    args = parser.parse_args(arguments)
+    args = parse_with_methods(parser, arguments)
     try:
         _check(args)
     except ValueError as error:

@@ -6,16 +6,21 @@ option, come at once.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.tools.arguments import Parser, doctor_arguments, import_matplotlib, local, plan_arguments
+from lightning_scape.tools.arguments import (
+    Parser,
+    doctor_arguments,
+    import_matplotlib,
+    local,
+    parse_with_methods,
+    plan_arguments,
+)
 from lightning_scape.tools.console import ends_quietly
 
 MOST_ODD = 20
@@ -56,7 +61,7 @@ def _consolidate(arguments: list[str]) -> int:
         help="whose state the file holds: the method's as it was saved (kept, the default; scape is its older name;"
         " AdamS takes SCAPE's), or AdamW's, with what carries over",
     )
-    given = _with_methods(parser, arguments)
+    given = parse_with_methods(parser, arguments)
     from lightning_scape.checkpoint import atomic_files as files
     from lightning_scape.checkpoint import saver as saving
     from lightning_scape.checkpoint.inspection import checkpoint_in
@@ -93,7 +98,7 @@ def _check_free(source: Path, target: Path, force: bool) -> None:
 def _verify(arguments: list[str]) -> int:
     parser = _parser("verify")
     parser.add_argument("path", type=local, nargs="+", help="checkpoints, files or directories")
-    given = _with_methods(parser, arguments)
+    given = parse_with_methods(parser, arguments)
     from lightning_scape.checkpoint.inspection import verify
 
     damaged = 0
@@ -179,19 +184,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     print(f"\nerror: COMMAND must be one of {', '.join(COMMANDS)}, got {name!r}.", file=sys.stderr)
     return 2
-
-
-def _with_methods(parser: Parser, arguments: list[str]) -> argparse.Namespace:
-    """Reads the arguments of a command that knows checkpoints of any method: those of the user's are imported."""
-    name = "a module that registers a method of yours; it is executed"
-    parser.add_argument("--import", dest="modules", metavar="MODULE", action="append", default=[], help=name)
-    given = parser.parse_args(arguments)
-    for module in given.modules:
-        try:
-            import_module(module)
-        except ImportError as error:
-            parser.error(f"--import must name a module that Python finds, got {module!r}: {error}. Set PYTHONPATH.")
-    return given
 
 
 def _parser(command: str) -> Parser:
