@@ -395,10 +395,10 @@ def test_whole_runs_are_compared_over_seconds_and_bytes(tmp_path: Path) -> None:
     assert methods["compute"]["sent"] < 0.02 * methods["ddp"]["sent"]
     assert methods["ddp"]["reached"] < methods["ddp"]["seconds"]
     assert abs(methods["scape-0.99"]["loss"] - methods["ddp"]["loss"]) < 0.1  # measured 0.038
-    # Steps; the rest is the metrics of validations, headers, and what ranks tell each other about twelve directories:
-    # traced for this model, torch's plans of one are 53 KB from rank 0 and 20 KB from rank 1, 3 KB for a parameter.
+    # Steps and torch's plans of directories; the rest is headers, metrics of validations, and what ranks tell each other
+    # about twelve directories besides: measured 0.48 MB of 3.1.
     uncounted = methods["scape-0.99"]["sent"] - methods["scape-0.99"]["counted"]
-    assert 0 <= uncounted < 0.1 * methods["scape-0.99"]["sent"] + 12 * 80_000
+    assert 0 <= uncounted < 0.1 * methods["scape-0.99"]["sent"] + 12 * 30_000
     assert results["planner"]["runs"] == 3
     for plot in ("loss_over_seconds.png", "loss_over_bytes.png"):
         assert (tmp_path / plot).read_bytes().startswith(b"\x89PNG")

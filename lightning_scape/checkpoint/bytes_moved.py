@@ -28,7 +28,7 @@ class Moved:
         self.sent += other.sent
         self.received += other.received
 
-    def count_objects(self, sent: Iterable[object], received: Iterable[object]) -> None:
-        """Counts objects that travelled one by one, as ``torch.distributed`` writes them."""
-        self.sent += sum(len(pickle.dumps(each)) for each in sent)
-        self.received += sum(len(pickle.dumps(each)) for each in received)
+    def count_objects(self, sent: Iterable[object], received: Iterable[object], others: int) -> None:
+        """Counts objects that were sent to each of so many other ranks, or came from each of them, one by one."""
+        self.sent += others * sum(len(pickle.dumps(each)) for each in sent)
+        self.received += others * sum(len(pickle.dumps(each)) for each in received)

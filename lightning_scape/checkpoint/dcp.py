@@ -184,16 +184,18 @@ def _write_tensors(
         if reason is not None:
             raise OSError(reason.errno, f"{reason.strerror or reason} (on rank {rank})") from None
         raise
+    told, heard = [_longest(planner.local_plans), max(writer.results, key=len)], [planner.plan, torch_index]
     if communicator.rank == 0:
-        moved.count_objects(
-            sent=[*planner.global_plan[1:], *[torch_index] * (communicator.world_size - 1)],
-            received=[*planner.local_plans[1:], *writer.results[1:]],
-        )
-    else:
-        moved.count_objects(sent=[*planner.local_plans, *writer.results], received=[planner.plan, torch_index])
+        told, heard = [_longest(planner.global_plan), torch_index], told
+    moved.count_objects(told, heard, 1 if communicator.rank else communicator.world_size - 1)
     mine = sorted(path.name for path in writer.folder.glob(f"__{communicator.rank}_*.distcp"))
     described: dict[str, list[Any]] = communicator.raise_on_all_ranks(lambda: files.describe_files(writer.folder, mine))
     return described
+
+
+def _longest(plans: Sequence[SavePlan]) -> SavePlan:
+    """Torch makes all as long as this one before it sends them. A rank other than 0 knows its own alone."""
+    return max(plans, key=lambda plan: len(plan.items))
 
 
 def _oserror_in(error: BaseException | None) -> OSError | None:
