@@ -395,8 +395,8 @@ def test_whole_runs_are_compared_over_seconds_and_bytes(tmp_path: Path) -> None:
     assert methods["compute"]["sent"] < 0.02 * methods["ddp"]["sent"]
     assert methods["ddp"]["reached"] < methods["ddp"]["seconds"]
     assert abs(methods["scape-0.99"]["loss"] - methods["ddp"]["loss"]) < 0.1  # measured 0.038
-    # Steps and torch's plans of directories; the rest is headers, metrics of validations, and what ranks tell each other
-    # about twelve directories besides: measured 0.48 MB of 3.1.
+    # Steps and torch's plans of directories; the rest is headers, metrics of validations, and what else ranks tell each
+    # other about twelve directories: measured 0.48 MB of 3.1.
     uncounted = methods["scape-0.99"]["sent"] - methods["scape-0.99"]["counted"]
     assert 0 <= uncounted < 0.1 * methods["scape-0.99"]["sent"] + 12 * 30_000
     assert results["planner"]["runs"] == 3
