@@ -218,9 +218,9 @@ def test_the_first_line_says_what_holds_and_how_to_change_it(
 def test_a_strategy_of_any_method_is_given_its_options_in_a_configuration() -> None:
     """It told to call MethodStrategy(sparsity=...), which is an error."""
     for strategy in (MethodStrategy, FabricMethodStrategy):
-        written = strategy(ScapeConfig())._spelling()({"sparsity": "..."})
+        written = strategy(ScapeConfig()).spelling()({"sparsity": "..."})
         assert written == f"{strategy.__name__}(ScapeConfig(sparsity=...))"
-    assert ScapeStrategy()._spelling()({"sparsity": "..."}) == "ScapeStrategy(sparsity=...)"
+    assert ScapeStrategy().spelling()({"sparsity": "..."}) == "ScapeStrategy(sparsity=...)"
 
 
 def test_the_first_line_names_both_updates_of_two_kinds_of_optimizers() -> None:

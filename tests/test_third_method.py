@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from trainer_helpers import MARKS, GivenRanks, Regression, loader, make_trainer, weights
+from warm_python import warm_python
 
 from lightning_scape import FabricMethodStrategy, MethodStrategy, ScapeMonitor
 from lightning_scape.core import method
@@ -28,11 +31,12 @@ import diloco
 pytestmark = MARKS
 RunRanks = Callable[..., list[Any]]
 ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = Path(diloco.__file__).parent
 CONFIG = diloco.DiLoCoConfig(sync_every=4)
 
 
 def test_the_example_has_at_most_250_lines() -> None:
-    files = (ROOT / "examples" / "third_method").glob("*.py")
+    files = EXAMPLE.glob("*.py")
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= 250
 
 
@@ -140,22 +144,24 @@ def _saved(rank: int, world_size: int, folder: str) -> None:
     _fit(rank, world_size, 2, folder, state_dict_type="sharded")
 
 
-def test_commands_import_the_module_that_registers_it(
-    run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def _verified(*options: str) -> subprocess.CompletedProcess[str]:
+    """By a process that knows the package's own methods."""
+    command = [warm_python(), "-m", "lightning_scape", "verify", *options]
+    environment = {**os.environ, "PYTHONPATH": f"{EXAMPLE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment)
+
+
+def test_commands_import_the_module_that_registers_it(run_ranks: RunRanks, tmp_path: Path) -> None:
     """No command knew a method from outside: its checkpoints were said to be damaged."""
     run_ranks(_saved, 1, str(tmp_path / "saved"))
     path = str(tmp_path / "saved" / "c.ckpt")
-    monkeypatch.delitem(method._methods, "diloco")
-    assert main(["verify", path]) == 1
-    assert capsys.readouterr().err.endswith("take `--import MODULE`), or load another checkpoint.\n")
-    source = "import diloco\nfrom lightning_scape.core import method\nmethod.register(diloco.DiLoCo)"
-    (tmp_path / "mine.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert main(["verify", "--import", "mine", path]) == 0
-    with pytest.raises(SystemExit):
-        main(["verify", "--import", "no_such_module", path])
-    assert "--import must name a module that Python finds, got 'no_such_module'" in capsys.readouterr().err
+    without = _verified(path)
+    assert without.returncode == 1
+    assert without.stderr.endswith("take `--import MODULE`), or load another checkpoint.\n")
+    assert _verified("--import", "diloco", path).returncode == 0
+    unknown = _verified("--import", "no_such_module", path)
+    assert unknown.returncode == 2
+    assert "--import must name a module that Python finds, got 'no_such_module'" in unknown.stderr
 
 
 class OneBatch(Regression):

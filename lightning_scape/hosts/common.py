@@ -72,7 +72,7 @@ class CommonStrategy(Opened):
         """The options that differ from the defaults."""
         return f"<{type(self).__name__}({advice.chosen(self.config)})>"
 
-    def _spelling(self) -> Spelling:
+    def spelling(self) -> Spelling:
         """How the user writes the options."""
         return advice.as_call(type(self).__name__, *([type(self.config).__name__] if self.method is None else []))
 

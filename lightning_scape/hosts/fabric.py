@@ -172,7 +172,7 @@ class FabricMethodStrategy(FabricCheckpoints):
         return result
 
     def _tell(self, methods: list[Method]) -> None:
-        for line in self._method.summary(methods, self.total_steps, self._spelling()):
+        for line in self._method.summary(methods, self.total_steps, self.spelling()):
             rank_zero_info(line)
         if self.total_steps is None and not self._method.exchanges_every_step and self.world_size > self._nodes.size:
             rank_zero_info(

@@ -205,7 +205,7 @@ class MethodStrategy(TrainerCheckpoints):
         self._steps = steps = steps_of_run(trainer)
         for each in methods:
             each.expect_steps(steps)
-        for line in self._method.summary(methods, steps, self._spelling()):
+        for line in self._method.summary(methods, steps, self.spelling()):
             rank_zero_info(line)
         if whole := said_before(methods, steps, trainer):
             rank_zero_info(whole)

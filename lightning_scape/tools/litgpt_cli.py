@@ -58,7 +58,7 @@ class LitGPTStrategy(FabricMethodStrategy):
     slow_saves = "a larger `--train.save_interval` saves less often"
 
     @override
-    def _spelling(self) -> Spelling:
+    def spelling(self) -> Spelling:
         flag = f"--{self._method.name}."
         return lambda options: " ".join(f"{flag}{name} {value}".replace('"', "") for name, value in options.items())
 
