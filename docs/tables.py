@@ -441,6 +441,27 @@ def end_to_end_seeds(link: Link) -> str:
     return table(head, *rows) + "\n" + source(link, SEEDS[1][0], command)
 
 
+WIRES_3M = (("compiled", "bf16", "1gbit"), ("wires1", "wires1", "10gbit"), ("seed2", "wires2", "10gbit"))
+"""Folders of the first command's model at 99%, by seed: values in 4 bits, in bf16."""
+
+
+def wires_3m(link: Link) -> str:
+    """Final losses of the first command's model by wire, and seed."""
+
+    def losses(method: str, folders: Iterable[tuple[str, str]]) -> list[float]:
+        runs = [load(f"end_to_end/{folder}/end_to_end.json")["links"][rate]["methods"] for folder, rate in folders]
+        return [run[method]["loss"] for run in runs]
+
+    packed = losses("scape-0.99", [(name, rate) for name, _, rate in WIRES_3M])
+    plain = losses("scape-0.99-bf16", [(name, rate) for _, name, rate in WIRES_3M])
+    gaps = [a / b - 1 for a, b in zip(packed, plain, strict=True)]
+    rows = [[f"`{name}`", *(f"{each:.4f}" for each in row), ""] for name, row in (("bf16", plain), ("int4", packed))]
+    rows.append(["difference", *(f"{gap:+.1%}" for gap in gaps), averaged(gaps)])
+    command = "sudo python examples/bench_end_to_end.py --links 10gbit --methods scape-0.99 scape-0.99-bf16 --seed 1"
+    text = table(["3M, SCAPE 99%", *(f"seed {seed}" for seed in range(3)), "mean"], *rows)
+    return text + "\n" + source(link, "end_to_end/wires1/end_to_end.json", command)
+
+
 def few(links: str, methods: str, rounds: int | None = None) -> str:
     """Options of a run of some methods; without ``rounds``, as many as the script takes by itself."""
     return f" --models pythia-14m --links {links} --methods {methods}{f' --rounds {rounds}' if rounds else ''}"
@@ -589,6 +610,7 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "end-to-end-stopped": lambda link: end_to_end(link, STOPPED),
     "end-to-end-slow": end_to_end_slow,
     "end-to-end-seeds": end_to_end_seeds,
+    "wires-3m": wires_3m,
     "two-hosts-slow": lambda link: two_hosts("two_hosts/slow", SLOW, link),
     "two-hosts-nodes": lambda link: two_hosts("two_hosts/nodes", f"{NODES} --links 1gbit --rounds 2", link, "host"),
     "two-hosts-nodes-slow": lambda link: two_hosts(
