@@ -30,5 +30,7 @@ class Moved:
 
     def count_objects(self, sent: Iterable[object], received: Iterable[object], others: int) -> None:
         """Counts objects that were sent to each of so many other ranks, or came from each of them, one by one."""
+        if not others:
+            return
         self.sent += others * sum(len(pickle.dumps(each)) for each in sent)
         self.received += others * sum(len(pickle.dumps(each)) for each in received)
