@@ -59,7 +59,7 @@ def take(masks: Masks, state: ScapeState, number: int) -> tuple[Tensor | None, f
 
 
 def send(masks: Masks, state: ScapeState, number: int) -> None:
-    """The second half of a step: it ranks for the next mask, and launches its exchange."""
+    """The second half of a step: it scores for the next mask, and launches its exchange."""
     step = begun(masks, state, number)
     step.next_mask = masks.next_after(step)
     masks.launch(step)

@@ -18,6 +18,11 @@ def show_times(ratio: float, digits: int = 3) -> str:
     return f"{ratio:.{digits}g}" if ratio < 100 else f"{float(f'{ratio:.3g}'):,.0f}"
 
 
+def show_bytes_beside(size: float, other: float) -> str:
+    """``6e6, 2e6`` is ``"6 MB, 3 times as much"``."""
+    return f"{show_bytes(size)}, {show_times(size / other)} times as much"
+
+
 def show_seconds(seconds: float) -> str:
     """``0.0123`` is ``"12.3 ms"``, ``5000`` is ``"83.3 min"``."""
     for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):

@@ -148,10 +148,8 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
             self._load_into(state, content, strict)
             return
         check_strictly(state.keys(), content.keys(), strict=strict)
-        optimizers_last = sorted(state, key=lambda name: find(state[name]) is not None)  # parameters may be theirs
-        given = self._with_stand_ins(state)
-        for name in optimizers_last:
-            value = given[name]
+        given = self._with_stand_ins(state).items()
+        for name, value in sorted(given, key=lambda each: find(each[1]) is not None):  # who sets parameters comes last
             if name not in content:
                 continue
             if isinstance(value, (Module, Optimizer, Stateful)):

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_scape.core.method import Method
-from lightning_scape.core.words import show_bytes, show_times
+from lightning_scape.core.words import show_bytes, show_bytes_beside
 from lightning_scape.hosts.advice import with_prefixes
 from lightning_scape.planning.cost_model import RunBytes
 
@@ -45,7 +45,7 @@ def said_before(methods: Sequence[Method], steps: float | None, trainer: Trainer
     unit = "step" if methods[0].exchanges_every_step else "exchange"
     return (
         f"{methods[0].title}: {which} will send {_sum(found.sent, steps - first)}, {show_bytes(found.last)} in the last"
-        f" {unit}, from each rank, checkpoints left out. DDP would send {_dense(found.dense, found.sent)}."
+        f" {unit}, from each rank, checkpoints left out. DDP would send {show_bytes_beside(found.dense, found.sent)}."
     )
 
 
@@ -56,10 +56,6 @@ def clips(trainer: Trainer) -> bool:
 
 def _sum(sent: float, steps: float) -> str:
     return f"{show_bytes(sent)}, {show_bytes(sent / max(1, steps))} per step on average"
-
-
-def _dense(dense: float, sent: float) -> str:
-    return f"{show_bytes(dense)}, {show_times(dense / sent)} times as much"
 
 
 class RunSum:
@@ -124,7 +120,7 @@ class RunSum:
         known = expected(self._methods, self._first[0], self._first[0] + steps, self._clips)
         unit = "step" if self._methods[0].exchanges_every_step else "exchange"
         last = "" if known is None else f", {show_bytes(known.last)} in the last {unit}"
-        beside = f" DDP would have sent {_dense(dense, sent)}." if dense else ""
+        beside = f" DDP would have sent {show_bytes_beside(dense, sent)}." if dense else ""
         collected = f" For checkpoints a rank has sent {show_bytes(saved)}." if saved else ""
         return (
             f"{self._methods[0].title}: rank 0 has sent {_sum(sent, steps)}{last}, in {steps:,} steps.{beside}"

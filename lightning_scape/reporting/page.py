@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from lightning_scape.checkpoint.temporaries import replacing
-from lightning_scape.core.words import show_bytes, show_seconds, show_times
+from lightning_scape.core.words import show_bytes, show_bytes_beside, show_seconds
 from lightning_scape.reporting.history import FIGURES, History, Run, last_values, total
 from lightning_scape.reporting.plots import MOST_POINTS, Plot, plots
 from lightning_scape.reporting.words import number, plain
@@ -130,7 +130,7 @@ def _whole_run(line: list[Run]) -> list[tuple[str, str]]:
     steps = sum(at["step"] - run.start for run, at in last)
     if not sent or not steps:
         return []
-    beside = f"; DDP would have sent {show_bytes(dense)}, {show_times(dense / sent)} times as much" if dense else ""
+    beside = f"; DDP would have sent {show_bytes_beside(dense, sent)}" if dense else ""
     found = [
         (
             "sent per rank in the whole run",

@@ -154,7 +154,7 @@ class Masks:
         """Memory for the next mask, which the sweeps of ``step`` fill; None if no mask is due.
 
         None is due when the next step sends everything, or when this one does: then nothing is left in the residual to
-        rank, and the next step makes its mask from its own gradient.
+        score, and the next step makes its mask from its own gradient.
         """
         if self.active is None or self.sends_all(step.number + 1):
             return None
