@@ -310,7 +310,7 @@ def selecting(optimizer: ScapeOptimizer, clock: Clock) -> float:
     engine = optimizer.engine
     assert engine.state is not None
     engine.masks.restore(None)
-    scale = engine.participants.of(engine.state, torch.ones((), device=engine.device), None)
+    scale = engine.participants.of(engine.state, torch.ones((), device=engine.parameters.device), None)
     sent = engine.masks.schedule.sent(engine.calls)
     step = Step(engine.state, optimizer.param_groups, [], None, StepRecord(), scale, sent)
     clock.get_ahead()

@@ -65,3 +65,11 @@ def test_targets_are_judged_by_the_measured_row(bench_gpu: ModuleType) -> None:
     row = {"size": "500M", "sparsity": 0.99, "ranks": 1, "step / adamw": 0.6, "times the floor": floor}
     assert [found["met"] for found in bench_gpu.judge([row]).values()] == [False, True, False]
     assert set(bench_gpu.judge([]).values()) == {None}
+
+
+def test_a_mask_can_be_made_and_timed_on_its_own(bench_gpu: ModuleType) -> None:
+    parameter = bench_gpu.torch.nn.Parameter(bench_gpu.torch.ones(3000))
+    optimizer = bench_gpu.scape([parameter], 2, sparsity=0.99)
+    parameter.grad = bench_gpu.torch.ones(3000)
+    optimizer.step()
+    assert bench_gpu.selecting(optimizer, bench_gpu.Clock("cpu")) > 0
