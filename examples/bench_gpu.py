@@ -35,9 +35,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, __version__, ops
-from lightning_scape.comm.collectives import Communicator, Work
+from lightning_scape.comm.work import Work
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.quota import Quota
+from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.state import Step
 from lightning_scape.scape.stats import PHASES, StepRecord
 
@@ -160,11 +161,11 @@ def copy_bandwidth(clock: Clock, args: argparse.Namespace) -> float:
 # ------------------------------------------------------------------------------------------ one rank of several, alone
 
 
-class Alone(Communicator):
+class Alone(ScapeCommunicator):
     """Rank 0 of N without the others: their messages hold what this rank would have sent, and cost a copy."""
 
     def __init__(self, ranks: int) -> None:
-        super().__init__(None, None)
+        super().__init__()
         self.world_size = ranks
         self.others: torch.Tensor | None = None
         """A mask of all blocks, of which the other ranks' part is used."""

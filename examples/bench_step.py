@@ -31,7 +31,7 @@ from litgpt import GPT, Config
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, __version__
-from lightning_scape.comm.collectives import KINDS
+from lightning_scape.scape.communicator import KINDS
 from lightning_scape.scape.cost import scape_traffic
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

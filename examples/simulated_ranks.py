@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_scape.comm.collectives import Communicator, Work
-from lightning_scape.comm.work import SideStream
+from lightning_scape.comm.work import SideStream, Work
+from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.optimizer import ScapeOptimizer
 
@@ -90,11 +90,11 @@ class ComputeStream(SideStream):
         return contextlib.nullcontext()
 
 
-class LocalCommunicator(Communicator):
+class LocalCommunicator(ScapeCommunicator):
     """The package's communicator over a :class:`Meeting`; counts the bytes as the real one does."""
 
     def __init__(self, meeting: Meeting, rank: int, world_size: int) -> None:
-        super().__init__(None, None)
+        super().__init__()
         self.meeting, self.rank, self.world_size = meeting, rank, world_size
         self.side_stream = ComputeStream()
         self.others_add = False

@@ -124,7 +124,7 @@ def write(rank: int, world_size: int, kind: str, folder: str) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         torch.save({**saved, "optimizer": ours.state_dict()}, Path(folder) / "full.pt")
     content = Content({}, {"optimizer": ours.sharded_state_dict()}, {"model": saved["model"]})
-    Saver(asynchronous=False).save(Path(folder) / "sharded", content, Communicator(None, None))
+    Saver(asynchronous=False).save(Path(folder) / "sharded", content, Communicator())
 
 
 def go_on(rank: int, world_size: int, kind: str, nodes: int, folder: str, form: str) -> list[Tensor]:
@@ -136,7 +136,7 @@ def go_on(rank: int, world_size: int, kind: str, nodes: int, folder: str, form: 
         loaded = torch.load(Path(folder) / "full.pt", weights_only=True)
         weights, saved = loaded["model"], loaded["optimizer"]
     else:
-        directory = SavedContent(Path(folder) / "sharded", Communicator(None, None))
+        directory = SavedContent(Path(folder) / "sharded", Communicator())
         weights, saved = directory.rest["model"], directory.optimizers["optimizer"]
     with torch.no_grad():
         for parameter, weight in zip(model.held, weights, strict=True):

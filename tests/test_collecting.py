@@ -30,7 +30,7 @@ def spoil(own: OwnParts) -> None:
 
 def collected_beside(rank: int, world_size: int, folder: str) -> tuple[int, int, int]:
     method.register(Tiny)
-    saver, ranks = Saver(asynchronous=True), Communicator(dist.new_group(backend="gloo"), None)
+    saver, ranks = Saver(asynchronous=True), Communicator(dist.new_group(backend="gloo"))
     path = Path(folder) / "new" / "file.ckpt"
     at_once, own = Tiny.form.collected(state_of(rank, world_size), 0), state_of(rank, world_size)
     content = {"weights": torch.ones(3), "optimizer_states": [own], "tiny": state_of(rank, world_size), "count": [1]}
@@ -57,7 +57,7 @@ def test_a_file_is_as_it_was_when_it_was_saved_and_its_bytes_are_counted(run_ran
 
 def fails_beside(rank: int, world_size: int, folder: str) -> list[str]:
     method.register(Tiny)
-    saver, ranks = Saver(asynchronous=True), Communicator(dist.new_group(backend="gloo"), None)
+    saver, ranks = Saver(asynchronous=True), Communicator(dist.new_group(backend="gloo"))
     path, texts = Path(folder) / "file.ckpt", []
 
     def full(whole: dict[str, Any]) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.comm import collectives, pairs
 from lightning_scape.comm.collectives import Communicator
+from lightning_scape.scape import communicator as scape_messages
+from lightning_scape.scape.communicator import ScapeCommunicator
 
 MESSAGES = {"all_reduce": 1, "all_to_all_into": 2, "all_gather_into": 2}
 """Norm; values and votes; parameters and mask. Five in all."""
@@ -41,7 +43,8 @@ def _count_messages(rank: int, world: int, layers: int, width: int, sparsity: fl
 
         return counted_call
 
-    for home, names in ((dist, CALLS), (collectives, ("all_to_all_into", "all_gather_into"))):
+    into = ("all_to_all_into", "all_gather_into")
+    for home, names in ((dist, CALLS), (collectives, into), (scape_messages, into)):
         for name in names:
             if hasattr(home, name):
                 setattr(home, name, counting(name, getattr(home, name)))
@@ -89,7 +92,7 @@ def _alone(rank: int, world: int) -> float:
     parameter = torch.nn.Parameter(torch.ones(400))
     parameter.grad = torch.ones(400)
     optimizer = ScapeOptimizer(
-        [parameter], config=ScapeConfig(sparsity=0.5, sparsity_warmup_steps=0), communicator=Communicator.alone()
+        [parameter], config=ScapeConfig(sparsity=0.5, sparsity_warmup_steps=0), communicator=ScapeCommunicator.alone()
     )
     optimizer.step()
     return float(parameter.detach().sum())
@@ -130,7 +133,7 @@ def _order_of_a_step(rank: int, world: int, sparsity: float, number: int) -> lis
         optimizer.drain()
         if step == number:
             for name in ("all_to_all", "all_gather", "gather_mask", "in_background"):
-                say(Communicator, name)
+                say(ScapeCommunicator, name)
             for name in ("fold", "accumulate_exp_avg_sq", "select", "propose", "merge", "update_adamw"):
                 say(ops, name)
             say(ops, "scatter_params")
@@ -190,11 +193,11 @@ def test_the_first_sparse_step_folds_all_before_it_ranks_and_waits_for_its_own_m
         assert sorted(rest[len(then) :]) == afterwards
 
 
-class OnADevice(Communicator):
+class OnADevice(ScapeCommunicator):
     """Alone; says when a mask's exchange is launched. On CUDA it runs behind all work queued until then."""
 
     def __init__(self, said: list[Any]) -> None:
-        super().__init__(None, None)
+        super().__init__()
         self.said = said
 
     def gather_mask(self, mine: Tensor) -> collectives.Work:

@@ -190,10 +190,10 @@ def train_and_save(
     rank: int, world_size: int, folder: str, kind: str, expected: list[list[str]], kill: tuple[int, str, float] | None
 ) -> list[str]:
     """From the newest checkpoint to the end, saving over one name at every step; ``kill`` is whom, how and when."""
-    ranks, path = Communicator(None, None), Path(folder) / "only.ckpt"
+    ranks, path = Communicator(), Path(folder) / "only.ckpt"
     params, optimizer = build(CONFIG, torch.float32)
     background = kind in ("asynchronous", "collected")
-    group = Communicator(dist.new_group(), None) if background else ranks
+    group = Communicator(dist.new_group()) if background else ranks
     dist.barrier()  # who dies while groups are being made is waited for until the timeout
     if kill is not None and kill[0] in (rank, -1):
         if kill[1] == "events":
@@ -329,7 +329,7 @@ def test_a_folder_that_cannot_be_written_is_told_on_every_rank(
 def fill_disk_in_background(rank: int, world_size: int, folder: str) -> tuple[bool, bool]:
     params, optimizer = build(CONFIG, torch.float32)
     train(params, optimizer, rank, range(2))
-    saver, ranks, path = Saver(asynchronous=True), Communicator(dist.new_group(), None), Path(folder) / "new.ckpt"
+    saver, ranks, path = Saver(asynchronous=True), Communicator(dist.new_group()), Path(folder) / "new.ckpt"
     old = Path(folder) / "old.ckpt"
 
     def save() -> None:

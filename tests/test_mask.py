@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ScapeConfig
-from lightning_scape.comm.collectives import Communicator, Work
+from lightning_scape.comm.work import Work
 from lightning_scape.core.layout import Layout
+from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.mask import Masks, SparsitySchedule
 from lightning_scape.scape.state import Scale, ScapeState, Step
 from lightning_scape.scape.stats import StepRecord
@@ -21,11 +22,11 @@ SECONDS = 0.02
 """That a mask takes to come."""
 
 
-class Numbered(Communicator):
+class Numbered(ScapeCommunicator):
     """Brings masks that carry the number of their exchange."""
 
     def __init__(self) -> None:
-        super().__init__(None, None)
+        super().__init__()
         self.made = 0
         self.waits = 0
 
@@ -145,7 +146,7 @@ def test_each_step_of_a_warm_up_has_a_mask_of_its_density() -> None:
 def test_a_step_that_makes_its_own_mask_ranks_the_residual_as_it_is() -> None:
     config = ScapeConfig(sparsity=0.9, block_size=10, sparsity_warmup_steps=0)
     layout = Layout([40], [0], 10, 1)
-    masks = Masks(config, layout, Communicator.alone(), SparsitySchedule.of(config))
+    masks = Masks(config, layout, ScapeCommunicator.alone(), SparsitySchedule.of(config))
     state = ScapeState.allocate(layout, config, torch.float32, CPU)
     state.residual[torch.arange(4), torch.tensor([3, 0, 9, 5])] = -1.0
     step = begun(masks, state, 0)

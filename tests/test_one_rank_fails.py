@@ -183,7 +183,7 @@ def test_ranks_that_build_different_modules_are_told_so(run_ranks: Any) -> None:
 
 
 def _sees_otherwise(rank: int, world_size: int, folder: str) -> bool:
-    ranks = Communicator(None, None)
+    ranks = Communicator()
     path = Path(folder) if rank == 0 else Path(folder) / "not there"
     return saver.is_directory(path, ranks)
 
@@ -195,7 +195,7 @@ def test_a_folder_that_one_rank_does_not_see_is_an_error_on_all(run_ranks: Any, 
 
 def _nested(rank: int, world_size: int, where: str) -> str:
     """Rank 1 fails before, in, or after a call that tells all ranks, inside another one."""
-    ranks, told = Communicator(None, None), ""
+    ranks, told = Communicator(), ""
 
     def act() -> None:
         if where == "before" and rank == 1:

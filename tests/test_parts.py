@@ -54,13 +54,13 @@ def state_of(rank: int, ranks: int) -> OwnParts:
         inner_part(optimizer),
     ]
     common = Tiny.form.common({"count": 3}, parts, parameters, ranks, 1)
-    return OwnParts(common, parts, parameters, Communicator(None, None))
+    return OwnParts(common, parts, parameters, Communicator())
 
 
 def save(rank: int, world_size: int, folder: str) -> dict[str, Any] | None:
     method.register(Tiny)
     own = state_of(rank, world_size)
-    Saver(asynchronous=False).save(Path(folder), Content(optimizers={"tiny": own}), Communicator(None, None))
+    Saver(asynchronous=False).save(Path(folder), Content(optimizers={"tiny": own}), Communicator())
     return Tiny.form.collected(own, 0)  # type: ignore[no-any-return]
 
 
@@ -68,7 +68,7 @@ def load(rank: int, world_size: int, whole: dict[str, Any], folder: str) -> list
     method.register(Tiny)
     parameters, _, _, _ = build(rank, world_size)
     found = []
-    sources = WholeState(Tiny.form, whole, parameters), SavedContent(Path(folder), Communicator(None, None))
+    sources = WholeState(Tiny.form, whole, parameters), SavedContent(Path(folder), Communicator())
     for source in (sources[0], sources[1].optimizers["tiny"]):
         place = Place(rank)
         flats = [read_flats(source, part, parameters, world_size, place) for part in Tiny.form.parts(source.common)[:2]]

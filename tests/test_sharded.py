@@ -44,11 +44,11 @@ def name_of(value: Any) -> str:
 
 def save(path: str | Path, optimizer: ScapeOptimizer, model: dict[str, Any], **rest: Any) -> None:
     content = Content({"model": model}, {"optimizer": optimizer.sharded_state_dict()}, rest)
-    Saver(asynchronous=False).save(Path(path), content, Communicator(None, None))
+    Saver(asynchronous=False).save(Path(path), content, Communicator())
 
 
 def load(path: str | Path, optimizer: ScapeOptimizer) -> SavedContent:
-    saved = SavedContent(Path(path), Communicator(None, None))
+    saved = SavedContent(Path(path), Communicator())
     optimizer.load_state_dict(saved.optimizers["optimizer"])
     return saved
 

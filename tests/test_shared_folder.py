@@ -30,7 +30,7 @@ pytestmark = MARKS
 
 
 def try_folders(rank: int, world_size: int, folder: str) -> list[bool]:
-    ranks, place = Communicator(None, None), Path(folder)
+    ranks, place = Communicator(), Path(folder)
     shared_folder.SECONDS, shared_folder.VISIBLE_SECONDS = 30.0, 0.3
     found = [is_shared(place / "new", ranks), is_shared(place / "a_file" / "below", ranks)]
     assert not rank or found == [True, False]
@@ -105,7 +105,7 @@ def save_by_trainer(folder: str, kind: Any = "auto", every: int | None = None) -
     )
     trainer.fit(module)
     assert path.exists()
-    first, second = Communicator(None, None).all_gather_object(strategy.checkpoint_bytes)
+    first, second = Communicator().all_gather_object(strategy.checkpoint_bytes)
     # An object that was sent may be pickled a little longer; rank 0 knows how long torch makes them.
     assert 0.98 * second.sent <= first.received < 3 * second.sent
     assert 0.98 * second.received <= first.sent <= 3 * second.received

@@ -58,7 +58,7 @@ def trained(config: ScapeConfig = CONFIG) -> ScapeOptimizer:
 
 def shards_of(optimizer: ScapeOptimizer, path: Path) -> SavedShards:
     save(path, optimizer, {})
-    return SavedContent(path, Communicator(None, None)).optimizers["optimizer"]
+    return SavedContent(path, Communicator()).optimizers["optimizer"]
 
 
 def keys(source: SavedShards) -> Iterator[str]:

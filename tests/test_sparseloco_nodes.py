@@ -135,14 +135,14 @@ def save(loco: SparseLoCo, path: Path, kind: str) -> None:
             torch.save(loco.state_dict(), path)
     else:
         content = Content(optimizers={"loco": loco.sharded_state_dict()})
-        Saver(asynchronous=False).save(path, content, Communicator(None, None))
+        Saver(asynchronous=False).save(path, content, Communicator())
     dist.barrier()
 
 
 def read(path: Path, kind: str) -> Any:
     if kind == "whole":
         return torch.load(path, weights_only=True)
-    return SavedContent(path, Communicator(None, None)).optimizers["loco"]
+    return SavedContent(path, Communicator()).optimizers["loco"]
 
 
 def _resume(rank: int, world_size: int, folder: str, kind: str, overlap: int, after: int) -> tuple[Tensor, Tensor]:

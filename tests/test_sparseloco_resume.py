@@ -50,7 +50,7 @@ def _resume(rank: int, world_size: int, folder: str, kind: str, overlap: int, af
             torch.save({"model": net.state_dict(), "loco": loco.state_dict()}, path)
     else:
         content = Content(optimizers={"loco": loco.sharded_state_dict()})
-        Saver(asynchronous=False).save(path, content, Communicator(None, None))
+        Saver(asynchronous=False).save(path, content, Communicator())
     go_on(net, optimizer, rank, after, STEPS)
     torch.distributed.barrier()
     other, second, again = build(**options)
@@ -59,7 +59,7 @@ def _resume(rank: int, world_size: int, folder: str, kind: str, overlap: int, af
         other.load_state_dict(saved["model"])  # rank 0's: inside a window the others differ
         again.load_state_dict(saved["loco"])
     else:
-        again.load_state_dict(SavedContent(path, Communicator(None, None)).optimizers["loco"])
+        again.load_state_dict(SavedContent(path, Communicator()).optimizers["loco"])
     go_on(other, second, rank, after, STEPS)
     assert again.progress == loco.progress
     return flat(net), flat(other)
@@ -183,8 +183,8 @@ def _gathers(rank: int, world_size: int, folder: str, kind: str, older: bool, no
     saved: Any = format_1(loco, states[0]) if older else states[0]
     if kind == "sharded":
         shards = as_format_1_directory(loco, saved) if older else shards
-        Saver(asynchronous=False).save(path, Content(optimizers={"loco": shards}), Communicator(None, None))
-        saved = SavedContent(path, Communicator(None, None)).optimizers["loco"]
+        Saver(asynchronous=False).save(path, Content(optimizers={"loco": shards}), Communicator())
+        saved = SavedContent(path, Communicator()).optimizers["loco"]
     _, _, again = build(reduction=now, average="all")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -473,7 +473,7 @@ def _scape_state(rank: int, world_size: int, path: str) -> list[Tensor]:
     if rank == 0:
         torch.save(optimizer.state_dict(), f"{path}.file")
     content = Content(optimizers={"it": optimizer.sharded_state_dict()})
-    Saver(asynchronous=False).save(Path(f"{path}.folder"), content, Communicator(None, None))
+    Saver(asynchronous=False).save(Path(f"{path}.folder"), content, Communicator())
     assert optimizer.engine.state is not None
     return [optimizer.engine.state.residual.norm()]
 

@@ -24,7 +24,7 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 def _stop(rank: int, world_size: int, told: tuple[int, ...], messages_at: int) -> int:
     """Ranks of different speed; rank 0 waits in a message of step ``messages_at`` while others are steps behind."""
     stop_word.POLL_SECONDS = 0.02
-    word = StopWord(Communicator(None, None))
+    word = StopWord(Communicator())
     for step in range(1, 200):
         if step == messages_at:
             dist.barrier()

@@ -97,7 +97,7 @@ def stop_and_go(rank: int, world_size: int, nodes: int, dtype: torch.dtype, fold
     holder, optimizer = build(nodes, dtype)
     train(holder, optimizer, nodes, range(4))
     full = torch.load(io.BytesIO(saved_full(optimizer, holder)), weights_only=True)
-    ranks = Communicator(None, None)
+    ranks = Communicator()
     content = Content({"model": holder.state_dict()}, {"optimizer": optimizer.sharded_state_dict()}, {})
     Saver(False).save(Path(folder) / "sharded", content, ranks)
     train(holder, optimizer, nodes, range(4, 9))
@@ -130,7 +130,7 @@ def save_both(rank: int, world_size: int, nodes: int, folder: str) -> dict[str, 
     holder, optimizer = build(nodes, torch.bfloat16)
     train(holder, optimizer, nodes, range(4))
     content = Content({"model": holder.state_dict()}, {"optimizer": optimizer.sharded_state_dict()}, {})
-    Saver(False).save(Path(folder) / "sharded", content, Communicator(None, None))
+    Saver(False).save(Path(folder) / "sharded", content, Communicator())
     (Path(folder) / f"full-{rank}").write_bytes(saved_full(optimizer, holder))
     return torch.load(Path(folder) / f"full-{rank}", weights_only=True)
 
@@ -138,7 +138,7 @@ def save_both(rank: int, world_size: int, nodes: int, folder: str) -> dict[str, 
 def load_both(rank: int, world_size: int, nodes: int, folder: str) -> list[dict[str, Any]]:
     full = torch.load(Path(folder) / "full-0", weights_only=True)
     states: list[Any] = [full["optimizer"]]
-    states.append(SavedContent(Path(folder) / "sharded", Communicator(None, None)).optimizers["optimizer"])
+    states.append(SavedContent(Path(folder) / "sharded", Communicator()).optimizers["optimizer"])
     found = []
     for state in states:
         holder, optimizer = build(nodes, torch.bfloat16)

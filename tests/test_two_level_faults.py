@@ -78,7 +78,7 @@ def test_rows_that_differ_between_nodes_are_an_error_on_every_rank(run_ranks: An
 
 
 def _bad_files(rank: int, world_size: int, folder: str) -> list[str]:
-    mesh, ranks = make_mesh(2), Communicator(None, None)
+    mesh, ranks = make_mesh(2), Communicator()
     holder = sharded(Holder(SHAPES), mesh)
     optimizer = build(holder, mesh)
     holder.set_gradients(gradient(Holder(SHAPES), rank, 0))

@@ -112,7 +112,7 @@ def resume_path(
     """
     # A group of its own: the others wait for rank 0 longer than for a message of the training.
     group = new_group_like(backend="gloo", timeout=_LONGEST_CHECK) if is_distributed() else None
-    ranks = Communicator(group, None)
+    ranks = Communicator(group)
     try:
         found = ranks.raise_on_all_ranks(
             lambda: _newest_first(path for place in map(Path, places) for path in _candidates_at(place, pattern))

@@ -147,7 +147,7 @@ class OwnParts:
     @property
     def everyone(self) -> Communicator:
         """All ranks that hold a part of the state."""
-        return self.ranks if self.node.world_size == 1 else Communicator(None, None)
+        return self.ranks if self.node.world_size == 1 else Communicator()
 
     @property
     def place(self) -> Place:

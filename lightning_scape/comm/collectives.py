@@ -1,22 +1,6 @@
 """Every message of this package: its group, its stream and its bytes.
 
-A step sends five messages, however many parameters or layers there are:
-
-========== ================================ ============================================ ==================
-kind       call                             bytes a rank sends                           when
-========== ================================ ============================================ ==================
-norm       all-reduce, fp32                 2 (N-1)/N * 16 KB (sketch), or some 24 B     before the sweep
-values     all-to-all, wire dtype           (N-1)/N * k * 0.53 (int4), 1.03, 2 or 4      during the local sweep
-parameters all-gather, wire dtype or own    (N-1)/N * k * the same, or itemsize          after the update
-mask       all-gather, uint8 or uint16      (N-1)/N * k * 1 or 2; P/8 at most            during the next step
-proposals  all-to-all, uint8                (N-1)/N * (P/B) * (V * (2 or 3) + 1)         during the next step
-========== ================================ ============================================ ==================
-
-``wire_dtype="int4"`` takes 0.53 bytes for a value, ``"int8"`` 1.03; parameters come back as changes in as many bits.
-From ``"bf16"`` and ``"fp32"`` those wider than that do; others, and those with masters, come back as values. ``V`` is
-``ScapeConfig.proposed``; where it is 0 there is no fifth message. Mask and proposals travel on a process group of their
-own (on CUDA: communicator and stream), so that they never queue behind, nor hold up, the messages of the step or of the
-model. With one rank nothing is sent at all.
+Which of them an exchange sends, each method says itself. With one rank nothing is sent at all.
 """
 
 from __future__ import annotations
@@ -26,6 +10,7 @@ import functools
 import os
 import pickle
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -34,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Self
 
 from lightning_scape.comm import under_way
 from lightning_scape.comm.channel import Channel
@@ -41,13 +27,12 @@ from lightning_scape.comm.lost_ranks import Watched, explained_loss, forget_loss
 from lightning_scape.comm.pairs import all_gather_into, all_to_all_into, let_senders_finish
 from lightning_scape.comm.work import SideStream
 from lightning_scape.comm.work import Work as Work
-from lightning_scape.comm.worker import Worker, end_groups_at_exit, end_safely
+from lightning_scape.comm.worker import end_groups_at_exit, end_safely
 from lightning_scape.core.private_names import group_timeout, groups_of_rank
 from lightning_scape.core.tensors import bytes_of
 
 T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
-KINDS = ("norm", "values", "parameters", "mask", "votes")
 _RAISED_ON = "_lightning_scape_raised_on"
 """An error's attribute: how many ranks have raised it together."""
 
@@ -59,7 +44,7 @@ def new_group_like(
     timeout: timedelta | None = None,
     device: torch.device | None = None,
 ) -> ProcessGroup | None:
-    """A second group over the ranks of ``process_group``, for the mask exchange alone. All of its ranks must call.
+    """A second group over the ranks of ``process_group``, for messages that travel beside. All of its ranks must call.
 
     It waits for other ranks as long as ``process_group`` does, if no ``timeout`` is given. None where there is nobody
     to talk to: no process group, or one rank. ``device`` is :attr:`Communicator.device`.
@@ -71,7 +56,7 @@ def new_group_like(
     # Without local synchronization every rank of the job, not only of this group, would have to call.
     with explained_loss():
         if ranks is not None:
-            _be_in_as_many_groups(Communicator(process_group, None, device=device))
+            _be_in_as_many_groups(Communicator(process_group, device=device))
         group: ProcessGroup = dist.new_group(
             ranks,
             backend=backend,
@@ -165,7 +150,7 @@ def in_messages(given: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]
 class Traffic:
     """What one rank has sent since :meth:`take`, and how long that took."""
 
-    bytes_sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    bytes_sent: Counter[str] = field(default_factory=Counter)
     """By kind."""
     seconds: float = 0.0
     """Of the CPU inside messages, waiting for other ranks included; the mask's are left out."""
@@ -189,10 +174,10 @@ class Traffic:
         yield
         self.seconds += time.perf_counter() - began
 
-    def take(self) -> tuple[dict[str, int], float]:
+    def take(self) -> tuple[Counter[str], float]:
         """The bytes by kind and the seconds, which start again from zero."""
         taken = self.bytes_sent, self.seconds
-        self.bytes_sent, self.seconds = dict.fromkeys(KINDS, 0), 0.0
+        self.bytes_sent, self.seconds = Counter(), 0.0
         return taken
 
 
@@ -202,11 +187,9 @@ class Communicator:
 
     Args:
         process_group: the data-parallel ranks; None is the default group, or no group where none is up.
-        mask_group: group for the mask exchange, from :func:`new_group_like`.
     """
 
-    process_group: ProcessGroup | None
-    mask_group: ProcessGroup | None
+    process_group: ProcessGroup | None = None
     watched: Watched = field(default_factory=Watched)
     """What the messages are for, as the watch over their group is told."""
     at_once: bool = False
@@ -224,36 +207,30 @@ class Communicator:
             )
         self.traffic = Traffic()
         self.side_stream = SideStream()
-        """On which masks are made and exchanged."""
-        under_way.settle(self.process_group, self.mask_group)  # of those who sent on the groups before
+        """For messages that travel beside the step."""
+        under_way.settle(self.process_group)  # of those who sent on the groups before
         if self.world_size > 1 and "gloo" in str(dist.get_backend(self.process_group)):
             end_groups_at_exit()
             let_senders_finish()
 
     @classmethod
-    def of_optimizer(
-        cls,
-        process_group: ProcessGroup | None,
-        mask_group: ProcessGroup | None = None,
-        own_group: ProcessGroup | None = None,
-    ) -> Communicator:
+    def of_optimizer(cls, process_group: ProcessGroup | None, own_group: ProcessGroup | None = None) -> Self:
         """The messages of one more optimizer over a group's ranks, on a group that no other code uses. Collective.
 
         Args:
             process_group: the data-parallel ranks; None is the default group.
-            mask_group: for the mask exchange.
             own_group: over the same ranks, for optimizers alone; None makes one.
         """
         base = own_group or process_group or (dist.group.WORLD if is_distributed() else None)
         if base is None or world_size(base) == 1 or "gloo" not in str(dist.get_backend(base)):
-            return cls(own_group or process_group, mask_group)
+            return cls(own_group or process_group)
         channel = Channel.beside(base, lambda: own_group or new_group_like(process_group))
-        return cls(channel.group, mask_group, Watched(channel, channel.next_number()))
+        return cls(channel.group, Watched(channel, channel.next_number()))
 
     @classmethod
-    def alone(cls) -> Communicator:
+    def alone(cls) -> Self:
         """This process, whatever group it is in."""
-        communicator = cls(None, None)
+        communicator = cls()
         communicator.rank, communicator.world_size = 0, 1
         return communicator
 
@@ -298,50 +275,6 @@ class Communicator:
         if self.at_once:
             work.wait()
         return work
-
-    def gather_mask(self, mine: Tensor) -> Work:
-        """``[N*R, q]`` arrive: every rank's rows ``[R, q]`` of the next mask. Behind what the group's thread sends."""
-        if self.world_size == 1:
-            return Work(mine, stream=self.side_stream.stream)
-        full = mine.new_empty((self.world_size * mine.shape[0], mine.shape[1]))
-        self.traffic.count("mask", full.nbytes, self.world_size)
-        worker = None if mine.is_cuda else Worker.existing(self.mask_group)  # a thread has a stream of its own
-        with explained_loss():
-            if worker is None:
-                handle = all_gather_into(full, mine, self.mask_group, async_op=True)
-            else:
-                handle = worker.do(lambda: all_gather_into(full, mine, self.mask_group))
-        work = Work(full, mine, handle, stream=self.side_stream.stream)
-        under_way.note(self.mask_group, work)
-        return work
-
-    def in_background(self, elect: Callable[[], None], full: Tensor, proposals: Tensor) -> Work:
-        """Runs ``elect`` on the mask group's own thread; on CUDA at once, for there a stream orders the messages.
-
-        Args:
-            elect: calls :meth:`exchange_proposals` with the proposals, then :meth:`gather_elected` into ``full``.
-            full: ``[N*R, q]``, the next mask; what is waited for.
-            proposals: ``[N*R, W]``, this rank's for all shards.
-        """
-        self.traffic.count("mask", full.nbytes, self.world_size)
-        self.traffic.count("votes", proposals.nbytes, self.world_size)
-        if proposals.device.type == "cuda":
-            elect()
-            return Work(full, stream=self.side_stream.stream)
-        assert self.mask_group is not None
-        return Work(full, handle=Worker.of(self.mask_group).do(elect), waiting=contextlib.nullcontext)
-
-    def exchange_proposals(self, proposals: Tensor) -> Tensor:
-        """``[N, R, W]``: every rank's proposals for this rank's shard, of ``[N*R, W]``. Waits."""
-        received = torch.empty_like(proposals)
-        with explained_loss():
-            all_to_all_into(received, proposals, self.mask_group)
-        return received.view(self.world_size, -1, proposals.shape[1])
-
-    def gather_elected(self, full: Tensor, mine: Tensor) -> None:
-        """Fills ``full [N*R, q]`` with every rank's rows ``[R, q]``. Waits."""
-        with explained_loss():
-            all_gather_into(full, mine, self.mask_group)
 
     def gather(self, flat: Tensor, to: int, device: torch.device, at_once: int = 1 << 22) -> list[Tensor] | None:
         """Every rank's ``flat`` (same length on all) on rank ``to`` in host memory, None elsewhere; for checkpoints.

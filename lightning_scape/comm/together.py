@@ -42,7 +42,7 @@ class Together:
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
         """Inside, :meth:`agree` is heard. Collective."""
-        with together(Communicator(None, None)) as self._agree:
+        with together(Communicator()) as self._agree:
             try:
                 yield
             finally:

@@ -88,7 +88,7 @@ def node_communicator(parameters: Sequence[Tensor]) -> Communicator:
     mesh = mesh_of(parameters)
     if mesh is None or mesh.ndim != 1 or mesh.size() == 1:
         return Communicator.alone()
-    return Communicator(mesh.get_group(), None)
+    return Communicator(mesh.get_group())
 
 
 def holds_everything(parameters: Sequence[Tensor]) -> bool:

@@ -171,7 +171,7 @@ def _different(own: Mapping[str, Tensor]) -> list[str]:
     Also where there are none: one may come to be on one rank first.
     """
     mine = {name: f"{tuple(each.shape)} {each.dtype} {_checksum(each)}" for name, each in own.items()}
-    everyone = Communicator(None, None).all_gather_object(mine)
+    everyone = Communicator().all_gather_object(mine)
     return [name for name, each in mine.items() if any(other.get(name, each) != each for other in everyone)]
 
 

@@ -194,7 +194,7 @@ class CommonStrategy(Opened):
         self._saver.wait()
 
     def _checkpoint_ranks(self) -> Communicator:
-        return Communicator(side_group("checkpoint", self.patience), None)
+        return Communicator(side_group("checkpoint", self.patience))
 
     def _offered_parameters(self, module: Module) -> list[str]:
         """Names of the parameters that this rank may write into a directory: any rank, where all hold the same."""

@@ -190,7 +190,7 @@ class FabricMethodStrategy(FabricCheckpoints):
     @override
     def _meet(self, what: str) -> None:
         if (channel := self.known.channel) is not None:
-            Communicator(channel.group, None, Watched(channel)).meet(what)
+            Communicator(channel.group, Watched(channel)).meet(what)
 
     @override
     def _look_at_buffers(self, occasion: str) -> None:
@@ -323,7 +323,7 @@ class Known:
     def methods_of_all_ranks(self) -> list[Method]:
         """Those that live on all ranks, as they were built: each rank frees what is dropped in its own time."""
         by_number = {number: optimizer for optimizer, number in self._numbers.items()}
-        everywhere = set.intersection(*map(set, Communicator(None, None).all_gather_object([*by_number])))
+        everywhere = set.intersection(*map(set, Communicator().all_gather_object([*by_number])))
         return find_all(by_number[number] for number in sorted(everywhere))
 
     def untold(self) -> list[Method]:

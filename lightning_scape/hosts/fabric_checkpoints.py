@@ -69,7 +69,7 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
                 content = self._content(self._with_stand_ins(state))
             self._saver.save(shared, content, self._checkpoint_ranks())
             return
-        ranks = Communicator(None, None)
+        ranks = Communicator()
         with self._together.inside():
             converted = self.as_states(self._with_stand_ins(state), filter or {})
         if any(find(value) for value in state.values()):
@@ -119,7 +119,7 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
         if ours:
             self._meet("a load")
         # Without one of ours a rank may read on its own, as with DDP.
-        ranks = Communicator(None, None) if ours else Communicator.alone()
+        ranks = Communicator() if ours else Communicator.alone()
         if saver.is_directory(path, ranks):
             return self._load_directory(directory_path(path), state, strict, ours, weights_only)
         read = functools.partial(super().load_checkpoint, path, weights_only=weights_only)

@@ -96,5 +96,5 @@ def _ask(token: str, rank: int, ranks: int, place: str) -> bool:
 
 def attach(trainer: Trainer) -> None:
     """Before a fit. Collective."""
-    token = Communicator(None, None).all_gather_object(uuid.uuid4().hex)[0]
+    token = Communicator().all_gather_object(uuid.uuid4().hex)[0]
     requeue.insert(trainer, Failing(token))

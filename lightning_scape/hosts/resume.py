@@ -174,7 +174,7 @@ def _resume_start(
         weights_only: as Lightning's.
     """
     mine = None if checkpoint_path is None else str(checkpoint_path)
-    everyone = Communicator(None, None).all_gather_object((mine, requeue.is_found_by_lightning(trainer, mine)))
+    everyone = Communicator().all_gather_object((mine, requeue.is_found_by_lightning(trainer, mine)))
     told, by_signal = [path for path, _ in everyone], any(found for _, found in everyone)
     newest = None
     if by_signal or folders is not None:

@@ -29,7 +29,7 @@ def compare_lengths(trainer: Trainer) -> None:
     if trainer.lightning_module.automatic_optimization:
         batches, left = trainer.num_training_batches, trainer.max_steps - trainer.global_step
         met = min(batches, left * trainer.accumulate_grad_batches) if trainer.max_steps >= 0 else batches
-        check_lengths(Communicator(None, None), batches, met)
+        check_lengths(Communicator(), batches, met)
 
 
 def ends_epoch(trainer: Trainer, ends_step: bool = True) -> bool:

@@ -54,7 +54,7 @@ class Saving:
             return False
         known = str(folder)
         if known not in self._shared:
-            self._shared[known] = is_shared(folder, Communicator(None, None))
+            self._shared[known] = is_shared(folder, Communicator())
         return self._shared[known]
 
     @contextlib.contextmanager
@@ -83,7 +83,7 @@ class Saving:
             return None
         trained = now - self._since - self._collected
         enough, long = trained >= ENOUGH_SECONDS, self._collected >= LONG_SHARE * trained
-        self._judged, long = Communicator(None, None).all_gather_object((enough, long))[0]
+        self._judged, long = Communicator().all_gather_object((enough, long))[0]
         if not (self._judged and long):
             return None
         remedy = instead or "`async_save=True` collects and writes them beside training"

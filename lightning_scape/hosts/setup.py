@@ -76,7 +76,7 @@ def build_alike(build: Callable[[], None], optimizers: Callable[[], Iterable[obj
         Exception: what ``build`` has raised on any rank; on every rank.
         ValueError: ranks have other optimizers; on every rank.
     """
-    ranks = Communicator(None, None)
+    ranks = Communicator()
     ranks.raise_on_all_ranks(build)
     first, *others = ranks.all_gather_object([type(stepped(each)).__name__ for each in optimizers()])
     for rank, kinds in enumerate(others, 1):
@@ -156,7 +156,7 @@ def start_equal(module: nn.Module) -> None:
     Raises:
         ValueError: one has no shape yet, or ranks have built different modules; on every rank.
     """
-    ranks = Communicator(None, None)
+    ranks = Communicator()
     state = ranks.raise_on_all_ranks(lambda: module_state(module))
     if ranks.world_size > 1:
         setup = {"parameters and buffers": [(tuple(each.shape), str(each.dtype)) for each in state]}

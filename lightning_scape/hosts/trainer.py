@@ -150,7 +150,7 @@ class MethodStrategy(TrainerCheckpoints):
         self._interrupted = False
         if self.lightning_module is not None:
             self._together.attach(trainer := self.lightning_module.trainer)
-            Communicator(None, None).raise_on_all_ranks(lambda: self._resumption.prepare(trainer))
+            Communicator().raise_on_all_ranks(lambda: self._resumption.prepare(trainer))
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -223,7 +223,7 @@ class MethodStrategy(TrainerCheckpoints):
             return
         ends_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0  # on the ranks that go on
         if not (ends_step and self._steps_compare_ends):  # Lightning itself sends a message with every batch
-            ranks = Communicator(side_group("batch", self.patience), None)
+            ranks = Communicator(side_group("batch", self.patience))
             compare_ends(ranks, batch_idx + 1, ends_epoch(trainer, ends_step))
 
     @property

@@ -89,7 +89,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
             self._saver.wait()
 
     def _save_file(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
-        ranks = Communicator(None, None)
+        ranks = Communicator()
         generators = ranks.all_gather_object(rng_state())  # on every rank, whatever its hooks have left of the rest
         if "optimizer_states" in checkpoint:
             checkpoint[RNG] = generators
@@ -109,7 +109,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self._saver.wait()
-        ranks = Communicator(None, None)
+        ranks = Communicator()
         if is_directory(checkpoint_path, ranks):
             saved = SavedContent(directory_path(checkpoint_path), self._checkpoint_ranks(), weights_only)
             checkpoint, self._saved_rng = ranks.raise_on_all_ranks(
@@ -124,7 +124,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        Communicator(None, None).raise_on_all_ranks(lambda: self._take_up(checkpoint))
+        Communicator().raise_on_all_ranks(lambda: self._take_up(checkpoint))
         if self._saved_rng is not None:
             set_rng_state(self._saved_rng)
 

@@ -88,7 +88,7 @@ class Nodes:
         size = ranks_of_node if self._asked == "node" else int(self._asked)
         ranks = world_size()
         # Of all ranks: machines may differ, and groups are made by all or none.
-        for size_there, ranks_there in Communicator(None, None).all_gather_object((size, ranks_of_node)):
+        for size_there, ranks_there in Communicator().all_gather_object((size, ranks_of_node)):
             if (size_there > 1 and ranks_there % size_there) or ranks % size_there:
                 raise ValueError(
                     f"`local_group_size` must divide the ranks of a node, {ranks_there} (of {ranks} in all), got"

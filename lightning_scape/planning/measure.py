@@ -68,7 +68,7 @@ def measure_link(
         device: where messages are.
         ranks_per_node: how many of them share a node's link.
     """
-    communicator = Communicator(None, None)
+    communicator = Communicator()
     ranks = communicator.world_size
     if ranks == 1:
         raise ValueError("`measure_link` needs several ranks, got one. Launch with torchrun on all nodes.")

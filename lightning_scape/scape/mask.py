@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.comm.collectives import Communicator, Work
+from lightning_scape.comm.work import Work
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.quota import Quota
+from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig, WarmupShape
 from lightning_scape.scape.state import NextMask, ScapeState, Step, StepMask
 
@@ -77,7 +78,9 @@ class Masks:
         schedule: q at each step.
     """
 
-    def __init__(self, config: ScapeConfig, layout: Layout, comm: Communicator, schedule: SparsitySchedule) -> None:
+    def __init__(
+        self, config: ScapeConfig, layout: Layout, comm: ScapeCommunicator, schedule: SparsitySchedule
+    ) -> None:
         self.schedule = schedule
         self.active: Tensor | None = None
         """``[blocks, q]``, the mask last used (or loaded, to be used next)."""

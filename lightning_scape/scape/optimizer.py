@@ -25,6 +25,7 @@ from lightning_scape.core.private_names import IN_WRAPPER, AsksGradScaler, after
 from lightning_scape.core.replicas import check_same_setup_everywhere
 from lightning_scape.scape import optimizer_state as checkpoint
 from lightning_scape.scape.adams import AdamS
+from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.convert import check_convertible, state_brought
 from lightning_scape.scape.form import FORM
@@ -80,7 +81,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         config: ScapeConfig,
         process_group: ProcessGroup | None = None,
         mask_group: ProcessGroup | None = None,
-        communicator: Communicator | None = None,
+        communicator: ScapeCommunicator | None = None,
         total_steps: float | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
@@ -99,10 +100,10 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
             check_joined()
         given = [parameter for group in self.param_groups for parameter in group["params"]]  # frozen ones included
         if process_group is None and local_shards.holds_everything(given):
-            communicator = communicator or Communicator.alone()
+            communicator = communicator or ScapeCommunicator.alone()
         if communicator is None:
             mask_group = mask_group or new_group_like(process_group, device=parameters.device_of_first_messages)
-        comm = communicator or Communicator.of_optimizer(process_group, mask_group)
+        comm = communicator or ScapeCommunicator.with_masks(process_group, mask_group)
         node = local_shards.node_communicator(given)
         comm.device = node.device = parameters.device_of_first_messages
         problem = parameters.problem(self.param_groups, residual_device=config.residual_device) or local_shards.problem(
@@ -138,7 +139,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
                 a state on some ranks only, or one that is sharded.
         """
         given = (p for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
-        ranks = Communicator(process_group, None, device=getattr(next(given, None), "device", None))
+        ranks = Communicator(process_group, device=getattr(next(given, None), "device", None))
         ranks.raise_on_all_ranks(lambda: check_convertible(optimizer))
         brought = state_brought(optimizer, ranks)
         if config.update is None:
@@ -345,7 +346,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         return self.engine.bytes_per_step(sent)
 
     @property
-    def communicator(self) -> Communicator:
+    def communicator(self) -> ScapeCommunicator:
         """Sends this optimizer's messages."""
         return self.engine.comm
 

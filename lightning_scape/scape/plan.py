@@ -16,7 +16,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_scape import ops
-from lightning_scape.comm.collectives import Communicator
 from lightning_scape.planning.cost_model import (
     Job,
     Link,
@@ -33,6 +32,7 @@ from lightning_scape.planning.cost_model import (
 )
 from lightning_scape.planning.measure import CPU, median_seconds
 from lightning_scape.scape.clipping import SKETCH_WIDTHS
+from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig, WireDtype, usual_wire
 from lightning_scape.scape.cost import PACKING_BYTES, norm_bytes, scape_bytes, scape_traffic, state_bytes
 from lightning_scape.scape.mask import SparsitySchedule
@@ -70,7 +70,7 @@ class ScapeCost(StepCost):
         found: dict[float, tuple[float, float]] = {}
         for sparsity in dict.fromkeys((*sparsities, 0.0)):  # a warm-up begins with steps that send all
             config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0, update="adamw")
-            optimizer = ScapeOptimizer(parameters, lr=1e-6, config=config, communicator=Communicator.alone())
+            optimizer = ScapeOptimizer(parameters, lr=1e-6, config=config, communicator=ScapeCommunicator.alone())
             whole, shard = (as_a_whole if device.type == "cuda" else by_phase)(optimizer, repeats)
             optimizer.drain()
             found[config.quota.density] = ((whole + norm) / count, shard / count)

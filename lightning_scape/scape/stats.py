@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
@@ -11,6 +12,7 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.core.layout import Layout, Piece
 from lightning_scape.core.ranges import timed_range
+from lightning_scape.scape.communicator import KINDS
 
 PHASES = ("norm", "wait", "mask", "sweep", "exchange", "update", "write", "launch")
 """Phases of a step, in order; also the names of the profiler ranges (``scape::sweep``, ...). The part of my shard in
@@ -89,7 +91,7 @@ class StepRecord:
     """Entries of the shard, pads included, that were visited in the step before too."""
     skipped_total: int = 0
     message_seconds: float = 0.0
-    bytes_sent: dict[str, int] = field(default_factory=dict)
+    bytes_sent: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -120,7 +122,7 @@ class StepRecord:
         dense = 2 * (layout.world_size - 1) * sum(p.numel() * p.element_size() for p in parameters)
         return StepStats(
             step=step,
-            **{f"bytes_{kind}": size for kind, size in self.bytes_sent.items()},
+            **{f"bytes_{kind}": self.bytes_sent[kind] for kind in KINDS},
             bytes_dense=dense // layout.world_size,
             density=everywhere / max(1, layout.numel),
             mask_churn=1 - again / mine if mine and scale else 0.0,

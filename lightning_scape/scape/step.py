@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.comm.collectives import Communicator, Work
+from lightning_scape.comm.collectives import Communicator
+from lightning_scape.comm.work import Work
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.ranges import profiler_range
 from lightning_scape.core.replicas import check_replicas
 from lightning_scape.scape.clipping import GradientClipping, check_max_norm
+from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.cost import message_bytes
 from lightning_scape.scape.first_message import FirstMessage
@@ -49,7 +51,7 @@ class Engine:
         self,
         parameters: Parameters,
         config: ScapeConfig,
-        comm: Communicator,
+        comm: ScapeCommunicator,
         total_steps: float | None,
         node: Communicator,
     ) -> None:

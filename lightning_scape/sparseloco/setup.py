@@ -44,7 +44,7 @@ def communicators(
     tensors = parameters.tensors
     node = local_shards.node_communicator(tensors)
     if node.world_size > 1 and overlaps:
-        node = Communicator(new_group_like(node.process_group, device=parameters.device_of_first_messages), None)
+        node = Communicator(new_group_like(node.process_group, device=parameters.device_of_first_messages))
     if process_group is None and local_shards.holds_everything(tensors):
         return Communicator.alone(), node
     own = None

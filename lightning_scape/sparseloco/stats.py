@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
@@ -66,9 +67,9 @@ class ExchangeStats:
         return cls(
             step=record.step,
             exchange=record.exchange,
-            bytes_values=record.bytes_sent.get("values", 0),
-            bytes_parameters=record.bytes_sent.get("parameters", 0),
-            bytes_norm=record.bytes_sent.get("norm", 0),
+            bytes_values=record.bytes_sent["values"],
+            bytes_parameters=record.bytes_sent["parameters"],
+            bytes_norm=record.bytes_sent["norm"],
             bytes_dense=2 * (ranks - 1) * 4 * layout.numel // ranks,
             density=entries / max(1, layout.numel),
             delta_norm=norm,
@@ -116,7 +117,7 @@ class ExchangeRecord:
     error_norm: Tensor | None = None
     """0-dim: of the error feedback after it; None while that can be asked for."""
     message_seconds: float = 0.0
-    bytes_sent: dict[str, int] = field(default_factory=dict)
+    bytes_sent: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def phase(self, name: str) -> AbstractContextManager[None]:

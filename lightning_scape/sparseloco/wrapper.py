@@ -115,7 +115,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         self.communicator = comm = communicator
         self.node = node
         """The ranks of a node that hold a replica together; ``communicator`` reaches those with the same rows."""
-        self.everyone = comm if node.world_size == 1 else Communicator(None, None)
+        self.everyone = comm if node.world_size == 1 else Communicator()
         """All ranks whose parts make up a state."""
         for ranks in (comm, node, self.everyone):
             ranks.device = self.parameters.device_of_first_messages

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from lightning_scape import ops
-from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.words import show_bytes, show_seconds
+from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.optimizer import ScapeOptimizer
 from lightning_scape.tools.diagnosis.findings import Finding
@@ -130,7 +130,7 @@ def check_step(device: torch.device, parameters: int = 100_000) -> Finding:
 def _take_steps(device: torch.device, parameters: int) -> int:
     weight = torch.nn.Parameter(torch.ones(parameters, dtype=torch.float32, device=device))
     config = ScapeConfig(sparsity=0.99, sparsity_warmup_steps=0, update="adamw")
-    optimizer = ScapeOptimizer([weight], lr=1e-3, config=config, communicator=Communicator.alone())
+    optimizer = ScapeOptimizer([weight], lr=1e-3, config=config, communicator=ScapeCommunicator.alone())
     for _ in range(2):
         weight.grad = torch.ones_like(weight)
         optimizer.step()

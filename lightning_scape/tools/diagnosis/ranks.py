@@ -105,7 +105,7 @@ def check_messages(meeting: Meeting, device: torch.device, at: Callable[[str], N
 
 def _measured(meeting: Meeting, device: torch.device, backend: str, at: Callable[[str], None]) -> list[Finding]:
     place = meeting.place
-    communicator = Communicator(None, None)
+    communicator = Communicator()
     at("the first all-reduce")
     total = communicator.all_reduce_sum(torch.tensor([float(place.rank)], dtype=torch.float32, device=device))
     expected = place.world_size * (place.world_size - 1) / 2
