@@ -239,6 +239,18 @@ def second_moment_ema(ranks: SimulatedRanks, weight: float) -> None:
         optimizer.engine.shard = EmaShard(optimizer.engine.shard, weight)
 
 
+def exact(ranks: SimulatedRanks, what: str | int) -> None:
+    """With 4 or 8 bits: sends the ``"values"`` in fp32, or the ``"changes"``, or both in so many first steps."""
+
+    def choose(optimizer: ScapeOptimizer) -> None:
+        engine = optimizer.engine
+        first, bits = isinstance(what, int) and engine.calls < what, engine.config.wire_bits
+        engine.outgoing.wire.bits = None if first or what == "values" else bits
+        engine.shard.wire.bits = None if first or what == "changes" else bits
+
+    ranks.before_step.append(choose)
+
+
 def vote_bits(ranks: SimulatedRanks, bits: int) -> None:
     """Rounds the proposals' 8-bit values to so many bits, sign included; the bytes are counted as if they had 8."""
     levels = (1 << (bits - 1)) - 1
@@ -285,6 +297,7 @@ ABLATIONS: dict[str, Callable[[SimulatedRanks, Any], None]] = {
     "plain_update": plain_update,
     "dense_vectors": dense_vectors,
     "second_moment_ema": second_moment_ema,
+    "exact": exact,
     "vote_bits": vote_bits,
 }
 """Options of a run that ScapeConfig does not have."""

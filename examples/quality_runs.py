@@ -181,6 +181,8 @@ VARIED: list[dict[str, Any]] = [
     {"second_moment_ema": 0.1},
 ]
 """What is changed, one at a time, in the default configuration at 99%."""
+EXACT: list[dict[str, Any]] = [{"exact": "values"}, {"exact": "changes"}, {"exact": 50}, {"exact": 200}]
+"""What of 4 bits is sent in fp32 instead: see bench_quality.py."""
 TINY: dict[str, Any] = {"size": "0.03M", "ranks": 2, "batch": 2, "context": 32, "steps": 4}
 SHORT = [
     *sweep([*DENSE, *SPARSE, scape(0.9), scape(0.99), scape(0.999)], [2e-3], **TINY),
@@ -191,6 +193,7 @@ SHORT = [
         for run in sweep([DENSE[0], scape(0.9)], [1e-3], (0, 1), task=task, ranks=2, steps=4, betas=TORCH_BETAS)
     ),
     *sweep((paper(**options) for options in VARIED), [2e-3], **TINY),
+    *sweep((scape(**options) for options in EXACT), [2e-3], **TINY),
 ]
 HALF_AND_90: list[dict[str, Any]] = [{"sparsity": 0.5, "block_size": 200}, {"sparsity": 0.9}]
 WARMUPS = [(0, 0), (0, 250), (0, 500), (0, 1000), (200, 800), (500, 500)]
@@ -229,6 +232,8 @@ def in_turns(*lists: list[Run]) -> list[Run]:
 BOTH_BETAS = [BETAS, TORCH_BETAS]
 LARGE: dict[str, Any] = {"batch": 4, "context": 128, "precision": "bf16-mixed"}
 """Where a step takes seconds."""
+EXAMPLE: dict[str, Any] = {"size": "3M", "ranks": 2, "batch": 4, "context": 128, "steps": 1200, "warmup": 0.05}
+"""As pretrain_python.py trains."""
 DIGITS: dict[str, Any] = {"steps": 1500, "betas": TORCH_BETAS}
 DROP_IN: dict[str, list[Run]] = {
     "drop_in_short": in_turns(
@@ -317,6 +322,13 @@ SUITES: dict[str, list[Run]] = {
             size="0.03M",
             steps=1000,
         ),
+    ],
+    "wires_3M": [
+        *sweep([scape(), scape(wire_dtype="bf16")], [1e-3], range(20), **EXAMPLE),
+        *sweep(
+            [DENSE[0], scape(wire_dtype="int8"), *(scape(**options) for options in EXACT)], [1e-3], range(4), **EXAMPLE
+        ),
+        *sweep([scape(0.9), scape(0.9, wire_dtype="bf16")], [1e-3], range(3), **EXAMPLE),
     ],
     "ranks": [
         *sweep([DENSE[1], paper()], [4e-3], size="0.03M", ranks=2),
