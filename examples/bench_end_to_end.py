@@ -20,23 +20,20 @@ by one: what is done is not run again. Needs Linux, root and iproute2. Writes a 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import itertools
 import json
 import os
-import signal
 import statistics
 import sys
 import tempfile
 import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from two_hosts import ROOT, Hosts, bits_per_second, machine, missing, sent_bytes, torchrun
+from turns import WAIT_SECONDS, stop_all_but_one
+from two_hosts import ROOT, Hosts, bits_per_second, machine, missing, torchrun
 
 METHODS = {
     "compute": "compute only",
@@ -53,11 +50,7 @@ METHODS = {
 EXTRA = {"scape-0.99-bf16": "SCAPE 99%, values in bf16", "scape-0.9-bf16": "SCAPE 90%, values in bf16"}
 """Not run unless they are asked for."""
 NAMES = METHODS | EXTRA
-BATCH = 4
-"""Windows of a rank's step, as in pretrain_python.py."""
 VALIDATIONS = 12
-WAIT_SECONDS = 0.1
-"""Between two looks at whose turn it is."""
 MARGIN = 1.02
 """A run has come far enough when its loss is at most this times the final one of DDP fp32, which is AdamW's."""
 
@@ -77,6 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--out", type=Path, default=Path("out/bench_end_to_end"))
     add("--worker", type=Path, help=argparse.SUPPRESS)
     add("--turns", nargs="+", help=argparse.SUPPRESS)
+    parser.set_defaults(validations=VALIDATIONS, batch=4)  # windows of a rank's step, as in pretrain_python.py
     args = parser.parse_args()
     for link in args.links:
         try:
@@ -93,197 +87,6 @@ def parse_arguments() -> argparse.Namespace:
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in ("steps", "size", "context", "val_batches", "seed")}
-
-
-# ------------------------------------------------------------------------------------------- the hosts' side: a rank
-
-
-def work(args: argparse.Namespace) -> None:
-    """What torchrun starts on each host: the runs of ``args.methods``; rank 0 leaves the figures in ``args.worker``."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
-    found = {method: measure(args) if method == "plan" else run(method, args) for method in args.methods}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    if dist.get_rank() == 0:
-        args.worker.write_text(json.dumps({method: [each[method] for each in everyone] for method in found}))
-    dist.barrier()
-    sys.stderr.flush()
-    os._exit(0)  # the result is on disk; see bench_two_hosts.py for what may go wrong behind it
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """What ``lightning-scape plan --measure`` would find here."""
-    import predicted_steps
-    from pretrain_python import SIZES, build_gpt
-
-    model = build_gpt("plan", args.context, SIZES[args.size])
-    return predicted_steps.measure(model, BATCH, args.context, bits_per_second(args.links[0]))
-
-
-class Turns:
-    """Lets runs go on one after the other, a part of each at a time, once all are ready for their first.
-
-    Each rank leaves a file where it is ready, and where its part ends; and one that holds its processes' numbers, as
-    long as others may stop it.
-
-    Args:
-        folder: of these files.
-        run: this one; one of ``runs``.
-        runs: in their order.
-        rank: of ``ranks``, each of which runs all.
-        timeout: seconds that a run waits for its turn.
-    """
-
-    def __init__(self, folder: Path, run: str, runs: list[str], rank: int, ranks: int, timeout: float) -> None:
-        self._folder, self._rank, self._ranks, self._timeout = folder, rank, ranks, timeout
-        self._number, self._runs = runs.index(run) - len(runs), len(runs)
-        """Of the part that is to begin, among those of all runs; below 0 none begins yet."""
-        self._processes = folder / f"{run}-{rank}.processes"
-        self._processes.write_text(f"{os.getpid()} {os.getppid()}")  # with torchrun's
-
-    def begin(self) -> None:
-        """Waits until all ranks have ended the parts before this one."""
-        if self._number < 0:
-            self.end()
-        deadline = time.monotonic() + self._timeout
-        for number, rank in itertools.product(range(-self._runs, self._number), range(self._ranks)):
-            while not self._file(number, rank).exists():
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"its turn must come within {self._timeout:g} s, got none: another has failed")
-                time.sleep(WAIT_SECONDS)
-
-    def end(self) -> None:
-        """The next one's turn."""
-        self._file(self._number, self._rank).touch()
-        self._number += self._runs
-
-    def leave(self) -> None:
-        """Before the end of the last part: this rank is not stopped any more."""
-        self._processes.unlink()
-
-    def _file(self, number: int, rank: int) -> Path:
-        return self._folder / f"{number}-{rank}"
-
-
-def run(method: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One run of Lightning's Trainer. Classes are made here: the parent needs neither torch nor Lightning."""
-    import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import ModelCheckpoint
-    from pretrain_python import SIZES, Pretraining, build_gpt, make_parser
-
-    from lightning_scape.core.method import find_all
-    from lightning_scape.data import PythonSource
-
-    class Clock(pl.Callback):
-        """Loss, seconds and bytes at every validation; seconds that validations and checkpoints take."""
-
-        def __init__(self) -> None:
-            self.points: list[dict[str, float]] = []
-            self.validating = self.saving = 0.0
-            self.counted = 0
-            self._exchanges = 0
-            self._since: float | None = None
-            rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            self.turns = Turns(args.worker.parent, method, args.turns, rank, ranks, args.timeout)
-
-        def now(self) -> dict[str, float]:
-            return {"seconds": time.perf_counter() - self._began, "sent": sent_bytes()[0] - self._sent}
-
-        def on_train_start(self, *_: Any) -> None:
-            self.turns.begin()
-            self._began, self._sent = time.perf_counter(), sent_bytes()[0]
-
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            if self._since is None:
-                return
-            # The checkpoint's callback comes last of all at the end of a validation.
-            self.saving += time.perf_counter() - self._since
-            self._since = None
-            self.end_part(trainer)
-            before = self.now()
-            self.turns.begin()
-            after = self.now()
-            self._began += after["seconds"] - before["seconds"]
-            self._sent += after["sent"] - before["sent"]
-
-        def end_part(self, trainer: pl.Trainer) -> None:
-            """What goes on beside training must not fall into another's turn."""
-            getattr(trainer.strategy, "wait_for_checkpoint", lambda: None)()
-            self.turns.end()
-
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            for found in find_all(trainer.optimizers):
-                if (ended := found.progress().ended) != self._exchanges:
-                    self._exchanges = ended
-                    self.counted += int(found.stats()["bytes_total"])
-
-        def on_validation_start(self, *_: Any) -> None:
-            self._validation = time.perf_counter()
-
-        def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            point = {"step": trainer.global_step, "loss": trainer.callback_metrics["val_loss"].item(), **self.now()}
-            self.points.append(point)
-            self._since = time.perf_counter()
-            self.validating += self._since - self._validation
-
-    options = [f"--steps={args.steps}", f"--size={args.size}", f"--context={args.context}", f"--seed={args.seed}"]
-    pl.seed_everything(args.seed)
-    given = make_parser().parse_args(options)
-    source = PythonSource(BATCH, args.context, seed=args.seed)
-    module = Pretraining(build_gpt(f"python-{args.size}", args.context, SIZES[args.size]), given)
-    clock, folder = Clock(), args.worker.with_suffix("") / method
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        num_nodes=int(os.environ["WORLD_SIZE"]),
-        strategy=strategy_of(method),
-        max_steps=args.steps,
-        gradient_clip_val=1.0,
-        val_check_interval=args.steps // VALIDATIONS,
-        check_val_every_n_epoch=None,
-        limit_val_batches=args.val_batches,
-        num_sanity_val_steps=0,
-        logger=False,
-        callbacks=[clock, ModelCheckpoint(folder, "last", save_on_train_epoch_end=False, enable_version_counter=False)],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    source.trainer = trainer
-    trainer.fit(module, source)
-    end = clock.now()
-    clock.turns.leave()
-    clock.end_part(trainer)
-    saved = getattr(trainer.strategy, "checkpoint_bytes", None)  # what the package counted, as it did the steps'
-    return {
-        "points": clock.points,
-        **end,
-        "validating": clock.validating,
-        "saving": clock.saving,
-        "counted": clock.counted + (saved.sent if saved else 0),
-        "parameters": sum(parameter.numel() for parameter in module.parameters()),
-    }
-
-
-def strategy_of(method: str) -> Any:
-    from dense_strategies import BFloat16DDP, PowerSGD, Unsynchronized
-    from lightning.pytorch.strategies import DDPStrategy
-
-    from lightning_scape import ScapeStrategy, SparseLoCoStrategy
-
-    kind, _, option = method.partition("-")
-    saved: dict[str, Any] = {"state_dict_type": "auto", "async_save": True}
-    if kind == "scape":
-        sparsity, _, wire = option.partition("-")
-        return ScapeStrategy(sparsity=float(sparsity), **saved, **({"wire_dtype": wire} if wire else {}))
-    if kind == "sparseloco":
-        return SparseLoCoStrategy(sync_every=int(option), **saved)
-    if kind == "powersgd":
-        return PowerSGD(rank=int(option))
-    return {"compute": Unsynchronized, "ddp": DDPStrategy, "ddp-bf16": BFloat16DDP}[method]()
 
 
 # ----------------------------------------------------------------------------------------------- the parent: all runs
@@ -341,23 +144,6 @@ def launch(hosts: Hosts, args: argparse.Namespace, link: str, methods: list[str]
                 failed[0].result()
             stop_all_but_one(Path(folder), methods, len(hosts))
         return dict(zip(methods, (each.result() for each in runs), strict=True))
-
-
-def stop_all_but_one(folder: Path, runs: list[str], ranks: int) -> None:
-    """Of the runs that take turns (:class:`Turns`), stops those that wait, and lets the one go on whose turn it is."""
-    parts: dict[str, int] = {}
-    for place, run in enumerate(runs):
-        number = place - len(runs)
-        while all((folder / f"{number}-{rank}").exists() for rank in range(ranks)):
-            number += len(runs)
-        parts[run] = number
-    processes = {path: path.name.rpartition("-")[0] for path in folder.glob("*.processes")}
-    turn = min((parts[run] for run in processes.values()), default=0)
-    for path, run in processes.items():
-        stopped = 0 <= parts[run] != turn  # below 0 a run is being set up
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for pid in map(int, path.read_text().split()):
-                os.kill(pid, signal.SIGSTOP if stopped else signal.SIGCONT)
 
 
 # ------------------------------------------------------------------------------------------------------ the report
@@ -475,7 +261,9 @@ def plot(results: dict[str, Any], key: str, label: str, unit: float, path: Path)
 
 def main() -> int:
     args = parse_arguments()
-    if args.worker:
+    if args.worker:  # the parent needs neither torch nor Lightning
+        from end_to_end_ranks import work
+
         work(args)
         return 0
     problem = missing()

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-import bench_end_to_end  # noqa: E402 - a script, not a package's module
+import turns as in_turns  # noqa: E402 - of the scripts, not a package's module
 import two_hosts  # noqa: E402
 from two_hosts import Host, Hosts  # noqa: E402
 
@@ -130,9 +130,9 @@ def test_plan_measures_the_link_between_the_hosts(hosts: Hosts) -> None:
     plan = ("-m", "lightning_scape", "plan", "--model=pythia-14m", "--measure", "--context=32", "--sparsity=0.99")
     ended = run_on(hosts, torchrun, [{}, {}], arguments=[(f"--node-rank={rank}", *plan) for rank in range(2)])
     assert [end.status for end in ended] == [0, 0], ended[0].output + ended[1].output
-    found = re.search(r"14.1M parameters on 2 ranks \(1 per node\), ([0-9.]+) Gbit/s", ended[0].output)
+    found = re.search(r"14.1M parameters on 2 ranks \(1 per node\), ([0-9.]+) Mbit/s", ended[0].output)
     assert found is not None, ended[0].output
-    assert 0.1 < float(found[1]) < 1.0  # of 1 Gbit/s; a busy machine reaches less
+    assert 100 < float(found[1]) < 1000  # of 1 Gbit/s; a busy machine reaches less
     assert "SCAPE 0.99" in ended[0].output
     assert "| ranks |" not in ended[1].output  # one rank reports
 
@@ -320,7 +320,7 @@ def test_runs_go_on_in_turns_once_all_are_ready(tmp_path: Path) -> None:
     ended: list[str] = []
 
     def go(run: str, rank: int) -> None:
-        turns = bench_end_to_end.Turns(tmp_path, run, ["one", "two"], rank, 2, timeout=30)
+        turns = in_turns.Turns(tmp_path, run, ["one", "two"], rank, 2, timeout=30)
         time.sleep(0.1 * (run == "two") + 0.05 * rank)
         for part in range(3):
             turns.begin()
@@ -347,7 +347,7 @@ def test_runs_that_wait_for_their_turn_are_stopped(tmp_path: Path) -> None:
         """Ranks end a part; whether the processes are in these states soon: a busy machine stops them later."""
         for rank in ranks:
             (tmp_path / f"{part}-{rank}").touch()
-        bench_end_to_end.stop_all_but_one(tmp_path, runs, 2)
+        in_turns.stop_all_but_one(tmp_path, runs, 2)
         deadline = time.monotonic() + 10
         time.sleep(0.05)
         while states() != then and time.monotonic() < deadline:
@@ -372,7 +372,7 @@ def test_runs_that_wait_for_their_turn_are_stopped(tmp_path: Path) -> None:
 
 
 def test_a_turn_that_does_not_come_is_an_error(tmp_path: Path) -> None:
-    turns = bench_end_to_end.Turns(tmp_path, "one", ["one", "two"], 0, 1, timeout=0.05)
+    turns = in_turns.Turns(tmp_path, "one", ["one", "two"], 0, 1, timeout=0.05)
     with pytest.raises(TimeoutError, match="got none: another has failed"):
         turns.begin()
 
