@@ -223,6 +223,7 @@ def test_unfreezing_in_mid_training_is_an_error_that_says_so_on_every_rank(run_r
     for error in run_ranks(_unfreeze, 2, expect_errors=True):
         assert isinstance(error, ValueError)
         assert "Parameter groups must be given when the optimizer is built" in str(error)
+        assert "call `trainer.strategy.setup_optimizers(trainer)`" in str(error)
 
 
 def _schedule_accumulation(rank: int, world_size: int) -> tuple[int, Tensor]:

@@ -286,7 +286,8 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         if self._closed:
             raise ValueError(
                 "Parameter groups must be given when the optimizer is built, got another one afterwards: residuals and"
-                " shards are laid out over all parameters at once. Build a new ScapeOptimizer over all groups."
+                " shards are laid out over all parameters at once. Build the optimizer anew over all groups (under the"
+                " Trainer: give them in configure_optimizers, and call `trainer.strategy.setup_optimizers(trainer)`)."
             )
         super().add_param_group(param_group)
 
