@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 from lightning_scape.comm import collectives, pairs
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.scape import communicator as scape_messages
 from lightning_scape.scape.communicator import ScapeCommunicator
 
 MESSAGES = {"all_reduce": 1, "all_to_all_into": 2, "all_gather_into": 2}
@@ -43,8 +42,7 @@ def _count_messages(rank: int, world: int, layers: int, width: int, sparsity: fl
 
         return counted_call
 
-    into = ("all_to_all_into", "all_gather_into")
-    for home, names in ((dist, CALLS), (collectives, into), (scape_messages, into)):
+    for home, names in ((dist, CALLS), (pairs, ("all_to_all_into", "all_gather_into"))):
         for name in names:
             if hasattr(home, name):
                 setattr(home, name, counting(name, getattr(home, name)))

@@ -11,7 +11,7 @@ from optimizer_helpers import FP32, SIZES, Ledger, RunRanks, gathered, gradients
 from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.comm import collectives
+from lightning_scape.comm import pairs
 from lightning_scape.core.tensors import piece_views
 from lightning_scape.scape.first_message import DIGITS
 from lightning_scape.scape.state import Step
@@ -139,7 +139,7 @@ def count_messages(rank: int, world_size: int, config: ScapeConfig, dtype: torch
     sizes: list[tuple[str, int]] = []
 
     def spy(name: str) -> None:
-        home = collectives if name.endswith("_into") else dist
+        home = pairs if name.endswith("_into") else dist
         real = getattr(home, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:

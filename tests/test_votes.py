@@ -15,7 +15,7 @@ from optimizer_helpers import gathered, parameters, set_gradients
 from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
-from lightning_scape.comm import collectives
+from lightning_scape.comm import collectives, pairs
 from lightning_scape.core.tensors import OnItsWay
 from lightning_scape.scape.shard import SAMPLE_INTERVAL, SAMPLE_WEIGHT
 
@@ -113,18 +113,18 @@ def count_votes(rank: int, world_size: int, options: dict[str, Any]) -> None:
         set_gradients(params, rank, step)
         optimizer.step()
     calls: list[tuple[str, int]] = []
-    real = collectives.all_to_all_into
+    real = pairs.all_to_all_into
 
     def spy(output: Tensor, tensor: Tensor, group: Any, **how: Any) -> Any:
         calls.append((str(tensor.dtype), tensor.numel() * tensor.element_size()))
         return real(output, tensor, group, **how)
 
-    collectives.all_to_all_into = spy
+    pairs.all_to_all_into = spy
     set_gradients(params, rank, 3)
     optimizer.step()
     stats = optimizer.stats
     optimizer.drain()
-    collectives.all_to_all_into = real
+    pairs.all_to_all_into = real
     assert stats is not None
     blocks = optimizer.engine.layout.blocks
     width = config.proposed * (1 if config.quota.block_size <= 256 else 2) + config.proposed + 1

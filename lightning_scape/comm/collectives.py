@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Self
 
-from lightning_scape.comm import under_way
+from lightning_scape.comm import pairs, under_way
 from lightning_scape.comm.channel import Channel
 from lightning_scape.comm.lost_ranks import Watched, explained_loss, forget_losses
-from lightning_scape.comm.pairs import all_gather_into, all_to_all_into, let_senders_finish
 from lightning_scape.comm.work import SideStream
 from lightning_scape.comm.work import Work as Work
 from lightning_scape.comm.worker import end_groups_at_exit, end_safely
@@ -211,7 +210,7 @@ class Communicator:
         under_way.settle(self.process_group)  # of those who sent on the groups before
         if self.world_size > 1 and "gloo" in str(dist.get_backend(self.process_group)):
             end_groups_at_exit()
-            let_senders_finish()
+            pairs.let_senders_finish()
 
     @classmethod
     def of_optimizer(cls, process_group: ProcessGroup | None, own_group: ProcessGroup | None = None) -> Self:
@@ -256,7 +255,7 @@ class Communicator:
             return Work(values.view(shape))
         received = torch.empty_like(values)
         with self._message("values"):
-            handle = all_to_all_into(received, values, self.process_group, async_op=True)
+            handle = pairs.all_to_all_into(received, values, self.process_group, async_op=True)
         self.traffic.count("values", values.nbytes, self.world_size)
         return self._under_way(received.view(shape), values, handle, "values")
 
@@ -266,7 +265,7 @@ class Communicator:
             return Work(shard)
         full = shard.new_empty((self.world_size * shard.shape[0], shard.shape[1]))
         with self._message("parameters"):
-            handle = all_gather_into(full, shard, self.process_group, async_op=True)
+            handle = pairs.all_gather_into(full, shard, self.process_group, async_op=True)
         self.traffic.count("parameters", full.nbytes, self.world_size)
         return self._under_way(full, shard, handle, "parameters")
 
@@ -308,7 +307,7 @@ class Communicator:
         flat = tensor.reshape(-1)
         full = flat.new_empty(self.world_size * flat.numel())
         with self.watched.around("facts"):
-            all_gather_into(full, flat, self.process_group)
+            pairs.all_gather_into(full, flat, self.process_group)
         self.traffic.total += self.traffic.sent(full.nbytes, self.world_size)
         return full.view(self.world_size, *tensor.shape)
 

@@ -29,10 +29,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from lightning_scape.comm import under_way
+from lightning_scape.comm import pairs, under_way
 from lightning_scape.comm.collectives import Communicator, ProcessGroup
 from lightning_scape.comm.lost_ranks import explained_loss
-from lightning_scape.comm.pairs import all_gather_into, all_to_all_into
 from lightning_scape.comm.work import Work
 from lightning_scape.comm.worker import Worker
 
@@ -64,9 +63,9 @@ class ScapeCommunicator(Communicator):
         worker = None if mine.is_cuda else Worker.existing(self.mask_group)  # a thread has a stream of its own
         with explained_loss():
             if worker is None:
-                handle = all_gather_into(full, mine, self.mask_group, async_op=True)
+                handle = pairs.all_gather_into(full, mine, self.mask_group, async_op=True)
             else:
-                handle = worker.do(lambda: all_gather_into(full, mine, self.mask_group))
+                handle = worker.do(lambda: pairs.all_gather_into(full, mine, self.mask_group))
         work = Work(full, mine, handle, stream=self.side_stream.stream)
         under_way.note(self.mask_group, work)
         return work
@@ -91,10 +90,10 @@ class ScapeCommunicator(Communicator):
         """``[N, R, W]``: every rank's proposals for this rank's shard, of ``[N*R, W]``. Waits."""
         received = torch.empty_like(proposals)
         with explained_loss():
-            all_to_all_into(received, proposals, self.mask_group)
+            pairs.all_to_all_into(received, proposals, self.mask_group)
         return received.view(self.world_size, -1, proposals.shape[1])
 
     def gather_elected(self, full: Tensor, mine: Tensor) -> None:
         """Fills ``full [N*R, q]`` with every rank's rows ``[R, q]``. Waits."""
         with explained_loss():
-            all_gather_into(full, mine, self.mask_group)
+            pairs.all_gather_into(full, mine, self.mask_group)
