@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import platform
@@ -97,6 +98,31 @@ def peak_bytes(work: Any) -> int:
     return peak
 
 
+def in_turns(
+    steps: int, scape: ScapeOptimizer, dense: dict[str, torch.optim.AdamW], others: list[ScapeOptimizer]
+) -> list[dict[str, float]]:
+    """Seconds of ``steps`` steps of all, after 4 that are not timed; each step's together with the next one's."""
+    rows: list[dict[str, float]] = []
+    for step in range(steps + 4):
+        row = {}
+        for name, adamw in dense.items():
+            row[f"{name}_wall"], row[name] = seconds_of(adamw.step)
+        # With the exchange of the next mask, which runs beside the next forward pass: on one core it is not hidden. Who
+        # goes first finds other things in the caches: they take turns.
+        both = [(scape, "scape_wall", "own"), *((other, "against_wall", "against") for other in others)]
+        for optimizer, wall, cpu in both if step % 2 else both[::-1]:
+            row[wall], row[cpu] = seconds_of(optimizer.step, optimizer.drain)
+        if others:
+            row["wall_more"], row["more"] = row["scape_wall"] - row["against_wall"], row["own"] - row["against"]
+        assert scape.stats is not None
+        row["messages"] = scape.stats.message_seconds
+        row |= {f"phase/{name}": value for name, value in scape.stats.seconds.items()}
+        if step >= 4:
+            rows.append(row)
+    pairs = itertools.pairwise(rows)
+    return [{name: (row[name] + after[name]) / 2 for name in row} for row, after in pairs] or rows
+
+
 def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, store: str, results: Any) -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -122,22 +148,7 @@ def measure(rank: int, args: argparse.Namespace, sparsity: float, dtype: str, st
     if args.against is not None:
         other_config = dataclasses.replace(config, wire_dtype=args.against)
         others = [ScapeOptimizer(build(args.model, dtype, rank)[1], config=other_config)]
-    bandwidth = copy_bandwidth()
-    rows: list[dict[str, float]] = []
-    for step in range(args.steps + 4):
-        row = {}
-        for name, adamw in dense.items():
-            row[f"{name}_wall"], row[name] = seconds_of(adamw.step)
-        # With the exchange of the next mask, which runs beside the next forward pass: on one core it is not hidden.
-        row["scape_wall"], row["own"] = seconds_of(scape.step, scape.drain)
-        for other in others:
-            row["against_wall"], row["against"] = seconds_of(other.step, other.drain)
-            row["wall_more"], row["more"] = row["scape_wall"] - row["against_wall"], row["own"] - row["against"]
-        assert scape.stats is not None
-        row["messages"] = scape.stats.message_seconds
-        row |= {f"phase/{name}": value for name, value in scape.stats.seconds.items()}
-        if step >= 4:
-            rows.append(row)
+    bandwidth, rows = copy_bandwidth(), in_turns(args.steps, scape, dense, others)
     stats = scape.stats
     assert stats is not None
     peak = peak_bytes(two_steps)  # last: what it frees leaves gaps, and AdamW's time would depend on which it fills
