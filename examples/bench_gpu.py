@@ -184,9 +184,9 @@ class Alone(ScapeCommunicator):
         self.gather_elected(full, mine)
         return Work(full, stream=self.side_stream.on(mine.device) if mine.is_cuda else None)
 
-    def in_background(self, elect: Callable[[], None], full: torch.Tensor, proposals: torch.Tensor) -> Work:
-        elect()
-        return Work(full, stream=self.side_stream.on(full.device) if full.is_cuda else None)
+    def beside(self, act: Callable[[], None], result: torch.Tensor) -> Work:
+        act()
+        return Work(result, stream=self.side_stream.on(result.device) if result.is_cuda else None)
 
     def exchange_proposals(self, proposals: torch.Tensor) -> torch.Tensor:
         received = proposals.clone().view(self.world_size, -1, proposals.shape[1])

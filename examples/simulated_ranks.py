@@ -127,11 +127,9 @@ class LocalCommunicator(ScapeCommunicator):
         self.traffic.count("mask", mask.nbytes, self.world_size)
         return Work(mask)
 
-    def in_background(self, elect: Callable[[], None], full: Tensor, proposals: Tensor) -> Work:
-        self.traffic.count("mask", full.nbytes, self.world_size)
-        self.traffic.count("votes", proposals.nbytes, self.world_size)
-        elect()  # in turns with the other ranks
-        return Work(full)
+    def beside(self, act: Callable[[], None], result: Tensor) -> Work:
+        act()  # in turns with the other ranks
+        return Work(result)
 
     def exchange_proposals(self, proposals: Tensor) -> Tensor:
         return self._all_to_all(proposals)

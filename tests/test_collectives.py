@@ -130,7 +130,7 @@ def _order_of_a_step(rank: int, world: int, sparsity: float, number: int) -> lis
     for step in range(number + 1):
         optimizer.drain()
         if step == number:
-            for name in ("all_to_all", "all_gather", "gather_mask", "in_background"):
+            for name in ("all_to_all", "all_gather", "gather_mask", "elect"):
                 say(ScapeCommunicator, name)
             for name in ("fold", "accumulate_exp_avg_sq", "select", "propose", "merge", "update_adamw"):
                 say(ops, name)
@@ -152,7 +152,7 @@ WRITE = ["all_gather", "scatter_params", "wait", "scatter_params"]
     ("sparsity", "remote", "local", "afterwards"),
     [
         (0.9, "sweep with fold", "sweep with fold, squares, next mask", ["gather_mask", "wait"]),
-        (0.99, "sweep with fold, proposals", "sweep with fold, squares", ["in_background", "merge", "wait"]),
+        (0.99, "sweep with fold, proposals", "sweep with fold, squares", ["elect", "merge", "wait"]),
     ],
 )
 def test_a_step_works_while_its_messages_travel(
@@ -171,10 +171,10 @@ def test_a_step_works_while_its_messages_travel(
         (0.9, ["select", "gather_mask", "wait"], "sweep", "sweep, next mask", ["gather_mask", "wait"]),
         (
             0.99,
-            ["propose", "in_background", "merge", "wait"],
+            ["propose", "elect", "merge", "wait"],
             "sweep, proposals",
             "sweep",
-            ["in_background", "merge", "wait"],
+            ["elect", "merge", "wait"],
         ),
     ],
 )

@@ -22,13 +22,16 @@ model.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from lightning_scape import ops
 from lightning_scape.comm import pairs, under_way
 from lightning_scape.comm.collectives import Communicator, ProcessGroup
 from lightning_scape.comm.lost_ranks import explained_loss
@@ -37,6 +40,23 @@ from lightning_scape.comm.worker import Worker
 
 KINDS = ("norm", "values", "parameters", "mask", "votes")
 """Of messages, as they are counted."""
+
+
+class Election(NamedTuple):
+    """What owners make the next mask of, from the proposals of all ranks."""
+
+    residual: Tensor
+    """fp32 ``[R, B]``, this rank's of its shard."""
+    proposals: Tensor
+    """uint8 ``[N*R, W]``, this rank's for all shards."""
+    proposed: int
+    """Entries that a rank proposes for a block."""
+    sent: int
+    """q of the next step."""
+    full: Tensor
+    """``[N*R, q]``, or bits, uint8 ``[N*R, B/8]``: becomes the mask of all ranks, as it travels."""
+    block_size: int | None
+    """B where the mask travels as bits, else None."""
 
 
 @dataclass
@@ -70,21 +90,25 @@ class ScapeCommunicator(Communicator):
         under_way.note(self.mask_group, work)
         return work
 
-    def in_background(self, elect: Callable[[], None], full: Tensor, proposals: Tensor) -> Work:
-        """Runs ``elect`` on the mask group's own thread; on CUDA at once, for there a stream orders the messages.
+    def elect(self, election: Election) -> Work:
+        """Begins an election, on the mask group's own thread; its mask arrives."""
+        self.traffic.count("mask", election.full.nbytes, self.world_size)
+        self.traffic.count("votes", election.proposals.nbytes, self.world_size)
+        return self.beside(functools.partial(self._elect, election), election.full)
 
-        Args:
-            elect: calls :meth:`exchange_proposals` with the proposals, then :meth:`gather_elected` into ``full``.
-            full: ``[N*R, q]``, the next mask; what is waited for.
-            proposals: ``[N*R, W]``, this rank's for all shards.
-        """
-        self.traffic.count("mask", full.nbytes, self.world_size)
-        self.traffic.count("votes", proposals.nbytes, self.world_size)
-        if proposals.device.type == "cuda":
-            elect()
-            return Work(full, stream=self.side_stream.stream)
+    def beside(self, act: Callable[[], None], result: Tensor) -> Work:
+        """Calls ``act`` beside the step: on a thread; on CUDA at once, for there a stream orders the messages."""
+        if result.device.type == "cuda":
+            act()
+            return Work(result, stream=self.side_stream.stream)
         assert self.mask_group is not None
-        return Work(full, handle=Worker.of(self.mask_group).do(elect), waiting=contextlib.nullcontext)
+        return Work(result, handle=Worker.of(self.mask_group).do(act), waiting=contextlib.nullcontext)
+
+    def _elect(self, election: Election) -> None:
+        residual, proposals, proposed, sent, full, block_size = election
+        received = self.exchange_proposals(proposals).to(residual.device)
+        mine = ops.merge(residual, received, self.rank, proposed, sent).to(full.device)
+        self.gather_elected(full, mine if block_size is None else ops.pack_mask(mine, block_size))
 
     def exchange_proposals(self, proposals: Tensor) -> Tensor:
         """``[N, R, W]``: every rank's proposals for this rank's shard, of ``[N*R, W]``. Waits."""

@@ -7,7 +7,6 @@ backward of step t, and used at the end of step t.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from lightning_scape import ops
 from lightning_scape.comm.work import Work
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.quota import Quota
-from lightning_scape.scape.communicator import ScapeCommunicator
+from lightning_scape.scape.communicator import Election, ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig, WarmupShape
 from lightning_scape.scape.state import NextMask, ScapeState, Step, StepMask
 
@@ -198,15 +197,9 @@ class Masks:
             dtype = torch.uint8 if bits else ops.position_dtype(block_size)
             full = torch.empty(self._layout.blocks, columns, dtype=dtype, device=device)
             proposals = following.proposals.to(device)  # here, where the side stream owns the copy
-            elect = functools.partial(self._elect, state, proposals, full, following.sent)
-            self.pending = self._comm.in_background(elect, full, proposals)
-
-    def _elect(self, state: ScapeState, proposals: Tensor, full: Tensor, sent: int) -> None:
-        """Behind forward and backward, on the CPU on a thread: fills ``full`` with the next mask of all ranks."""
-        residual = state.residual[self._my_rows]
-        received = self._comm.exchange_proposals(proposals).to(residual.device)
-        mine = ops.merge(residual, received, self._comm.rank, self._config.proposed, sent)
-        self._comm.gather_elected(full, self._message(mine.to(full.device)))
+            residual, proposed = state.residual[self._my_rows], self._config.proposed
+            election = Election(residual, proposals, proposed, following.sent, full, block_size if bits else None)
+            self.pending = self._comm.elect(election)
 
     # ------------------------------------------------------------------------------------------- loads and skips
 
