@@ -19,7 +19,7 @@ from example_modules import load_example
 from torch import nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, StepStats
-from lightning_scape.core.words import show_bandwidth, show_bytes, show_times
+from lightning_scape.core.words import show_bandwidth, show_bytes, show_seconds, show_times
 from lightning_scape.planning import conclusions, cost_model
 from lightning_scape.planning import measure as measuring
 from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, Weight
@@ -596,6 +596,10 @@ def test_units_are_read_and_written() -> None:
         "always",
     ]
     assert [show_times(x) for x in (0.0961, 6.678, 138.2, 1382.4)] == ["0.0961", "6.68", "138", "1,380"]  # was 1.38e+03
+    assert [show_times(99.7, 2), show_times(7.5, 2)] == ["100", "7.5"]
+    assert [show_bytes(999_999), show_bytes(5.63e19)] == ["1,000 KB", "56,300,000 TB"]
+    assert [show_seconds(0.9999), show_seconds(4e8)] == ["1,000 ms", "4,630 days"]
+    assert show_bandwidth(1.25e8 - 100) == "1,000 Mbit/s"
 
 
 def _measured(rank: int, world_size: int) -> tuple[Link, Machine]:

@@ -198,6 +198,7 @@ def line(options: dict[str, Any], steps: float | None, *dense: torch.optim.Optim
         ({"update": "adams"}, 600, "after a warm-up of 600 steps (the whole run). Update"),
         ({"sparsity": 0.999, "dense_steps": 50}, 5000, "sends 0.1% of the entries per step (sparsity=0.999)"),
         ({"dense_steps": 50}, 5001, "after 50 dense steps and a warm-up of 4,950 steps. Update"),
+        ({"dense_steps": 50}, 20, "(this run of 20 ends at 100%). Update"),  # was 1e+02%
         ({"sparsity_warmup_steps": 0}, 5000, "from the first step on. Update"),
         ({"sparsity_warmup_steps": 0}, 5000, "To change: ScapeStrategy(sparsity=..., sparsity_warmup_steps=None, upd"),
         ({"sparsity": 0}, 5000, "sends every entry at every step (sparsity=0), 0 bytes with one rank. Update"),

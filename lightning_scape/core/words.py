@@ -9,13 +9,14 @@ def show_bytes(size: float) -> str:
     """``1_234_567`` is ``"1.23 MB"``."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
         if size >= unit:
-            return f"{size / unit:.3g} {name}"
+            return f"{show_times(size / unit)} {name}"
     return f"{size:.0f} B"
 
 
 def show_times(ratio: float, digits: int = 3) -> str:
-    """``6.678`` is ``"6.68"``, ``1382.4`` is ``"1,380"``."""
-    return f"{ratio:.{digits}g}" if ratio < 100 else f"{float(f'{ratio:.3g}'):,.0f}"
+    """``6.678`` is ``"6.68"``, ``1382.4`` is ``"1,380"``; no large number has an exponent."""
+    short = f"{ratio:.{digits}g}"
+    return short if "e+" not in short else f"{float(f'{ratio:.3g}'):,.0f}"
 
 
 def show_bytes_beside(size: float, other: float) -> str:
@@ -27,8 +28,8 @@ def show_seconds(seconds: float) -> str:
     """``0.0123`` is ``"12.3 ms"``, ``5000`` is ``"83.3 min"``."""
     for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+            return f"{show_times(seconds / unit)} {name}"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{show_times(seconds * 1e3)} ms"
 
 
 def show_bandwidth(value: float | None) -> str:
@@ -39,8 +40,8 @@ def show_bandwidth(value: float | None) -> str:
         return "always"
     bits = value * 8
     if bits >= 1e12:
-        return f"{bits * 1e-12:.3g} Tbit/s"
-    return f"{bits * 1e-9:.3g} Gbit/s" if bits >= 1e9 else f"{bits * 1e-6:.3g} Mbit/s"
+        return f"{show_times(bits * 1e-12)} Tbit/s"
+    return f"{show_times(bits * 1e-9)} Gbit/s" if bits >= 1e9 else f"{show_times(bits * 1e-6)} Mbit/s"
 
 
 def no_option(name: str, received: str, now: str) -> str:

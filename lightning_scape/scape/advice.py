@@ -12,7 +12,7 @@ import torch
 from typing_extensions import override
 
 from lightning_scape.core.method import Advice, Spelling
-from lightning_scape.core.words import show_bytes, show_seconds
+from lightning_scape.core.words import show_bytes, show_seconds, show_times
 from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.scape.optimizer import ScapeOptimizer
 from lightning_scape.scape.stats import StepStats
@@ -98,7 +98,7 @@ def _beginning(schedule: SparsitySchedule, steps: float | None) -> str:
     if steps == settled:
         return f"{within} (the whole run)"
     last = schedule.sent(int(steps) - 1) / schedule.quota.block_size
-    return f"{within} (this run of {steps:,.0f} ends at {100 * last:.2g}%)"
+    return f"{within} (this run of {steps:,.0f} ends at {show_times(100 * last, 2)}%)"
 
 
 class ScapeAdvice(Advice):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_scape.core.words import show_seconds
 from lightning_scape.reporting import History
 from lightning_scape.reporting.history import Run
 from lightning_scape.tools.diagnosis.findings import Finding
@@ -150,8 +151,8 @@ def judge(parts: Parts, title: str, exchanges: bool) -> list[Finding]:
         ),
     ]
     told = [(name, seconds) for name, seconds, _, _ in rows if seconds is not None]
-    text = ", ".join(f"{1000 * seconds:.4g} ms {name} ({seconds / parts.step:.0%})" for name, seconds in told)
-    findings = [Finding(TOPIC, "ok", f"A step takes {1000 * parts.step:.4g} ms: {text}.")]
+    text = ", ".join(f"{show_seconds(seconds)} {name} ({seconds / parts.step:.0%})" for name, seconds in told)
+    findings = [Finding(TOPIC, "ok", f"A step takes {show_seconds(parts.step)}: {text}.")]
     for name, seconds, much, remedy in rows:
         if seconds is not None and seconds >= much * parts.step:
             findings.append(Finding(TOPIC, "slow", f"{seconds / parts.step:.0%} of a step is {name}.", remedy))
