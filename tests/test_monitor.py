@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from trainer_helpers import BATCHES, Regression, TwoOptimizers, make_trainer
 
 from lightning_scape import ScapeConfig, ScapeMonitor, ScapeOptimizer, ScapeStrategy, SparseLoCoStrategy, StepStats
+from lightning_scape.core.words import show_bytes
 from lightning_scape.hosts.monitor import collect_metrics
 
 
@@ -92,7 +93,39 @@ def test_the_whole_run_is_counted_announced_and_told(run_ranks: Any, tmp_path: A
     assert re.search(r"this run of 6 steps will send .*, .* in the last (step|exchange), from each rank,", before)
     assert "DDP would send " in before
     assert "in 6 steps. DDP would have sent " in after
+    last = f"{show_bytes(metrics[-1][f'{method}/bytes_total'])} in the last "
+    assert last in before
+    assert last in after
     assert re.search(r"For checkpoints a rank has sent [\d.]+ [KM]?B\.", after)
+
+
+def _said_before_and_after(rank: int, world_size: int, kind: str, folder: str) -> tuple[str, list[int], float]:
+    """Lines, steps that were taken of each fit, and the sum of checkpoints."""
+    said, taken = io.StringIO(), []
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(logging.StreamHandler(said))
+    monitor, schedule = ScapeMonitor(1), GradientAccumulationScheduler({0: 4, 1: 1})
+    more = [schedule] if kind == "schedule" else [ModelCheckpoint(folder, save_on_train_epoch_end=True)]
+    options = {"max_steps": 8} if kind == "several" else {"max_epochs": 2 if kind == "schedule" else 1}
+    trainer = make_trainer(callbacks=[monitor, *more], **options, enable_checkpointing=kind != "schedule")
+    module = (TwoOptimizers if kind == "several" else Regression)()
+    for _ in range(2 if kind == "second fit" else 1):
+        trainer.fit(module)
+        taken.append(trainer.global_step)
+        trainer.fit_loop.max_epochs += 1
+    found = re.findall(r"For checkpoints a rank has sent ([\d.]+) KB", said.getvalue())
+    return said.getvalue(), taken, float(found[-1]) / float(found[0]) if found else 1.0
+
+
+@pytest.mark.parametrize("kind", ["schedule", "second fit", "several"])
+def test_a_run_is_announced_with_the_steps_that_its_optimizer_takes(run_ranks: Any, tmp_path: Any, kind: str) -> None:
+    """It said 12 for a schedule of accumulation, both fits' steps for the second, all optimizers' for each."""
+    said, taken, checkpoints = run_ranks(_said_before_and_after, 2, kind, str(tmp_path))[0]
+    before, after = (re.findall(found, said) for found in (r"this run of (\d+) steps will", r", in (\d+) steps\."))
+    steps = {"schedule": ["8"], "second fit": ["6", "6"], "several": ["4"]}[kind]
+    assert taken == {"schedule": [8], "second fit": [6, 12], "several": [8]}[kind]
+    assert after == steps
+    assert before == ([] if kind == "several" else steps)  # nobody knows which of them takes how many
+    assert checkpoints == pytest.approx(1.0, abs=0.02)  # the second fit's own
 
 
 def _densities(rank: int, world_size: int) -> list[float]:

@@ -13,7 +13,8 @@ from torch import nn
 from lightning_scape import SparseLoCo, SparseLoCoConfig
 from lightning_scape.planning import conclusions, cost_model
 from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, Weight
-from lightning_scape.sparseloco.cost import exchange_bytes, predict
+from lightning_scape.sparseloco.cost import SparseLoCoCost, exchange_bytes, predict
+from lightning_scape.sparseloco.method import SparseLoCoMethod
 from lightning_scape.tools import plan
 
 WEIGHTS = (Weight(5_000_000, None, False), *(Weight(3_000_000, i) for i in range(4)), Weight(5_000_000))
@@ -41,6 +42,31 @@ def _counted(rank: int, world_size: int, options: dict[str, Any]) -> int:
 def test_bytes_are_those_that_a_real_exchange_counts(run_ranks: Any, options: dict[str, Any]) -> None:
     counted = run_ranks(_counted, 3, options)
     assert counted == [exchange_bytes(NUMELS, 3, SparseLoCoConfig(**options))] * 3
+
+
+def _expected_and_sent(rank: int, world_size: int) -> tuple[int, int]:
+    parameter = nn.Parameter(torch.ones(1000))
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    loco, steps = SparseLoCo(optimizer, sync_every=4), 0
+
+    def train(until: int) -> None:
+        nonlocal steps
+        while steps < until:
+            parameter.grad, steps = torch.randn(1000), steps + 1
+            optimizer.step()
+        loco.sync()
+
+    train(6)
+    (expected, _, _), before = SparseLoCoCost().run_bytes(SparseLoCoMethod(loco), 6, 18, False), loco.progress.exchanges
+    train(18)
+    assert loco.stats is not None
+    return expected, (loco.progress.exchanges - before) * loco.stats.bytes_total
+
+
+def test_what_is_left_of_a_run_begins_its_window_where_the_last_one_has_ended(run_ranks: Any) -> None:
+    """At step 6, so that three exchanges are left of 18 steps; four were expected."""
+    for expected, sent in run_ranks(_expected_and_sent, 3):
+        assert expected == sent
 
 
 def both(link: Link) -> tuple[list[Prediction], list[Prediction]]:

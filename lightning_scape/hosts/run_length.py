@@ -5,20 +5,45 @@ from __future__ import annotations
 import math
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.epoch_end import check_lengths
+from lightning_scape.hosts.requeue import callbacks_of
 
 
 def steps_of_run(trainer: Trainer) -> float | None:
-    """Steps that an optimizer takes in the whole run, at most; None where nobody knows. Its data must be loaded.
+    """``global_step`` at the end of the run, at most; None where nobody knows. Its data must be loaded.
 
     With manual optimization the module steps its optimizers when it likes; only ``max_steps`` bounds them then, which
-    counts the steps of all.
+    counts the steps of all: of several nobody knows how many are whose.
     """
-    manual = not trainer.lightning_module.automatic_optimization
-    steps = trainer.max_steps if manual else trainer.estimated_stepping_batches
+    if trainer.lightning_module.automatic_optimization:
+        steps = min([trainer.estimated_stepping_batches, *_by_epochs(trainer)])
+    else:
+        steps = trainer.max_steps if len(trainer.optimizers) == 1 else -1
     return steps if 0 <= steps < math.inf else None
+
+
+def steps_of_optimizer(trainer: Trainer, taken: int) -> float | None:
+    """The same in an optimizer's own count, which begins anew with a second fit.
+
+    Args:
+        trainer: at the start of a fit.
+        taken: steps that the optimizer has taken.
+    """
+    steps = steps_of_run(trainer)
+    return None if steps is None else steps - trainer.global_step + taken
+
+
+def _by_epochs(trainer: Trainer) -> list[float]:
+    """Steps where batches are accumulated by a schedule over epochs, of which Lightning's estimate knows nothing."""
+    batches, epochs = trainer.num_training_batches, trainer.max_epochs
+    schedules = [each for each in callbacks_of(trainer) if isinstance(each, GradientAccumulationScheduler)]
+    if not schedules or batches == math.inf or epochs is None or epochs < 0:
+        return []
+    each_epoch = map(schedules[-1].get_accumulate_grad_batches, range(epochs))
+    return [sum(math.ceil(batches / accumulated) for accumulated in each_epoch)]
 
 
 def compare_lengths(trainer: Trainer) -> None:

@@ -69,14 +69,13 @@ class RunSum:
 
     def __init__(self, methods: Sequence[Method], steps: float | None, trainer: Trainer) -> None:
         self._methods, self._strategy = list(methods), trainer.strategy
-        self._clips, self._first = clips(trainer), [each.progress().steps for each in methods]
+        clipped, self._first = clips(trainer), [each.progress().steps for each in methods]
         self._before = [each.communicator.traffic.total for each in methods]
-        steps_of_one = [
-            _of(each, first, first + 1, self._clips) for each, first in zip(methods, self._first, strict=True)
-        ]
+        self._saved_before = self._of_checkpoints()
+        steps_of_one = [_of(each, first, first + 1, clipped) for each, first in zip(methods, self._first, strict=True)]
         self._dense = [None if found is None else found.dense for found in steps_of_one]
         """What DDP would send in a step for each optimizer: the same in every one. None is not known."""
-        self.steps, self.expected = steps, expected(methods, self._first[0], steps, self._clips)
+        self.steps, self.expected = steps, expected(methods, self._first[0], steps, clipped)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copy of what keeps it (a callback) has none: it belongs to the fit that it follows."""
@@ -100,7 +99,7 @@ class RunSum:
             if (dense := self._dense[index]) is not None:
                 found[f"{prefix}/bytes_run_dense"] = float(dense * (each.progress().steps - self._first[index]))
             if not index:
-                found[f"{prefix}/bytes_checkpoints"] = float(self._of_checkpoints())
+                found[f"{prefix}/bytes_checkpoints"] = float(self._of_checkpoints() - self._saved_before)
         return found
 
     def _of_checkpoints(self) -> int:
@@ -117,9 +116,9 @@ class RunSum:
         steps = self._methods[0].progress().steps - self._first[0]
         if not sent or not steps:
             return None
-        known = expected(self._methods, self._first[0], self._first[0] + steps, self._clips)
+        at_last = sum(each.stats().get("bytes_total", 0.0) for each in self._methods)
         unit = "step" if self._methods[0].exchanges_every_step else "exchange"
-        last = "" if known is None else f", {show_bytes(known.last)} in the last {unit}"
+        last = f", {show_bytes(at_last)} in the last {unit}" if at_last else ""
         beside = f" DDP would have sent {show_bytes_beside(dense, sent)}." if dense else ""
         collected = f" For checkpoints a rank has sent {show_bytes(saved)}." if saved else ""
         return (

@@ -32,6 +32,8 @@ from lightning_scape.sparseloco.config import SparseLoCoConfig
 
 EXCHANGE_WORK = 14.0
 """Own work of an exchange in steps of fused AdamW: measured on one CPU core, 13M parameters."""
+OPENING_BYTES = 40
+"""Of an exchange's first message, to each of the other ranks."""
 WINDOWS = (1, 5, 15, 30, 60, 100)
 """``sync_every`` of a plan's predictions."""
 
@@ -47,8 +49,10 @@ class SparseLoCoCost(StepCost):
     def run_bytes(self, method: Any, first: int, steps: int, clips: bool) -> RunBytes:
         """A run ends with an exchange, however short its last window is."""
         loco = method.loco
-        every, ranks, of_one = loco.config.sync_every, loco.communicator.world_size, loco.bytes_per_exchange()
-        exchanges = -(-steps // every) - first // every
+        every, ranks = loco.config.sync_every, loco.communicator.world_size
+        of_one = loco.bytes_per_exchange() + OPENING_BYTES * (ranks - 1)
+        began = loco.progress.steps - loco.progress.in_window  # a fit before it has ended its own last window
+        exchanges = -(-(steps - began) // every) - (first - began) // every
         dense = max(0, steps - first) * all_reduce_bytes(loco.parameters.tensors, ranks)
         return RunBytes(exchanges * of_one, of_one, dense)
 
