@@ -12,26 +12,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from trainer_helpers import BATCHES, Regression, TwoOptimizers, make_trainer
+from trainer_helpers import BATCHES, Recorder, Regression, TwoOptimizers, make_trainer
 
 from lightning_scape import ScapeConfig, ScapeMonitor, ScapeOptimizer, ScapeStrategy, SparseLoCoStrategy, StepStats
 from lightning_scape.core.words import show_bytes
 from lightning_scape.hosts.monitor import collect_metrics
-
-
-class Recorder(DummyLogger):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[tuple[int, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        if any(name.startswith(("scape", "sparseloco")) for name in metrics):
-            self.records.append((step, dict(metrics)))
 
 
 def _monitored(rank: int, world_size: int, every: int, options: dict[str, Any], model: type) -> dict[str, Any]:

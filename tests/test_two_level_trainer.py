@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import warnings
 from typing import Any
@@ -14,10 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from trainer_helpers import MARKS, WIDTH, Regression, loader, make_trainer, ours
+from trainer_helpers import MARKS, WIDTH, Recorder, Regression, loader, make_trainer, ours
 from two_level_helpers import whole
 
-from lightning_scape import ScapeStrategy
+from lightning_scape import ScapeMonitor, ScapeStrategy
+from lightning_scape.core.words import show_bytes
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:.*does not have many workers")]
 
@@ -331,3 +334,20 @@ def test_what_cannot_be_sharded_is_refused(
 def test_wrap_is_a_list_of_names() -> None:
     with pytest.raises(ValueError, match="`wrap` must be a list of names"):
         ScapeStrategy(wrap="Block")
+
+
+def _told(rank: int, world_size: int) -> tuple[str, dict[str, float]]:
+    said, monitor = io.StringIO(), ScapeMonitor(1)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(logging.StreamHandler(said))
+    trainer = make_trainer(strategy(2, 0.9), max_steps=2, callbacks=[monitor], logger=(logged := Recorder()))
+    trainer.fit(Blocks())
+    return said.getvalue(), logged.records[-1][1]
+
+
+def test_what_a_run_sends_is_between_nodes_and_beside_hsdp(run_ranks: Any) -> None:
+    """It told of twice HSDP's bytes, for ranks hold half of a replica, and called them DDP's."""
+    said, metrics = run_ranks(_told, 4)[0]
+    assert metrics["scape/bytes_run_dense"] == 2 * metrics["scape/bytes_dense"]
+    dense = show_bytes(metrics["scape/bytes_run_dense"])
+    assert f"from each rank to other nodes, checkpoints left out. HSDP would send {dense}, " in said
+    assert f"HSDP would have sent {dense}, " in said

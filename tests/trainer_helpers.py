@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
@@ -145,6 +146,18 @@ class TwoOptimizers(Regression):
                 self.manual_backward(nn.functional.mse_loss(self.net(batch[0]), batch[1]))
                 self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
                 optimizer.step()
+
+
+class Recorder(DummyLogger):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if any(name.startswith(("scape", "sparseloco")) for name in metrics):
+            self.records.append((step, dict(metrics)))
 
 
 def loader(batch: int = BATCH, samples: int = 2 * BATCH * BATCHES) -> DataLoader:

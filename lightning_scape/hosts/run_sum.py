@@ -43,10 +43,18 @@ def said_before(methods: Sequence[Method], steps: float | None, trainer: Trainer
         return None
     which = f"this run of {steps:,.0f} steps" if not first else f"the {steps - first:,.0f} steps that are left"
     unit = "step" if methods[0].exchanges_every_step else "exchange"
+    dense, where = _between(trainer)
     return (
         f"{methods[0].title}: {which} will send {_sum(found.sent, steps - first)}, {show_bytes(found.last)} in the last"
-        f" {unit}, from each rank, checkpoints left out. DDP would send {show_bytes_beside(found.dense, found.sent)}."
+        f" {unit}, from each rank{where}, checkpoints left out. {dense} would send"
+        f" {show_bytes_beside(found.dense, found.sent)}."
     )
+
+
+def _between(trainer: Trainer) -> tuple[str, str]:
+    """What trains densely where the method does, and where that is: between nodes whose ranks hold a replica, HSDP."""
+    nodes = getattr(trainer.strategy, "device_mesh", None) is not None
+    return ("HSDP", " to other nodes") if nodes else ("DDP", "")
 
 
 def clips(trainer: Trainer) -> bool:
@@ -69,6 +77,7 @@ class RunSum:
 
     def __init__(self, methods: Sequence[Method], steps: float | None, trainer: Trainer) -> None:
         self._methods, self._strategy = list(methods), trainer.strategy
+        self._beside, self._where = _between(trainer)
         clipped, self._first = clips(trainer), [each.progress().steps for each in methods]
         self._before = [each.communicator.traffic.total for each in methods]
         self._saved_before = self._of_checkpoints()
@@ -83,15 +92,17 @@ class RunSum:
 
     def about(self) -> dict[str, Any]:
         """For a report: steps, and what is expected of the fit."""
-        known = {} if self.steps is None else {"steps": int(self.steps)}
+        known: dict[str, Any] = {"beside": self._beside}
+        known |= {} if self.steps is None else {"steps": int(self.steps)}
         return known if self.expected is None else {**known, "bytes_expected": self.expected.sent}
 
     def metrics(self) -> dict[str, float]:
         """By their names in the logger, in bytes since the fit began.
 
         ``bytes_run`` is what this rank has sent for the optimizer, ``bytes_run_dense`` what DDP would have sent in as
-        many steps, ``bytes_checkpoints`` what checkpoints have sent, all optimizers together: rank 0 to the others, or
-        another rank to rank 0, whichever is more.
+        many steps; with ``local_group_size`` they are those between nodes, and HSDP's. ``bytes_checkpoints`` is what
+        checkpoints have sent, all optimizers together: rank 0 to the others, or another rank to rank 0, whichever is
+        more.
         """
         found: dict[str, float] = {}
         for index, (prefix, each) in enumerate(with_prefixes(self._methods)):
@@ -119,9 +130,9 @@ class RunSum:
         at_last = sum(each.stats().get("bytes_total", 0.0) for each in self._methods)
         unit = "step" if self._methods[0].exchanges_every_step else "exchange"
         last = f", {show_bytes(at_last)} in the last {unit}" if at_last else ""
-        beside = f" DDP would have sent {show_bytes_beside(dense, sent)}." if dense else ""
+        beside = f" {self._beside} would have sent {show_bytes_beside(dense, sent)}." if dense else ""
         collected = f" For checkpoints a rank has sent {show_bytes(saved)}." if saved else ""
         return (
-            f"{self._methods[0].title}: rank 0 has sent {_sum(sent, steps)}{last}, in {steps:,} steps.{beside}"
-            f"{collected}"
+            f"{self._methods[0].title}: rank 0 has sent{self._where} {_sum(sent, steps)}{last}, in {steps:,} steps."
+            f"{beside}{collected}"
         )

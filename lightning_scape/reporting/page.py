@@ -130,7 +130,8 @@ def _whole_run(line: list[Run]) -> list[tuple[str, str]]:
     steps = sum(at["step"] - run.start for run, at in last)
     if not sent or not steps:
         return []
-    beside = f"; DDP would have sent {show_bytes_beside(dense, sent)}" if dense else ""
+    dense_one = plain(line[-1].about.get("beside", "DDP"), 20)
+    beside = f"; {dense_one} would have sent {show_bytes_beside(dense, sent)}" if dense else ""
     found = [
         (
             "sent per rank in the whole run",

@@ -89,7 +89,7 @@ class ScapeCost(StepCost):
     def run_bytes(self, method: Any, first: int, steps: int, clips: bool) -> RunBytes:
         optimizer: ScapeOptimizer = method.optimizer
         schedule, ranks = optimizer.schedule, optimizer.communicator.world_size
-        parameters = optimizer.engine.parameters.tensors
+        parameters = optimizer.engine.parameters.local
         norm = norm_bytes(optimizer.config, len(parameters), ranks, clip=clips)
         counts = schedule.sent_by_step(steps, first)
         sent = sum(count * (optimizer.bytes_per_step(q) + norm) for q, count in counts.items())

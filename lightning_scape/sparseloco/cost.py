@@ -53,7 +53,7 @@ class SparseLoCoCost(StepCost):
         of_one = loco.bytes_per_exchange() + OPENING_BYTES * (ranks - 1)
         began = loco.progress.steps - loco.progress.in_window  # a fit before it has ended its own last window
         exchanges = -(-(steps - began) // every) - (first - began) // every
-        dense = max(0, steps - first) * all_reduce_bytes(loco.parameters.tensors, ranks)
+        dense = max(0, steps - first) * all_reduce_bytes(loco.parameters.local, ranks)
         return RunBytes(exchanges * of_one, of_one, dense)
 
 
