@@ -89,6 +89,24 @@ def test_checkpoints_are_collected_over_the_link_unless_each_rank_writes_its_own
     assert dense.of_checkpoints == 0
 
 
+def test_what_shards_the_optimizer_collects_it_too_and_only_other_nodes_cross_the_link() -> None:
+    run, late = Run(steps=10, checkpoints=3), cost_model.predict(JOB, LINK, MACHINE, [])[1:]
+    collected = [predict_run(each, JOB, LINK, run).of_checkpoints / JOB.parameters for each in late]
+    assert collected == [0, 0, 3 * 4, 3 * 6]  # DDP twice; ZeRO-1 half of both moments; FSDP half of the weights, too
+    nodes = replace(JOB, ranks=8, ranks_per_node=4)
+    method = predict(nodes, LINK, MACHINE, ScapeConfig())
+    waits = [predict_run(method, nodes, LINK, replace(run, checkpoints=n)).seconds for n in (1, 0)]
+    assert waits[0] - waits[1] == pytest.approx(4 * method.gathered / LINK.bandwidth)
+
+
+def test_moments_of_bf16_parameters_take_half() -> None:
+    """As torch's AdamW keeps them; SCAPE's own are fp32."""
+    narrow = replace(JOB, parameter_bytes=2)
+    loco = predict_sparseloco(narrow, LINK, MACHINE, SparseLoCoConfig())
+    found = [cost_model.ddp(narrow, LINK, MACHINE).memory, loco.gathered]
+    assert found == [10 * JOB.parameters, 12 * JOB.parameters]  # parameters, gradients, buckets, moments; or errors
+
+
 def test_whole_nodes_have_the_warm_up_of_the_method_between_them() -> None:
     job = replace(JOB, ranks=8, ranks_per_node=4)
     between = two_level.predict_nodes(job, LINK, MACHINE, Link(bandwidth=1e11), [0.99])[1]
@@ -132,7 +150,7 @@ def test_the_advice_is_on_the_run_and_not_on_its_last_step(capsys: pytest.Captur
 def test_the_table_of_a_run_has_its_sum_and_its_end_with_ddp_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
     said = planned(capsys, "--steps=10000", "--checkpoints=10")
     head, *rows = (
-        row.split(" | ") for row in re.findall(r"^\| (.*) \|$", said.partition("A step at its end")[0], re.M)
+        row.split(" | ") for row in re.findall(r"^\| (.*) \|$", said.partition("A step after all warm-up")[0], re.M)
     )
     table = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
     job = Job(weights=plan.model_weights("pythia-14m"), ranks=2, step_compute=0.23)

@@ -259,6 +259,11 @@ def step_costs(*, every_step: bool | None = None) -> dict[str, StepCost]:
     }
 
 
+def moments(job: Job) -> int:
+    """Bytes that torch's AdamW keeps for each parameter, in the parameter's own dtype."""
+    return 2 * job.parameter_bytes
+
+
 def replicated_memory(job: Job, state: float) -> int:
     """Bytes of a rank that holds all parameters and gradients, and ``state`` bytes for each of them."""
     return round(job.parameters * (2 * job.parameter_bytes + state))
@@ -297,7 +302,7 @@ def compute_only(job: Job, machine: Machine) -> Prediction:
         method="compute only",
         seconds=job.step_compute + _dense_optimizer(job, machine),
         bytes_sent=0,
-        memory=replicated_memory(job, 8),
+        memory=replicated_memory(job, moments(job)),
     )
 
 
@@ -309,7 +314,7 @@ def ddp(job: Job, link: Link, machine: Machine, wire_bytes: int | None = None) -
         method="DDP" if wire_bytes is None else "DDP (bf16 wire)",
         seconds=seconds + _copies(job, machine) + _dense_optimizer(job, machine),
         bytes_sent=sent,
-        memory=replicated_memory(job, 8 + job.parameter_bytes),  # the buckets hold the gradient once more
+        memory=replicated_memory(job, moments(job) + job.parameter_bytes),  # the buckets hold the gradient once more
     )
 
 
@@ -323,7 +328,8 @@ def zero1(job: Job, link: Link, machine: Machine) -> Prediction:
         method="ZeRO-1",
         seconds=seconds + gather + _copies(job, machine) + own,
         bytes_sent=2 * sent,
-        memory=replicated_memory(job, 8 / job.ranks + width),
+        memory=replicated_memory(job, moments(job) / job.ranks + width),
+        gathered=round(moments(job) * job.parameters / job.ranks),
     )
 
 
@@ -364,7 +370,8 @@ def fsdp(job: Job, link: Link, machine: Machine, *, reduce_passes: int = 1) -> P
         method="FSDP",
         seconds=seconds + _copies(job, machine) + own,
         bytes_sent=round((2 * inside + root + reduce_passes * job.parameters) * width * share),
-        memory=round((2 * width + 8) * job.parameters / job.ranks + 2 * largest * width),
+        memory=round((2 * width + moments(job)) * job.parameters / job.ranks + 2 * largest * width),
+        gathered=round((width + moments(job)) * job.parameters / job.ranks),
     )
 
 

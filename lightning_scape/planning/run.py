@@ -80,8 +80,9 @@ def predict_run(late: Prediction, job: Job, link: Link, run: Run) -> RunPredicti
     parts = [*begun, (settled, late)]
     gathered = 0 if run.sharded else run.checkpoints * late.gathered
     standing = 0.0 if run.beside else run.checkpoints * run.saving
-    if not run.beside:  # rank 0's link carries what all others send
-        standing += gathered * (job.ranks - 1) * max(1 / link.bandwidth, link.copy_seconds)
+    if not run.beside:  # the link of rank 0's node carries what the other nodes' ranks send
+        crossing = (job.ranks - job.ranks_per_node) / link.bandwidth
+        standing += gathered * max(crossing, (job.ranks - 1) * link.copy_seconds)
 
     def summed(value: Callable[[Prediction], float]) -> float:
         return sum(count * value(p) for count, p in parts)

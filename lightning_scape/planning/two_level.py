@@ -14,7 +14,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_scape.planning.cost_model import BACKWARD_SHARE, Job, Link, Machine, Prediction, Weight, fsdp, of_methods
+from lightning_scape.planning.cost_model import (
+    BACKWARD_SHARE,
+    Job,
+    Link,
+    Machine,
+    Prediction,
+    Weight,
+    fsdp,
+    moments,
+    of_methods,
+)
 
 _NO_OPTIMIZER = Machine(adamw=0.0, clip=0.0)
 
@@ -66,7 +76,8 @@ def hsdp(job: Job, link: Link, machine: Machine, inside: Link) -> Prediction:
 
 def _on_nodes(job: Job, node: Prediction, between: Prediction) -> Prediction:
     """FSDP inside the node; ``between`` nodes a method, on shards."""
-    gathered = node.memory - round((2 * job.parameter_bytes + 8) * job.parameters / job.ranks_per_node)
+    held = 2 * job.parameter_bytes + moments(job)
+    gathered = node.memory - round(held * job.parameters / job.ranks_per_node)
     begins = between.begins
     return replace(
         between,

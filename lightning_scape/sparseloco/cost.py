@@ -26,6 +26,7 @@ from lightning_scape.planning.cost_model import (
     all_to_all_hop,
     compute_only,
     message,
+    moments,
     replicated_memory,
 )
 from lightning_scape.sparseloco.config import SparseLoCoConfig
@@ -67,9 +68,9 @@ def predict(job: Job, link: Link, machine: Machine, config: SparseLoCoConfig) ->
     own = EXCHANGE_WORK * machine.adamw * job.parameters
     alone = compute_only(job, machine)
     every = config.sync_every
-    state = 8 + state_bytes(config, job.ranks, job.parameter_bytes)  # AdamW's, and the method's
+    state = moments(job) + state_bytes(config, job.ranks, job.parameter_bytes)
     # Each rank's parameters, errors and AdamW; of what all ranks know, or own, an N-th.
-    gathered = job.parameter_bytes + 4 + 8 + (4 if config.gathers(job.ranks) else 8) / job.ranks
+    gathered = job.parameter_bytes + 4 + moments(job) + (4 if config.gathers(job.ranks) else 8) / job.ranks
     over_window = Prediction(
         method=f"SparseLoCo H={every}",
         title="SparseLoCo",

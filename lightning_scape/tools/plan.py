@@ -264,7 +264,8 @@ def report(
         lines += [which_method(predictions, local, memory), "", _loads(predictions, job, link), ""]
         lines += [_of_a_long_run(predictions, job, link, memory), ""]
     else:
-        lines += [*run_tables(predictions, local, job, link, machine, length, memory), "", "A step at its end:", ""]
+        lines += run_tables(predictions, local, job, link, machine, length, memory)
+        lines += ["", "A step after all warm-up:", ""]
     lines += _step_table(predictions, job, link, machine, memory, inside)
     if length is None:
         lines += _alternatives(predictions, job, link, machine, Run(steps=LONG), memory)
