@@ -139,25 +139,25 @@ def plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--nodes", type=count, default=None, help="machines, at least 2; under torchrun, all of them")
     add("--gpus-per-node", type=count, default=None, help="ranks of each machine (default: 1, or torchrun's)")
     add("--bandwidth", type=bandwidth, default=None, help="of each node's link: 10gbit, 100mbit (bits per second)")
-    add("--latency", type=seconds, default=50e-6, help="of one hop, software included (default: 50us)")
+    add("--latency", type=seconds, help="of one hop, software included (default: 50us)")
     add("--step-compute", type=compute_seconds, default=None, help="forward and backward of a rank's step: 0.8s, 350ms")
     add("--measure", action="store_true", help="measure compute and optimizers here and, under torchrun, the link")
     add("--batch-size", type=count, help="with --measure: sequences of a rank's step (default: 2)")
     add("--context", type=count, help="with --measure: tokens of a sequence (default: 128)")
     add("--memory-bandwidth", type=positive, help="without --measure: of the device, GB/s (default: 1500)")
     add("--memory", type=positive, default=80.0, help="of a rank's device, GB; advice is what fits (default: 80)")
-    add("--node-bandwidth", type=positive, default=200.0, help="between the ranks of a node, GB/s (default: 200)")
+    add("--node-bandwidth", type=positive, help="between the ranks of a node, GB/s (default: 200)")
     add("--precision", choices=PRECISIONS, default="32-true", help="of the training, and of what is measured")
     add("--no-clipping", action="store_true", help="the gradient norm is not clipped")
     add("--sparsity", type=sparsity, nargs="+", default=[0.0, 0.9, 0.99, 0.999], help="which to predict")
     add("--steps", type=count, default=None, help="of the optimizer in the whole run, which is then predicted")
     add("--checkpoints", type=count_or_none, help="with --steps: how many are saved (default: 0)")
-    add("--state-dict-type", choices=("full", "sharded"), help="with --steps: of the checkpoints (default: full)")
+    add("--state-dict-type", choices=("full", "sharded"), help="with --checkpoints: their kind (default: full)")
     add(
         "--async-save",
         action="store_true",
         default=None,
-        help="with --steps: checkpoints are collected and written beside training",
+        help="with --checkpoints: they are collected and written beside training",
     )
     add("--validation", type=seconds, help="with --steps: time of all validations together: 90s")
     add("--plot", type=Path, default=None, help="draw step time over bandwidth and over ranks into this file (.png)")
@@ -202,14 +202,17 @@ def _check(args: argparse.Namespace) -> None:
 
 def _check_effects(args: argparse.Namespace) -> None:
     """Raises ``ValueError`` for an option that the others leave without effect; fills in those that are not given."""
-    measured, of_a_run = (args.measure, "with --measure"), (args.steps is not None, "with --steps")
+    measured = args.measure and args.step_compute is None, "with --measure and without --step-compute"
+    of_a_run, saved = (args.steps is not None, "with --steps"), (bool(args.checkpoints), "with --checkpoints")
     for name, default, (counts, how) in (
+        ("latency", 50e-6, (not (args.measure and launched() > 1), "without --measure under torchrun, which tells it")),
+        ("node_bandwidth", 200.0, (args.gpus_per_node > 1, "with several --gpus-per-node")),
         ("batch_size", 2, measured),
         ("context", 128, measured),
         ("memory_bandwidth", 1500.0, (not args.measure, "without --measure, which measures it")),
         ("checkpoints", 0, of_a_run),
-        ("state_dict_type", "full", of_a_run),
-        ("async_save", False, of_a_run),
+        ("state_dict_type", "full", saved),
+        ("async_save", False, saved),
         ("validation", 0.0, of_a_run),
     ):
         if getattr(args, name) is None:
