@@ -97,7 +97,8 @@ def test_the_tiny_configuration_trains_on_two_processes_and_the_loss_falls(strai
 
 def test_the_run_says_once_what_holds_and_by_which_flags_to_change_it(straight: tuple[Path, str]) -> None:
     """LitGPT takes as many steps as the line says: the fixture's losses are eight."""
-    (said,) = [line for line in straight[1].splitlines() if line.startswith("SCAPE: ")]
+    said, whole = (line for line in straight[1].splitlines() if line.startswith("SCAPE: "))
+    assert whole.startswith("SCAPE: this run of 8 steps will send ")
     assert "sends 20% of the entries per step (sparsity=0.8), " in said
     assert (
         "after a warm-up of 895 steps (this run of 8 ends at 96%). Update: AdamW's, your lr, betas and eps hold."

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -374,21 +375,38 @@ train()
 """
 
 
-def test_one_line_of_rank_0_says_at_the_first_step_what_holds_for_all_optimizers(tmp_path: Path) -> None:
+def test_two_lines_of_rank_0_say_at_the_first_step_what_holds_for_all_optimizers(tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     (tmp_path / "script.py").write_text(FIRST_LINE)
     command = [warm_python(), str(tmp_path / "script.py"), str(tmp_path / "checkpoint")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=True)
     said = [line for line in done.stderr.splitlines() if line == "set up" or "SCAPE: " in line]
-    assert len(said) == 2, done.stderr
+    assert len(said) == 3, done.stderr
+    assert said[2].startswith("SCAPE: this run of 600 steps will send ")
     assert re.fullmatch(
-        r"SCAPE: sends 1% of the entries per step \(sparsity=0.99\), [0-9]+ B per rank and step, after a warm-up of"
-        r" 4,950 steps \(this run of 600 ends at 7.5%\). Update: AdamW's, your lr, betas and eps hold; AdamS's, as"
-        r" in SCAPE's paper."
+        r"SCAPE: sends 1% of the entries per step \(sparsity=0.99\), [0-9]+ B per rank and step beside the norm's"
+        r" message, after a warm-up of 4,950 steps \(this run of 600 ends at 7.5%\). Update: AdamW's, your lr, betas"
+        r" and eps hold; AdamS's, as in SCAPE's paper."
         r' To change: FabricScapeStrategy\(sparsity=..., sparsity_warmup_steps=0, update="adamw"\).',
         said[1],
     )
+
+
+def _warned_at_the_first_step(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
+    fabric = L.Fabric(accelerator="cpu", strategy=FabricScapeStrategy(sparsity_warmup_steps=0, **options))
+    fabric.launch()
+    model, optimizer = fabric.setup(layer := nn.Linear(9, 1), torch.optim.AdamW(layer.parameters()))
+    fabric.backward(model(torch.ones(2, 9)).sum())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return [str(each.message) for each in caught if "updated at least" in str(each.message)]
+
+
+def test_a_run_that_is_too_short_is_told_where_its_length_is_known(run_ranks: Any) -> None:
+    for options, told in (({}, 0), ({"total_steps": 120}, 1)):
+        assert len(run_ranks(_warned_at_the_first_step, 1, options)[0]) == told
 
 
 def continue_for_longer(rank: int, world_size: int, folder: str) -> list[int]:

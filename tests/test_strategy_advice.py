@@ -242,7 +242,7 @@ def _bytes_said(rank: int, world_size: int) -> tuple[str, int]:
 
 def test_the_bytes_of_the_first_line_are_those_that_a_step_at_its_end_counts(run_ranks: Any) -> None:
     for said, counted in run_ranks(_bytes_said, 2):
-        assert f"(sparsity=0.9), {show_bytes(counted)} per rank and step, from the first" in said
+        assert f"(sparsity=0.9), {show_bytes(counted)} per rank and step beside the norm's message, from" in said
 
 
 # -------------------------------------------------------------------------------------------- is it long enough?

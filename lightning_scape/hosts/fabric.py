@@ -33,6 +33,7 @@ from lightning_scape.hosts import setup, two_level
 from lightning_scape.hosts.fabric_checkpoints import FabricCheckpoints
 from lightning_scape.hosts.outsiders import Watch
 from lightning_scape.hosts.private_names import BackwardSyncControl
+from lightning_scape.hosts.run_sum import said_before
 
 
 class FabricMethodStrategy(FabricCheckpoints):
@@ -113,6 +114,8 @@ class FabricMethodStrategy(FabricCheckpoints):
         )
         self.hold_back_by(_GradientSync())
         self.total_steps = total_steps
+        self._clips = False
+        """Whether the norm of the averaged gradient was clipped."""
         self.known = Known()
         """What was set up with this strategy."""
 
@@ -174,6 +177,10 @@ class FabricMethodStrategy(FabricCheckpoints):
     def _tell(self, methods: list[Method]) -> None:
         for line in self._method.summary(methods, self.total_steps, self.spelling()):
             rank_zero_info(line)
+        if whole := said_before(methods, self.total_steps, self._clips, self):
+            rank_zero_info(whole)
+        if warning := methods[0].advice.at_start(self.total_steps):
+            rank_zero_warn(warning)
         if self.total_steps is None and not self._method.exchanges_every_step and self.world_size > self._nodes.size:
             rank_zero_info(
                 "The number of steps is not known: call the strategy's sync() after the last one, or the model that you"
@@ -231,6 +238,7 @@ class FabricMethodStrategy(FabricCheckpoints):
                 " gradient, and only its Euclidean norm can be estimated from sketches. Leave it at 2."
             )
         self.precision.unscale_gradients(optimizer)
+        self._clips = True
         return setup.clipping(optimizer).norm(float(max_norm), error_if_nonfinite)
 
     @override

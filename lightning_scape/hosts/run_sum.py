@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from lightning.pytorch import Trainer
+from typing import TYPE_CHECKING, Any
 
 from lightning_scape.core.method import Method
 from lightning_scape.core.words import show_bytes, show_bytes_beside
 from lightning_scape.hosts.advice import with_prefixes
 from lightning_scape.planning.cost_model import RunBytes
+
+if TYPE_CHECKING:  # Fabric has none
+    from lightning.pytorch import Trainer
 
 
 def expected(methods: Sequence[Method], first: int, steps: float | None, clips: bool) -> RunBytes | None:
@@ -35,15 +36,22 @@ def _of(method: Method, first: int, steps: int, clips: bool) -> RunBytes | None:
     return None if method.step_cost is None else method.step_cost.run_bytes(method, first, steps, clips)
 
 
-def said_before(methods: Sequence[Method], steps: float | None, trainer: Trainer) -> str | None:
-    """The line at the start of a fit, or of what is left of it after a checkpoint."""
+def said_before(methods: Sequence[Method], steps: float | None, clipped: bool, strategy: Any) -> str | None:
+    """The line at the start of a run, or of what is left of it after a checkpoint; None where :func:`expected` is.
+
+    Args:
+        methods: of all optimizers.
+        steps: of the whole run; None is not known.
+        clipped: whether the norm of the gradient is clipped.
+        strategy: the host's.
+    """
     first = methods[0].progress().steps
-    found = expected(methods, first, steps, clips(trainer))
+    found = expected(methods, first, steps, clipped)
     if found is None or steps is None:
         return None
     which = f"this run of {steps:,.0f} steps" if not first else f"the {steps - first:,.0f} steps that are left"
     unit = "step" if methods[0].exchanges_every_step else "exchange"
-    dense, where = _between(trainer)
+    dense, where = _between(strategy)
     return (
         f"{methods[0].title}: {which} will send {_sum(found.sent, steps - first)}, {show_bytes(found.last)} in the last"
         f" {unit}, from each rank{where}, checkpoints left out. {dense} would send"
@@ -51,9 +59,9 @@ def said_before(methods: Sequence[Method], steps: float | None, trainer: Trainer
     )
 
 
-def _between(trainer: Trainer) -> tuple[str, str]:
+def _between(strategy: Any) -> tuple[str, str]:
     """What trains densely where the method does, and where that is: between nodes whose ranks hold a replica, HSDP."""
-    nodes = getattr(trainer.strategy, "device_mesh", None) is not None
+    nodes = getattr(strategy, "device_mesh", None) is not None
     return ("HSDP", " to other nodes") if nodes else ("DDP", "")
 
 
@@ -77,7 +85,7 @@ class RunSum:
 
     def __init__(self, methods: Sequence[Method], steps: float | None, trainer: Trainer) -> None:
         self._methods, self._strategy = list(methods), trainer.strategy
-        self._beside, self._where = _between(trainer)
+        self._beside, self._where = _between(trainer.strategy)
         clipped, self._first = clips(trainer), [each.progress().steps for each in methods]
         self._before = [each.communicator.traffic.total for each in methods]
         self._saved_before = self._of_checkpoints()

@@ -40,7 +40,7 @@ from lightning_scape.hosts.last_window import end_before_statistics
 from lightning_scape.hosts.requeue import callbacks_of
 from lightning_scape.hosts.resume import Resume, Resumption
 from lightning_scape.hosts.run_length import compare_lengths, ends_epoch, steps_of_optimizer, steps_of_run
-from lightning_scape.hosts.run_sum import said_before
+from lightning_scape.hosts.run_sum import clips, said_before
 from lightning_scape.hosts.shared_nans import SharedNans
 from lightning_scape.hosts.trainer_checkpoints import TrainerCheckpoints
 
@@ -207,7 +207,7 @@ class MethodStrategy(TrainerCheckpoints):
             each.expect_steps(steps)
         for line in self._method.summary(methods, steps, self.spelling()):
             rank_zero_info(line)
-        if whole := said_before(methods, steps, trainer):
+        if whole := said_before(methods, steps, clips(trainer), self):
             rank_zero_info(whole)
         if warning := methods[0].advice.at_start(steps):
             rank_zero_warn(warning)

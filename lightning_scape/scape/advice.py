@@ -63,7 +63,8 @@ def summary(optimizers: Sequence[ScapeOptimizer], steps: float | None, spell: Sp
     size = sum(optimizer.bytes_per_step() for optimizer in optimizers)
     of_node = optimizers[0].engine.node.world_size
     where, alone = (f" between nodes of {of_node} ranks", "node") if of_node > 1 else ("", "rank")
-    sent = f"{show_bytes(size)} per rank and step{where}" if size else f"0 bytes with one {alone}"
+    beside = f" per rank and step{where} beside the norm's message"
+    sent = f"{show_bytes(size)}{beside}" if size else f"0 bytes with one {alone}"
     updates = sorted({str(optimizer.config.update) for optimizer in optimizers}, reverse=True)
     change = {
         "sparsity": "...",
