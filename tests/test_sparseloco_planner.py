@@ -88,6 +88,16 @@ def test_the_advice_follows_the_bandwidth() -> None:
     assert "SparseLoCo is not needed" in said[1.25e9]
 
 
+def test_a_nodes_card_sends_what_its_ranks_send_to_other_nodes() -> None:
+    """An all-to-all leaves a node 8 times 8/15; a ring leaves it once. The plan told of one rank's bytes."""
+    nodes = replace(JOB, ranks=16, ranks_per_node=8)
+    found = predict(nodes, Link(bandwidth=1e9), MACHINE, SparseLoCoConfig(sync_every=4))
+    assert found.on_card == pytest.approx(found.bytes_sent * (0.5 * 64 / 15 + 0.5), rel=0.01)
+    assert found.begins is not None
+    ((_, last),) = found.begins(6)
+    assert last.on_card == pytest.approx(2 * found.on_card, rel=1e-3)
+
+
 def test_longer_windows_send_less_and_wait_less() -> None:
     local = cost_model.predict_local(JOB, Link(bandwidth=1.25e6), MACHINE)
     assert [p.bytes_sent for p in local] == sorted((p.bytes_sent for p in local), reverse=True)

@@ -91,7 +91,7 @@ def predict_run(late: Prediction, job: Job, link: Link, run: Run) -> RunPredicti
         late,
         seconds=summed(lambda p: p.seconds) + run.validation + standing,
         bytes_sent=round(summed(lambda p: p.bytes_sent)) + gathered,
-        card_bytes=round(summed(lambda p: p.on_card)) + gathered,
+        card_bytes=round(summed(lambda p: p.on_card)) + gathered * job.ranks_per_node,
         exposed=summed(lambda p: p.exposed) + standing,
         latency=summed(lambda p: p.latency),
         begins=None,

@@ -27,6 +27,7 @@ from lightning_scape.planning.cost_model import (
     compute_only,
     message,
     moments,
+    nodes_share,
     replicated_memory,
 )
 from lightning_scape.sparseloco.config import SparseLoCoConfig
@@ -68,6 +69,7 @@ def predict(job: Job, link: Link, machine: Machine, config: SparseLoCoConfig) ->
     own = EXCHANGE_WORK * machine.adamw * job.parameters
     alone = compute_only(job, machine)
     every = config.sync_every
+    on_card = sent + there * (nodes_share(job.ranks, job.ranks_per_node) - 1)
     state = moments(job) + state_bytes(config, job.ranks, job.parameter_bytes)
     # Each rank's parameters, errors and AdamW; of what all ranks know, or own, an N-th.
     gathered = job.parameter_bytes + 4 + moments(job) + (4 if config.gathers(job.ranks) else 8) / job.ranks
@@ -78,6 +80,7 @@ def predict(job: Job, link: Link, machine: Machine, config: SparseLoCoConfig) ->
         option=f"sync_every={every}",
         seconds=alone.seconds + (messages + latency + own) / every,
         bytes_sent=round(sent / every),
+        card_bytes=round(on_card / every),
         memory=replicated_memory(job, state),
         exposed=(messages + latency) / every,
         latency=latency / every,
@@ -86,11 +89,11 @@ def predict(job: Job, link: Link, machine: Machine, config: SparseLoCoConfig) ->
 
     def last_window(steps: int) -> list[tuple[int, Prediction]]:
         """A run ends with an exchange, however short its last window is."""
-        extra = messages + latency + own if (short := steps % every) else 0.0
-        left = replace(
-            over_window, seconds=alone.seconds + extra / max(1, short), bytes_sent=round(sent / max(1, short))
-        )
-        return [(short, left)] if short else []
+        if not (short := steps % every):
+            return []
+        seconds = alone.seconds + (messages + latency + own) / short
+        of_rank, of_card = round(sent / short), round(on_card / short)
+        return [(short, replace(over_window, seconds=seconds, bytes_sent=of_rank, card_bytes=of_card))]
 
     return replace(over_window, begins=last_window)
 

@@ -295,12 +295,13 @@ def run_tables(
     """What a whole run takes by each method, the advice on it first."""
     runs, apart = ([predict_run(p, job, link, length) for p in given] for given in (predictions, local))
     alone, dense = runs[0].seconds, _first_dense([run.whole for run in runs])
+    of_card = ", by network card" if job.ranks_per_node > 1 else ""
     head = [
         "method",
         "the run takes",
         "over compute only",
         "sent by a rank",
-        f"{dense.method}'s / it",
+        f"{dense.method}'s / it{of_card}",
         "of that checkpoints",
     ]
     head += ["steps that send more", "sent per step: on average", "at the end", "time of messages / compute"]
