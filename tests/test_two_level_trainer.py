@@ -349,5 +349,5 @@ def test_what_a_run_sends_is_between_nodes_and_beside_hsdp(run_ranks: Any) -> No
     said, metrics = run_ranks(_told, 4)[0]
     assert metrics["scape/bytes_run_dense"] == 2 * metrics["scape/bytes_dense"]
     dense = show_bytes(metrics["scape/bytes_run_dense"])
-    assert f"from each rank to other nodes, checkpoints left out. HSDP would send {dense}, " in said
+    assert f"from each rank to other nodes, checkpoints and clipping left out. HSDP would send {dense}, " in said
     assert f"HSDP would have sent {dense}, " in said

@@ -52,9 +52,10 @@ def said_before(methods: Sequence[Method], steps: float | None, clipped: bool, s
     which = f"this run of {steps:,.0f} steps" if not first else f"the {steps - first:,.0f} steps that are left"
     unit = "step" if methods[0].exchanges_every_step else "exchange"
     dense, where = _between(strategy)
+    left_out = "checkpoints and clipping" if methods[0].clips and not clipped else "checkpoints"  # by the module itself
     return (
         f"{methods[0].title}: {which} will send {_sum(found.sent, steps - first)}, {show_bytes(found.last)} in the last"
-        f" {unit}, from each rank{where}, checkpoints left out. {dense} would send"
+        f" {unit}, from each rank{where}, {left_out} left out. {dense} would send"
         f" {show_bytes_beside(found.dense, found.sent)}."
     )
 
