@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_scape.comm.collectives import Work, new_group_like
+from lightning_scape.core.words import show_times
 from lightning_scape.sparseloco import SparseLoCo, SparseLoCoConfig
 from lightning_scape.sparseloco.method import summary
+from lightning_scape.sparseloco.stats import ExchangeStats
 
 EXACT: dict[str, Any] = {"density": 1.0, "bits": None, "error_decay": 1.0, "outer_lr": 1.0}
 SPARSE: dict[str, Any] = {"density": 1 / 8, "bits": 2, "sync_every": 3, "reduction": "sharded"}
@@ -335,21 +337,25 @@ def test_an_overlapped_exchange_leaves_ranks_apart_and_starting_points_equal(run
     torch.testing.assert_close(first["end"], second["end"], rtol=0.2, atol=0.2)
 
 
-def _said(rank: int, world_size: int) -> tuple[str, float]:
+def _said(rank: int, world_size: int, dtype: torch.dtype) -> tuple[str, ExchangeStats]:
     torch.manual_seed(0)
-    net = nn.Linear(256, 256, bias=False)
+    net = nn.Linear(256, 256, bias=False, dtype=dtype)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     loco = SparseLoCo(optimizer, sync_every=1, density=0.3, block_size=4)
-    net(torch.randn(4, 256)).square().mean().backward()
+    net(torch.randn(4, 256, dtype=dtype)).square().mean().backward()
     optimizer.step()
     assert loco.stats is not None
-    return summary(loco), loco.stats.density
+    return summary(loco), loco.stats
 
 
 def test_the_line_at_the_start_says_what_is_sent_where_density_is_rounded(run_ranks: Any) -> None:
-    for line, sent in run_ranks(_said, 2):
-        assert sent == 0.25
-        assert "an exchange of 0.25 of the entries in 2 bits" in line
+    for dtype in (torch.float32, torch.bfloat16):
+        for line, stats in run_ranks(_said, 2, dtype):
+            assert stats.density == 0.25
+            assert "an exchange of 0.25 of the entries in 2 bits" in line
+            assert stats.bytes_dense == 256 * 256 * dtype.itemsize  # as DDP would send it; it was fp32's
+            ratio = stats.bytes_dense / (stats.bytes_total - stats.bytes_norm)
+            assert f"({show_times(ratio)}x fewer bytes than an all-reduce of the gradient, " in line
 
 
 def _overlapped(rank: int, world_size: int, overlap: int) -> tuple[Tensor, float]:

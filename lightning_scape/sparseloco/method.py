@@ -10,7 +10,8 @@ from typing_extensions import Self, override
 
 from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.core.method import Advice, Method, Progress, Spelling, Surroundings
-from lightning_scape.core.words import show_bytes
+from lightning_scape.core.words import show_bytes, show_times
+from lightning_scape.planning.cost_model import all_reduce_bytes
 from lightning_scape.sparseloco.checkpoint import FORM
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
 from lightning_scape.sparseloco.cost import SparseLoCoCost
@@ -141,7 +142,7 @@ class SparseLoCoMethod(Method):
 def summary(loco: SparseLoCo) -> str:
     """One line for the user: how often ranks exchange, and how much."""
     config, ranks = loco.config, loco.communicator.world_size
-    dense = 8 * loco.layout.numel * (ranks - 1) // ranks
+    dense = all_reduce_bytes(loco.parameters.local, ranks)
     nodes = f" between nodes of {loco.node.world_size} ranks" if loco.node.world_size > 1 else ""
     sent = loco.bytes_per_exchange()
     how = f"{config.quota.density:.3g} of the entries" + ("" if config.bits is None else f" in {config.bits} bits")
@@ -150,6 +151,6 @@ def summary(loco: SparseLoCo) -> str:
         return f"SparseLoCo: {alone}, nothing is sent; a window ends every {config.sync_every} steps."
     return (
         f"SparseLoCo: {config.sync_every} local steps, then an exchange of {how}, {show_bytes(sent)} per rank{nodes}"
-        f" ({dense / sent:.0f}x fewer bytes than an all-reduce in fp32, {dense / sent * config.sync_every:.0f}x fewer"
-        " over a window)."
+        f" ({show_times(dense / sent)}x fewer bytes than an all-reduce of the gradient,"
+        f" {show_times(dense / sent * config.sync_every)}x fewer over a window)."
     )

@@ -33,7 +33,7 @@ class ExchangeStats:
     """Back to all ranks."""
     bytes_norm: int
     bytes_dense: int
-    """Bytes that a ring all-reduce of the whole pseudo-gradient in fp32 would have sent."""
+    """Bytes that a ring all-reduce of the gradient (DDP) would have sent in one step, in the parameters' own dtypes."""
     density: float
     """Entries sent / P, each way."""
     delta_norm: float
@@ -51,7 +51,7 @@ class ExchangeStats:
 
     @classmethod
     def of(
-        cls, record: ExchangeRecord, layout: Layout, sent: int, error_norm: float, skipped_total: int
+        cls, record: ExchangeRecord, layout: Layout, sent: int, dense: int, error_norm: float, skipped_total: int
     ) -> ExchangeStats:
         """From a record, whose norm is read: on CUDA it waits for the device.
 
@@ -59,10 +59,11 @@ class ExchangeStats:
             record: of the exchange, which has ended.
             layout: of this rank's parameters.
             sent: entries of a block that are sent.
+            dense: bytes of an all-reduce.
             error_norm: norm of the error feedback.
             skipped_total: dropped windows.
         """
-        norm, ranks = float(record.norm), layout.world_size
+        norm = float(record.norm)
         entries = sum(piece.kept(sent, layout.block_size) for piece in layout.everything().pieces)
         return cls(
             step=record.step,
@@ -70,7 +71,7 @@ class ExchangeStats:
             bytes_values=record.bytes_sent["values"],
             bytes_parameters=record.bytes_sent["parameters"],
             bytes_norm=record.bytes_sent["norm"],
-            bytes_dense=2 * (ranks - 1) * 4 * layout.numel // ranks,
+            bytes_dense=dense,
             density=entries / max(1, layout.numel),
             delta_norm=norm,
             error_norm=error_norm,

@@ -18,6 +18,7 @@ from lightning_scape.core.layout import Layout
 from lightning_scape.core.local_shards import local
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.tensors import OnItsWay, bytes_of
+from lightning_scape.planning.cost_model import all_reduce_bytes
 from lightning_scape.sparseloco import phase, setup
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 from lightning_scape.sparseloco.exchange import Exchange
@@ -223,7 +224,8 @@ class Windows:
             assert state is not None
             norm = self.exchange.error_norm(state) if ended.error_norm is None else ended.error_norm
             sent, dropped = self.exchange.wire.sent, self.dropped.total
-            self._stats = ExchangeStats.of(ended, self._layout, sent, float(norm), dropped)
+            dense = all_reduce_bytes(self._parameters.local, self._comm.world_size)
+            self._stats = ExchangeStats.of(ended, self._layout, sent, dense, float(norm), dropped)
         return self._stats
 
     # ---------------------------------------------------------------------------------------- saves, and loads
