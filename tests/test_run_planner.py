@@ -169,6 +169,7 @@ def test_without_a_length_one_line_tells_of_a_long_run(capsys: pytest.CaptureFix
     said = planned(capsys)
     (line,) = re.findall(r"^A run of 10,000 steps takes .*", said, re.MULTILINE)
     assert "with SCAPE 0.99 (the first 3,950 steps send more). `--steps` tells of yours." in line
+    assert "with SCAPE 0.95 (the first " in planned(capsys, "--sparsity=0.95")
 
 
 def test_where_full_checkpoints_take_long_there_is_advice_without_them(capsys: pytest.CaptureFixture[str]) -> None:

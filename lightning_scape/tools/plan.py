@@ -349,7 +349,7 @@ def _loads(predictions: Sequence[Prediction], job: Job, link: Link) -> str:
 
 def _of_a_long_run(predictions: Sequence[Prediction], job: Job, link: Link, memory: float) -> str:
     """One line on the whole of a run, where no length was given."""
-    chosen = [best_dense(predictions, memory), *(p for p in predictions if p.sparsity in (0.9, SPARSEST))]
+    chosen = [best_dense(predictions, memory), *(p for p in predictions if 0 < (p.sparsity or 0) <= SPARSEST)]
     said = []
     for run in (predict_run(p, job, link, Run(steps=LONG)) for p in chosen):
         begun = f" (the first {run.beginning:,} steps send more)" if run.beginning else ""
