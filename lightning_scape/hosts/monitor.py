@@ -32,8 +32,9 @@ class ScapeMonitor(ReportingCallback):
     is that of the metrics which the module logs.
 
     With them comes what the run has sent so far: ``bytes_run``, ``bytes_run_dense`` (what DDP would have sent in as
-    many steps) and ``bytes_checkpoints`` (what a rank has sent for checkpoints). A line says it all when the fit ends.
-    Bytes are those of messages, without protocol headers, which take some 2% more.
+    many steps) and ``bytes_checkpoints`` (what a rank has sent for checkpoints), in this fit. With ``local_group_size``
+    the first two are between nodes, and HSDP's. A line says it all when the fit ends. Bytes are those of messages,
+    without protocol headers, which take some 2% more.
 
     With ``report="folder"`` the run leaves a page with plots there (loss, density, bytes by kind, time by phase, churn,
     skipped steps), ``report.html``: one file, which any browser opens without a network. Rank 0 writes it when the fit
