@@ -419,7 +419,7 @@ def main() -> None:
         if args.list:
             print("\n".join(run.name for run in runs))
         elif not args.report:
-            execute_all(runs, args.out, 0 if args.short else args.jobs, keep=False)
+            execute_all(runs, args.out, 0 if args.short else args.jobs, keep=False, device="cpu")
     if not args.list:
         print(report(args.out))
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent / "lightning_scape"
 MODULES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
@@ -97,3 +100,14 @@ def test_the_step_fits_one_screen() -> None:
     (step,) = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "step")
     assert step.end_lineno is not None
     assert step.end_lineno - step.body[1].lineno + 1 <= 50
+
+
+def test_the_top_level_holds_what_belongs_there() -> None:
+    """A file that a run has left in the clone (a config.yaml of LightningCLI's) is not for the repository."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT.parent, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip(f"git does not list the files: {listed.stderr.strip()}")
+    folders = {"lightning_scape", "examples", "configs", "tests", "docs", ".ci", ".github"}
+    files = {"pyproject.toml", "CHANGELOG.md", "README.md", "LICENSE", "mkdocs.yml"}
+    hidden = {".gitignore", ".pre-commit-config.yaml"}
+    assert {name.partition("/")[0] for name in listed.stdout.splitlines()} <= folders | files | hidden

@@ -139,7 +139,7 @@ def test_these_too_train_where_all_stop_before_any_runs_out(run_ranks: RunRanks,
 def fit_and_save(rank: int, world_size: int, folder: str) -> int:
     seen: list[bool] = []
 
-    def write(path: Path, tensors: Any, rest: bytes, communicator: Communicator) -> None:
+    def write(path: Path, tensors: Any, rest: bytes, communicator: Communicator, *_: Any) -> None:
         time.sleep(0.02 * rank)
         seen.append(communicator.all_gather_object(rank) == [0, 1])
 

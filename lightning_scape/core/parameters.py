@@ -131,9 +131,9 @@ class Parameters:
                     change = "frozen then" if parameter.requires_grad else "trained then, and is frozen now"
                     raise ValueError(
                         "Parameters must be frozen or unfrozen before the optimizer is built, got one of shape"
-                        f" {tuple(parameter.shape)} that was {change}: its residual would be lost, or never come to be."
-                        " Build a new optimizer after the change (under the Trainer:"
-                        " `trainer.strategy.setup_optimizers(trainer)`)."
+                        f" {tuple(parameter.shape)} that was {change}. Build a new optimizer after the change (under"
+                        " the Trainer: `trainer.strategy.setup_optimizers(trainer)`): the residual of a parameter would"
+                        " be lost, or never come to be."
                     )
         if list(held.items()) != list(self._known.items()):
             raise ValueError(
