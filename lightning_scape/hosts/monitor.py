@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_scape.core.method import Method, find_all
 from lightning_scape.hosts.advice import with_prefixes
-from lightning_scape.hosts.run_length import steps_of_optimizer
+from lightning_scape.hosts.run_length import steps_to_tell
 from lightning_scape.hosts.run_report import ReportingCallback
 from lightning_scape.hosts.run_sum import RunSum
 
@@ -78,7 +78,7 @@ class ScapeMonitor(ReportingCallback):
             )
         self._due = trainer.global_step // self.every_n_steps
         self._seen = [each.progress().ended for each in methods]
-        self._sum = RunSum(methods, steps_of_optimizer(trainer, methods[0].progress().steps), trainer)
+        self._sum = RunSum(methods, steps_to_tell(trainer, methods[0].progress().steps), trainer)
         self.begin_report(trainer, type(methods[0]), self._sum.about())
 
     def _watched(self, trainer: Trainer) -> list[Method]:

@@ -16,17 +16,15 @@ def steps_of_run(trainer: Trainer) -> float | None:
     """``global_step`` at the end of the run, at most; None where nobody knows. Its data must be loaded.
 
     With manual optimization the module steps its optimizers when it likes; only ``max_steps`` bounds them then, which
-    counts the steps of all: of several nobody knows how many are whose.
+    counts the steps of all.
     """
-    if trainer.lightning_module.automatic_optimization:
-        steps = min([trainer.estimated_stepping_batches, *_by_epochs(trainer)])
-    else:
-        steps = trainer.max_steps if len(trainer.optimizers) == 1 else -1
+    manual = not trainer.lightning_module.automatic_optimization
+    steps = trainer.max_steps if manual else min([trainer.estimated_stepping_batches, *_by_epochs(trainer)])
     return steps if 0 <= steps < math.inf else None
 
 
 def steps_of_optimizer(trainer: Trainer, taken: int) -> float | None:
-    """The same in an optimizer's own count, which begins anew with a second fit.
+    """The same, at most, in an optimizer's own count, which begins anew with a second fit.
 
     Args:
         trainer: at the start of a fit.
@@ -34,6 +32,12 @@ def steps_of_optimizer(trainer: Trainer, taken: int) -> float | None:
     """
     steps = steps_of_run(trainer)
     return None if steps is None else steps - trainer.global_step + taken
+
+
+def steps_to_tell(trainer: Trainer, taken: int) -> float | None:
+    """The same, where it is known: of several optimizers that the module steps nobody knows how many are whose."""
+    automatic = trainer.lightning_module.automatic_optimization
+    return steps_of_optimizer(trainer, taken) if automatic or len(trainer.optimizers) == 1 else None
 
 
 def _by_epochs(trainer: Trainer) -> list[float]:

@@ -39,7 +39,13 @@ from lightning_scape.hosts import advice, ending, preemption, setup, two_level
 from lightning_scape.hosts.last_window import end_before_statistics
 from lightning_scape.hosts.requeue import callbacks_of
 from lightning_scape.hosts.resume import Resume, Resumption
-from lightning_scape.hosts.run_length import compare_lengths, ends_epoch, steps_of_optimizer, steps_of_run
+from lightning_scape.hosts.run_length import (
+    compare_lengths,
+    ends_epoch,
+    steps_of_optimizer,
+    steps_of_run,
+    steps_to_tell,
+)
 from lightning_scape.hosts.run_sum import clips, said_before
 from lightning_scape.hosts.shared_nans import SharedNans
 from lightning_scape.hosts.trainer_checkpoints import TrainerCheckpoints
@@ -202,9 +208,10 @@ class MethodStrategy(TrainerCheckpoints):
         # Not in `setup_optimizers`: to know the steps there, Lightning would load the data too early. Their random
         # numbers would be others, and a checkpoint in the middle of an epoch could not set them back.
         compare_lengths(trainer)
-        self._steps, steps = steps_of_run(trainer), steps_of_optimizer(trainer, methods[0].progress().steps)
+        self._steps, taken = steps_of_run(trainer), methods[0].progress().steps
         for each in methods:
-            each.expect_steps(steps)
+            each.expect_steps(steps_of_optimizer(trainer, taken))
+        steps = steps_to_tell(trainer, taken)
         for line in self._method.summary(methods, steps, self.spelling()):
             rank_zero_info(line)
         if whole := said_before(methods, steps, clips(trainer), self):
