@@ -547,7 +547,6 @@ def test_what_a_launcher_sets_must_be_numbers(capsys: Any, monkeypatch: pytest.M
                 ("--nodes 1e300", "--nodes: it must be a whole number >= 1 and <= 10**12, got '1e300'"),
                 ("--batch-size 4", "--batch-size must come with --measure"),
                 ("--measure --memory-bandwidth 3", "--memory-bandwidth must come without --measure"),
-                ("--measure --batch-size 4", "--batch-size must come with --measure and without --step-compute"),
                 ("--async-save", "--async-save must come with --checkpoints"),
                 ("--steps 9 --state-dict-type sharded", "--state-dict-type must come with --checkpoints"),
                 ("--node-bandwidth 9", "--node-bandwidth must come with several --gpus-per-node"),

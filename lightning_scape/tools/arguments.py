@@ -202,7 +202,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _check_effects(args: argparse.Namespace) -> None:
     """Raises ``ValueError`` for an option that the others leave without effect; fills in those that are not given."""
-    measured = args.measure and args.step_compute is None, "with --measure and without --step-compute"
+    measured = args.measure, "with --measure"
     of_a_run, saved = (args.steps is not None, "with --steps"), (bool(args.checkpoints), "with --checkpoints")
     for name, default, (counts, how) in (
         ("latency", 50e-6, (not (args.measure and launched() > 1), "without --measure under torchrun, which tells it")),
