@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "examples"))
 import python_questions as asked  # noqa: E402
 from bench_end_to_end import MARGIN, seconds_to  # noqa: E402
+from quality_runs import run_of  # noqa: E402
 
 RESULTS = "examples/results"
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
@@ -462,6 +463,29 @@ def wires_3m(link: Link) -> str:
     return text + "\n" + source(link, "end_to_end/wires1/end_to_end.json", command)
 
 
+def wires_3m_parts(link: Link) -> str:
+    """The same model over simulated ranks: by what is packed, beside bf16 and AdamW, seed by seed."""
+    folder = "quality/example/runs"
+    losses: dict[str, dict[int, float]] = {}
+    for path in sorted((ROOT / RESULTS / folder).glob("*.json")):
+        result = load(f"{folder}/{path.name}")
+        losses.setdefault(run_of(result).label, {})[result["run"]["seed"]] = result["loss"]
+    rows = []
+    for label in (DENSE, *sorted(losses.keys() - {DENSE})):
+        mine, sparsity = losses[label], "90%" if "90%" in label else "99%"
+        plain = losses[f"SCAPE {sparsity}, wire_dtype=bf16"]
+        both = (
+            [mine[seed] / other[seed] - 1 for seed in mine.keys() & other.keys()] for other in (plain, losses[DENSE])
+        )
+        gaps = (averaged(each) if any(each) else "" for each in both)
+        rows.append([label, str(len(mine)), f"{statistics.mean(mine.values()):.4f}", *gaps])
+    text = table(
+        ["3M, two ranks, 1,200 steps", "seeds", "loss", "against bf16, by seed", "against AdamW, by seed"], *rows
+    )
+    command = "python examples/bench_quality.py --suite wires_3M --device cuda"
+    return text + "\n" + source(link, folder, command)
+
+
 def few(links: str, methods: str, rounds: int | None = None) -> str:
     """Options of a run of some methods; without ``rounds``, as many as the script takes by itself."""
     return f" --models pythia-14m --links {links} --methods {methods}{f' --rounds {rounds}' if rounds else ''}"
@@ -611,6 +635,7 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "end-to-end-slow": end_to_end_slow,
     "end-to-end-seeds": end_to_end_seeds,
     "wires-3m": wires_3m,
+    "wires-3m-parts": wires_3m_parts,
     "two-hosts-slow": lambda link: two_hosts("two_hosts/slow", SLOW, link),
     "two-hosts-nodes": lambda link: two_hosts("two_hosts/nodes", f"{NODES} --links 1gbit --rounds 2", link, "host"),
     "two-hosts-nodes-slow": lambda link: two_hosts(

@@ -326,7 +326,10 @@ SUITES: dict[str, list[Run]] = {
     "wires_3M": [
         *sweep([scape(), scape(wire_dtype="bf16")], [1e-3], range(20), **EXAMPLE),
         *sweep(
-            [DENSE[0], scape(wire_dtype="int8"), *(scape(**options) for options in EXACT)], [1e-3], range(4), **EXAMPLE
+            [DENSE[0], scape(wire_dtype="int8"), scape(wire_dtype="fp32"), *(scape(**options) for options in EXACT)],
+            [1e-3],
+            range(4),
+            **EXAMPLE,
         ),
         *sweep([scape(0.9), scape(0.9, wire_dtype="bf16")], [1e-3], range(3), **EXAMPLE),
     ],
