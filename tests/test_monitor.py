@@ -103,6 +103,7 @@ def _said_before_and_after(rank: int, world_size: int, kind: str, folder: str) -
     return said.getvalue(), taken, float(found[-1]) / float(found[0]) if found else 1.0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["schedule", "second fit", "several"])
 def test_a_run_is_announced_with_the_steps_that_its_optimizer_takes(run_ranks: Any, tmp_path: Any, kind: str) -> None:
     """It said 12 for a schedule of accumulation, both fits' steps for the second, all optimizers' for each."""

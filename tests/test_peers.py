@@ -284,6 +284,7 @@ def test_powersgd_is_torchs_hook(run_ranks: Callable[..., list[Any]], peers: Mod
         torch.testing.assert_close(approximation, ranks[0]["out"][step], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.few(0)
 def test_the_benchmarks_short_form_trains_every_method(tmp_path: Path) -> None:
     command = [warm_python(), str(EXAMPLES / "bench_pareto.py"), "--short", f"--out={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
