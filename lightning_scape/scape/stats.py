@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.core.layout import Layout, Piece
 from lightning_scape.core.ranges import timed_range
+from lightning_scape.planning.cost_model import all_reduce_bytes
 from lightning_scape.scape.communicator import KINDS
 
 PHASES = ("norm", "wait", "mask", "sweep", "exchange", "update", "write", "launch")
@@ -119,11 +120,10 @@ class StepRecord:
         everywhere = sum(piece.kept(self.sent, layout.block_size) for piece in layout.everything().pieces)
         pads = layout.shard_blocks * self.sent - mine  # the same ones at every step
         again = max(0.0, float(self.again) - pads)
-        dense = 2 * (layout.world_size - 1) * sum(p.numel() * p.element_size() for p in parameters)
         return StepStats(
             step=step,
             **{f"bytes_{kind}": self.bytes_sent[kind] for kind in KINDS},
-            bytes_dense=dense // layout.world_size,
+            bytes_dense=all_reduce_bytes(parameters, layout.world_size),
             density=everywhere / max(1, layout.numel),
             mask_churn=1 - again / mine if mine and scale else 0.0,
             residual_norm=left**0.5,
