@@ -37,6 +37,10 @@ class PowerSGD(DDPStrategy):
         self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
+BY_NAME = {"compute": Unsynchronized, "ddp": DDPStrategy, "ddp-bf16": BFloat16DDP}
+"""As the benchmarks name them; PowerSGD has a rank besides."""
+
+
 def _bf16_hook(state, bucket):  # DDP wants its annotations as classes or not at all
     # DDP knows torch's own hook by name and refuses it without CUDA.
     return default_hooks.bf16_compress_hook(state, bucket)

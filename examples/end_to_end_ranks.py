@@ -15,9 +15,8 @@ import lightning.pytorch as pl
 import predicted_steps
 import torch
 import torch.distributed as dist
-from dense_strategies import BFloat16DDP, PowerSGD, Unsynchronized
+from dense_strategies import BY_NAME, PowerSGD
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 from pretrain_python import SIZES, Pretraining, build_gpt, make_parser
 from turns import Turns
 from two_hosts import bits_per_second, sent_bytes
@@ -158,4 +157,4 @@ def strategy_of(method: str) -> Any:
         return SparseLoCoStrategy(sync_every=int(option), **saved)
     if kind == "powersgd":
         return PowerSGD(rank=int(option))
-    return {"compute": Unsynchronized, "ddp": DDPStrategy, "ddp-bf16": BFloat16DDP}[method]()
+    return BY_NAME[method]()

@@ -16,9 +16,9 @@ import lightning.pytorch as pl
 import predicted_steps
 import torch
 import torch.distributed as dist
-from dense_strategies import BFloat16DDP, PowerSGD, Unsynchronized
+from dense_strategies import BY_NAME, PowerSGD
 from host_memory import share_host_memory
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from litgpt import GPT, Config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -99,9 +99,8 @@ def window_of(method: str) -> int:
 def strategy_of(method: str, args: argparse.Namespace) -> Any:
     """By its name in bench_two_hosts.py."""
     kind, _, option = method.partition("-")
-    plain = {"compute": Unsynchronized, "ddp": DDPStrategy, "ddp-bf16": BFloat16DDP}
-    if method in plain:
-        return plain[method]()
+    if method in BY_NAME:
+        return BY_NAME[method]()
     if kind == "powersgd":
         return PowerSGD(rank=1)
     if kind in ("fsdp", "hsdp"):
