@@ -10,7 +10,8 @@ one rank each, pinned to a core with one thread, launched by torchrun. Both host
 SCAPE and SparseLoCo, whose checkpoints come from both, write them there, each host its own part, beside training
 (state_dict_type="auto", async_save=True). The clock runs from the first step to the end of the fit, everything
 included. "Sent" is what the interface of the host that sends most has counted (tx_bytes), headers included; "counted"
-is what the package counted of the same.
+is what the package counted of the same, and "counted / payload" is over what is neither header nor sent by the run of
+compute only (its launcher and its losses), too.
 
 All runs of a link go on in turns, from one validation to the next; the others are stopped (SIGSTOP), and their clocks
 stand still. So what else the machine does falls on all alike. Each takes 0.8 GB of memory a host. Runs are stored one
@@ -154,7 +155,7 @@ def merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     sender = max(ranks, key=lambda rank: rank["sent"])
     points = [{**mine, "sent": each["sent"]} for mine, each in zip(ranks[0]["points"], sender["points"], strict=True)]
     most = {name: max(rank[name] for rank in ranks) for name in ("seconds", "validating", "saving")}
-    most |= {name: sender[name] for name in ("sent", "counted")}
+    most |= {name: sender[name] for name in ("sent", "headers", "counted") if name in sender}
     return {**most, "loss": points[-1]["loss"], "points": points, "sent_by_rank": [rank["sent"] for rank in ranks]}
 
 
@@ -169,6 +170,13 @@ def seconds_to(loss: float, points: list[dict[str, float]]) -> float | None:
     return None
 
 
+def payload(row: dict[str, Any], compute: dict[str, Any] | None) -> float | None:
+    """Bytes of a method's own messages, by the interface; None where they were not told apart."""
+    if compute is None or "headers" not in row or "headers" not in compute:
+        return None
+    return row["sent"] - row["headers"] - (compute["sent"] - compute["headers"])
+
+
 def summarize(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     links = {}
     for link, runs in found.items():
@@ -176,6 +184,7 @@ def summarize(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> dic
         dense = rows.get("ddp")
         for row in rows.values():
             row["reached"] = seconds_to(MARGIN * dense["loss"], row["points"]) if dense else None
+            row["payload"] = payload(row, rows.get("compute"))
         links[link] = {"methods": rows, "plan": runs["plan"]}
     results = {"settings": settings(args), "machine": machine(), "links": links}
     if "compute" in args.methods:
@@ -195,8 +204,8 @@ def summarize(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> dic
 def table(results: dict[str, Any]) -> str:
     lines = [
         "| link | method | final loss | above AdamW | seconds to AdamW + 2% | DDP's / it | seconds in all | over"
-        " compute | predicted, s | checkpoints, s | sent, MB | counted / sent |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        " compute | predicted, s | checkpoints, s | sent, MB | counted / sent | counted / payload |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for link, cell in results["links"].items():
         rows = cell["methods"]
@@ -219,6 +228,7 @@ def table(results: dict[str, Any]) -> str:
                 f"{row['saving']:.1f}",
                 f"{row['sent'] / 1e6:.1f}",
                 f"{row['counted'] / row['sent']:.3f}" if row["counted"] else "-",
+                f"{row['counted'] / row['payload']:.3f}" if row["counted"] and row["payload"] else "-",
             ]
             lines.append(f"| {' | '.join(cells)} |")
     if planner := results.get("planner"):
