@@ -16,11 +16,11 @@ Options hold in this order: command line, then (on ``--resume``) the checkpoint'
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import typing
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -93,54 +93,37 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     Raises:
         ValueError: an option that its method does not have, or one without its value.
     """
-    try:
-        given, rest = _parser().parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        flag = error.argument_name
-        raise ValueError(f"{flag} must be followed by a value, got none. Write {flag}=VALUE.") from None
-    for argument in rest:
-        name, _, option = argument.partition("=")[0].removeprefix("--").partition(".")
-        if argument.startswith("--") and name in names():
-            _check_name(option, f"got {argument!r}", name)
     options: Options = {}
-    for flag, text in vars(given).items():
-        name, _, option = flag.partition(".")
-        options.setdefault(name, {})[option] = _read_value(text)
+    rest: list[str] = []
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        flag, equals, text = argument.partition("=")
+        name, _, option = flag.removeprefix("--").partition(".")
+        if not flag.startswith("--") or name not in names():
+            rest.append(argument)
+            continue
+        _check_name(option, f"got {argument!r}", name)
+        if not equals and (not waiting or waiting[0].startswith("--")):
+            raise ValueError(f"{flag} must be followed by a value, got none. Write {flag}=VALUE.")
+        options.setdefault(name, {})[option] = _read_value(text if equals else waiting.pop(0))
     return options, rest
-
-
-def _parser(meanings: Mapping[str, Mapping[str, str]] | None = None) -> argparse.ArgumentParser:
-    """Takes the options of all methods as texts; ``meanings``, by method and option, are for its help."""
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS,
-        add_help=False,
-        allow_abbrev=False,
-        exit_on_error=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    for name, method in ((name, named(name)) for name in names()):
-        group = parser.add_argument_group(f"{method.title} (also under `{name}:` in --config files)")
-        for field in fields(method.config_class):
-            meaning = None if meanings is None else meanings[name][field.name].replace("%", "%%")
-            group.add_argument(f"--{name}.{field.name}", metavar=field.name.upper(), help=meaning)
-    return parser
 
 
 def options_help() -> str:
     """What ``--help`` says of our options: name, type, default and meaning of each, by method."""
     from docstring_parser import parse_from_object
 
-    meanings: dict[str, dict[str, str]] = {}
-    for name, method in ((name, named(name)) for name in names()):
-        hints = typing.get_type_hints(method.config_class)
-        documented = {each.arg_name: each.description or "" for each in parse_from_object(method.config_class).params}
-        meanings[name] = {
-            field.name: f"{' '.join(documented.get(field.name, '').split())}"
-            f" (type: {_kind(hints[field.name])}, default:"
-            f" {'null' if field.default is None else field.default})"
-            for field in fields(method.config_class)
-        }
-    return _parser(meanings).format_help()
+    parser = ArgumentParser(usage=SUPPRESS, add_help=False)
+    for name, config in ((name, named(name).config_class) for name in names()):
+        group = parser.add_argument_group(f"{named(name).title} (also under `{name}:` in --config files)")
+        hints = typing.get_type_hints(config)
+        meanings = {each.arg_name: each.description or "" for each in parse_from_object(config).params}
+        for field in fields(config):
+            default = "null" if field.default is None else field.default
+            said = f"{meanings.get(field.name, '')} (type: {_kind(hints[field.name])}, default: {default})"
+            group.add_argument(f"--{name}.{field.name}", metavar=field.name.upper(), help=said.replace("%", "%%"))
+    return parser.format_help()
 
 
 def _kind(hint: Any) -> str:
