@@ -172,14 +172,19 @@ class CommonStrategy(Opened):
         with self._saving.collecting():
             return self._saver.collected(parts) or {}
 
-    def _advise_on_saves(self, path: str | Path) -> None:
-        """After a file was saved for which training waited. Collective."""
-        host: Any = self
-        if host.num_nodes == 1 or self._saver.asynchronous:
-            return
+    def _write_file(self, content: dict[str, Any], path: str | Path, write: Callable[..., Any], waits: bool) -> None:
+        """Has rank 0 ``write(content, path)``: at once, for which a training may wait, or beside it. Collective."""
         local = local_path(path)
-        if said := self._saving.advice(local and local.parent, self._saver.moved, self.slow_saves):
-            rank_zero_warn(said)
+        if self._saver.asynchronous:
+            ranks = self._checkpoint_ranks()
+            self._saver.save_file(local, content, lambda whole: write(whole, local or path), ranks)
+            return
+        Communicator().raise_on_all_ranks(lambda: write(content, path))
+        host: Any = self
+        if waits and host.num_nodes > 1:
+            said = self._saving.advice(local and local.parent, self._saver.moved, self.slow_saves)
+            if said is not None:
+                rank_zero_warn(said)
 
     @property
     def checkpoint_bytes(self) -> Moved:

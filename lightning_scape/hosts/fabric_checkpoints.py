@@ -69,30 +69,20 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
                 content = self._content(self._with_stand_ins(state))
             self._saver.save(shared, content, self._checkpoint_ranks())
             return
-        ranks = Communicator()
         with self._together.inside():
             converted = self.as_states(self._with_stand_ins(state), filter or {})
         if any(find(value) for value in state.values()):
-            converted[RNG] = ranks.all_gather_object(rng_state())
+            converted[RNG] = Communicator().all_gather_object(rng_state())
 
-        def write(whole: dict[str, Any]) -> None:
-            if self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(checkpoint=whole, path=path, storage_options=storage_options)
-
-        def filter_and_write(whole: dict[str, Any]) -> None:
-            for name, keep in (filter or {}).items():
+        def write(whole: dict[str, Any], to: str | Path) -> None:
+            for name, keep in (filter or {}).items() if self._saver.asynchronous else ():
                 if find(state.get(name)):  # its state was not there to be filtered before
                     kept = {key: value for key, value in whole.pop(name).items() if keep(key, value)}
                     whole |= {name: kept} if kept else {}
-            write(whole)
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint=whole, path=to, storage_options=storage_options)
 
-        if self._saver.asynchronous:
-            local = local_path(path)
-            path = local or path
-            self._saver.save_file(local, converted, filter_and_write, self._checkpoint_ranks())
-        else:
-            ranks.raise_on_all_ranks(lambda: write(converted))
-            self._advise_on_saves(path)
+        self._write_file(converted, path, write, waits=True)
 
     def _content(self, state: Mapping[str, Any]) -> Content:
         content = Content()

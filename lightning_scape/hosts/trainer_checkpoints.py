@@ -84,27 +84,13 @@ class TrainerCheckpoints(UnwrappedStrategy):
             content = host_content(checkpoint, offered, self.global_rank)
             self._saver.save(path, content, self._checkpoint_ranks())
         else:
-            self._save_file(checkpoint, filepath, storage_options)
+            states = Communicator().all_gather_object(rng_state())  # on every rank, whatever its hooks have left
+            if "optimizer_states" in checkpoint:
+                checkpoint[RNG] = states
+            write = functools.partial(super().save_checkpoint, storage_options=storage_options)
+            self._write_file(checkpoint, filepath, write, waits=self._attaching)
         if not self._attaching:  # nothing trains meanwhile, and who saves so expects the checkpoint to be there
             self._saver.wait()
-
-    def _save_file(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
-        ranks = Communicator()
-        generators = ranks.all_gather_object(rng_state())  # on every rank, whatever its hooks have left of the rest
-        if "optimizer_states" in checkpoint:
-            checkpoint[RNG] = generators
-
-        def write(whole: dict[str, Any]) -> None:
-            super(TrainerCheckpoints, self).save_checkpoint(whole, filepath, storage_options)
-
-        if self._saver.asynchronous:
-            local = local_path(filepath)
-            filepath = local or filepath
-            self._saver.save_file(local, checkpoint, write, self._checkpoint_ranks())
-        else:
-            ranks.raise_on_all_ranks(lambda: write(checkpoint))
-            if self._attaching:
-                self._advise_on_saves(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
