@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +29,7 @@ from lightning_scape.hosts.buffers import Buffers
 from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.hosts.own_clipping import watch_gradients
 from lightning_scape.hosts.private_names import Opened, WrappingIO, destroy_process_group
+from lightning_scape.hosts.run_sum import said_before
 from lightning_scape.hosts.saving import Saving
 
 
@@ -122,6 +123,15 @@ class CommonStrategy(Opened):
         if attached.clips and host.world_size > 1 and getattr(precision, "scaler", None) is None:
             watch_gradients(attached, clip, rank_zero_warn)
         return attached
+
+    def _tell_of_run(self, methods: Sequence[Method], steps: float | None, clipped: bool) -> None:
+        """Before the first step: what is sent, in a step and in the whole run, and whether that is too short."""
+        for line in self._method.summary(methods, steps, self.spelling()):
+            rank_zero_info(line)
+        if whole := said_before(methods, steps, clipped, self):
+            rank_zero_info(whole)
+        if warning := methods[0].advice.at_start(steps):
+            rank_zero_warn(warning)
 
     @property
     def device_mesh(self) -> DeviceMesh | None:

@@ -33,7 +33,6 @@ from lightning_scape.hosts import setup, two_level
 from lightning_scape.hosts.fabric_checkpoints import FabricCheckpoints
 from lightning_scape.hosts.outsiders import Watch
 from lightning_scape.hosts.private_names import BackwardSyncControl
-from lightning_scape.hosts.run_sum import said_before
 
 
 class FabricMethodStrategy(FabricCheckpoints):
@@ -175,12 +174,7 @@ class FabricMethodStrategy(FabricCheckpoints):
         return result
 
     def _tell(self, methods: list[Method]) -> None:
-        for line in self._method.summary(methods, self.total_steps, self.spelling()):
-            rank_zero_info(line)
-        if whole := said_before(methods, self.total_steps, self._clips, self):
-            rank_zero_info(whole)
-        if warning := methods[0].advice.at_start(self.total_steps):
-            rank_zero_warn(warning)
+        self._tell_of_run(methods, self.total_steps, self._clips)
         if self.total_steps is None and not self._method.exchanges_every_step and self.world_size > self._nodes.size:
             rank_zero_info(
                 "The number of steps is not known: call the strategy's sync() after the last one, or the model that you"

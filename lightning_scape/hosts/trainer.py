@@ -23,7 +23,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import ModelPruning, ProgressBar, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -46,7 +46,7 @@ from lightning_scape.hosts.run_length import (
     steps_of_run,
     steps_to_tell,
 )
-from lightning_scape.hosts.run_sum import clips, said_before
+from lightning_scape.hosts.run_sum import clips
 from lightning_scape.hosts.shared_nans import SharedNans
 from lightning_scape.hosts.trainer_checkpoints import TrainerCheckpoints
 
@@ -212,12 +212,7 @@ class MethodStrategy(TrainerCheckpoints):
         for each in methods:
             each.expect_steps(steps_of_optimizer(trainer, taken))
         steps = steps_to_tell(trainer, taken)
-        for line in self._method.summary(methods, steps, self.spelling()):
-            rank_zero_info(line)
-        if whole := said_before(methods, steps, clips(trainer), self):
-            rank_zero_info(whole)
-        if warning := methods[0].advice.at_start(steps):
-            rank_zero_warn(warning)
+        self._tell_of_run(methods, steps, clips(trainer))
         if trainer.progress_bar_callback is not None:
             self._progress_bar = DensityBar(trainer.progress_bar_callback, self)
 
