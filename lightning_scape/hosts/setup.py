@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_scape.comm.collectives import Communicator, ProcessGroup, broadcast_tensors, world_size
+from lightning_scape.comm.collectives import Communicator, broadcast_tensors, world_size
 from lightning_scape.core import method
 from lightning_scape.core.parameters import problem_of_lazy
 from lightning_scape.core.private_names import IGNORED_BY_DDP, scaler_device
@@ -131,21 +131,19 @@ def clipping(optimizer: object) -> method.Clipping:
     return found.clipping
 
 
-def sharded_scaler(scaler: GradScaler | None, process_group: ProcessGroup | None = None) -> GradScaler | None:
+def sharded_scaler(scaler: GradScaler | None) -> GradScaler | None:
     """A scaler by which all ranks skip a step if one of them met an inf, in place of one that decides alone.
 
     With a plain GradScaler the rank that met the inf would leave out the step's collectives, and the others would wait
     for it. The scale and how it grows are those of ``scaler``. With one rank, or without a scaler, nothing changes.
     """
-    if scaler is None or not scaler.is_enabled():
-        return scaler
-    if world_size(process_group) == 1:
+    if scaler is None or not scaler.is_enabled() or world_size() == 1:
         return scaler
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     if isinstance(scaler, ShardedGradScaler):
         return scaler
-    sharded = ShardedGradScaler(device=scaler_device(scaler), process_group=process_group)
+    sharded = ShardedGradScaler(device=scaler_device(scaler), process_group=None)
     sharded.load_state_dict(scaler.state_dict())
     return sharded
 
