@@ -167,7 +167,8 @@ class Form:
 
     def whole_of(self, saved: SavedShards) -> dict[str, Any]:
         """The whole state that the optimizer would have given, read from a directory into host memory."""
-        return self.completed(self.merged(saved.common, saved.tensors()), saved.directory.weights_only)
+        tensors = ((key, saved.tensor(key)) for key, _ in self.shapes(saved.common))
+        return self.completed(self.merged(saved.common, tensors), saved.directory.weights_only)
 
     def as_dense(self, whole: Mapping[str, Any]) -> Dense:
         """A whole state as AdamW's.
@@ -288,10 +289,6 @@ class SavedShards:
         packed, called = self.directory.tensor(f"{self.key}.{key}"), f"{self.directory.path}, {self.key}.{key}"
         return unpack(packed, called, self.form.packed_names(key), self.directory.weights_only)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All of the state, one tensor after another."""
-        yield from ((key, self.tensor(key)) for key in self._shapes)
-
     def check_sizes(self) -> None:
         """Checks that the directory holds all that the facts speak of, in the sizes that they give.
 
@@ -305,15 +302,6 @@ class SavedShards:
             if size != 0 and (found is None or size not in (None, math.prod(found))):
                 must = "be there" if shape is None else f"have shape {tuple(shape)}"
                 raise ValueError(f"{self.key}.{key} must {must}, got {found or 'nothing'}")
-
-    def check_packed(self) -> None:
-        """Unpacks what is saved as bytes, as loading does, and keeps nothing of it.
-
-        Raises:
-            CheckpointError: see :meth:`unpacked`.
-        """
-        for key in (key for key, shape in self._shapes.items() if shape is None):
-            self.unpacked(key)
 
     @cached_property
     def _shapes(self) -> dict[str, list[int] | None]:
