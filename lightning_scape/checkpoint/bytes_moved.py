@@ -23,11 +23,6 @@ class Moved:
         else:
             self.sent += length
 
-    def add(self, other: Moved) -> None:
-        """Counts what another one has."""
-        self.sent += other.sent
-        self.received += other.received
-
     def count_objects(self, sent: Iterable[object], received: Iterable[object], others: int) -> None:
         """Counts objects that were sent to each of so many other ranks, or came from each of them, one by one."""
         if not others:

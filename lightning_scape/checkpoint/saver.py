@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -209,8 +209,8 @@ class Saver:
             own: what this rank holds of it.
             background: see :meth:`~lightning_scape.checkpoint.parts.OwnParts.collect`.
         """
-        whole: dict[str, Any] | None = of_state(own.common).form.collected(own, 0, background)
-        self.moved.add(own.moved)
+        counted = replace(own, moved=self.moved)
+        whole: dict[str, Any] | None = of_state(own.common).form.collected(counted, 0, background)
         return whole
 
     def save_file(
