@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 
 def run_all(parts: Iterable[Callable[[], object]], quiet: bool) -> None:
@@ -28,19 +28,6 @@ def run_all(parts: Iterable[Callable[[], object]], quiet: bool) -> None:
                 first = error
     if first is not None:
         raise first
-
-
-@contextlib.contextmanager
-def unseen(what: str) -> Iterator[None]:
-    """An error inside becomes a warning: the one that the run has ended with is the one to be seen.
-
-    Args:
-        what: must have been possible, as the beginning of a sentence.
-    """
-    try:
-        yield
-    except Exception as error:
-        mention(f"{what}, got {type(error).__name__}: {error}.")
 
 
 def mention(text: str) -> None:

@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.paths import local_path
 from lightning_scape.core.method import Method, find_all
-from lightning_scape.hosts.ending import unseen
+from lightning_scape.hosts.ending import mention
 from lightning_scape.hosts.private_names import logged_step
 from lightning_scape.reporting import History, write_page
 from lightning_scape.reporting.history import Writer
@@ -183,11 +183,13 @@ class ReportingCallback(Callback):
         if self.report is None or not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING:
             return
         # Where ranks are forked, the process that started them hears of it, which has written nothing itself.
-        with unseen(f"The report must be written to {str(self.report)!r}"):
+        try:
             runs = History.read(self.report).runs
             if runs and runs[-1].end is None and runs[-1].about.get("time", 0.0) >= self._made:
                 self._writer = self._writer or Writer(self.report)
                 self._end(trainer, _in_a_line(exception))
+        except Exception as error:  # the other one is to be seen
+            mention(f"The report must be written to {str(self.report)!r}, got {type(error).__name__}: {error}.")
 
     def _end(self, trainer: Trainer, how: str) -> None:
         """Writes the page. If that fails it is a warning: this rank alone would raise, and the others wait for it."""
