@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
+from lightning_scape.checkpoint.index import is_size as is_size
 from lightning_scape.checkpoint.parts import OnOtherRanks, Placement
 from lightning_scape.core.parameters import Parameters
 
@@ -91,11 +92,6 @@ def frozen_since(saved: Collection[int], parameters: Parameters) -> list[str]:
     if not new and not gone:
         return []
     return [f"The checkpoint was trained with other parameters frozen:{begin}{end} all else carries over."]
-
-
-def is_size(value: Any) -> bool:
-    """Whether it is a whole number that memory may have."""
-    return type(value) is int and 0 <= value < 2**63
 
 
 def is_shape(value: Any) -> bool:

@@ -184,7 +184,7 @@ def _entry(key: str, content: Any, sizes: Mapping[str, int]) -> Entry:
     dtype = _DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
         raise ValueError(f"{_short(key)} must be of a dtype of torch, got {_short(name)}")
-    if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS or not all(map(_is_count, shape)):
+    if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS or not all(map(is_size, shape)):
         raise ValueError(f"{_short(key)} must have a shape of whole numbers >= 0, got {_short(shape)}")
     if math.prod(size or 1 for size in shape) * dtype.itemsize >= _LIMIT:
         raise ValueError(f"{_short(key)} must have less than 2**63 bytes, got shape {_short(shape)}")
@@ -208,7 +208,7 @@ def _entry(key: str, content: Any, sizes: Mapping[str, int]) -> Entry:
 
 def _parts(key: str, parts: list[Any], sizes: Mapping[str, int]) -> Iterator[Part]:
     for content in parts:
-        if not isinstance(content, list) or len(content) != len(Part._fields) or not all(map(_is_count, content[1:])):
+        if not isinstance(content, list) or len(content) != len(Part._fields) or not all(map(is_size, content[1:])):
             raise ValueError(f"a part of {_short(key)} must be a file and 4 whole numbers >= 0, got {_short(content)}")
         part = Part(*content)
         if not isinstance(part.file, str) or part.file not in sizes:
@@ -221,7 +221,8 @@ def _parts(key: str, parts: list[Any], sizes: Mapping[str, int]) -> Iterator[Par
         yield part
 
 
-def _is_count(value: Any) -> bool:
+def is_size(value: Any) -> bool:
+    """Whether it is a whole number that memory may have."""
     return type(value) is int and 0 <= value < _LIMIT
 
 

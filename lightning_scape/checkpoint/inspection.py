@@ -14,6 +14,7 @@ import torch
 
 from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint.dcp import REST
+from lightning_scape.checkpoint.index import is_size
 from lightning_scape.checkpoint.pickles import Pairs, entry
 from lightning_scape.checkpoint.rng import states_in
 from lightning_scape.checkpoint.saver import SavedContent
@@ -258,7 +259,7 @@ def step_of(path: Path) -> int | None:
     states = [*_values(optimizers), *_members(entry(content, "optimizer_states"))]
     ours = [step for state in states for step in _steps_of(state)]
     counts = [entry(content, _OF_THE_TRAINER), max(ours, default=None), *(entry(content, name) for name in _OF_USERS)]
-    return next((count for count in counts if _is_count(count)), None)
+    return next((count for count in counts if is_size(count)), None)
 
 
 def _steps_of(state: Any) -> Iterator[int]:
@@ -266,7 +267,7 @@ def _steps_of(state: Any) -> Iterator[int]:
     bare = state if entry(state, "format") is not None and entry(state, "config") is not None else None
     for facts in (bare, *(entry(state, name) for name in names())):
         counts = (entry(facts, "step"), entry(entry(facts, "progress"), "steps"))
-        yield from (step for step in counts if _is_count(step))
+        yield from (step for step in counts if is_size(step))
 
 
 def _values(holder: Any) -> list[Any]:
@@ -275,7 +276,3 @@ def _values(holder: Any) -> list[Any]:
 
 def _members(value: Any) -> list[Any]:
     return value if type(value) is list else []
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
