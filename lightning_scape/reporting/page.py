@@ -13,7 +13,7 @@ from lightning_scape.checkpoint.temporaries import replacing
 from lightning_scape.core.words import show_bytes, show_bytes_beside, show_seconds
 from lightning_scape.reporting.history import FIGURES, History, Run, last_values, total
 from lightning_scape.reporting.plots import MOST_POINTS, Plot, plots
-from lightning_scape.reporting.words import number, plain
+from lightning_scape.reporting.words import plain
 
 PAGE = "report.html"
 """Name of the file in the report's folder."""
@@ -100,9 +100,9 @@ def facts(line: list[Run], points: list[dict[str, Any]]) -> list[tuple[str, str]
     found = [("ended", _ended(newest)), ("ranks", plain(newest.about.get("ranks")))]
     found.append(("strategy", plain(newest.about.get("strategy"), 2000)))
     losses = [point["loss"] for point in points if point.get("loss") is not None]
-    found += [("training loss, last point", number(losses[-1]))] if losses else []
+    found += [("training loss, last point", f"{losses[-1]:.6g}")] if losses else []
     validated = last_values(each for run in line for each in run.validations)
-    found += [(plain(name), number(value)) for name, value in [*validated.items()][:MOST_METRICS]]
+    found += [(plain(name), f"{value:.6g}") for name, value in [*validated.items()][:MOST_METRICS]]
     if not points:
         return found
     last = points[-1]

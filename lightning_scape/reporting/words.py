@@ -1,4 +1,4 @@
-"""Names and numbers as a page and a drawing can show them, whatever a module or a file calls them."""
+"""Names as a page and a drawing can show them, whatever a module or a file calls them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,3 @@ def plain(value: Any, most: int = 300) -> str:
     text = "".join(letter if letter.isprintable() else "\ufffd" for letter in words) or "(no name)"
     half = (most - 1) // 2
     return text if len(text) <= most else f"{text[: most - 1 - half]}…{text[-half:]}"
-
-
-def number(value: float) -> str:
-    """Six digits that count: a loss of 0.0000123 is no 0.0000."""
-    return f"{value:.6g}"
