@@ -34,7 +34,7 @@ from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.under_way import settle
 from lightning_scape.core.epoch_end import compare_ends
-from lightning_scape.core.method import Method, find_all
+from lightning_scape.core.method import find_all
 from lightning_scape.hosts import advice, ending, preemption, setup, two_level
 from lightning_scape.hosts.last_window import end_before_statistics
 from lightning_scape.hosts.requeue import callbacks_of
@@ -192,12 +192,6 @@ class MethodStrategy(TrainerCheckpoints):
         if self._nodes.several:
             return two_level.without_gradient_sync(self._module)
         return self._shared_nans.hold()
-
-    @override
-    def _attach(self, optimizer: Optimizer) -> Method:
-        named = list(self._module.named_parameters())
-        clip = "`self.clip_gradients(optimizer, gradient_clip_val=...)`"
-        return self._put_under_method(optimizer, named, self._steps, self.precision_plugin, clip)
 
     @override
     def on_train_start(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -94,9 +93,11 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
                 inner[place] = new.optimizer
         return inner
 
-    @abstractmethod
     def _attach(self, optimizer: Optimizer) -> Method:
         """Puts one of the user's under the method. Collective."""
+        named = list(self._module.named_parameters())
+        clip = "`self.clip_gradients(optimizer, gradient_clip_val=...)`"
+        return self._put_under_method(optimizer, named, self._steps, self.precision_plugin, clip)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
