@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -65,20 +65,9 @@ def stepped(optimizer: object) -> Any:
     return method.unwrapped(optimizer) if found is None else found.optimizer
 
 
-def build_alike(build: Callable[[], None], optimizers: Callable[[], Iterable[object]]) -> None:
-    """Builds the user's optimizers, and sees to it that all ranks have the same kinds of them. Collective.
-
-    Args:
-        build: runs the user's code.
-        optimizers: gives what that has built.
-
-    Raises:
-        Exception: what ``build`` has raised on any rank; on every rank.
-        ValueError: ranks have other optimizers; on every rank.
-    """
-    ranks = Communicator()
-    ranks.raise_on_all_ranks(build)
-    first, *others = ranks.all_gather_object([type(stepped(each)).__name__ for each in optimizers()])
+def check_alike(optimizers: Iterable[object]) -> None:
+    """Raises ``ValueError`` on every rank if ranks have built other kinds of optimizers. Collective."""
+    first, *others = Communicator().all_gather_object([type(stepped(each)).__name__ for each in optimizers])
     for rank, kinds in enumerate(others, 1):
         if kinds != first:
             raise ValueError(

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import Method, progress_of
 from lightning_scape.hosts import setup
 from lightning_scape.hosts.common import CommonStrategy
@@ -107,7 +108,8 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
             self._attached, self._first, self._steps = [], None, None
             self._buffers.forget()
         self._attaching = False  # until it is known that all ranks have built the same
-        setup.build_alike(functools.partial(super().setup_optimizers, trainer), self._built)
+        Communicator().raise_on_all_ranks(functools.partial(super().setup_optimizers, trainer))
+        setup.check_alike([each for each in self.optimizers if not isinstance(each, NoOptimizer)])
         self._attaching = True
         if self._watch is None and self.world_size > 1:
             self._watch = Watch(
@@ -116,9 +118,6 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
             )
         self.optimizers = self.optimizers
         self._steer()
-
-    def _built(self) -> list[Optimizer]:
-        return [each for each in self.optimizers if not isinstance(each, NoOptimizer)]
 
     def _steer(self, back: bool = False) -> None:
         """Makes the schedulers drive what the Trainer steps, or what the user has built."""
