@@ -82,17 +82,18 @@ def of_pickle(data: bytes) -> dict[str, Any]:
     said = pickles.read(data, may_name=lambda named: ".".join(named) in _NAMES)
     index = _fields(said, "metadata.Metadata")
     places = {}
-    for at, info in _pairs(index.get("storage_data")):
+    for at, info in _of(index.get("storage_data"), pickles.Pairs, "dict"):
         key, place = _fields(at, "metadata.MetadataIndex"), _fields(info, "filesystem._StorageInfo")
         offset = () if key.get("offset") is None else _size(key["offset"])
-        places[_text(key.get("fqn")), offset] = (place.get("relative_path"), place.get("offset"), place.get("length"))
+        where = tuple(place.get(each) for each in ("relative_path", "offset", "length"))
+        places[_of(key.get("fqn"), str, "name"), offset] = where
     found = {}
-    for key, entry in _pairs(index.get("state_dict_metadata")):
-        if _text(key) in found:
+    for key, entry in _of(index.get("state_dict_metadata"), pickles.Pairs, "dict"):
+        if _of(key, str, "name") in found:
             raise ValueError(f"it has {key!r} twice")
         tensor = _fields(entry, "metadata.TensorStorageMetadata")
         (dtype, *_) = _state(tensor.get("properties"), "metadata.TensorProperties", tuple)
-        chunks = [_fields(chunk, "metadata.ChunkStorageMetadata") for chunk in _list(tensor.get("chunks"))]
+        chunks = [_fields(chunk, "metadata.ChunkStorageMetadata") for chunk in _of(tensor.get("chunks"), list, "list")]
         ranges = [(_size(chunk.get("offsets")), _size(chunk.get("sizes"))) for chunk in chunks]
         named = f"{dtype.module}.{dtype.name}" if isinstance(dtype, pickles.Named) else ""
         found[key] = _plain(key, named, _size(tensor.get("size")), ranges, places)
@@ -120,24 +121,12 @@ def _state(made: Any, name: str, kind: type) -> Any:
 
 
 def _fields(made: Any, name: str) -> dict[str, Any]:
-    return {_text(key): value for key, value in _pairs(_state(made, name, pickles.Pairs))}
+    return {_of(key, str, "name"): value for key, value in _state(made, name, pickles.Pairs)}
 
 
-def _pairs(value: Any) -> pickles.Pairs:
-    if not isinstance(value, pickles.Pairs):
-        raise ValueError(f"it must hold a dict, got a {type(value).__name__}")
-    return value
-
-
-def _list(value: Any) -> list[Any]:
-    if type(value) is not list:
-        raise ValueError(f"it must hold a list, got a {type(value).__name__}")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"it must hold a name, got a {type(value).__name__}")
+def _of(value: Any, kind: type, noun: str) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"it must hold a {noun}, got a {type(value).__name__}")
     return value
 
 
