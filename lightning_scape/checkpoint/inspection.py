@@ -256,7 +256,9 @@ def step_of(path: Path) -> int | None:
     else:
         content = files.read_pickle(path)
         optimizers = content
-    states = [*_values(optimizers), *_members(entry(content, "optimizer_states"))]
+    states = [value for _, value in optimizers] if isinstance(optimizers, Pairs) else []
+    listed = entry(content, "optimizer_states")
+    states += listed if type(listed) is list else []
     ours = [step for state in states for step in _steps_of(state)]
     counts = [entry(content, _OF_THE_TRAINER), max(ours, default=None), *(entry(content, name) for name in _OF_USERS)]
     return next((count for count in counts if is_size(count)), None)
@@ -268,11 +270,3 @@ def _steps_of(state: Any) -> Iterator[int]:
     for facts in (bare, *(entry(state, name) for name in names())):
         counts = (entry(facts, "step"), entry(entry(facts, "progress"), "steps"))
         yield from (step for step in counts if is_size(step))
-
-
-def _values(holder: Any) -> list[Any]:
-    return [value for _, value in holder] if isinstance(holder, Pairs) else []
-
-
-def _members(value: Any) -> list[Any]:
-    return value if type(value) is list else []
