@@ -39,7 +39,7 @@ SIDEWAYS = ({"core", "comm"},)
 MAY_IMPORT_LIGHTNING = {"hosts", "data", "tools"}
 # What the hosts share knows neither.
 MAY_NOT_IMPORT_LIGHTNING = {
-    *("hosts.setup", "hosts.advice", "hosts.rendezvous"),
+    *("hosts.setup", "hosts.rendezvous"),
     *("hosts.two_level", "hosts.outsiders", "hosts.buffers", "hosts.own_clipping"),
 }
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "litgpt", "pytorch_lightning"}

@@ -29,7 +29,7 @@ from trainer_helpers import (
 
 from lightning_scape import AdamS, FabricMethodStrategy, MethodStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
 from lightning_scape.core.words import show_bytes
-from lightning_scape.hosts.advice import as_call
+from lightning_scape.hosts.common import as_call
 from lightning_scape.hosts.trainer import DensityBar
 from lightning_scape.scape import advice
 from lightning_scape.scape.advice import ScapeAdvice

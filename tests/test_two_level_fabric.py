@@ -18,7 +18,7 @@ from two_level_helpers import make_mesh, whole
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer
 from lightning_scape.core.method import find_all
 from lightning_scape.hosts import setup
-from lightning_scape.hosts.advice import as_call
+from lightning_scape.hosts.common import as_call
 from lightning_scape.scape.method import ScapeMethod
 
 pytestmark = MARKS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,13 +25,19 @@ from lightning_scape.comm.beside import side_group
 from lightning_scape.comm.collectives import Communicator, is_distributed
 from lightning_scape.comm.together import Together
 from lightning_scape.core.method import Method, Spelling, Surroundings, find, for_config
-from lightning_scape.hosts import advice, launching, registration, rendezvous, setup, two_level
+from lightning_scape.hosts import launching, registration, rendezvous, setup, two_level
 from lightning_scape.hosts.buffers import Buffers
 from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.hosts.own_clipping import watch_gradients
 from lightning_scape.hosts.private_names import Opened, WrappingIO, destroy_process_group
 from lightning_scape.hosts.run_sum import said_before
 from lightning_scape.hosts.saving import Saving
+
+
+def as_call(*names: str) -> Spelling:
+    """``ScapeStrategy(sparsity=...)``; of two names ``MethodStrategy(ScapeConfig(sparsity=...))``."""
+    before, after = "(".join(names), ")" * len(names)
+    return lambda options: f"{before}({', '.join(f'{option}={value}' for option, value in options.items())}{after}"
 
 
 class CommonStrategy(Opened):
@@ -70,12 +77,14 @@ class CommonStrategy(Opened):
         super().__init__(checkpoint_io=checkpoint_io, timeout=timeout, **host)  # type: ignore[call-arg]
 
     def __repr__(self) -> str:
-        """The options that differ from the defaults."""
-        return f"<{type(self).__name__}({advice.chosen(self.config)})>"
+        """As a call: the first option, and those that differ from their defaults."""
+        first, defaults = fields(self.config)[0].name, vars(type(self.config)())
+        given = {name: value for name, value in vars(self.config).items() if name == first or value != defaults[name]}
+        return f"<{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})>"
 
     def spelling(self) -> Spelling:
         """How the user writes the options."""
-        return advice.as_call(type(self).__name__, *([type(self.config).__name__] if self.method is None else []))
+        return as_call(type(self).__name__, *([type(self.config).__name__] if self.method is None else []))
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -12,10 +12,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_scape.core.method import Method, find_all
-from lightning_scape.hosts.advice import with_prefixes
 from lightning_scape.hosts.run_length import steps_to_tell
 from lightning_scape.hosts.run_report import ReportingCallback
-from lightning_scape.hosts.run_sum import RunSum
+from lightning_scape.hosts.run_sum import RunSum, with_prefixes
 
 
 class ScapeMonitor(ReportingCallback):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_scape.core.method import Method
 from lightning_scape.core.words import show_bytes, show_bytes_beside
-from lightning_scape.hosts.advice import with_prefixes
 from lightning_scape.planning.cost_model import RunBytes
 
 if TYPE_CHECKING:  # Fabric has none
     from lightning.pytorch import Trainer
+
+
+def with_prefixes(methods: Sequence[Method]) -> Iterator[tuple[str, Method]]:
+    """Each with its metrics' prefix: ``scape``, or ``scape-0``, ``scape-1``, ... if there are several optimizers."""
+    for index, method in enumerate(methods):
+        yield method.name if len(methods) == 1 else f"{method.name}-{index}", method
 
 
 def expected(methods: Sequence[Method], first: int, steps: float | None, clips: bool) -> RunBytes | None:

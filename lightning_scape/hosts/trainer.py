@@ -35,7 +35,7 @@ from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.under_way import settle
 from lightning_scape.core.epoch_end import compare_ends
 from lightning_scape.core.method import find_all
-from lightning_scape.hosts import advice, ending, preemption, setup, two_level
+from lightning_scape.hosts import ending, preemption, setup, two_level
 from lightning_scape.hosts.last_window import end_before_statistics
 from lightning_scape.hosts.requeue import callbacks_of
 from lightning_scape.hosts.resume import Resume, Resumption
@@ -46,7 +46,7 @@ from lightning_scape.hosts.run_length import (
     steps_of_run,
     steps_to_tell,
 )
-from lightning_scape.hosts.run_sum import clips
+from lightning_scape.hosts.run_sum import clips, with_prefixes
 from lightning_scape.hosts.shared_nans import SharedNans
 from lightning_scape.hosts.trainer_checkpoints import TrainerCheckpoints
 
@@ -338,7 +338,7 @@ class DensityBar:
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """What the bar would have given, and that; the methods' figures by short names, for a bar has little room."""
         given = self._own(*args, **kwargs)
-        methods = list(advice.with_prefixes(find_all(self._strategy.optimizers)))
+        methods = list(with_prefixes(find_all(self._strategy.optimizers)))
         for prefix, method in methods:
             given |= {f"{prefix}/{name}": value for name, value in method.progress().shown.items()}
         places = {prefix: "" if len(methods) == 1 else prefix.rpartition("-")[2] + "/" for prefix, _ in methods}
