@@ -429,12 +429,7 @@ def _check_records(file: BinaryIO, name: str, size: int, compare: bool) -> None:
     """The zip archive's directory, and what its pickle says.
 
     Records are read by torch's own reader: where a directory is damaged, it may find other bytes than Python's does.
-
-    Args:
-        file: the archive.
-        name: for errors.
-        size: in bytes.
-        compare: also each record with its CRC-32, which torch writes and does not compare; else all has been compared.
+    ``compare`` also each record with its CRC-32, which torch writes and does not compare; else all has been compared.
     """
     file.seek(max(0, size - _END_BYTES))
     end = file.read()

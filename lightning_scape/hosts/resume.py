@@ -165,13 +165,8 @@ def _resume_start(
     """In the place of the connector's own: has the Trainer load the newest complete checkpoint, or what it was told.
 
     Lightning has settled on ``checkpoint_path`` before the ranks have met, and each by what it sees on its disk.
-
-    Args:
-        trainer: which one.
-        folders: where it saves; None: only where Lightning takes up what it saved at SLURM's signal. It looks at names
-            alone, those of files that were cut off included.
-        checkpoint_path: what Lightning has settled on.
-        weights_only: as Lightning's.
+    ``folders`` is where the Trainer saves; None: only where Lightning takes up what it saved at SLURM's signal. It
+    looks at names alone, those of files that were cut off included.
     """
     mine = None if checkpoint_path is None else str(checkpoint_path)
     everyone = Communicator().all_gather_object((mine, requeue.is_found_by_lightning(trainer, mine)))
