@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch import Tensor
 
@@ -398,24 +398,6 @@ def host_content(checkpoint: Mapping[str, Any], parameters: Iterable[str], rank:
         return Content(models, {}, rest)
     del rest["optimizer_states"]
     return Content(models, {f"optimizer_{number}": state for number, state in enumerate(states)}, rest)
-
-
-StateDictType = Literal["full", "sharded", "auto"]
-
-
-def check_saving(state_dict_type: str, checkpoint_io: object | None) -> None:
-    """Raises ValueError unless a strategy's options on checkpoints go together."""
-    if state_dict_type not in get_args(StateDictType):
-        raise ValueError(
-            '`state_dict_type` must be "full" (one file) or "sharded" (a directory), or "auto" (a directory where'
-            f' several nodes see the same folder), got {state_dict_type!r}. Use "full" if unsure.'
-        )
-    if state_dict_type != "full" and checkpoint_io is not None:
-        raise ValueError(
-            f'`checkpoint_io` must be None with state_dict_type="{state_dict_type}", got'
-            f" {type(checkpoint_io).__name__}: a directory is written by torch.distributed.checkpoint. To save in the"
-            " background, set `async_save=True`."
-        )
 
 
 def is_directory(path: str | PathLike[str], ranks: Communicator | None = None) -> bool:

@@ -18,9 +18,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.bytes_moved import Moved
 from lightning_scape.checkpoint.paths import local_path
+from lightning_scape.checkpoint.saver import Saver
 from lightning_scape.comm.beside import side_group
 from lightning_scape.comm.collectives import Communicator, is_distributed
 from lightning_scape.comm.together import Together
@@ -31,7 +31,7 @@ from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.hosts.own_clipping import watch_gradients
 from lightning_scape.hosts.private_names import Opened, WrappingIO, destroy_process_group
 from lightning_scape.hosts.run_sum import said_before
-from lightning_scape.hosts.saving import Saving
+from lightning_scape.hosts.saving import Saving, StateDictType
 
 
 def as_call(*names: str) -> Spelling:
@@ -57,7 +57,7 @@ class CommonStrategy(Opened):
         options: Mapping[str, Any],
         *,
         wrap: Sequence[str],
-        state_dict_type: saver.StateDictType,
+        state_dict_type: StateDictType,
         async_save: bool,
         broadcast_buffers: bool,
         checkpoint_io: CheckpointIO | None,
@@ -69,7 +69,7 @@ class CommonStrategy(Opened):
         self._method = for_config(self.config)
         self._nodes = two_level.Nodes(self.config, wrap)
         self._buffers = Buffers(broadcast_buffers)
-        self._saving, self._saver = Saving(state_dict_type), saver.Saver(async_save)
+        self._saving, self._saver = Saving(state_dict_type), Saver(async_save)
         self._together = Together()
         """Inside it a checkpoint is put together."""
         self._check_saving(checkpoint_io)
@@ -165,7 +165,12 @@ class CommonStrategy(Opened):
         self.given_io = io
 
     def _check_saving(self, io: CheckpointIO | None) -> None:
-        saver.check_saving(self._saving.asked, io)
+        if self._saving.asked != "full" and io is not None:
+            raise ValueError(
+                f'`checkpoint_io` must be None with state_dict_type="{self._saving.asked}", got {type(io).__name__}: a'
+                " directory is written by torch.distributed.checkpoint. To save in the background, set"
+                " `async_save=True`."
+            )
         if self._saver.asynchronous and isinstance(io, AsyncCheckpointIO):
             raise ValueError(
                 "`checkpoint_io` must write at once with `async_save=True`, got AsyncCheckpointIO: an error in it is"

@@ -23,7 +23,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_scape.checkpoint import saver
 from lightning_scape.checkpoint.saver import Saver
 from lightning_scape.comm.channel import Channel
 from lightning_scape.comm.collectives import Communicator
@@ -33,6 +32,7 @@ from lightning_scape.hosts import setup, two_level
 from lightning_scape.hosts.fabric_checkpoints import FabricCheckpoints
 from lightning_scape.hosts.outsiders import Watch
 from lightning_scape.hosts.private_names import BackwardSyncControl
+from lightning_scape.hosts.saving import StateDictType
 
 
 class FabricMethodStrategy(FabricCheckpoints):
@@ -84,7 +84,7 @@ class FabricMethodStrategy(FabricCheckpoints):
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        state_dict_type: saver.StateDictType = "full",
+        state_dict_type: StateDictType = "full",
         async_save: bool = False,
         wrap: Sequence[str] = (),
         broadcast_buffers: bool = False,

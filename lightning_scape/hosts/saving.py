@@ -6,9 +6,9 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal, get_args
 
 from lightning_scape.checkpoint.bytes_moved import Moved
-from lightning_scape.checkpoint.saver import StateDictType
 from lightning_scape.checkpoint.shared_folder import is_shared
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.words import show_bytes, show_seconds
@@ -19,6 +19,9 @@ ENOUGH_SECONDS = 10.0
 """Of training, before that is judged."""
 
 
+StateDictType = Literal["full", "sharded", "auto"]
+
+
 class Saving:
     """One strategy's.
 
@@ -27,6 +30,11 @@ class Saving:
     """
 
     def __init__(self, state_dict_type: StateDictType) -> None:
+        if state_dict_type not in get_args(StateDictType):
+            raise ValueError(
+                '`state_dict_type` must be "full" (one file) or "sharded" (a directory), or "auto" (a directory where'
+                f' several nodes see the same folder), got {state_dict_type!r}. Use "full" if unsure.'
+            )
         self.asked = state_dict_type
         self.sharded = state_dict_type == "sharded"
         """Whether checkpoints are directories; with ``"auto"`` it is settled before each fit (Trainer) or save."""

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_scape.checkpoint import saver
 from lightning_scape.comm.beside import side_group
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.lost_ranks import explained_messages
@@ -47,6 +46,7 @@ from lightning_scape.hosts.run_length import (
     steps_to_tell,
 )
 from lightning_scape.hosts.run_sum import clips, with_prefixes
+from lightning_scape.hosts.saving import StateDictType
 from lightning_scape.hosts.shared_nans import SharedNans
 from lightning_scape.hosts.trainer_checkpoints import TrainerCheckpoints
 
@@ -113,7 +113,7 @@ class MethodStrategy(TrainerCheckpoints):
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        state_dict_type: saver.StateDictType = "full",
+        state_dict_type: StateDictType = "full",
         async_save: bool = False,
         wrap: Sequence[str] = (),
         resume: Resume = None,
