@@ -198,33 +198,27 @@ class WholeState:
         self.common: dict[str, Any] = form.common_of(whole)
 
     @property
-    def facts(self) -> Mapping[str, Any]:
-        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
+    def facts(self) -> Mapping[str, Any]:  # noqa: D102 - of a Source
         return self._form.facts(self.common)
 
     @property
-    def entries(self) -> Mapping[int, Collection[str]]:
-        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
+    def entries(self) -> Mapping[int, Collection[str]]:  # noqa: D102 - of a Source
         return self._form.entries(self.common, self._whole)
 
-    def find(self, key: str) -> Any:
-        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
+    def find(self, key: str) -> Any:  # noqa: D102 - of a Source
         holder, name = self._form.slot(self._whole, key)
         return holder.get(name)
 
-    def read(self, targets: Mapping[str, Chunk]) -> None:
-        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
+    def read(self, targets: Mapping[str, Chunk]) -> None:  # noqa: D102 - of a Source
         for key, chunk in targets.items():
             chunk.tensor.copy_(self.tensor(key)[chunk.offset : chunk.offset + len(chunk.tensor)])
 
-    def tensor(self, key: str) -> Tensor:
-        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
+    def tensor(self, key: str) -> Tensor:  # noqa: D102 - of a Source
         found: Tensor = self.find(key)
         index = parameter_of(key)
         return found if index is None else flatten_like(found, self._parameters[index])
 
-    def unpacked(self, key: str) -> dict[str, Any]:
-        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
+    def unpacked(self, key: str) -> dict[str, Any]:  # noqa: D102 - of a Source
         found: dict[str, Any] = self.find(key)
         return found
 
@@ -248,17 +242,14 @@ class SavedShards:
         return found
 
     @property
-    def facts(self) -> Mapping[str, Any]:
-        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
+    def facts(self) -> Mapping[str, Any]:  # noqa: D102 - of a Source
         return self.form.facts(self.common)
 
     @property
-    def entries(self) -> Mapping[int, Collection[str]]:
-        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
+    def entries(self) -> Mapping[int, Collection[str]]:  # noqa: D102 - of a Source
         return self.form.entries(self.common, None)
 
-    def find(self, key: str) -> Tensor | None:
-        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
+    def find(self, key: str) -> Tensor | None:  # noqa: D102 - of a Source
         if key not in self._shapes:
             return None
         shape = self._shapes[key]
@@ -269,12 +260,10 @@ class SavedShards:
             return torch.empty(shape, dtype=self._dtype_beside(key), device="meta")
         return found.view(shape) if found is not None and found.numel() == math.prod(shape) else found
 
-    def read(self, targets: Mapping[str, Chunk]) -> None:
-        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
+    def read(self, targets: Mapping[str, Chunk]) -> None:  # noqa: D102 - of a Source
         self.directory.read({f"{self.key}.{key}": chunk for key, chunk in targets.items() if len(chunk.tensor)})
 
-    def tensor(self, key: str) -> Tensor:
-        """See :class:`~lightning_scape.checkpoint.parts.Source`."""
+    def tensor(self, key: str) -> Tensor:  # noqa: D102 - of a Source
         found = self.find(key)
         if found is not None and not found.numel():
             return torch.empty(found.shape if parameter_of(key) is None else 0, dtype=found.dtype, device="cpu")
