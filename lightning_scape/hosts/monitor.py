@@ -8,13 +8,11 @@ from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_scape.core.method import Method, find_all
-from lightning_scape.hosts.run_length import steps_to_tell
 from lightning_scape.hosts.run_report import ReportingCallback
-from lightning_scape.hosts.run_sum import RunSum, with_prefixes
+from lightning_scape.hosts.run_sum import with_prefixes
 
 
 class ScapeMonitor(ReportingCallback):
@@ -65,7 +63,6 @@ class ScapeMonitor(ReportingCallback):
         self._due = 0
         self._seen: list[int] = []
         """Exchanges of each optimizer that have been told."""
-        self._sum: RunSum | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -77,8 +74,7 @@ class ScapeMonitor(ReportingCallback):
             )
         self._due = trainer.global_step // self.every_n_steps
         self._seen = [each.progress().ended for each in methods]
-        self._sum = RunSum(methods, steps_to_tell(trainer, methods[0].progress().steps), trainer)
-        self.begin_report(trainer, type(methods[0]), self._sum.about())
+        self.begin_report(trainer, methods)
 
     def _watched(self, trainer: Trainer) -> list[Method]:
         return [each for each in find_all(trainer.optimizers) if self.method in (None, each.name)]
@@ -100,17 +96,6 @@ class ScapeMonitor(ReportingCallback):
         if due != self._due:
             self._due = due
             self.publish(trainer, pl_module, collect_metrics(trainer.optimizers), methods[0].shown)
-
-    @override
-    def sums(self) -> dict[str, float]:
-        return {} if self._sum is None else self._sum.metrics()
-
-    @override
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._sum is not None and (line := self._sum.said()):
-            rank_zero_info(line)
-        super().on_fit_end(trainer, pl_module)
-        self._sum = None
 
     def _news(self, methods: list[Method]) -> dict[str, float]:
         """Figures of the exchanges that have ended since the last look; empty if none has."""

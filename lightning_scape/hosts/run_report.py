@@ -6,13 +6,13 @@ import importlib.util
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException
 from typing_extensions import override
@@ -22,6 +22,8 @@ from lightning_scape.checkpoint.paths import local_path
 from lightning_scape.core.method import Method, find_all
 from lightning_scape.hosts.ending import mention
 from lightning_scape.hosts.private_names import logged_step
+from lightning_scape.hosts.run_length import steps_to_tell
+from lightning_scape.hosts.run_sum import RunSum
 from lightning_scape.reporting import History, write_page
 from lightning_scape.reporting.history import Writer
 
@@ -57,6 +59,7 @@ class ReportingCallback(Callback):
         self._clock = _Clock()
         self._last = -1
         self._before: dict[str, Tensor] = {}
+        self._sum: RunSum | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -75,14 +78,10 @@ class ReportingCallback(Callback):
         if problem := trainer.strategy.broadcast(problem):
             raise ValueError(problem)
 
-    def begin_report(self, trainer: Trainer, method: type[Method], expected: Mapping[str, Any]) -> None:
-        """The fit begins, with all optimizers in their places.
-
-        Args:
-            trainer: whose fit it is.
-            method: which it is.
-            expected: ``steps`` of the whole run and ``bytes_expected`` of this fit, as far as they are known.
-        """
+    def begin_report(self, trainer: Trainer, methods: Sequence[Method]) -> None:
+        """The fit begins, with all optimizers in their places."""
+        method = methods[0]
+        self._sum = RunSum(methods, steps_to_tell(trainer, method.progress().steps), trainer)
         self._last, self._loss, self._losses = -1, None, 0
         step = steps_taken(trainer)  # of the checkpoint, where the fit goes on from one
         self._clock.start(step)
@@ -90,7 +89,7 @@ class ReportingCallback(Callback):
         about: dict[str, Any] = {"method": method.name, "title": method.title, "unit": unit}
         about |= {"ranks": trainer.world_size, "strategy": repr(trainer.strategy)}
         about["device"] = trainer.strategy.root_device.type
-        self._add("run", step, {**about, **expected, "version": __version__})
+        self._add("run", step, {**about, **self._sum.about(), "version": __version__})
 
     def note_batch(self, trainer: Trainer, pl_module: LightningModule, outputs: Any) -> None:
         """Adds a batch's loss to the mean of the coming point; nothing waits for the device."""
@@ -118,7 +117,7 @@ class ReportingCallback(Callback):
         """
         if not metrics:
             return
-        metrics = metrics | self.sums()
+        metrics = metrics | self._sums()
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=logged_step(trainer))
         bar = {
@@ -164,19 +163,22 @@ class ReportingCallback(Callback):
             self._add("validation", steps_taken(trainer), {"metrics": metrics})
 
     def last_metrics(self, trainer: Trainer) -> dict[str, float]:
-        """The newest figures of the monitor's optimizers, for a last point; without :meth:`sums`."""
+        """The newest figures of the monitor's optimizers, for a last point; without what adds up over the fit."""
         raise NotImplementedError
 
-    def sums(self) -> dict[str, float]:
+    def _sums(self) -> dict[str, float]:
         """Figures that add up over the fit; told with every point."""
-        return {}
+        return {} if self._sum is None else self._sum.metrics()
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._sum is not None and (line := self._sum.said()):
+            rank_zero_info(line)
         if self._writer is not None:
             last = self.last_metrics(trainer)
-            self._note_point(trainer, last and last | self.sums())
+            self._note_point(trainer, last and last | self._sums())
             self._end(trainer, "finished")
+        self._sum = None
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -194,7 +196,7 @@ class ReportingCallback(Callback):
     def _end(self, trainer: Trainer, how: str) -> None:
         """Writes the page. If that fails it is a warning: this rank alone would raise, and the others wait for it."""
         assert self.report is not None
-        self._add("end", steps_taken(trainer), {"how": how, "metrics": self.sums()})
+        self._add("end", steps_taken(trainer), {"how": how, "metrics": self._sums()})
         self._writer = None
         try:
             write_page(self.report)
