@@ -85,17 +85,11 @@ class ScapeMonitor(ReportingCallback):
     ) -> None:
         self.note_batch(trainer, pl_module, outputs)
         methods = self._watched(trainer)
-        if not methods:
-            return
-        if not methods[0].exchanges_every_step:
-            self.publish(trainer, pl_module, self._news(methods), methods[0].shown)
-            return
         # Not `global_step % every_n_steps`: that is true for several batches when gradients are accumulated, and may
         # never be true when a batch steps several optimizers.
-        due = trainer.global_step // self.every_n_steps
-        if due != self._due:
-            self._due = due
-            self.publish(trainer, pl_module, collect_metrics(trainer.optimizers), methods[0].shown)
+        before, self._due = self._due, trainer.global_step // self.every_n_steps
+        if methods and (self._due != before or not methods[0].exchanges_every_step):
+            self.publish(trainer, pl_module, self.last_metrics(trainer), methods[0].shown)
 
     def _news(self, methods: list[Method]) -> dict[str, float]:
         """Figures of the exchanges that have ended since the last look; empty if none has."""
