@@ -33,7 +33,7 @@ from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.lost_ranks import explained_messages
 from lightning_scape.comm.under_way import settle
 from lightning_scape.core.epoch_end import compare_ends
-from lightning_scape.core.method import find_all
+from lightning_scape.core.method import find_all, progress_of
 from lightning_scape.hosts import ending, preemption, setup, two_level
 from lightning_scape.hosts.last_window import end_before_statistics
 from lightning_scape.hosts.requeue import callbacks_of
@@ -237,7 +237,10 @@ class MethodStrategy(TrainerCheckpoints):
         if method is not None:
             ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             method.announce_batch(ready, ends_epoch(trainer) if self._steps_compare_ends else None)
+        before = progress_of(optimizer).ended
         result = super().optimizer_step(optimizer, *args, **kwargs)
+        if occasion := self._buffers.count_step(progress_of(optimizer).ended > before):
+            self._look_at_buffers(occasion)
         if method is None:
             return result
         self._first = self._first or method
@@ -247,13 +250,6 @@ class MethodStrategy(TrainerCheckpoints):
         if self._module.automatic_optimization and self._steps == self._module.global_step + 1:
             method.finish()
         return result
-
-    @override
-    def on_train_end(self) -> None:
-        """Ends what has begun: every rank leaves the fit with the same parameters."""
-        for each in self._attached:
-            each.finish()
-        super().on_train_end()
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:

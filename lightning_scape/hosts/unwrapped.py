@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.core.method import Method, progress_of
+from lightning_scape.core.method import Method
 from lightning_scape.hosts import setup
 from lightning_scape.hosts.common import CommonStrategy
 from lightning_scape.hosts.outsiders import Watch
@@ -147,14 +147,6 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
         return super().training_step(*args, **kwargs)
 
     @override
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        before = progress_of(optimizer).ended
-        result = super().optimizer_step(optimizer, *args, **kwargs)
-        if occasion := self._buffers.count_step(progress_of(optimizer).ended > before):
-            self._look_at_buffers(occasion)
-        return result
-
-    @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
         if self._attaching:
@@ -164,6 +156,9 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
 
     @override
     def on_train_end(self) -> None:
+        """Ends what has begun: every rank leaves the fit with the same parameters."""
+        for each in self._attached:
+            each.finish()
         super().on_train_end()
         self._look_at_buffers("end")
 
