@@ -19,7 +19,7 @@ from trainer_helpers import MARKS, GivenRanks, Regression, make_trainer, weights
 
 from lightning_scape import FabricScapeStrategy, ScapeStrategy
 from lightning_scape.checkpoint import shared_folder
-from lightning_scape.checkpoint.bytes_moved import Moved
+from lightning_scape.checkpoint.dcp import Moved
 from lightning_scape.checkpoint.shared_folder import is_shared
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.hosts import saving

@@ -22,8 +22,10 @@ import contextlib
 import io
 import itertools
 import os
+import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -40,7 +42,6 @@ from torch.futures import Future
 
 from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint import index
-from lightning_scape.checkpoint.bytes_moved import Moved
 from lightning_scape.checkpoint.regular import open_regular
 from lightning_scape.checkpoint.temporaries import LOCKED, MANIFEST, NewFolder, check_replaceable
 from lightning_scape.comm.collectives import Communicator
@@ -49,6 +50,28 @@ REST = "meta.pt"
 """As in Lightning's own sharded checkpoints."""
 _INDEX = ".metadata"
 """Torch's."""
+
+
+@dataclass
+class Moved:
+    """Bytes of checkpoints that went from rank to rank, as this rank has seen them."""
+
+    sent: int = 0
+    received: int = 0
+
+    def count(self, length: int, ranks: Communicator, to: int) -> None:
+        """Counts ``length`` bytes from each of the others to rank ``to``."""
+        if ranks.rank == to:
+            self.received += length * (ranks.world_size - 1)
+        else:
+            self.sent += length
+
+    def count_objects(self, sent: Iterable[object], received: Iterable[object], others: int) -> None:
+        """Counts objects that were sent to each of so many other ranks, or came from each of them, one by one."""
+        if not others:
+            return
+        self.sent += others * sum(len(pickle.dumps(each)) for each in sent)
+        self.received += others * sum(len(pickle.dumps(each)) for each in received)
 
 
 class Chunk(NamedTuple):

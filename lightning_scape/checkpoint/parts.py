@@ -29,8 +29,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightning_scape.checkpoint.bytes_moved import Moved
-from lightning_scape.checkpoint.dcp import Chunk
+from lightning_scape.checkpoint.dcp import Chunk, Moved
 from lightning_scape.comm.collectives import Communicator, in_messages
 from lightning_scape.core.layout import Layout, Piece
 from lightning_scape.core.parameters import Parameters

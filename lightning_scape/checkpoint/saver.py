@@ -16,10 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_scape.checkpoint import atomic_files as files
-from lightning_scape.checkpoint.bytes_moved import Moved
 from lightning_scape.checkpoint.checks import check_mapping, check_ranks
 from lightning_scape.checkpoint.collecting import Uncollected, of_rank_0
-from lightning_scape.checkpoint.dcp import REST, Chunk, Directory, as_bytes, write_directory
+from lightning_scape.checkpoint.dcp import REST, Chunk, Directory, Moved, as_bytes, write_directory
 from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.checkpoint.paths import local_path
 from lightning_scape.checkpoint.rng import rng_state

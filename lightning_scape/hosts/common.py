@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_scape.checkpoint.bytes_moved import Moved
+from lightning_scape.checkpoint.dcp import Moved
 from lightning_scape.checkpoint.paths import local_path
 from lightning_scape.checkpoint.saver import Saver
 from lightning_scape.comm.beside import side_group

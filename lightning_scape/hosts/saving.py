@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from lightning_scape.checkpoint.bytes_moved import Moved
+from lightning_scape.checkpoint.dcp import Moved
 from lightning_scape.checkpoint.shared_folder import is_shared
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.words import show_bytes, show_seconds
