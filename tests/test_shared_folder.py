@@ -18,12 +18,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from trainer_helpers import MARKS, GivenRanks, Regression, make_trainer, weights
 
 from lightning_scape import FabricScapeStrategy, ScapeStrategy
-from lightning_scape.checkpoint import shared_folder
 from lightning_scape.checkpoint.dcp import Moved
-from lightning_scape.checkpoint.shared_folder import is_shared
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.hosts import saving
-from lightning_scape.hosts.saving import Saving
+from lightning_scape.hosts.saving import Saving, is_shared
 
 RunRanks = Callable[..., list[Any]]
 pytestmark = MARKS
@@ -31,7 +29,7 @@ pytestmark = MARKS
 
 def try_folders(rank: int, world_size: int, folder: str) -> list[bool]:
     ranks, place = Communicator(), Path(folder)
-    shared_folder.SECONDS, shared_folder.VISIBLE_SECONDS = 30.0, 0.3
+    saving.SECONDS, saving.VISIBLE_SECONDS = 30.0, 0.3
     found = [is_shared(place / "new", ranks), is_shared(place / "a_file" / "below", ranks)]
     assert not rank or found == [True, False]
 
@@ -45,12 +43,12 @@ def try_folders(rank: int, world_size: int, folder: str) -> list[bool]:
         time.sleep(1.5)
         raise OSError
 
-    read, write = shared_folder.open_regular, builtins.open
+    read, write = saving.open_regular, builtins.open
     for fault in (missing, strange, hanging):
-        shared_folder.open_regular = fault if rank == 1 else read
-        shared_folder.SECONDS = 0.5 if fault is hanging and rank == 1 else 30.0
+        saving.open_regular = fault if rank == 1 else read
+        saving.SECONDS = 0.5 if fault is hanging and rank == 1 else 30.0
         found.append(is_shared(place, ranks))
-    shared_folder.open_regular, shared_folder.SECONDS = read, 30.0
+    saving.open_regular, saving.SECONDS = read, 30.0
 
     def read_only(path: Any, mode: str = "r", **options: Any) -> Any:
         if "x" in mode and rank == 1:
