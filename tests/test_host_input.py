@@ -21,7 +21,7 @@ from lightning_scape import (
     SparseLoCoStrategy,
 )
 from lightning_scape.comm.collectives import broadcast_tensors, timeout_of
-from lightning_scape.hosts.launching import check_start_method
+from lightning_scape.hosts.common import check_start_method
 from lightning_scape.tools.plan import main
 
 RunRanks = Callable[..., list[Any]]
