@@ -23,7 +23,7 @@ from trainer_helpers import MARKS, Regression, TwoOptimizers, make_trainer
 
 from lightning_scape import ScapeMonitor, SparseLoCoMonitor, SparseLoCoStrategy
 from lightning_scape.core.words import show_bytes
-from lightning_scape.hosts import run_report
+from lightning_scape.hosts import monitor
 from lightning_scape.reporting import FIGURES, PAGE, History, write_page
 from lightning_scape.reporting import history as histories
 from lightning_scape.reporting import page as pages
@@ -353,7 +353,7 @@ def broken_page(rank: int, world_size: int, folder: str) -> None:
     def fail(_: Any) -> None:
         raise RuntimeError("no font")
 
-    run_report.write_page = fail
+    monitor.write_page = fail
     with pytest.warns(UserWarning, match="got RuntimeError: no font. Its figures are there") if not rank else nothing():
         fit(rank, world_size, folder, {})
 
