@@ -16,6 +16,7 @@ from lightning_scape.hosts.advice import with_prefixes
 from lightning_scape.hosts.run_length import steps_to_tell
 from lightning_scape.hosts.run_report import ReportingCallback
 from lightning_scape.hosts.run_sum import RunSum
+from lightning_scape.hosts.shared_nans import may_look
 
 
 class ScapeMonitor(ReportingCallback):
@@ -78,7 +79,8 @@ class ScapeMonitor(ReportingCallback):
             )
         self._due = trainer.global_step // self.every_n_steps
         self._seen = [each.progress().ended for each in methods]
-        self._sum = RunSum(methods, steps_to_tell(trainer, methods[0].progress().steps), trainer)
+        steps = steps_to_tell(trainer, methods[0].progress().steps)
+        self._sum = RunSum(methods, steps, trainer, may_look(pl_module))
         self.begin_report(trainer, type(methods[0]), self._sum.about())
 
     def _watched(self, trainer: Trainer) -> list[Method]:

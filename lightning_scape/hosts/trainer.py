@@ -47,7 +47,7 @@ from lightning_scape.hosts.run_length import (
     steps_to_tell,
 )
 from lightning_scape.hosts.run_sum import clips, said_before
-from lightning_scape.hosts.shared_nans import SharedNans
+from lightning_scape.hosts.shared_nans import SharedNans, may_look
 from lightning_scape.hosts.trainer_checkpoints import TrainerCheckpoints
 
 _OF_WHOLE_PARAMETERS = (ModelPruning, StochasticWeightAveraging, WeightAveraging)
@@ -214,7 +214,7 @@ class MethodStrategy(TrainerCheckpoints):
         steps = steps_to_tell(trainer, taken)
         for line in self._method.summary(methods, steps, self.spelling()):
             rank_zero_info(line)
-        if whole := said_before(methods, steps, clips(trainer), self):
+        if whole := said_before(methods, steps, clips(trainer), self, may_look(self._module)):
             rank_zero_info(whole)
         if warning := methods[0].advice.at_start(steps):
             rank_zero_warn(warning)
