@@ -507,6 +507,27 @@ def test_what_cannot_be_planned_is_an_error_with_a_remedy(capsys: Any, arguments
     assert message in err
 
 
+def test_an_optimizer_moves_half_the_memory_in_bf16(capsys: Any) -> None:
+    fp32, bf16 = Machine.of_memory(1e9), Machine.of_memory(1e9, 2)
+    assert (bf16.adamw, bf16.clip) == (fp32.adamw / 2, fp32.clip / 2)
+    for density, (whole, shard) in bf16.own["scape"].items():  # the residual and what owners keep is fp32
+        assert fp32.own["scape"][density][0] / 2 < whole < fp32.own["scape"][density][0]
+        assert shard <= fp32.own["scape"][density][1]
+    # The whole command: AdamW's 7 tensors and 3 more to clip, of 14.1M parameters at 1 GB/s.
+    asked = [
+        "plan",
+        "--model=pythia-14m",
+        "--nodes=2",
+        "--bandwidth=1gbit",
+        "--step-compute=1s",
+        "--memory-bandwidth=1",
+    ]
+    for precision, width in (("32-true", 4), ("bf16-true", 2)):
+        assert commands.main([*asked, f"--precision={precision}"]) == 0
+        row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| compute only"))
+        assert f"{1 + 10 * width * 14.067712e-3:.2f} s" in row, row
+
+
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
 def test_what_a_launcher_sets_must_be_numbers(capsys: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")

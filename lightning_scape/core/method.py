@@ -83,6 +83,10 @@ class Clipping(ABC):
         None: there are no other ranks.
         """
 
+    def bytes_after_backward(self, clips: bool) -> int:
+        """What a rank sends for that; ``clips`` says whether the norm is bounded, too."""
+        return 0
+
 
 class Advice:
     """What a method warns the user of; nothing, unless it says otherwise."""

@@ -135,11 +135,11 @@ class CommonStrategy(Opened):
             watch_gradients(attached, clip, rank_zero_warn)
         return attached
 
-    def _tell_of_run(self, methods: Sequence[Method], steps: float | None, clipped: bool) -> None:
+    def _tell_of_run(self, methods: Sequence[Method], steps: float | None, clipped: bool, looks: bool = False) -> None:
         """Before the first step: what is sent, in a step and in the whole run, and whether that is too short."""
         for line in self._method.summary(methods, steps, self.spelling()):
             rank_zero_info(line)
-        if whole := said_before(methods, steps, clipped, self):
+        if whole := said_before(methods, steps, clipped, self, looks):
             rank_zero_info(whole)
         if warning := methods[0].advice.at_start(steps):
             rank_zero_warn(warning)

@@ -25,6 +25,7 @@ from lightning_scape.hosts.ending import mention
 from lightning_scape.hosts.private_names import logged_step
 from lightning_scape.hosts.run_length import steps_to_tell
 from lightning_scape.hosts.run_sum import RunSum, with_prefixes
+from lightning_scape.hosts.shared_nans import may_look
 from lightning_scape.reporting import History, write_page
 from lightning_scape.reporting.history import Writer
 
@@ -125,7 +126,8 @@ class ScapeMonitor(Callback):
         self._due = trainer.global_step // self.every_n_steps
         self._seen = [each.progress().ended for each in methods]
         method = methods[0]
-        self._sum = RunSum(methods, steps_to_tell(trainer, method.progress().steps), trainer)
+        steps = steps_to_tell(trainer, method.progress().steps)
+        self._sum = RunSum(methods, steps, trainer, may_look(pl_module))
         self._last, self._loss, self._losses = -1, None, 0
         step = steps_taken(trainer)  # of the checkpoint, where the fit goes on from one
         self._clock.start(step)

@@ -19,7 +19,9 @@ def with_prefixes(methods: Sequence[Method]) -> Iterator[tuple[str, Method]]:
         yield method.name if len(methods) == 1 else f"{method.name}-{index}", method
 
 
-def expected(methods: Sequence[Method], first: int, steps: float | None, clips: bool) -> RunBytes | None:
+def expected(
+    methods: Sequence[Method], first: int, steps: float | None, clips: bool, looks: bool = False
+) -> RunBytes | None:
     """What a rank sends for all optimizers, from one step up to another; None where that is not known, or nothing.
 
     Args:
@@ -27,6 +29,7 @@ def expected(methods: Sequence[Method], first: int, steps: float | None, clips: 
         first: steps that were taken before.
         steps: those of the whole run; None is not known.
         clips: whether the norm of the gradient is clipped.
+        looks: whether gradients are looked at before a step, once in each.
     """
     if steps is None or steps <= first:
         return None
@@ -34,14 +37,21 @@ def expected(methods: Sequence[Method], first: int, steps: float | None, clips: 
     known = [each for each in found if each is not None]
     if not known or len(known) < len(found) or not sum(each.sent for each in known):
         return None
-    return RunBytes(*map(sum, zip(*known, strict=True)))
+    whole = RunBytes(*map(sum, zip(*known, strict=True)))
+    clipping = methods[0].clipping
+    if not looks or clipping is None:
+        return whole
+    more = clipping.bytes_after_backward(clips)
+    return whole._replace(sent=whole.sent + more * (int(steps) - first), last=whole.last + more)
 
 
 def _of(method: Method, first: int, steps: int, clips: bool) -> RunBytes | None:
     return None if method.step_cost is None else method.step_cost.run_bytes(method, first, steps, clips)
 
 
-def said_before(methods: Sequence[Method], steps: float | None, clipped: bool, strategy: Any) -> str | None:
+def said_before(
+    methods: Sequence[Method], steps: float | None, clipped: bool, strategy: Any, looks: bool = False
+) -> str | None:
     """The line at the start of a run, or of what is left of it after a checkpoint; None where :func:`expected` is.
 
     Args:
@@ -49,9 +59,10 @@ def said_before(methods: Sequence[Method], steps: float | None, clipped: bool, s
         steps: of the whole run; None is not known.
         clipped: whether the norm of the gradient is clipped.
         strategy: the host's.
+        looks: as :func:`expected` has it.
     """
     first = methods[0].progress().steps
-    found = expected(methods, first, steps, clipped)
+    found = expected(methods, first, steps, clipped, looks)
     if found is None or steps is None:
         return None
     which = f"this run of {steps:,.0f} steps" if not first else f"the {steps - first:,.0f} steps that are left"
@@ -87,9 +98,10 @@ class RunSum:
         methods: of all optimizers.
         steps: of the whole run; None is not known.
         trainer: whose fit it is.
+        looks: as :func:`expected` has it.
     """
 
-    def __init__(self, methods: Sequence[Method], steps: float | None, trainer: Trainer) -> None:
+    def __init__(self, methods: Sequence[Method], steps: float | None, trainer: Trainer, looks: bool = False) -> None:
         self._methods, self._strategy = list(methods), trainer.strategy
         self._beside, self._where = _between(trainer.strategy)
         clipped, self._first = clips(trainer), [each.progress().steps for each in methods]
@@ -98,7 +110,7 @@ class RunSum:
         steps_of_one = [_of(each, first, first + 1, clipped) for each, first in zip(methods, self._first, strict=True)]
         self._dense = [None if found is None else found.dense for found in steps_of_one]
         """What DDP would send in a step for each optimizer: the same in every one. None is not known."""
-        self.steps, self.expected = steps, expected(methods, self._first[0], steps, clipped)
+        self.steps, self.expected = steps, expected(methods, self._first[0], steps, clipped, looks)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copy of what keeps it (a callback) has none: it belongs to the fit that it follows."""

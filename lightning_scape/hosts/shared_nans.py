@@ -37,7 +37,7 @@ class SharedNans:
 
     def attach(self, plugin: Precision, module: LightningModule, optimizers: Callable[[], Iterable[object]]) -> None:
         """Acts from now on in the plugin's own hook, the first after the backward pass."""
-        if module.automatic_optimization and not _may_look(module):
+        if not may_look(module):
             return
         own = getattr(plugin, _HOOK)
 
@@ -62,8 +62,10 @@ class SharedNans:
             self._held = held
 
 
-def _may_look(module: LightningModule) -> bool:
-    """Whether the module, or a callback of its trainer, has a hook that may look at gradients."""
+def may_look(module: LightningModule) -> bool:
+    """Whether the module, or a callback of its trainer, may look at gradients before a step."""
+    if not module.automatic_optimization:
+        return True
     owners = [(module, _OF_MODULES), *((callback, _OF_CALLBACKS) for callback in callbacks_of(module.trainer))]
     return any(is_overridden(hook, owner) for owner, hooks in owners for hook in hooks)
 

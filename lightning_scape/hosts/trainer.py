@@ -47,7 +47,7 @@ from lightning_scape.hosts.run_length import (
 )
 from lightning_scape.hosts.run_sum import clips, with_prefixes
 from lightning_scape.hosts.saving import StateDictType
-from lightning_scape.hosts.shared_nans import SharedNans
+from lightning_scape.hosts.shared_nans import SharedNans, may_look
 from lightning_scape.hosts.trainer_checkpoints import TrainerCheckpoints
 
 _OF_WHOLE_PARAMETERS = (ModelPruning, StochasticWeightAveraging, WeightAveraging)
@@ -206,7 +206,7 @@ class MethodStrategy(TrainerCheckpoints):
         for each in methods:
             each.expect_steps(steps_of_optimizer(trainer, taken))
         steps = steps_to_tell(trainer, taken)
-        self._tell_of_run(methods, steps, clips(trainer))
+        self._tell_of_run(methods, steps, clips(trainer), may_look(self._module))
         if trainer.progress_bar_callback is not None:
             self._progress_bar = DensityBar(trainer.progress_bar_callback, self)
 

@@ -20,8 +20,8 @@ The model, in full:
   computes, but waits for what lies outside of blocks (embedding and head). ZeRO-1 overlaps its gradients as DDP does
   and waits for its parameters. Where the processor moves the bytes, its work is added to the compute that it
   interrupts.
-- **Copies**: DDP and ZeRO-1 copy gradients into buckets and back, FSDP into and out of flat buffers: 16 bytes of memory
-  a parameter, at the speed at which AdamW moves its 28.
+- **Copies**: DDP and ZeRO-1 copy gradients into buckets and back, FSDP into and out of flat buffers: 4 tensors, at the
+  speed at which AdamW moves its 7.
 - **The optimizer's own time** is proportional to parameters: measured (``lightning-scape plan --measure``), or taken
   from the bytes of memory that it touches. Sharded work is divided by ``N``.
 - Ranks are equally fast: nobody waits for a straggler.
@@ -45,6 +45,8 @@ BUCKET_BYTES = 25 << 20
 """Of a DDP bucket; the first is of 1 MB."""
 BACKWARD_SHARE = 2 / 3
 """Of forward and backward."""
+ADAMW_TENSORS = 7
+"""That a step of torch's AdamW reads or writes, each in the parameter's own dtype."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +131,14 @@ class Machine:
     """By a method's name: what its own work costs, as its :class:`StepCost` tells it."""
 
     @classmethod
-    def of_memory(cls, bytes_per_second: float) -> Machine:
-        """An estimate for devices bound by their memory, from the bytes that a step touches per parameter (fp32).
+    def of_memory(cls, bytes_per_second: float, parameter_bytes: int = 4) -> Machine:
+        """An estimate for devices bound by their memory, from the bytes that a step touches per parameter.
 
-        AdamW reads four and writes three tensors.
+        AdamW reads four and writes three tensors, all of the parameters' own dtype.
+
+        Args:
+            bytes_per_second: of the device's memory.
+            parameter_bytes: of one parameter: 4 (fp32) or 2 (bf16-true).
 
         Raises:
             ValueError: the bandwidth is not a positive number.
@@ -142,8 +148,9 @@ class Machine:
                 f"`bytes_per_second` must be > 0 and finite, got {bytes_per_second!r}. An H100 reaches 3e12, a"
                 " desktop's processor 5e10."
             )
-        own = {name: cost.of_memory(bytes_per_second) for name, cost in step_costs().items()}
-        return cls(adamw=28 / bytes_per_second, clip=12 / bytes_per_second, own=own)
+        own = {name: cost.of_memory(bytes_per_second, parameter_bytes) for name, cost in step_costs().items()}
+        tensor = parameter_bytes / bytes_per_second
+        return cls(adamw=ADAMW_TENSORS * tensor, clip=3 * tensor, own=own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +223,7 @@ class StepCost(ABC):
             sparsities: those that the user asks for, if the method has such an option.
         """
 
-    def of_memory(self, bytes_per_second: float) -> Any:
+    def of_memory(self, bytes_per_second: float, parameter_bytes: int) -> Any:
         """What its own work costs a device that is bound by its memory: its part of ``Machine.own``."""
         return None
 
@@ -429,7 +436,7 @@ def _overlapped_gradients(job: Job, link: Link, width: int, *, passes: int) -> t
 
 
 def _copies(job: Job, machine: Machine) -> float:
-    return 16 / 28 * machine.adamw * job.parameters if job.ranks > 1 else 0.0
+    return 4 / ADAMW_TENSORS * machine.adamw * job.parameters if job.ranks > 1 else 0.0
 
 
 def scaling(job: Job, link: Link, machine: Machine, sparsities: Sequence[float]) -> dict[int, list[Prediction]]:

@@ -14,7 +14,7 @@ from lightning_scape.wire.values import packed_bytes
 
 PACKING_BYTES = 66
 """Memory that packing into 8 or 4 bits touches for each value and its change, beyond what bf16 does: to round them, to
-keep the errors, to read them back. It moves as fast as AdamW's 28 bytes a parameter."""
+keep the errors, to read them back. It moves as fast as what AdamW touches."""
 _SECTOR_BYTES = 32
 """Memory of a GPU moves in parts of this size."""
 

@@ -15,6 +15,7 @@ from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.core.method import Clipping, Method, Progress, Spelling, Surroundings
 from lightning_scape.scape import advice, stand_in
 from lightning_scape.scape.config import REMOVED_OPTIONS, ScapeConfig
+from lightning_scape.scape.cost import norm_bytes
 from lightning_scape.scape.form import FORM
 from lightning_scape.scape.optimizer import ScapeOptimizer
 from lightning_scape.scape.plan import ScapeCost
@@ -51,6 +52,11 @@ class ScapeClipping(Clipping):
     def after_backward(self, grads: Sequence[Tensor]) -> Tensor | None:
         optimizer = self._optimizer
         return optimizer.engine.opening.norm_after_backward(optimizer.param_groups, optimizer.steps_taken, grads)
+
+    @override
+    def bytes_after_backward(self, clips: bool) -> int:
+        optimizer, on_gloo = self._optimizer, self._optimizer.communicator.watched.channel is not None
+        return norm_bytes(optimizer.config, 0, optimizer.communicator.world_size, clip=clips and on_gloo)
 
 
 class ScapeMethod(Method):

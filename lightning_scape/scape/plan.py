@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_scape import ops
 from lightning_scape.planning.cost_model import (
+    ADAMW_TENSORS,
     Job,
     Link,
     Machine,
@@ -53,10 +54,10 @@ class ScapeCost(StepCost):
         return [predict(job, link, machine, ScapeConfig(sparsity=sparsity)) for sparsity in sparsities]
 
     @override
-    def of_memory(self, bytes_per_second: float) -> Costs:
+    def of_memory(self, bytes_per_second: float, parameter_bytes: int) -> Costs:
         def of(density: float) -> tuple[float, float]:
             proposed = 0 < density < 1 and ScapeConfig(sparsity=1 - density).proposed > 0
-            whole, shard = scape_traffic(density, proposed=proposed)
+            whole, shard = scape_traffic(density, proposed=proposed, parameter_bytes=parameter_bytes)
             return whole / bytes_per_second, shard / bytes_per_second
 
         return {density: of(density) for density in (0.0, 0.001, 0.01, 0.05, 0.1, 1.0)}
@@ -126,7 +127,8 @@ def predict(job: Job, link: Link, machine: Machine, config: ScapeConfig, kept: i
     shared = nodes_share(job.ranks, job.ranks_per_node)
     kept_bytes = state_bytes(config, job.ranks, job.parameter_bytes)
     if packs:
-        own += density * job.parameters * PACKING_BYTES / 28 * machine.adamw
+        adamw_bytes = ADAMW_TENSORS * job.parameter_bytes
+        own += density * job.parameters * PACKING_BYTES / adamw_bytes * machine.adamw
     return Prediction(
         method=f"SCAPE {config.sparsity:g}{'' if config.wire == usual_wire(config.sparsity) else f', {config.wire}'}",
         title="SCAPE",

@@ -66,7 +66,7 @@ def run(args: Namespace) -> int:
             ranks=args.nodes * args.gpus_per_node,
             ranks_per_node=_ranks_per_node(args.nodes * args.gpus_per_node, args.gpus_per_node),
             step_compute=step_compute,
-            parameter_bytes=2 if args.precision == "bf16-true" else 4,
+            parameter_bytes=_parameter_bytes(args),
             clip=not args.no_clipping,
         )
         inside = Link(bandwidth=args.node_bandwidth * 1e9, latency=5e-6) if job.ranks_per_node > 1 else None
@@ -166,7 +166,7 @@ def _inputs(args: Namespace) -> tuple[Machine, Link, float, list[str]]:
         step_compute = measured if step_compute is None else step_compute
         assumed = [f"{what} measured on {where}, in {args.precision}"]
     else:
-        machine = Machine.of_memory(args.memory_bandwidth * 1e9)
+        machine = Machine.of_memory(args.memory_bandwidth * 1e9, _parameter_bytes(args))
         assumed = [f"optimizers take what their memory traffic takes at {args.memory_bandwidth:g} GB/s"]
     if link is None or args.bandwidth is not None:
         known = link or Link(bandwidth=args.bandwidth, latency=args.latency)
@@ -177,6 +177,10 @@ def _inputs(args: Namespace) -> tuple[Machine, Link, float, list[str]]:
     if link.copy_seconds == 0:
         assumed.append(f"a hop takes {show_seconds(link.latency)}; moving bytes costs the processor nothing")
     return machine, link, step_compute, assumed
+
+
+def _parameter_bytes(args: Namespace) -> int:
+    return 2 if args.precision == "bf16-true" else 4
 
 
 def _measure(args: Namespace) -> tuple[Machine, Link | None, float, str]:
