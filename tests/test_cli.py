@@ -391,8 +391,10 @@ def test_a_fresh_run_says_which_options_hold_of_which_its_first_line_does_not_sp
         (f"pretrain --config={TINY} --devices=1 --num_nodes=2 --train.global_batch_size=64", 250),
         (f"pretrain --config={TINY} --train.max_steps=3", 1000),  # LitGPT's pretrain warns of it, and goes on
         (f"pretrain --config={TINY} --train.max_tokens=5", None),
+        (f"pretrain --config={TINY} --train.max_tokens=-99999", None),
         ("pretrain pythia-14m --devices=4 --train.max_tokens=1000000", 3),
         ("finetune_full checkpoint --train.max_steps=40", 40),
+        ("finetune_full checkpoint --train.max_steps=-3", None),
         ("finetune_full checkpoint", None),  # epochs of data that nobody has read yet
         ("pretrain no-such-model", None),
     ],

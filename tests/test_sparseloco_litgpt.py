@@ -14,9 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import yaml
+from torch import Tensor
 
 pytest.importorskip("litgpt", reason="tests of LitGPT need litgpt")
 pytest.importorskip("jsonargparse")
@@ -89,6 +91,32 @@ def test_litgpt_trains_on_nodes_of_two_and_saves_a_whole_model(
     assert loco["progress"]["steps"] == 4
     assert state["model"]["transformer.wte.weight"].shape[1] == 32  # n_embd: whole rows, all of them
     assert state["model"]["lm_head.weight"].shape == state["model"]["transformer.wte.weight"].shape
+
+
+def _finetune(rank: int, world_size: int, file: str, total_steps: int | None) -> tuple[Tensor, Tensor]:
+    """As LitGPT does: the epochs end, and the model is saved without its optimizer. Weights before that, and after."""
+    strategy = litgpt_cli.LitGPTStrategy(SparseLoCoConfig(sync_every=2), total_steps=total_steps)
+    fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+    fabric.launch()
+    model = torch.nn.Linear(4, 2)
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    for step in range(3):
+        fabric.backward(model(torch.eye(4) * (rank + step)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    before = model.weight.detach().clone()
+    fabric.save(file, {"model": model})
+    return before, model.weight.detach()
+
+
+@pytest.mark.parametrize("total_steps", [None, 50])
+def test_finetuning_whose_epochs_end_first_saves_the_model_of_all_ranks(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path, total_steps: int | None
+) -> None:
+    (before, after), (other_before, other) = run_ranks(_finetune, 2, str(tmp_path / "final.pth"), total_steps)
+    assert not torch.equal(before, other_before)
+    assert torch.equal(after, other)
+    assert torch.equal(torch.load(tmp_path / "final.pth", weights_only=True)["model"]["weight"], after)
 
 
 def test_the_file_gives_every_argument_and_explains_every_key() -> None:

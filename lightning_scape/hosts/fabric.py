@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import wraps
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.accelerators import Accelerator
@@ -70,6 +70,12 @@ class FabricMethodStrategy(FabricCheckpoints):
         ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
         TypeError: an option of DDP's that is not needed here, or one that does not exist.
     """
+
+    how_to_end: ClassVar[str] = (
+        "call the strategy's sync() after the last one, or the model that you save may be rank 0's alone (total_steps=N"
+        " does it at step N)."
+    )
+    """Said of a method whose ranks differ between exchanges, where the number of steps is not known."""
 
     def __init__(
         self,
@@ -176,10 +182,7 @@ class FabricMethodStrategy(FabricCheckpoints):
     def _tell(self, methods: list[Method]) -> None:
         self._tell_of_run(methods, self.total_steps, self._clips)
         if self.total_steps is None and not self._method.exchanges_every_step and self.world_size > self._nodes.size:
-            rank_zero_info(
-                "The number of steps is not known: call the strategy's sync() after the last one, or the model that you"
-                " save may be rank 0's alone (total_steps=N does it at step N)."
-            )
+            rank_zero_info(f"The number of steps is not known: {self.how_to_end}")
 
     def sync(self) -> None:
         """Ends what has begun: all ranks hold the same parameters afterwards. Collective."""

@@ -34,7 +34,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from lightning_scape.core.method import Method, Spelling, for_config, named, names, plain
+from lightning_scape.core.method import Method, Spelling, find, for_config, named, names, plain
 from lightning_scape.core.words import no_option
 from lightning_scape.hosts.fabric import FabricMethodStrategy
 
@@ -56,11 +56,19 @@ class LitGPTStrategy(FabricMethodStrategy):
     """Fabric's strategy of any method, whose first line writes options as the command line takes them."""
 
     slow_saves = "a larger `--train.save_interval` saves less often"
+    how_to_end = "ranks become equal when LitGPT saves the final model, after its last validation."
 
     @override
     def spelling(self) -> Spelling:
         flag = f"--{self._method.name}."
         return lambda options: " ".join(f"{flag}{name} {value}".replace('"', "") for name, value in options.items())
+
+    @override
+    def save_checkpoint(self, path: str | Path, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As ever. Finetuning, whose epochs may end before its steps, saves a model without its optimizer at its end."""
+        if not any(map(find, state.values())):
+            self.sync()
+        super().save_checkpoint(path, state, *args, **kwargs)
 
 
 def main() -> None:
@@ -315,13 +323,13 @@ def steps_of_run(command: str, parsed: Any) -> int | None:
     from litgpt.utils import parse_devices
 
     if command != "pretrain":
-        return parsed.train.max_steps or None
+        return parsed.train.max_steps if (parsed.train.max_steps or 0) > 0 else None
     try:
         train = TrainArgs(**parsed.train.as_dict())
         block_size = (parsed.model_config or Config.from_name(parsed.model_name)).block_size
         ranks = parse_devices(parsed.devices) * parsed.num_nodes
         batches = train.max_tokens // ranks // (train.micro_batch_size * (train.max_seq_length or block_size))
-        return batches // train.gradient_accumulation_iters(ranks) or None
+        return max(0, batches // train.gradient_accumulation_iters(ranks)) or None
     except Exception:  # of any kind: LitGPT meets it next and reports it as it always does
         return None
 
