@@ -317,6 +317,37 @@ def test_fabric_trains_by_the_optimizer_that_it_was_given(run_ranks: Any, tmp_pa
     run_ranks(fabric_scripts, 2, method, str(tmp_path))
 
 
+def another_strategy(rank: int, world_size: int, method: str) -> None:
+    """Trains, then goes on with plain DDP, as Fabric's users may with two of its own strategies."""
+    first, net = fabric_of(method, broadcast_buffers=True), Normed()
+    ours = first.setup(net, torch.optim.AdamW(net.parameters(), 1e-2))
+    loop(first, *ours)
+    first.strategy.sync()
+    twin = copy.deepcopy(net)
+    twin._forward_pre_hooks.clear()
+
+    def train_densely(module: nn.Module) -> Tensor:
+        second = fabric_of("ddp")
+        model, optimizer = second.setup(module, torch.optim.AdamW(module.parameters(), 1e-2))
+        return loop(second, model, optimizer)
+
+    with pytest.raises((RuntimeError, ValueError), match=r"another strategy trains the module .* teardown\(\) before"):
+        train_densely(net)
+    net.load_state_dict(twin.state_dict())
+    first.strategy.teardown()
+    assert not net._forward_pre_hooks
+    assert torch.equal(train_densely(net), train_densely(twin))
+    assert spread(net.parameters()) == 0
+    loop(first, *first.setup(net, torch.optim.AdamW(net.parameters(), 1e-2)))  # and may come back
+    first.strategy.sync()
+    assert spread(net.parameters()) == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_another_strategy_may_train_the_module_after_teardown(run_ranks: Any, method: str) -> None:
+    run_ranks(another_strategy, 2, method)
+
+
 # ------------------------------------------------------------------------------------------------------------ buffers
 
 

@@ -37,6 +37,8 @@ class Buffers:
         if not isinstance(broadcast, bool):
             raise ValueError(f"`broadcast_buffers` must be True or False, got {broadcast!r}. Leave it out for False.")
         self.broadcast = broadcast
+        self._hooks: list[Any] = []
+        """Of forward passes."""
         self.forget()
 
     def forget(self) -> None:
@@ -86,7 +88,13 @@ class Buffers:
                 self.hand_on(module)
 
         if self.broadcast:
-            module.register_forward_pre_hook(before, prepend=True)
+            self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
+
+    def let_go(self) -> None:
+        """The run is over, and forward passes hand nothing on any more."""
+        self.forget()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def compare(
         self, modules: Iterable[nn.Module], strategy: str, occasion: str, rows: ProcessGroup | None = None

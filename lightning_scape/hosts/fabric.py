@@ -31,8 +31,11 @@ from lightning_scape.core.method import Method, find_all, progress_of
 from lightning_scape.hosts import setup, two_level
 from lightning_scape.hosts.fabric_checkpoints import FabricCheckpoints
 from lightning_scape.hosts.outsiders import Watch
+from lightning_scape.hosts.own_clipping import end_watch
 from lightning_scape.hosts.private_names import BackwardSyncControl
 from lightning_scape.hosts.saving import StateDictType
+
+OTHER_STRATEGY = "Where another strategy trains the module from now on, call this one's teardown() before."
 
 
 class FabricMethodStrategy(FabricCheckpoints):
@@ -202,6 +205,18 @@ class FabricMethodStrategy(FabricCheckpoints):
         if warning := self._buffers.compare(modules, name, occasion, rows):
             rank_zero_warn(warning)
 
+    @override
+    def teardown(self) -> None:
+        """Ends what has begun, and lets modules and optimizers go: another strategy may train them then. Collective.
+
+        Fabric never calls it.
+        """
+        self.sync()
+        self.wait_for_checkpoint()
+        self.known.let_go()
+        self._buffers.let_go()
+        super().teardown()
+
     # Fabric refuses `loss.backward()` where this is overridden: so it finds its own.
     @override
     @wraps(DDPStrategy.backward)
@@ -292,7 +307,7 @@ class Known:
         self.modules[module] = None
         if watched:
             known = self.modules
-            remedy = "Give it to fabric.setup, or to fabric.setup_optimizers, and step it."
+            remedy = f"Give it to fabric.setup, or to fabric.setup_optimizers, and step it. {OTHER_STRATEGY}"
             self._watch = self._watch or Watch(lambda: list(known), remedy, self._check_apart)
             self._watch.modules_changed()
         return new
@@ -300,7 +315,17 @@ class Known:
     def _check_apart(self, optimizer: Optimizer) -> None:
         """Raises where an optimizer was let go for another one, which trains its parameters by local steps."""
         local = [each.optimizer for each in self.methods() if not each.exchanges_every_step]
-        setup.check_apart([*local, optimizer] if local else [])
+        remedy = f"Give what they share to one of them, or take ScapeStrategy. {OTHER_STRATEGY}"
+        setup.check_apart([*local, optimizer] if local else [], remedy)
+
+    def let_go(self) -> None:
+        """Optimizers are torch's again, and nobody watches which of them train the modules."""
+        for method in self.methods():
+            method.close()
+            end_watch(method)
+        if self._watch is not None:
+            self._watch.end()
+        vars(self).update(vars(Known()))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes one that the user steps."""

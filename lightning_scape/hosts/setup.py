@@ -152,7 +152,9 @@ def start_equal(module: nn.Module) -> None:
     broadcast_tensors(state)
 
 
-def check_apart(optimizers: Sequence[Optimizer]) -> None:
+def check_apart(
+    optimizers: Sequence[Optimizer], remedy: str = "Give what they share to one of them, or take ScapeStrategy."
+) -> None:
     """Raises ``ValueError`` where two optimizers train the same parameter, for a method with local steps.
 
     Each would exchange it from a starting point of its own, and undo what the other one has done since.
@@ -163,8 +165,7 @@ def check_apart(optimizers: Sequence[Optimizer]) -> None:
             if owners.setdefault(id(parameter), number) != number:
                 raise ValueError(
                     f"With local steps each parameter must have one optimizer, got one of shape"
-                    f" {tuple(parameter.shape)} in optimizers {owners[id(parameter)]} and {number}. Give what they"
-                    " share to one of them, or take ScapeStrategy."
+                    f" {tuple(parameter.shape)} in optimizers {owners[id(parameter)]} and {number}. {remedy}"
                 )
 
 

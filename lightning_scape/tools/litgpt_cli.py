@@ -65,7 +65,7 @@ class LitGPTStrategy(FabricMethodStrategy):
 
     @override
     def save_checkpoint(self, path: str | Path, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As ever. Finetuning, whose epochs may end before its steps, saves a model without its optimizer at its end."""
+        """As ever. Finetuning, whose epochs may end before its steps, saves the model without its optimizer then."""
         if not any(map(find, state.values())):
             self.sync()
         super().save_checkpoint(path, state, *args, **kwargs)
