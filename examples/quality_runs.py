@@ -331,7 +331,7 @@ SUITES: dict[str, list[Run]] = {
             range(4),
             **EXAMPLE,
         ),
-        *sweep([scape(0.9), scape(0.9, wire_dtype="bf16")], [1e-3], range(3), **EXAMPLE),
+        *sweep([scape(0.9), scape(0.9, wire_dtype="bf16")], [1e-3], range(20), **EXAMPLE),
     ],
     "ranks": [
         *sweep([DENSE[1], paper()], [4e-3], size="0.03M", ranks=2),

@@ -429,7 +429,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _figures(p: Prediction, alone: float) -> tuple[str, str, str]:
     """Of every table: the step, over compute only, and what is sent."""
-    return show_seconds(p.seconds), f"{p.seconds / alone:.2f}x", show_bytes(p.bytes_sent)
+    return show_seconds(p.seconds), f"{p.seconds / alone:,.2f}x", show_bytes(p.bytes_sent)
 
 
 def _needed(p: Prediction, memory: float) -> str:
