@@ -214,6 +214,7 @@ class FabricMethodStrategy(FabricCheckpoints):
         self.sync()
         self.wait_for_checkpoint()
         self.known.let_go()
+        self.known = Known()
         self._buffers.let_go()
         super().teardown()
 
@@ -325,7 +326,6 @@ class Known:
             end_watch(method)
         if self._watch is not None:
             self._watch.end()
-        vars(self).update(vars(Known()))
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes one that the user steps."""
