@@ -323,8 +323,8 @@ def another_strategy(rank: int, world_size: int, method: str) -> None:
     ours = first.setup(net, torch.optim.AdamW(net.parameters(), 1e-2))
     loop(first, *ours)
     first.strategy.sync()
-    twin = copy.deepcopy(net)
-    twin._forward_pre_hooks.clear()
+    twin = Normed()
+    twin.load_state_dict(net.state_dict())
 
     def train_densely(module: nn.Module) -> Tensor:
         second = fabric_of("ddp")
@@ -333,9 +333,11 @@ def another_strategy(rank: int, world_size: int, method: str) -> None:
 
     with pytest.raises((RuntimeError, ValueError), match=r"another strategy trains the module .* teardown\(\) before"):
         train_densely(net)
-    net.load_state_dict(twin.state_dict())
     first.strategy.teardown()
-    assert not net._forward_pre_hooks
+    net.mean.fill_(rank)
+    net(torch.zeros(1, WIDTH))
+    assert net.seen[-1].eq(rank).all()  # nobody hands buffers on any more
+    net.load_state_dict(twin.state_dict())
     assert torch.equal(train_densely(net), train_densely(twin))
     assert spread(net.parameters()) == 0
     loop(first, *first.setup(net, torch.optim.AdamW(net.parameters(), 1e-2)))  # and may come back
