@@ -131,7 +131,8 @@ def _announced_and_sent(rank: int, world_size: int, looks: bool, clips: float | 
     return [float(number) * (1000 if kilo else 1) for number, kilo in found]
 
 
-@pytest.mark.parametrize("clips", [None, 1.0])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("clips", [1.0, None])
 def test_the_message_before_a_hook_that_may_look_at_gradients_is_announced(run_ranks: Any, clips: float | None) -> None:
     plain, looking = (run_ranks(_announced_and_sent, 2, looks, clips)[0] for looks in (False, True))
     announced, sent = (more - less for less, more in zip(plain, looking, strict=True))

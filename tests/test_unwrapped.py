@@ -345,6 +345,7 @@ def another_strategy(rank: int, world_size: int, method: str) -> None:
     assert spread(net.parameters()) == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_another_strategy_may_train_the_module_after_teardown(run_ranks: Any, method: str) -> None:
     run_ranks(another_strategy, 2, method)
