@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
-from lightning_scape.checkpoint.index import is_size as is_size
+from lightning_scape.checkpoint.index import is_size
 from lightning_scape.checkpoint.parts import OnOtherRanks, Placement
 from lightning_scape.core.parameters import Parameters
 

@@ -154,7 +154,7 @@ class ScapeMonitor(Callback):
         # never be true when a batch steps several optimizers.
         before, self._due = self._due, trainer.global_step // self.every_n_steps
         if methods and (self._due != before or not methods[0].exchanges_every_step):
-            self._publish(trainer, pl_module, self._newest(trainer), methods[0].shown)
+            self._publish(trainer, pl_module, self._newest(trainer, methods), methods[0].shown)
 
     def _note_loss(self, trainer: Trainer, pl_module: LightningModule, outputs: Any) -> None:
         """Adds a batch's loss to the mean of the coming point; nothing waits for the device."""
@@ -181,9 +181,8 @@ class ScapeMonitor(Callback):
             metrics |= {f"{prefix}/{name}": value for name, value in method.stats().items()}
         return metrics
 
-    def _newest(self, trainer: Trainer) -> dict[str, float]:
+    def _newest(self, trainer: Trainer, methods: list[Method]) -> dict[str, float]:
         """Figures to tell, without what adds up over the fit."""
-        methods = self._watched(trainer)
         if methods and not methods[0].exchanges_every_step:
             return self._news(methods)
         return collect_metrics(trainer.optimizers)
@@ -244,7 +243,7 @@ class ScapeMonitor(Callback):
         if self._sum is not None and (line := self._sum.said()):
             rank_zero_info(line)
         if self._writer is not None:
-            last = self._newest(trainer)
+            last = self._newest(trainer, self._watched(trainer))
             self._note_point(trainer, last and last | self._sums())
             self._end(trainer, "finished")
         self._sum = None

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_scape.checkpoint.checks import DAMAGED, is_shape, is_size, said
+from lightning_scape.checkpoint.checks import DAMAGED, is_shape, said
 from lightning_scape.checkpoint.dcp import Chunk
+from lightning_scape.checkpoint.index import is_size
 from lightning_scape.checkpoint.inner import joined
 from lightning_scape.checkpoint.parts import parameter_of
 from lightning_scape.checkpoint.source import SavedShards
