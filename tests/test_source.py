@@ -81,7 +81,7 @@ def test_a_whole_state_and_a_directory_are_read_alike(tmp_path: Path) -> None:
         assert found is not None
         assert (found.shape, found.dtype) == (shape, dtype)
         assert_equal(shards.tensor(key), whole.tensor(key))
-    assert dict(FORM.shapes(shards.common)).keys() == set(keys(shards))
+    assert {key for key, _ in FORM.shapes(shards.common) if shards.tensor(key) is not None} == set(keys(shards))
 
 
 @pytest.mark.parametrize(("offset", "length"), [(0, 35), (0, 10), (10, 10), (30, 5)])
