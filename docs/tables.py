@@ -200,19 +200,23 @@ def many_ranks(link: Link) -> str:
     return table(head, *rows) + "\n" + trained(link, "many_ranks")
 
 
+WIRES = (("0.03M", 1000), ("0.03M", 10_000), ("0.2M", 10_000))
+
+
 def wires(link: Link) -> str:
     """Values in 4 bits beside bf16, paired by seed, with today's second moment."""
     rows = []
-    for steps, (name, betas), label in itertools.product((1000, 10_000), BETAS.items(), SPARSE):
-        packed, plain = (quality(each, betas, steps, data=TODAY) for each in (label, f"{label}, wire_dtype=bf16"))
+    for (size, steps), (name, betas), label in itertools.product(WIRES, BETAS.items(), SPARSE):
+        named = (label, f"{label}, wire_dtype=bf16")
+        packed, plain = (quality(each, betas, steps, size=size, data=TODAY) for each in named)
         if packed is None or plain is None:
             continue
         mine, theirs = paired(packed, plain)
         gaps = [loss / other - 1 for loss, other in zip(mine, theirs, strict=True)]
         losses = (value({"losses": each}) for each in (theirs, mine))
-        rows.append([f"{steps:,}", name, label, str(len(gaps)), *losses, averaged(gaps)])
-    text = table(["steps", "betas", "", "seeds", '`"bf16"`', '`"int4"`', "difference, by seed"], *rows)
-    return text + "\n" + trained(link, "drop_in_short drop_in_long wires")
+        rows.append([size, f"{steps:,}", name, label, str(len(gaps)), *losses, averaged(gaps)])
+    head = ["parameters", "steps", "betas", "", "seeds", '`"bf16"`', '`"int4"`', "difference, by seed"]
+    return table(head, *rows) + "\n" + trained(link, "drop_in_short drop_in_long drop_in_0.2M wires")
 
 
 def wires_digits(link: Link) -> str:
