@@ -280,3 +280,33 @@ def _resume_apart(rank: int, world_size: int, path: str) -> None:
 def test_a_checkpoint_that_only_some_ranks_find_is_an_error_on_all(run_ranks: Any, tmp_path: Path) -> None:
     for error in run_ranks(_resume_apart, 2, str(tmp_path / "a.ckpt"), expect_errors=True, timeout=SOON):
         assert "on rank 0 and none on rank 1" in str(error)
+
+
+OPTIONS: list[tuple[str, Any, str]] = [
+    ("state_dict_type", "sharded", "state_dict_type is 'sharded' on rank 1 and 'full' on rank 0"),
+    ("async_save", True, "async_save is True on rank 1"),
+    ("broadcast_buffers", True, "broadcast_buffers is True on rank 1"),
+    ("wrap", ["Linear"], "the number of wrap is 1 on rank 1"),
+    ("resume", "auto", "resume is 'auto' on rank 1"),
+    ("method", "sparseloco", "method is 'sparseloco' on rank 1"),
+]
+
+
+def _options_apart(rank: int, world_size: int) -> list[str]:
+    """Strategies whose options differ, under the Trainer and under Fabric: what each says before it trains."""
+    messages = []
+    for name, value, _ in OPTIONS:
+        given, method = ({}, "scape") if not rank else ({}, value) if name == "method" else ({name: value}, "scape")
+        with pytest.raises(ValueError, match="must be set up alike") as caught:
+            make_trainer(strategy(method, **given)).fit(Regression())
+        messages.append(str(caught.value))
+    fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=FabricScapeStrategy(async_save=bool(rank)))
+    with pytest.raises(ValueError, match="async_save"):
+        fabric.launch()
+    return messages
+
+
+def test_options_by_which_ranks_choose_their_messages_must_be_the_same(run_ranks: Any) -> None:
+    for messages in run_ranks(_options_apart, 2, timeout=SOON):
+        for message, (_, _, words) in zip(messages, OPTIONS, strict=True):
+            assert words in message

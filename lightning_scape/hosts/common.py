@@ -20,6 +20,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_scape.__about__ import __version__
 from lightning_scape.checkpoint.dcp import Moved
 from lightning_scape.checkpoint.paths import local_path
 from lightning_scape.checkpoint.saver import Saver
@@ -27,6 +28,7 @@ from lightning_scape.comm.beside import side_group
 from lightning_scape.comm.collectives import Communicator, is_distributed, world_size
 from lightning_scape.comm.together import Together
 from lightning_scape.core.method import Method, Spelling, Surroundings, find, for_config
+from lightning_scape.core.replicas import check_same_setup
 from lightning_scape.hosts import registration, rendezvous, setup, two_level
 from lightning_scape.hosts.buffers import Buffers
 from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
@@ -72,6 +74,15 @@ class CommonStrategy(Opened):
         self._nodes = two_level.Nodes(self.config, wrap)
         self._buffers = Buffers(broadcast_buffers)
         self._saving, self._saver = Saving(state_dict_type), Saver(async_save)
+        self._alike: dict[str, Any] = {
+            "lightning_scape's version": __version__,
+            "method": self._method.name,
+            "wrap": sorted(wrap),
+            "state_dict_type": state_dict_type,
+            "async_save": async_save,
+            "broadcast_buffers": broadcast_buffers,
+        }
+        """By what ranks choose their messages, and so the same on all of them."""
         self._together = Together()
         """Inside it a checkpoint is put together."""
         self._check_saving(checkpoint_io)
@@ -119,6 +130,7 @@ class CommonStrategy(Opened):
             # Lightning does so for NCCL alone. A thread of gloo that still holds the last message's tensors when the
             # interpreter ends aborts the process (seen with plain DDP, too: torch 2.13, 4 of 40 runs).
             atexit.register(destroy_process_group)
+        check_same_setup(Communicator(), self._alike, None, host.root_device)
         self._nodes.set_up(host.num_processes, host.root_device, self.patience)  # collective, as the next
         self._nodes.side_group(self.patience)
 

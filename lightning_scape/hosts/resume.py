@@ -48,7 +48,7 @@ class Resumption:
                 f"`batches_per_step` must be None or a whole number >= 1, got {batches_per_step!r}. Give the number of"
                 " batches of all ranks in one optimizer step, or leave it out."
             )
-        self._resume = resume
+        self.resume = resume
         self._batches_per_step = batches_per_step
         self._window: int | None = None
         self._ranks = 1
@@ -72,7 +72,7 @@ class Resumption:
             _check_accumulation(trainer)
             self._window = _window(self._batches_per_step, trainer.world_size)
             trainer.accumulate_grad_batches = self._window
-        _resume_by(trainer, None if self._resume is None else _folders(trainer))
+        _resume_by(trainer, None if self.resume is None else _folders(trainer))
 
     def finish(self) -> None:
         """After a fit: the Trainer is as it was. Before one, and where another process runs it, nothing happens."""

@@ -41,6 +41,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
     def __init__(self, *options: Any, resumption: Resumption, **more: Any) -> None:
         super().__init__(*options, **more)
         self._resumption, self._together = resumption, Dump()
+        self._alike["resume"] = resumption.resume
         self._saved_rng: Tensor | None = None
 
     @property
