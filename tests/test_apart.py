@@ -13,13 +13,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from trainer_helpers import MARKS, Regression, make_trainer, weights
+from trainer_helpers import BATCHES, MARKS, Regression, make_trainer, weights
 
 from lightning_scape import (
     FabricScapeStrategy,
     FabricSparseLoCoStrategy,
     ScapeConfig,
     ScapeOptimizer,
+    ScapeStrategy,
     SparseLoCoStrategy,
 )
 from lightning_scape.comm import channel
@@ -556,6 +557,36 @@ def test_an_error_before_an_exchange_of_sparseloco_reaches_those_that_wait_in_it
     first, second = run_ranks(fail_between_exchanges, 2, expect_errors=True, timeout=100.0)
     assert isinstance(second, KeyError)
     assert "got an error on rank 1 in place of its message (the exchange at step 3 of SparseLoCo" in str(first)
+
+
+class SavesAlone(pl.Callback):
+    """Rank 0 alone saves in mid-fit: where others take a step next, or at the end of an epoch, where they wait."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.is_global_zero and trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def save_alone(rank: int, world_size: int, strategy: Any, path: Path, step: int) -> None:
+    channel.WAITING_SECONDS = 0.3
+    make_trainer(strategy, callbacks=[SavesAlone(path, step)]).fit(Regression())
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("strategy", "step"),
+    [(ScapeStrategy(0.5), 2), (ScapeStrategy(0.5), BATCHES), (SparseLoCoStrategy(sync_every=2), 2)],
+)
+def test_under_the_trainer_a_save_by_one_rank_alone_is_an_error_on_all(
+    run_ranks: RunRanks, tmp_path: Path, strategy: Any, step: int
+) -> None:
+    path = tmp_path / "a.ckpt"
+    for text in texts(run_ranks(save_alone, 2, strategy, path, step, expect_errors=True, timeout=60.0)):
+        assert "All ranks must take the same steps" in text
+        assert f"in a save after step {step}" in text
 
 
 # ------------------------------------------------------------------------------------------- Fabric

@@ -332,11 +332,22 @@ class Communicator:
 
         What is under way on the group arrives first. Its messages are met by no other kind's: whatever another rank is
         in, gloo keeps them apart.
+
+        Raises:
+            RuntimeError: ranks wait for each other at different places; on every rank.
         """
         under_way.settle(self.process_group)
-        if self.watched.channel is not None:
-            with self.watched.at(place), self.watched.around("barrier"):
-                dist.barrier(group=self.process_group)
+        if self.watched.channel is None:
+            return
+        with self.watched.at(place), self.watched.around("barrier"):
+            dist.barrier(group=self.process_group)
+        places = self.all_gather_object(place)
+        for rank, other in enumerate(places):
+            if other != places[0]:
+                raise RuntimeError(
+                    f"All ranks must take the same steps, got rank 0 waiting in {places[0]}, rank {rank} in {other}."
+                    " All ranks save, validate and end their training together: do it on all ranks or on none."
+                )
 
     def share(self, value: T) -> T:
         """The value; where this rank's is empty or None, that of the first rank which has one. Collective.

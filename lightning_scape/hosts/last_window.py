@@ -23,20 +23,20 @@ class LastWindow(requeue.Guest):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
-            _meet(trainer, "the validation")
+            meet(trainer, "the validation")
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _meet(trainer, "the end of an epoch")
+        meet(trainer, "the end of an epoch")
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _meet(trainer, "the end of the training")
+        meet(trainer, "the end of the training")
         end_windows(trainer)
 
 
-def _meet(trainer: Trainer, place: str) -> None:
-    """Waits for all ranks. Where others wait for a step of this rank's, all raise. Collective."""
+def meet(trainer: Trainer, place: str) -> None:
+    """Waits for all ranks, in a fit. Where others wait for a step of this rank's, all raise. Collective."""
     if methods := find_all(trainer.optimizers):
         methods[0].communicator.meet(f"{place} after step {methods[0].progress().steps}")
 

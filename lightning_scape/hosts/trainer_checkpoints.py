@@ -22,6 +22,7 @@ from lightning_scape.checkpoint.saver import RNG, SavedContent, host_checkpoint,
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.together import Together
 from lightning_scape.core.method import find
+from lightning_scape.hosts import last_window
 from lightning_scape.hosts.private_names import checkpoints
 from lightning_scape.hosts.requeue import callbacks_of
 from lightning_scape.hosts.resume import Resumption
@@ -221,6 +222,7 @@ class Dump(Together):
 
     def __call__(self, weights_only: bool | None = None) -> dict[str, Any]:
         """What Lightning would have given, schedulers' states as data. Collective."""
+        last_window.meet(self._connector.trainer, "a save")
         with self.inside():
             checkpoint: dict[str, Any] = type(self._connector).dump_checkpoint(self._connector, weights_only)
             if "lr_schedulers" in checkpoint:
