@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import short_form
@@ -39,6 +42,7 @@ from lightning_scape.core.layout import Layout
 from lightning_scape.ops import naive
 from lightning_scape.ops.cpu import arrays as cpu_arrays
 from lightning_scape.ops.cpu import kernels as cpu_kernels
+from lightning_scape.ops.cpu import numbers as cpu_numbers
 from lightning_scape.ops.cpu import ranking as cpu_ranking
 from lightning_scape.ops.cpu import update as cpu_update
 from lightning_scape.ops.cpu import wire as cpu_wire
@@ -612,6 +616,53 @@ def test_without_numba_the_reference_serves_and_says_so_once(
             ops.select(torch.zeros(1, 4), 1)
     finally:
         ops._cpu.cache_clear()
+
+
+@pytest.mark.parametrize("words", ["NUMBA_DISABLE_JIT", "needs an older NumPy"])
+def test_where_numba_compiles_nothing_the_reference_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    ops._cpu.cache_clear()
+    if words == "NUMBA_DISABLE_JIT":
+        monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    else:
+        (tmp_path / "numba.py").write_text(f"raise ImportError({words!r})")
+        monkeypatch.delitem(sys.modules, "numba")
+        monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.startswith("lightning_scape.ops.cpu")]:
+        monkeypatch.delitem(sys.modules, name)
+    try:
+        with pytest.warns(UserWarning, match=words):
+            assert ops._implementation(on_cuda=False) is CHUNKED
+    finally:
+        ops._cpu.cache_clear()
+
+
+def new_loop(folder: Path) -> Any:
+    """A loop as another process finds it: compiled code lies on disk, none in memory."""
+    (folder / "loop.py").write_text(
+        "from lightning_scape.ops.cpu.numbers import jit\n\n\n@jit\ndef double(x):\n    return 2 * x\n"
+    )
+    return runpy.run_path(str(folder / "loop.py"))["double"]
+
+
+def test_compiled_code_that_cannot_be_kept_or_read_costs_only_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    loop = new_loop(tmp_path)
+    with monkeypatch.context() as full:
+        full.setattr(type(loop._cache._cache_file), "_save_data", refuse)
+        assert loop(2) == 4
+    assert new_loop(tmp_path)(2) == 4  # now it is kept
+    index = Path(loop._cache._cache_file._index_path)
+    index.write_bytes(b"")
+    loop = new_loop(tmp_path)
+    assert not cpu_numbers.is_compiled(loop)
+    assert loop(2) == 4
+    assert cpu_numbers.is_compiled(new_loop(tmp_path))
 
 
 # -------------------------------------------------------------------------------------------------------- two ranks

@@ -86,7 +86,7 @@ def _implementation(on_cuda: bool) -> Backend:
     if found is None:
         needs, extra = ("Triton", "gpu") if choice == "cuda" else ("numba", "cpu")
         raise ModuleNotFoundError(
-            f"The operations {choice!r} need {needs}, got a Python without it. Install lightning-scape[{extra}], or"
+            f"The operations {choice!r} need {needs}, got none that works here. Install lightning-scape[{extra}], or"
             " choose 'naive'."
         )
     return found
@@ -108,15 +108,19 @@ def _cuda() -> Backend | None:
 
 @functools.cache
 def _cpu() -> Backend | None:
-    if find_spec("numba") is None:
+    problem = None if find_spec("numba") is not None else "a Python without it"
+    if problem is None:
+        try:
+            from lightning_scape.ops.cpu import numbers, sweep
+        except Exception as error:  # of several kinds where numba was built for another NumPy
+            problem = f"one that compiles nothing ({type(error).__name__}: {error})"
+    if problem is not None:
         warnings.warn(
-            "SCAPE's operations on a CPU need numba, got a Python without it: steps run in plain PyTorch, and take"
-            " four to seven times as long. Install lightning-scape[cpu].",
+            f"SCAPE's operations on a CPU need numba, got {problem}: steps run in plain PyTorch, and take four to seven"
+            " times as long. Install lightning-scape[cpu].",
             stacklevel=4,
         )
         return None
-    from lightning_scape.ops.cpu import numbers, sweep
-
     if not numbers.is_compiled(sweep.sweep) and os.environ.get("LOCAL_RANK", "0") == "0":
         print("SCAPE compiles its operations for this CPU, once: some 15 seconds of one core.", file=sys.stderr)
     return CPU

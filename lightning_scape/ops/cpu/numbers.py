@@ -4,6 +4,7 @@ numba keeps compiled code on disk, and looks for changes in the file of a loop o
 files of loops, for they use one another.
 """
 
+import contextlib
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
+
+if numba.config.DISABLE_JIT:
+    raise ImportError("the environment variable NUMBA_DISABLE_JIT must not be set")
 
 CACHE_LINE = 64
 """Bytes."""
@@ -30,16 +34,33 @@ def jit(function=None, **options):
         dispatcher = numba.njit(function, cache=True, **options)
     except RuntimeError:  # no folder to write to: compiled anew by each process
         return numba.njit(function, **options)
-    index = getattr(dispatcher._cache, "_cache_file", None)
+    cache = dispatcher._cache
+    if hasattr(cache, "_guard_against_spurious_io_errors"):
+        cache._guard_against_spurious_io_errors = lambda: _at_most_slower(cache)
+    index = getattr(cache, "_cache_file", None)
     if index is not None and hasattr(index, "_source_stamp"):  # numba's own; without it, its stamp of one file serves
         index._source_stamp = _SOURCES
     return dispatcher
 
 
+@contextlib.contextmanager
+def _at_most_slower(cache):
+    """Around a read or a write of compiled code: a full disk, or a file that was cut off, costs only time."""
+    try:
+        yield
+    except Exception:  # of what a damaged file holds, of any kind
+        with contextlib.suppress(OSError):
+            cache.flush()  # so that the next process writes what this one could not read
+
+
 def is_compiled(dispatcher: Any) -> bool:
     """Whether compiled code of a loop lies on disk. True where numba does not say."""
     index: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
-    return bool(index._load_index()) if hasattr(index, "_load_index") else True
+    if not hasattr(index, "_load_index"):
+        return True
+    with contextlib.suppress(Exception):  # a damaged file
+        return bool(index._load_index())
+    return False
 
 
 def _digest_of_sources():
