@@ -366,6 +366,22 @@ def test_tensors_that_do_not_lie_in_one_piece_are_broadcast_in_place(run_ranks: 
     assert torch.equal(second[0][:, 0], torch.arange(0.0, 14, 2) + 100)  # what was not given stays
 
 
+def _share(rank: int, world_size: int) -> tuple[Tensor, str]:
+    ranks = Communicator()
+    state = {"mask": torch.tensor([3, 999], dtype=torch.uint16)}
+    shared = ranks.share(state if rank == 1 else {})
+    with pytest.raises(Exception, match="pickle") as error:
+        ranks.share({"hook": lambda: None} if rank == 1 else {})
+    return shared["mask"].int(), type(error.value).__name__
+
+
+def test_a_state_of_one_rank_reaches_all_whatever_its_dtypes(run_ranks: Any) -> None:
+    """Torch cannot unpickle a tensor of uint16, in which masks of blocks above 256 entries are saved."""
+    for mask, error in run_ranks(_share, 2):
+        assert mask.tolist() == [3, 999]
+        assert error in ("AttributeError", "PicklingError")
+
+
 def test_objects_travel_by_way_of_the_parameters_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over NCCL they took the current device: that of rank 0 on all ranks of a script without `set_device`."""
     inside: list[torch.device] = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import pickle
 import time
@@ -358,10 +359,13 @@ class Communicator:
         if all(have) or not any(have):
             return value
         first = have.index(True)
-        carried: list[Any] = [value if self.rank == first else None]
+        saved = io.BytesIO()  # by torch.save: a tensor of uint16, such as a mask, does not survive a plain pickle
+        self.raise_on_all_ranks(lambda: torch.save(value, saved) if self.rank == first else None)
+        carried: list[Any] = [saved.getvalue()]
         with explained_loss(), _current(self.device):
             dist.broadcast_object_list(carried, group=self.process_group, group_src=first)
-        shared: T = carried[0]
+        read = functools.partial(torch.load, io.BytesIO(carried[0]), map_location="cpu", weights_only=False)
+        shared: T = self.raise_on_all_ranks(lambda: value if self.rank == first else read())
         return shared
 
     def raise_on_all_ranks(self, act: Callable[[], T]) -> T:
