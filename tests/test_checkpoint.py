@@ -418,6 +418,21 @@ def test_a_state_that_lacks_what_never_had_a_gradient_is_taken() -> None:
     assert not optimizer.state_dict()["state"][1]["exp_avg"].any()
 
 
+def test_a_look_at_an_optimizers_state_leaves_an_entry_that_says_nothing() -> None:
+    """``optimizer.state`` of torch's optimizers is a defaultdict: who reads an entry makes it."""
+    params, config = parameters(), ScapeConfig(sparsity_warmup_steps=0)
+    dense = torch.optim.AdamW(params)
+    assert "exp_avg" not in dense.state[params[0]]
+    with warnings.catch_warnings(action="error"):
+        ScapeOptimizer.from_optimizer(dense, config)
+    params[1].grad = torch.ones_like(params[1])
+    dense.step()
+    with pytest.warns(UserWarning, match=r"first and second moments and step \(1\) carry over"):
+        state = ScapeOptimizer.from_optimizer(dense, config).state_dict()["state"]
+    assert not state[0]["exp_avg"].any()
+    assert state[1]["exp_avg"].any()
+
+
 def spoil(state: dict[str, Any], kind: str) -> Any:
     if kind == "newer":
         state["scape"]["format"] = 2

@@ -74,7 +74,7 @@ def state_brought(optimizer: torch.optim.Optimizer, ranks: Communicator) -> dict
     Raises:
         ValueError: some ranks' optimizers have stepped, or were given a state, and others' not; on every rank.
     """
-    have = ranks.all_gather_object(bool(optimizer.state))
+    have = ranks.all_gather_object(any(optimizer.state.values()))
     if all(have):
         return ranks.raise_on_all_ranks(optimizer.state_dict)
     if any(have):

@@ -59,8 +59,7 @@ class ScapeForm(Form):
             return dict.fromkeys(common["shapes"], common["tensors"])
         if self.name in whole and not keys.has_second(common):  # what is there is for AdamW
             return {index: set(entry) - {"exp_avg_sq"} for index, entry in whole["state"].items()}
-        entries: Mapping[int, Collection[str]] = whole["state"]
-        return entries
+        return {index: entry for index, entry in whole["state"].items() if entry}  # who looks at torch's makes one
 
     @override
     def rows_shapes(self, common: Mapping[str, Any]) -> dict[str, list[int]]:

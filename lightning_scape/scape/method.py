@@ -83,7 +83,7 @@ class ScapeMethod(Method):
         if (former := stand_in.standing_for(optimizer)) is not None:  # set up a second time
             former.drain()
             cls(optimizer, former).give_back()
-        begins_anew = optimizer in _trained and not optimizer.state
+        begins_anew = optimizer in _trained and not any(optimizer.state.values())
         scape = ScapeOptimizer.from_optimizer(
             optimizer,
             config,
