@@ -39,6 +39,10 @@ def test_quota_density_is_close_to_what_was_asked(sparsity: float) -> None:
     assert quota.density == pytest.approx(1 - sparsity, rel=0.01)
 
 
+def test_the_largest_sparsity_that_an_error_names_is_taken() -> None:
+    assert ScapeConfig(sparsity=0.99998).quota == Quota(50_000, 1)
+
+
 def test_given_block_size_is_used() -> None:
     assert ScapeConfig(sparsity=0.99, block_size=100, sparsity_warmup_steps=0).quota == Quota(100, 1)
 
@@ -51,7 +55,7 @@ def test_given_block_size_is_used() -> None:
         ({"sparsity": float("nan")}, r"`sparsity` .* got nan"),
         ({"sparsity": "0.99"}, r"`sparsity` .* got '0.99'"),
         ({"sparsity": True}, r"`sparsity` .* got True"),
-        ({"sparsity": 0.99999}, r"at least one entry in 65536, got 0.99999"),
+        ({"sparsity": 0.99999}, r"at least one entry in 65536, got 0.99999. Lower it to at most 0\.99998\.$"),
         ({"dense_steps": -1}, "`dense_steps` must be a whole number >= 0, got -1"),
         ({"dense_steps": 1.5}, "`dense_steps` must be a whole number >= 0, got 1.5"),
         ({"sparsity_warmup_steps": -3}, "`sparsity_warmup_steps` must be a whole number >= 0, got -3"),

@@ -208,7 +208,7 @@ class ScapeConfig:
             if density_of(self.sparsity) * MAX_BLOCK < 1:
                 raise ValueError(
                     f"`sparsity` must leave at least one entry in {MAX_BLOCK}, got {self.sparsity!r}. Lower it to at"
-                    f" most {1 - 1 / MAX_BLOCK:.6f}."
+                    f" most {1 - 1 / MAX_BLOCK:.5f}."
                 )
             return
         if (
