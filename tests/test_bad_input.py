@@ -43,6 +43,11 @@ def test_an_optimizer_that_cannot_be_kept_is_refused(build: Any, error: type[Exc
         ScapeOptimizer.from_optimizer(build(parameters()), ScapeConfig(sparsity_warmup_steps=0))
 
 
+def test_a_number_is_no_configuration() -> None:
+    with pytest.raises(TypeError, match=r"`config` must be a ScapeConfig, got float. Pass ScapeConfig"):
+        ScapeOptimizer.from_optimizer(torch.optim.AdamW(parameters()), 0.9)  # type: ignore[arg-type]
+
+
 def test_from_optimizer_keeps_settings_by_reference() -> None:
     params = parameters()
     own = {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.7}

@@ -26,7 +26,7 @@ from lightning_scape.core.replicas import check_same_setup_everywhere
 from lightning_scape.scape import optimizer_state as checkpoint
 from lightning_scape.scape.adams import AdamS
 from lightning_scape.scape.communicator import ScapeCommunicator
-from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.config import ScapeConfig, Update
 from lightning_scape.scape.convert import check_convertible, state_brought
 from lightning_scape.scape.form import FORM
 from lightning_scape.scape.mask import SparsitySchedule
@@ -89,11 +89,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         self._dense: torch.optim.Optimizer | None = None
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._closed = True
-        if not isinstance(config, ScapeConfig):
-            raise TypeError(
-                f"`config` must be a ScapeConfig, got {type(config).__name__}. Pass ScapeConfig(sparsity=...)."
-            )
-        config = config if config.update is not None else replace(config, update="adams")
+        config = _with_update(config, "adams")
         parameters = Parameters.of(self.param_groups)
         parameters.rename(named_parameters)
         if communicator is None:
@@ -142,11 +138,9 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         ranks = Communicator(process_group, device=getattr(next(given, None), "device", None))
         ranks.raise_on_all_ranks(lambda: check_convertible(optimizer))
         brought = state_brought(optimizer, ranks)
-        if config.update is None:
-            config = replace(config, update="adams" if isinstance(optimizer, AdamS) else "adamw")
         new = cls(
             [dict(group) for group in optimizer.param_groups],
-            config=config,
+            config=_with_update(config, "adams" if isinstance(optimizer, AdamS) else "adamw"),
             process_group=process_group,
             mask_group=mask_group,
             total_steps=total_steps,
@@ -468,6 +462,13 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         return checkpoint.Snapshot(
             state, engine.layout, self.config, engine.parameters, engine.masks, engine.clipping, engine.node
         )
+
+
+def _with_update(config: Any, update: Update) -> ScapeConfig:
+    """The configuration; its update is this one where it names none."""
+    if not isinstance(config, ScapeConfig):
+        raise TypeError(f"`config` must be a ScapeConfig, got {type(config).__name__}. Pass ScapeConfig(sparsity=...).")
+    return config if config.update is not None else replace(config, update=update)
 
 
 def _describe(config: ScapeConfig, parameters: Parameters, groups: list[dict[str, Any]]) -> dict[str, Any]:
