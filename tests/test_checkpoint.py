@@ -207,6 +207,8 @@ def test_state_must_be_collected_before_it_is_read(run_ranks: RunRanks) -> None:
 
 def read_too_early(rank: int, world_size: int) -> None:
     _, optimizer = build(ScapeConfig(sparsity_warmup_steps=0), torch.float32)
+    with pytest.raises(ValueError, match="`to` must be a rank, 0 to 1, got 2"):
+        optimizer.consolidate_state_dict(to=2)
     optimizer.state_dict()
 
 

@@ -311,6 +311,7 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing() -> None:
     for saved, complaint in (
         ({"scape": {}, "state": {}, "param_groups": []}, "`format` of a SCAPE state must be"),
         ({"what": 1}, r"must be one of SparseLoCo, of SCAPE, or of the inner optimizer, got \['what'\]"),
+        (None, "or of the inner optimizer, got NoneType"),
         (newer, "a newer lightning_scape"),
         (smaller, "must be of this model"),
     ):

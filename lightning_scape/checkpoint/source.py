@@ -155,8 +155,13 @@ class Form:
             own: what this rank holds of it.
             to: among all ranks.
             background: see :meth:`~lightning_scape.checkpoint.parts.OwnParts.collect`.
+
+        Raises:
+            ValueError: there is no such rank.
         """
         ranks = background or own.everyone
+        if to not in range(ranks.world_size):
+            raise ValueError(f"`to` must be a rank, 0 to {ranks.world_size - 1}, got {to!r}. Use 0 if unsure.")
         named = contextlib.nullcontext() if background else ranks.watched.at("collecting the state")
         with named:
             tensors = own.collect(to, background)

@@ -243,7 +243,7 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
         ValueError: the state is not of this model, is of a newer format, or does not fit the inner optimizer.
     """
     content = saved.common if isinstance(saved, SavedShards) else saved
-    if KEY not in content:
+    if not isinstance(content, Mapping) or KEY not in content:
         return _load_inner(saved, live)
     source: Source = saved if isinstance(saved, SavedShards) else WholeState(FORM, saved, live.parameters)
     if older.is_older(content):
@@ -303,12 +303,14 @@ def _load_inner(saved: Mapping[str, Any] | SavedShards, live: Live) -> Loaded:
     """A state without SparseLoCo's part: of the inner optimizer, or of another method, whose AdamW is taken."""
     if isinstance(saved, SavedShards):
         saved = saved.form.whole_of(saved)
-    if (method := of_whole(saved)) is not None:
+    is_mapping = isinstance(saved, Mapping)
+    if is_mapping and (method := of_whole(saved)) is not None:
         return _load_other(method, saved, live)
-    if not {"state", "param_groups"} <= set(saved):
+    if not is_mapping or not {"state", "param_groups"} <= set(saved):
         raise ValueError(
             "The state must be one of SparseLoCo, of SCAPE, or of the inner optimizer, got"
-            f" {sorted(map(str, saved))}. Load the model alone, or another checkpoint."
+            f" {sorted(map(str, saved)) if is_mapping else type(saved).__name__}. Load the model alone, or another"
+            " checkpoint."
         )
     note = "The checkpoint was trained without SparseLoCo: error feedback begins at zero, and a window begins now."
     return Loaded(dict(saved), progress=_progress_of(saved), notes=[note])
