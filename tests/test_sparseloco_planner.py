@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from lightning_scape import SparseLoCo, SparseLoCoConfig
+from lightning_scape.core.layout import Layout
 from lightning_scape.planning import conclusions, cost_model
 from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, Weight
-from lightning_scape.sparseloco.cost import SparseLoCoCost, exchange_bytes, predict
+from lightning_scape.sparseloco.cost import SparseLoCoCost, exchange_bytes, predict, state_bytes
 from lightning_scape.sparseloco.method import SparseLoCoMethod
+from lightning_scape.sparseloco.state import LocoState
 from lightning_scape.tools import plan
 
 WEIGHTS = (Weight(5_000_000, None, False), *(Weight(3_000_000, i) for i in range(4)), Weight(5_000_000))
@@ -116,6 +118,15 @@ def test_state_on_the_host_takes_8_bytes_a_parameter_off_the_device() -> None:
         predict(JOB, Link(bandwidth=1.25e7), MACHINE, SparseLoCoConfig(device=device)) for device in (None, "cpu")
     )
     assert beside.memory - away.memory == 8 * JOB.parameters
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "sharded"}, {"reduction": "sharded", "device": "cpu"}])
+def test_the_memory_of_a_plan_is_that_which_a_rank_allocates(options: dict[str, Any]) -> None:
+    config, ranks = SparseLoCoConfig(**options), 4
+    layout = Layout([64 * 256], [0], 256, ranks)
+    state = LocoState.allocate(layout, None, torch.device("cpu"), owns=not config.gathers(ranks))
+    kept = sum(each.nbytes for each in (state.start, state.error, state.owner_error)) / layout.numel
+    assert state_bytes(config, ranks, 4) == (0 if config.device else kept)
 
 
 def test_the_plan_shows_both_methods(capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,5 +112,6 @@ def exchange_bytes(numels: Sequence[int], ranks: int, config: SparseLoCoConfig) 
 
 def state_bytes(config: SparseLoCoConfig, ranks: int, parameter_bytes: int) -> float:
     """Bytes that a rank's device keeps for each parameter, the inner optimizer's left out."""
-    local = 0 if config.device is not None else 8  # starting point and error feedback
-    return local + 4 / ranks + (parameter_bytes if config.overlap_steps else 0)
+    owners = 0.0 if config.gathers(ranks) else 4 / ranks
+    here = 0.0 if config.device is not None else 8 + owners  # starting point, error feedback, owners' errors
+    return here + (parameter_bytes if config.overlap_steps else 0)
