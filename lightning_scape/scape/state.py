@@ -26,7 +26,7 @@ class ScapeState:
     """Buffers of one rank. ``blocks`` counts all blocks, ``R`` those of a shard, ``B`` is the block length."""
 
     residual: Tensor
-    """``[blocks, B]`` fp32 (or fp64): gradients that this rank has computed and not yet sent."""
+    """``[blocks, B]`` fp32: gradients that this rank has computed and not yet sent."""
     exp_avg: Tensor
     """``[R, B]`` fp32 (fp64 for fp64 parameters): m, the first moment."""
     last_step: Tensor

@@ -76,7 +76,7 @@ class SparseLoCoConfig:
 
     overlap_steps: int = 0
     """Inner steps beside which the exchange runs, less than ``sync_every``. 0: the exchange is waited for. More than 0
-    takes another copy of the parameters (4 bytes each)."""
+    takes another copy of the parameters."""
 
     max_skipped: int = 10
     """A window in which some rank's parameters become inf or NaN is dropped on all ranks. So many in a row raise an
