@@ -73,6 +73,17 @@ def test_the_elected_are_the_largest_of_the_sum(seed: int, shape: tuple[int, int
         assert (least >= others * (1 - 2**-12)).all()  # select compares 31 bits less those of a position
 
 
+def test_one_block_is_elected_as_any_other() -> None:
+    """Positions of two bytes in a row of odd length: one row alone begins at an odd place in memory."""
+    residuals = torch.randn(2, 2, 5000, generator=torch.Generator().manual_seed(0))
+    proposals = torch.stack([ops.propose(residual, 2) for residual in residuals])
+    assert proposals.shape == (2, 2, 7)
+    both = ops.merge(residuals[0], proposals, 0, 2, 6)
+    for row in range(2):
+        alone = ops.merge(residuals[0][row : row + 1], proposals[:, row : row + 1].contiguous(), 0, 2, 6)
+        assert torch.equal(alone[0], both[row])
+
+
 def test_an_entry_that_only_the_others_see_is_elected() -> None:
     mine, theirs = torch.zeros(1, 10), torch.zeros(1, 10)
     mine[0, 2], theirs[0, 7] = 1.0, 3.0

@@ -151,7 +151,8 @@ def merge(residual: Tensor, proposals: Tensor, owner: int, proposed: int, sent: 
 def _read_proposal(proposal: Tensor, proposed: int, length: int) -> tuple[Tensor, Tensor]:
     """Positions (int64) and values (fp32) of a :func:`propose`, ``[R, V]`` each."""
     width = proposal.shape[1] - proposed - 1
-    positions = proposal[:, :width].flatten().view(position_dtype(length)).view(len(proposal), proposed).long()
+    there = proposal[:, :width].clone(memory_format=torch.contiguous_format)  # a row may begin anywhere
+    positions = there.view(position_dtype(length)).long()
     codes = proposal[:, width:-1].contiguous().view(torch.int8).float()
     unit = (proposal[:, -1:].to(torch.int32) << 23).view(torch.float32) / 127
     return positions, codes * unit
