@@ -184,10 +184,10 @@ class SparseLoCoStrategy(SparseLoCoOptions, MethodStrategy):
     What differs from DDP: inside a window every rank has parameters of its own. ``gradient_clip_val`` bounds the norm
     of each rank's own gradient. Validation and a checkpoint's ``state_dict`` inside a window are of rank 0's parameters
     (each rank validates with its own); a resumed run takes up every rank's, bit for bit. At the end of a fit the window
-    that has begun is ended early, so that all ranks hold the same model; callbacks that put averaged weights in place
-    then (EMA, SWA) come before that, so let such a fit end with a window. With ``precision="16-mixed"`` all ranks skip
-    a step together, for which they exchange a number in every step. :class:`~lightning_scape.MethodStrategy` says what
-    holds for buffers and checkpoints.
+    that has begun is ended early, so that all ranks hold the same model; of averages that callbacks put in place then
+    (EMA, SWA) it is the mean over ranks. With ``precision="16-mixed"`` all ranks skip a step together, for which they
+    exchange a number in every step. :class:`~lightning_scape.MethodStrategy` says what holds for buffers and
+    checkpoints.
 
     Its options: those of :class:`SparseLoCoOptions`, then those of
     :class:`~lightning_scape.MethodStrategy`.
