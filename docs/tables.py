@@ -481,7 +481,7 @@ def wires_3m_parts(link: Link) -> str:
         both = (
             [mine[seed] / other[seed] - 1 for seed in mine.keys() & other.keys()] for other in (plain, losses[DENSE])
         )
-        gaps = (averaged(each) if any(each) else "" for each in both)
+        gaps = (averaged(each) if len(each) > 1 and any(each) else "" for each in both)
         rows.append([label, str(len(mine)), f"{statistics.mean(mine.values()):.4f}", *gaps])
     text = table(
         ["3M, two ranks, 1,200 steps", "seeds", "loss", "against bf16, by seed", "against AdamW, by seed"], *rows

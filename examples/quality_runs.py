@@ -181,6 +181,7 @@ VARIED: list[dict[str, Any]] = [
     {"second_moment_ema": 0.1},
 ]
 """What is changed, one at a time, in the default configuration at 99%."""
+WIRES: list[dict[str, Any]] = [{}, {"wire_dtype": "bf16"}, {"wire_dtype": "fp32"}]
 EXACT: list[dict[str, Any]] = [{"exact": "values"}, {"exact": "changes"}, {"exact": 50}, {"exact": 200}]
 """What of 4 bits is sent in fp32 instead: see bench_quality.py."""
 TINY: dict[str, Any] = {"size": "0.03M", "ranks": 2, "batch": 2, "context": 32, "steps": 4}
@@ -331,7 +332,7 @@ SUITES: dict[str, list[Run]] = {
             range(4),
             **EXAMPLE,
         ),
-        *sweep([scape(0.9), scape(0.9, wire_dtype="bf16")], [1e-3], range(20), **EXAMPLE),
+        *sweep([scape(0.9, **options) for options in WIRES], [1e-3], range(20), **EXAMPLE),
     ],
     "ranks": [
         *sweep([DENSE[1], paper()], [4e-3], size="0.03M", ranks=2),
