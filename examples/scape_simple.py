@@ -71,10 +71,9 @@ class Scape:
     def step(self, gradients: Sequence[Sequence[Tensor]]) -> None:
         """One step of all ranks, from the gradients of each rank, of each parameter."""
         self.t += 1
-        q = self.sent(self.t - 1)
         grads = torch.stack([self.blocks(own) for own in gradients])
         self.residual += grads
-        mask = self.mask_of_step(q)
+        mask = self.mask_of_step(self.sent(self.t - 1))
         if mask is not None:  # the owner's v takes its own gradient for the ranks' mean; noise averages down by N
             self.v = self.b2 * self.v + ((1 - self.b2) / self.ranks) * self.owned(grads).square()
         at = self.everything if mask is None else mask
@@ -89,13 +88,14 @@ class Scape:
 
     def take(self, at: Tensor) -> tuple[Tensor, Tensor]:
         """The masked entries leave the residuals, as [N, rows, q]; and their rounding errors, which go back later."""
-        at = at.expand(self.ranks, -1, -1)
-        there = self.residual.gather(2, at)
-        self.residual.scatter_(2, at, 0.0)
+        there = self.residual.gather(2, at := at.expand(self.ranks, -1, -1))
         parts = there.reshape(self.ranks**2, -1)  # of each rank for each owner
-        sent = four_bits(parts)
-        sent[:: self.ranks + 1] = parts[:: self.ranks + 1]  # what is its own does not travel
-        return (sent := sent.reshape_as(there)), torch.zeros_like(self.residual).scatter_(2, at, there - sent)
+        sent, own = four_bits(parts), slice(None, None, self.ranks + 1)
+        sent[own] = parts[own].bfloat16().float()  # does not travel; what is left of it ranks the entry at once
+        left, stays = parts - sent, torch.zeros_like(parts)
+        stays[own], left[own] = left[own], 0.0
+        self.residual.scatter_(2, at, stays.reshape_as(there))
+        return sent.reshape_as(there), torch.zeros_like(self.residual).scatter_(2, at, left.reshape_as(there))
 
     def mask_of_step(self, q: int) -> Tensor | None:
         """None sends everything. The first sparse step makes its own mask, from its own gradient."""
@@ -128,8 +128,9 @@ class Scape:
             v = v * self.b2 + mean.square() / tau * new_square
         else:  # what the ranks have in common, beyond the owner's own part; and what the owner cannot have seen
             shared = torch.where(tau == 1, mean, own) * mean - own.square() / self.ranks
-            v += new_square / torch.maximum(tau, new_square * tau * tau) * shared
-            v += new_square * (tau > 1) * (mean.square() - v.clamp_(min=0) / c2 * self.ranks * tau * tau).clamp(min=0)
+            shared = new_square / tau.maximum(new_square * tau * tau) * shared  # not below AdamW's own, nor zero:
+            v = (v + shared).maximum((tau == 1) * new_square * mean.square())
+            v += new_square * (tau > 1) * (mean.square() - v / c2 * self.ranks * tau * tau).clamp(min=0)
         u = torch.maximum(v / c2, (tau > 1) * torch.maximum((m / c1).abs(), moved.abs() / LONGEST_MOVE).square())
         new = (1 - self.lr * self.weight_decay) ** tau * theta - moved * self.lr / (u.sqrt() + self.eps)
         due = new - theta + self.error.gather(1, at)
@@ -165,8 +166,7 @@ def four_bits(values: Tensor) -> Tensor:
 
 def largest(statistic: Tensor, count: int) -> Tensor:
     """Positions of the largest magnitudes of each block; their lowest bits give way to the position, for ties."""
-    length = statistic.shape[1]
-    low = (1 << (length - 1).bit_length()) - 1
+    low = (1 << ((length := statistic.shape[1]) - 1).bit_length()) - 1
     keys = statistic.view(torch.int32) & (0x7FFFFFFF & ~low) | (low - torch.arange(length, dtype=torch.int32))
     return (low - (keys.topk(count, dim=1).values & low)).long()
 

@@ -390,3 +390,19 @@ def test_a_late_step_sends_a_twentieth_of_a_byte_and_a_mask_at_most_a_bit_for_ea
         assert density > 1 / 8
         assert early_mask == 1 / 8
         assert early == pytest.approx(2 * 34 / 64 * density + 1 / 8 + 0.025, rel=1e-3)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int4"])
+def test_where_most_is_sent_every_place_of_a_block_is_sent_as_often(wire: Any) -> None:
+    """Of entries that were just sent some are sent again: not always the first of a block, where nothing is left."""
+    config = ScapeConfig(sparsity=0.25, block_size=200, sparsity_warmup_steps=0, dense_steps=0, wire_dtype=wire)
+    parameter = nn.Parameter(torch.zeros(200 * 40))
+    optimizer, visits = ScapeOptimizer([parameter], config=config), torch.zeros(200)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        parameter.grad = torch.randn(8000, generator=generator)
+        before = parameter.detach().clone()
+        optimizer.step()
+        visits += (parameter.detach() != before).view(40, 200).sum(0)
+    first, last = visits.view(2, 100).mean(dim=1).tolist()
+    assert first == pytest.approx(last, rel=0.03)

@@ -302,6 +302,15 @@ class ScapeConfig:
         return _WIRE_DTYPES.get(self.wire, torch.float32)
 
     @property
+    def own_dtype(self) -> torch.dtype:
+        """Of an owner's values for its own shard, which do not travel: bf16 where those of others are packed.
+
+        What rounding leaves in the residual ranks the entries that were just sent, where a step sends more than half:
+        by about their size. Of exact zeros the next mask takes the first positions, step after step (docs/quality.md).
+        """
+        return self.values_dtype if self.wire_bits is None else torch.bfloat16
+
+    @property
     def wire_bits(self) -> int | None:
         """Bits of a value on the wire where values are packed, else None."""
         return _WIRE_BITS.get(self.wire)

@@ -133,7 +133,7 @@ class Shard:
     def take(self, step: Step) -> Tensor:
         """Folds, keeps statistics, compacts and scores; returns my values for my shard, ``[R, q]``."""
         state, residual, following = step.state, step.state.residual[self.rows], step.next_mask
-        values = torch.empty(len(residual), step.sent, dtype=self._config.values_dtype, device=residual.device)
+        values = torch.empty(len(residual), step.sent, dtype=self._config.own_dtype, device=residual.device)
         parts = None if step.folded else step.parts(self.region)
         moment = None if parts is None else self._second_moment(step, sparse=step.mask.everyone is not None)
         ops.sweep(
@@ -155,7 +155,7 @@ class Shard:
             if parts is not None:
                 self._accumulate_first_moment(step, state.local_exp_avg, parts)
             self._clear_sum(step)
-        return values.to(state.step.device)
+        return values.to(state.step.device, self._config.values_dtype)
 
     def _second_moment(self, step: Step, *, sparse: bool) -> ops.SecondMoment | None:
         """The mean square that my gradient goes into in this step, if any."""
