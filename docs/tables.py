@@ -469,11 +469,11 @@ def wires_3m(link: Link) -> str:
 
 def wires_3m_parts(link: Link) -> str:
     """The same model over simulated ranks: by what is packed, beside bf16 and AdamW, seed by seed."""
-    folder = "quality/example/runs"
     losses: dict[str, dict[int, float]] = {}
-    for path in sorted((ROOT / RESULTS / folder).glob("*.json")):
-        result = load(f"{folder}/{path.name}")
-        losses.setdefault(run_of(result).label, {})[result["run"]["seed"]] = result["loss"]
+    for folder, now in (("quality/example/runs", ""), ("quality/example/own_bf16", ", own values in bf16")):
+        for path in sorted((ROOT / RESULTS / folder).glob("*.json")):
+            result = load(f"{folder}/{path.name}")
+            losses.setdefault(run_of(result).label + now, {})[result["run"]["seed"]] = result["loss"]
     rows = []
     for label in (DENSE, *sorted(losses.keys() - {DENSE})):
         mine, sparsity = losses[label], "90%" if "90%" in label else "99%"
@@ -487,7 +487,7 @@ def wires_3m_parts(link: Link) -> str:
         ["3M, two ranks, 1,200 steps", "seeds", "loss", "against bf16, by seed", "against AdamW, by seed"], *rows
     )
     command = "python examples/bench_quality.py --suite wires_3M --device cuda"
-    return text + "\n" + source(link, folder, command)
+    return text + "\n" + source(link, "quality/example", command)
 
 
 def few(links: str, methods: str, rounds: int | None = None) -> str:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -146,7 +147,9 @@ def go_on(rank: int, world_size: int, kind: str, nodes: int, folder: str, form: 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ours.load_state_dict(saved)
-    descend(run, nodes, SAVED_AFTER, LAST)
+    # Of packed wires, they took an owner's own values whole.
+    with patch.object(ScapeConfig, "own_dtype", ScapeConfig.values_dtype, create=True):
+        descend(run, nodes, SAVED_AFTER, LAST)
     if hasattr(ours, "sync"):
         ours.sync()
     return whole(model)
