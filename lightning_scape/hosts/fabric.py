@@ -316,8 +316,7 @@ class Known:
     def _check_apart(self, optimizer: Optimizer) -> None:
         """Raises where an optimizer was let go for another one, which trains its parameters by local steps."""
         local = [each.optimizer for each in self.methods() if not each.exchanges_every_step]
-        remedy = f"Give what they share to one of them, or take ScapeStrategy. {OTHER_STRATEGY}"
-        setup.check_apart([*local, optimizer] if local else [], remedy)
+        setup.check_apart([*local, optimizer] if local else [], f" {OTHER_STRATEGY}")
 
     def let_go(self) -> None:
         """Optimizers are torch's again, and nobody watches which of them train the modules."""

@@ -152,9 +152,7 @@ def start_equal(module: nn.Module) -> None:
     broadcast_tensors(state)
 
 
-def check_apart(
-    optimizers: Sequence[Optimizer], remedy: str = "Give what they share to one of them, or take ScapeStrategy."
-) -> None:
+def check_apart(optimizers: Sequence[Optimizer], more: str = "") -> None:
     """Raises ``ValueError`` where two optimizers train the same parameter, for a method with local steps.
 
     Each would exchange it from a starting point of its own, and undo what the other one has done since.
@@ -165,7 +163,8 @@ def check_apart(
             if owners.setdefault(id(parameter), number) != number:
                 raise ValueError(
                     f"With local steps each parameter must have one optimizer, got one of shape"
-                    f" {tuple(parameter.shape)} in optimizers {owners[id(parameter)]} and {number}. {remedy}"
+                    f" {tuple(parameter.shape)} in optimizers {owners[id(parameter)]} and {number}. Give what they"
+                    f" share to one of them, or take ScapeStrategy.{more}"
                 )
 
 
