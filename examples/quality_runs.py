@@ -182,6 +182,7 @@ VARIED: list[dict[str, Any]] = [
 ]
 """What is changed, one at a time, in the default configuration at 99%."""
 WIRES: list[dict[str, Any]] = [{}, {"wire_dtype": "bf16"}, {"wire_dtype": "fp32"}]
+"""4 bits, the default, and what they are compared with."""
 EXACT: list[dict[str, Any]] = [{"exact": "values"}, {"exact": "changes"}, {"exact": 50}, {"exact": 200}]
 """What of 4 bits is sent in fp32 instead: see bench_quality.py."""
 TINY: dict[str, Any] = {"size": "0.03M", "ranks": 2, "batch": 2, "context": 32, "steps": 4}

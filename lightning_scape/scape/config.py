@@ -306,7 +306,7 @@ class ScapeConfig:
         """Of an owner's values for its own shard, which do not travel: bf16 where those of others are packed.
 
         What rounding leaves in the residual ranks the entries that were just sent, where a step sends more than half:
-        by about their size. Of exact zeros the next mask takes the first positions, step after step (docs/quality.md).
+        by about their size. Of exact zeros the next mask takes the first positions, step after step.
         """
         return self.values_dtype if self.wire_bits is None else torch.bfloat16
 
