@@ -68,13 +68,18 @@ def check_convertible(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def has_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch's optimizer holds anything: who looks at an entry of its ``state`` makes an empty one."""
+    return any(optimizer.state.values())
+
+
 def state_brought(optimizer: torch.optim.Optimizer, ranks: Communicator) -> dict[str, Any] | None:
     """What an optimizer has learnt before SCAPE takes its place; None: nothing yet. Collective.
 
     Raises:
         ValueError: some ranks' optimizers have stepped, or were given a state, and others' not; on every rank.
     """
-    have = ranks.all_gather_object(any(optimizer.state.values()))
+    have = ranks.all_gather_object(has_state(optimizer))
     if all(have):
         return ranks.raise_on_all_ranks(optimizer.state_dict)
     if any(have):

@@ -15,6 +15,7 @@ from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.core.method import Clipping, Method, Progress, Spelling, Surroundings
 from lightning_scape.scape import advice, stand_in
 from lightning_scape.scape.config import REMOVED_OPTIONS, ScapeConfig
+from lightning_scape.scape.convert import has_state
 from lightning_scape.scape.cost import norm_bytes
 from lightning_scape.scape.form import FORM
 from lightning_scape.scape.optimizer import ScapeOptimizer
@@ -83,7 +84,7 @@ class ScapeMethod(Method):
         if (former := stand_in.standing_for(optimizer)) is not None:  # set up a second time
             former.drain()
             cls(optimizer, former).give_back()
-        begins_anew = optimizer in _trained and not any(optimizer.state.values())
+        begins_anew = optimizer in _trained and not has_state(optimizer)
         scape = ScapeOptimizer.from_optimizer(
             optimizer,
             config,
