@@ -15,8 +15,8 @@ from lightning_scape.tools.console import ends_quietly
 COMMANDS = [["lightning_scape.tools.commands", "--help"]]
 MORE_COMMANDS = [
     ["lightning_scape.tools.cli", "pretrain", "--help"],
-    ["lightning_scape.tools.plan", "--help"],
-    ["lightning_scape.tools.doctor", "--help"],
+    ["lightning_scape.tools.commands", "plan", "--help"],
+    ["lightning_scape.tools.commands", "doctor", "--help"],
 ]
 
 

@@ -425,7 +425,7 @@ def test_slow_is_no_failure_and_broken_is_one() -> None:
 @pytest.mark.parametrize("given", ["0", "x", "nan", "-1"])
 def test_a_time_limit_that_is_none_is_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        doctor.main([f"--timeout={given}"])
+        commands.main(["doctor", f"--timeout={given}"])
     assert ended.value.code == 2
     assert "it must be a number of seconds from 1 to 3600" in capsys.readouterr().err
 

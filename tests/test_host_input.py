@@ -22,7 +22,7 @@ from lightning_scape import (
 )
 from lightning_scape.comm.collectives import broadcast_tensors, timeout_of
 from lightning_scape.hosts.common import check_start_method
-from lightning_scape.tools.plan import main
+from lightning_scape.tools.commands import main
 
 RunRanks = Callable[..., list[Any]]
 STRATEGIES = (ScapeStrategy, FabricScapeStrategy, SparseLoCoStrategy, FabricSparseLoCoStrategy)
@@ -154,14 +154,14 @@ COMMAND = "--nodes 2 --bandwidth 1gbit --step-compute 1s --model"
 @pytest.mark.parametrize("name", ["Pythia-14M", "EleutherAI/pythia-14m"])
 def test_plan_takes_a_models_name_as_users_write_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Another case than LitGPT's was an unknown model."""
-    assert main([*COMMAND.split(), name]) == 0
+    assert main(["plan", *COMMAND.split(), name]) == 0
     assert "14.1M parameters" in capsys.readouterr().out
 
 
 def test_plan_suggests_names_that_are_near(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*COMMAND.split(), "pythia-15m"]) == 2
+    assert main(["plan", *COMMAND.split(), "pythia-15m"]) == 2
     said = capsys.readouterr().err
     assert "got 'pythia-15m'. Did you mean" in said
     assert "pythia-14m" in said
-    assert main([*COMMAND.split(), "qqqqqqqq"]) == 2
+    assert main(["plan", *COMMAND.split(), "qqqqqqqq"]) == 2
     assert "Such as pythia-160m." in capsys.readouterr().err

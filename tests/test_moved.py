@@ -44,5 +44,5 @@ def test_every_new_name_is_there() -> None:
 
 @pytest.mark.few(0)
 def test_an_old_command_runs() -> None:
-    command = [sys.executable, "-m", "lightning_scape.plan", "--help"]
+    command = [sys.executable, "-m", "lightning_scape.tool", "plan", "--help"]
     assert "usage: lightning-scape plan" in subprocess.run(command, check=True, capture_output=True, text=True).stdout

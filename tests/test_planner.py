@@ -647,7 +647,7 @@ def _planned_on_one_machine(rank: int, world_size: int) -> tuple[int, str]:
     plan.measure_machine = lambda *_: MACHINE  # type: ignore[assignment] # a process of its own
     command = "--model pythia-14m --measure --batch-size 1 --context 2 --sparsity 0.9"
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        status = plan.main(command.split())
+        status = commands.main(["plan", *command.split()])
     return status, out.getvalue()
 
 

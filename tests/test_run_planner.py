@@ -21,7 +21,7 @@ from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.scape.plan import predict
 from lightning_scape.sparseloco.cost import exchange_bytes
 from lightning_scape.sparseloco.cost import predict as predict_sparseloco
-from lightning_scape.tools import plan
+from lightning_scape.tools import commands, plan
 
 WEIGHTS = (Weight(50_000, None, False), *(Weight(30_000, i) for i in range(4)), Weight(50_000))
 NUMELS = (1003, 777, 4)
@@ -135,7 +135,7 @@ COMMAND = "--model=pythia-14m --nodes=2 --bandwidth=30mbit --step-compute=230ms 
 
 def planned(capsys: pytest.CaptureFixture[str], *more: str) -> str:
     pytest.importorskip("litgpt")
-    assert plan.main([*COMMAND.split(), *more]) == 0
+    assert commands.main(["plan", *COMMAND.split(), *more]) == 0
     return capsys.readouterr().out
 
 
@@ -184,7 +184,7 @@ def test_where_full_checkpoints_take_long_there_is_advice_without_them(capsys: p
 
 def test_what_is_counted_in_a_run_needs_its_length(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        plan.main([*COMMAND.split(), "--checkpoints=3"])
+        commands.main(["plan", *COMMAND.split(), "--checkpoints=3"])
     assert "--checkpoints must come with --steps" in capsys.readouterr().err
 
 

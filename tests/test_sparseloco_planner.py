@@ -17,7 +17,7 @@ from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, 
 from lightning_scape.sparseloco.cost import SparseLoCoCost, exchange_bytes, predict, state_bytes
 from lightning_scape.sparseloco.method import SparseLoCoMethod
 from lightning_scape.sparseloco.state import LocoState
-from lightning_scape.tools import plan
+from lightning_scape.tools import commands
 
 WEIGHTS = (Weight(5_000_000, None, False), *(Weight(3_000_000, i) for i in range(4)), Weight(5_000_000))
 JOB = Job(weights=WEIGHTS, ranks=4, step_compute=0.3)
@@ -131,7 +131,7 @@ def test_the_memory_of_a_plan_is_that_which_a_rank_allocates(options: dict[str, 
 
 def test_the_plan_shows_both_methods(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--model=pythia-14m", "--nodes=2", "--bandwidth=10mbit", "--step-compute=350ms"]
-    assert plan.main(given) == 0
+    assert commands.main(["plan", *given]) == 0
     said = capsys.readouterr().out
     assert "Take SparseLoCo with sync_every=" in said
     assert "| H = 30 |" in said
@@ -143,7 +143,7 @@ def test_the_plan_shows_both_methods(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_plan_gives_one_advice(capsys: pytest.CaptureFixture[str], bandwidth: str, ranks: str) -> None:
     """Of nodes it said "Use SCAPE 99.9%" first, and "Take SparseLoCo" below."""
     given = ["--model=pythia-14m", "--nodes=2", f"--bandwidth={bandwidth}", "--step-compute=350ms"]
-    assert plan.main([*given, f"--gpus-per-node={ranks}"]) == 0
+    assert commands.main(["plan", *given, f"--gpus-per-node={ranks}"]) == 0
     said = capsys.readouterr().out
     assert len(re.findall(r"^(Use|Stay with|Take|None of)", said, re.MULTILINE)) == 1
     assert ("Take SparseLoCo" in said) != ("SparseLoCo is not needed" in said)

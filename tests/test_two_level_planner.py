@@ -9,7 +9,7 @@ import pytest
 
 from lightning_scape.planning import conclusions, cost_model, two_level
 from lightning_scape.planning.cost_model import Job, Link, Machine, Prediction, Weight
-from lightning_scape.tools import plan
+from lightning_scape.tools import commands, plan
 
 WEIGHTS = (
     Weight(50_000_000, multiplied=False),
@@ -67,7 +67,7 @@ def test_nodes_of_one_rank_are_refused() -> None:
 def test_the_command_compares_both_and_advises(capsys: Any) -> None:
     pytest.importorskip("litgpt")
     command = "--model pythia-410m --nodes 4 --gpus-per-node 8 --bandwidth 10gbit --step-compute 0.5s --sparsity 0.99"
-    assert plan.main(command.split()) == 0
+    assert commands.main(["plan", *command.split()]) == 0
     out = capsys.readouterr().out
     assert "\nUse SCAPE 0.99, local_group_size 8: " in out
     for word in ("| HSDP |", "| SCAPE 0.99, local_group_size 8 |", "| sent per network card |", "at 200 GB/s"):

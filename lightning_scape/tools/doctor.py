@@ -6,15 +6,12 @@ import os
 import sys
 import threading
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.tools.arguments import doctor_arguments
-from lightning_scape.tools.console import ends_quietly
 from lightning_scape.tools.diagnosis import network
 from lightning_scape.tools.diagnosis.findings import Finding, exit_status, report
 from lightning_scape.tools.diagnosis.host import check_host
@@ -32,18 +29,12 @@ ALONE = (
 )
 
 
-@ends_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status.
+def run(args: Namespace) -> int:
+    """The command, with its arguments read; returns its exit status.
 
     Raises:
         ValueError: a launcher's variables contradict each other.
     """
-    return run(doctor_arguments(arguments))
-
-
-def run(args: Namespace) -> int:
-    """The same, with its arguments read."""
     if args.folder is not None or args.watch is not None:
         findings = check_run(args.folder) if args.folder is not None else []
         findings += check_now(args.watch) if args.watch is not None else []
@@ -162,26 +153,21 @@ class Watch:
 
     def __init__(self, place: Place, seconds: float) -> None:
         self.place, self.seconds, self.doing = place, seconds, "starting"
-        self._over = threading.Event()
-        threading.Thread(target=self._wait, daemon=True).start()
+        self._timer = threading.Timer(seconds, self._give_up)
+        self._timer.daemon = True
+        self._timer.start()
 
     def __enter__(self) -> Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._timer.cancel()
 
     def at(self, doing: str) -> None:
         """Notes what is being done from now on."""
         self.doing = doing
 
-    def _wait(self) -> None:
-        if self._over.wait(self.seconds):
-            return
+    def _give_up(self) -> None:
         text = f"must end within {self.seconds:g} s, got stuck while {self.doing}. End it on all nodes, and look at the"
         print(f"lightning-scape doctor: {self.place.name} {text} last lines above.", file=sys.stderr, flush=True)
         os._exit(1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -44,18 +44,11 @@ from lightning_scape.planning.cost_model import (
 from lightning_scape.planning.measure import CPU, measure_compute, measure_link, measure_machine
 from lightning_scape.planning.run import Run, advice_on_run, message_load, predict_run
 from lightning_scape.planning.two_level import predict_nodes
-from lightning_scape.tools.arguments import import_matplotlib, launched, of_launcher, plan_arguments
-from lightning_scape.tools.console import ends_quietly
-
-
-@ends_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
-    return run(plan_arguments(arguments))
+from lightning_scape.tools.arguments import import_matplotlib, launched, of_launcher
 
 
 def run(args: Namespace) -> int:
-    """The same, with its arguments read."""
+    """The command, with its arguments read; returns its exit status."""
     try:
         weights = model_weights(args.model)
         machine, link, step_compute, assumed = _inputs(args)
@@ -488,7 +481,3 @@ def plot(path: Path, model: str, job: Job, link: Link, machine: Machine, sparsit
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

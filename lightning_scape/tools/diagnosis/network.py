@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from lightning_scape.core.words import show_bandwidth
 from lightning_scape.tools.diagnosis.findings import Finding
 
 TOPIC = "Network"
@@ -182,4 +183,4 @@ def _set(variable: str, better: Interface | None) -> str:
 
 def show_mbit(mbit: float) -> str:
     """``25_000`` is ``"25 Gbit/s"``."""
-    return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"
+    return show_bandwidth(mbit * 125_000)

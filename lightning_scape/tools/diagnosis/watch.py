@@ -9,8 +9,9 @@ from statistics import fmean
 
 import psutil
 
+from lightning_scape.core.words import show_bandwidth
 from lightning_scape.tools.diagnosis.findings import Finding
-from lightning_scape.tools.diagnosis.network import Interface, interfaces, show_mbit
+from lightning_scape.tools.diagnosis.network import Interface, interfaces
 
 TOPIC = "Network"
 EVERY = 0.01
@@ -87,8 +88,8 @@ def check_traffic(rates: Mapping[str, Sequence[float]], known: Sequence[Interfac
 
 def judge(name: str, traffic: Traffic) -> Finding:
     """In plain words."""
-    speed, mean = map(_show, (traffic.speed, traffic.mean))
-    says = "no speed" if traffic.stated is None else _show(traffic.stated)
+    speed, mean = map(show_bandwidth, (traffic.speed, traffic.mean))
+    says = "no speed" if traffic.stated is None else show_bandwidth(traffic.stated)
     text = (
         f"{name} is busy for {traffic.busy:.0%} of the time: messages move at {speed}, {mean} on average (its driver"
         f" says {says})."
@@ -105,10 +106,6 @@ def judge(name: str, traffic: Traffic) -> Finding:
     if traffic.busy >= SOME:
         return Finding(TOPIC, "note", text, f"A part of it may hide behind the computation. {plan}")
     return Finding(TOPIC, "ok", f"{text} Training does not wait for it: look at data loading and at the computation.")
-
-
-def _show(rate: float) -> str:
-    return show_mbit(float(f"{rate / 125_000:.3g}"))
 
 
 def check_now(seconds: float) -> list[Finding]:
