@@ -17,8 +17,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from trainer_helpers import BATCHES, Recorder, Regression, TwoOptimizers, make_trainer
 
 from lightning_scape import ScapeConfig, ScapeMonitor, ScapeOptimizer, ScapeStrategy, SparseLoCoStrategy, StepStats
+from lightning_scape.core.method import find
 from lightning_scape.core.words import show_bytes
-from lightning_scape.hosts.monitor import collect_metrics
 
 
 def _monitored(rank: int, world_size: int, every: int, options: dict[str, Any], model: type) -> dict[str, Any]:
@@ -223,8 +223,10 @@ def test_an_interval_that_is_not_a_positive_whole_number_is_an_error(every: Any)
 def test_metrics_are_those_of_the_stats_and_none_before_the_first_step() -> None:
     parameter = torch.nn.Parameter(torch.ones(10))
     optimizer = ScapeOptimizer([parameter], config=ScapeConfig())
-    assert collect_metrics([optimizer]) == {}
+    method = find(optimizer)
+    assert method is not None
+    assert method.stats() == {}
     parameter.grad = torch.ones(10)
     optimizer.step()
     assert isinstance(optimizer.stats, StepStats)
-    assert repr(collect_metrics([optimizer])) == repr(optimizer.stats.as_dict())  # repr: NaN equals NaN
+    assert repr(method.stats()) == repr(optimizer.stats.as_dict(""))  # repr: NaN equals NaN

@@ -22,7 +22,7 @@ from lightning_scape import (
 )
 from lightning_scape.checkpoint import saver
 from lightning_scape.comm.collectives import Communicator
-from lightning_scape.comm.together import together
+from lightning_scape.comm.together import Together
 from lightning_scape.hosts import setup
 from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
 
@@ -209,8 +209,9 @@ def _nested(rank: int, world_size: int, where: str) -> str:
     except KeyError as error:
         told = str(error)
     try:
-        with together(ranks) as agree:
-            agree()
+        together = Together()
+        with together.inside():
+            together.agree()
             act()
     except KeyError as error:
         told += str(error)

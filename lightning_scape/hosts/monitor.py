@@ -6,7 +6,7 @@ import importlib.util
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -154,7 +154,7 @@ class ScapeMonitor(Callback):
         # never be true when a batch steps several optimizers.
         before, self._due = self._due, trainer.global_step // self.every_n_steps
         if methods and (self._due != before or not methods[0].exchanges_every_step):
-            self._publish(trainer, pl_module, self._newest(trainer, methods), methods[0].shown)
+            self._publish(trainer, pl_module, self._newest(methods), methods[0].shown)
 
     def _note_loss(self, trainer: Trainer, pl_module: LightningModule, outputs: Any) -> None:
         """Adds a batch's loss to the mean of the coming point; nothing waits for the device."""
@@ -169,23 +169,16 @@ class ScapeMonitor(Callback):
             self._loss = loss if self._loss is None else self._loss + loss
             self._losses += 1
 
-    def _news(self, methods: list[Method]) -> dict[str, float]:
-        """Figures of the exchanges that have ended since the last look; empty if none has."""
+    def _newest(self, methods: list[Method]) -> dict[str, float]:
+        """Figures to tell, without what adds up over the fit: of exchanges that have ended since the last look."""
         self._seen += [0] * (len(methods) - len(self._seen))
         metrics: dict[str, float] = {}
         for index, (prefix, method) in enumerate(with_prefixes(methods)):
-            progress = method.progress()
-            if progress.begun > progress.ended or progress.ended == self._seen[index]:
-                continue
+            progress, seen = method.progress(), self._seen[index]
             self._seen[index] = progress.ended
-            metrics |= {f"{prefix}/{name}": value for name, value in method.stats().items()}
+            if method.exchanges_every_step or progress.begun == progress.ended != seen:
+                metrics |= {f"{prefix}/{name}": value for name, value in method.stats().items()}
         return metrics
-
-    def _newest(self, trainer: Trainer, methods: list[Method]) -> dict[str, float]:
-        """Figures to tell, without what adds up over the fit."""
-        if methods and not methods[0].exchanges_every_step:
-            return self._news(methods)
-        return collect_metrics(trainer.optimizers)
 
     def _publish(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float], shown: Sequence[str]
@@ -243,7 +236,7 @@ class ScapeMonitor(Callback):
         if self._sum is not None and (line := self._sum.said()):
             rank_zero_info(line)
         if self._writer is not None:
-            last = self._newest(trainer, self._watched(trainer))
+            last = self._newest(self._watched(trainer))
             self._note_point(trainer, last and last | self._sums())
             self._end(trainer, "finished")
         self._sum = None
@@ -285,12 +278,6 @@ class ScapeMonitor(Callback):
                 f"The report's figures must be written to {str(self.report)!r}, got: {error}. The training goes on; the"
                 " report ends here."
             )
-
-
-def collect_metrics(optimizers: Iterable[object]) -> dict[str, float]:
-    """The last figures of every optimizer that is under a method, flat; empty before the first."""
-    methods = with_prefixes(find_all(optimizers))
-    return {f"{prefix}/{name}": value for prefix, method in methods for name, value in method.stats().items()}
 
 
 def _in_a_line(exception: BaseException) -> str:
