@@ -92,8 +92,7 @@ def test_whole_nodes_have_a_bandwidth_below_which_they_pay() -> None:
 
 
 def test_every_sparse_line_of_the_plan_says_from_where_it_pays() -> None:
-    everything = cost_model.predict(JOB, BETWEEN, MACHINE, [0.99]) + [*nodes()]
-    text = plan.report("m", JOB, BETWEEN, MACHINE, everything, [], inside=INSIDE)
+    text = plan.Plan(model="m", job=JOB, link=BETWEEN, machine=MACHINE, sparsities=[0.99], inside=INSIDE).report()
     rows = [line for line in text.splitlines() if line.startswith("| SCAPE")]
     assert len(rows) == 2
     assert not any(row.endswith("| - | - |") for row in rows)

@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -36,6 +36,8 @@ QUIET_SECONDS = 5.0
 """How long a rank sends nothing before it says so."""
 ANSWER_SECONDS = 3.0
 """How long an answer of the store is waited for where a message has failed."""
+POLL_SECONDS = 0.05
+"""Between two looks of who waits for others' words in the store."""
 _NOBODY_SENDS = 0x5CA9E
 """A tag of no message."""
 
@@ -208,6 +210,14 @@ def asked(ask: Callable[[], T], seconds: float) -> T | None:
     asking.start()
     asking.join(seconds)
     return found[0] if found else None
+
+
+def missing_words(store: Any, keys: Iterable[str], seconds: float) -> list[str]:
+    """Waits until all keys are in a store, but not longer than so many seconds; those that are not."""
+    deadline, missing = time.monotonic() + seconds, list(keys)
+    while (missing := [key for key in missing if not store.check([key])]) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return missing
 
 
 class _Watch:

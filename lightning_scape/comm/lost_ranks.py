@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # without marks for mypy
 
-from lightning_scape.comm.channel import Channel, asked
+from lightning_scape.comm.channel import Channel, asked, missing_words
 from lightning_scape.core.private_names import default_store
 
 GRACE_SECONDS = 1.5
@@ -120,7 +120,7 @@ def _who_is_missing() -> str:
     silent = asked(_roll_call, 2 * GRACE_SECONDS)
     if silent is None:
         return "The store where ranks report does not answer: rank 0, which keeps it unless torchrun does, may be lost."
-    missing = ", ".join(map(str, silent))
+    missing = ", ".join(silent)
     if not missing:
         return "All ranks have reported this: none of them is lost, and the network is the likely reason."
     if len(silent) == 1:
@@ -131,11 +131,7 @@ def _who_is_missing() -> str:
     )
 
 
-def _roll_call() -> list[int]:
-    store = default_store()
-    store.set(f"{_KEY}/{dist.get_rank()}", "")
-    missing, deadline = list(range(dist.get_world_size())), time.monotonic() + GRACE_SECONDS
-    while missing and time.monotonic() < deadline:
-        missing = [rank for rank in missing if not store.check([f"{_KEY}/{rank}"])]
-        time.sleep(0.02)
-    return missing
+def _roll_call() -> list[str]:
+    store = PrefixStore(_KEY, default_store())
+    store.set(str(dist.get_rank()), "")
+    return missing_words(store, map(str, range(dist.get_world_size())), GRACE_SECONDS)

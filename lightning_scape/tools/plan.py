@@ -9,8 +9,9 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +64,25 @@ def run(args: Namespace) -> int:
             clip=not args.no_clipping,
         )
         inside = Link(bandwidth=args.node_bandwidth * 1e9, latency=5e-6) if job.ranks_per_node > 1 else None
-        predictions = _predict(job, link, machine, args.sparsity, inside)
         if inside is not None:
             assumed.append(f"a rank reaches the others of its node at {args.node_bandwidth:g} GB/s")
+        plan = Plan(
+            model=args.model,
+            job=job,
+            link=link,
+            machine=machine,
+            sparsities=args.sparsity,
+            assumed=assumed,
+            memory=args.memory * 1e9,
+            inside=inside,
+            length=_run(args),
+        )
+        print(plan.report())
     except ValueError as error:
         print(f"lightning-scape plan: error: {error}", file=sys.stderr)
         return 2
-    memory = args.memory * 1e9
-    print(report(args.model, job, link, machine, predictions, assumed, memory=memory, inside=inside, length=_run(args)))
     if args.plot is not None:
-        plot(args.plot, args.model, job, link, machine, args.sparsity)
+        plan.plot(args.plot)
         print(f"\nplotted to {args.plot}")
     return 0
 
@@ -88,14 +98,6 @@ def _run(args: Namespace) -> Run | None:
         sharded=args.state_dict_type == "sharded",
         beside=args.async_save,
     )
-
-
-def _predict(
-    job: Job, link: Link, machine: Machine, sparsities: Sequence[float], inside: Link | None
-) -> list[Prediction]:
-    """Of all methods; those that shard inside a node too, where nodes have several ranks."""
-    flat = predict(job, link, machine, sparsities)
-    return flat if inside is None else flat + predict_nodes(job, link, machine, inside, sparsities)
 
 
 def _ranks_per_node(ranks: int, on_each: int) -> int:
@@ -225,195 +227,238 @@ def _process_group(device: torch.device) -> Iterator[None]:
 
 # --------------------------------------------------------------------------------------------------- reporting
 
-
-def report(
-    model: str,
-    job: Job,
-    link: Link,
-    machine: Machine,
-    predictions: Sequence[Prediction],
-    assumed: Sequence[str],
-    *,
-    memory: float = math.inf,
-    inside: Link | None = None,
-    length: Run | None = None,
-) -> str:
-    """Tables in Markdown, the advice first.
-
-    Args:
-        model: its name.
-        job: what is trained, on how many ranks.
-        link: between nodes.
-        machine: what the optimizers cost.
-        predictions: of all methods that exchange in every step.
-        assumed: what was taken for granted.
-        memory: bytes of a rank's device.
-        inside: the link between a node's ranks, where it has several.
-        length: of the run; None: the advice is on a step late in a long one.
-    """
-    local = predict_local(job, link, machine)
-    lines = [
-        f"{model}: {job.parameters / 1e6:.1f}M parameters on {job.ranks} ranks ({job.ranks_per_node} per node),"
-        f" {show_bandwidth(link.bandwidth)}, forward and backward {show_seconds(job.step_compute)}",
-        "",
-    ]
-    if length is None:
-        lines += [which_method(predictions, local, memory), "", _loads(predictions, job, link), ""]
-        lines += [_of_a_long_run(predictions, job, link, memory), ""]
-    else:
-        lines += run_tables(predictions, local, job, link, machine, length, memory)
-        lines += ["", "A step after all warm-up:", ""]
-    lines += _step_table(predictions, job, link, machine, memory, inside)
-    if length is None:
-        lines += _alternatives(predictions, job, link, machine, Run(steps=LONG), memory)
-    for title in dict.fromkeys(p.title for p in local):
-        head = [title, "step, on average", "over compute only", "sent per rank and step", "memory per rank*"]
-        of_title = [p for p in local if p.title == title]
-        rows = [[f"H = {p.window}", *_figures(p, predictions[0].seconds), _needed(p, memory)] for p in of_title]
-        lines += ["", *_table(head, rows)]
-    return "\n".join(
-        [*lines, *_ranks_table(predictions, job, link, machine, inside), *_remarks(predictions, assumed, memory)]
-    )
-
-
 LONG = 10_000
 """Steps of the run of which a plan tells where none is given."""
+TCP_SHARE = 0.95
+ASSUMPTIONS = (
+    "equally fast ranks",
+    "backward is two thirds of the compute",
+    "rings for all-reduce, all-gather and reduce-scatter, each node's link used once a pass",
+    "an all-to-all crosses a node's link with the bytes of all its ranks",
+)
+FLAT = "form one flat group, unless the line names a local_group_size"
 
 
-def run_tables(
-    predictions: Sequence[Prediction],
-    local: Sequence[Prediction],
-    job: Job,
-    link: Link,
-    machine: Machine,
-    length: Run,
-    memory: float,
-) -> list[str]:
-    """What a whole run takes by each method, the advice on it first."""
-    runs, apart = ([predict_run(p, job, link, length) for p in given] for given in (predictions, local))
-    alone, dense = runs[0].seconds, _first_dense([run.whole for run in runs])
-    of_card = ", by network card" if job.ranks_per_node > 1 else ""
-    head = [
-        "method",
-        "the run takes",
-        "over compute only",
-        "sent by a rank",
-        f"{dense.method}'s / it{of_card}",
-        "of that checkpoints",
-    ]
-    head += ["steps that send more", "sent per step: on average", "at the end", "time of messages / compute"]
-    rows = [
-        [
-            run.late.method,
-            *_figures(run.whole, alone),
-            show_times(dense.on_card / run.whole.on_card) if run.whole.on_card else "-",
-            show_bytes(run.of_checkpoints),
-            f"{run.beginning:,}" if run.late.window == 1 else "-",
-            show_bytes(run.bytes_sent / run.steps),
-            show_bytes(run.late.bytes_sent),
-            show_times(message_load(run.whole.on_card / run.steps, job, link), 2),
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is predicted, and how it is told: tables in Markdown, the advice first."""
+
+    model: str
+    """Its name."""
+    job: Job
+    link: Link
+    """Between nodes."""
+    machine: Machine
+    sparsities: Sequence[float]
+    """Which to predict."""
+    assumed: Sequence[str] = ()
+    """What was taken for granted."""
+    memory: float = math.inf
+    """Bytes of a rank's device."""
+    inside: Link | None = None
+    """Between a node's ranks, where it has several."""
+    length: Run | None = None
+    """None: the advice is on a step late in a long run."""
+
+    def predict(self, link: Link, sparsities: Sequence[float]) -> list[Prediction]:
+        """Of all methods that exchange in every step; those that shard inside a node, too, where it has ranks."""
+        flat = predict(self.job, link, self.machine, sparsities)
+        return flat + self._on_nodes(self.job, link, sparsities)
+
+    def _on_nodes(self, job: Job, link: Link, sparsities: Sequence[float]) -> list[Prediction]:
+        return [] if self.inside is None else predict_nodes(job, link, self.machine, self.inside, sparsities)
+
+    @cached_property
+    def predictions(self) -> list[Prediction]:
+        """Over the link."""
+        return self.predict(self.link, self.sparsities)
+
+    @cached_property
+    def local(self) -> list[Prediction]:
+        """Of methods that exchange after several steps."""
+        return predict_local(self.job, self.link, self.machine)
+
+    @property
+    def _alone(self) -> float:
+        """Seconds of compute only."""
+        return self.predictions[0].seconds
+
+    @property
+    def dense(self) -> Prediction:
+        """DDP: what a user has now."""
+        return next(p for p in self.predictions if not p.title and p.bytes_sent)
+
+    def report(self) -> str:
+        """All of it."""
+        job = self.job
+        lines = [
+            f"{self.model}: {job.parameters / 1e6:.1f}M parameters on {job.ranks} ranks ({job.ranks_per_node} per"
+            f" node), {show_bandwidth(self.link.bandwidth)}, forward and backward {show_seconds(job.step_compute)}",
+            "",
         ]
-        for run in (*runs, *apart)
-    ]
-    saved = f", {length.checkpoints} checkpoints" if length.checkpoints else ""
-    return [
-        *advice_on_run(predictions, local, job, link, length, memory),
-        "",
-        _loads(predictions, job, link),
-        "",
-        f"The whole run, {length.steps:,} steps{saved}:",
-        "",
-        *_table(head, rows),
-        *_alternatives(predictions, job, link, machine, length, memory),
-    ]
+        if self.length is None:
+            lines += [which_method(self.predictions, self.local, self.memory), "", self._loads(), ""]
+            lines += [self._of_a_long_run(), ""]
+        else:
+            lines += [*self._run_tables(self.length), "", "A step after all warm-up:", ""]
+        lines += self._step_table()
+        if self.length is None:
+            lines += self._alternatives(Run(steps=LONG))
+        for title in dict.fromkeys(p.title for p in self.local):
+            head = [title, "step, on average", "over compute only", "sent per rank and step", "memory per rank*"]
+            of_title = [p for p in self.local if p.title == title]
+            rows = [[f"H = {p.window}", *_figures(p, self._alone), self._needed(p)] for p in of_title]
+            lines += ["", *_table(head, rows)]
+        return "\n".join([*lines, *self._ranks_table(), *self._remarks()])
 
+    def _run_tables(self, length: Run) -> list[str]:
+        """What a whole run takes by each method, the advice on it first."""
+        runs = [predict_run(p, self.job, self.link, length) for p in (*self.predictions, *self.local)]
+        alone, dense = runs[0].seconds, runs[self.predictions.index(self.dense)].whole
+        of_card = ", by network card" if self.job.ranks_per_node > 1 else ""
+        head = [
+            "method",
+            "the run takes",
+            "over compute only",
+            "sent by a rank",
+            f"{dense.method}'s / it{of_card}",
+            "of that checkpoints",
+        ]
+        head += ["steps that send more", "sent per step: on average", "at the end", "time of messages / compute"]
+        rows = [
+            [
+                run.late.method,
+                *_figures(run.whole, alone),
+                show_times(dense.on_card / run.whole.on_card) if run.whole.on_card else "-",
+                show_bytes(run.of_checkpoints),
+                f"{run.beginning:,}" if run.late.window == 1 else "-",
+                show_bytes(run.bytes_sent / run.steps),
+                show_bytes(run.late.bytes_sent),
+                show_times(message_load(run.whole.on_card / run.steps, self.job, self.link), 2),
+            ]
+            for run in runs
+        ]
+        saved = f", {length.checkpoints} checkpoints" if length.checkpoints else ""
+        return [
+            *advice_on_run(self.predictions, self.local, self.job, self.link, length, self.memory),
+            "",
+            self._loads(),
+            "",
+            f"The whole run, {length.steps:,} steps{saved}:",
+            "",
+            *_table(head, rows),
+            *self._alternatives(length),
+        ]
 
-def _first_dense(predictions: Iterable[Prediction]) -> Prediction:
-    """DDP: what a user has now."""
-    return next(p for p in predictions if not p.title and p.bytes_sent)
-
-
-def _loads(predictions: Sequence[Prediction], job: Job, link: Link) -> str:
-    """What decides: how long the messages of dense training take beside a step's computation."""
-    dense = _first_dense(predictions)
-    load = show_times(message_load(dense.on_card, job, link), 2)
-    return (
-        f"{dense.method}'s messages take {load} times as long as a step's forward and backward"
-        f" ({show_bytes(dense.on_card)} at {show_bandwidth(link.bandwidth)}, {show_seconds(job.step_compute)}); with a"
-        " larger model too, and half as long with twice the batch."
-    )
-
-
-def _of_a_long_run(predictions: Sequence[Prediction], job: Job, link: Link, memory: float) -> str:
-    """One line on the whole of a run, where no length was given."""
-    chosen = [best_dense(predictions, memory), *(p for p in predictions if 0 < (p.sparsity or 0) <= SPARSEST)]
-    said = []
-    for run in (predict_run(p, job, link, Run(steps=LONG)) for p in chosen):
-        begun = f" (the first {run.beginning:,} steps send more)" if run.beginning else ""
-        said.append(
-            f"{show_seconds(run.seconds)} and {show_bytes(run.bytes_sent)} from a rank with {run.late.method}{begun}"
+    def _loads(self) -> str:
+        """What decides: how long the messages of dense training take beside a step's computation."""
+        dense = self.dense
+        load = show_times(message_load(dense.on_card, self.job, self.link), 2)
+        return (
+            f"{dense.method}'s messages take {load} times as long as a step's forward and backward"
+            f" ({show_bytes(dense.on_card)} at {show_bandwidth(self.link.bandwidth)},"
+            f" {show_seconds(self.job.step_compute)}); with a larger model too, and half as long with twice the batch."
         )
-    return f"A run of {LONG:,} steps takes {'; '.join(said)}. `--steps` tells of yours."
 
+    def _of_a_long_run(self) -> str:
+        """One line on the whole of a run, where no length was given."""
+        sparse = (p for p in self.predictions if 0 < (p.sparsity or 0) <= SPARSEST)
+        said = []
+        for late in (best_dense(self.predictions, self.memory), *sparse):
+            run = predict_run(late, self.job, self.link, Run(steps=LONG))
+            begun = f" (the first {run.beginning:,} steps send more)" if run.beginning else ""
+            figures = f"{show_seconds(run.seconds)} and {show_bytes(run.bytes_sent)}"
+            said.append(f"{figures} from a rank with {run.late.method}{begun}")
+        return f"A run of {LONG:,} steps takes {'; '.join(said)}. `--steps` tells of yours."
 
-def _alternatives(
-    predictions: Sequence[Prediction], job: Job, link: Link, machine: Machine, length: Run, memory: float
-) -> list[str]:
-    """A line on options by which a run is shorter by 5% or more."""
-    costs, said = {method.title: method.step_cost for method in map(named, names())}, []
-    for late in predictions:
-        cost = costs.get(late.title)
-        given = predict_run(late, job, link, length)
-        for other in cost.alternatives(job, link, machine, late) if cost else ():
-            run = predict_run(other, job, link, length)
-            if 1.05 * run.seconds <= given.seconds and other.memory <= memory:
-                figures = f"{show_seconds(run.seconds)} and {show_bytes(run.bytes_sent)}"
-                said.append(f"{late.method} with {other.option} takes {figures} for {length.steps:,} steps")
-    return ["", f"Sooner: {'; '.join(said)}."] if said else []
+    def _alternatives(self, length: Run) -> list[str]:
+        """A line on options by which a run is shorter by 5% or more."""
+        costs, said = {method.title: method.step_cost for method in map(named, names())}, []
+        for late in self.predictions:
+            cost = costs.get(late.title)
+            given = predict_run(late, self.job, self.link, length)
+            for other in cost.alternatives(self.job, self.link, self.machine, late) if cost else ():
+                run = predict_run(other, self.job, self.link, length)
+                if 1.05 * run.seconds <= given.seconds and other.memory <= self.memory:
+                    figures = f"{show_seconds(run.seconds)} and {show_bytes(run.bytes_sent)}"
+                    said.append(f"{late.method} with {other.option} takes {figures} for {length.steps:,} steps")
+        return ["", f"Sooner: {'; '.join(said)}."] if said else []
 
-
-def _step_table(
-    predictions: Sequence[Prediction], job: Job, link: Link, machine: Machine, memory: float, inside: Link | None
-) -> list[str]:
-    shared = inside is not None
-    head = ["method", "step", "over compute only", "sent per rank and step", *["sent per network card"] * shared]
-    rows = [
-        [
-            p.method,
-            *_figures(p, predictions[0].seconds),
-            *[show_bytes(p.on_card)] * shared,
-            _needed(p, memory),
-            *(_turning_points(job, link, machine, p, memory, inside) if p.sparsity is not None else ("-", "-")),
+    def _step_table(self) -> list[str]:
+        shared = self.inside is not None
+        head = ["method", "step", "over compute only", "sent per rank and step", *["sent per network card"] * shared]
+        rows = [
+            [
+                p.method,
+                *_figures(p, self._alone),
+                *[show_bytes(p.on_card)] * shared,
+                self._needed(p),
+                *(self._turning_points(p) if p.sparsity is not None else ("-", "-")),
+            ]
+            for p in self.predictions
         ]
-        for p in predictions
-    ]
-    return _table([*head, "memory per rank*", "as fast as dense below", "pays below"], rows)
+        return _table([*head, "memory per rank*", "as fast as dense below", "pays below"], rows)
 
+    def _turning_points(self, p: Prediction) -> list[str]:
+        def there(link: Link) -> list[Prediction]:
+            return self.predict(link, [p.sparsity or 0.0])
 
-def _ranks_table(
-    predictions: Sequence[Prediction], job: Job, link: Link, machine: Machine, inside: Link | None
-) -> list[str]:
-    sparsities = [p.sparsity for p in predictions if p.sparsity is not None and p.group_size == 1]
-    rows = []
-    for ranks, row in scaling(job, link, machine, sparsities).items():
-        row += predict_nodes(replace(job, ranks=ranks), link, machine, inside, sparsities) if inside else []
-        rows.append([str(ranks), *(show_seconds(p.seconds) for p in row)])
-    table = _table(["ranks", *(p.method for p in predictions)], rows)
-    return ["", "The same work per rank on more ranks:", "", *table]
+        gains = [gain_of(p.method, there, self.link, speedup=speedup, memory=self.memory) for speedup in (1.0, WORTH)]
+        return [show_turning_point(gain, self.link.bandwidth) for gain in gains]
 
+    def _ranks_table(self) -> list[str]:
+        rows = []
+        for ranks, row in scaling(self.job, self.link, self.machine, self.sparsities).items():
+            row += self._on_nodes(replace(self.job, ranks=ranks), self.link, self.sparsities)
+            rows.append([str(ranks), *(show_seconds(p.seconds) for p in row)])
+        table = _table(["ranks", *(p.method for p in self.predictions)], rows)
+        return ["", "The same work per rank on more ranks:", "", *table]
 
-def _remarks(predictions: Sequence[Prediction], assumed: Sequence[str], memory: float) -> list[str]:
-    fits = "" if memory == math.inf else f" that fit into {show_bytes(memory)} (all, if none does)"
-    flat = [f"{title}'s ranks {FLAT}" for title in dict.fromkeys(p.title for p in predictions) if title]
-    return [
-        "",
-        "Compute only: no messages, and the whole of AdamW on every rank; what shards the optimizer may take less.",
-        "",
-        "\\* parameters, gradients, optimizer and buffers; activations come on top. The last columns: the bandwidth",
-        f"below which it is as fast as the best of the dense methods{fits}, and {WORTH}x as fast.",
-        "",
-        "Assumed: " + "; ".join([*assumed, *ASSUMPTIONS, *flat]) + ".",
-    ]
+    def _remarks(self) -> list[str]:
+        fits = "" if self.memory == math.inf else f" that fit into {show_bytes(self.memory)} (all, if none does)"
+        flat = [f"{title}'s ranks {FLAT}" for title in dict.fromkeys(p.title for p in self.predictions) if title]
+        return [
+            "",
+            "Compute only: no messages, and the whole of AdamW on every rank; what shards the optimizer may take less.",
+            "",
+            "\\* parameters, gradients, optimizer and buffers; activations come on top. The last columns: the"
+            " bandwidth",
+            f"below which it is as fast as the best of the dense methods{fits}, and {WORTH}x as fast.",
+            "",
+            "Assumed: " + "; ".join([*self.assumed, *ASSUMPTIONS, *flat]) + ".",
+        ]
+
+    def _needed(self, p: Prediction) -> str:
+        return show_bytes(p.memory) + (", too much" if p.memory > self.memory else "")
+
+    def plot(self, path: Path) -> None:
+        """Step time over the link's bandwidth, and over the number of ranks.
+
+        Raises:
+            ValueError: matplotlib is not installed.
+        """
+        import_matplotlib("`--plot`")
+        import matplotlib.pyplot as plt
+
+        given = self.machine, self.sparsities
+        figure, (over_bandwidth, over_ranks) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+        bits = [10 ** (7 + 0.05 * i) for i in range(101)]
+        rows = [predict(self.job, replace(self.link, bandwidth=b / 8), *given) for b in bits]
+        over = scaling(self.job, self.link, *given)
+        styles: dict[bool, dict[str, Any]] = {True: {"linewidth": 2}, False: {"linestyle": "--"}}
+        for index, first in enumerate(rows[0]):
+            style = styles[bool(first.title)]
+            over_bandwidth.plot(bits, [row[index].seconds for row in rows], label=first.method, **style)
+            over_ranks.plot([*over], [row[index].seconds for row in over.values()], marker=".", **style)
+        over_bandwidth.axvline(self.link.bandwidth * 8, color="lightgray", zorder=0)
+        over_bandwidth.set(xscale="log", yscale="log", xlabel="bandwidth, bit/s", ylabel="seconds per step")
+        over_ranks.set(xscale="log", yscale="log", xlabel="ranks, the same work each")
+        over_bandwidth.legend(fontsize="small")
+        ranks, bandwidth = self.job.ranks, show_bandwidth(self.link.bandwidth)
+        figure.suptitle(f"{self.model}, predicted; left: {ranks} ranks, right: {bandwidth}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
+        plt.close(figure)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -425,59 +470,7 @@ def _figures(p: Prediction, alone: float) -> tuple[str, str, str]:
     return show_seconds(p.seconds), f"{p.seconds / alone:,.2f}x", show_bytes(p.bytes_sent)
 
 
-def _needed(p: Prediction, memory: float) -> str:
-    return show_bytes(p.memory) + (", too much" if p.memory > memory else "")
-
-
-TCP_SHARE = 0.95
-ASSUMPTIONS = (
-    "equally fast ranks",
-    "backward is two thirds of the compute",
-    "rings for all-reduce, all-gather and reduce-scatter, each node's link used once a pass",
-    "an all-to-all crosses a node's link with the bytes of all its ranks",
-)
-FLAT = "form one flat group, unless the line names a local_group_size"
-
-
-def _turning_points(
-    job: Job, link: Link, machine: Machine, p: Prediction, memory: float, inside: Link | None
-) -> list[str]:
-    def there(other: Link) -> list[Prediction]:
-        return _predict(job, other, machine, [p.sparsity or 0.0], inside)
-
-    gains = [gain_of(p.method, there, link, speedup=speedup, memory=memory) for speedup in (1.0, WORTH)]
-    return [show_turning_point(gain, link.bandwidth) for gain in gains]
-
-
 def show_turning_point(gain: Gain, bandwidth: float) -> str:
     """The bandwidth below which there is a gain, or ``"above"`` that from which on there is one."""
     below, above = break_even_bandwidth(gain, bandwidth), least_bandwidth(gain, bandwidth)
     return show_bandwidth(below) if above is None else f"above {show_bandwidth(above)}"
-
-
-def plot(path: Path, model: str, job: Job, link: Link, machine: Machine, sparsities: Sequence[float]) -> None:
-    """Step time over the link's bandwidth, and over the number of ranks.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    import_matplotlib("`--plot`")
-    import matplotlib.pyplot as plt
-
-    figure, (over_bandwidth, over_ranks) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    bits = [10 ** (7 + 0.05 * i) for i in range(101)]
-    rows = [predict(job, replace(link, bandwidth=b / 8), machine, sparsities) for b in bits]
-    over = scaling(job, link, machine, sparsities)
-    styles: dict[bool, dict[str, Any]] = {True: {"linewidth": 2}, False: {"linestyle": "--"}}
-    for index, first in enumerate(rows[0]):
-        style = styles[bool(first.title)]
-        over_bandwidth.plot(bits, [row[index].seconds for row in rows], label=first.method, **style)
-        over_ranks.plot([*over], [row[index].seconds for row in over.values()], marker=".", **style)
-    over_bandwidth.axvline(link.bandwidth * 8, color="lightgray", zorder=0)
-    over_bandwidth.set(xscale="log", yscale="log", xlabel="bandwidth, bit/s", ylabel="seconds per step")
-    over_ranks.set(xscale="log", yscale="log", xlabel="ranks, the same work each")
-    over_bandwidth.legend(fontsize="small")
-    figure.suptitle(f"{model}, predicted; left: {job.ranks} ranks, right: {show_bandwidth(link.bandwidth)}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # torch names them late
 
+from lightning_scape.comm.channel import missing_words
 from lightning_scape.comm.restarts import uses_agent_store
 from lightning_scape.hosts.rendezvous import explained_rendezvous
 from lightning_scape.tools.arguments import of_launcher
@@ -24,7 +24,6 @@ from lightning_scape.tools.arguments import of_launcher
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables by which a launcher tells a process who it is."""
 _PREFIX = "lightning_scape/doctor"
-_POLL_SECONDS = 0.05
 _LAST_SECONDS = 5.0
 
 
@@ -124,7 +123,7 @@ class Meeting:
             ranks: of which ranks; None is all.
         """
         keys = {rank: f"{topic}/{rank}" for rank in (range(self.place.world_size) if ranks is None else ranks)}
-        missing = self._missing(keys.values(), seconds)
+        missing = missing_words(self.store, keys.values(), seconds)
         return {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if key not in missing}
 
     def decide(self, topic: str, value: Any, seconds: float) -> Any:
@@ -141,7 +140,7 @@ class Meeting:
         if value is not None:
             self.store.set(topic, json.dumps(value))
             return value
-        if self._missing([topic], seconds):
+        if missing_words(self.store, [topic], seconds):
             raise TimeoutError(f"rank 0 must answer within {seconds:g} s, got no answer. Look at its output.")
         return json.loads(self.store.get(topic))
 
@@ -149,11 +148,4 @@ class Meeting:
         """Ends the meeting. Rank 0, which may keep the store, stays until the others have read what they need."""
         self.leave("parted", True)
         if self.place.rank == 0:
-            self._missing([f"parted/{rank}" for rank in present], _LAST_SECONDS)
-
-    def _missing(self, keys: Iterable[str], seconds: float) -> list[str]:
-        """Waits until all keys are written, but not longer than so many seconds; those that are not."""
-        deadline, missing = time.monotonic() + seconds, list(keys)
-        while (missing := [key for key in missing if not self.store.check([key])]) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-        return missing
+            missing_words(self.store, [f"parted/{rank}" for rank in present], _LAST_SECONDS)
