@@ -90,7 +90,7 @@ class Parameters:
             ValueError: a parameter's shape or memory order has changed.
         """
         here = self.local
-        places = [_place(parameter) for parameter in here]
+        places = [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in here]
         if places == self._places:
             return
         shapes = [_shape(parameter) for parameter in here]
@@ -224,10 +224,6 @@ class Parameters:
 
 def _shape(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return ((), ()) if is_lazy(parameter) else (tuple(parameter.shape), parameter.stride())
-
-
-def _place(parameter: Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...]]:
-    return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
 
 
 def problem_of_lazy(name: str) -> str:

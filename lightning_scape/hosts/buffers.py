@@ -178,14 +178,10 @@ def _different(own: Mapping[str, Tensor]) -> list[str]:
 
     Also where there are none: one may come to be on one rank first.
     """
-    mine = {name: f"{tuple(each.shape)} {each.dtype} {_checksum(each)}" for name, each in own.items()}
+    sums = {name: ops.checksum(each.detach().contiguous().view(-1)).tolist() for name, each in own.items()}
+    mine = {name: f"{tuple(each.shape)} {each.dtype} {sums[name]}" for name, each in own.items()}
     everyone = Communicator().all_gather_object(mine)
     return [name for name, each in mine.items() if any(other.get(name, each) != each for other in everyone)]
-
-
-def _checksum(tensor: Tensor) -> list[int]:
-    found: list[int] = ops.checksum(tensor.detach().contiguous().view(-1)).tolist()
-    return found
 
 
 def _local_batch_norms(module: nn.Module) -> Iterator[nn.Module]:

@@ -127,10 +127,8 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
 
     def _with_stand_ins(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """With what gives and takes data alone in the place of schedulers."""
-        return {name: Restored(value) if self._is_scheduler(value) else value for name, value in state.items()}
-
-    def _is_scheduler(self, value: Any) -> bool:
-        return is_scheduler(value) and find(value) is None
+        schedulers = {name for name, value in state.items() if is_scheduler(value) and find(value) is None}
+        return {name: Restored(value) if name in schedulers else value for name, value in state.items()}
 
     def _take_up(self, content: dict[str, Any], state: Any, strict: bool) -> None:
         """Loads a checkpoint's content into what was given for it, as Lightning does, and takes that from it."""

@@ -87,18 +87,15 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
                 end_watch(each)
         self._attached = [each for each in self._attached if any(each.optimizer is one for one in inner)]
         attached = {id(each.optimizer) for each in self._attached}
+        named = list(self._module.named_parameters())
+        clip = "`self.clip_gradients(optimizer, gradient_clip_val=...)`"
         for place, one in enumerate(inner):
             # `configure_optimizers` may return None: Lightning then runs without an optimizer.
             if not isinstance(one, NoOptimizer) and id(one) not in attached:
-                self._attached.append(new := self._attach(one))
+                new = self._put_under_method(one, named, self._steps, self.precision_plugin, clip)
+                self._attached.append(new)
                 inner[place] = new.optimizer
         return inner
-
-    def _attach(self, optimizer: Optimizer) -> Method:
-        """Puts one of the user's under the method. Collective."""
-        named = list(self._module.named_parameters())
-        clip = "`self.clip_gradients(optimizer, gradient_clip_val=...)`"
-        return self._put_under_method(optimizer, named, self._steps, self.precision_plugin, clip)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

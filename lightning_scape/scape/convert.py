@@ -55,7 +55,8 @@ def check_convertible(optimizer: torch.optim.Optimizer) -> None:
                 raise ValueError(
                     f"`{name}` must be False, got {group[name]!r}: {why}. Build {kind.__name__} without it."
                 )
-        if isinstance(optimizer, torch.optim.Adam) and group["weight_decay"] and not _decoupled(optimizer, group):
+        of_l2 = isinstance(optimizer, torch.optim.Adam) and not group.get("decoupled_weight_decay")
+        if of_l2 and group["weight_decay"]:
             warnings.warn(
                 f"Adam's weight_decay={group['weight_decay']} is an L2 term in the gradient; SCAPE decays weights"
                 " decoupled, as AdamW does, with the same value. Use AdamW to say so, or set it to 0.",
@@ -88,7 +89,3 @@ def state_brought(optimizer: torch.optim.Optimizer, ranks: Communicator) -> dict
             f" rank {have.index(False)}. Load the same state on every rank."
         )
     return None
-
-
-def _decoupled(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> bool:
-    return isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))

@@ -152,7 +152,9 @@ class Exchange:
             message = self._take(self.back, state.owner_error)
             returned = self.comm.all_gather(message).wait()
         with record.phase("outer"):
-            self._outer_step(state.start, returned)
+            for rows in self.spans.rows(len(state.start)):
+                with self.spans.changing(state.start[rows]) as part:
+                    self.back.read(returned[rows]).add_to(part, -self.config.outer_lr)
 
     def _gathered(self, state: LocoState, record: ExchangeRecord) -> None:
         """The same where every rank gets all messages, and averages them itself."""
@@ -243,12 +245,6 @@ class Exchange:
             return total / self.comm.world_size
         senders.clamp_(min=1)
         return total / (senders if self._divisor == "senders" else senders.mul_(self.comm.world_size).sqrt_())
-
-    def _outer_step(self, start: Tensor, returned: Tensor) -> None:
-        """Moves the starting point ``[blocks, B]`` by the messages of all owners ``[blocks, W]``."""
-        for rows in self.spans.rows(len(start)):
-            with self.spans.changing(start[rows]) as part:
-                self.back.read(returned[rows]).add_to(part, -self.config.outer_lr)
 
     def set_out(self, state: LocoState, flats: Sequence[Tensor]) -> None:
         """Puts the parameters at the starting point; after an overlapped exchange, as far from it as they have come."""
