@@ -120,7 +120,6 @@ VALUES: dict[str, Callable[[], object]] = {
     "_skip_backward": lambda: Trainer(**QUIET).fit_loop._skip_backward is False,
     "_start_method": lambda: of_trainer.DDPStrategy()._start_method == of_fabric.DDPStrategy()._start_method,
     "_launcher": lambda: of_trainer.DDPStrategy()._launcher is of_fabric.DDPStrategy()._launcher,
-    "_timeout": lambda: of_trainer.DDPStrategy()._timeout == of_fabric.DDPStrategy()._timeout,
     "_checkpoint_io": lambda: of_trainer.DDPStrategy()._checkpoint_io is of_fabric.DDPStrategy()._checkpoint_io,
     "_layer_sync": lambda: of_trainer.DDPStrategy()._layer_sync is None,
     "_backward_sync_control": lambda: of_fabric.DDPStrategy()._backward_sync_control,

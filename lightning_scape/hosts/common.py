@@ -86,8 +86,8 @@ class CommonStrategy(Opened):
         self._together = Together()
         """Inside it a checkpoint is put together."""
         self._check_saving(checkpoint_io)
-        timeout = as_timeout(timeout)
-        super().__init__(checkpoint_io=checkpoint_io, timeout=timeout, **host)  # type: ignore[call-arg]
+        self.patience = as_timeout(timeout)
+        super().__init__(checkpoint_io=checkpoint_io, timeout=self.patience, **host)  # type: ignore[call-arg]
 
     def __repr__(self) -> str:
         """As a call: the first option, and those that differ from their defaults."""
@@ -108,8 +108,8 @@ class CommonStrategy(Opened):
     # -------------------------------------------------------------------------------------------- how ranks meet
 
     @override
-    def before_launch(self) -> None:
-        check_start_method(type(self).__name__, self._method.name, self.launched_by)
+    def before_launch(self, start_method: str) -> None:
+        check_start_method(type(self).__name__, self._method.name, start_method)
 
     def setup_environment(self) -> None:
         """As the host's, for the right number of ranks."""

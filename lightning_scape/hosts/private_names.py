@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any, Literal
 
 import lightning.fabric.strategies as of_fabric
@@ -110,28 +109,17 @@ class Opened:
 
     launcher_of_many: Any
     _start_method: Literal["popen", "spawn", "fork", "forkserver"]
-    _timeout: timedelta | None
     _checkpoint_io: CheckpointIO | None
     _get_process_group_backend: Callable[[], str]
 
-    def before_launch(self) -> None:
+    def before_launch(self, start_method: str) -> None:
         """Called before the launcher is chosen, which starts the ranks: the place for an error in one process."""
 
     def _configure_launcher(self) -> None:
-        self.before_launch()
+        self.before_launch(self._start_method)
         super()._configure_launcher()  # type: ignore[misc]
         if self._start_method != "popen":
             self._launcher = self.launcher_of_many(self, start_method=self._start_method)
-
-    @property
-    def launched_by(self) -> str:
-        """The option ``start_method``."""
-        return self._start_method
-
-    @property
-    def patience(self) -> timedelta | None:
-        """The option ``timeout``."""
-        return self._timeout
 
     @property
     def given_io(self) -> CheckpointIO | None:
