@@ -125,8 +125,8 @@ VALUES: dict[str, Callable[[], object]] = {
     "_backward_sync_control": lambda: of_fabric.DDPStrategy()._backward_sync_control,
 }
 """Attributes: each says something that is true of them."""
-OF_A_GROUP = {"_get_backend", "_device_types"}
-"""With the timeout: :func:`test_a_group_says_how_long_it_waits`."""
+OF_A_GROUP = {"_get_backend", "_device_types", "_timeout"}
+"""By :func:`test_a_group_says_how_long_it_waits`."""
 QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 
 REPLACED = [
