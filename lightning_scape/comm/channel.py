@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import secrets
 import threading
 import time
@@ -69,7 +68,6 @@ class Channel:
     def __init__(self, group: dist.ProcessGroup, token: str) -> None:
         self.group = group
         self.rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._numbers = itertools.count()
         self._store = PrefixStore(f"lightning_scape/{token}", default_store())
         self._at = self._seen = At(0, "the beginning", False)
         self._since = time.monotonic()
@@ -95,10 +93,6 @@ class Channel:
             dist.broadcast_object_list(token, group=group, group_src=0)
             channel = cls._of[process_group] = cls(group, token[0])
         return channel
-
-    def next_number(self) -> int:
-        """Of a further optimizer: how many there were before, on this rank."""
-        return next(self._numbers)
 
     # ------------------------------------------------------------------------------------------- what this rank does
 

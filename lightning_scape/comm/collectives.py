@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import os
 import pickle
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -35,6 +37,8 @@ T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
 _RAISED_ON = "_lightning_scape_raised_on"
 """An error's attribute: how many ranks have raised it together."""
+_numbers: weakref.WeakKeyDictionary[ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
+"""Of the optimizers over each group, as they are built: all ranks count alike."""
 
 
 def new_group_like(
@@ -222,10 +226,13 @@ class Communicator:
             own_group: over the same ranks, for optimizers alone; None makes one.
         """
         base = own_group or process_group or (dist.group.WORLD if is_distributed() else None)
-        if base is None or world_size(base) == 1 or "gloo" not in str(dist.get_backend(base)):
+        if base is None or world_size(base) == 1:
             return cls(own_group or process_group)
+        number = next(_numbers.setdefault(base, itertools.count()))
+        if "gloo" not in str(dist.get_backend(base)):
+            return cls(own_group or process_group, Watched(number=number))
         channel = Channel.beside(base, lambda: own_group or new_group_like(process_group))
-        return cls(channel.group, Watched(channel, channel.next_number()))
+        return cls(channel.group, Watched(channel, number))
 
     @classmethod
     def alone(cls) -> Self:

@@ -55,7 +55,7 @@ class Watched:
     channel: Channel | None = None
     """Where the optimizer has one: a process group of its own, on gloo."""
     number: int = 0
-    """Of the optimizer, among those of the channel."""
+    """Of the optimizer, among those over the same ranks."""
     place: str = "the start"
     """Such as a step."""
 

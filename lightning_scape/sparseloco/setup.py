@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.comm.collectives import Communicator, ProcessGroup, is_distributed, new_group_like, world_size
+from lightning_scape.comm.collectives import Communicator, ProcessGroup, new_group_like, world_size
 from lightning_scape.core import local_shards
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.sparseloco.config import SparseLoCoConfig
-
-_built: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
-def number_on(process_group: ProcessGroup | None) -> int:
-    """How many wrappers were built over these ranks, with the one that asks. All ranks count alike."""
-    group = process_group or (dist.group.WORLD if is_distributed() else None)
-    if group is None:
-        return 1
-    _built[group] = _built.get(group, 0) + 1
-    return _built[group]
 
 
 def communicators(

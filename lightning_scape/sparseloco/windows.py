@@ -19,7 +19,7 @@ from lightning_scape.core.local_shards import local
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.tensors import OnItsWay, bytes_of
 from lightning_scape.planning.cost_model import all_reduce_bytes
-from lightning_scape.sparseloco import phase, setup
+from lightning_scape.sparseloco import phase
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 from lightning_scape.sparseloco.exchange import Exchange
 from lightning_scape.sparseloco.phase import Opened, Place, Settings
@@ -57,7 +57,6 @@ class Windows:
         self.progress = Progress()
         self.dropped = DroppedWindows(config.max_skipped, speaks=comm.rank == node.rank == 0)
         self._writes = Writes(parameters, self.exchange.spans, comm)
-        self._number = setup.number_on(comm.process_group)
         self._job: Job | Work | None = None
         self._record: ExchangeRecord | None = None
         """Of the exchange under way."""
@@ -157,7 +156,7 @@ class Windows:
 
     def _here(self, changed: bool) -> tuple[Place, Settings]:
         settings, now = Settings.of(self._optimizer, self._parameters.groups), self.progress
-        return Place(now.steps, now.in_window, changed, self._number, settings.digest), settings
+        return Place(now.steps, now.in_window, changed, self._comm.watched.number + 1, settings.digest), settings
 
     def _begin(self, record: ExchangeRecord) -> None:
         """Counts an exchange that begins; with it a window ends."""
