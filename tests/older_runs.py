@@ -147,8 +147,11 @@ def go_on(rank: int, world_size: int, kind: str, nodes: int, folder: str, form: 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ours.load_state_dict(saved)
-    # Of packed wires, they took an owner's own values whole.
-    with patch.object(ScapeConfig, "own_dtype", ScapeConfig.values_dtype, create=True):
+    # Of packed wires, they took an owner's own values whole, and no change came back in more bits than values had.
+    with (
+        patch.object(ScapeConfig, "own_dtype", ScapeConfig.values_dtype, create=True),
+        patch.object(ScapeConfig, "change_bits", lambda config, sent: config.wire_bits, create=True),
+    ):
         descend(run, nodes, SAVED_AFTER, LAST)
     if hasattr(ours, "sync"):
         ours.sync()

@@ -12,11 +12,11 @@ mask       all-gather, uint8 or uint16      (N-1)/N * k * 1 or 2; P/8 at most   
 proposals  all-to-all, uint8                (N-1)/N * (P/B) * (V * (2 or 3) + 1)         during the next step
 ========== ================================ ============================================ ==================
 
-``wire_dtype="int4"`` takes 0.53 bytes for a value, ``"int8"`` 1.03; parameters come back as changes in as many bits.
-From ``"bf16"`` and ``"fp32"`` those wider than that do; others, and those with masters, come back as values. ``V`` is
-``ScapeConfig.proposed``; where it is 0 there is no fifth message. Mask and proposals travel on a process group of their
-own (on CUDA: communicator and stream), so that they never queue behind, nor hold up, the messages of the step or of the
-model.
+``wire_dtype="int4"`` takes 0.53 bytes for a value, ``"int8"`` 1.03; parameters come back as changes in as many bits, in
+8 while more than half of a block is sent. From ``"bf16"`` and ``"fp32"`` those wider than that do; others, and those
+with masters, come back as values. ``V`` is ``ScapeConfig.proposed``; where it is 0 there is no fifth message. Mask and
+proposals travel on a process group of their own (on CUDA: communicator and stream), so that they never queue behind,
+nor hold up, the messages of the step or of the model.
 """
 
 from __future__ import annotations

@@ -114,9 +114,9 @@ class ScapeConfig:
     """How values travel to their owner: ``"int4"`` or ``"int8"`` (0.53 or 1.03 bytes: 64 values share a scale),
     ``"bf16"`` (2 bytes), or ``"fp32"``; the rounding error stays in the residual. None takes ``"int4"``, or ``"bf16"``
     at sparsity 0, for dense training; a run that goes on from a checkpoint keeps one that was chosen there. From int4
-    and int8, parameters of any dtype come back as changes in as many bits, and the owner keeps what rounding leaves of
-    these. From bf16 they do (rounded by a part in 512) where all are wider than that; else, as from fp32 where masters
-    are kept, they come back as values in their own dtype."""
+    and int8, parameters of any dtype come back as changes in as many bits (8 while more than half of a block is sent),
+    and the owner keeps what rounding leaves of these. From bf16 they do (rounded by a part in 512) where all are wider
+    than that; else, as from fp32 where masters are kept, they come back as values in their own dtype."""
 
     bias_correction: bool = False
     """With ``update="adams"``: divide the first moments by ``1 - beta1**t``, as the code of AdamS does, its paper does
@@ -314,6 +314,14 @@ class ScapeConfig:
     def wire_bits(self) -> int | None:
         """Bits of a value on the wire where values are packed, else None."""
         return _WIRE_BITS.get(self.wire)
+
+    def change_bits(self, sent: int) -> int | None:
+        """Bits of a change on its way back, in a step that sends so many entries of a block; None: it is not packed.
+
+        8 while more than half is sent: of 4 bits, those of these first steps cost a small model 0.3% of its loss
+        (docs/research-log.md).
+        """
+        return 8 if self.wire_bits is not None and 2 * sent > self.quota.block_size else self.wire_bits
 
 
 _LEAST_WHOLE = {

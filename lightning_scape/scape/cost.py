@@ -64,14 +64,12 @@ def message_bytes(
         sent: entries per block, q; None is the number at the end of the warm-up.
     """
     block_size, sent = config.quota.block_size, config.quota.sent if sent is None else sent
-    mine = blocks // ranks * sent
-    there = mine * config.values_dtype.itemsize
-    if config.wire_bits is not None:
-        there = packed_bytes(mine, config.wire_bits)
+    mine, width = blocks // ranks * sent, config.values_dtype.itemsize
+    there, bits = config.wire_bits, config.change_bits(sent)
     sparse = sent < block_size
     buffers = {
-        "values": ranks * there,
-        "parameters": ranks * (there if back is None else mine * back),
+        "values": ranks * (mine * width if there is None else packed_bytes(mine, there)),
+        "parameters": ranks * (mine * (back or width) if bits is None else packed_bytes(mine, bits)),
         "mask": sparse * blocks * ops.mask_bytes(sent, block_size),
         "votes": sparse * blocks * ops.proposal_bytes(config.proposed, block_size),
     }

@@ -215,7 +215,9 @@ class Shard:
         else:  # with what earlier ones' rounding has left; what is left now stays with us
             if state.change_error is None:
                 state.change_error = torch.zeros_like(state.exp_avg)
-            message = ops.quantize_with_error(state.change_error, mask, theta, before, step.scale.mine, self.wire.bits)
+            bits = self._config.change_bits(step.sent)
+            assert bits is not None
+            message = ops.quantize_with_error(state.change_error, mask, theta, before, step.scale.mine, bits)
             return message, theta.float()
         takes_part = step.scale.mine  # the rows of others are not written: 0
         message = torch.where(takes_part.unsqueeze(1) != 0, message, 0.0) if takes_part.dim() else message

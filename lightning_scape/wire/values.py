@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_scape import ops
-from lightning_scape.ops.naive.wire import GROUP, group_bytes
+from lightning_scape.ops.naive.wire import GROUP, bits_in, group_bytes
 
 
 def packed_bytes(count: int, bits: int) -> int:
@@ -52,7 +52,8 @@ class ValueWire:
             return message
         values = torch.empty(shards * rows, sent, dtype=torch.float32, device=message.device)
         parts, count = message.view(shards, len(message) // shards, message.shape[1]), rows * sent
+        bits = bits_in(message.shape[1])
         for part in [slice(0, shards * rows)] if some is None else some:
             here = parts[part.start // max(1, rows) : part.stop // max(1, rows)]
-            ops.dequantize(here, self.bits, count, out=values[part].view(len(here), count))
+            ops.dequantize(here, bits, count, out=values[part].view(len(here), count))
         return values
