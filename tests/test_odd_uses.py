@@ -125,9 +125,26 @@ class Cleared(Manual):
         optimizer.zero_grad()
 
 
+class TiedByMemory(Regression):
+    """Two parameters in one memory, each with gradients and moments of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(nn.Linear(3, 3))
+        self.net[2].bias = nn.Parameter(self.net[3].bias)
+
+
 MODULES = {
     each.__name__: each
-    for each in (UnevenMicroBatches, TermOfOneRank, LeftAlone, HalvedInInference, ClippedAndDropped, Cleared)
+    for each in (
+        UnevenMicroBatches,
+        TermOfOneRank,
+        LeftAlone,
+        HalvedInInference,
+        ClippedAndDropped,
+        Cleared,
+        TiedByMemory,
+    )
 }
 
 
@@ -148,6 +165,24 @@ def test_it_trains_as_under_ddp(run_ranks: Any, name: str) -> None:
     assert torch.equal(first, second)
     expected = run_ranks(_trained, 2, name, True)[0][-len(first) :]
     torch.testing.assert_close(first, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+def test_parameters_in_one_memory_are_both_stepped_on_one_rank_too(dtype: torch.dtype, atol: float) -> None:
+    ends = []
+    for dense in (True, False):
+        torch.manual_seed(3)
+        tied = nn.Sequential(nn.Linear(5, 5, dtype=dtype), nn.Linear(5, 5, dtype=dtype))
+        tied[1].weight = nn.Parameter(tied[0].weight)
+        optimizer: Any = torch.optim.AdamW(tied.parameters(), 1e-2)
+        if not dense:
+            optimizer = ScapeOptimizer.from_optimizer(optimizer, ScapeConfig(sparsity=0, wire_dtype="fp32"))
+        for _ in range(6):
+            optimizer.zero_grad()
+            tied(torch.randn(4, 5, dtype=dtype)).square().mean().backward()
+            optimizer.step()
+        ends.append(tied[0].weight.detach())
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=atol)
 
 
 # ------------------------------------------------------------------------------------------------ errors that say what

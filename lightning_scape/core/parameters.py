@@ -175,8 +175,11 @@ class Parameters:
 
         A change is rounded once, by a part in 2**9 for bf16, and every rank adds the same to the same parameter. Where
         masters are kept, parameters are roundings of them: then the values must come.
+
+        Of parameters that share memory, whatever the dtype: of values the last one written would undo the others.
         """
-        return dtype.itemsize < self.wire_dtype.itemsize and not self.need_masters
+        narrower = dtype.itemsize < self.wire_dtype.itemsize
+        return self.share_memory or (narrower and not self.need_masters)
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -185,8 +188,17 @@ class Parameters:
 
     @property
     def need_masters(self) -> bool:
-        """Whether some are narrower than the arithmetic, so that small updates would be rounded away."""
-        return self._dtypes != {self.state_dtype}
+        """Whether some are narrower than the arithmetic, so that small updates would be rounded away.
+
+        What others write, too, has no master, as with torch's optimizers.
+        """
+        return self._dtypes != {self.state_dtype} and not self.share_memory
+
+    @property
+    def share_memory(self) -> bool:
+        """Whether some lie in the memory of others: ``nn.Parameter(other)``, tied, and stepped twice by torch."""
+        here = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in self.local if not is_lazy(p))
+        return any(begin < end for (_, end), (begin, _) in zip(here, here[1:], strict=False))
 
     def describe(self) -> list[tuple[int, tuple[int, ...], tuple[int, ...], str]]:
         """Group, shape, strides and dtype of each: what must be the same on all ranks."""

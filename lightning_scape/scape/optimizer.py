@@ -481,6 +481,7 @@ def _describe(config: ScapeConfig, parameters: Parameters, groups: list[dict[str
         "lightning_scape's version": __version__,
         "config": [f"{name}={value!r}" for name, value in plain.items()],
         "parameters (group, shape, strides, dtype)": parameters.describe(),
+        "whether parameters share memory": parameters.share_memory,
         # As numbers: a tensor's text names its device, and leaves out digits.
         "parameter groups": [{name: _plain(group.get(name, False)) for name in names} for group in groups],
     }

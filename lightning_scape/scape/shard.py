@@ -106,7 +106,8 @@ class Shard:
         self.wire = ValueWire(config.wire_bits if layout.world_size > 1 else None)
         """Packs the changes."""
         whole = self.wire.bits is None
-        self.as_changes = not whole or (layout.world_size > 1 and parameters.travel_as_changes(config.values_dtype))
+        self._change_dtype = config.values_dtype if layout.world_size > 1 else parameters.wire_dtype
+        self.as_changes = not whole or parameters.travel_as_changes(self._change_dtype)
         """Whether changes of parameters travel, in place of their values."""
         self.keeps_masters = whole and parameters.need_masters
         """Whether the owner keeps masters of parameters that are narrower than its arithmetic. Where changes are
@@ -211,7 +212,7 @@ class Shard:
         if before is None:
             message = theta.to(self._parameters.wire_dtype)
         elif self.wire.bits is None:
-            message = ops.changes(theta, before, self._config.values_dtype)
+            message = ops.changes(theta, before, self._change_dtype)
         else:  # with what earlier ones' rounding has left; what is left now stays with us
             if state.change_error is None:
                 state.change_error = torch.zeros_like(state.exp_avg)
