@@ -73,9 +73,8 @@ class SparseLoCoMethod(Method):
             vars(former.optimizer).pop(_LET_GO, None)
         options = {name: value for name, value in vars(config).items() if name not in OF_THE_MESH}
         ranks, side = surroundings.process_group, surroundings.side_group
-        loco = SparseLoCo(optimizer, **options, process_group=ranks, exchange_group=side)
-        loco.name_parameters(surroundings.named_parameters)
-        return cls(loco)
+        named = surroundings.named_parameters
+        return cls(SparseLoCo(optimizer, **options, process_group=ranks, exchange_group=side, named_parameters=named))
 
     @classmethod
     @override

@@ -77,9 +77,10 @@ def problem(
             "An optimizer must be wrapped once, got one that a SparseLoCo wraps already. Use that one, or call its"
             " close() first."
         )
-    if any(parameter.dtype == torch.float64 for parameter in parameters.tensors):
+    named = zip(parameters.names, parameters.tensors, strict=True)
+    if (wide := next((name for name, each in named if each.dtype == torch.float64), None)) is not None:
         return (
-            "Parameters must be fp32, bf16 or fp16, got one in float64: the starting point is kept in fp32. Convert"
+            f"Parameters must be fp32, bf16 or fp16, got {wide} in float64: the starting point is kept in fp32. Convert"
             " it before building the optimizer."
         )
     # The groups' options are the optimizer's own business. A node's size is what the parameters say.

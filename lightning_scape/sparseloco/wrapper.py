@@ -70,6 +70,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
             ``fully_shard`` over the ranks of a node): those with the same rows, one of each node.
         exchange_group: a group of its own for overlapped exchanges; None makes one where it is needed.
         communicator: sends the messages, in place of one over the groups (simulated ranks, another transport).
+        named_parameters: of the module, for error messages and checkpoints.
 
     Raises:
         TypeError, ValueError: a parameter or an option cannot be kept, or ranks differ; the same on every rank.
@@ -100,6 +101,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         process_group: ProcessGroup | None = None,
         exchange_group: ProcessGroup | None = None,
         communicator: Communicator | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
         given = locals()
         options = {field.name: given[field.name] for field in fields(SparseLoCoConfig) if field.name in given}
@@ -107,6 +109,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         setup.check_optimizer(optimizer)
         self.optimizer = optimizer
         self.parameters = Parameters.of(optimizer.param_groups)
+        self.parameters.rename(named_parameters)
         node = Communicator.alone()
         if communicator is None:
             check_joined()
