@@ -470,9 +470,10 @@ def wires_3m(link: Link) -> str:
 def wires_3m_parts(link: Link) -> str:
     """The same model over simulated ranks: by what is packed, beside bf16 and AdamW, seed by seed."""
     losses: dict[str, dict[int, float]] = {}
-    for folder, now in (("quality/example/runs", ""), ("quality/example/own_bf16", ", own values in bf16")):
-        for path in sorted((ROOT / RESULTS / folder).glob("*.json")):
-            result = load(f"{folder}/{path.name}")
+    later = ", own values in bf16"
+    for folder, now in (("runs", ""), ("own_bf16", later), ("changes_8", f"{later}, changes in 8 bits at first")):
+        for path in sorted((ROOT / RESULTS / "quality/example" / folder).glob("*.json")):
+            result = load(f"quality/example/{folder}/{path.name}")
             losses.setdefault(run_of(result).label + now, {})[result["run"]["seed"]] = result["loss"]
     rows = []
     for label in (DENSE, *sorted(losses.keys() - {DENSE})):
