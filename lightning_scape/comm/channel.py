@@ -35,7 +35,7 @@ QUIET_SECONDS = 5.0
 """How long a rank sends nothing before it says so."""
 ANSWER_SECONDS = 3.0
 """How long an answer of the store is waited for where a message has failed."""
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.02
 """Between two looks of who waits for others' words in the store."""
 _NOBODY_SENDS = 0x5CA9E
 """A tag of no message."""
