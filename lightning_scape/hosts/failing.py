@@ -8,6 +8,7 @@ met an error, and where. All ranks at the same step: all save. Otherwise none do
 from __future__ import annotations
 
 import functools
+import time
 import uuid
 import warnings
 from typing import Any
@@ -17,7 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # without a mark for mypy
 from typing_extensions import override
 
-from lightning_scape.comm.channel import ANSWER_SECONDS, asked, missing_words
+from lightning_scape.comm.channel import ANSWER_SECONDS, asked
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.method import find_all
 from lightning_scape.core.private_names import default_store
@@ -85,9 +86,10 @@ def _save_nothing(*_: Any) -> None:
 def _ask(token: str, rank: int, ranks: int, place: str) -> bool:
     store = PrefixStore(f"lightning_scape/failed/{token}", default_store())
     store.set(str(rank), place)
-    everyone = [str(other) for other in range(ranks)]
-    here = not missing_words(store, everyone, GATHER_SECONDS)
-    alike = here and len({store.get(other) for other in everyone}) == 1
+    everyone, deadline = [str(other) for other in range(ranks)], time.monotonic() + GATHER_SECONDS
+    while not store.check(everyone) and not store.check(["verdict"]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    alike = store.check(everyone) and len({store.get(other) for other in everyone}) == 1
     verdict: bytes = store.compare_set("verdict", "", "together" if alike else "apart")
     return verdict == b"together"
 
