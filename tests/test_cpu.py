@@ -58,10 +58,9 @@ def drawn(dtypes: list[Any], of_the_short_form: int) -> st.SearchStrategy[Any]:
     return st.sampled_from(dtypes if short_form.whole else dtypes[:of_the_short_form])
 
 
-FLOATS = drawn([torch.float32, torch.bfloat16, torch.float64, torch.float16], 2)
-STATES = drawn([torch.float32, torch.float64], 1)
+FLOATS = drawn([torch.float32, torch.bfloat16, torch.float16], 2)
 PAIRS = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16, torch.float16)]
-PAIRS += [(torch.float64, torch.float64), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)]
+PAIRS += [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)]
 """Of parameters and their values on the wire."""
 ONE = torch.ones(())
 TESTS = str(Path(__file__).parent)
@@ -141,14 +140,10 @@ def test_a_sorting_network_brings_the_largest_to_the_front_in_order(length: int,
         assert found[:sent].tolist() == list(range(length - 1, length - 1 - sent, -1))
 
 
-@given(st.data(), FLOATS, STATES, st.integers(0, 40), st.integers(1, 280), st.integers(0, 2**20))
-def test_compact_equals_its_twin(
-    data: st.DataObject, wire: torch.dtype, dtype: torch.dtype, rows: int, length: int, seed: int
-) -> None:
-    if wire == torch.float64 != dtype:
-        wire = torch.float32
+@given(st.data(), FLOATS, st.integers(0, 40), st.integers(1, 280), st.integers(0, 2**20))
+def test_compact_equals_its_twin(data: st.DataObject, wire: torch.dtype, rows: int, length: int, seed: int) -> None:
     sent = data.draw(st.none() | st.integers(1, length))
-    residual = numbers(rows, length, seed).to(dtype)
+    residual = numbers(rows, length, seed).float()
     mask = None if sent is None else naive.select(torch.randn(rows, length), sent)
     scale = data.draw(st.sampled_from([ONE, torch.tensor(0.5), torch.zeros(()), torch.arange(rows) % 2.0]))
     ours, theirs = residual.clone(), residual.clone()
@@ -168,17 +163,15 @@ def test_quantize_and_dequantize_equal_their_twins(width: int, shards: int, coun
     assert_same(cpu.dequantize(message, width, count), naive.dequantize(message, width, count))
 
 
-@given(
-    st.sampled_from([4, 8]), STATES, st.integers(0, 90), st.sampled_from([20, 300]), st.data(), st.integers(0, 2**20)
-)
+@given(st.sampled_from([4, 8]), st.integers(0, 90), st.sampled_from([20, 300]), st.data(), st.integers(0, 2**20))
 def test_quantize_with_error_equals_its_twin(
-    width: int, dtype: torch.dtype, rows: int, length: int, data: st.DataObject, seed: int
+    width: int, rows: int, length: int, data: st.DataObject, seed: int
 ) -> None:
     sent = data.draw(st.none() | st.integers(1, length))
     mask = None if sent is None else naive.select(torch.randn(rows, length), sent)
-    values = numbers(rows, length if sent is None else sent, seed).clamp(-1e30, 1e30).nan_to_num(0.0).to(dtype)
+    values = numbers(rows, length if sent is None else sent, seed).clamp(-1e30, 1e30).nan_to_num(0.0).float()
     scale = data.draw(st.sampled_from([ONE, torch.tensor(0.5), torch.zeros(()), torch.arange(rows) % 2.0]))
-    ours = numbers(rows, length, seed + 1).to(dtype)
+    ours = numbers(rows, length, seed + 1).float()
     ours = torch.where(ours.abs() < 1e30, ours, torch.where(ours > 0, torch.inf, torch.nan))
     theirs = ours.clone()
     before = torch.where(torch.rand(values.shape) < 0.2, values, values.roll(1))  # some stand still
@@ -187,17 +180,17 @@ def test_quantize_with_error_equals_its_twin(
     assert_same_bits(message, naive.quantize_with_error(theirs, mask, values, before, scale, width))
     assert_same_bits(ours, theirs)
     assert_same_bits(mine, values)
-    assert_same_bits(mine.flatten(), naive.dequantize(message.unsqueeze(0), width, mine.numel())[0].to(dtype))
+    assert_same_bits(mine.flatten(), naive.dequantize(message.unsqueeze(0), width, mine.numel())[0])
 
 
-@given(FLOATS, STATES, st.sampled_from([None, 0.3, 1e5]), st.sampled_from([0.0, 1.0, 0.7]), st.integers(0, 2**20))
+@given(FLOATS, st.sampled_from([None, 0.3, 1e5]), st.sampled_from([0.0, 1.0, 0.7]), st.integers(0, 2**20))
 def test_fold_and_second_moments_equal_their_twins(
-    dtype: torch.dtype, state: torch.dtype, clip_value: float | None, scale: float, seed: int
+    dtype: torch.dtype, clip_value: float | None, scale: float, seed: int
 ) -> None:
     sizes = [300, 0, 1, 77]
     grads: list[Tensor | None] = list(numbers(1, sum(sizes), seed).to(dtype)[0].split(sizes))
     grads[3] = None
-    residuals = [torch.randn(size, dtype=state) for size in sizes]
+    residuals = [torch.randn(size) for size in sizes]
     moments, weights = [residual.square() for residual in residuals], [0.1, 0.2, 0.3, 0.4]
     results = []
     for module in (cpu, naive):
@@ -353,20 +346,17 @@ def test_compiled_code_is_kept_until_one_of_the_files_changes(tmp_path: Path) ->
 
 @given(
     st.integers(1, 5),
-    st.sampled_from([torch.float32, torch.float64]),
     st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
     st.integers(1, 1500),
     st.booleans(),
     st.integers(0, 2**20),
 )
-def test_mean_and_changes_equal_their_twins(
-    ranks: int, state: torch.dtype, wire: torch.dtype, size: int, mixed: bool, seed: int
-) -> None:
+def test_mean_and_changes_equal_their_twins(ranks: int, wire: torch.dtype, size: int, mixed: bool, seed: int) -> None:
     given_ = [numbers(1, size, seed + rank).to(wire) for rank in range(ranks)]
     if mixed:  # goes to the twin
         given_[-1] = given_[-1].double()
-    assert_same(cpu.mean(given_, state), naive.mean(given_, state))
-    theta, before = (numbers(1, size, seed + place).to(state) for place in (7, 8))
+    assert_same(cpu.mean(given_, torch.float32), naive.mean(given_, torch.float32))
+    theta, before = (numbers(1, size, seed + place).float() for place in (7, 8))
     before[0, ::3] = theta[0, ::3]
     ours, theirs = (module.changes(theta, before, wire) for module in (cpu, naive))
     assert_same(ours, theirs)
@@ -419,32 +409,31 @@ def test_gather_and_scatter_of_blocks_equal_their_twins(
             assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("by_row", [True, False])
 @pytest.mark.parametrize("waits", [1, 2000])
 @pytest.mark.parametrize("decay", [0.1, 1500.0])  # 1 - lr * decay is -0.5
-def test_updates_equal_their_twins(dtype: torch.dtype, masked: bool, by_row: bool, waits: int, decay: float) -> None:
+def test_updates_equal_their_twins(masked: bool, by_row: bool, waits: int, decay: float) -> None:
     """Moments bitwise after a wait of one step, where no exp is involved; all else within rounding."""
     rows, length, sent, step = 90, 50, 3 if masked else 50, 5000
     generator = torch.Generator().manual_seed(waits)
     mask = naive.select(torch.randn(rows, length, generator=generator), 3) if masked else None
-    theta, total, own = (torch.randn(rows, sent, generator=generator, dtype=dtype) for _ in range(3))
+    theta, total, own = (torch.randn(rows, sent, generator=generator) for _ in range(3))
     total[0], total[1] = 0.0, 1e-30
     own = own if masked else None
-    moment = torch.randn(rows, length, generator=generator, dtype=dtype)
-    second = torch.rand(rows, length, generator=generator, dtype=dtype) + 0.1
+    moment = torch.randn(rows, length, generator=generator)
+    second = torch.rand(rows, length, generator=generator) + 0.1
     last_step = step - torch.randint(1, waits + 1, (rows, length), generator=generator).int()
     last_step[2] = step  # no wait at all, as after a resumed run
     steps, scale, group = torch.tensor(step, dtype=torch.int32), ONE, None
-    corrections = (torch.tensor(0.3, dtype=dtype), torch.tensor(0.2, dtype=dtype))
+    corrections = (torch.tensor(0.3), torch.tensor(0.2))
     lr: Any = 1e-3
     if by_row:
         lr, group = torch.tensor([1e-3, 2e-3, 3e-4]), (torch.arange(rows) // 7 % 3).int()
         scale = (torch.arange(rows) % 5 != 0).float()
         steps = step + (torch.arange(rows) // 11 % 2).int() * (waits > 1)
-        corrections = (torch.linspace(0.1, 1, rows, dtype=dtype), torch.linspace(0.2, 0.3, rows, dtype=dtype))
-    numbers_of = hyper("cpu", dtype, lr, decay=decay)
+        corrections = (torch.linspace(0.1, 1, rows), torch.linspace(0.2, 0.3, rows))
+    numbers_of = hyper("cpu", torch.float32, lr, decay=decay)
     results = []
     for module in (cpu, naive):
         row_numbers = ops.RowNumbers(steps, scale, numbers_of, *corrections, group)
@@ -455,12 +444,24 @@ def test_updates_equal_their_twins(dtype: torch.dtype, masked: bool, by_row: boo
             state = ops.ShardState(theta.clone(), moment.clone(), noise, last_step.clone())
             again = module.update_adams(state, mask, total, row_numbers, 0.3)
             results[-1] += [state.theta, state.exp_avg, state.last_step, again]
-    rtol = 4e-6 if dtype == torch.float32 else 1e-13
     for place, (ours, theirs) in enumerate(zip(*results, strict=True)):
         if not ours.is_floating_point() or (waits == 1 and place not in (0, 5, 9)):  # all but parameters
             assert_same_bits(ours, theirs)
         else:
-            torch.testing.assert_close(ours, theirs, rtol=rtol, atol=10 * rtol)
+            torch.testing.assert_close(ours, theirs, rtol=4e-6, atol=4e-5)
+
+
+def test_fp64_goes_to_the_twin() -> None:
+    """A loop's powers would differ from torch's in the last place."""
+    theta, total, moment, mine = torch.randn(4, 30, 50, dtype=torch.float64)
+    last_step, mask = torch.randint(1, 400, (30, 50)).int(), naive.select(torch.randn(30, 50), 50)
+    numbers_of = ops.RowNumbers(torch.tensor(500).int(), ONE, hyper("cpu", torch.float64), ONE.double(), ONE.double())
+    results = []
+    for module in (cpu, naive):
+        state = ops.ShardState(theta.clone(), moment.clone(), moment.square(), last_step.clone())
+        results.append([module.update_adamw(state, mask, total, mine, numbers_of, 4), *state])
+    for ours, theirs in zip(*results, strict=True):
+        assert_same_bits(ours, theirs)
 
 
 def test_a_skipped_step_changes_nothing() -> None:

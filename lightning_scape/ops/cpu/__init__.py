@@ -22,7 +22,7 @@ checksum, accumulate_exp_avg               the twin: no part of a step by defaul
 
 The loops are compiled when they are first called for a dtype, and kept on disk (``__pycache__`` of this package, or the
 user's cache folder). They release Python's lock, and share their range among ``torch.get_num_threads()`` threads. A
-tensor that is not on the CPU, or not contiguous, goes to the twin, a few rows at a time (:mod:`.chunked`).
+tensor that is not on the CPU, not contiguous, or of fp64, goes to the twin, a few rows at a time (:mod:`.chunked`).
 """
 
 from lightning_scape.ops.cpu import operations, shard, sweep  # noqa: F401  they register what they have

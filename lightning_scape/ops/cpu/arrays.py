@@ -22,7 +22,8 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _VIEWS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 """Dtypes without arithmetic in NumPy, and as what the loops take them."""
-_DTYPES = {torch.float32, torch.float64, *_VIEWS, torch.uint8, torch.uint16, torch.int32, torch.int64}
+_DTYPES = {torch.float32, *_VIEWS, torch.uint8, torch.uint16, torch.int32, torch.int64}
+"""Not fp64, in which no model of size is trained: its loops would take as long to compile as those of fp32."""
 GRAIN = 1 << 16
 """Entries that are worth a thread of their own."""
 
@@ -68,14 +69,9 @@ def like(dtype: torch.dtype) -> Any:
     return array(torch.empty(0, dtype=dtype, device="cpu"))
 
 
-def scalar(dtype: torch.dtype, value: float) -> Any:
-    """A number as the loops compute with it: fp64 for fp64, else fp32."""
-    return np.float64(value) if dtype == torch.float64 else np.float32(value)
-
-
 def wire_limit(residual: Tensor, wire_dtype: torch.dtype) -> Any:
     """The largest number of the wire's dtype, as one of the residual's."""
-    return scalar(residual.dtype, naive.within(torch.finfo(wire_dtype).max, residual.dtype))
+    return np.float32(naive.within(torch.finfo(wire_dtype).max, residual.dtype))
 
 
 def or_empty(matrix: Tensor | None, dtype: torch.dtype) -> Any:
@@ -86,9 +82,9 @@ def or_empty(matrix: Tensor | None, dtype: torch.dtype) -> Any:
 def bound_of(clip_value: float | None, dtype: torch.dtype) -> tuple[Any, bool]:
     """The bound as a number of the gradient's dtype, to which torch's clamp rounds it; and whether there is one."""
     if clip_value is None:
-        return scalar(dtype, 0.0), False
+        return np.float32(0.0), False
     within = torch.tensor(naive.within(clip_value, dtype), dtype=dtype, device="cpu")
-    return scalar(dtype, float(within)), True
+    return np.float32(float(within)), True
 
 
 def by_dtypes(rows: Sequence[tuple[Tensor, ...]]) -> list[tuple[tuple[torch.dtype, ...], list[tuple[Tensor, ...]]]]:

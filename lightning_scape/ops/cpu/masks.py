@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lightning_scape.ops.cpu.numbers import jit, prefetch, widen
+from lightning_scape.ops.cpu.numbers import jit, prefetch
 from lightning_scape.ops.cpu.ranking import LANES, MAGNITUDE, NOTHING, TILE, key_of, make_room, rank_rows, take_rows
 
 _AHEAD = 8
@@ -73,7 +73,7 @@ def write_proposals(residual, found, proposed, proposals, start, rows):
     codes = 2 * proposed if wide else proposed
     for row in range(rows):
         values, chosen, proposal = residual[start + row], found[row], proposals[start + row]
-        largest = np.float32(widen(values[chosen[0]])).view(np.int32) & MAGNITUDE
+        largest = np.float32(values[chosen[0]]).view(np.int32) & MAGNITUDE
         above = np.int32((largest >> 23) + 1)
         exponent = above if above < 254 else np.int32(254)
         unit = np.float32(127) / np.int32(exponent << 23).view(np.float32)
@@ -83,7 +83,7 @@ def write_proposals(residual, found, proposed, proposals, start, rows):
                 proposal[2 * turn], proposal[2 * turn + 1] = position & 255, position >> 8
             else:
                 proposal[turn] = position
-            proposal[codes + turn] = np.uint8(np.int8(np.rint(np.float32(widen(values[position])) * unit)))
+            proposal[codes + turn] = np.uint8(np.int8(np.rint(values[position] * unit)))
         proposal[codes + proposed] = exponent
 
 
@@ -124,7 +124,7 @@ def _merge_by_maximum(residual, proposals, owner, proposed, chosen, room, first,
                 if wide:
                     position += 256 * np.int64(proposals[rank, row, 2 * turn + 1])
                 places[rank, turn] = position
-                totals[position] = np.float32(widen(values[position]))
+                totals[position] = values[position]
         for rank in range(len(proposals)):  # in their order
             unit = np.int32(np.int32(proposals[rank, row, codes + proposed]) << 23).view(np.float32) / np.float32(127)
             for turn in range(proposed if rank != owner else 0):
@@ -155,7 +155,7 @@ def merge(residual, proposals, owner, networks, proposed, chosen, first, last):
             for row in range(above, below):
                 values, total = residual[start + row], totals[row]
                 for i in range(len(total)):
-                    total[i] = np.float32(widen(values[i]))
+                    total[i] = values[i]
             _add_proposals(totals, proposals, start, (above, below), owner, proposed)
             take_rows(totals, 0, (above, below), networks, room, NOTHING)
         rank_rows(totals, 0, rows, networks, room)

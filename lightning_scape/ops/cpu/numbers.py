@@ -114,7 +114,7 @@ def array_at(address, start, count, like):
 
 
 def widen(raw):
-    """What lies in memory, in at least fp32."""
+    """What lies in memory, in fp32."""
     raise NotImplementedError
 
 
@@ -136,7 +136,7 @@ def _widen_half(raw):
 
 
 def narrow(value, like):
-    """The reverse, to the nearest, ties to even; by way of fp32, as torch converts fp64."""
+    """The reverse, to the nearest, ties to even."""
     raise NotImplementedError
 
 

@@ -24,7 +24,6 @@ from lightning_scape.ops.cpu.arrays import (
     or_empty,
     pairs_table,
     rows_of_a_thread,
-    scalar,
     sketch_plan,
     wire_limit,
 )
@@ -47,7 +46,7 @@ _SKETCH_PART = 16
 
 @implements
 def squared_norm(grads: Sequence[Tensor]) -> Tensor:
-    """See :func:`naive.squared_norm`. Chunks are summed in fp32 (fp64), their sums in fp64."""
+    """See :func:`naive.squared_norm`. Chunks are summed in fp32, their sums in fp64."""
     total = 0.0
     for (dtype,), group in by_dtypes([(grad,) for grad in grads if grad.numel()]):
         sizes = [grad.numel() for (grad,) in group]
@@ -88,7 +87,7 @@ def fold(residuals: Sequence[Tensor], grads: Sequence[Tensor | None], scale: Ten
     for (dtype, of_grad), group in by_dtypes(pairs):
         table, count = pairs_table(group)
         bound, clip = bound_of(clip_value, of_grad)
-        loop = functools.partial(kernels.fold, table, scalar(dtype, factor), bound, clip, like(dtype), like(of_grad))
+        loop = functools.partial(kernels.fold, table, np.float32(factor), bound, clip, like(dtype), like(of_grad))
         in_parallel(loop, count, GRAIN)
 
 
@@ -112,8 +111,8 @@ def accumulate_exp_avg_sq(
         table, count = pairs_table(group)
         table[[grad is None for _, grad, *_ in here], 1] = 0
         by_piece = [(factor, 1 - weight, weight / ranks) for *_, weight, factor in here]
-        numbers = np.array(by_piece, like(dtype).dtype).T.copy()
-        rule = (*bound_of(clip_value, of_grad), scalar(dtype, torch.finfo(dtype).max))
+        numbers = np.array(by_piece, np.float32).T.copy()
+        rule = (*bound_of(clip_value, of_grad), np.float32(torch.finfo(dtype).max))
         loop = functools.partial(kernels.accumulate_squares, table, *numbers, *rule, like(dtype), like(of_grad))
         in_parallel(loop, count, GRAIN)
 
@@ -121,11 +120,16 @@ def accumulate_exp_avg_sq(
 # ---------------------------------------------------------------------------------------------------------- masks
 
 
+def _are_ranked(blocks: Tensor, chosen: int) -> bool:
+    """Whether the loops rank the entries of these blocks, of which so many are chosen. A step's are fp32."""
+    return blocks.dtype == torch.float32 and (blocks.shape[1] <= _LONGEST_SORTED or chosen <= ranking.MAX_PASSES)
+
+
 @implements
 def select(statistic: Tensor, sent: int) -> Tensor:
     blocks, length = statistic.shape
     assert 1 <= sent <= length
-    if length > _LONGEST_SORTED and sent > ranking.MAX_PASSES:
+    if not _are_ranked(statistic, sent):
         return chunked.select(statistic, sent)
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device="cpu")
     loop = functools.partial(masks.select, array(statistic), ranking.networks(length, sent), array(chosen))
@@ -159,7 +163,7 @@ def _bits_of_bytes(dtype: torch.dtype) -> tuple[Any, Any]:
 @implements
 def propose(residual: Tensor, proposed: int) -> Tensor:
     blocks, length = residual.shape
-    if length > _LONGEST_SORTED and proposed > ranking.MAX_PASSES:
+    if not _are_ranked(residual, proposed):
         return chunked.propose(residual, proposed)
     width = proposed * position_dtype(length).itemsize + proposed + 1
     proposals = torch.empty(blocks, width, dtype=torch.uint8, device="cpu")
@@ -173,7 +177,7 @@ def propose(residual: Tensor, proposed: int) -> Tensor:
 @implements
 def merge(residual: Tensor, proposals: Tensor, owner: int, proposed: int, sent: int) -> Tensor:
     blocks, length = residual.shape
-    if length > _LONGEST_SORTED and sent > ranking.MAX_PASSES:
+    if not _are_ranked(residual, sent):
         return chunked.merge(residual, proposals, owner, proposed, sent)
     chosen = torch.empty(blocks, sent, dtype=position_dtype(length), device="cpu")
     networks = ranking.networks(length, sent)
@@ -249,12 +253,12 @@ def sweep(work: Sweep) -> None:
     ranked = max(proposed, 0 if work.next_mask is None else work.next_mask.shape[1])
     second = None if work.grads is None else work.second_moment
     moments = None if second is None else second.exp_avg_sq
-    if length > _LONGEST_SORTED and ranked > ranking.MAX_PASSES:
+    if not _are_ranked(residual, ranked):
         chunked.sweep(work)
         return
     positions, networks = position_dtype(length), ranking.networks(length, ranked)
     of_moment = residual.dtype if moments is None else moments.dtype
-    limit, largest = wire_limit(residual, values.dtype), scalar(of_moment, torch.finfo(of_moment).max)
+    limit, largest = wire_limit(residual, values.dtype), np.float32(torch.finfo(of_moment).max)
     packing = _packing(work)
     for of_grad, table, numbers, count in sweeping.runs(work.region, residual, work.grads, second):
         loop = functools.partial(

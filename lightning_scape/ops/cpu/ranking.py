@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_scape.ops.cpu.numbers import jit, prefetch, widen
+from lightning_scape.ops.cpu.numbers import jit, prefetch
 
 MAX_PASSES = 5
 """Up to so many entries of a block are selected by repeated maximum; beyond it by a sorting network."""
@@ -72,7 +72,7 @@ def make_room(length, ranked):
 @jit
 def key_of(value, high, low):
     """Of 32 bits at each step: numba would make them 64, of which a register holds half as many."""
-    return np.int32((np.float32(widen(value)).view(np.int32) & high) | low)
+    return np.int32((np.float32(value).view(np.int32) & high) | low)
 
 
 @jit

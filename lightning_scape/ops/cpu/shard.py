@@ -21,7 +21,6 @@ from lightning_scape.ops.cpu.arrays import (
     or_empty,
     pieces_table,
     rows_of_a_thread,
-    scalar,
 )
 from lightning_scape.ops.naive import ParamEntries, RowNumbers, ShardState, chunked, position_dtype
 
@@ -65,7 +64,7 @@ def _update(
         (array(given[0]), array(given[1])),
         torch.stack(torch.broadcast_tensors(*numbers.hyper), -1).view(-1, len(numbers.hyper)).numpy(),  # [G, 8]
         _by_row(numbers, corrections),
-        tuple(scalar(theta.dtype, number) for number in rule),
+        tuple(np.float32(number) for number in rule),
     )
     again = in_parallel(loop, theta.shape[0], rows_of_a_thread(theta.shape[1]))
     return torch.tensor(sum(again), dtype=torch.int64, device="cpu")
