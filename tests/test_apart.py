@@ -539,6 +539,48 @@ def test_an_error_in_the_module_of_one_rank_reaches_the_others_while_its_process
     assert time.monotonic() - began < 60
 
 
+LIGHTNINGS: dict[str, Callable[[Any], Any]] = {
+    "reduce": lambda strategy: strategy.reduce(torch.ones(1)),
+    "barrier": lambda strategy: strategy.barrier("a name"),
+    "all_gather": lambda strategy: strategy.all_gather(torch.ones(1)),
+    "broadcast": lambda strategy: strategy.broadcast("a word", src=1),
+}
+
+
+class Meets(pl.Callback):
+    """Rank 0 comes to a message of Lightning's own, in whose place an error comes on rank 1."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            if trainer.global_rank == 1:
+                raise KeyError("the callback's own mistake")
+            LIGHTNINGS[self.message](trainer.strategy)
+
+
+def fail_before_lightnings(rank: int, world_size: int, message: str, strategy: Any) -> None:
+    channel.WAITING_SECONDS = 0.3
+    try:
+        make_trainer(strategy, callbacks=[Meets(message)]).fit(Regression())
+    except KeyError:
+        time.sleep(5)  # its process lives on
+        raise
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("strategy", [ScapeStrategy(0.5), SparseLoCoStrategy(sync_every=100)], ids=["scape", "loco"])
+@pytest.mark.parametrize("message", LIGHTNINGS)
+def test_an_error_of_one_rank_reaches_those_that_wait_in_a_message_of_lightnings(
+    run_ranks: RunRanks, message: str, strategy: Any
+) -> None:
+    ranks = run_ranks(fail_before_lightnings, 2, message, strategy, expect_errors=True, timeout=60.0)
+    assert isinstance(ranks[1], KeyError)
+    assert f"got an error on rank 1 in place of its message (Lightning's {message})" in str(ranks[0])
+    assert "the callback's own mistake" in str(ranks[0])
+
+
 # ------------------------------------------------------------------------------------------- SparseLoCo
 
 

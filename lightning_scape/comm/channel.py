@@ -78,6 +78,8 @@ class Channel:
         """Numbers of every all-reduce. Where ranks are apart their messages must fit: gloo aborts the process else."""
         self.sketched = 0
         """How many of them the sketches need that were sent so far."""
+        self.elsewhere: tuple[str, float] | None = None
+        """A message of somebody else's, on the job's own group, that this rank is in, and since when."""
         self.verdict: str | None = None
         """Why no message can be answered any more."""
         _Watch.over(self)
@@ -119,6 +121,7 @@ class Channel:
                 self._store.delete_key("error")
             else:
                 self._store.set("error", self._told_error)
+        self._look_elsewhere()
         at = self._at
         if at is not self._seen:
             self._seen, self._since = at, time.monotonic()
@@ -133,9 +136,19 @@ class Channel:
             self._told = at
             self._store.set(f"rank {self.rank}", str(at))
         if at.waiting and (verdict := self._judge(at)) and at is self._at:
-            self.verdict = verdict
-            self._store.set("verdict", verdict)
-            self._cut()
+            self._end(verdict, self.group)
+
+    def _look_elsewhere(self) -> None:
+        """Messages of others have no numbers here: an error that another rank has told is all that can end one."""
+        if (now := self.elsewhere) is None or self.verdict is not None or time.monotonic() - now[1] < WAITING_SECONDS:
+            return
+        if (verdict := self._failure(now[0], self._at.message)) and now is self.elsewhere:
+            self._end(verdict, dist.group.WORLD)
+
+    def _end(self, verdict: str, group: dist.ProcessGroup | None) -> None:
+        self.verdict = verdict
+        self._store.set("verdict", verdict)
+        _cut(group)
 
     def explain(self) -> str:
         """After a message has failed: finds the :attr:`verdict`; where there is none, says what others did last."""
@@ -164,12 +177,16 @@ class Channel:
                 " optimizers that step in another order, or a `state_dict()` that only some ranks call: all must, as in"
                 " a save. Take a step on all ranks or on none: `optimizer.all_finite()` asks all of them."
             )
+        return self._failure(at.what, at.message - 1)
+
+    def _failure(self, what: str, begun: int) -> str | None:
+        """The error of another rank that has come in place of what this one waits for, where it has begun no more."""
         if not self._store.check(["error"]):
             return None
         message, rank, error = self._store.get("error").decode().split("|", 2)
-        if int(message) >= at.message or int(rank) == self.rank:
+        if int(message) > begun or int(rank) == self.rank:
             return None
-        return f"All ranks must answer, got an error on rank {rank} in place of its message ({at.what}): {error}"
+        return f"All ranks must answer, got an error on rank {rank} in place of its message ({what}): {error}"
 
     def _others(self) -> str:
         """What the other ranks have said, as sentences."""
@@ -180,16 +197,18 @@ class Channel:
                 said.append(f"Rank {rank} {word.decode()}.")
         return " ".join(said)
 
-    def _cut(self) -> None:
-        """Closes this rank's connections, so that all messages of the group fail, here and on the other ranks.
 
-        That is what gloo does where a receive is not answered in time. Nothing else interrupts a wait.
-        """
-        with contextlib.suppress(RuntimeError):
-            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-            receive = dist.irecv(nothing, group=self.group, group_src=(self.rank + 1) % self._ranks, tag=_NOBODY_SENDS)
-            assert receive is not None
-            receive.wait(timedelta(seconds=0.01))
+def _cut(group: dist.ProcessGroup | None) -> None:
+    """Closes this rank's connections, so that all messages of a gloo group fail, here and on the other ranks.
+
+    That is what gloo does where a receive is not answered in time. Nothing else interrupts a wait.
+    """
+    with contextlib.suppress(RuntimeError):
+        nothing, other = torch.empty(1, dtype=torch.uint8, device="cpu"), dist.get_rank(group) + 1
+        source = other % dist.get_world_size(group)
+        receive = dist.irecv(nothing, group=group, group_src=source, tag=_NOBODY_SENDS)
+        assert receive is not None
+        receive.wait(timedelta(seconds=0.01))
 
 
 def asked(ask: Callable[[], T], seconds: float) -> T | None:

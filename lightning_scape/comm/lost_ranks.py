@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -37,15 +38,15 @@ def explained_loss(channel: Channel | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained_messages() -> Iterator[None]:
+def explained_messages(channel: Channel | None = None) -> Iterator[None]:
     """The same around code of a user or of torch that sends messages; its other errors stay as they are."""
     try:
         yield
     except RuntimeError as error:
-        failed = isinstance(error, dist.DistError) or "gloo" in str(error)
+        failed = isinstance(error, dist.DistError) or "gloo" in str(error) or (channel is not None and channel.verdict)
         if isinstance(error, _OF_THIS_RANK) or not failed or _NO_ANSWER in str(error):
             raise
-        raise _explained(error) from error
+        raise _explained(error, channel) from error
 
 
 @dataclass
@@ -70,6 +71,18 @@ class Watched:
         finally:
             if self.channel is not None:
                 self.channel.leave()
+
+    @contextlib.contextmanager
+    def elsewhere(self, what: str) -> Iterator[None]:
+        """Around a message that is not the optimizer's: it fails, too, where another rank tells of an error."""
+        if self.channel is not None:
+            self.channel.elsewhere = what, time.monotonic()
+        try:
+            with explained_messages(self.channel):
+                yield
+        finally:
+            if self.channel is not None:
+                self.channel.elsewhere = None
 
     @contextlib.contextmanager
     def at(self, place: str) -> Iterator[None]:
