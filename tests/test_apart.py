@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from trainer_helpers import BATCHES, MARKS, Regression, make_trainer, weights
+from trainer_helpers import BATCHES, MARKS, Regression, make_trainer, scape_optimizers, weights
 
 from lightning_scape import (
     FabricScapeStrategy,
@@ -579,6 +579,28 @@ def test_an_error_of_one_rank_reaches_those_that_wait_in_a_message_of_lightnings
     assert isinstance(ranks[1], KeyError)
     assert f"got an error on rank 1 in place of its message (Lightning's {message})" in str(ranks[0])
     assert "the callback's own mistake" in str(ranks[0])
+
+
+class GoesOn(pl.Callback):
+    """An error in a step that both ranks catch; one of them then comes late to Lightning's message."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        (optimizer,) = scape_optimizers(trainer.optimizers)
+        with pytest.raises(KeyError), optimizer.communicator.watched.at("a step"):
+            raise KeyError("caught")
+        time.sleep(1.5 * trainer.global_rank)
+        trainer.strategy.barrier()
+
+
+def catch_and_go_on(rank: int, world_size: int) -> int:
+    channel.WAITING_SECONDS = 0.3
+    trainer = make_trainer(callbacks=[GoesOn()], max_steps=1)
+    trainer.fit(Regression())
+    return trainer.global_step
+
+
+def test_an_error_that_was_caught_ends_no_message_of_lightnings(run_ranks: RunRanks) -> None:
+    assert run_ranks(catch_and_go_on, 2, timeout=60.0) == [1, 1]
 
 
 # ------------------------------------------------------------------------------------------- SparseLoCo

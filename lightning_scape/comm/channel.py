@@ -107,9 +107,13 @@ class Channel:
         """It is no longer."""
         self._at = self._at._replace(waiting=False)
 
-    def raised(self, error: BaseException) -> None:
-        """Tells ranks that wait for this one's next message that an error has come in its place; by the watch, soon."""
-        self._error = f"{self._at.message}|{self.rank}|{type(error).__name__}: {str(error)[:300]}"
+    def raised(self, error: BaseException, *, ends: bool) -> None:
+        """Tells ranks that wait for this one's next message that an error has come in its place; by the watch, soon.
+
+        ``ends``: nothing of this rank's follows, so that it also tells those that wait in a message of somebody else's.
+        """
+        said = f"{type(error).__name__}: {str(error)[:300]}"
+        self._error = f"{self._at.message}|{self.rank}|{'ends' if ends else ''}|{said}"
 
     # ------------------------------------------------------------------------------------------- what the watch does
 
@@ -142,7 +146,7 @@ class Channel:
         """Messages of others have no numbers here: an error that another rank has told is all that can end one."""
         if (now := self.elsewhere) is None or self.verdict is not None or time.monotonic() - now[1] < WAITING_SECONDS:
             return
-        if (verdict := self._failure(now[0], self._at.message)) and now is self.elsewhere:
+        if (verdict := self._failure(now[0], self._at.message, elsewhere=True)) and now is self.elsewhere:
             self._end(verdict, dist.group.WORLD)
 
     def _end(self, verdict: str, group: dist.ProcessGroup | None) -> None:
@@ -179,12 +183,12 @@ class Channel:
             )
         return self._failure(at.what, at.message - 1)
 
-    def _failure(self, what: str, begun: int) -> str | None:
+    def _failure(self, what: str, begun: int, *, elsewhere: bool = False) -> str | None:
         """The error of another rank that has come in place of what this one waits for, where it has begun no more."""
         if not self._store.check(["error"]):
             return None
-        message, rank, error = self._store.get("error").decode().split("|", 2)
-        if int(message) > begun or int(rank) == self.rank:
+        message, rank, ends, error = self._store.get("error").decode().split("|", 3)
+        if int(message) > begun or int(rank) == self.rank or (elsewhere and not ends):
             return None
         return f"All ranks must answer, got an error on rank {rank} in place of its message ({what}): {error}"
 

@@ -94,10 +94,13 @@ class Watched:
             self.tell(error)
             raise
 
-    def tell(self, error: BaseException) -> None:
-        """Tells ranks that wait for this one of an error, which has come in place of this rank's next message."""
+    def tell(self, error: BaseException, *, ends: bool = False) -> None:
+        """Tells ranks that wait for this one of an error, which has come in place of this rank's next message.
+
+        ``ends``: the training on this rank ends by it.
+        """
         if self.channel is not None:
-            self.channel.raised(error)
+            self.channel.raised(error, ends=ends)
 
 
 def is_explained(error: BaseException) -> bool:

@@ -283,7 +283,7 @@ class MethodStrategy(TrainerCheckpoints):
         # Not super(): its advice on unused parameters is about DDP's reducer, which is not used here.
         self._interrupted = not preemption.ends_together(exception)
         for each in self._attached if self._interrupted else []:
-            each.communicator.watched.tell(exception)  # others may wait for this rank's next step
+            each.communicator.watched.tell(exception, ends=True)  # others may wait for this rank's next step
 
     @override
     def teardown(self) -> None:

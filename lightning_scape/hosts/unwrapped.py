@@ -140,8 +140,9 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
     # ------------------------------------------------------------------------------------------- Lightning's messages
 
     def _watched(self, what: str) -> AbstractContextManager[None]:
-        """Around one: a rank that waits in it learns of another's error."""
-        return self._attached[0].communicator.watched.elsewhere(what) if self._attached else nullcontext()
+        """Around one of a fit: a rank that waits in it learns of another's error."""
+        known = self._attached if self._attaching else []
+        return known[0].communicator.watched.elsewhere(what) if known else nullcontext()
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
