@@ -144,9 +144,12 @@ class Channel:
 
     def _look_elsewhere(self) -> None:
         """Messages of others have no numbers here: an error that another rank has told is all that can end one."""
-        if (now := self.elsewhere) is None or self.verdict is not None or time.monotonic() - now[1] < WAITING_SECONDS:
+        if (now := self.elsewhere) is None or self.verdict is not None:
             return
-        if (verdict := self._failure(now[0], self._at.message, elsewhere=True)) and now is self.elsewhere:
+        what, since = now
+        if time.monotonic() - since < WAITING_SECONDS:
+            return
+        if (verdict := self._failure(what, self._at.message, elsewhere=True)) and now is self.elsewhere:
             self._end(verdict, dist.group.WORLD)
 
     def _end(self, verdict: str, group: dist.ProcessGroup | None) -> None:
@@ -208,9 +211,9 @@ def _cut(group: dist.ProcessGroup | None) -> None:
     That is what gloo does where a receive is not answered in time. Nothing else interrupts a wait.
     """
     with contextlib.suppress(RuntimeError):
-        nothing, other = torch.empty(1, dtype=torch.uint8, device="cpu"), dist.get_rank(group) + 1
-        source = other % dist.get_world_size(group)
-        receive = dist.irecv(nothing, group=group, group_src=source, tag=_NOBODY_SENDS)
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        other = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+        receive = dist.irecv(nothing, group=group, group_src=other, tag=_NOBODY_SENDS)
         assert receive is not None
         receive.wait(timedelta(seconds=0.01))
 

@@ -129,7 +129,7 @@ def sketch(table, signs, sums, together, like_grad, first, last):
 def _sum_columns(grad, signs, columns, width, used):
     """Signed sums over rows of ``width`` entries; several rows at a time, for a sum is read and written each time."""
     for j in range(used):
-        columns[j] = np.float32(widen(grad[j])) * signs[j]
+        columns[j] = widen(grad[j]) * signs[j]
     start = width
     while start + 4 * width <= len(grad):
         a, b = grad[start : start + width], grad[start + width : start + 2 * width]
@@ -137,14 +137,14 @@ def _sum_columns(grad, signs, columns, width, used):
         s, t = signs[start : start + width], signs[start + width : start + 2 * width]
         u, v = signs[start + 2 * width : start + 3 * width], signs[start + 3 * width : start + 4 * width]
         for j in range(width):
-            one = np.float32(widen(a[j])) * s[j] + np.float32(widen(b[j])) * t[j]
-            two = np.float32(widen(c[j])) * u[j] + np.float32(widen(d[j])) * v[j]
+            one = widen(a[j]) * s[j] + widen(b[j]) * t[j]
+            two = widen(c[j]) * u[j] + widen(d[j]) * v[j]
             columns[j] += one + two
         start += 4 * width
     while start < len(grad):
         a, s = grad[start : start + width], signs[start : start + width]
         for j in range(len(a)):
-            columns[j] += np.float32(widen(a[j])) * s[j]
+            columns[j] += widen(a[j]) * s[j]
         start += width
 
 
