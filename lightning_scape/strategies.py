@@ -49,16 +49,16 @@ class ScapeOptions(_Written):
 
     Args:
         sparsity: share of the entries that is not sent in a step, in [0, 1). 0 is dense training, sharded.
-        config: all options at once, :class:`~lightning_scape.ScapeConfig`: the place for those that are seldom set. An
-            option given by name as well must be the same.
+        config: all options at once, a :class:`~lightning_scape.ScapeConfig`. An option that is also given by name must
+            be the same.
         update: ``"adamw"`` or ``"adams"``; None fits the optimizer given.
         dense_steps: number of first steps that send everything.
         sparsity_warmup_steps: steps over which the density falls from 1 to ``1 - sparsity``; 0 is none. None is 4,950
             at 99% and 1,424 at 90%; with the update of AdamS 1,000, or all steps of a shorter run.
-        mask_statistic: by what entries are chosen.
+        mask_statistic: what entries are chosen by.
         mask_votes: entries per block that every rank proposes; None chooses.
-        second_moment: what an entry is divided by that was not visited in the step before.
-        wire_dtype: how values travel to their owner, and changes of parameters back; None: in 4 bits.
+        second_moment: with the update of AdamS, what divides an entry that the step before did not update.
+        wire_dtype: number format of values and of changes of parameters; None is 4 bits, at sparsity 0 bf16.
         bias_correction: divide the first moments by ``1 - beta1**t``.
         clip_norm: how clipping by norm measures the averaged gradient.
         local_group_size: ranks of a node that hold one replica together, sharded by FSDP2; ``"node"`` takes all ranks
@@ -68,7 +68,7 @@ class ScapeOptions(_Written):
         max_skipped: consecutive skipped steps (a gradient is not finite) that raise an error.
         check_replicas_every: steps between two comparisons of all ranks' parameters; 0: the first step only.
         block_size: block length, None for the best.
-        options: the host's (``resume``, ``state_dict_type``, ``timeout``, ...): see its strategy.
+        options: those of every strategy (``resume``, ``state_dict_type``, ``timeout``, ...).
 
     Raises:
         ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
@@ -109,23 +109,23 @@ class SparseLoCoOptions(_Written):
     Args:
         sync_every: H, steps from one exchange to the next.
         density: share of the entries that a rank sends in an exchange; 1 sends all.
-        bits: of a value on the wire: 2, 4, 8, or None for fp32.
-        error_decay: what is left of the error feedback after each window.
-        outer_lr: length of the outer step.
-        config: all options at once, :class:`~lightning_scape.SparseLoCoConfig`: the place for those that are seldom
-            set. An option given by name as well must be the same.
+        bits: bits of a value that is sent: 2, 4, 8, or None for fp32.
+        error_decay: factor of the error feedback after each window.
+        outer_lr: learning rate of the outer step.
+        config: all options at once, a :class:`~lightning_scape.SparseLoCoConfig`. An option that is also given by name
+            must be the same.
         average: what the sum over ranks is divided by; None chooses.
         reduction: ``"sharded"`` over the owners of the entries, or ``"gathered"`` on every rank.
         return_density: share of the entries that come back from the owners.
         block_size: block length, None for the best.
         device: where the starting point and the error feedback live.
-        overlap_steps: inner steps beside which the exchange runs.
+        overlap_steps: steps of the next window during which the exchange runs.
         max_skipped: dropped windows in a row (parameters are not finite) that raise an error.
         check_replicas_every: exchanges between two comparisons of all ranks.
         local_group_size: ranks of a node that hold one replica together, sharded by FSDP2, with one
             gradient; ``"node"`` takes all ranks of a node. SparseLoCo then runs between the nodes.
         reshard_after_forward: with ``local_group_size`` above 1: free gathered parameters between forward and backward.
-        options: the host's (``resume``, ``state_dict_type``, ``timeout``, ...): see its strategy.
+        options: those of every strategy (``resume``, ``state_dict_type``, ``timeout``, ...).
 
     Raises:
         ValueError: an option is outside its rule, or is given differently in ``config`` and by name.
@@ -167,8 +167,8 @@ class ScapeStrategy(ScapeOptions, MethodStrategy):
     :class:`~lightning_scape.ScapeOptimizer` with the same parameter groups. Schedulers, gradient accumulation,
     ``gradient_clip_val``, every precision, callbacks and checkpoints work as they do with DDP.
 
-    Clipping leaves ``p.grad`` as it is: the factor acts in the step, on the averaged gradient.
-    :class:`~lightning_scape.MethodStrategy` says what holds for buffers and checkpoints.
+    Clipping leaves ``p.grad`` as it is: the step applies the factor. For buffers and checkpoints see
+    :class:`~lightning_scape.MethodStrategy`.
 
     Its options: those of :class:`ScapeOptions`, then those of :class:`~lightning_scape.MethodStrategy`.
     """
@@ -182,12 +182,11 @@ class SparseLoCoStrategy(SparseLoCoOptions, MethodStrategy):
     checkpoints work as they do with DDP.
 
     What differs from DDP: inside a window every rank has parameters of its own. ``gradient_clip_val`` bounds the norm
-    of each rank's own gradient. Validation and a checkpoint's ``state_dict`` inside a window are of rank 0's parameters
-    (each rank validates with its own); a resumed run takes up every rank's, bit for bit. At the end of a fit the window
-    that has begun is ended early, so that all ranks hold the same model; of averages that callbacks put in place then
-    (EMA, SWA) it is the mean over ranks. With ``precision="16-mixed"`` all ranks skip a step together, for which they
-    exchange a number in every step. :class:`~lightning_scape.MethodStrategy` says what holds for buffers and
-    checkpoints.
+    of each rank's own gradient. Inside a window each rank validates its own parameters, and a checkpoint's
+    ``state_dict`` holds rank 0's; a resumed run takes up every rank's, bit for bit. The end of a fit ends the window
+    early, so that all ranks hold the same model; if callbacks put averages (EMA, SWA) in its place, it is the mean over
+    ranks. With ``precision="16-mixed"`` all ranks skip a step together, for which they exchange a number in every step.
+    For buffers and checkpoints see :class:`~lightning_scape.MethodStrategy`.
 
     Its options: those of :class:`SparseLoCoOptions`, then those of
     :class:`~lightning_scape.MethodStrategy`.
@@ -198,7 +197,7 @@ class FabricScapeStrategy(ScapeOptions, FabricMethodStrategy):
     """``L.Fabric(strategy=FabricScapeStrategy(sparsity=0.99))``, or ``L.Fabric(strategy="scape")`` for the defaults.
 
     ``fabric.setup`` swaps AdamW, Adam or AdamS for a :class:`~lightning_scape.ScapeOptimizer`. Build LR schedulers on
-    the optimizer that ``setup`` returns, or on the one that it was given, whose ``step`` is now the new one's.
+    the optimizer that ``setup`` returns, or on the one that it was given, whose ``step`` now calls the new one's.
     ``clip_gradients`` returns the norm of the averaged gradient, and leaves ``p.grad`` as it is.
 
     Its options: those of :class:`ScapeOptions`, then those of :class:`~lightning_scape.FabricMethodStrategy`. With the
@@ -209,11 +208,11 @@ class FabricScapeStrategy(ScapeOptions, FabricMethodStrategy):
 class FabricSparseLoCoStrategy(SparseLoCoOptions, FabricMethodStrategy):
     """``L.Fabric(strategy=FabricSparseLoCoStrategy(sync_every=30))``, or ``L.Fabric(strategy="sparseloco")``.
 
-    ``fabric.setup`` wraps the optimizer, any of torch's, in a :class:`~lightning_scape.SparseLoCo`; optimizer and model
-    stay what they are. ``clip_gradients`` is of the rank's own gradient. Inside a window every rank has parameters of
-    its own, and rank 0's are what ``save`` writes for the model. Call ``fabric.strategy.sync()`` at the end of
-    training, or give ``total_steps``: the last step then ends its window; and before you set up another optimizer over
-    the same parameters.
+    ``fabric.setup`` wraps any torch optimizer in a :class:`~lightning_scape.SparseLoCo`; optimizer and model stay what
+    they are. ``clip_gradients`` clips the rank's own gradient. Inside a window every rank has parameters of its own,
+    and ``save`` writes rank 0's for the model. Call ``fabric.strategy.sync()`` at the end of training, or give
+    ``total_steps``, so that the last step ends its window. Call it also before you set up another optimizer over the
+    same parameters.
 
     Its options: those of :class:`SparseLoCoOptions`, then those of
     :class:`~lightning_scape.FabricMethodStrategy`.

@@ -65,8 +65,8 @@ class FabricMethodStrategy(FabricCheckpoints):
         wrap: with ``local_group_size`` above 1: class names of the modules that are gathered one at a time. Empty takes
             the members of the model's outermost ModuleLists. Modules to which you have applied ``fully_shard`` over
             ``strategy.device_mesh["shard"]`` stay as they are.
-        broadcast_buffers: hand rank 0's buffers on before each forward pass with gradients, as DDP does; and parameters
-            that no optimizer trains and that differ, after each exchange.
+        broadcast_buffers: rank 0 sends its buffers before each forward pass with gradients, as with DDP, and, after
+            each exchange, the parameters that no optimizer trains and that differ.
         options: of the method, by name, in place of ``config`` (a strategy of one method).
 
     Raises:

@@ -65,11 +65,10 @@ def _check_callbacks(trainer: Trainer) -> None:
 class MethodStrategy(TrainerCheckpoints):
     """Training by a method, the one that ``config`` is of: ``MethodStrategy(SparseLoCoConfig(sync_every=30))``.
 
-    What holds for every method: buffers are equal on all ranks at the start and are not sent again, unless
-    ``broadcast_buffers`` is set: BatchNorm's statistics (or train with ``Trainer(sync_batchnorm=True)``), and what else
-    a module updates from its own batch. So it is with parameters that no optimizer trains. A warning says which differ.
-    And saving a checkpoint is collective: when one rank alone fails and a callback saves on exceptions, the others are
-    waited for until ``timeout``.
+    For every method: buffers (BatchNorm's statistics, and what else a module updates from its own batch) and parameters
+    that no optimizer trains are equal on all ranks at the start, and are not sent again, unless ``broadcast_buffers``
+    is set. A warning says which differ. ``Trainer(sync_batchnorm=True)`` also shares BatchNorm's statistics. Saving a
+    checkpoint is collective: if one rank alone fails, callbacks that save on exceptions save nothing.
 
     Args:
         config: the method's options. Where it has ``local_group_size``, ranks of a node may hold a replica together.
@@ -91,9 +90,10 @@ class MethodStrategy(TrainerCheckpoints):
             ``strategy.device_mesh["shard"]`` stay as they are.
         resume: ``"auto"``: fit goes on from the newest complete checkpoint in the folders of its ModelCheckpoints, on
             any number of ranks; where there is none, from the Trainer's ``ckpt_path``.
-        batches_per_step: of all ranks, in one optimizer step. ``accumulate_grad_batches`` follows the number of ranks.
-        broadcast_buffers: hand rank 0's buffers on before each training step, as DDP does: a message in every step;
-            and parameters that no optimizer trains and that differ, after each exchange.
+        batches_per_step: batches of all ranks in one optimizer step. ``accumulate_grad_batches`` follows the number of
+            ranks.
+        broadcast_buffers: rank 0 sends its buffers before each training step, as with DDP (a message in every step),
+            and, after each exchange, the parameters that no optimizer trains and that differ.
         options: of the method, by name, in place of ``config`` (a strategy of one method).
 
     Raises:

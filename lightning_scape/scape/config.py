@@ -95,7 +95,7 @@ class ScapeConfig:
     a shorter run."""
 
     mask_statistic: MaskStatistic = "residual"
-    """By what entries are chosen: ``"residual"``, which equals the sum of the first moments since the last update, up
+    """What entries are chosen by: ``"residual"``, which equals the sum of the first moments since the last update, up
     to a boundary term, and needs no memory; or ``"first_moment"``, that sum itself (8P/N bytes)."""
 
     mask_votes: int | None = None
@@ -105,7 +105,7 @@ class ScapeConfig:
     else 0."""
 
     second_moment: SecondMoment = "measured"
-    """With ``update="adams"``: what an entry not visited in the step before is divided by. ``"measured"`` floors the
+    """With ``update="adams"``: what divides an entry that the step before did not update. ``"measured"`` floors the
     denominator with the owner's own running mean square of its gradient, or, at densities above 5%, a share of it (4P/N
     bytes, no message). ``"reconstructed"`` takes it from the synchronized buffer alone, as the paper does.
     ``update="adamw"`` always measures (4P/N bytes)."""
@@ -120,7 +120,7 @@ class ScapeConfig:
 
     bias_correction: bool = False
     """With ``update="adams"``: divide the first moments by ``1 - beta1**t``, as the code of AdamS does, its paper does
-    not. An entry that waits remembers longer than that: its first visits take it less far.
+    not. An entry that waits remembers longer than that: its first updates take it less far.
     ``update="adamw"`` always corrects both moments, as torch does."""
 
     clip_norm: ClipNorm = "sketch"
