@@ -34,8 +34,8 @@ class AdamS(Optimizer):
         theta = theta - lr * m / (sqrt(v) + eps)
 
     With ``bias_correction`` both the old and the new ``m`` are divided by ``1 - beta1**t`` where the update reads them;
-    the stored ``m`` is never corrected. The paper's text does without, its code corrects: the first step is 0.45 ``lr``
-    without and 4.47 ``lr`` with it, at the default betas.
+    the stored ``m`` is never corrected. The paper's text has no correction, its code has one: the first step is
+    0.45 ``lr`` without and 4.47 ``lr`` with it, at the default betas.
 
     An entry whose gradient is zero keeps moving, by ``lr * beta1 / sqrt(beta2)`` a step, for both ``m`` and ``sqrt(v)``
     shrink together. A parameter whose ``.grad`` is None is left alone: neither stepped nor decayed.

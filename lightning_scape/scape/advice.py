@@ -1,4 +1,4 @@
-"""What is said to who trains by SCAPE: what holds at the start of a run, and where another choice would be better."""
+"""What SCAPE tells its user: what holds at the start of a run, and where another choice would be better."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_scape.scape.optimizer import ScapeOptimizer
 from lightning_scape.scape.stats import StepStats
 
 FEW_UPDATES = 50
-"""Of an entry: with so few in the whole run SCAPE ends well behind dense training (``docs/quality.md``)."""
+"""Updates of an entry: with fewer in the whole run SCAPE ends well behind dense training (``docs/quality.md``)."""
 SHORTEST_RUN = 100
 """Steps: a shorter one tries out whether things work."""
 WARN_BELOW = 0.95
@@ -26,11 +26,11 @@ WARN_BELOW = 0.95
 
 
 def too_short(optimizer: ScapeOptimizer, steps: float | None) -> str | None:
-    """What to tell who trains for ``steps`` steps in which entries are updated too rarely to learn; None otherwise.
+    """A warning if entries are updated too rarely to learn in ``steps`` steps; None otherwise.
 
     Args:
         optimizer: its schedule is that of this run.
-        steps: of the whole run; None is not known.
+        steps: of the whole run; None: not known.
     """
     if steps is None or not SHORTEST_RUN <= steps < math.inf:
         return None
@@ -55,7 +55,7 @@ def summary(optimizers: Sequence[ScapeOptimizer], steps: float | None, spell: Sp
 
     Args:
         optimizers: those of the run, built from the same options.
-        steps: of the whole run; None is not known.
+        steps: of the whole run; None: not known.
         spell: how the user writes options.
     """
     config = optimizers[0].config
@@ -103,14 +103,14 @@ def _beginning(schedule: SparsitySchedule, steps: float | None) -> str:
 
 
 class ScapeAdvice(Advice):
-    """Where the run is too short, and where a few early steps show that dense training would be faster.
+    """Warns if the run is too short, or if a few early steps show that dense training would be faster.
 
     The latter on the CPU only: elsewhere the CPU's seconds are those of queueing the work. Steps that send more than
     the options say (dense ones, the warm-up) are not judged, nor are the first ones after them, for buffers and caches
     are new to them.
 
     Args:
-        optimizer: whose.
+        optimizer: the one that it judges.
         first: steps at the final density before the first that counts.
         steps: how many count.
     """
@@ -148,9 +148,9 @@ def still_dense(optimizer: ScapeOptimizer) -> bool:
 def dense_would_be_faster(stats: Sequence[Any]) -> str | None:
     """What a run's own figures say: None where SCAPE pays or nothing can be said, else a sentence with the figures.
 
-    The bandwidth is what the step's own messages reached, waiting included, which is less than large messages would:
-    the estimate errs on SCAPE's side. Dense AdamW's own time is taken from the sweep's by the
-    memory they touch (28 bytes a parameter against 12), which makes it too long where scoring is what takes the time.
+    The bandwidth is what the step's own messages reached, waiting included. Large messages would reach more, so the
+    estimate favours SCAPE. Dense AdamW's own time is the sweep's, times the ratio of the memory they touch (28 bytes a
+    parameter against 12). That is too long where the sweep spends its time on scoring.
 
     Args:
         stats: :class:`~lightning_scape.StepStats` of a few sparse steps of one rank, whose CPU did the work itself
@@ -164,7 +164,7 @@ def dense_would_be_faster(stats: Sequence[Any]) -> str | None:
     own = median(max(sum(s.seconds.values()), s.message_seconds) for s in stats)
     waited = median(s.bytes_values + s.bytes_parameters + s.bytes_norm for s in stats)
     bandwidth = waited / messages
-    dense = median(s.bytes_dense for s in stats) / bandwidth + 28 / 12 * sweep + clipping  # which is as dear there
+    dense = median(s.bytes_dense for s in stats) / bandwidth + 28 / 12 * sweep + clipping  # as much there
     if dense >= WARN_BELOW * own:
         return None
     return (

@@ -39,7 +39,7 @@ class GradientClipping:
         self.skipped_total = 0
         self.last_skipped = False
         self.answer: Answer | None = None
-        """Of the first message for the current gradient, None before."""
+        """The answer to the first message for the current gradient, None before."""
         self.clip_value: float | None = None
         self._factor: Tensor | None = None
         self._measured: list[tuple[Tensor | None, int]] = []
@@ -50,11 +50,11 @@ class GradientClipping:
         self._strict = False
         self._standing: Standing | None = None
         self.found_inf: tuple[OnItsWay, bool, Standing | None] | None = None
-        """On CUDA, of the step before: its scale, whether ranks were together, and how many were told to stop, on their
-        way to host memory; whether its norm must be finite; its standing."""
+        """On CUDA, about the step before: its scale, whether ranks were together, and how many were told to stop, on
+        their way to host memory; whether its norm must be finite; its standing."""
 
     def forget(self) -> None:
-        """Drops what was recorded: the gradient it was measured on is gone."""
+        """Drops what was recorded: its gradient is gone."""
         self.answer = self._factor = self.clip_value = self._standing = None
         self._measured, self._flat = [], []
         self._strict = False
@@ -126,7 +126,7 @@ class GradientClipping:
     def flat_of(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients that were measured, flat, where they still lie in that memory; else an empty list.
 
-        A copy, of another memory order, does not see what is written past autograd: a loss scaler does that.
+        A flat copy (of another memory order) misses what is written past autograd, as a loss scaler does.
         """
         if len(self._flat) != len(grads):
             return []
@@ -145,7 +145,7 @@ class GradientClipping:
     def check_unchanged(self, grads: Sequence[Tensor | None]) -> None:
         """Raises ``RuntimeError`` if a gradient has changed since :meth:`remember`.
 
-        It may not be finite any more; and what was recorded would act on all that has come since.
+        It may no longer be finite, and the recorded factor would also scale what was added since.
         """
         for place, (grad, (known, known_version)) in enumerate(zip(grads, self._measured, strict=False)):
             if grad is not known or (grad is not None and version(grad) != known_version):

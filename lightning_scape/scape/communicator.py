@@ -13,10 +13,10 @@ proposals  all-to-all, uint8                (N-1)/N * (P/B) * (V * (2 or 3) + 1)
 ========== ================================ ============================================ ==================
 
 ``wire_dtype="int4"`` takes 0.53 bytes for a value, ``"int8"`` 1.03; parameters come back as changes in as many bits, in
-8 while more than half of a block is sent. From ``"bf16"`` and ``"fp32"`` those wider than that do; others, and those
-with masters, come back as values. ``V`` is ``ScapeConfig.proposed``; where it is 0 there is no fifth message. Mask and
-proposals travel on a process group of their own (on CUDA: communicator and stream), so that they never queue behind,
-nor hold up, the messages of the step or of the model.
+8 while more than half of a block is sent. With ``"bf16"`` and ``"fp32"``, wider parameters come back as changes, too;
+others, and those with masters, come back as values. ``V`` is ``ScapeConfig.proposed``; if it is 0, there is no fifth
+message. Mask and proposals travel on a process group of their own (on CUDA: communicator and stream), so that they
+never queue behind, nor hold up, the messages of the step or of the model.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from lightning_scape.comm.work import Work
 from lightning_scape.comm.worker import Worker
 
 KINDS = ("norm", "values", "parameters", "mask", "votes")
-"""Of messages, as they are counted."""
+"""Kinds of messages, by which their bytes are counted."""
 
 
 class Election(NamedTuple):
-    """What owners make the next mask of, from the proposals of all ranks."""
+    """What owners make the next mask from, with the proposals of all ranks."""
 
     residual: Tensor
-    """fp32 ``[R, B]``, this rank's of its shard."""
+    """fp32 ``[R, B]``: this rank's residual of its shard."""
     proposals: Tensor
-    """uint8 ``[N*R, W]``, this rank's for all shards."""
+    """uint8 ``[N*R, W]``: this rank's proposals for all shards."""
     proposed: int
     """Entries that a rank proposes for a block."""
     sent: int
     """q of the next step."""
     full: Tensor
-    """``[N*R, q]``, or bits, uint8 ``[N*R, B/8]``: becomes the mask of all ranks, as it travels."""
+    """``[N*R, q]``, or bits, uint8 ``[N*R, B/8]``: filled with the mask of all ranks, as it travels."""
     block_size: int | None
     """B where the mask travels as bits, else None."""
 
@@ -64,7 +64,7 @@ class ScapeCommunicator(Communicator):
     """The messages of one optimizer under SCAPE."""
 
     mask_group: ProcessGroup | None = None
-    """For those of the masks: from :func:`lightning_scape.comm.collectives.new_group_like`."""
+    """The masks' own group, from :func:`lightning_scape.comm.collectives.new_group_like`."""
 
     @classmethod
     def with_masks(cls, process_group: ProcessGroup | None, mask_group: ProcessGroup | None) -> Self:
@@ -75,7 +75,7 @@ class ScapeCommunicator(Communicator):
         return made
 
     def gather_mask(self, mine: Tensor) -> Work:
-        """``[N*R, q]`` arrive: every rank's rows ``[R, q]`` of the next mask. Behind what the group's thread sends."""
+        """``[N*R, q]`` arrive: every rank's rows ``[R, q]`` of the next mask, after what the group's thread sends."""
         if self.world_size == 1:
             return Work(mine, stream=self.side_stream.stream)
         full = mine.new_empty((self.world_size * mine.shape[0], mine.shape[1]))
@@ -91,7 +91,7 @@ class ScapeCommunicator(Communicator):
         return work
 
     def elect(self, election: Election) -> Work:
-        """Begins an election, on the mask group's own thread; its mask arrives."""
+        """Begins an election on the mask group's own thread; the work's result is the mask."""
         self.traffic.count("mask", election.full.nbytes, self.world_size)
         self.traffic.count("votes", election.proposals.nbytes, self.world_size)
         return self.beside(functools.partial(self._elect, election), election.full)

@@ -53,7 +53,7 @@ REMOVED_OPTIONS = {
 
 
 def _refusing_removed(config: type[_T]) -> type[_T]:
-    """Gives a dataclass an error for options that are no options any more."""
+    """Makes a dataclass raise an error for options that are no options any more."""
     construct = config.__init__
 
     @functools.wraps(construct)
@@ -113,14 +113,14 @@ class ScapeConfig:
     wire_dtype: WireDtype | None = None
     """How values travel to their owner: ``"int4"`` or ``"int8"`` (0.53 or 1.03 bytes: 64 values share a scale),
     ``"bf16"`` (2 bytes), or ``"fp32"``; the rounding error stays in the residual. None takes ``"int4"``, or ``"bf16"``
-    at sparsity 0, for dense training; a run that goes on from a checkpoint keeps one that was chosen there. From int4
-    and int8, parameters of any dtype come back as changes in as many bits (8 while more than half of a block is sent),
-    and the owner keeps what rounding leaves of these. From bf16 they do (rounded by a part in 512) where all are wider
-    than that; else, as from fp32 where masters are kept, they come back as values in their own dtype."""
+    at sparsity 0, for dense training; a run that goes on from a checkpoint keeps one that was chosen there. With
+    int4 and int8, parameters of any dtype come back as changes in as many bits (8 while more than half of a block is
+    sent), and the owner keeps their rounding errors. With bf16 (which rounds a change by a part in 512) and fp32 they
+    come back as changes if all are wider than the wire and need no masters, else as values in their own dtype."""
 
     bias_correction: bool = False
     """With ``update="adams"``: divide the first moments by ``1 - beta1**t``, as the code of AdamS does, its paper does
-    not. An entry that waits remembers longer than that: its first updates take it less far.
+    not. An entry that waits has a longer memory than this formula knows, so its first updates move it less far.
     ``update="adamw"`` always corrects both moments, as torch does."""
 
     clip_norm: ClipNorm = "sketch"
@@ -228,7 +228,7 @@ class ScapeConfig:
 
     @classmethod
     def paper(cls, sparsity: float = 0.99) -> ScapeConfig:
-        """The letter of the paper, which trains worse than the defaults: for comparison (docs/design.md, 1).
+        """The paper to the letter, for comparison: it trains worse than the defaults (docs/design.md, 1).
 
         Masks from first moments, the denominator from the synchronized buffer alone, the update of AdamS, no warm-up,
         values in bf16.
@@ -258,7 +258,7 @@ class ScapeConfig:
         return "waits" if self.sparsity_warmup_steps is None and self.update != "adams" else "geometric"
 
     def warmup_within(self, steps: float | None) -> int:
-        """The same for a run of ``steps`` steps; None or infinity is not known."""
+        """The same for a run of ``steps`` steps; None or infinity: not known."""
         if self.sparsity_warmup_steps is not None:
             return self.sparsity_warmup_steps
         if self.dense:
@@ -303,10 +303,10 @@ class ScapeConfig:
 
     @property
     def own_dtype(self) -> torch.dtype:
-        """Of an owner's values for its own shard, which do not travel: bf16 where those of others are packed.
+        """The dtype of an owner's values for its own shard, which do not travel: bf16 where other values are packed.
 
-        What rounding leaves in the residual ranks the entries that were just sent, where a step sends more than half:
-        by about their size. Of exact zeros the next mask takes the first positions, step after step.
+        Where a step sends more than half of a block, their rounding errors rank the entries that were just sent, by
+        about their size. If all were exact zeros, the next mask would take the first positions, step after step.
         """
         return self.values_dtype if self.wire_bits is None else torch.bfloat16
 
@@ -318,7 +318,7 @@ class ScapeConfig:
     def change_bits(self, sent: int) -> int | None:
         """Bits of a change on its way back, in a step that sends so many entries of a block; None: it is not packed.
 
-        8 while more than half is sent: of 4 bits, those of these first steps cost a small model 0.3% of its loss
+        8 while more than half is sent: with 4 bits, the changes of these first steps cost a small model 0.3% of loss
         (docs/research-log.md).
         """
         return 8 if self.wire_bits is not None and 2 * sent > self.quota.block_size else self.wire_bits

@@ -70,7 +70,7 @@ def check_convertible(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether torch's optimizer holds anything: who looks at an entry of its ``state`` makes an empty one."""
+    """Whether torch's optimizer holds anything: a mere look at an entry of its ``state`` makes an empty one."""
     return any(optimizer.state.values())
 
 
@@ -78,7 +78,7 @@ def state_brought(optimizer: torch.optim.Optimizer, ranks: Communicator) -> dict
     """What an optimizer has learnt before SCAPE takes its place; None: nothing yet. Collective.
 
     Raises:
-        ValueError: some ranks' optimizers have stepped, or were given a state, and others' not; on every rank.
+        ValueError: some ranks' optimizers have stepped, or were given a state, and others' have not; on every rank.
     """
     have = ranks.all_gather_object(has_state(optimizer))
     if all(have):

@@ -4,7 +4,7 @@ One all-reduce. Besides the measured norm it carries a digest of what must be th
 and flags: which parameters have a gradient on this rank, whether its epoch ends, whether it was told to stop.
 
 A digest is three whole numbers ``x``, small enough that fp32 adds up those of ``N`` ranks exactly. Where all are equal,
-``sum(x) = N x`` on every rank. Where not, that holds on some rank by chance alone, once in ``2**60`` steps.
+``sum(x) = N x`` on every rank. If they differ, that holds on a rank only by chance, once in ``2**60`` steps (N = 16).
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from lightning_scape.wire.flags import count_flags, pack_flags, packed_size
 DIGITS = 3
 """Numbers of a digest."""
 BACKWARD = -1
-"""In place of an optimizer's number: the message of a backward pass, after which modules may look at gradients."""
+"""Takes an optimizer's place in the message of a backward pass, after which modules may look at gradients."""
 
 
 class Standing(NamedTuple):
     """Where a rank is, and with which settings: what must be the same on all ranks."""
 
     optimizer: int
-    """Its number among those of the process."""
+    """Its number, among the optimizers over the same ranks."""
     step: int
     """Calls of ``step()`` before this one."""
     left_out: int = 0
     """Gradients that ``zero_grad()`` has dropped, and no step has used."""
     batch: int | None = None
-    """Of the epoch, where the Trainer has said it."""
+    """The batch of the epoch, where the Trainer has said it."""
     compared: bool = True
     """Whether its parameters were compared with the other ranks' since they were loaded."""
     groups: tuple[tuple[float, ...], ...] = ()
     """The numbers of every parameter group, by :data:`~.parameters.HYPERPARAMETERS`."""
     max_norm: float | None = None
-    """By which it clips; None: it does not."""
+    """The norm by which it clips; None: it does not clip."""
     problem: str | None = None
     """An error that this rank must raise instead of taking the step."""
 
@@ -78,12 +78,12 @@ class Answer(NamedTuple):
 
 
 class FirstMessage:
-    """Sends it, and compares.
+    """Sends the first message of a step, and compares what the ranks say.
 
     Args:
         communicator: the ranks whose gradients are averaged.
         node: the ranks that hold the other rows of the same gradient.
-        parameters: for how many there are flags.
+        parameters: their number; each has a flag.
     """
 
     def __init__(self, communicator: Communicator, node: Communicator, parameters: int) -> None:
@@ -98,7 +98,7 @@ class FirstMessage:
             channel.length = max(channel.length, length + channel.sketched)
 
     def exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> Answer:
-        """Collective.
+        """Sends the message, and returns what all ranks know then. Collective.
 
         Args:
             measured: fp32 ``[n]``, of this rank's gradients, to be summed: a sketch, or, with n = 1, the squared norm.
@@ -124,7 +124,7 @@ class FirstMessage:
         return self._over_node(*self._exchange(measured, flags, standing))
 
     def _exchange(self, measured: Tensor, flags: Sequence[bool], standing: Standing) -> tuple[Answer, Exception | None]:
-        """The answer of the ranks with the same rows. On the CPU, an error that ranks with other rows must know of."""
+        """The answer of the ranks with the same rows; on the CPU also an error that ranks with other rows must know."""
         ranks, device, error = self.communicator.world_size, measured.device, None
         packed, digest = pack_flags([*flags, self.epoch_end.reached, self.stop], ranks), standing.digest(ranks)
         carried = ops.to_device(torch.cat([packed, digest]), device)
@@ -156,7 +156,7 @@ class FirstMessage:
         return Answer(measured.sum().sqrt(), present, *known)
 
     def _over_node(self, answer: Answer, error: Exception | None) -> Answer:
-        """With the norm of the whole gradient; what any row's ranks know, all do. Collective."""
+        """The answer with the norm of the whole gradient. What the ranks of some rows know, all learn. Collective."""
         if self.node.world_size == 1:
             return answer
         norm = answer.norm
@@ -171,7 +171,7 @@ class FirstMessage:
         return answer._replace(norm=torch.linalg.vector_norm(everyone[:, 0]), together=together, stops=stops)
 
     def raise_apart(self, standing: Standing) -> None:
-        """Raises what is wrong, on every rank, from every rank's standing. Collective: all know that it is so."""
+        """Raises on every rank what is wrong, from every rank's standing. Collective: all know that they differ."""
         everyone: list[Standing] = self.communicator.all_gather_object(standing)
         for rank, other in enumerate(everyone):
             if other.problem is not None:

@@ -90,9 +90,9 @@ def guess_second_moment(snapshot: Snapshot, groups: Sequence[Mapping[str, Any]],
 
 
 def add_second_moment(whole: Mapping[str, Any]) -> None:
-    """Gives a whole state of the update of AdamS what AdamW misses in it: a second moment, the square of the first.
+    """Adds what AdamW misses in a whole state of the update of AdamS: a second moment, the square of the first.
 
-    So AdamS's denominator has it. SCAPE itself passes over it (:func:`~lightning_scape.scape.keys.has_second`).
+    AdamS's denominator has the same. SCAPE itself ignores it (:func:`~lightning_scape.scape.keys.has_second`).
     """
     if not has_second(whole["scape"]):
         for entry in whole["state"].values():
@@ -133,7 +133,7 @@ def dense_state(saved: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def residual_norm(saved: Mapping[str, Any]) -> float:
-    """Of a whole state of SCAPE: root mean square over ranks of the residuals' L2 norms."""
+    """Root mean square over ranks of the residuals' L2 norms, in a whole state of SCAPE."""
     residuals = saved["scape"]["residuals"]
     squares = sum(float(tensor.double().square().sum()) for residual in residuals for tensor in residual.values())
     return float((squares / max(1, len(residuals))) ** 0.5)

@@ -59,7 +59,7 @@ class ScapeForm(Form):
             return dict.fromkeys(common["shapes"], common["tensors"])
         if self.name in whole and not keys.has_second(common):  # what is there is for AdamW
             return {index: set(entry) - {"exp_avg_sq"} for index, entry in whole["state"].items()}
-        return {index: entry for index, entry in whole["state"].items() if entry}  # who looks at torch's makes one
+        return {index: entry for index, entry in whole["state"].items() if entry}  # a look at torch's makes one
 
     @override
     def rows_shapes(self, common: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -103,7 +103,7 @@ class ScapeForm(Form):
 
     @override
     def common_of(self, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """That of AdamW, Adam or AdamS has no facts."""
+        """The facts; a state of AdamW, Adam or AdamS has none."""
         tensors = ("residuals", "mask", "masks")
         facts = {name: value for name, value in whole.get("scape", {}).items() if name not in tensors}
         return {**facts, "param_groups": whole["param_groups"]}

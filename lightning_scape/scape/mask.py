@@ -38,7 +38,7 @@ class SparsitySchedule:
         return cls(config.quota, config.dense_steps, config.warmup_within(total_steps), config.warmup_shape)
 
     def sent(self, step: int) -> int:
-        """Q of a step, counted from 0; q = B means that everything is sent, and needs no mask.
+        """The q of a step (steps count from 0). q = B means that everything is sent, and no mask is needed.
 
         At the i-th of T steps of the warm-up (i = 1, 2, ...) the density is ``rho**(i / (T + 1))``, or, where the waits
         grow linearly, ``1 / (1 + (1 / rho - 1) i / (T + 1))`` (docs/design.md, 3.3).
@@ -120,9 +120,9 @@ class Masks:
         return ops.pack_mask(mine, self._layout.block_size) if self._as_bits(mine.shape[1]) else mine
 
     def missing(self, step: Step) -> bool:
-        """Whether this step must make its own mask (:meth:`make_now`), for there is none of its density.
+        """Whether this step must make its own mask (:meth:`make_now`), because there is none of its density.
 
-        So it is with the first sparse step, the first after dense ones, and where a mask was lost or dropped.
+        That is so in the first sparse step, in the first after dense ones, and where a mask was lost or dropped.
         """
         self.unproven = False
         if self.sends_all(step.number):
@@ -143,7 +143,7 @@ class Masks:
         self.unproven = True
 
     def of(self, step: Step) -> StepMask:
-        """The step's mask, cut for all who use it."""
+        """The step's mask, in the parts that a step uses."""
         mask = self.active
         if mask is None:
             return StepMask()
@@ -155,7 +155,7 @@ class Masks:
     def next_after(self, step: Step) -> NextMask | None:
         """Memory for the next mask, which the sweeps of ``step`` fill; None if no mask is due.
 
-        None is due when the next step sends everything, or when this one does: then nothing is left in the residual to
+        No mask is due if the next step sends everything, or if this one does: then nothing is left in the residual to
         score, and the next step makes its mask from its own gradient.
         """
         if self.active is None or self.sends_all(step.number + 1):
@@ -204,11 +204,11 @@ class Masks:
     # ------------------------------------------------------------------------------------------- loads and skips
 
     def restore(self, mask: Tensor | None) -> None:
-        """Takes up a mask that was saved, to be used next; None leaves it to the next step to make one."""
+        """Uses a saved mask next; with None the next step makes one."""
         self.active, self.unproven = mask, False
 
     def drop_unproven(self) -> None:
-        """After a skipped step: drops the mask made in that step, and the next one; their residual had no gradient."""
+        """After a skipped step: drops the mask made in it, and the next one. Their residual had no gradient."""
         if self.unproven:
             self.wait()
             self.restore(None)

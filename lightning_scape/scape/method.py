@@ -26,10 +26,10 @@ _trained: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 class ScapeClipping(Clipping):
-    """Of the averaged gradient, by sketches.
+    """Clips the averaged gradient, whose norm a sketch estimates.
 
     Args:
-        optimizer: whose.
+        optimizer: the one whose gradient it clips.
     """
 
     def __init__(self, optimizer: ScapeOptimizer) -> None:

@@ -21,7 +21,7 @@ Groups = Sequence[dict[str, Any]]
 class Opening:
     """Opens a step by its first message, with what this rank has done since the last one.
 
-    Who first asks for the norm sends it: clipping, or the step itself.
+    The first to ask for the norm sends it: clipping, or the step itself.
 
     Args:
         parameters: those trained.
@@ -43,15 +43,15 @@ class Opening:
         """:meth:`_versions` after gradients were cleared."""
 
     def gradients(self, groups: Groups, calls: int, max_norm: float | None = None) -> list[Tensor | None]:
-        """Flat gradients. The step's first message is sent, unless it was before; by ``max_norm`` anew.
+        """Returns flat gradients. Sends the step's first message if it was not sent yet; with ``max_norm`` again.
 
-        What is wrong with this rank's gradients or groups, the message tells all ranks. This rank raises its own error
-        when all know of it, in place of what they are told.
+        If something is wrong with this rank's gradients or groups, the message tells all ranks. Then this rank raises
+        its own error, and the others raise what they were told.
 
         Args:
             groups: the optimizer's parameter groups.
             calls: steps before this one.
-            max_norm: by which is clipped; None: not asked.
+            max_norm: bound of the norm; None: no clipping is asked for.
         """
         if max_norm is not None:
             self._check_clipped()
@@ -77,13 +77,13 @@ class Opening:
         return grads
 
     def clip_value(self, clip_value: float) -> None:
-        """Records a bound of the gradients that there are."""
+        """Records a bound for the present gradients."""
         self._check_clipped()
         self._clipping.record_value(clip_value)
         self._clipping.remember(self._parameters.raw_gradients(), [])
 
     def _check_clipped(self) -> None:
-        """What was clipped before is still there, or all of it is gone, by the module's ``zero_grad()``."""
+        """Checks that clipped gradients are unchanged; forgets them if the module's ``zero_grad()`` has removed all."""
         if not self._clipping.recorded:
             return
         grads = self._parameters.raw_gradients()
@@ -93,9 +93,9 @@ class Opening:
             self._clipping.check_unchanged(grads)
 
     def norm_after_backward(self, groups: Groups, calls: int, grads: Sequence[Tensor]) -> Tensor | None:
-        """Of these gradients: not finite if any rank's is not. Its message is told from the first one of a step.
+        """The norm of these gradients, not finite if any rank's is not; None: there are no other ranks.
 
-        None: there are no other ranks.
+        Its message cannot be taken for the first one of a step.
         """
         if self._comm.world_size == self.message.node.world_size == 1:
             return None
@@ -114,22 +114,22 @@ class Opening:
     # ------------------------------------------------------------------------------------- what became of gradients
 
     def ask_anew(self) -> None:
-        """Nothing was clipped yet: the norm is measured again, for gradients may have changed, or be new ones."""
+        """Has the norm measured again, unless gradients were clipped: they may have changed, or be new ones."""
         if not self._clipping.recorded:
             self._clipping.forget()
 
     def measured(self, flat: list[Tensor | None]) -> None:
-        """The norm of the gradients, ``flat``, is known before the step, which takes the same ones."""
+        """Notes that the norm of the gradients, ``flat``, is known before the step, which takes the same ones."""
         self._clipping.remember(self._parameters.raw_gradients(), flat)
         self.used()  # by all ranks, also those without gradients; what follows is decided by the same norm
 
     def used(self) -> None:
-        """All ranks have used the gradients that there are, or none was there."""
+        """Notes that all ranks have used their gradients, or had none."""
         self._used = True
 
     @contextlib.contextmanager
     def dropping(self) -> Iterator[None]:
-        """Around the clearing of gradients: counts those that no step used, forgets what was recorded of them."""
+        """A context around the clearing of gradients: counts those that no step used, forgets what was recorded."""
         changed = self._versions() != self._cleared
         if not self._used and changed and any(p.grad is not None for p in self._parameters.tensors):
             self._left_out += 1

@@ -40,8 +40,8 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
     r"""AdamW or AdamS with sharded state, whose ranks exchange ``1 - sparsity`` of the entries per step.
 
     Every rank holds all parameters and a residual (fp32, P entries): its gradients that are not yet sent. Rank j owns
-    one N-th of the entries, with their moments, last steps and, for narrow parameters, fp32 master weights. The step is
-    :meth:`lightning_scape.scape.step.Engine.step`.
+    one N-th of the entries: it keeps their moments, last steps, and the rounding errors of their changes (with values
+    in bf16 or fp32: fp32 masters of narrow parameters). The step is :meth:`lightning_scape.scape.step.Engine.step`.
 
     Entries outside the mask are left bitwise as they are. Ranks hold bitwise equal parameters after every step. Works
     under plain ``torchrun`` as well as under Lightning; with one rank nothing is sent. A parameter that has no gradient
@@ -126,8 +126,8 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         lr, betas, eps and weight decay are kept per group, and the group dicts are shared by reference, so that whoever
         holds them (an LR scheduler) goes on steering; hooks are shared, too. The update is the optimizer's own, unless
         ``config.update`` names one. ``fused`` and ``foreach`` are ways to compute and are dropped. An
-        ``AdamS(bias_correction=True)`` keeps its bias correction. Moments of one that has stepped, or that was given a
-        state, carry over as :meth:`load_state_dict` has it.
+        ``AdamS(bias_correction=True)`` keeps its bias correction. If the optimizer has stepped or was given a state,
+        its moments carry over as in :meth:`load_state_dict`.
 
         Raises:
             TypeError: another kind of optimizer.
@@ -205,7 +205,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
 
     @entry
     def all_finite(self) -> bool:
-        """Whether the gradients of all ranks are finite: by it all of them take a step, or none does. Collective.
+        """Whether the gradients of all ranks are finite. All get the same answer, so all step or none does. Collective.
 
         ::
 
@@ -213,9 +213,9 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
             if optimizer.all_finite():  # not: all(p.grad.isfinite().all() for p in ...), which each rank answers alone
                 optimizer.step()
 
-        Costs no message of its own: the step goes by what was measured here. On CUDA the CPU waits. Ask it after the
-        backward pass and in place of ``clip_grad_norm``, or after it. A step that is taken without asking is skipped on
-        all ranks where a gradient is not finite.
+        Costs no message of its own: the step uses what was measured here. On CUDA the CPU waits. Ask it after the
+        backward pass, in place of ``clip_grad_norm`` or after it. A step that is taken without asking is skipped on all
+        ranks if a gradient is not finite.
         """
         return self.engine.all_finite(self.param_groups)
 
@@ -235,7 +235,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
             super().zero_grad(set_to_none)
 
     def ranks_that_skip_together(self) -> int:
-        """All."""
+        """All ranks of the group."""
         return self.engine.comm.world_size
 
     # --------------------------------------------------------------------------------- life of the state
@@ -245,16 +245,16 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         self.engine.masks.wait()
 
     def mark_masters_stale(self) -> None:
-        """Tells that parameters were overwritten from outside, before a checkpoint is to hold their masters anew.
+        """Says that parameters were overwritten from outside, so that the next checkpoint holds new masters of them.
 
-        Not needed for training: where the owner updates an entry, it takes the parameter in place of a master that does
-        not round to it.
+        Not needed for training: when the owner updates an entry whose master does not round to the parameter, it takes
+        the parameter instead.
         """
         self.engine.mark_masters_stale()
 
     @property
     def state(self) -> Any:
-        """Not what torch has there. ``clear()`` on all ranks begins anew; a read or change is an error."""
+        """Empty, unlike torch's. ``clear()`` on all ranks begins anew; a read or change is an error."""
         return StateElsewhere(self._begin_anew)
 
     @state.setter
@@ -287,7 +287,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
 
     @property
     def config(self) -> ScapeConfig:
-        """All options; the wire is a loaded checkpoint's, where none was chosen."""
+        """All options. Where no wire was chosen, it is the loaded checkpoint's."""
         return self.engine.config
 
     @property
@@ -301,7 +301,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         return self.engine.calls
 
     def expect_steps(self, total_steps: float | None) -> None:
-        """Fits the default warm-up of AdamS's update into a run of ``total_steps`` steps; None is not known.
+        """Fits the default warm-up of AdamS's update into a run of ``total_steps`` steps; None: not known.
 
         Called by the Trainer's strategy, which learns it late. Once a step was taken or loaded it does nothing.
         """
@@ -358,14 +358,14 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
 
     @property
     def dense(self) -> torch.optim.Optimizer:
-        """What it stands in for: the optimizer that :meth:`from_optimizer` was given, or one over the same groups."""
+        """The optimizer that it replaces: what :meth:`from_optimizer` was given, or one over the same groups."""
         if self._dense is None:
             groups = [dict(group) for group in self.param_groups]
             self._dense = torch.optim.AdamW(groups) if self.config.update == "adamw" else AdamS(groups)
         return self._dense
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, or what a pickle gives, is a copy of :attr:`dense`: who copies a model that keeps it gets the same.
+        """A copy or a pickle of it is one of :attr:`dense`, also in a copy of a model that keeps it.
 
         The moments lie on all ranks, and are not part of it: a warning says so.
         """
@@ -383,15 +383,15 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         """Collects the state of all ranks on rank ``to``, where :meth:`state_dict` then returns it. Collective.
 
         The whole state takes about ``(4 N + 16) P`` bytes of host memory there, residuals of all ranks included (with
-        the update of AdamS ``4 P`` more: what AdamW would need to go on from it). To collect it takes little more: all
+        the update of AdamS ``4 P`` more: what AdamW would need to go on from it). Collecting takes little more: all
         ranks' residuals of one parameter at a time.
         """
         self.engine.consolidated = FORM.collected(self._own_parts({"param_groups": []}), to)
 
     def sharded_state_dict(self) -> OwnParts:
-        """This rank's part of the state, as :func:`lightning_scape.checkpoint.dcp.write_directory` takes it; views.
+        """This rank's part of the state, as :func:`lightning_scape.checkpoint.dcp.write_directory` takes it, in views.
 
-        No tensor is sent, and no rank ever holds the whole state. Collective: a hook of the user's may fail.
+        No tensor is sent, and no rank ever holds the whole state. Collective, for a user's hook may fail.
         """
         node, comm = self.engine.node, self.engine.comm
         with comm.watched.at("collecting the state"):
@@ -401,7 +401,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
         return checkpoint.own_parts(self._snapshot(self.engine.state_at_rest()), self.engine.comm, beside_state)
 
     def _beside_state(self) -> dict[str, Any]:
-        """Parameter groups, and what hooks of the user's add to a state dict. They see no state: no rank has all."""
+        """Parameter groups, and what the user's hooks add to a state dict. Hooks see no state: no rank has all."""
 
         def hide(_: Any, found: dict[str, Any]) -> None:
             found["state"] = self.state
@@ -433,8 +433,8 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
 
         A state of another number of ranks, or of ranks that hold a replica together, is resharded: moments, last steps
         and masters exactly, residuals so that their mean over replicas is kept. One of another block length or sparsity
-        drops the masks. One of AdamW, Adam or AdamS gives its moments. Each with a warning that says so. An empty state
-        counts as that of the first rank that has one: what :meth:`state_dict` gave on one rank.
+        drops the masks. One of AdamW, Adam or AdamS gives its moments. Each with a warning that says so. A rank
+        with an empty state gets that of the first rank that has one, as :meth:`state_dict` gives it on one rank only.
 
         Raises:
             ValueError: parameters or groups differ in number, order or shape, or the format is newer than this
@@ -465,7 +465,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
 
 
 def _with_update(config: Any, update: Update) -> ScapeConfig:
-    """The configuration; its update is this one where it names none."""
+    """The configuration, with this update if it names none."""
     if not isinstance(config, ScapeConfig):
         raise TypeError(f"`config` must be a ScapeConfig, got {type(config).__name__}. Pass ScapeConfig(sparsity=...).")
     return config if config.update is not None else replace(config, update=update)

@@ -2,7 +2,7 @@
 
 What is saved, as :mod:`lightning_scape.checkpoint.parts` has it: the shard's tensors are owned by the ranks and cut
 anew on another number of them; every rank has a residual, and on another number of ranks each starts from their mean;
-the mask is dropped where the blocks are others. :mod:`.form` shows how it is written.
+the mask is dropped if the blocks differ. :mod:`.form` shows how it is written.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _read_shard(snapshot: Snapshot, source: Source, rank: int) -> None:
     if "master" in names and snapshot.parameters.need_masters:
         state.master = torch.zeros_like(state.exp_avg)
     packs = snapshot.config.wire_bits is not None
-    # Of fp32 parameters it ends with the wire that made it: less than a unit of each entry.
+    # fp32 parameters lose it when the wire changes: it is less than a unit in an entry's last place.
     if "change_error" in names and (packs or snapshot.parameters.need_masters):
         state.change_error = torch.zeros_like(state.exp_avg)
     if state.exp_avg_sq is not None and "noise" in names and "exp_avg_sq" not in names:

@@ -1,4 +1,4 @@
-"""SCAPE in a plan: a step predicted from its messages, from its own work, and from what that was measured to cost.
+"""SCAPE in a plan: predicts a step from its messages, its own work, and the measured cost of that work.
 
 Its mask travels during forward and backward; its other three messages are waited for.
 """
@@ -40,14 +40,14 @@ from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.scape.optimizer import ScapeOptimizer
 
 WIRES: tuple[WireDtype, ...] = ("int4", "bf16")
-"""With which the loss was measured to be as good (docs/quality.md)."""
+"""Those with which the loss was measured to be as good (docs/quality.md)."""
 Costs = Mapping[float, tuple[float, float]]
 """Seconds by density: per parameter of the model (norm, sweep, write-back), and of the shard (second moment, merge,
 update). Where it is measured, the second may be negative: an owner proposes nothing to itself."""
 
 
 class ScapeCost(StepCost):
-    """Of ``Machine.own`` it keeps :data:`Costs`."""
+    """Its entry of ``Machine.own`` is :data:`Costs`."""
 
     @override
     def predict(self, job: Job, link: Link, machine: Machine, sparsities: Sequence[float]) -> list[Prediction]:
@@ -79,7 +79,7 @@ class ScapeCost(StepCost):
 
     @override
     def alternatives(self, job: Job, link: Link, machine: Machine, late: Prediction) -> list[Prediction]:
-        """Values on the wire as wide as ``late``'s are not."""
+        """Predictions with the wires that ``late`` does not use."""
         if not late.sparsity or late.group_size > 1:
             return []
         config = ScapeConfig(sparsity=late.sparsity)
@@ -102,7 +102,7 @@ def predict(job: Job, link: Link, machine: Machine, config: ScapeConfig, kept: i
     """SCAPE with ``config``; at sparsity 0 it is dense training, sharded.
 
     While its messages travel, a step sweeps its own shard and applies its own changes. The model adds that time to the
-    messages': on slow links it is up to that much too long.
+    messages': on slow links its result is up to that much too long.
 
     Args:
         job: what is trained, on how many ranks.
@@ -152,7 +152,7 @@ def _warm_up(job: Job, link: Link, machine: Machine, config: ScapeConfig, steps:
 
 
 def own_seconds(costs: Costs, density: float, parameters: int, ranks: int) -> float:
-    """A step's own time, linear in between the densities that are known (beyond them, as the nearest).
+    """A step's own time, interpolated between the known densities (beyond them, that of the nearest).
 
     Raises:
         ValueError: nothing is known.

@@ -1,4 +1,4 @@
-"""What differs from row to row: hyperparameters by group, steps by parameter; and who takes part in a step."""
+"""What differs from row to row: hyperparameters by group, steps by parameter; and which parameters take part."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Participants:
         """The place of each block's parameter."""
 
     def of(self, state: ScapeState, scale: Tensor, present: Tensor | None) -> Scale:
-        """Who takes part in a step with this scale; ``present`` is 1 for parameters with a gradient, None: all."""
+        """The scale of all that take part in a step; ``present`` is 1 for parameters with a gradient, None: all."""
         if present is None:
             return Scale(scale, scale, scale, scale)
         if state.missed is None:
@@ -67,13 +67,13 @@ class Participants:
         return Scale(scale, parameters, blocks, blocks[self._my_rows])
 
     def steps(self, state: ScapeState) -> Tensor:
-        """int32, the number of this step by the count of each of my rows; 0-dim if no step was ever missed."""
+        """int32 ``[R]``, this step's number in the count of each row's parameter; 0-dim if no step was ever missed."""
         if state.missed is None:
             return state.step + 1
         return state.step - state.missed[self._of_block.on(state.step.device)[self._my_rows]] + 1
 
     def count(self, state: ScapeState, scale: Scale) -> None:
-        """Counts the step, and who missed it."""
+        """Counts the step, and the parameters that missed it."""
         taken = (scale.whole != 0).to(state.step.dtype)
         state.step += taken
         if state.missed is not None and scale.parameters.dim():
@@ -81,7 +81,7 @@ class Participants:
 
 
 class Corrections(NamedTuple):
-    """What divides the moments for their start at zero: 0-dim, or ``[R]`` where rows differ."""
+    """Divisors that correct the moments for their start at zero: 0-dim, or ``[R]`` where rows differ."""
 
     first: Tensor
     """``1 - beta1**t``, or 1."""
@@ -92,10 +92,10 @@ class Corrections(NamedTuple):
 
 
 class RowHyperparameters:
-    """Reads lr, betas, eps and weight decay off the groups, anew at each step: schedulers change them.
+    """Reads lr, betas, eps and weight decay from the groups, anew at each step: schedulers change them.
 
     Args:
-        parameters: what the pieces are pieces of.
+        parameters: those of the pieces.
         pieces: what fills the shard's rows.
         rows: R, rows of the shard.
         bias_correction: for all groups; a group's own ``bias_correction`` (AdamS) adds to it.

@@ -19,9 +19,9 @@ from lightning_scape.wire.values import ValueWire
 SAMPLE_INTERVAL = 8
 """AdamS: steps from one sample of the gradient's mean square to the next."""
 SAMPLE_WEIGHT = 0.1
-"""AdamS: of the newest sample, a memory of about 80 steps."""
+"""AdamS: weight of the newest sample, for a memory of about 80 steps."""
 MEAN_SQUARE_FLOOR = 1 / 20
-"""AdamS: share of the mean square that bounds the denominator, times the mean interval between visits; at most 1."""
+"""AdamS: times the mean wait B/q, and at most 1, it is the share of the mean square that bounds the denominator."""
 
 
 class Outgoing:
@@ -35,7 +35,7 @@ class Outgoing:
 
     def __init__(self, layout: Layout, rank: int, config: ScapeConfig) -> None:
         self.region = layout.remote(rank)
-        """Rows of all blocks."""
+        """The shards of the other ranks; rows count from block 0."""
         self.wire = ValueWire(config.wire_bits if layout.world_size > 1 else None)
         """Packs the values, while they are swept."""
         self._rank, self._shards = rank, layout.world_size
@@ -47,7 +47,7 @@ class Outgoing:
         _fold(step, self.region, step.state.residual)
 
     def take(self, step: Step) -> Tensor:
-        """Folds, compacts and proposes; returns the message for the other ranks, beside the parameters.
+        """Folds, compacts and proposes; returns the message for the other ranks, on the parameters' device.
 
         Its values ``[N*R, q]`` are zero in my rows. With one rank there is nothing to do: ``[0, q]``.
 
@@ -89,7 +89,7 @@ class Shard:
     Args:
         layout: blocks and shards.
         rank: this rank.
-        config: statistics, update and wire.
+        config: its statistics, update and wire are used.
         parameters: of the optimizer.
         participants: count the steps of each parameter.
     """
@@ -98,7 +98,7 @@ class Shard:
         self, layout: Layout, rank: int, config: ScapeConfig, parameters: Parameters, participants: Participants
     ) -> None:
         self.rows, self.region = layout.rows_of(rank), layout.local(rank)
-        """Of all blocks; and what fills them, counted from the first."""
+        """The shard's rows among all blocks; and its region, whose rows count from the first of them."""
         self._layout, self._rank, self._config = layout, rank, config
         self._parameters, self._participants = parameters, participants
         corrects = config.bias_correction or config.update == "adamw"
@@ -159,7 +159,7 @@ class Shard:
         return values.to(state.step.device, self._config.values_dtype)
 
     def _second_moment(self, step: Step, *, sparse: bool) -> ops.SecondMoment | None:
-        """The mean square that my gradient goes into in this step, if any."""
+        """The running mean square that takes in my gradient in this step, if any."""
         state, pieces, ranks = step.state, self.region.pieces, self._layout.world_size
         # Where everything is sent, AdamW's update takes the averaged gradient itself.
         if state.exp_avg_sq is not None and sparse:
@@ -193,15 +193,15 @@ class Shard:
     # ------------------------------------------------------------------------------------------- all ranks' gradient
 
     def update(self, step: Step, mean: Tensor, mine: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The update of the masked entries, from the mean gradient ``[R, q]`` and my sum; None without a mask.
+        """Updates the masked entries from the mean gradient ``[R, q]`` and my own sum (None without a mask).
 
         Returns:
-            The message: new values of the entries, or their changes, ``[R, q]`` in the dtype of their travel (or
-            packed); and what its readers find in it, ``[R, q]``.
+            The message: new values of the entries, or their changes, ``[R, q]`` in the dtype in which they travel (or
+            packed); and what all ranks will read from it, ``[R, q]``.
         """
         state, mask = step.state, step.mask.mine
         theta = torch.zeros_like(mean) if state.master is None else ops.gather_blocks(state.master, mask)
-        # Of what somebody else has written since, the parameter's value, in place of the master's.
+        # Where somebody else has written a parameter since, its value takes the master's place.
         renew, flats, pieces = state.master is not None, self._parameters.flat, self.region.pieces
         ops.gather_params(ops.ParamEntries(flats, pieces, mask, self._layout.block_size), theta, renew)
         before = theta.clone() if self.as_changes else None
@@ -213,7 +213,7 @@ class Shard:
             message = theta.to(self._parameters.wire_dtype)
         elif self.wire.bits is None:
             message = ops.changes(theta, before, self._change_dtype)
-        else:  # with what earlier ones' rounding has left; what is left now stays with us
+        else:  # with the rounding errors of earlier changes; the new ones stay with us
             if state.change_error is None:
                 state.change_error = torch.zeros_like(state.exp_avg)
             bits = self._config.change_bits(step.sent)
@@ -234,19 +234,19 @@ class Shard:
         flats, layout = self._parameters.flat, self._layout
         if self.keeps_masters and (state.master is None or stale):
             state.refresh_master(flats, layout, self._rank)
-        elif not self.keeps_masters and state.master is not None:  # of a state that another wire, or one rank, has left
+        elif not self.keeps_masters and state.master is not None:  # left by another wire, or by one rank
             state.split_master(flats, layout, self._rank)
 
     def error_of_rounding(self, state: ScapeState) -> Tensor | None:
-        """Takes up what narrower parameters lose of their changes; None where these are written whole."""
+        """The tensor that takes up what narrower parameters lose by rounding; None where changes are not packed."""
         return None if self.wire.bits is None else state.change_error
 
     def read(self, step: Step, message: Tensor, some: Sequence[slice]) -> Tensor:
-        """Updated values or changes of all ranks' messages, ``[N*R, q]``, some rows; every rank reads the same."""
+        """Updated values or changes ``[N*R, q]`` from all ranks' messages, in ``some`` rows; alike on all ranks."""
         return self.wire.read(message, self._layout.shard_blocks, step.sent, self._layout.world_size, some)
 
     def _update(self, step: Step, theta: Tensor, mean: Tensor, mine: Tensor | None) -> Tensor:
-        """Updates ``theta [R, q]``; returns how many of the entries were visited in the step before too."""
+        """Updates ``theta [R, q]``; returns how many of the entries were updated in the step before, too."""
         state, mask, scale = step.state, step.mask.mine, step.scale.mine
         number = self._participants.steps(state)
         hyper, corrections = self._hyperparameters.at(number, step.groups, theta.dtype, state.exp_avg_sq_since)

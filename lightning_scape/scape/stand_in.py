@@ -1,8 +1,8 @@
-"""The user's optimizer after it was swapped: what is asked of it, the ScapeOptimizer in its place does. Knows no host.
+"""The user's optimizer after the swap: it passes its calls on to the ScapeOptimizer in its place. Knows no host.
 
 A module may keep the optimizer that it returned, a Fabric script the one that it gave away. Under DDP either may be
 stepped, for gradients are averaged before. Here its own step would take this rank's gradient, and ranks would train
-apart without a word. So its methods are passed on, on the object alone: its class and its copies stay torch's.
+apart without an error. So its methods are passed on, on the object alone: its class and its copies stay torch's.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def put_in_place(dense: Optimizer, scape: ScapeOptimizer) -> None:
 
     own = vars(dense)
     own[_HERE] = scape, own.get("step")
-    # A scheduler that is built on the old optimizer finds its step marked, and asks whether it was called: that ours
-    # notes, too.
+    # A scheduler that is built on the old optimizer finds its step marked, and asks whether it was called: our step
+    # notes that, too.
     own["step"] = step
     own.update({name: getattr(scape, name) for name in (*_PASSED_ON, "state")})
 
 
 def standing_for(optimizer: object) -> ScapeOptimizer | None:
-    """The one in the place of a swapped optimizer; None: it was not swapped."""
+    """The ScapeOptimizer in place of a swapped optimizer; None: it was not swapped."""
     found: tuple[ScapeOptimizer, Any] | None = getattr(optimizer, "__dict__", {}).get(_HERE)
     return None if found is None else found[0]
 

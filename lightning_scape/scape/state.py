@@ -40,7 +40,7 @@ class ScapeState:
     local_exp_avg: Tensor | None = None
     """``[R, B]`` fp32, ``mask_statistic="first_moment"`` only: first moment of this rank's own gradient."""
     local_exp_avg_sum: Tensor | None = None
-    """``[R, B]`` fp32, likewise: that moment summed since each entry's last visit."""
+    """``[R, B]`` fp32, likewise: that moment summed since each entry's last update."""
     local_exp_avg_sq: Tensor | None = None
     """``[R, B]`` fp32 (fp64), ``update="adams"`` and ``second_moment="measured"`` only: running mean square of this
     rank's own gradient, divided by N. It estimates the noise of the averaged gradient."""
@@ -50,7 +50,7 @@ class ScapeState:
     """Whether the last step has added one that is not counted yet: on CUDA a skip is known late."""
     exp_avg_sq: Tensor | None = None
     """``[R, B]`` fp32 (fp64), ``update="adamw"`` only: v of AdamW, the running mean square of the averaged gradient,
-    not corrected for its start at zero. Entries that are not visited take this rank's own gradient for it."""
+    not corrected for its start at zero. Between an entry's updates it takes in this rank's own gradient instead."""
     exp_avg_sq_since: int = 0
     """The step at whose end ``exp_avg_sq`` was zero."""
     change_error: Tensor | None = None
@@ -87,12 +87,12 @@ class ScapeState:
             self.master = torch.zeros_like(self.exp_avg)
         entries = ops.ParamEntries(flats, layout.local(rank).pieces, None, layout.block_size)
         ops.gather_params(entries, self.master, renew=self.change_error is None)
-        if self.change_error is not None:  # of a state whose changes were packed
+        if self.change_error is not None:  # its changes were packed
             self.master.add_(self.change_error)
             self.change_error = None
 
     def split_master(self, flats: Sequence[Tensor], layout: Layout, rank: int) -> None:
-        """Keeps of each master what its parameter lacks, as ``change_error``; nothing where it does not round to it."""
+        """Turns masters into ``change_error``: what the parameter lacks; 0 where the master does not round to it."""
         assert self.master is not None
         entries = ops.ParamEntries(flats, layout.local(rank).pieces, None, layout.block_size)
         ops.gather_params(entries, self.master, renew=True)
@@ -126,16 +126,16 @@ class Scale(NamedTuple):
 
 
 class StepMask(NamedTuple):
-    """The entries of a step, as positions in their blocks, cut once for all who use them; None is all entries."""
+    """The masked entries of a step, as positions in their blocks, in the parts that it uses; None is all entries."""
 
     everyone: Tensor | None = None
-    """``[blocks, q]``, beside the parameters."""
+    """``[blocks, q]``, on the parameters' device."""
     mine: Tensor | None = None
     """``[R, q]``: the rows of my shard."""
     swept: Tensor | None = None
-    """``everyone`` beside the residual; no rows with one rank, where nothing is sent."""
+    """``everyone`` on the residual's device; no rows with one rank, where nothing is sent."""
     swept_mine: Tensor | None = None
-    """``mine`` beside the residual."""
+    """``mine`` on the residual's device."""
 
 
 @dataclass
@@ -160,7 +160,7 @@ class Step:
     grads: Sequence[Tensor | None]
     """The flat gradient of every parameter, None where it has none."""
     clip_value: float | None
-    """To which gradients are clamped elementwise."""
+    """The bound to which gradients are clamped elementwise."""
     record: StepRecord
     scale: Scale
     sent: int
@@ -173,11 +173,11 @@ class Step:
 
     @property
     def number(self) -> int:
-        """Counted from 0, skipped ones included."""
+        """The step's number, from 0, skipped steps included."""
         return self.state.calls
 
     def parts(self, region: Region) -> list[Tensor | None]:
-        """The gradient of each piece; of a whole parameter as it is, for a slice of a small one takes long."""
+        """The gradient of each piece. That of a whole parameter is not sliced: slicing a small one takes long."""
         parts: list[Tensor | None] = []
         for piece in region.pieces:
             grad = self.grads[piece.segment.index]

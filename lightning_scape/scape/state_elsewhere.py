@@ -17,7 +17,7 @@ _ELSEWHERE = (
 
 
 class StateElsewhere(dict[Any, Any]):
-    """Says where the state is to who reads or changes it here. Empty to torch and Lightning, which move what is in it.
+    """Says where the state is if somebody reads or changes it. Empty for torch and Lightning, which move its contents.
 
     Args:
         begin_anew: drops the whole state, on this rank.
@@ -31,12 +31,12 @@ class StateElsewhere(dict[Any, Any]):
         """Raises RuntimeError."""
         raise RuntimeError(f"Under SCAPE the optimizer's `state` cannot be read or changed in place: {_ELSEWHERE}")
 
-    # Nor may its length be asked: torch's `get_optimizer_state_dict` takes a step where it is 0.
+    # Its length may not be asked, either: torch's `get_optimizer_state_dict` takes a step where it is 0.
     __getitem__ = __setitem__ = __delitem__ = __len__ = __or__ = __ior__ = refuse
     copy = pop = popitem = setdefault = update = refuse  # type: ignore[assignment]
 
     def _look(self) -> dict[Any, Any]:
-        """What is there, for a loop that moves all to a device: nothing, and whoever is no host is told so."""
+        """An empty dict, for a loop that moves all to a device. Warns every caller but the hosts."""
         if not host_asks():
             warnings.warn(f"Under SCAPE the optimizer's `state` is empty: {_ELSEWHERE}", stacklevel=3)
         return {}
@@ -48,19 +48,19 @@ class StateElsewhere(dict[Any, Any]):
         return key in self._look()
 
     def keys(self) -> Any:
-        """None."""
+        """No keys."""
         return self._look().keys()
 
     def values(self) -> Any:
-        """None."""
+        """No values."""
         return self._look().values()
 
     def items(self) -> Any:
-        """None."""
+        """No items."""
         return self._look().items()
 
     def get(self, key: Any, default: Any = None, /) -> Any:
-        """What is not there."""
+        """The default."""
         return self._look().get(key, default)
 
     def clear(self) -> None:

@@ -42,8 +42,8 @@ class StepStats:
     energy_captured: float
     """Share of the squared norm of this rank's residual (gradient folded in) that the step sent, 0 to 1."""
     exchange_wait: float
-    """Seconds the CPU waited for the mask. Without CUDA 0 means that it travelled wholly behind compute; with it the
-    GPU waits in the CPU's stead, which a profiler shows and this figure does not."""
+    """Seconds the CPU waited for the mask. Without CUDA 0 means that it travelled wholly behind compute. With CUDA
+    the GPU waits instead, which a profiler shows and this figure does not."""
     grad_norm: float
     """Norm of the averaged gradient before clipping: the sketch's estimate, or, with ``clip_norm="local"`` or without
     clipping, the root mean square of the ranks' own norms (an over-estimate)."""
@@ -89,7 +89,7 @@ class StepRecord:
     sent_energy: list[Tensor] = field(default_factory=list)
     """Squared norms of what this rank sent, and of its values for its own shard."""
     again: Tensor | None = None
-    """Entries of the shard, pads included, that were visited in the step before too."""
+    """Entries of the shard, pads included, that were updated in the step before, too."""
     skipped_total: int = 0
     message_seconds: float = 0.0
     bytes_sent: Counter[str] = field(default_factory=Counter)

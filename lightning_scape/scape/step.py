@@ -41,7 +41,7 @@ class Engine:
 
     Args:
         parameters: those trained.
-        config: all options; ``update`` is given.
+        config: all options; ``update`` is not None.
         comm: sends the messages.
         total_steps: steps of the run, where known.
         node: messages between the ranks that hold the other rows of the same replica.
@@ -66,12 +66,12 @@ class Engine:
         self.masks = Masks(config, self.layout, comm, SparsitySchedule.of(config, total_steps))
         self.outgoing, self.shard = _by_wire(self)
         self.record: StepRecord | None = None
-        """Of the last step."""
+        """Raw figures of the last step."""
         self._stats: StepStats | None = None
         self.consolidated: dict[str, Any] | None = None
         """The whole state as it was collected. Kept here: an attribute set on Fabric's wrapper would be lost."""
         self._clip_seconds = 0.0
-        """Spent on measuring the norm before the step."""
+        """Seconds spent on measuring the norm before the step."""
         self._masters_stale = False
 
     # ------------------------------------------------------------------------------------------- the step
@@ -140,7 +140,7 @@ class Engine:
         return self.record
 
     def _agree(self, groups: Groups, record: StepRecord) -> Step:
-        """The step, with a scale that all ranks know by the first message, which clipping may have sent before.
+        """Returns the step with its scale. All ranks know it from the first message, which clipping may have sent.
 
         Allocates buffers at the first step, and brings masters up to date.
         """
@@ -158,7 +158,7 @@ class Engine:
         return Step(state, groups, grads, clip_value, record, taking_part, sent)
 
     def _write(self, step: Step, update: Tensor, arriving: Work) -> None:
-        """Applies the owners' updates: mine while the others travel. What takes no part is not written."""
+        """Applies the owners' updates: my own while the others' travel. Skipped parameters are not written."""
         flat, block_size, add = self.parameters.flat, self.layout.block_size, self.shard.as_changes
         mask, scale = step.mask, step.scale
         try:  # the moments have gone on, and so must all parameters
@@ -177,7 +177,7 @@ class Engine:
         if every and state.calls % every == 0:
             self._check_replicas()
         self.clipping.record_found_inf(step.scale.whole)
-        if self.clipping.found_inf is None:  # else the next step knows
+        if self.clipping.found_inf is None:  # else the next step learns it
             state.count_sample(self.clipping.last_skipped)
 
     def _finish_last_step(self) -> None:
@@ -189,7 +189,7 @@ class Engine:
             self.state.count_sample(self.clipping.last_skipped)
 
     def _check_replicas(self) -> None:
-        """Raises on every rank where any rows differ between replicas."""
+        """Raises on every rank if any rows differ between replicas."""
         flat, names = self.parameters.flat, self.parameters.names
         self.node.raise_on_all_ranks(lambda: check_replicas(self.comm, flat, names, ops.checksum))
 
@@ -199,7 +199,7 @@ class Engine:
         return 0 if self.state is None else self.state.calls
 
     def telling(self) -> contextlib.AbstractContextManager[None]:
-        """Around messages: says which step they are of, and tells errors to ranks that wait for this one's."""
+        """A context around messages: says which step they belong to, and reports errors to ranks that wait for them."""
         return self.comm.watched.at(f"step {self.calls + 1}")
 
     def clip_grad_norm(self, groups: Groups, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
@@ -249,17 +249,17 @@ class Engine:
         return state
 
     def replace_state(self, state: ScapeState, config: ScapeConfig) -> None:
-        """Goes on from a state that was loaded; its wire may be another one."""
+        """Goes on from a loaded state, which may have another wire."""
         self.state, state.sampled, self.config = state, False, config
         self.outgoing, self.shard = _by_wire(self)
         self.clipping.found_inf = self.record = self._stats = self.consolidated = None
-        # Parameters may be loaded before or after: masters that do not round to them give way, in the next save too.
+        # Parameters may be loaded before or after. A master that does not round to its parameter is read anew.
         self._masters_stale, self.opening.compared = True, False
 
     def mark_masters_stale(self) -> None:
-        """Parameters were overwritten from outside: the next step, or save, reads the masters of changed ones anew.
+        """Notes that parameters were overwritten from outside: the next step or save reads their masters anew.
 
-        Without it, each entry's master is read anew when the entry is updated.
+        Without it, an entry's master is read anew when the entry is updated.
         """
         self._masters_stale, self.consolidated = True, None
 
@@ -274,6 +274,6 @@ class Engine:
 
 
 def _by_wire(engine: Engine) -> tuple[Outgoing, Shard]:
-    """The parts of an engine that go by the wire."""
+    """The parts of an engine that depend on the wire."""
     layout, rank, config = engine.layout, engine.comm.rank, engine.config
     return Outgoing(layout, rank, config), Shard(layout, rank, config, engine.parameters, engine.participants)
