@@ -1,7 +1,7 @@
 """Process groups beside the job's own, for messages that must not meet the others on their way.
 
-A group holds files and threads until the process ends, or the job's own group does. So there is one of each kind,
-whichever fits, strategies and optimizers send on it.
+A group holds files and threads until the process ends, or the job's own group does. So there is one of each kind, on
+which all fits, strategies and optimizers send.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _made: weakref.WeakKeyDictionary[ProcessGroup, dict[Hashable, Any]] = weakref.We
 
 
 def once(kind: Hashable, make: Callable[[], T]) -> T | None:
-    """What ``make`` gives, which is called once beside each default process group; None where there is no such group.
+    """The result of ``make``, called once beside each default process group; None where there is no such group.
 
     Args:
         kind: of the group or groups; the same on all ranks.

@@ -1,9 +1,9 @@
 """The process group of a step's messages, and a watch over it: a wait that cannot end becomes an error.
 
 Messages are paired by their order: the k-th of one rank meets the k-th of another. So a channel counts its messages and
-knows what each is for. A rank that waits for long leaves both in the job's store. Where another rank waits in its k-th
+knows what each is for. A rank that waits for long writes both into the job's store. If another rank waits in its k-th
 message for something else, or has raised an error in place of that message, no answer can come: the watch closes the
-channel's connections, and every rank's message fails at once, with words on who is where.
+channel's connections, and every rank's message fails at once, with an error that says where each rank is.
 
 A run without long waits puts nothing into the store.
 """
@@ -28,15 +28,15 @@ from lightning_scape.core.private_names import default_store
 
 T = TypeVar("T")
 LOOK_SECONDS = 0.5
-"""Between two looks of the watch."""
+"""Seconds between two looks of the watch."""
 WAITING_SECONDS = 2.0
 """How long a rank waits before it says so in the store."""
 QUIET_SECONDS = 5.0
 """How long a rank sends nothing before it says so."""
 ANSWER_SECONDS = 3.0
-"""How long an answer of the store is waited for where a message has failed."""
+"""How long a rank waits for an answer of the store after a message has failed."""
 POLL_SECONDS = 0.02
-"""Between two looks of who waits for others' words in the store."""
+"""Seconds between two looks of a rank that waits for others' keys in the store."""
 _NOBODY_SENDS = 0x5CA9E
 """A tag of no message."""
 
@@ -56,7 +56,7 @@ class At(NamedTuple):
 class Channel:
     """A group of its own beside a process group, on which only one kind of optimizer's steps send messages.
 
-    Make it by :meth:`beside`. It is gloo's alone: NCCL queues messages on the device, where nobody waits in them.
+    Make it by :meth:`beside`. Only for gloo: NCCL queues messages on the device, where no rank waits in them.
 
     Args:
         group: the messages' own.
@@ -75,9 +75,9 @@ class Channel:
         self._error: str | None = None
         self._told_error: str | None = None
         self.length = 0
-        """Numbers of every all-reduce. Where ranks are apart their messages must fit: gloo aborts the process else."""
+        """Numbers in every all-reduce. All have the same, for gloo aborts the process where two differ in length."""
         self.sketched = 0
-        """How many of them the sketches need that were sent so far."""
+        """How many of these the sketches sent so far need."""
         self.elsewhere: tuple[str, float] | None = None
         """A message of somebody else's, on the job's own group, that this rank is in, and since when."""
         self.verdict: str | None = None
@@ -100,17 +100,17 @@ class Channel:
 
     def enter(self, what: str, *, begins: bool) -> None:
         """This rank is inside a message from now on: a new one, or one that it has begun before."""
-        self._error = None  # after all this rank goes on
+        self._error = None  # this rank goes on after all
         self._at = At(self._at.message + begins, what, True)
 
     def leave(self) -> None:
-        """It is no longer."""
+        """This rank is no longer inside the message."""
         self._at = self._at._replace(waiting=False)
 
     def raised(self, error: BaseException, *, ends: bool) -> None:
         """Tells ranks that wait for this one's next message that an error has come in its place; by the watch, soon.
 
-        ``ends``: nothing of this rank's follows, so that it also tells those that wait in a message of somebody else's.
+        ``ends``: nothing follows from this rank, so it also tells ranks that wait in a message of somebody else's.
         """
         said = f"{type(error).__name__}: {str(error)[:300]}"
         self._error = f"{self._at.message}|{self.rank}|{'ends' if ends else ''}|{said}"
@@ -118,7 +118,7 @@ class Channel:
     # ------------------------------------------------------------------------------------------- what the watch does
 
     def look(self) -> None:
-        """Of the watch's thread, now and then. The main thread asks nothing of the store, which may not answer."""
+        """Called by the watch's thread now and then. The main thread never asks the store, which may not answer."""
         if self._error is not self._told_error:
             self._told_error = self._error
             if self._told_error is None:
@@ -143,7 +143,7 @@ class Channel:
             self._end(verdict, self.group)
 
     def _look_elsewhere(self) -> None:
-        """Messages of others have no numbers here: an error that another rank has told is all that can end one."""
+        """Messages of others have no numbers here. Only an error that another rank has told can end such a wait."""
         if (now := self.elsewhere) is None or self.verdict is not None:
             return
         what, since = now
@@ -187,7 +187,7 @@ class Channel:
         return self._failure(at.what, at.message - 1)
 
     def _failure(self, what: str, begun: int, *, elsewhere: bool = False) -> str | None:
-        """The error of another rank that has come in place of what this one waits for, where it has begun no more."""
+        """The error that another rank raised in place of the message this one waits for, if it has begun no more."""
         if not self._store.check(["error"]):
             return None
         message, rank, ends, error = self._store.get("error").decode().split("|", 3)

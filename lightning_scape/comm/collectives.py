@@ -1,6 +1,6 @@
 """Every message of this package: its group, its stream and its bytes.
 
-Which of them an exchange sends, each method says itself. With one rank nothing is sent at all.
+Each method decides which of them an exchange sends. With one rank nothing is sent at all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ProcessGroup = dist.ProcessGroup
 _RAISED_ON = "_lightning_scape_raised_on"
 """An error's attribute: how many ranks have raised it together."""
 _numbers: weakref.WeakKeyDictionary[ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
-"""Of the optimizers over each group, as they are built: all ranks count alike."""
+"""Counts the optimizers over each group as they are built: all ranks count alike."""
 
 
 def new_group_like(
@@ -50,8 +50,8 @@ def new_group_like(
 ) -> ProcessGroup | None:
     """A second group over the ranks of ``process_group``, for messages that travel beside. All of its ranks must call.
 
-    It waits for other ranks as long as ``process_group`` does, if no ``timeout`` is given. None where there is nobody
-    to talk to: no process group, or one rank. ``device`` is :attr:`Communicator.device`.
+    Without ``timeout`` it waits for other ranks as long as ``process_group`` does. None where there is nobody to talk
+    to: no process group, or one rank. ``device`` is :attr:`Communicator.device`.
     """
     forget_losses()
     if world_size(process_group) == 1:
@@ -72,7 +72,7 @@ def new_group_like(
 
 
 def _be_in_as_many_groups(ranks: Communicator) -> None:
-    """Torch names a group that only its ranks make by how many groups a rank is in: others would meet nobody."""
+    """Puts all ranks into equally many groups. Torch names a new group by that number: else they would not meet."""
     for _ in range(max(ranks.all_gather_object(groups_of_rank())) - groups_of_rank()):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
@@ -137,7 +137,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], process_group: ProcessGroup | N
 
 
 def in_messages(given: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
-    """Things given with their sizes, in order, in lists of up to ``limit`` in all; one that has more is alone."""
+    """Puts things, given with their sizes, in order into lists of at most ``limit``; a larger thing is alone."""
     together: list[T] = []
     filled = 0
     for each, size in given:
@@ -155,15 +155,15 @@ class Traffic:
     """What one rank has sent since :meth:`take`, and how long that took."""
 
     bytes_sent: Counter[str] = field(default_factory=Counter)
-    """By kind."""
+    """Bytes by kind of message."""
     seconds: float = 0.0
-    """Of the CPU inside messages, waiting for other ranks included; the mask's are left out."""
+    """Seconds of the CPU inside messages, waiting for other ranks included; the mask's are left out."""
     total: int = 0
     """Bytes of all messages since the beginning, those of no kind included; checkpoints' are counted elsewhere."""
 
     @staticmethod
     def sent(buffer_bytes: int, ranks: int) -> int:
-        """What of a message's buffer is sent: a rank keeps 1/N of it to itself."""
+        """How much of a message's buffer is sent: a rank keeps 1/N of it to itself."""
         return buffer_bytes * (ranks - 1) // ranks
 
     def count(self, kind: str, buffer_bytes: int, ranks: int) -> None:
@@ -199,7 +199,7 @@ class Communicator:
     at_once: bool = False
     """Whether to wait for every message where it is launched, so that ``traffic.seconds`` holds its whole time."""
     device: torch.device | None = None
-    """The parameters', by way of which NCCL carries objects; None: the current one, which may be another rank's."""
+    """The parameters' device, through which NCCL carries objects; None: the current one, perhaps another rank's."""
 
     def __post_init__(self) -> None:
         self.rank: int = dist.get_rank(self.process_group) if is_distributed() else 0
@@ -289,7 +289,7 @@ class Communicator:
         Args:
             flat: uint8.
             to: among the group's ranks.
-            device: by way of which it travels: NCCL carries nothing that lives in host memory.
+            device: through which it travels: NCCL carries nothing that lives in host memory.
             at_once: bytes of a rank that are on their way at a time.
         """
         if self.world_size == 1:
@@ -338,8 +338,8 @@ class Communicator:
     def meet(self, place: str) -> None:
         """Waits for the other ranks, where the watch can tell that some never come. Collective.
 
-        What is under way on the group arrives first. Its messages are met by no other kind's: whatever another rank is
-        in, gloo keeps them apart.
+        Messages under way on the group arrive first. gloo keeps these messages apart from other kinds, whatever another
+        rank is in.
 
         Raises:
             RuntimeError: ranks wait for each other at different places; on every rank.
@@ -358,9 +358,9 @@ class Communicator:
                 )
 
     def share(self, value: T) -> T:
-        """The value; where this rank's is empty or None, that of the first rank which has one. Collective.
+        """The value; if this rank's is empty or None, that of the first rank which has one. Collective.
 
-        For states that were collected on one rank. No more than a flag of each rank is sent where all have one.
+        For states that were collected on one rank. If all ranks have one, only a flag of each rank is sent.
         """
         have = self.all_gather_object(bool(value))
         if all(have) or not any(have):
@@ -378,7 +378,7 @@ class Communicator:
     def raise_on_all_ranks(self, act: Callable[[], T]) -> T:
         """Calls ``act`` and returns its result. If it fails on any rank, all ranks raise the first one's error.
 
-        Such calls may lie in one another: what an inner one has raised on all ranks is not told again.
+        Such calls may be nested: what an inner one has raised on all ranks is not told again.
         """
         result: list[T] = []
         error: Exception | None = None
@@ -414,7 +414,7 @@ def _current(device: torch.device | None) -> contextlib.AbstractContextManager[A
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """The error as it can be sent."""
+    """The error in a form that can be sent."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -428,5 +428,5 @@ def _note_ranks(error: Exception, ranks: int) -> None:
 
 
 def known_to(error: Exception, ranks: int) -> bool:
-    """Whether as many ranks have raised it together: it need not be told again."""
+    """Whether so many ranks have raised it together that it need not be told again."""
     return bool(getattr(error, _RAISED_ON, 0) >= ranks)

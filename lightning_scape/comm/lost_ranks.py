@@ -15,11 +15,11 @@ from lightning_scape.comm.channel import Channel, asked, missing_words
 from lightning_scape.core.private_names import default_store
 
 GRACE_SECONDS = 1.5
-"""How long after a failure the other ranks may report it, too. Who does not is named."""
+"""Seconds after a failure in which other ranks may report it, too. Those that do not are named."""
 _NO_ANSWER = "All ranks must answer, got no answer"
 _KEY = "lightning_scape/lost_contact"
 _OF_THIS_RANK = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-"""What fails in a message without a peer: memory, and (from torch 2.8) whatever the device did before."""
+"""Errors in a message that no peer causes: memory, and (from torch 2.8) whatever the device did before."""
 
 
 @contextlib.contextmanager
@@ -56,9 +56,9 @@ class Watched:
     channel: Channel | None = None
     """Where the optimizer has one: a process group of its own, on gloo."""
     number: int = 0
-    """Of the optimizer, among those over the same ranks."""
+    """The optimizer's number, among those over the same ranks."""
     place: str = "the start"
-    """Such as a step."""
+    """What they belong to, such as a step."""
 
     @contextlib.contextmanager
     def around(self, kind: str, *, begins: bool = True) -> Iterator[None]:
@@ -74,7 +74,7 @@ class Watched:
 
     @contextlib.contextmanager
     def elsewhere(self, what: str) -> Iterator[None]:
-        """Around a message that is not the optimizer's: it fails, too, where another rank tells of an error."""
+        """Around a message that is not the optimizer's: it fails, too, if another rank reports an error."""
         if self.channel is not None:
             self.channel.elsewhere = what, time.monotonic()
         try:
@@ -132,7 +132,7 @@ def _explained(error: RuntimeError, channel: Channel | None = None) -> RuntimeEr
 
 
 def _who_is_missing() -> str:
-    """A sentence. Every rank whose message failed says so in the store; who has not is named."""
+    """A sentence. Every rank whose message failed says so in the store; the sentence names the others."""
     silent = asked(_roll_call, 2 * GRACE_SECONDS)
     if silent is None:
         return "The store where ranks report does not answer: rank 0, which keeps it unless torchrun does, may be lost."

@@ -6,7 +6,7 @@ lock is free. Where both run on one core, Linux lets a thread that wakes up go f
 some milliseconds to a thread that waited for that very sender. Under ``SCHED_BATCH`` a thread that wakes up waits for
 its turn. On a free core it runs at once, as before.
 
-torch 2.7 gives these threads no name, by which they are found: nothing changes there.
+The threads are found by name. torch 2.7 gives them none: nothing changes there.
 
 Measured with 2 ranks of one core each, pythia-14m, 99%: a step took 42 ms, and now 31 ms (docs/design.md, 3.5).
 """
@@ -46,8 +46,8 @@ class _Handles:
 def _exchange_by_pairs(received: list[Tensor], sent: list[Tensor], group: ProcessGroup | None) -> _Handles:
     """Sends ``sent[j]`` to rank j and receives ``received[j]`` from it, all at once; this rank's own stays here.
 
-    What gloo's own all-to-all and all-gather do, at up to twice the speed: they announce what they can receive behind
-    what they send, on the same connection, so that two ranks send by turns. Here every receive is announced first.
+    It does what gloo's own all-to-all and all-gather do, at up to twice the speed. Those announce a receive behind
+    what they send on the same connection, so two ranks send by turns. Here every receive is announced first.
     """
     rank = dist.get_rank(group)
     others = [(rank + hop) % len(sent) for hop in range(1, len(sent))]
@@ -110,9 +110,9 @@ def receivers() -> list[int]:
 
 
 def let_senders_finish() -> None:
-    """Has gloo's receiving threads wait for their turn, of all process groups that there are.
+    """Makes gloo's receiving threads, those of all process groups, wait for their turn.
 
-    Threads with a policy other than the default keep it. Where the system forbids the change, all works as before.
+    Threads with another policy than the default keep it. If the system forbids the change, all works as before.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return

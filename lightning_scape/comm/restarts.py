@@ -36,7 +36,7 @@ def init_process_group(
     """``torch.distributed.init_process_group`` that also works after a restart by torchrun (``--max-restarts``).
 
     For scripts without Lightning; the strategies do it by themselves. Reads torchrun's environment variables. Without
-    torchrun it is torch's own, by ``env://``. Collective; returns at once where there is a process group already.
+    torchrun it calls torch's own, by ``env://``. Collective; returns at once if there is a process group already.
 
     Args:
         backend: ``"gloo"``, ``"nccl"``; None is torch's choice.

@@ -7,8 +7,8 @@ have. All stop after the step with the largest number: no rank is past it. ::
     rank 0 in step 28, is told   leaves the word, answers 28   ends 28, waits; 30 it is: goes on, ends 30, stops
     rank 1 in step 30            finds the word, answers 30    ends 30, stops
 
-A rank that waits for a message of another one in its step answers all the same, for its thread does. So it ends within
-some two looks at the store, and the steps in which the fastest rank is ahead.
+A rank that waits in its step for another one's message answers all the same, because its thread does. So all stop after
+about two looks at the store, plus the steps by which the fastest rank is ahead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WORD = "word"
 
 
 class StopWord:
-    """A rank's end of it. Constructing is collective.
+    """A rank's part in this. Constructing is collective.
 
     Args:
         ranks: those that stop together.
@@ -114,7 +114,7 @@ class StopWord:
 
 
 class Stoppable:
-    """What has a :class:`StopWord`, and asks it after each step."""
+    """A base of what has a :class:`StopWord`, and asks it after each step."""
 
     _stop_word: StopWord
     stop_requested = False

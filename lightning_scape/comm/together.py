@@ -1,4 +1,4 @@
-"""What all ranks do together ends on all of them, at once, where it fails on one."""
+"""If what all ranks do together fails on one of them, it ends on all at once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Together:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Inside, all ranks do the same; an error of one of them becomes one of all, at the end at the latest.
+        """Inside, all ranks do the same. An error on one of them is raised on all, at the end at the latest.
 
-        Collective. A message of 1 KB or so each time, for what is rare.
+        Collective. Each use sends a message of about 1 KB: for what is rare.
 
         Raises:
             Exception: the first rank's error, on every rank.
@@ -37,7 +37,7 @@ class Together:
         ranks.raise_together(None)
 
     def agree(self) -> None:
-        """Inside, and before a message: raises what has failed on any rank, which else would be waited for.
+        """Inside, before a message: raises what has failed on any rank, for which the others would wait.
 
         Outside it does nothing.
         """

@@ -30,7 +30,7 @@ class Message(Protocol):
         """Returns when it has ended; raises its error, each time."""
 
     def done(self) -> bool:
-        """Whether nobody need wait any more."""
+        """Whether nobody needs to wait any more."""
 
 
 _of: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Any]] = weakref.WeakKeyDictionary()
@@ -50,13 +50,13 @@ def note(group: dist.ProcessGroup | None, message: Message) -> None:
 def settle(*groups: dist.ProcessGroup | None) -> None:
     """Waits for all that is under way on the groups; without one, on every group. None is the default group.
 
-    An error is its owner's, who raises it when he waits. A group that is broken fails with the next message.
+    An error is left to the message's owner, who raises it on waiting. A broken group fails with the next message.
     """
     for group in [group or dist.group.WORLD for group in groups] if groups else list(_of):
         if group is None:
             continue
         _wait(_of.get(group, []))
-        _of.pop(group, None)  # only now: who interrupts this leaves it as it was
+        _of.pop(group, None)  # only now: an interruption leaves it as it was
 
 
 def _wait(messages: Iterable[Message]) -> None:

@@ -21,7 +21,7 @@ class Work:
     """Its contents are undefined before :meth:`wait`."""
     sent: Tensor | None = None
     handle: Any = None
-    """Of torch or of the background thread; None: the message has arrived."""
+    """What torch or the background thread gave; None: the message has arrived."""
     stream: torch.cuda.Stream | None = None
     """The side stream, where the message runs on it."""
     waiting: Callable[[], contextlib.AbstractContextManager[None]] | None = None
@@ -29,7 +29,7 @@ class Work:
     keeps: Any = None
     """What the side stream reads and writes, beside the result."""
     error: Exception | None = None
-    """What went wrong; all who wait learn it."""
+    """What went wrong; every wait raises it."""
 
     def wait(self) -> Tensor:
         """Returns the result; on CUDA the current stream waits, the CPU does not."""

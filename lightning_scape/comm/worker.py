@@ -55,7 +55,7 @@ class Worker:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Worker:
-        """The group's one."""
+        """The group's worker."""
         worker = cls._of.get(group)
         if worker is None:
             worker = cls._of[group] = cls(group)
@@ -103,7 +103,7 @@ def _work_off(jobs: _Jobs) -> None:
 
 
 def carry_out(job: Job, act: Callable[[], None]) -> None:
-    """Calls ``act``, and has the job end as it did."""
+    """Calls ``act``, and ends the job with its result or error."""
     try:
         act()
         job.set_result(None)
@@ -117,7 +117,7 @@ _safe: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def end_safely(*groups: dist.ProcessGroup | None) -> None:
-    """Has the backends of groups outlive them. For each group that we make, and the job's; None is none.
+    """Makes backends outlive their groups: for each group that we make, and the job's. None is ignored.
 
     torch 2.7 frees a group under the interpreter's lock. Its gloo then waits for threads of its own, which may wait for
     that very lock, to free the last message: both for ever. A backend that is freed by itself lets go of the lock.
@@ -133,15 +133,15 @@ _ends_groups = threading.Event()
 
 
 def end_groups_at_exit() -> None:
-    """Tells that this process has sent messages over gloo, whose threads its end has to wait for."""
+    """Notes that this process sends messages over gloo, whose threads its end has to wait for."""
     _ends_groups.set()
 
 
 def _end_groups() -> None:
     """Joins gloo's own threads: they free the last messages, and would abort a process that ends meanwhile.
 
-    That is what ``destroy_process_group`` does, if the script has not called it. For ``LEAVE_SECONDS`` at most: a
-    message that was interrupted would be waited for until its timeout.
+    That is what ``destroy_process_group`` does, if the script has not called it. For ``LEAVE_SECONDS`` at most: the
+    wait for an interrupted message would last until its timeout.
     """
     if _ends_groups.is_set() and (_ended or dist.is_initialized()):
         ending = threading.Thread(target=_destroy_all, daemon=True)

@@ -1,4 +1,4 @@
-"""Around what a user's loop calls, from wherever it does: compiled code, inference mode, with gradients enabled."""
+"""A wrapper of what a user's loop calls: from compiled code, in inference mode, or with gradients enabled."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 def entry(function: Callable[P, T]) -> Callable[P, T]:
-    """Runs it without gradients, outside inference mode, whose tensors nobody may change later, and as it is written.
+    """Runs the function without gradients, outside inference mode, and never compiled.
 
-    torch.compile would follow it into messages and numba, where it fails.
+    Nobody could change tensors of inference mode later; torch.compile would fail in messages and in numba.
     """
     kept: list[Callable[P, T]] = []
 
@@ -25,7 +25,7 @@ def entry(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not kept:  # not where it is defined: this imports the compiler, as building an optimizer does
+        if not kept:  # not at the definition: this imports the compiler, as building an optimizer does
             kept.append(torch.compiler.disable(inside))
         return kept[0](*args, **kwargs)
 

@@ -1,7 +1,7 @@
 """Ranks that run out of batches before the others: found by a flag in the norm's message, before anyone waits.
 
-A strategy that knows says with each step whether its rank has no more batches in this epoch. Where some ranks have and
-others have not, all ranks raise in that step: the next message would not be answered.
+A strategy that knows it says with each step whether its rank has no more batches in this epoch. If that is so on some
+ranks only, all ranks raise in that step: the next message would not be answered.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class EpochEnd:
     def compare(self, count: Tensor) -> None:
         """Takes how many ranks have set the flag, 0-dim; raises if some have and others have not.
 
-        All ranks raise here, before the step's next message. So on CUDA the CPU waits for the device in steps that
-        were announced; in others it does not look.
+        All ranks raise here, before the step's next message. So on CUDA the CPU waits for the device in announced
+        steps; in others it does not look.
         """
         batches, self._batches = self._batches, None
         reached, self.reached = self.reached, False
@@ -65,12 +65,12 @@ def compare_ends(communicator: Communicator, batches: int, reached: bool) -> Non
 
 
 def check_lengths(communicator: Communicator, length: float, needed: float) -> None:
-    """Raises on every rank if ranks meet different numbers of batches in an epoch. Collective.
+    """Raises on every rank if ranks take different numbers of batches in an epoch. Collective.
 
     Args:
         communicator: the ranks.
-        length: batches of this rank in an epoch; infinity is not known.
-        needed: how many of them it meets before the run ends.
+        length: batches of this rank in an epoch; infinity: not known.
+        needed: how many of them it takes before the run ends.
     """
     everyone = communicator.all_gather_object((length, needed))
     if len({needed for _, needed in everyone}) > 1:

@@ -5,8 +5,8 @@ parameter, as a DTensor. The step of SCAPE works on these rows and exchanges the
 hold the same rows (docs/design.md, 6). A parameter's rows are consecutive entries in its memory order, which is what a
 checkpoint needs to know.
 
-Example: a parameter of 5 rows on L = 2 ranks. Rank 0 holds rows 0 to 2, rank 1 rows 3 and 4. Of one row, rank 0 holds
-all and rank 1 none: its local shard is empty.
+Example: a parameter of 5 rows on L = 2 ranks. Rank 0 holds rows 0 to 2, rank 1 rows 3 and 4. If the parameter
+has one row, rank 0 holds it, and the local shard of rank 1 is empty.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_scape.comm.collectives import Communicator, ProcessGroup, world_s
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a rank holds a part of the tensor only."""
+    """Whether a rank holds only a part of the tensor."""
     return isinstance(tensor, DTensor)
 
 
@@ -33,8 +33,8 @@ def local(tensor: Tensor) -> Tensor:
     """The rows that this rank holds, in their own memory; a plain tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
-    # With gradients enabled it would be another object at each call. A step asks some hundred times: switching them off
-    # takes three times as long as the call itself.
+    # With gradients enabled each call would give another object. A step asks some hundred times, and switching them
+    # off takes three times as long as the call itself.
     with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
         shard: Tensor = tensor.to_local()
     return shard

@@ -28,7 +28,7 @@ class Progress(NamedTuple):
     """How far an optimizer's training has come, on this rank."""
 
     steps: int
-    """Of the optimizer; those before the checkpoint that was loaded included."""
+    """Steps of the optimizer, those before a loaded checkpoint included."""
     begun: int
     """Exchanges that have begun."""
     ended: int
@@ -39,7 +39,7 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where an optimizer is put under a method."""
+    """What surrounds an optimizer that is put under a method."""
 
     named_parameters: Sequence[tuple[str, Tensor]] = ()
     """The module's, for error messages and checkpoints."""
@@ -49,7 +49,7 @@ class Surroundings:
     side_group: ProcessGroup | None = None
     """A second group over the same ranks, for messages that travel beside the step's."""
     total_steps: float | None = None
-    """Of the whole run; None is not known."""
+    """Steps of the whole run; None: not known."""
 
 
 Spelling = Callable[[Mapping[str, str]], str]
@@ -57,7 +57,7 @@ Spelling = Callable[[Mapping[str, str]], str]
 
 
 class Clipping(ABC):
-    """What is asked of a method whose step takes the gradient averaged over ranks, which no rank holds."""
+    """The clipping of a method whose step uses the gradient averaged over ranks, which no rank holds."""
 
     @property
     @abstractmethod
@@ -78,30 +78,30 @@ class Clipping(ABC):
 
     @abstractmethod
     def after_backward(self, grads: Sequence[Tensor]) -> Tensor | None:
-        """A norm, 0-dim, not finite on any rank if a gradient of some rank is not. Collective.
+        """A norm, 0-dim; if a gradient of any rank is not finite, it is not finite on all. Collective.
 
         None: there are no other ranks.
         """
 
     def bytes_after_backward(self, clips: bool) -> int:
-        """What a rank sends for that; ``clips`` says whether the norm is bounded, too."""
+        """Bytes that a rank sends for that; ``clips`` says whether the norm is bounded, too."""
         return 0
 
 
 class Advice:
-    """What a method warns the user of; nothing, unless it says otherwise."""
+    """What a method warns the user of; by default of nothing."""
 
     def at_start(self, steps: float | None) -> str | None:
-        """Whether a run of so many steps is too short, and for what; asked of the first optimizer."""
+        """A sentence if a run of so many steps is too short; the host asks the first optimizer's."""
         return None
 
     def after_step(self, device: torch.device) -> str | None:
-        """Asked of the optimizer that steps first, after each of its steps: a sentence, at most once."""
+        """A sentence, at most once; the host asks after each step of the optimizer that steps first."""
         return None
 
 
 class Method(ABC):
-    """One of the user's optimizers under a method of training. It may be seen through several such objects.
+    """One of the user's optimizers under a method of training. Several such objects may stand for the same one.
 
     Between steps it may be asked anything. What is collective says so: all ranks call it, in the same order.
     """
@@ -109,7 +109,7 @@ class Method(ABC):
     # ------------------------------------------------------------------------- what holds for all of its objects
 
     name: ClassVar[str]
-    """Of its strategies, and of its section in YAML; the prefix of its metrics."""
+    """Name of its strategies, and of its section in YAML; prefix of its metrics."""
     title: ClassVar[str]
     """Its name in sentences."""
     config_class: ClassVar[type[Any]]
@@ -124,7 +124,7 @@ class Method(ABC):
     removed: ClassVar[Mapping[str, str]] = {}
     """Options that earlier versions had, and what holds now: an error, but in an old checkpoint's record."""
     told: ClassVar[frozenset[str] | None] = frozenset()
-    """Options of which :meth:`summary` speaks; None: it tells all that matter."""
+    """Options that :meth:`summary` mentions; None: all that matter."""
     compares_ends: ClassVar[bool] = False
     """Whether the step's own message says where an epoch ends (:meth:`announce_batch`). Else the host sends one."""
     step_cost: ClassVar[Any] = None
@@ -150,7 +150,7 @@ class Method(ABC):
     def attach(cls, optimizer: Optimizer, config: Any, surroundings: Surroundings) -> Self:
         """Puts one of the user's optimizers under the method. Collective.
 
-        It may come a second time, from an earlier fit.
+        The same optimizer may come again after an earlier fit.
 
         Args:
             optimizer: as the user has built it, not wrapped.
@@ -158,16 +158,16 @@ class Method(ABC):
             surroundings: parameters, ranks, and length of the run.
 
         Raises:
-            TypeError, ValueError: it cannot be trained so, or ranks differ; on every rank.
+            TypeError, ValueError: the method cannot train it, or ranks differ; on every rank.
         """
 
     @classmethod
     @abstractmethod
     def of(cls, optimizer: object) -> Self | None:
-        """The object of an optimizer, the given or the stepped one; None: it is not under this method.
+        """An optimizer's object, given the user's or the stepped one; None: it is not under this method.
 
         Args:
-            optimizer: anything, but a host's wrapper.
+            optimizer: anything but a host's wrapper.
         """
 
     @abstractmethod
@@ -197,7 +197,7 @@ class Method(ABC):
     # ------------------------------------------------------------------------------------------- around a step
 
     def expect_steps(self, total_steps: float | None) -> None:
-        """Before the first step, where the host learns the length of the run late; None is not known."""
+        """Before the first step, where the host learns the length of the run late; None: not known."""
         return
 
     def announce_batch(self, batches: int, last: bool | None) -> None:
@@ -238,7 +238,7 @@ class Method(ABC):
 
         Args:
             methods: all of the run, built from the same options.
-            steps: of the whole run; None is not known.
+            steps: of the whole run; None: not known.
             spell: how the user writes options.
         """
 
@@ -279,7 +279,7 @@ def when_registered(tell: Callable[[str], object]) -> None:
 
 
 def names() -> list[str]:
-    """Of all methods."""
+    """The names of all methods."""
     return list(_methods)
 
 
@@ -293,10 +293,10 @@ def named(name: str) -> type[Method]:
 
 
 def of_state(facts: Mapping[str, Any]) -> type[Method]:
-    """The method that has written a state: its facts hold those of the method under its name; SCAPE's may stand bare.
+    """The method that has written a state. Its facts stand under its name; those of SCAPE may stand bare.
 
     Raises:
-        ValueError: none that is registered.
+        ValueError: no registered method has written it.
     """
     found = of_whole(facts)
     if found is None and not {"format", "config"} & set(facts):
@@ -309,16 +309,16 @@ def of_state(facts: Mapping[str, Any]) -> type[Method]:
 
 
 def of_whole(state: Mapping[str, Any]) -> type[Method] | None:
-    """The method of a whole state; None: it is an optimizer's of torch."""
+    """The method of a whole state; None: the state is that of an optimizer of torch."""
     name = next((name for name in names() if name in state), None)
     return None if name is None else named(name)
 
 
 def for_config(config: object) -> type[Method]:
-    """The method that a configuration is of.
+    """The method that a configuration belongs to.
 
     Raises:
-        TypeError: it is of none.
+        TypeError: it belongs to none.
     """
     known = [named(name) for name in names()]
     for method in known:
@@ -346,7 +346,7 @@ def unwrapped(optimizer: object) -> object:
 
 
 def find(optimizer: object) -> Method | None:
-    """The method that an optimizer is under, be it in a host's wrappers; None if it is under none."""
+    """The method that an optimizer is under, also inside a host's wrappers; None if it is under none."""
     inner = unwrapped(optimizer)
     return next((found for name in names() if (found := named(name).of(inner)) is not None), None)
 
@@ -358,5 +358,5 @@ def progress_of(optimizer: object) -> Progress:
 
 
 def find_all(optimizers: Iterable[object]) -> list[Method]:
-    """Those of all optimizers that are under one, in order."""
+    """The methods of all optimizers that are under one, in order."""
     return [found for each in optimizers if (found := find(each)) is not None]

@@ -15,10 +15,10 @@ from lightning_scape.core.local_shards import first_entry, is_sharded, local
 from lightning_scape.core.tensors import flatten, flatten_like, is_dense
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""dtypes of parameters that can be trained, and carried by the wire."""
+"""dtypes of parameters that can be trained, and that the wire can carry."""
 
 HYPERPARAMETERS = ("lr", "eps", "weight_decay", "bias_correction")
-"""Of a parameter group, besides its betas: the numbers that a step goes by."""
+"""Numbers of a parameter group that a step uses, besides its betas."""
 
 _LEAST_EPS = torch.finfo(torch.float32).tiny
 
@@ -42,7 +42,7 @@ class Parameters:
         self._shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self._known: dict[int, int] = {}
         self._plain = False
-        # As they were when they last were right: a step asks for hundreds of parameters.
+        # As last checked: a step asks for hundreds of parameters.
         self._places: list[tuple[int, torch.dtype, torch.Size, tuple[int, ...]]] = []
         self._held: list[list[tuple[int, bool]]] = []
 
@@ -114,10 +114,10 @@ class Parameters:
         return [None if grad is None else flatten_like(grad, parameter) for grad, parameter in given]
 
     def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """What is trained must be what was when the optimizer was built.
+        """Checks that the groups train the same parameters as when the optimizer was built.
 
         Raises:
-            ValueError: a parameter was frozen or unfrozen since, or groups have lost or won parameters.
+            ValueError: a parameter was frozen or unfrozen since, or groups have lost or gained parameters.
         """
         now = [[(id(parameter), parameter.requires_grad) for parameter in group["params"]] for group in param_groups]
         if now == self._held:
@@ -158,7 +158,7 @@ class Parameters:
 
     @property
     def device_of_first_messages(self) -> torch.device:
-        """The same while the optimizer is built, where parameters on the meta device are still to be refused."""
+        """The same while the optimizer is built, when parameters on the meta device are not yet refused."""
         return next((each.device for each in self.tensors if not each.is_meta), torch.device("cpu"))
 
     @property
@@ -167,7 +167,7 @@ class Parameters:
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """In which updated values travel whole: the parameters' own; of mixed ones, the narrowest that holds all."""
+        """The dtype in which values travel whole: the parameters' own; for mixed ones, the narrowest that holds all."""
         return reduce(torch.promote_types, self._dtypes)
 
     def travel_as_changes(self, dtype: torch.dtype) -> bool:
@@ -176,27 +176,27 @@ class Parameters:
         A change is rounded once, by a part in 2**9 for bf16, and every rank adds the same to the same parameter. Where
         masters are kept, parameters are roundings of them: then the values must come.
 
-        Of parameters that share memory, whatever the dtype: of values the last one written would undo the others.
+        Parameters that share memory always travel as changes: the value written last would undo the others.
         """
         narrower = dtype.itemsize < self.wire_dtype.itemsize
         return self.share_memory or (narrower and not self.need_masters)
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """Of momentum and masters: fp32, or fp64 if a parameter is."""
+        """The dtype of moments and masters: fp32, or fp64 if a parameter is."""
         return torch.promote_types(self.wire_dtype, torch.float32)
 
     @property
     def need_masters(self) -> bool:
         """Whether some are narrower than the arithmetic, so that small updates would be rounded away.
 
-        What others write, too, has no master, as with torch's optimizers.
+        Parameters that share memory have no masters, as with torch's optimizers: others write them, too.
         """
         return self._dtypes != {self.state_dtype} and not self.share_memory
 
     @property
     def share_memory(self) -> bool:
-        """Whether some lie in the memory of others: ``nn.Parameter(other)``, tied, and stepped twice by torch."""
+        """Whether some lie in the memory of others, as ``nn.Parameter(other)``: torch would step these twice."""
         here = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in self.local if not is_lazy(p))
         return any(begin < end for (_, end), (begin, _) in zip(here, here[1:], strict=False))
 

@@ -58,21 +58,21 @@ def backends_of(group: Any) -> list[Any]:
 
 
 def profiler_records() -> bool:
-    """Whether torch's profiler records: a range costs microseconds also where none does."""
+    """Whether torch's profiler records: without one, a range would still cost microseconds."""
     recording: bool = getattr(torch.autograd, "_profiler_enabled", lambda: True)()
     return recording
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was written in place: whether somebody has changed a gradient is not to be seen otherwise.
+    """How often a tensor was written in place: nothing else shows that somebody has changed a gradient.
 
-    Of one that was made in inference mode nobody counts it: 0.
+    For one that was made in inference mode nobody counts it: 0.
     """
     return 0 if tensor.is_inference() else tensor._version
 
 
 def share_hooks(new: Optimizer, old: Optimizer) -> None:
-    """An optimizer runs another one's hooks. Shared, not copied: the handles the user holds go on removing them."""
+    """Has an optimizer run another one's hooks. Shared, not copied: the user's handles still remove them."""
     new._optimizer_step_pre_hooks = old._optimizer_step_pre_hooks
     new._optimizer_step_post_hooks = old._optimizer_step_post_hooks
     new._optimizer_state_dict_pre_hooks = old._optimizer_state_dict_pre_hooks
@@ -96,13 +96,13 @@ def after_load(optimizer: Optimizer) -> None:
 
 
 def host_asks() -> bool:
-    """Whether who called the caller's caller is torch's Optimizer, or Lightning, which moves it to a device."""
+    """Whether torch's Optimizer, or Lightning moving it to a device, has called the caller's caller."""
     asks = sys._getframe(3).f_globals.get("__name__")
     return asks in ("torch.optim.optimizer", "lightning.fabric.utilities.optimizer")
 
 
 def step_was_called(optimizer: Optimizer) -> bool:
-    """What an LR scheduler asks of its optimizer, to warn where it is stepped first."""
+    """What an LR scheduler asks of its optimizer, to warn if the scheduler steps first."""
     return getattr(optimizer, "_opt_called", False)
 
 

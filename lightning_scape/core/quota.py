@@ -25,7 +25,7 @@ class Quota(NamedTuple):
 
 
 def check_local_group_size(size: object) -> None:
-    """Raises ``ValueError`` for what is no number of ranks."""
+    """Raises ``ValueError`` if this is no number of ranks."""
     if size != "node" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise ValueError(
             f'`local_group_size` must be a whole number >= 1 or "node", got {size!r}. Use "node" for all ranks of a'

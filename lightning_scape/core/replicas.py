@@ -1,4 +1,4 @@
-"""Are the ranks still one? Set-ups compared when the optimizer is built, parameters bit for bit when asked."""
+"""Are the ranks still alike? Compares set-ups when the optimizer is built, parameters bit for bit when asked."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_same_setup_everywhere(
     problem: str | None,
     device: torch.device,
 ) -> None:
-    """:func:`check_same_setup` where each replica is held by several ranks: an error on one rank is one on all.
+    """:func:`check_same_setup` where several ranks hold a replica: an error on one rank is raised on all.
 
     Args:
         communicator: the ranks with the same rows, one of each replica.

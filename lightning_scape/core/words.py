@@ -1,4 +1,4 @@
-"""How figures are written for people, and what several places say."""
+"""How figures are written for people, and what several modules say."""
 
 from __future__ import annotations
 

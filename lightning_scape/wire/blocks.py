@@ -23,7 +23,7 @@ Three quantizers, by what is sent:
 
 Sent plus left equals what was there, *exactly*, bit for bit. Levels have at most 16 significant bits, and an entry is
 sent as a level only if its magnitude is at least half of it. So the two are either within a factor of two (their
-difference is a number of the format: Sterbenz), or the level lies on the grid of the entry and below it.
+difference is an fp32 number: Sterbenz), or the level is below the entry and a multiple of its last place's unit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _RATIO_BITS, _RATIO_UNIT = 5, 8
 
 
 class Entries(NamedTuple):
-    """What a message says."""
+    """The entries that a message holds."""
 
     positions: Tensor | None
     """int64 ``[R, q]``, in the block; None is all of them, in order. A position that comes twice has the value 0 the
@@ -82,12 +82,12 @@ class Wire:
 
     @property
     def position_bits(self) -> int:
-        """Of one position."""
+        """Bits of one position."""
         return 0 if self.dense else max(1, (self.block_size - 1).bit_length())
 
     @property
     def row_bytes(self) -> int:
-        """Of a block."""
+        """Bytes of a block's row."""
         return sum(self._field_bytes)
 
     @property

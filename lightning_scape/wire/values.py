@@ -1,8 +1,8 @@
 """SCAPE's values and changes in 8 or 4 bits: a message of fixed size, and what its rounding leaves behind.
 
 ``GROUP`` consecutive values, of whatever blocks, share a scale of 16 bits. What is sent plus what is left is what was
-there, bit for bit (:func:`lightning_scape.ops.quantize`). What is left stays in the residual, for the sweep packs the
-values (:func:`lightning_scape.ops.sweep`), or with the owner.
+there, bit for bit (:func:`lightning_scape.ops.quantize`). What is left of values stays in the residual, because the
+sweep packs them (:func:`lightning_scape.ops.sweep`); what is left of changes stays with the owner.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ValueWire:
     ) -> Tensor:
         """The values of a message, fp32 ``[shards * rows, sent]``; or the message itself.
 
-        ``some``: rows that are read, each slice those of whole shards; the others are left open. None: all.
+        ``some``: rows that are read, each slice those of whole shards; the others stay undefined. None: all.
         """
         if self.bits is None:
             return message
