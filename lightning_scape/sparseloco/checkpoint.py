@@ -71,11 +71,11 @@ FORM = LocoForm(KEY)
 
 
 class Rule(NamedTuple):
-    """How a run averages: its options, with what they leave open filled in.
+    """How a run averages: its options, with the defaults filled in.
 
-    Where another number of ranks has another rule, all ranks have the mean of the saved errors, ``e``: all owe the
-    same, so all send the same entries, and every rule divides their sum by their number. The parameters move by ``e``,
-    once. What an owner owes joins it as it is, for it has been divided already.
+    If a load changes the rule with the number of ranks, all ranks take the mean ``e`` of the saved errors. So all send
+    the same entries, every rule divides their sum by N, and the parameters move by ``e`` once. What an owner owes joins
+    ``e`` as it is, because it has been divided already.
     """
 
     reduction: str
@@ -83,12 +83,12 @@ class Rule(NamedTuple):
 
     @classmethod
     def of(cls, config: SparseLoCoConfig, ranks: int) -> Rule:
-        """Of a run."""
+        """The rule of a run."""
         return cls("gathered" if config.gathers(ranks) else "sharded", config.averages(ranks))
 
     @classmethod
     def saved(cls, facts: Mapping[str, Any]) -> Rule:
-        """Of the run that has saved a state. Older checkpoints do not store it; it follows from their options."""
+        """The rule of the run that has saved a state. Where older ones do not store it, their options tell it."""
         if {"reduction", "average"} <= set(facts):
             return cls(facts["reduction"], facts["average"])
         known = {each.name for each in fields(SparseLoCoConfig)}
@@ -147,7 +147,7 @@ class Live:
 
 
 class InnerLoads:
-    """Loads of the inner optimizer. Given a state that was collected from all ranks, it goes back to all of them.
+    """Loads of the inner optimizer: a state that was collected from all ranks goes back to all of them.
 
     Fabric's ``optimizer.state_dict()`` gives such a state on rank 0, and an empty one on the others.
 
@@ -189,9 +189,9 @@ class InnerLoads:
 
 
 def own_parts(live: Live) -> OwnParts:
-    """This rank's part of the state: views, but for the inner optimizer's state, which is packed.
+    """This rank's part of the state: views, except for the inner optimizer's state, which is packed.
 
-    Collective only where that fails: an optimizer of the user's own may hold anything.
+    Collective, because packing may fail: a user's own optimizer may hold anything.
     """
     state, rank, parameters = live.state, live.communicator.rank, live.parameters
     mine = state.start[live.layout.rows_of(rank)]
@@ -220,7 +220,7 @@ class Loaded:
     state: LocoState | None = None
     """None: a window begins at the next step."""
     parameters: Sequence[Tensor | None] | None = None
-    """This rank's, flat; None: they stay, or one of them, which was frozen."""
+    """This rank's, flat. None: they stay; None for one of them: it was frozen, and stays."""
     progress: Mapping[str, Any] = field(default_factory=dict)
     dropped: tuple[int, int] = (0, 0)
     notes: list[str] = field(default_factory=list)
@@ -295,7 +295,7 @@ def _carry(source: Source, live: Live) -> None:
     fill(source, Part("owner_error", "owned", "cut", live.blocks(owed)), live.communicator.world_size, live.place)
     if live.rule.reduction == "sharded":
         state.owner_error.copy_(owed[live.layout.rows_of(live.communicator.rank)])
-    else:  # nobody owns: it joins every rank's, so their mean
+    else:  # nobody owns: it joins every rank's error, and so their mean
         state.error += owed
 
 
@@ -361,7 +361,7 @@ def _check(facts: Mapping[str, Any], live: Live) -> None:
 
 
 def _check_order(saved: Sequence[str], here: Sequence[str]) -> None:
-    """Names may all be others (of a host, of a wrapper); but where they are the same ones, so must be their order."""
+    """All names may differ (a host's, a wrapper's). But if they are the same, their order must be the same, too."""
     if set(saved) != set(here):
         return
     for place, (theirs, ours) in enumerate(zip(saved, here, strict=True)):
@@ -382,7 +382,7 @@ def _check_groups(inner: Mapping[str, Any], optimizer: torch.optim.Optimizer) ->
 
 
 def _check_optimizer(facts: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """Its class must be the same. So must its options, but for those that another release of torch adds or drops."""
+    """Its class must be the same, and its options, except for those that another release of torch adds or drops."""
     saved, here = (set(each.get("options", mine["options"])) for each in (facts, mine))
     name = facts.get("optimizer", mine["optimizer"])
     if name != mine["optimizer"]:

@@ -21,7 +21,7 @@ SMALLEST_QUOTA = 4
 """Entries that share a scale, at least, where the block length is chosen."""
 DENSE_BLOCK = 256
 GATHERED_UP_TO = 4
-"""Ranks. `gathered` sends N/2 times the bytes of `sharded`; on 4 that trains better than exchanging twice as often."""
+"""Ranks. `gathered` sends N/2 times the bytes of `sharded`; on 4 it trains better than exchanging twice as often."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SparseLoCoConfig:
     average: Average | None = None
     """What the sum over N ranks is divided by: ``"all"``, N (the paper's formula), ``"senders"``, the number n of ranks
     that sent the entry (the authors' code), or ``"geometric"``, their geometric mean sqrt(N n). Ranks choose different
-    entries, so most of the N do not say anything about one. Where all send, all three are the mean. None is
+    entries, so most of the N say nothing about an entry. Where all ranks send it, all three are the mean. None is
     ``"geometric"`` where messages are gathered, and ``"all"`` where the reduction is sharded, or everything is sent
     (docs/methods.md)."""
 
@@ -175,7 +175,7 @@ class SparseLoCoConfig:
         return ranks == 2 or (ranks <= GATHERED_UP_TO and self.density < 1)
 
     def averages(self, ranks: int) -> Average:
-        """What the sum over ranks is divided by, the default filled in."""
+        """What the sum over ranks is divided by, with the default filled in."""
         if self.average is not None:
             return self.average
         return "geometric" if self.gathers(ranks) and self.quota.sent < self.quota.block_size else "all"

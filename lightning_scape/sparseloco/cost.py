@@ -35,7 +35,7 @@ from lightning_scape.sparseloco.config import SparseLoCoConfig
 EXCHANGE_WORK = 14.0
 """Own work of an exchange in steps of fused AdamW: measured on one CPU core, 13M parameters."""
 OPENING_BYTES = 40
-"""Of an exchange's first message, to each of the other ranks."""
+"""Bytes of an exchange's first message to each of the other ranks."""
 WINDOWS = (1, 5, 15, 30, 60, 100)
 """``sync_every`` of a plan's predictions."""
 
@@ -71,7 +71,7 @@ def predict(job: Job, link: Link, machine: Machine, config: SparseLoCoConfig) ->
     every = config.sync_every
     on_card = sent + there * (nodes_share(job.ranks, job.ranks_per_node) - 1)
     state = moments(job) + state_bytes(config, job.ranks, job.parameter_bytes)
-    # Each rank's parameters, errors and AdamW; of what all ranks know, or own, an N-th.
+    # Each rank's parameters, errors and AdamW; and an N-th of what all ranks know, or own.
     gathered = job.parameter_bytes + 4 + moments(job) + (4 if config.gathers(job.ranks) else 8) / job.ranks
     over_window = Prediction(
         method=f"SparseLoCo H={every}",

@@ -76,17 +76,17 @@ class Exchange:
         """Sends what this rank has learned, and moves the starting point. Parameters are only read. Collective.
 
         ========= =============================================================================================
-        norm      all-gather of the squared norm of ``delta = start - theta``, and of the place in the window; not
-                  finite, or ranks are apart: nothing is folded; what all have written alike is where ``start`` is
+        norm      all-gather of the squared norm of ``delta = start - theta``, and of the place in the window; if it is
+                  not finite, or ranks are apart, nothing is folded; ``start`` takes up what all have written alike
         fold      ``e = beta * e + delta``
         send      the q largest entries of each block of ``e`` leave it, quantized, for their owners: all-to-all
-        average   the owner adds what arrives to ``u``, in rank order, over N
-        return    likewise the largest entries of each block of ``u`` leave it, for all ranks: all-gather
+        average   the owner adds up what arrives, in rank order, divides by N (see ``average``), and adds that to ``u``
+        return    the largest entries of each block of ``u`` leave it, likewise, for all ranks: all-gather
         outer     ``start -= alpha * what arrives``, the same on all ranks, bit for bit
         ========= =============================================================================================
 
         With ``reduction="gathered"`` the messages of ``send`` go to all ranks, by an all-gather. Every rank adds them
-        up itself, and divides by more where more ranks sent an entry; there is no owner, and nothing comes back.
+        up itself, and by default divides by more where more ranks sent an entry. There is no owner, nothing comes back.
 
         Args:
             state: changed.
@@ -174,7 +174,7 @@ class Exchange:
         return self.comm.all_gather_facts(phase.opening(total, at, written.digests(total.device)))
 
     def _alone(self, state: LocoState, record: ExchangeRecord) -> None:
-        """The same of one rank: nothing is sent, so nothing need be chosen or rounded."""
+        """The same for one rank: nothing is sent, so nothing needs to be chosen or rounded."""
         with record.phase("outer"):
             for owed in (state.error, state.owner_error):
                 for rows in self.spans.rows(len(owed)):
@@ -189,7 +189,7 @@ class Exchange:
         """
         mean = phase.squares(openings).sum(dim=0, keepdim=True) / self.comm.world_size
         apart = phase.apart(openings)
-        if self._node.world_size > 1:  # of all rows of a replica
+        if self._node.world_size > 1:  # over all rows of a replica
             own = torch.cat([mean.view(torch.int32), apart.view(1).int(), openings[self.comm.rank, 2:]])
             rows = self._node.all_gather_stacked(own)
             mean = rows[:, 0].contiguous().view(torch.float32).sum(dim=0, keepdim=True)
@@ -197,7 +197,7 @@ class Exchange:
         return torch.where(apart, torch.nan, mean.sqrt_()).view(()), apart
 
     def _delta(self, state: LocoState, place: slice, theta: Tensor) -> Tensor:
-        """fp32: how far the parameters have come, the sign reversed."""
+        """fp32: the starting point minus the parameters."""
         start = self.spans.reading(state.start.view(-1)[place])
         # The ranks set out from the rounded starting point, where parameters are narrower than fp32.
         return start.to(theta.dtype).float() - theta.float()
@@ -205,7 +205,7 @@ class Exchange:
     def _fold(self, state: LocoState, flats: Sequence[Tensor], finite: Tensor) -> None:
         """Folds the window into the error feedback, or leaves it as it is where ``finite`` (0-dim bool) is false."""
         kept = torch.full((), self.config.error_decay, dtype=torch.float32, device=finite.device)
-        decay = torch.where(finite, kept, 1.0)  # of two plain numbers it would have torch's default dtype
+        decay = torch.where(finite, kept, 1.0)  # from two plain numbers it would have torch's default dtype
         for place, theta in self.spans.entries(flats):
             delta = torch.where(finite, self._delta(state, place, theta), 0.0)
             with self.spans.changing(state.error.view(-1)[place]) as error:
@@ -247,7 +247,7 @@ class Exchange:
         return total / (senders if self._divisor == "senders" else senders.mul_(self.comm.world_size).sqrt_())
 
     def set_out(self, state: LocoState, flats: Sequence[Tensor]) -> None:
-        """Puts the parameters at the starting point; after an overlapped exchange, as far from it as they have come."""
+        """Puts the parameters at the starting point, after an overlapped exchange plus what they have moved since."""
         since = flats if state.launched is None else state.launched
         for (place, theta), (_, before) in zip(self.spans.entries(flats), self.spans.entries(since), strict=True):
             start = self.spans.reading(state.start.view(-1)[place])
@@ -257,14 +257,14 @@ class Exchange:
             theta.copy_(start)
 
     def check_starts(self, state: LocoState, names: Sequence[str]) -> None:
-        """Raises on every rank where starting points differ. Collective, as the next."""
+        """Raises on every rank if starting points differ. Collective, like the next."""
         pieces = self.layout.everything().pieces
         self.check_equal(piece_views(state.start, pieces), [names[piece.segment.index] for piece in pieces])
 
     def check_equal(self, flats: list[Tensor], names: Sequence[str]) -> None:
-        """Raises on every rank where any of the tensors differ between replicas."""
+        """Raises on every rank if any of the tensors differ between replicas."""
 
-        def checksum(flat: Tensor) -> Tensor:  # of one at a time: all starting points would not fit on the device
+        def checksum(flat: Tensor) -> Tensor:  # one at a time: all starting points would not fit on the device
             return ops.checksum(self.spans.reading(flat))
 
         self._node.raise_on_all_ranks(lambda: check_replicas(self.comm, flats, names, checksum))

@@ -22,10 +22,10 @@ _LET_GO = "_lightning_scape_let_go"
 
 
 class SparseLoCoAdvice(Advice):
-    """Where a run has no whole window.
+    """Warns if a run has no whole window.
 
     Args:
-        loco: whose.
+        loco: the one that it judges.
     """
 
     def __init__(self, loco: SparseLoCo) -> None:

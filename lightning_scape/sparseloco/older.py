@@ -31,7 +31,7 @@ from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.tensors import piece_views
 
 KEY = "sparseloco"
-"""Of the facts of SparseLoCo's states."""
+"""Key of the facts in SparseLoCo's states."""
 IN_A_PART = {"parameters", "error", "launched", "state", "param_groups"}
 """What each rank has saved."""
 _OWNED = ("start", "owner_error")

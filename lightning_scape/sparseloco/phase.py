@@ -23,7 +23,7 @@ from lightning_scape.core.tensors import OnItsWay
 MOST_NAMED = 8
 """Ranks that an error names."""
 _WRITTEN = 6
-"""Where in a first message those digests begin."""
+"""Where the digests of :func:`written` begin in a first message."""
 _ALWAYS = ("lr", "betas", "eps", "weight_decay", "momentum")
 """Settings that count also where a constructor hides them behind ``**kwargs``."""
 
@@ -38,13 +38,13 @@ class Place(NamedTuple):
     changed: bool = False
     """Whether the optimizer's parameters are no longer those that were wrapped."""
     number: int = 0
-    """Of the wrapper, among those over the same ranks."""
+    """The wrapper's number, among those over the same ranks."""
     digest: int = 0
-    """Of the optimizer's settings, 64 bits."""
+    """Digest of the optimizer's settings, 64 bits."""
 
 
 def changed(parameters: Parameters, param_groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether parameters were frozen, unfrozen, added or removed. A look at each in every step: nothing is allocated.
+    """Whether parameters were frozen, unfrozen, added or removed. Looks at each of them, in every step.
 
     Args:
         parameters: those that were wrapped.
@@ -75,7 +75,7 @@ def squares(openings: Tensor) -> Tensor:
 
 
 def places(openings: Tensor) -> list[Place]:
-    """Of all ranks. On CUDA it waits for the device."""
+    """The places of all ranks. On CUDA it waits for the device."""
     found = []
     for steps, in_window, number, *digest in openings[:, 1:_WRITTEN].tolist():
         (whole,) = struct.unpack("=q", struct.pack("=ii", *digest))
@@ -84,7 +84,7 @@ def places(openings: Tensor) -> list[Place]:
 
 
 def apart(openings: Tensor) -> Tensor:
-    """0-dim bool, on the device: whether ranks differ in what must be the same. Who has changed parameters may."""
+    """0-dim bool, on the device: whether ranks differ in what must be the same. False if any has changed parameters."""
     facts = openings[:, 2:_WRITTEN]
     return (facts != facts[:1]).any() & (facts[:, 0] >= 0).all()
 
@@ -126,7 +126,7 @@ def check(everyone: Sequence[Place]) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the inner optimizer's groups, as plain numbers: lr, betas and what else its constructor takes."""
+    """Settings of the inner optimizer's groups, as plain numbers: lr, betas, and what else its constructor takes."""
 
     values: list[tuple[str, Any]]
     """Each with its name."""
@@ -135,11 +135,11 @@ class Settings:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, groups: Collection[int]) -> Settings:
-        """As they are now. What an optimizer works out for itself and keeps in its groups is no setting.
+        """The settings as they are now. What an optimizer computes itself and keeps in its groups is no setting.
 
         Args:
-            optimizer: whose.
-            groups: numbers of those that were wrapped; others are none of our business.
+            optimizer: the inner one.
+            groups: numbers of those that were wrapped; others are ignored.
         """
         names = [*dict.fromkeys([*inspect.signature(type(optimizer).__init__).parameters, *_ALWAYS])]
         values, problem = [], None
@@ -171,7 +171,7 @@ class Opened:
 
     Args:
         openings: every rank's, ``[N, 10]``.
-        apart: :func:`apart`, of all rows of a replica.
+        apart: :func:`apart`, over all rows of a replica.
         settings: of this rank's optimizer, when it wrote its own.
     """
 
@@ -180,7 +180,7 @@ class Opened:
 
     @property
     def idle(self) -> bool:
-        """Whether no rank has begun a window. On CUDA it waits for the device, as the next."""
+        """Whether no rank has begun a window. On CUDA it waits for the device, like the next."""
         return not any(place.in_window for place in places(self._openings.read()))
 
     @property
@@ -195,7 +195,7 @@ class Opened:
             ranks: those of the exchange, with nothing on its way.
 
         Raises:
-            RuntimeError, ValueError: as :func:`check`; settings differ, or are none to train with. On every rank.
+            RuntimeError, ValueError: as :func:`check`; settings differ, or cannot be trained with. On every rank.
         """
         everyone = places(self._openings.read())
         check(everyone)

@@ -16,7 +16,7 @@ from lightning_scape.sparseloco.config import SparseLoCoConfig
 def communicators(
     parameters: Parameters, process_group: ProcessGroup | None, overlaps: bool, exchange_group: ProcessGroup | None
 ) -> tuple[Communicator, Communicator]:
-    """Those of the ranks that hold the same rows, and of the ranks of a node; each alone where there is nobody else.
+    """Two: between the ranks that hold the same rows, and between those of a node. Either may join one rank only.
 
     SparseLoCo works on what a rank holds of every parameter, between the ranks of all nodes that hold the same
     (docs/design.md, 7). Collective.
@@ -24,8 +24,8 @@ def communicators(
     Args:
         parameters: plain ones, or DTensors.
         process_group: the ranks with the same rows, as the user gave them.
-        overlaps: whether exchanges run beside inner steps. They run in a thread of its own: nothing else may be sent on
-            the same groups, neither of these nor of FSDP2.
+        overlaps: whether exchanges run beside inner steps, in a thread of their own. Then neither inner steps nor FSDP2
+            may send anything on the same groups.
         exchange_group: a group over the same ranks as ``process_group``, for that.
     """
     tensors = parameters.tensors
@@ -41,7 +41,7 @@ def communicators(
 
 
 class NotCopied:
-    """A base for what holds process groups and messages under way."""
+    """A base of what holds process groups and messages under way."""
 
     def __reduce__(self) -> NoReturn:
         """Refuses copies and pickles, in words that name what is held."""
@@ -53,7 +53,7 @@ class NotCopied:
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Raises TypeError if it is none, such as a model's parameters."""
+    """Raises TypeError unless it is one of torch's; a model's parameters are not."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"SparseLoCo must wrap a torch.optim.Optimizer, got {type(optimizer).__name__}. Build one over the"

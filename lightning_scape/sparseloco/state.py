@@ -30,11 +30,11 @@ class Progress:
     under_way: bool = False
     """Whether an exchange runs beside inner steps."""
     norm: float = 0.0
-    """Of the exchange under way; set when a checkpoint is made."""
+    """Norm of the exchange under way; set when a checkpoint is made."""
 
 
 class Written(NamedTuple):
-    """What others than the optimizer have written in a window (:mod:`.writes`): parameters, flat, by place."""
+    """What others than the optimizer have written in a window (:mod:`.writes`): flat parameters, by place."""
 
     first: Mapping[int, Tensor] = {}
     """As they were written after an exchange, before the first step of the window."""
@@ -73,7 +73,7 @@ class LocoState:
             layout: blocks and shards.
             home: where the buffers live; None is ``device``.
             device: the parameters'.
-            owns: whether ranks own shards: messages are not gathered.
+            owns: whether ranks own shards (messages are not gathered).
         """
         home = device if home is None else torch.device(home)
         pinned = home.type == "cpu" and device.type == "cuda"
@@ -94,7 +94,7 @@ class LocoState:
     def set_out_from(self, spans: Spans, flats: Mapping[int, Tensor], holds: Tensor) -> None:
         """Moves the starting point to some parameters if ``holds`` (0-dim bool, on the device).
 
-        Where it rounds to them it stays: it is wider than narrow parameters.
+        Where it rounds to their value it stays, because it is wider than narrow parameters.
         """
         for _, place, value in spans.entries_of(flats):
             with spans.changing(self.start.view(-1)[place]) as start:
@@ -154,7 +154,7 @@ class Spans:
 
     @contextmanager
     def changing(self, part: Tensor) -> Iterator[Tensor]:
-        """A part of a buffer on the device, to be changed in place; goes back to where it lives afterwards."""
+        """A part of a buffer on the device, to be changed in place; afterwards it goes back to where it lives."""
         there = part.to(self.device, non_blocking=True)
         yield there
         if there is not part:

@@ -116,7 +116,7 @@ class ExchangeRecord:
     exchange: int = 0
     """Its number, from 1."""
     error_norm: Tensor | None = None
-    """0-dim: of the error feedback after it; None while that can be asked for."""
+    """0-dim: norm of the error feedback after it; None while the feedback itself can be read."""
     message_seconds: float = 0.0
     bytes_sent: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))

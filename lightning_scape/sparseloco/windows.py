@@ -59,9 +59,9 @@ class Windows:
         self._writes = Writes(parameters, self.exchange.spans, comm)
         self._job: Job | Work | None = None
         self._record: ExchangeRecord | None = None
-        """Of the exchange under way."""
+        """The record of the exchange under way."""
         self._ended: ExchangeRecord | None = None
-        """Of the last one before it."""
+        """The record of the last exchange that has ended."""
         self._stats: ExchangeStats | None = None
         self._opened: Opened | None = None
         self._restored: Sequence[Tensor | None] | None = None
@@ -71,7 +71,7 @@ class Windows:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """The first step sets out from where the parameters are; on CUDA, looks how the last exchange went."""
+        """Makes the parameters the starting point of the first step; on CUDA, looks how the last exchange went."""
         self._take_up_changes()
         self._judge()
         if self.state is None:
@@ -259,7 +259,7 @@ class Windows:
             state: buffers; None: a window begins at the next step.
             progress: as it was saved.
             dropped: windows in a row, and in all.
-            parameters: this rank's own, flat; None: they, or one of them, are where the model's are.
+            parameters: this rank's own, flat; None: the model's stay, all or this one.
         """
         self._job = self._record = self._ended = self._stats = self._opened = None
         self._writes.forget()
@@ -338,7 +338,7 @@ class Windows:
 def _changed_since(
     flats: Sequence[Tensor], restored: Sequence[Tensor | None], groups: Sequence[Communicator]
 ) -> list[int]:
-    """Places of the parameters that are not as they were loaded, on any rank; None was not, and counts so."""
+    """Places of the parameters that are not as they were loaded, on any rank; None counts as changed."""
     pairs = zip(flats, restored, strict=True)
     mine = [saved is None or not torch.equal(bytes_of(flat), bytes_of(saved.to(flat))) for flat, saved in pairs]
     flags = torch.tensor(mine, dtype=torch.uint8, device=flats[0].device if flats else None)
@@ -350,10 +350,10 @@ def _changed_since(
 class DroppedWindows:
     """Counts windows that are dropped because some rank's parameters were not finite.
 
-    On CUDA the CPU learns of one a step late, and never waits for the device.
+    On CUDA the CPU learns of a dropped window a step late, and never waits for the device.
 
     Args:
-        most: so many in a row raise an error.
+        most: number in a row that raises an error.
         speaks: whether this rank warns.
     """
 
@@ -362,7 +362,7 @@ class DroppedWindows:
         self.in_row = 0
         self.total = 0
         self._norm: OnItsWay | None = None
-        """Of an exchange whose outcome nobody has looked at."""
+        """The norm of an exchange whose outcome nobody has looked at."""
 
     def note(self, norm: Tensor) -> None:
         """Takes the norm of an exchange, 0-dim, on its way to the CPU."""
@@ -405,7 +405,7 @@ class DroppedWindows:
 def clear_nonfinite(optimizer: torch.optim.Optimizer) -> None:
     """Sets entries of the optimizer's state that are inf or NaN to zero: else they would spoil every later window."""
     for state in optimizer.state.values():
-        # An entry of its own is no parameter's: a count, a tensor.
+        # An entry that is no parameter's may be anything: a count, a tensor.
         for value in state.values() if isinstance(state, Mapping) else [state]:
             if isinstance(value, Tensor) and value.is_floating_point():
                 local(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

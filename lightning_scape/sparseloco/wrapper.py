@@ -113,7 +113,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         node = Communicator.alone()
         if communicator is None:
             check_joined()
-            forget_losses()  # of the processes before a restart, whose store this may be
+            forget_losses()  # those of the processes before a restart, if this is their store
             communicator, node = setup.communicators(self.parameters, process_group, overlap_steps > 0, exchange_group)
         self.communicator = comm = communicator
         self.node = node
@@ -201,7 +201,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Ends the last window and takes the hooks off. After an error other ranks may never answer: not then."""
+        """Ends the last window and takes the hooks off; not after an error, when other ranks may never answer."""
         if kind is None:
             self.sync()
             self.close()
@@ -260,8 +260,8 @@ class SparseLoCo(setup.NotCopied, Stoppable):
 
         Load the model first: inside a window its parameters are another rank's. Where that is not possible, call
         :meth:`restore_parameters` afterwards. Other weights that you load before the first step, the same on all ranks,
-        become the starting point; a warning says so. An empty state counts as that of the first rank that has one:
-        what :meth:`state_dict` gave on one rank.
+        become the starting point; a warning says so. A rank with an empty state gets that of the first rank that has
+        one, as :meth:`state_dict` gives it on one rank only.
 
         Raises:
             ValueError: parameters differ in number, order or shape, the inner optimizer is of another class, or the
@@ -287,9 +287,9 @@ class SparseLoCo(setup.NotCopied, Stoppable):
     def restart_from_weights(self) -> None:
         """Makes the parameters, as they are now, the starting point of a new window. Collective.
 
-        For weights that you write in mid-training, the same on all ranks, through ``.data``; others are found. Else the
-        next exchange takes them for something that was learned, and undoes all but the largest changes. What ranks
-        still owe stays, and so does the inner optimizer's state.
+        For weights that you write in mid-training through ``.data``, the same on all ranks; other writes are found.
+        Else the next exchange takes them for something that was learned, and undoes all but the largest changes. What
+        ranks still owe stays, and so does the inner optimizer's state.
 
         Raises:
             RuntimeError: ranks hold different parameters; on every rank.

@@ -3,7 +3,7 @@
 Under DDP all ranks write the same, for they are equal after every step, and training goes on from it. Between exchanges
 they differ, and a rank cannot know what the others write. So it keeps what was written until the next exchange, whose
 first message carries a digest of it. What all have written alike becomes the starting point. Else it would count as
-learned: all but the largest changes would be undone. What ranks have written differently is of their own window.
+learned: all but the largest changes would be undone. What ranks have written differently belongs to their windows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_scape.sparseloco.state import LocoState, Spans, Written
 
 
 class Writes:
-    """Finds and keeps them. Alone, a rank need not: nothing that it has learned is left out.
+    """Finds and keeps such writes. A single rank need not: nothing that it has learned is left out.
 
     Args:
         parameters: those wrapped.
@@ -46,11 +46,11 @@ class Writes:
     def look(self, state: LocoState, in_window: bool) -> dict[int, Tensor]:
         """Keeps what was written since :meth:`note_step`, and returns it.
 
-        Inside a window a version tells, which a write through ``.data`` does not raise; at its beginning the values do.
+        Inside a window versions tell (not of a write through ``.data``, which raises none); at its beginning values do.
 
         Args:
             state: its starting point is where an exchange has put the parameters.
-            in_window: whether they have taken a step since.
+            in_window: whether parameters have taken a step since.
         """
         if self._comm.world_size == 1:
             return {}
@@ -71,7 +71,7 @@ class Writes:
         return [(version(each), each.data_ptr()) for each in self._parameters.local]
 
     def leave_out(self, state: LocoState, written: Mapping[int, Tensor]) -> None:
-        """Puts such parameters back to the starting point: of these the exchange has nothing to send."""
+        """Puts such parameters back to the starting point, so that the exchange has nothing to send of them."""
         for place in written:
             self._first.pop(place, None)
             self._last.pop(place, None)
@@ -94,7 +94,7 @@ class Writes:
     def settle(self, state: LocoState, written: Mapping[int, Tensor]) -> None:
         """Ends training with what was written after the last step, or its mean where ranks differ. Collective.
 
-        As an average that a callback has taken over the steps: no exchange could send all of it.
+        Such as an average that a callback has taken over the steps: no exchange could send all of it.
 
         Args:
             state: the starting point moves there. What is not yet sent stays.
