@@ -1,8 +1,8 @@
 """Buffers that a module updates from its own batch: compared now and then, or handed on from rank 0 as DDP does.
 
-So are parameters that no optimizer trains, such as a teacher's, a running average of the trained ones: under DDP these
-are equal, and with local steps they are not. All are read at a look, for a write through ``.data`` leaves no trace.
-Handed on are those alone that were found to differ, never a frozen backbone.
+So are parameters that no optimizer trains, such as a teacher's that average the trained ones: under DDP they are equal,
+with local steps they are not. A look reads all of them, for a write through ``.data`` leaves no trace. Only those that
+were found to differ are handed on, never a frozen backbone.
 
 Knows no host.
 """
@@ -29,8 +29,8 @@ class Buffers:
     """The buffers of one module or more, and its untrained parameters.
 
     Args:
-        broadcast: hand rank 0's values on: buffers before each forward pass of the training, parameters after each
-            exchange, when the trained ones are equal.
+        broadcast: hand on rank 0's values: of buffers before each forward pass of the training, of parameters after
+            each exchange, when the trained ones are equal.
     """
 
     def __init__(self, broadcast: bool = False) -> None:
@@ -38,7 +38,7 @@ class Buffers:
             raise ValueError(f"`broadcast_buffers` must be True or False, got {broadcast!r}. Leave it out for False.")
         self.broadcast = broadcast
         self._hooks: list[Any] = []
-        """Of forward passes."""
+        """On forward passes."""
         self.forget()
 
     def forget(self) -> None:
@@ -50,7 +50,7 @@ class Buffers:
         """Parameters that were found to differ."""
 
     def trained_by(self, optimizer: Optimizer) -> None:
-        """What an optimizer trains is its method's business."""
+        """Leaves out what an optimizer trains: that is its method's business."""
         self._trained |= {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
 
     def at_start(self, module: nn.Module, strategy: str) -> str | None:
@@ -69,7 +69,7 @@ class Buffers:
             broadcast_tensors([buffer for _, buffer in _shared_buffers(module)])
 
     def count_step(self, exchanged: bool) -> str | None:
-        """The occasion for a look after a step, if it is one.
+        """The occasion for a look after a step; None: there is none.
 
         Args:
             exchanged: whether an exchange has ended in it; the same on all ranks.
@@ -91,7 +91,7 @@ class Buffers:
             self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
 
     def let_go(self) -> None:
-        """The run is over, and forward passes hand nothing on any more."""
+        """The run is over: forward passes no longer hand anything on."""
         self.forget()
         while self._hooks:
             self._hooks.pop().remove()
@@ -101,12 +101,12 @@ class Buffers:
     ) -> str | None:
         """Compares all ranks' buffers and untrained parameters, once for each occasion. Collective.
 
-        BatchNorm's statistics, of which :meth:`at_start` speaks, are left out. Where rank 0's are handed on, so are
-        the parameters that differ, after exchanges and at the end; which they are is looked up at the 1st of them, the
-        2nd, the 4th, the 8th and so on.
+        BatchNorm's statistics, of which :meth:`at_start` warns, are left out. If rank 0's buffers are handed on, so are
+        the parameters that differ, after exchanges and at the end. Which these are is looked up after the 1st, 2nd,
+        4th, 8th exchange and so on.
 
         Args:
-            modules: whose, in the same order on all ranks.
+            modules: those to compare, in the same order on all ranks.
             strategy: its name, for the user.
             occasion: the same on all ranks.
             rows: the ranks that hold the same rows of a sharded parameter; None is all.
@@ -153,7 +153,7 @@ class Buffers:
         return {name: each for module in reversed([*modules]) for name, each in self._untrained(module)}
 
     def _untrained(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Parameters that no optimizer trains, of sharded ones this rank's rows: ranks compare the same rows."""
+        """Parameters that no optimizer trains. Of sharded ones this rank's rows: ranks compare the same rows."""
         for name, parameter in module.named_parameters():
             if id(parameter) not in self._trained:
                 rows = f" from entry {first_entry(parameter)} on" if isinstance(parameter, DTensor) else ""
@@ -165,7 +165,7 @@ def _shared_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _sent_by_ddp(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Those that DDP would send: not what the user has told it to leave alone, nor rows of a sharded one."""
+    """Those that DDP would send: not what the user told it to leave alone, nor rows of a sharded tensor."""
     ignored = getattr(module, IGNORED_BY_DDP, ())
     for name, tensor in named:
         plain = tensor.layout == torch.strided and not tensor.is_meta and not isinstance(tensor, DTensor)
@@ -174,9 +174,9 @@ def _sent_by_ddp(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iter
 
 
 def _different(own: Mapping[str, Tensor]) -> list[str]:
-    """Names of this rank's tensors of which some rank has another value. Collective.
+    """Names of this rank's tensors that have another value on some rank. Collective.
 
-    Also where there are none: one may come to be on one rank first.
+    A rank without tensors takes part, too: one may appear on one rank first.
     """
     sums = {name: ops.checksum(each.detach().contiguous().view(-1)).tolist() for name, each in own.items()}
     mine = {name: f"{tuple(each.shape)} {each.dtype} {sums[name]}" for name, each in own.items()}

@@ -20,9 +20,9 @@ from lightning_scape.hosts.private_names import replace_reader
 class ScapeCheckpointIO(TorchCheckpointIO):
     """``torch.save`` files that are whole or not there, checked before they are loaded.
 
-    Nothing in them is executed, unless who loads one asks for that by ``weights_only=False``; ours never need it. The
+    Nothing in them is executed, unless the caller asks for that by ``weights_only=False``; our files never need it. The
     strategies' default; any other ``checkpoint_io`` takes its place. Paths that are no local files (``s3://``) are
-    written and read as Lightning does, whose stores replace objects at once.
+    written and read by Lightning: such stores replace objects at once.
     """
 
     @override

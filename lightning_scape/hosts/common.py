@@ -39,7 +39,7 @@ from lightning_scape.hosts.saving import Saving, StateDictType
 
 
 def as_call(*names: str) -> Spelling:
-    """``ScapeStrategy(sparsity=...)``; of two names ``MethodStrategy(ScapeConfig(sparsity=...))``."""
+    """``ScapeStrategy(sparsity=...)``; with two names ``MethodStrategy(ScapeConfig(sparsity=...))``."""
     before, after = "(".join(names), ")" * len(names)
     return lambda options: f"{before}({', '.join(f'{option}={value}' for option, value in options.items())}{after}"
 
@@ -51,9 +51,9 @@ class CommonStrategy(Opened):
     """
 
     method: ClassVar[str | None] = None
-    """Name of the method, where the strategy is of one."""
+    """Name of the method, if the strategy is for one only."""
     slow_saves: ClassVar[str] = ""
-    """The remedy where checkpoints hold the training up, if the user cannot set ``async_save``."""
+    """The remedy if checkpoints hold up the training and the user cannot set ``async_save``."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class CommonStrategy(Opened):
             "async_save": async_save,
             "broadcast_buffers": broadcast_buffers,
         }
-        """By what ranks choose their messages, and so the same on all of them."""
+        """By these ranks choose their messages, so they must be the same on all."""
         self._together = Together()
         """Inside it a checkpoint is put together."""
         self._check_saving(checkpoint_io)
@@ -112,7 +112,7 @@ class CommonStrategy(Opened):
         check_start_method(type(self).__name__, self._method.name, start_method)
 
     def setup_environment(self) -> None:
-        """As the host's, for the right number of ranks."""
+        """As the host's, after a check of the number of ranks."""
         host: Any = self
         check_ranks(host.num_processes * host.num_nodes)
         super().setup_environment()  # type: ignore[misc]
@@ -137,7 +137,7 @@ class CommonStrategy(Opened):
     def _put_under_method(
         self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]], steps: float | None, precision: Any, clip: str
     ) -> Method:
-        """Attaches one of the user's optimizers; a module that clips its gradients itself is told of ``clip``."""
+        """Attaches one of the user's optimizers; the warning to a module that clips by itself names ``clip``."""
         host: Any = self
         beside = self._nodes.side_group(self.patience)
         self._buffers.trained_by(optimizer)
@@ -211,7 +211,7 @@ class CommonStrategy(Opened):
             return self._saver.collected(parts) or {}
 
     def _write_file(self, content: dict[str, Any], path: str | Path, write: Callable[..., Any], waits: bool) -> None:
-        """Has rank 0 ``write(content, path)``: at once, for which a training may wait, or beside it. Collective."""
+        """Has rank 0 ``write(content, path)``: at once, while a training may wait, or beside it. Collective."""
         local = local_path(path)
         if self._saver.asynchronous:
             ranks = self._checkpoint_ranks()
@@ -257,7 +257,7 @@ def check_start_method(strategy: str, method: str, start_method: str) -> None:
 
     Args:
         strategy: name of the class.
-        method: that of its method.
+        method: name of its method.
         start_method: its option.
     """
     interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)  # there is no script that a process could run

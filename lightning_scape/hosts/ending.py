@@ -12,7 +12,7 @@ def run_all(parts: Iterable[Callable[[], object]], quiet: bool) -> None:
 
     Args:
         parts: in order.
-        quiet: another error is on its way to the user, and must be what he sees: those of the parts become warnings.
+        quiet: another error is on its way and must be what the user sees: those of the parts become warnings.
 
     Raises:
         Exception: the first part's, unless ``quiet``; after all were called.

@@ -47,7 +47,7 @@ class FabricMethodStrategy(FabricCheckpoints):
 
     Args:
         config: the method's options. Where it has ``local_group_size``, ranks of a node may hold a replica together.
-        total_steps: of the whole run, where you know them.
+        total_steps: steps of the whole run, if you know them.
         accelerator: as in DDPStrategy, as for all that follow.
         parallel_devices: this node's devices.
         cluster_environment: how ranks find each other.
@@ -78,7 +78,7 @@ class FabricMethodStrategy(FabricCheckpoints):
         "call the strategy's sync() after the last one, or the model that you save may be rank 0's alone (total_steps=N"
         " does it at step N)."
     )
-    """Said of a method whose ranks differ between exchanges, where the number of steps is not known."""
+    """What a user must do if ranks differ between exchanges and the number of steps is not known."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class FabricMethodStrategy(FabricCheckpoints):
 
     @override
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
-        # Not before the first step: a checkpoint that is loaded brings its own warm-up along.
+        # Not before the first step: a loaded checkpoint brings its own warm-up.
         if untold := self.known.untold():
             self._tell(untold)
         before = progress_of(optimizer).ended
@@ -218,7 +218,7 @@ class FabricMethodStrategy(FabricCheckpoints):
         self._buffers.let_go()
         super().teardown()
 
-    # Fabric refuses `loss.backward()` where this is overridden: so it finds its own.
+    # Fabric refuses `loss.backward()` if this is overridden; by `wraps` it finds its own.
     @override
     @wraps(DDPStrategy.backward)
     def backward(  # type: ignore[override] # for the decorator
@@ -236,11 +236,11 @@ class FabricMethodStrategy(FabricCheckpoints):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clips the averaged gradient in the coming step, ``p.grad`` stays; or this rank's own. Returns its norm.
+        """Clips the averaged gradient in the coming step (``p.grad`` stays), or this rank's own. Returns its norm.
 
-        The averaged one's, with ``error_if_nonfinite``: a norm that is not finite is an error on every rank, at once on
-        the CPU; on CUDA by the next step or checkpoint, after this step was skipped, so that the host does not wait.
-        This rank's own: it raises nothing, for the error would be one rank's alone. The window is dropped on all ranks.
+        The averaged gradient: with ``error_if_nonfinite`` a norm that is not finite is an error on every rank, on the
+        CPU at once, on CUDA in the next step or checkpoint, after a skipped step, so that the host does not wait. This
+        rank's own: it raises nothing, for only this rank would raise. The window is dropped on all ranks.
         """
         if not self._method.clips:
             norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, False)
@@ -289,13 +289,13 @@ class Known:
 
     def __init__(self) -> None:
         self.modules: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
-        """In order."""
+        """In the order in which they were set up."""
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        """Optimizers under the method, as the user steps them, and which one each was; all ranks count alike."""
+        """Optimizers under the method, as the user steps them, with their numbers; all ranks count alike."""
         self._count = 0
         self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.channel: Channel | None = None
-        """Of the steps' messages."""
+        """The channel of the steps' messages."""
         self._watch: Watch | None = None
 
     def __reduce__(self) -> tuple[type[Known], tuple[()]]:
@@ -319,7 +319,7 @@ class Known:
         setup.check_apart([*local, optimizer] if local else [], f" {OTHER_STRATEGY}")
 
     def let_go(self) -> None:
-        """Optimizers are torch's again, and nobody watches which of them train the modules."""
+        """Optimizers are torch's again, and their steps over the modules are no longer watched."""
         for method in self.methods():
             method.close()
             end_watch(method)
@@ -327,16 +327,16 @@ class Known:
             self._watch.end()
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Notes one that the user steps."""
+        """Notes an optimizer that the user steps."""
         self._numbers[optimizer] = self._count
         self._count += 1
         for method in find_all([optimizer]):
             self.channel = method.communicator.watched.channel
 
     def close_those_replaced_by(self, optimizer: Optimizer) -> None:
-        """A method that works in hooks of the user's optimizers: those of the same parameters must not go on.
+        """For a method that works in hooks of the user's optimizers: those of the same parameters must not go on.
 
-        After ``sync()``, or the first step finds that ranks differ.
+        Call ``sync()`` before, or the first step finds that ranks differ.
         """
         given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for former in self.methods():
@@ -346,11 +346,11 @@ class Known:
                 del self._numbers[former.optimizer]
 
     def methods(self) -> list[Method]:
-        """Those of the optimizers that are alive."""
+        """The methods of the optimizers that are alive."""
         return find_all(self._numbers)
 
     def methods_of_all_ranks(self) -> list[Method]:
-        """Those that live on all ranks, as they were built: each rank frees what is dropped in its own time."""
+        """Those that live on all ranks, in the order of building: each rank frees dropped ones in its own time."""
         by_number = {number: optimizer for optimizer, number in self._numbers.items()}
         everywhere = set.intersection(*map(set, Communicator().all_gather_object([*by_number])))
         return find_all(by_number[number] for number in sorted(everywhere))

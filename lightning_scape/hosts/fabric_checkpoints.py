@@ -29,7 +29,7 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
 
     @abstractmethod
     def _meet(self, what: str) -> None:
-        """Before messages of all ranks: if a rank steps instead, both raise an error at once. Collective."""
+        """Before messages of all ranks: if a rank steps instead, all raise an error at once. Collective."""
 
     @abstractmethod
     def _look_at_buffers(self, occasion: str) -> None:
@@ -76,7 +76,7 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
 
         def write(whole: dict[str, Any], to: str | Path) -> None:
             for name, keep in (filter or {}).items() if self._saver.asynchronous else ():
-                if find(state.get(name)):  # its state was not there to be filtered before
+                if find(state.get(name)):  # before, its state was not there to be filtered
                     kept = {key: value for key, value in whole.pop(name).items() if keep(key, value)}
                     whole |= {name: kept} if kept else {}
             if self.is_global_zero:
@@ -108,7 +108,7 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
         ours = any(map(find, state.values() if isinstance(state, dict) else [state]))
         if ours:
             self._meet("a load")
-        # Without one of ours a rank may read on its own, as with DDP.
+        # Without an optimizer of ours a rank may read alone, as with DDP.
         ranks = Communicator() if ours else Communicator.alone()
         if saver.is_directory(path, ranks):
             return self._load_directory(directory_path(path), state, strict, ours, weights_only)
@@ -126,18 +126,18 @@ class FabricCheckpoints(CommonStrategy, OpenedFabrics):
         return content
 
     def _with_stand_ins(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """With what gives and takes data alone in the place of schedulers."""
+        """The state, with stand-ins for schedulers that give and take data only."""
         schedulers = {name for name, value in state.items() if is_scheduler(value) and find(value) is None}
         return {name: Restored(value) if name in schedulers else value for name, value in state.items()}
 
     def _take_up(self, content: dict[str, Any], state: Any, strict: bool) -> None:
-        """Loads a checkpoint's content into what was given for it, as Lightning does, and takes that from it."""
+        """Loads a checkpoint's content into what was given for it, as Lightning does, and removes it there."""
         if not isinstance(state, dict):
             self._load_into(state, content, strict)
             return
         check_strictly(state.keys(), content.keys(), strict=strict)
         given = self._with_stand_ins(state).items()
-        for name, value in sorted(given, key=lambda each: find(each[1]) is not None):  # who sets parameters comes last
+        for name, value in sorted(given, key=lambda each: find(each[1]) is not None):  # who sets parameters is last
             if name not in content:
                 continue
             if isinstance(value, (Module, Optimizer, Stateful)):

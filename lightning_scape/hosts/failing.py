@@ -1,8 +1,8 @@
 """An error on one rank alone: callbacks that save on an exception save nothing, for all ranks save together.
 
 Lightning has its callbacks save before anybody learns of the error. The rank that failed would wait for ranks that
-wait for it, in a message of the step. So this callback, which comes before those, asks in the job's store who else has
-met an error, and where. All ranks at the same step: all save. Otherwise none does.
+wait for it, in a message of the step. So this callback, which comes before those, asks in the job's store which ranks
+have met an error, and where. If all have, at the same step, all save. Otherwise none does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HOOK = "on_exception"
 
 
 class Failing(requeue.Guest):
-    """Lets callbacks save on an exception where all ranks come to it, and keeps them from it elsewhere.
+    """Lets callbacks save on an exception if all ranks come to it; else keeps them from saving.
 
     Args:
         token: the same on all ranks, and of no other fit: a store may outlive its ranks.
@@ -42,7 +42,7 @@ class Failing(requeue.Guest):
         self._kept: list[Callback] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has kept nobody from anything."""
+        """A copy has kept no callback from saving."""
         return {"_token": self._token, "_kept": []}
 
     @override
@@ -80,7 +80,7 @@ def _saves(callback: Callback) -> bool:
 
 
 def _save_nothing(*_: Any) -> None:
-    """In the place of a callback's hook."""
+    """Takes the place of a callback's hook."""
 
 
 def _ask(token: str, rank: int, ranks: int, place: str) -> bool:

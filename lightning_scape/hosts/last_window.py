@@ -1,9 +1,9 @@
-"""What has begun ends before callbacks write their last: an average of all steps, put into the module when a fit ends.
+"""Ends an open window before callbacks write into the module at the end of a fit, such as an average of all steps.
 
 Callbacks hear of the end before the strategy does. In an open window the average would count as learned, and the
-exchange would send the largest entries alone.
+exchange would send only its largest entries.
 
-Before that, and wherever the steps pause, ranks wait for each other: one that has left the batches alone
+Before that, and wherever the steps pause, ranks wait for each other. A rank that alone has left the loop over batches
 (``trainer.should_stop``) would next be in a message of Lightning's, which ranks in a step never answer.
 """
 
@@ -36,21 +36,21 @@ class LastWindow(requeue.Guest):
 
 
 def meet(trainer: Trainer, place: str) -> None:
-    """Waits for all ranks, in a fit. Where others wait for a step of this rank's, all raise. Collective."""
+    """Waits for all ranks, in a fit. If others wait for a step of this rank, all raise. Collective."""
     if methods := find_all(trainer.optimizers):
         methods[0].communicator.meet(f"{place} after step {methods[0].progress().steps}")
 
 
 def end_windows(trainer: Trainer) -> None:
-    """All ranks hold the same parameters afterwards, what was written last included. Collective."""
+    """Makes all ranks hold the same parameters, what was written last included. Collective."""
     for method in find_all(trainer.optimizers):
         method.finish()
 
 
 def end_before_statistics(trainer: Trainer, batch_idx: int) -> None:
-    """Calls :func:`end_windows` before the epoch in which StochasticWeightAveraging steps no more.
+    """Calls :func:`end_windows` before the epoch in which StochasticWeightAveraging no longer steps.
 
-    Its averages are in place, each rank's own, and statistics of BatchNorm are taken of them.
+    By then each rank's own average is in place, and BatchNorm's statistics are measured with it.
     """
     if batch_idx == 0 and skips_backward(trainer):
         end_windows(trainer)

@@ -15,15 +15,15 @@ class LitGPTPythonSource(DataModule):  # type: ignore[misc]
     """:class:`~lightning_scape.PythonSource` as a data module of LitGPT.
 
     In a configuration file: ``data: {class_path: lightning_scape.hosts.litgpt_data.LitGPTPythonSource}``. The model
-    needs a vocabulary of at least 256. Tokens are bytes, so no tokenizer is needed to train; with ``tokenizer_dir:
-    configs/byte_tokenizer``, which maps each byte to its value, one lies beside each checkpoint, for ``litgpt
+    needs a vocabulary of at least 256. Tokens are bytes, so no tokenizer is needed to train. With ``tokenizer_dir:
+    configs/byte_tokenizer``, which maps each byte to its value, a tokenizer lies beside each checkpoint, for ``litgpt
     generate``.
 
     The loader's position is part of LitGPT's checkpoints, so a resumed run goes on with the batch after the last one.
     """
 
     seed: int = 0
-    """Of the training windows' offsets and order."""
+    """Seed of the training windows' offsets and order."""
     val_fraction: float = 0.05
     """Share of the files that is validation, in (0, 1)."""
     max_bytes: int | None = None
@@ -65,7 +65,7 @@ class LitGPTPythonSource(DataModule):  # type: ignore[misc]
         return self._connected().train_dataloader()
 
     def val_dataloader(self) -> Any:
-        """Likewise, of the held-out files."""
+        """The same, from the held-out files."""
         return self._connected().val_dataloader()
 
     def _connected(self) -> PythonSource:

@@ -40,12 +40,12 @@ class ScapeMonitor(Callback):
     All of them go to every logger of the Trainer under the method's name, ``scape/...`` (``scape-0/...``,
     ``scape-1/...`` with several optimizers); the compression ratio and a norm also go to the progress bar, and so to
     ``trainer.callback_metrics``. The progress bar shows SCAPE's density of the moment, too, as long as the warm-up
-    lasts: the strategy sees to that, with or without this callback. The loggers' numbers are rank 0's; their step axis
-    is that of the metrics which the module logs.
+    lasts. The strategy does that, with or without this callback. The loggers' numbers are rank 0's; their step axis is
+    that of the metrics which the module logs.
 
-    With them comes what the run has sent so far: ``bytes_run``, ``bytes_run_dense`` (what DDP would have sent in as
+    They come with what the run has sent so far: ``bytes_run``, ``bytes_run_dense`` (what DDP would have sent in as
     many steps) and ``bytes_checkpoints`` (what a rank has sent for checkpoints), in this fit. With ``local_group_size``
-    the first two are between nodes, and HSDP's. A line says it all when the fit ends. Bytes are those of messages,
+    the first two are between nodes, and HSDP's. When the fit ends, a line says all of it. Bytes are those of messages,
     without protocol headers, which take some 2% more.
 
     With ``report="folder"`` the run leaves a page with plots there (loss, density, bytes by kind, time by phase, churn,
@@ -65,7 +65,7 @@ class ScapeMonitor(Callback):
     """
 
     method: ClassVar[str | None] = None
-    """Name of the one whose figures are logged; None: of whichever the optimizers are under."""
+    """Name of the method whose figures are logged; None: whichever the optimizers are under."""
     _needs = "`Trainer(strategy=ScapeStrategy(...))`"
 
     def __init__(self, every_n_steps: int = 50, report: str | os.PathLike[str] | None = None) -> None:
@@ -87,7 +87,7 @@ class ScapeMonitor(Callback):
         self.every_n_steps = every_n_steps
         self._due = 0
         self._seen: list[int] = []
-        """Exchanges of each optimizer that have been told."""
+        """Exchanges of each optimizer that were logged."""
         self.report = folder
         self._made = time.time() - 1e-3  # times in the file are rounded
         self._writer: Writer | None = None
@@ -170,7 +170,7 @@ class ScapeMonitor(Callback):
             self._losses += 1
 
     def _newest(self, methods: list[Method]) -> dict[str, float]:
-        """Figures to tell, without what adds up over the fit: of exchanges that have ended since the last look."""
+        """Figures of exchanges that have ended since the last look, without what adds up over the fit."""
         self._seen += [0] * (len(methods) - len(self._seen))
         metrics: dict[str, float] = {}
         for index, (prefix, method) in enumerate(with_prefixes(methods)):
@@ -220,7 +220,7 @@ class ScapeMonitor(Callback):
         self._clock.go_on()
         if self._writer is None or trainer.sanity_checking:
             return
-        # Whatever their names, those that the validation has logged: what training logged is there too, unchanged.
+        # All that the validation has logged, whatever the names: what training logged is there, too, unchanged.
         logged = trainer.callback_metrics.items()
         metrics = {name: float(value) for name, value in logged if self._before.get(name) is not value}
         self._before = {}
@@ -245,13 +245,13 @@ class ScapeMonitor(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self.report is None or not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING:
             return
-        # Where ranks are forked, the process that started them hears of it, which has written nothing itself.
+        # If ranks are forked, the process that started them gets here, and it has written nothing itself.
         try:
             runs = History.read(self.report).runs
             if runs and runs[-1].end is None and runs[-1].about.get("time", 0.0) >= self._made:
                 self._writer = self._writer or Writer(self.report)
                 self._end(trainer, _in_a_line(exception))
-        except Exception as error:  # the other one is to be seen
+        except Exception as error:  # the other error must be seen
             mention(f"The report must be written to {str(self.report)!r}, got {type(error).__name__}: {error}.")
 
     def _end(self, trainer: Trainer, how: str) -> None:
@@ -281,7 +281,7 @@ class ScapeMonitor(Callback):
 
 
 def _in_a_line(exception: BaseException) -> str:
-    """Its name and the first line of its words; of an error on a forked rank, whose words are a traceback, the last."""
+    """Its name and the first line of its text; for an error on a forked rank, whose text is a traceback, the last."""
     lines = [line for line in str(exception).splitlines() if line.strip()]
     if isinstance(exception, ProcessRaisedException) and lines:
         return lines[-1][:500]
@@ -298,12 +298,12 @@ def steps_taken(trainer: Trainer) -> int:
 
 
 class _Clock:
-    """Mean seconds of a step from one point to the next, validation not counted; and of what lies between batches."""
+    """Mean seconds of a step from one point to the next, without validation; and of what lies between batches."""
 
     def __init__(self) -> None:
         self._began = self._paused_at = 0.0
         self._ended: float | None = None
-        """When the last batch did."""
+        """When the last batch ended."""
         self._saving = False
         self._step = 0
         self._between = {"data_seconds": 0.0, "checkpoint_seconds": 0.0}
@@ -316,7 +316,7 @@ class _Clock:
         self._ended, self._saving = time.perf_counter(), False
 
     def saves(self) -> None:
-        """A checkpoint is made, whose time this is until the next batch."""
+        """A checkpoint is made: the time until the next batch counts as its own."""
         self._saving = True
 
     def batch_begins(self) -> None:
@@ -333,7 +333,7 @@ class _Clock:
         self._ended = None if self._ended is None else self._ended + paused
 
     def per_step(self, step: int) -> dict[str, float | None]:
-        """None where no step was taken since."""
+        """Seconds per step by kind; None if no step was taken since."""
         steps = step - self._step
         seconds = {"step_seconds": time.perf_counter() - self._began, **self._between}
         self.start(step)

@@ -2,7 +2,7 @@
 
 Under DDP gradients are averaged in the backward pass, so that any optimizer may step. Here averaging is the optimizer's
 part: one that was never given to the strategy (built in mid-training, put beside the others, forgotten at ``setup``)
-would take each rank's own gradient, and ranks would train apart without a word.
+would take each rank's own gradient, and ranks would train apart without an error.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Watch:
     It costs a look at a set for each step.
 
     Args:
-        modules: gives those whose parameters the method trains.
+        modules: gives the modules whose parameters the method trains.
         remedy: what the user should do, for the error.
-        better: raises the error that says more, if there is one.
+        better: raises an error that says more, if there is one.
     """
 
     _all: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -53,11 +53,11 @@ class Watch:
             Watch._hook = None
 
     def modules_changed(self) -> None:
-        """More of them are trained by the method."""
+        """The method trains more modules now."""
         self._strangers.clear()
 
     def look(self, optimizer: Optimizer) -> None:
-        """Raises ``RuntimeError`` if the optimizer, which nobody knows, has gradients of these modules."""
+        """Raises ``RuntimeError`` if the optimizer, which no method knows, has gradients of these modules."""
         if optimizer in self._strangers:
             return
         names = {id(p): name for module in self._modules() for name, p in module.named_parameters()}
@@ -85,5 +85,5 @@ def _look(stepping: Optimizer, *_: Any) -> None:
 
 
 def _parts_of_a_step() -> set[int]:
-    """The parameters of wrapped optimizers that are stepping now: one may be made of others, which step inside it."""
+    """The parameters of wrapped optimizers that are stepping now: other optimizers may step inside of one."""
     return set().union(*(method.named(name).inside_steps() for name in method.names()))

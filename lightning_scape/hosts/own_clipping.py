@@ -1,8 +1,8 @@
 """Finds out that a rank changes its gradients itself, as torch's ``clip_grad_norm_`` does. Knows no host.
 
-Under DDP gradients are averaged by then, here they are each rank's own: clipping them is another training. A gradient's
-version counts the changes of it in place; it is noted when the backward pass has written it, and compared after the
-step. Only the first steps are watched: after them the backward pass is as it was.
+Under DDP gradients are averaged by then, here they are each rank's own: clipping them changes the training. A
+gradient's version counts its changes in place. It is noted after the backward pass, and compared after the step. Only
+the first steps are watched: after them the backward pass is as it was.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from lightning_scape.core.private_names import version as version_of
 STEPS = 100
 """After these, the watch ends."""
 _watches: weakref.WeakKeyDictionary[Any, weakref.finalize[..., Any]] = weakref.WeakKeyDictionary()
-"""By what the host steps; each ends once."""
+"""By the optimizer that the host steps; each ends once."""
 
 
 def watch_gradients(method: Method, clip: str, say: Callable[[str], object]) -> None:
-    """Says once, after one of the first steps, if gradients change between backward pass and step.
+    """Says once, in the first steps, if gradients change between backward pass and step.
 
     Args:
-        method: whose gradients; not one of a GradScaler's, which changes them as well.
+        method: the one whose gradients are watched; not one with a GradScaler, which changes them as well.
         clip: the call that clips the averaged gradient, for the user.
         say: takes a sentence.
     """
     assert method.clipping is not None
     optimizer, parameters = method.optimizer, method.clipping.named_parameters
     written: dict[int, tuple[int, int]] = {}
-    # By memory: FSDP2 writes a unit's gradients into one, one after the other, and a version may be that of all.
+    # By memory: FSDP2 writes a unit's gradients one after the other into one memory, which may share a version.
     latest: dict[int, int] = {}
     left = STEPS
 
@@ -78,6 +78,6 @@ def end_watch(method: Method) -> None:
 
 
 def _memory(grad: Tensor) -> tuple[int, int]:
-    """Where it lies, and how often that has been written to."""
+    """Where the gradient lies, and how often that memory was written."""
     own = local(grad)
     return own.untyped_storage().data_ptr() if own.layout == torch.strided else id(grad), version_of(own)

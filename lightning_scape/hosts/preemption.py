@@ -1,6 +1,6 @@
-"""SIGTERM: one rank, or all, are told to end, such as those of a machine that is taken away.
+"""SIGTERM: one rank or all are told to end, such as those of a machine that is taken away.
 
-Lightning's handler sends a message to all ranks, wherever its rank is then: between messages that others wait for. So
+Lightning's handler sends a message to all ranks wherever its rank is, also between messages that others wait for. So
 during a fit the handler here only tells the optimizers, which bring the word to all ranks (SCAPE's with the next step's
 first message). All ranks learn it in the same step. Then each sets Lightning's own flag, and all goes on as there: the
 fit ends after this batch, callbacks save what they save on an exception, the process exits.
@@ -26,10 +26,10 @@ def ends_together(exception: BaseException) -> bool:
 
 
 class Preemption(requeue.Guest):
-    """Notes the signal in the place of Lightning's handler, and sets Lightning's flag on all ranks at once.
+    """Notes the signal instead of Lightning's handler, and sets Lightning's flag on all ranks at once.
 
     Args:
-        trainer: whose signal it is.
+        trainer: the one that gets the signal.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -51,9 +51,9 @@ class Preemption(requeue.Guest):
         self._tell(trainer)
 
     def before_batch(self) -> None:
-        """In the place of Lightning's broadcast of rank 0's flag before each batch: the steps' messages bring the word.
+        """Replaces Lightning's broadcast of rank 0's flag before each batch: the steps' messages carry the flag.
 
-        One message less for each batch; and a rank that has left a step out comes to the next one, which tells.
+        That saves a message for each batch. And a rank that has left a step out comes to the next one, which finds it.
         """
         if self._trainer is not None and not find_all(self._trainer.optimizers):
             self._own()

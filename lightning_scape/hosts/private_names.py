@@ -26,9 +26,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 BackwardSyncControl = _BackwardSyncControl
-"""Fabric asks it to hold gradients back; without one it warns in each accumulation."""
+"""Fabric asks it to hold gradients back; without one, Fabric warns in each accumulation."""
 WrappingIO = _WrappingCheckpointIO
-"""Such a plugin keeps the one that it was given inside; ours goes there where it was given none."""
+"""Such a plugin keeps another one inside; ours goes there if it was given none."""
 NoOptimizer = _MockOptimizer
 """What the Trainer steps where ``configure_optimizers`` returns None."""
 destroy_process_group = _destroy_dist_connection
@@ -37,11 +37,11 @@ check_strictly = _validate_keys_for_strict_loading
 """Raises for names that are asked for and not in a checkpoint, as Fabric does."""
 
 SIGTERM_HANDLER = "_sigterm_notifier_fn"
-"""Of :func:`signals`: it sends a message to all ranks from inside the handler."""
+"""Attribute of :func:`signals`: sends a message to all ranks from inside the handler."""
 REQUEUE_HANDLER = "_slurm_sigusr_handler_fn"
-"""Of :func:`signals`: it saves from inside the handler."""
+"""Attribute of :func:`signals`: saves from inside the handler."""
 BROADCAST = "_broadcast_sigterm_tensor"
-"""Of the epoch's loop: a message before each batch."""
+"""Attribute of the epoch's loop: sends a message before each batch."""
 
 
 def signals(trainer: Trainer) -> Any:
@@ -65,9 +65,9 @@ def skips_backward(trainer: Trainer) -> bool:
 
 
 def replace_reader(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Puts what ``wrapped`` makes of it in the place of the function by which ``load_from_checkpoint`` reads, once.
+    """Replaces, once, the function by which ``load_from_checkpoint`` reads by what ``wrapped`` makes of it.
 
-    It asks no plugin of a strategy, for it knows none.
+    ``load_from_checkpoint`` knows no strategy, and so asks none of its plugins.
     """
     load = getattr(saving, "pl_load", None)
     if load is not None and not hasattr(load, "__wrapped__"):
@@ -77,8 +77,8 @@ def replace_reader(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) 
 class Launching:
     """In front of a launcher that forks or spawns the ranks and then waits for the result of its first one.
 
-    A first rank that ends without a result and without an error, by SystemExit, as at SIGTERM, would be waited for
-    for ever. It ends with an error.
+    If the first rank ended without a result and without an error (by SystemExit, as at SIGTERM), the launcher would
+    wait for ever. Here such a rank ends with an error.
     """
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -97,15 +97,15 @@ def with_exit_code(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 class LaunchingTrainers(Launching, TrainersLauncher):
-    """That of the Trainer."""
+    """The Trainer's launcher."""
 
 
 class LaunchingFabrics(Launching, FabricsLauncher):
-    """That of Fabric."""
+    """Fabric's launcher."""
 
 
 class Opened:
-    """A base of a strategy of either host: what both keep to themselves, under names of ours."""
+    """A base of a strategy of either host: private members of both, under public names."""
 
     launcher_of_many: Any
     _start_method: Literal["popen", "spawn", "fork", "forkserver"]
@@ -169,5 +169,5 @@ class OpenedFabrics(Opened, of_fabric.DDPStrategy):
         self._backward_sync_control = control
 
     def as_states(self, state: dict[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]) -> dict[str, Any]:
-        """Modules, optimizers and others of the kind by their states, as Fabric saves them."""
+        """The states of modules, optimizers and other stateful objects, as Fabric saves them."""
         return self._convert_stateful_objects_in_state(state, filter=dict(filter))

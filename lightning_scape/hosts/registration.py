@@ -1,6 +1,6 @@
 """Lightning knows the strategies by name, ``Trainer(strategy="scape")``, as soon as both packages are imported.
 
-In either order, and at no cost before: neither Lightning nor torch is imported for it. A class is imported when its
+The order of imports does not matter, and neither Lightning nor torch is imported for it. A class is imported when its
 strategy is asked for.
 """
 
@@ -27,10 +27,10 @@ _faces: dict[str, tuple[str, ...]] = {}
 
 
 def register_with_lightning(faces: Mapping[str, tuple[str, ...]]) -> None:
-    """Now, if Lightning is imported; else when it is.
+    """Registers now if Lightning is imported, else when it is.
 
     Args:
-        faces: names of the strategies that are of one method, by method: for each of :data:`REGISTRIES`.
+        faces: by method, names of the strategies for that method alone: one for each of :data:`REGISTRIES`.
     """
     _faces.update(faces)
     if HOST in sys.modules:
@@ -66,7 +66,7 @@ def _register(method: str) -> None:
 
 
 def _make(method: str, face: str | None, general: str, **options: Any) -> Any:
-    """The one of the method, or the general one with the method's options, by name or at their defaults."""
+    """The method's own strategy, or the general one with the method's options, by name or at their defaults."""
     if face is not None:
         return getattr(sys.modules["lightning_scape"], face)(**options)
     module, _, name = general.partition(":")
@@ -74,7 +74,7 @@ def _make(method: str, face: str | None, general: str, **options: Any) -> Any:
 
 
 class _WhenImported(MetaPathFinder):
-    """Lets Lightning's import happen as ever, and registers the strategies at its end: where it fails, at the next."""
+    """Lets Lightning's import happen as ever, and registers the strategies at the end of one that succeeds."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         if fullname != HOST:
@@ -83,7 +83,7 @@ class _WhenImported(MetaPathFinder):
         specs = (finder.find_spec(fullname, path, target) for finder in finders)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            # In this one loader, which stays the module's: whoever asks it for the source finds what he knows.
+            # In this one loader, which stays the module's: so it still gives the module's source.
             spec.loader.exec_module = functools.partial(self._execute, spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
 

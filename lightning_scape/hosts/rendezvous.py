@@ -1,4 +1,4 @@
-"""What to set where ranks do not find each other."""
+"""How ranks meet, and what to set if they do not find each other."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _RANKS_MISSING = (
     *("clients joined", "wait timeout", "onnect timeout"),  # waited in vain
     *("likely closed", "reset by peer", "roken pipe", "onnection closed"),  # rank 0 had, and is gone
 )
-"""In what torch says where ranks are missing; which of it a rank gets to see is a matter of who gives up first."""
+"""Parts of torch's errors when ranks are missing; which of them a rank sees depends on who gives up first."""
 
 
 def _rendezvous_remedy(problem: str, world_size: int) -> str | None:

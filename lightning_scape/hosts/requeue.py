@@ -1,10 +1,10 @@
 """SLURM's signal that a job's time is nearly over: all ranks save after the same step, then Lightning requeues the job.
 
-Lightning saves in the signal's handler, wherever its rank is then: in the middle of a step, or a step ahead of others.
-But a checkpoint is made by all ranks together, between two steps. So the handler here only notes the signal. After a
-batch a rank that has had it leaves the number of exchanges that it has begun in the job's store, and looks whether all
-ranks have left theirs. All save once ``last + 1`` exchanges have ended, where ``last`` is the largest number left. No
-rank has gone past that: to end one more, a rank needs a message that the last one sent after it had left its number.
+Lightning saves in the signal's handler, wherever its rank is: in the middle of a step, or a step ahead of others. But
+all ranks make a checkpoint together, between two steps. So the handler here only notes the signal. After a
+batch a rank with the signal writes the number of exchanges that it has begun into the job's store, and looks whether
+all ranks have written theirs. All save once ``last + 1`` exchanges have ended, where ``last`` is the largest number. No
+rank is past that: to end one more, it needs a message from the rank that wrote last, sent after the writing.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from lightning_scape.hosts.private_names import REQUEUE_HANDLER, signals
 
 _KEY = "lightning_scape/requeue"
 _FITS = itertools.count()
-"""Of this process: all ranks count alike, and no fit meets what an earlier one left in the store."""
+"""Counts this process's fits. All ranks count alike, and no fit meets what an earlier one left in the store."""
 _PATIENCE = 20
-"""Exchanges after which a rank says whose word is missing."""
+"""Exchanges after which a rank says whose number is missing."""
 
 
 class Exchanges(NamedTuple):
-    """Those of all optimizers; each has messages between all ranks."""
+    """Exchanges of all optimizers; each has messages between all ranks."""
 
     begun: int
     ended: int
 
     @classmethod
     def of(cls, trainer: Trainer) -> Exchanges:
-        """So far."""
+        """The exchanges so far."""
         progress = [method.progress() for method in find_all(trainer.optimizers)]
         return cls(sum(each.begun for each in progress), sum(each.ended for each in progress))
 
@@ -55,18 +55,18 @@ class Guest(Callback):
     """A callback that the Trainer has for a fit alone."""
 
     def leave(self, trainer: Trainer) -> None:
-        """Takes back what it has put in the place of the Trainer's own."""
+        """Puts back what it has replaced in the Trainer."""
 
 
 _GUESTS = "_lightning_scape_guests"
-"""Attribute of a Trainer: those of its fit. The user may give it another list of callbacks meanwhile."""
+"""Attribute of a Trainer: its fit's guests. The user may give it another list of callbacks meanwhile."""
 
 
 class Requeue(Guest):
-    """Notes the signal in the place of Lightning's handler, and calls that one when all ranks are ready for it.
+    """Notes the signal instead of Lightning's handler, which it calls when all ranks are ready.
 
     Args:
-        trainer: whose signal it is.
+        trainer: the one that gets the signal.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -110,13 +110,13 @@ class Requeue(Guest):
         vars(signals(trainer)).pop(REQUEUE_HANDLER, None)
 
     def _last(self, exchanges: Exchanges, trainer: Trainer) -> int | None:
-        """The largest number of exchanges begun at which a rank has left word; None until all have."""
+        """The largest number of begun exchanges that a rank has written; None until all have written theirs."""
         if self._store is None:
             root = default_store() if is_distributed() else HashStore()
             self._store = PrefixStore(f"{_KEY}/{self._fit}/{self._obeyed}", root)
             self._store.set(str(trainer.global_rank), str(exchanges.begun))
         ranks = [str(rank) for rank in range(trainer.world_size)]
-        if not self._store.check(ranks):  # answered after what this rank has left is there
+        if not self._store.check(ranks):  # answered after this rank's number is there
             self._looks += 1
             if self._looks == _PATIENCE:
                 store = self._store
@@ -185,7 +185,7 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
 
 
 def saved_by_signal(trainer: Trainer) -> list[str]:
-    """Checkpoints that Lightning has saved at such signals, where it looks for them: only under SLURM."""
+    """Checkpoints that Lightning has saved at such signals, in the folder where it looks: only under SLURM."""
     folder = Path(trainer.default_root_dir)
     if not SLURMEnvironment.detect() or not folder.is_dir():
         return []
@@ -193,9 +193,9 @@ def saved_by_signal(trainer: Trainer) -> list[str]:
 
 
 def is_found_by_lightning(trainer: Trainer, path: Any) -> bool:
-    """Whether it may be the one of those that Lightning takes up where it is told nothing: with the highest number.
+    """Whether it may be the one that Lightning loads if it is told nothing: that with the highest number.
 
-    It need not be there: Lightning counts names of files that were cut off.
+    The file need not be there: Lightning also counts names of files that were cut off.
     """
 
     def number(saved: str | Path) -> int:

@@ -1,8 +1,8 @@
-"""What a Trainer's job does to go on after a restart, with the ranks that are there then.
+"""How a Trainer's job goes on after a restart, with the ranks that are there then.
 
 Lightning's own ``ckpt_path="last"`` takes the file that changed last: it may be damaged, ranks may see different ones,
-and one that was saved before the restart is in another version's folder. ``ckpt_path`` is chosen before ranks can speak
-to each other, too. So the strategy chooses, between the callbacks' set-up and the loading of the checkpoint.
+and one that was saved before the restart is in another version's folder. And ``ckpt_path`` is chosen before ranks can
+speak to each other. So the strategy chooses, between the callbacks' set-up and the loading of the checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_scape.hosts.private_names import checkpoints
 
 Resume = Literal["auto"] | None
 _RANKS = "scape_ranks"
-"""Key of a checkpoint's number of ranks, where accumulation follows it: each rank counts its own batches."""
+"""Key of a checkpoint's number of ranks, if accumulation follows it: each rank counts its own batches."""
 
 
 class Resumption:
@@ -31,7 +31,7 @@ class Resumption:
 
     Args:
         resume: ``"auto"``: fit from the newest complete checkpoint; None leaves it to ``ckpt_path``.
-        batches_per_step: of all ranks, in one optimizer step; None leaves it to ``accumulate_grad_batches``.
+        batches_per_step: those of all ranks in one optimizer step; None leaves it to ``accumulate_grad_batches``.
 
     Raises:
         ValueError: an option is outside its rule.
@@ -75,7 +75,7 @@ class Resumption:
         _resume_by(trainer, None if self.resume is None else _folders(trainer))
 
     def finish(self) -> None:
-        """After a fit: the Trainer is as it was. Before one, and where another process runs it, nothing happens."""
+        """After a fit: the Trainer is as it was. Before one, and if another process runs it, nothing happens."""
         trainer, self._trainer = self._trainer, None
         if trainer is None:
             return
@@ -105,7 +105,7 @@ class Resumption:
 
 
 def rescaled(counts: Mapping[str, int], ranks: int, saved: int) -> dict[str, int]:
-    """Counts of a rank's batches begun and ended, of ``saved`` ranks; how far they differ says where Lightning is.
+    """A rank's counts of batches begun and ended, from ``saved`` ranks. Their differences, which stay, say where it is.
 
     >>> rescaled({"ready": 8, "started": 8, "processed": 8, "completed": 7}, 1, 2)
     {'ready': 16, 'started': 16, 'processed': 16, 'completed': 15}
@@ -154,7 +154,7 @@ def _folders(trainer: Trainer) -> list[str]:
 
 
 def _resume_by(trainer: Trainer, folders: list[str] | None) -> None:
-    """Puts :func:`_resume_start` in its place; a partial, so that the Trainer can be copied."""
+    """Puts :func:`_resume_start` into the connector; a partial, so that the Trainer can be copied."""
     start = functools.partial(_resume_start, trainer, folders)
     checkpoints(trainer).resume_start = start
 
@@ -162,11 +162,11 @@ def _resume_by(trainer: Trainer, folders: list[str] | None) -> None:
 def _resume_start(
     trainer: Trainer, folders: list[str] | None, checkpoint_path: Any = None, weights_only: bool | None = None
 ) -> None:
-    """In the place of the connector's own: has the Trainer load the newest complete checkpoint, or what it was told.
+    """Replaces the connector's own: has the Trainer load the newest complete checkpoint, or what it was told.
 
-    Lightning has settled on ``checkpoint_path`` before the ranks have met, and each by what it sees on its disk.
-    ``folders`` is where the Trainer saves; None: only where Lightning takes up what it saved at SLURM's signal. It
-    looks at names alone, those of files that were cut off included.
+    Lightning has chosen ``checkpoint_path`` before the ranks have met, each by what it sees on its disk. ``folders`` is
+    where the Trainer saves; None: only where Lightning finds what it saved at SLURM's signal. Lightning looks at names
+    only, also those of files that were cut off.
     """
     mine = None if checkpoint_path is None else str(checkpoint_path)
     everyone = Communicator().all_gather_object((mine, requeue.is_found_by_lightning(trainer, mine)))

@@ -13,9 +13,9 @@ from lightning_scape.hosts.requeue import callbacks_of
 
 
 def steps_of_run(trainer: Trainer) -> float | None:
-    """``global_step`` at the end of the run, at most; None where nobody knows. Its data must be loaded.
+    """``global_step`` at the end of the run, at most; None: not known. Its data must be loaded.
 
-    With manual optimization the module steps its optimizers when it likes; only ``max_steps`` bounds them then, which
+    With manual optimization the module steps its optimizers when it likes. Then only ``max_steps`` bounds them, which
     counts the steps of all.
     """
     manual = not trainer.lightning_module.automatic_optimization
@@ -35,13 +35,13 @@ def steps_of_optimizer(trainer: Trainer, taken: int) -> float | None:
 
 
 def steps_to_tell(trainer: Trainer, taken: int) -> float | None:
-    """The same, where it is known: of several optimizers that the module steps nobody knows how many are whose."""
+    """The same; None if the module steps several optimizers: nobody knows how many steps are whose."""
     automatic = trainer.lightning_module.automatic_optimization
     return steps_of_optimizer(trainer, taken) if automatic or len(trainer.optimizers) == 1 else None
 
 
 def _by_epochs(trainer: Trainer) -> list[float]:
-    """Steps where batches are accumulated by a schedule over epochs, of which Lightning's estimate knows nothing."""
+    """Steps if a schedule over epochs accumulates batches, of which Lightning's estimate knows nothing."""
     batches, epochs = trainer.num_training_batches, trainer.max_epochs
     schedules = [each for each in callbacks_of(trainer) if isinstance(each, GradientAccumulationScheduler)]
     if not schedules or batches == math.inf or epochs is None or epochs < 0:
@@ -51,7 +51,7 @@ def _by_epochs(trainer: Trainer) -> list[float]:
 
 
 def compare_lengths(trainer: Trainer) -> None:
-    """Raises on every rank if ranks meet different numbers of batches before the run ends. Collective.
+    """Raises on every rank if ranks take different numbers of batches before the run ends. Collective.
 
     With manual optimization nobody knows where steps end: nothing is compared.
     """

@@ -1,4 +1,4 @@
-"""What a run sends as a whole, warm-up included, with DDP beside it: said when a fit begins and ends, and followed."""
+"""What a whole run sends, warm-up included, compared with DDP: told when a fit begins and ends, and followed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def with_prefixes(methods: Sequence[Method]) -> Iterator[tuple[str, Method]]:
 def expected(
     methods: Sequence[Method], first: int, steps: float | None, clips: bool, looks: bool = False
 ) -> RunBytes | None:
-    """What a rank sends for all optimizers, from one step up to another; None where that is not known, or nothing.
+    """What a rank sends for all optimizers, from one step up to another; None if that is not known, or nothing.
 
     Args:
         methods: of all optimizers.
         first: steps that were taken before.
-        steps: those of the whole run; None is not known.
+        steps: those of the whole run; None: not known.
         clips: whether the norm of the gradient is clipped.
         looks: whether gradients are looked at before a step, once in each.
     """
@@ -52,11 +52,11 @@ def _of(method: Method, first: int, steps: int, clips: bool) -> RunBytes | None:
 def said_before(
     methods: Sequence[Method], steps: float | None, clipped: bool, strategy: Any, looks: bool = False
 ) -> str | None:
-    """The line at the start of a run, or of what is left of it after a checkpoint; None where :func:`expected` is.
+    """The line at the start of a run, or of its rest after a checkpoint; None if :func:`expected` is None.
 
     Args:
         methods: of all optimizers.
-        steps: of the whole run; None is not known.
+        steps: of the whole run; None: not known.
         clipped: whether the norm of the gradient is clipped.
         strategy: the host's.
         looks: as :func:`expected` has it.
@@ -77,7 +77,7 @@ def said_before(
 
 
 def _between(strategy: Any) -> tuple[str, str]:
-    """What trains densely where the method does, and where that is: between nodes whose ranks hold a replica, HSDP."""
+    """The dense strategy to compare with, and where its messages go: if nodes hold replicas, HSDP, to other nodes."""
     nodes = getattr(strategy, "device_mesh", None) is not None
     return ("HSDP", " to other nodes") if nodes else ("DDP", "")
 
@@ -96,8 +96,8 @@ class RunSum:
 
     Args:
         methods: of all optimizers.
-        steps: of the whole run; None is not known.
-        trainer: whose fit it is.
+        steps: of the whole run; None: not known.
+        trainer: the one that fits.
         looks: as :func:`expected` has it.
     """
 
@@ -109,11 +109,11 @@ class RunSum:
         self._saved_before = self._of_checkpoints()
         steps_of_one = [_of(each, first, first + 1, clipped) for each, first in zip(methods, self._first, strict=True)]
         self._dense = [None if found is None else found.dense for found in steps_of_one]
-        """What DDP would send in a step for each optimizer: the same in every one. None is not known."""
+        """What DDP would send in a step for each optimizer: the same in every step. None: not known."""
         self.steps, self.expected = steps, expected(methods, self._first[0], steps, clipped, looks)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """A copy of what keeps it (a callback) has none: it belongs to the fit that it follows."""
+        """Becomes None in a copy of its holder (a callback): it belongs to the fit that it follows."""
         return type(None), ()
 
     def about(self) -> dict[str, Any]:

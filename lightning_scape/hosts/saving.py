@@ -1,4 +1,4 @@
-"""Whether a strategy's checkpoints are files or directories, and what is said where files hold the training up."""
+"""Whether a strategy's checkpoints are files or directories, and what is said if files hold up the training."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.words import show_bytes, show_seconds
 
 LONG_SHARE = 0.05
-"""Of the time of training, which it may wait for checkpoints before that is said."""
+"""Share of the time of training that it may wait for checkpoints before that is said."""
 ENOUGH_SECONDS = 10.0
-"""Of training, before that is judged."""
+"""Seconds of training before that is judged."""
 SECONDS = 5.0
-"""A file system that takes longer for one of a trial's few bytes counts as one that is not shared."""
+"""A file system that takes longer for the few bytes of a trial counts as not shared."""
 VISIBLE_SECONDS = 2.0
-"""So much later another machine may see what was written."""
+"""Seconds after which another machine sees what was written, at the latest."""
 
 
 StateDictType = Literal["full", "sharded", "auto"]
 
 
 class Saving:
-    """One strategy's.
+    """How one strategy saves.
 
     Args:
         state_dict_type: as the user gives it.
@@ -51,14 +51,14 @@ class Saving:
         self._since: float | None = None
 
     def begin_fit(self) -> None:
-        """What an earlier one has waited for does not count."""
+        """A fit begins: what an earlier one has waited for does not count."""
         self._since = None
 
     def settle(self, folders: Sequence[Path | None], nodes: int) -> None:
         """With ``"auto"``: directories where several nodes see the same folder, which is tried once. Collective.
 
         Args:
-            folders: where checkpoints go, the same on all ranks; None is not on this machine.
+            folders: where checkpoints go, the same on all ranks; None: not on this machine.
             nodes: how many there are.
         """
         if self.asked == "auto":
@@ -86,9 +86,9 @@ class Saving:
         last), and the first takes longer.
 
         Args:
-            folder: of the file, the same on all ranks; None is not on this machine.
+            folder: of the file, the same on all ranks; None: not on this machine.
             moved: bytes of all checkpoints so far.
-            instead: the remedy where the user cannot set a strategy's options.
+            instead: the remedy if the user cannot set a strategy's options.
         """
         if self._judged:
             return None

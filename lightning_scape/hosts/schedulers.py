@@ -1,12 +1,12 @@
 """Learning rate schedulers: which optimizer they drive, and their states as data. Knows no host.
 
-A scheduler is any object that keeps an optimizer among its attributes: torch's, a wrapper of the user's own. Schedulers
-lie in schedulers, at any depth and in any container.
+A scheduler is any object that keeps an optimizer among its attributes: torch's, or a wrapper of the user's. Schedulers
+may hold schedulers, at any depth and in any container.
 
-torch's ``LRScheduler.state_dict`` holds all attributes but the optimizer. Where one of them is another scheduler, that
-one's optimizer, and so the model, goes into the checkpoint; it would be read only by executing what is in the file, and
-the scheduler that comes out of it drives a copy of the optimizer. :func:`as_data` puts its state in its place, and
-:func:`with_live` the scheduler of the run that loads it, with that state.
+torch's ``LRScheduler.state_dict`` holds all attributes but the optimizer. If one of them is another scheduler, that
+one's optimizer, and so the model, goes into the checkpoint. It could be read only by executing what is in the file, and
+the resulting scheduler would drive a copy of the optimizer. So :func:`as_data` replaces an inner scheduler by its
+state, and :func:`with_live` replaces that by the scheduler of the run that loads it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _put(holder: Any, place: Any, value: object) -> None:
 
 
 def _may_drive(value: object) -> bool:
-    """Whether an optimizer may be reached through it."""
+    """Whether an optimizer may be reached through the value."""
     if isinstance(value, (Tensor, nn.Module, Optimizer, type)):
         return False
     containers = (dict, list, tuple, set, frozenset, deque, MethodType)
@@ -91,11 +91,11 @@ def _is_scheduler(value: object) -> bool:
 def as_data(state: Any) -> Any:
     """A scheduler's state without objects that lead to an optimizer.
 
-    Schedulers inside give their own states. Whatever else leads to an optimizer (a bound method) is no state, and is
-    left out: the run that loads it has its own. Containers are new, the rest is shared.
+    Inner schedulers give their own states. Whatever else leads to an optimizer (a bound method) is no state and is left
+    out: the run that loads it has its own. Containers are new, the rest is shared.
 
     Args:
-        state: what ``state_dict()`` of a scheduler gave; one of a user's own may give anything.
+        state: what ``state_dict()`` of a scheduler gave; a user's own may give anything.
     """
     return _state_as_data(state, ()) if isinstance(state, Mapping) else state
 
@@ -143,7 +143,7 @@ def _leads_to_optimizer(value: object) -> bool:
     search = _Search(io.BytesIO())
     try:
         search.dump(value)
-    except Exception:  # whoever writes the file will say what is the matter with it
+    except Exception:  # whoever writes the file will say what is wrong with it
         return search.found
     return search.found
 
@@ -156,7 +156,7 @@ def with_live(scheduler: object, data: Any) -> Any:
         data: what :func:`as_data` gave, or any other state.
 
     Raises:
-        ValueError: it has no scheduler where the state has one.
+        ValueError: ``scheduler`` has none inside where the state has one.
     """
     if not isinstance(data, Mapping):
         return data

@@ -25,7 +25,7 @@ def resolve_config(name: str | None, config: Any, options: Mapping[str, Any]) ->
     Args:
         name: of the method; None: ``config`` says which.
         config: a whole configuration, or None.
-        options: of the method, those that were given by name. None counts as not given where it is the default.
+        options: those of the method that were given by name. None counts as not given if it is the default.
 
     Raises:
         ValueError: an option is outside its rule, or contradicts ``config``.
@@ -44,7 +44,7 @@ def resolve_config(name: str | None, config: Any, options: Mapping[str, Any]) ->
     given = {
         option: value for option, value in options.items() if value is not None or defaults.get(option, ...) is not None
     }
-    # By way of a configuration: "cpu" and torch.device("cpu") are the same option.
+    # Compared as a configuration, in which "cpu" and torch.device("cpu") are the same.
     merged = replace(config, **given)
     clashes = [
         f"{option}={value!r} (config: {getattr(config, option)!r})"
@@ -60,7 +60,7 @@ def resolve_config(name: str | None, config: Any, options: Mapping[str, Any]) ->
 
 
 def stepped(optimizer: object) -> Any:
-    """What the host steps: the one in an optimizer's place, or itself without a host's wrappers."""
+    """The optimizer that the host steps: the one in its place, or itself without a host's wrappers."""
     found = method.find(optimizer)
     return method.unwrapped(optimizer) if found is None else found.optimizer
 
@@ -79,8 +79,8 @@ def check_alike(optimizers: Iterable[object]) -> None:
 def clip_gradients(optimizer: object, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
     """Clip the averaged gradient of the coming step; the gradients themselves are left alone.
 
-    No rank has the averaged gradient, so only the factor is settled here (one small message) and it acts where the
-    gradient enters the step. Has the signature of a precision plugin's ``clip_gradients`` and takes its place.
+    No rank has the averaged gradient. So only the factor is determined here (one small message), and the step applies
+    it. Has the signature of a precision plugin's ``clip_gradients`` and takes its place.
 
     Args:
         optimizer: one under a method that clips, wrapped or not.
@@ -89,7 +89,7 @@ def clip_gradients(optimizer: object, clip_val: float = 0.0, gradient_clip_algor
             rank's gradient, before they are averaged).
 
     Raises:
-        ValueError: an algorithm that is not known.
+        ValueError: the algorithm is unknown.
         TypeError: the optimizer is under no such method.
     """
     if clip_val <= 0:
@@ -121,7 +121,7 @@ def clipping(optimizer: object) -> method.Clipping:
 
 
 def sharded_scaler(scaler: GradScaler | None) -> GradScaler | None:
-    """A scaler by which all ranks skip a step if one of them met an inf, in place of one that decides alone.
+    """A scaler by which all ranks skip a step if one of them met an inf; a plain one decides alone.
 
     With a plain GradScaler the rank that met the inf would leave out the step's collectives, and the others would wait
     for it. The scale and how it grows are those of ``scaler``. With one rank, or without a scaler, nothing changes.
@@ -171,7 +171,7 @@ def check_apart(optimizers: Sequence[Optimizer], more: str = "") -> None:
 def module_state(module: nn.Module) -> list[Tensor]:
     """All parameters and buffers: what must be equal on all ranks before the first step.
 
-    What is not trained, and DDP was told to leave alone, is each rank's own.
+    Untrained ones that DDP was told to leave alone are left out: they are each rank's own.
 
     Raises:
         ValueError: one has no shape yet.

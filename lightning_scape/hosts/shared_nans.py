@@ -1,4 +1,4 @@
-"""A gradient that is not finite on one rank is not finite on any, where a module may look at its gradients.
+"""If a gradient is not finite on one rank, makes it so on all, where a module may look at its gradients.
 
 Under DDP gradients are averaged in the backward pass. So a module that leaves a step out because its gradient is NaN
 does so on all ranks. Under SCAPE each rank sees its own gradient, and would decide for itself.
@@ -26,10 +26,10 @@ _OF_MODULES = (*_OF_CALLBACKS, "optimizer_step", "configure_gradient_clipping")
 
 
 class SharedNans:
-    """Shares them right after a backward pass, before any hook sees the gradients: one small message.
+    """Shares NaNs right after a backward pass, before any hook sees the gradients: one small message.
 
-    Nothing is sent with automatic optimization where neither the module nor a callback has a hook between the backward
-    pass and the step: there the step itself is skipped on all ranks.
+    Nothing is sent with automatic optimization if neither the module nor a callback has a hook between the backward
+    pass and the step: then the step itself is skipped on all ranks.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ def _share_of(methods: Sequence[Method]) -> None:
     """Makes the first entry of each gradient NaN if some rank has one that is not finite. Collective."""
     all_clipping = [each.clipping for each in methods if each.clipping is not None]
     grads = [local(p.grad) for each in all_clipping for _, p in each.named_parameters if p.grad is not None]
-    given = [grad for grad in grads if grad.numel() and grad.layout == torch.strided]  # others the step refuses
+    given = [grad for grad in grads if grad.numel() and grad.layout == torch.strided]  # the step refuses others
     norm = all_clipping[0].after_backward(given) if all_clipping else None
     if norm is None:
         return
@@ -83,4 +83,4 @@ def _share_of(methods: Sequence[Method]) -> None:
     if poison.device.type == "cpu" and not bool(poison.isnan()):
         return
     for grad in given:
-        grad.data[(0,) * grad.dim()] += poison  # `.data`: not counted as a change, which who clips would be told of
+        grad.data[(0,) * grad.dim()] += poison  # `.data`: not counted as a change by the user

@@ -2,7 +2,7 @@
 
 Launching, environments, samplers and checkpoint files are DDPStrategy's. What differs: the module is not wrapped (no
 gradient is reduced in the backward pass), and each optimizer is put under a
-:class:`~lightning_scape.core.method.Method`, in whose steps everything happens.
+:class:`~lightning_scape.core.method.Method`, whose steps exchange what has to be exchanged.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _OF_WHOLE_PARAMETERS = (ModelPruning, StochasticWeightAveraging, WeightAveraging
 
 
 def _check_callbacks(trainer: Trainer) -> None:
-    """For a sharded module."""
+    """Raises ``ValueError`` for callbacks that a sharded module cannot have."""
     if found := [type(each).__name__ for each in callbacks_of(trainer) if isinstance(each, _OF_WHOLE_PARAMETERS)]:
         raise ValueError(
             f"With `local_group_size` callbacks must work on sharded parameters, got {', '.join(found)}, which needs"
@@ -144,7 +144,7 @@ class MethodStrategy(TrainerCheckpoints):
 
     @override
     def __repr__(self) -> str:
-        """The options that differ from the defaults, and a remedy where the package is not the one we extend."""
+        """The options that differ from the defaults, and a remedy if the Trainer is not of the package we extend."""
         # pytorch_lightning's Trainer rejects us by printing us; this is the only word we get in.
         foreign = "pytorch_lightning" in sys.modules
         remedy = " for lightning.pytorch.Trainer; use `from lightning.pytorch import Trainer`" if foreign else ""
@@ -199,8 +199,8 @@ class MethodStrategy(TrainerCheckpoints):
         trainer, methods = self._module.trainer, self._attached
         if not methods:
             return
-        # Not in `setup_optimizers`: to know the steps there, Lightning would load the data too early. Their random
-        # numbers would be others, and a checkpoint in the middle of an epoch could not set them back.
+        # Not in `setup_optimizers`: to know the steps there, Lightning would load the data too early. It would draw
+        # other random numbers, and a checkpoint in the middle of an epoch could not set them back.
         compare_lengths(trainer)
         self._steps, taken = steps_of_run(trainer), methods[0].progress().steps
         for each in methods:
@@ -253,7 +253,7 @@ class MethodStrategy(TrainerCheckpoints):
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        with explained_messages():  # those of a sharded module
+        with explained_messages():  # a sharded module's
             return super().backward(*args, **kwargs)
 
     @override
@@ -264,8 +264,8 @@ class MethodStrategy(TrainerCheckpoints):
             plugin.scaler = setup.sharded_scaler(plugin.scaler)
         if not self._method.clips:  # each rank clips its own gradient, as the plugin does it
             return
-        # Lightning asks the plugin to clip and never the strategy; its class must keep its name, by which the state of
-        # the scaler is filed in checkpoints.
+        # Lightning asks the plugin to clip and never the strategy. The plugin's class must keep its name, under which
+        # checkpoints hold the scaler's state.
         plugin.clip_gradients = setup.clip_gradients  # type: ignore[method-assign]
         if self.lightning_module is not None and self.optimizers:
             self._shared_nans.attach(plugin, self.lightning_module, lambda: self.optimizers)
@@ -287,7 +287,7 @@ class MethodStrategy(TrainerCheckpoints):
 
     @override
     def teardown(self) -> None:
-        # After an exception the other ranks may never send what this one would wait for.
+        # After an exception other ranks may never send what this one would wait for.
         waits = () if self._interrupted else (self._drain,)
         saved = functools.partial(self._saver.finish, raising=not self._interrupted)
         parts = (*waits, self._end_attachment, saved, self._put_back, self._resumption.finish, self._tear_down)
@@ -299,7 +299,7 @@ class MethodStrategy(TrainerCheckpoints):
         settle()
 
     def _put_back(self) -> None:
-        """What is the Trainer's is as it was."""
+        """Puts the Trainer's own parts back."""
         vars(self.precision_plugin).pop("clip_gradients", None)
         self._shared_nans.detach(self.precision_plugin)
         if self._progress_bar is not None:
@@ -318,13 +318,13 @@ class MethodStrategy(TrainerCheckpoints):
 
 
 class DensityBar:
-    """What methods show in every step (``Progress.shown``), such as SCAPE's density: in the place of ``get_metrics``.
+    """Adds what methods show in every step (``Progress.shown``, such as SCAPE's density) to the bar's ``get_metrics``.
 
-    Logged with ``prog_bar=True`` it would be a tensor on the device, for which the bar waits.
+    Logged with ``prog_bar=True``, it would be a tensor on the device, for which the bar waits.
 
     Args:
         bar: the Trainer's.
-        strategy: whose optimizers it looks at.
+        strategy: the one whose optimizers it looks at.
     """
 
     def __init__(self, bar: ProgressBar, strategy: Any) -> None:
@@ -332,7 +332,7 @@ class DensityBar:
         bar.get_metrics = self  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What the bar would have given, and that; the methods' figures by short names, for a bar has little room."""
+        """What the bar would have given, and that. The methods' figures get short names: a bar has little room."""
         given = self._own(*args, **kwargs)
         methods = list(with_prefixes(find_all(self._strategy.optimizers)))
         for prefix, method in methods:

@@ -34,7 +34,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
     """Base of the Trainer's strategies.
 
     Args:
-        resumption: where a fit goes on; the other options are CommonStrategy's.
+        resumption: from where a fit goes on; the other options are CommonStrategy's.
     """
 
     _together: Dump
@@ -48,7 +48,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return self._nodes.several  # a module on the meta device has no memory before
+        return self._nodes.several  # before, a module on the meta device has no memory
 
     @override
     def on_train_start(self) -> None:
@@ -90,12 +90,12 @@ class TrainerCheckpoints(UnwrappedStrategy):
             content = host_content(checkpoint, offered, self.global_rank)
             self._saver.save(path, content, self._checkpoint_ranks())
         else:
-            states = Communicator().all_gather_object(rng_state())  # on every rank, whatever its hooks have left
+            states = Communicator().all_gather_object(rng_state())  # on every rank, whatever its hooks have kept
             if "optimizer_states" in checkpoint:
                 checkpoint[RNG] = states
             write = functools.partial(super().save_checkpoint, storage_options=storage_options)
             self._write_file(checkpoint, filepath, write, waits=self._attaching)
-        if not self._attaching:  # nothing trains meanwhile, and who saves so expects the checkpoint to be there
+        if not self._attaching:  # nothing trains meanwhile: the caller expects the file to be there
             self._saver.wait()
 
     @override
@@ -132,7 +132,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._saved_rng is not None:
-            # In the middle of an epoch: what has been drawn since, to set data loaders up again, was drawn before.
+            # In the middle of an epoch: the data loaders, set up again, have drawn what they had drawn before the save.
             if self._module.trainer.fit_loop.restarted_mid_epoch:
                 set_rng_state(self._saved_rng)
             self._saved_rng = None
@@ -147,7 +147,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
 
 
 class Elsewhere(dict[Any, Any]):
-    """What hooks find of a state on ranks other than 0, which has it: to ask for a part of it is an error."""
+    """What hooks find of a state that only rank 0 has, on other ranks: asking for a part of it is an error."""
 
     def __missing__(self, key: Any) -> Any:
         raise KeyError(_problem(f"a look at {key!r}"))
@@ -170,7 +170,7 @@ class Nowhere(Elsewhere):
 
 
 class Shown(Elsewhere):
-    """An optimizer's state as hooks find it where its tensors are not: its parameter groups.
+    """An optimizer's state as hooks find it on ranks without its tensors: its parameter groups.
 
     Args:
         optimizer: as the host steps it.
@@ -216,12 +216,12 @@ class Dump(Together):
     _connector: Any = None
 
     def attach(self, trainer: Trainer) -> None:
-        """Takes its place, for this fit and what is saved after it."""
+        """Replaces it, for this fit and for saves after it."""
         self._connector = checkpoints(trainer)
         self._connector.dump_checkpoint = self
 
     def __call__(self, weights_only: bool | None = None) -> dict[str, Any]:
-        """What Lightning would have given, schedulers' states as data. Collective."""
+        """What Lightning would have given, with schedulers' states as data. Collective."""
         last_window.meet(self._connector.trainer, "a save")
         with self.inside():
             checkpoint: dict[str, Any] = type(self._connector).dump_checkpoint(self._connector, weights_only)

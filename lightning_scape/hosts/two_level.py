@@ -1,7 +1,7 @@
 """Nodes of several ranks, for a host: which ranks form a node, and a module sharded over them by FSDP2.
 
-All that the package knows of ``torch.distributed.fsdp.fully_shard`` is here; what it knows of the DTensors that this
-makes of parameters is in :mod:`lightning_scape.core.local_shards`. Knows no host (docs/design.md, 6).
+All that the package knows of ``torch.distributed.fsdp.fully_shard`` is here; all that it knows of the resulting
+DTensors is in :mod:`lightning_scape.core.local_shards`. Knows no host (docs/design.md, 6).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Nodes:
         if isinstance(wrap, str) or not all(isinstance(name, str) for name in wrap):
             raise ValueError(f'`wrap` must be a list of names of module classes, got {wrap!r}. Write wrap=["Block"].')
         self.config = config
-        """The options; after :meth:`set_up` with the size of a node as a number."""
+        """The options; after :meth:`set_up`, with the size of a node as a number."""
         self._asked, self._wrap = getattr(config, "local_group_size", 1), tuple(wrap)
         self._replaced: Any = None
         self._forget()
@@ -75,7 +75,7 @@ class Nodes:
         return self.mesh is not None
 
     def set_up(self, ranks_of_node: int, device: torch.device, timeout: timedelta | None) -> None:
-        """Joins the groups of its node and of its place in all nodes, which the first call makes. Collective.
+        """Joins the groups of its node and of its place in all nodes; the first call makes them. Collective.
 
         Args:
             ranks_of_node: ranks that run on this node.
@@ -87,7 +87,7 @@ class Nodes:
         """
         size = ranks_of_node if self._asked == "node" else int(self._asked)
         ranks = world_size()
-        # Of all ranks: machines may differ, and groups are made by all or none.
+        # For all ranks: machines may differ, and all or none make the groups.
         for size_there, ranks_there in Communicator().all_gather_object((size, ranks_of_node)):
             if (size_there > 1 and ranks_there % size_there) or ranks % size_there:
                 raise ValueError(
@@ -118,7 +118,7 @@ class Nodes:
         self.process_group = across if ranks > size else None
 
     def side_group(self, timeout: timedelta | None) -> ProcessGroup | None:
-        """The group for messages beside the step: of the ranks with the same rows, or of all. Made together."""
+        """The group for messages beside the step: the ranks with the same rows, or all. Collective at first."""
         return self.mask_group if self.several else beside.side_group("step", timeout)
 
     # --------------------------------------------------------------------------------------------- the module
@@ -126,13 +126,13 @@ class Nodes:
     def shard(self, module: nn.Module, device: torch.device, compute_dtype: torch.dtype | None = None) -> None:
         """Calls ``fully_shard`` on every unit and the root, where the user has not; all ranks begin as rank 0.
 
-        A unit at a time is made (where it is on the meta device), filled with rank 0's values, and sharded. So no rank
+        One unit at a time is made (if it is on the meta device), filled with rank 0's values, and sharded. So no rank
         holds more than one whole unit. Collective.
 
         Args:
             module: the model.
             device: this rank's.
-            compute_dtype: in which forward and backward run, where that is narrower than the parameters.
+            compute_dtype: the dtype of forward and backward, if it is narrower than the parameters.
         """
         assert self.mesh is not None
         before, divides = dict(module.named_parameters()), averages(self.mesh["shard"].get_group(), device)
@@ -148,16 +148,16 @@ class Nodes:
                 param_dtype=compute_dtype,
                 # Sums over a node's ranks lose nothing, whatever the parameters' dtype.
                 reduce_dtype=_reduce_dtype(divides, narrow or compute_dtype is not None),
-                cast_forward_inputs=False,  # autocast does, where it should: targets keep their precision
+                cast_forward_inputs=False,  # autocast does it where it should: targets keep their precision
             )
-            # The root keeps torch's default: torch 2.7 takes no None for it, which later ones write there.
+            # The root keeps torch's default: torch 2.7 does not take the None that later versions have there.
             given = {} if unit is module else {"reshard_after_forward": self.config.reshard_after_forward}
             fully_shard(unit, mesh=self.mesh["shard"], mp_policy=policy, **given)
-        if self.process_group is not None:  # those that the user has sharded
+        if self.process_group is not None:  # also what the user has sharded
             broadcast_tensors([local(p.detach()) for p in module.parameters()], self.process_group)
         root = cast(FSDPModule, module)
         if hasattr(root, "set_reduce_scatter_unused_params"):  # from torch 2.13
-            # Else ranks that use other experts of a mixture would reduce other gradients with one another.
+            # Else ranks that use different experts of a mixture would reduce different gradients with one another.
             root.set_reduce_scatter_unused_params(True)
         if module not in _prepared:  # else an earlier fit has done it
             _prepared.add(module)
@@ -179,13 +179,13 @@ class Nodes:
             group["params"] = [self._replaced.get(parameter, parameter) for parameter in group["params"]]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For who copies or pickles a strategy: process groups and the mesh are made anew when it is set up."""
+        """For copies and pickles of a strategy: its set-up makes process groups and the mesh anew."""
         left_out = ("_replaced", "mesh", "process_group", "mask_group")
         return {**self.__dict__, **dict.fromkeys(left_out)}
 
 
 def compute_dtype(precision: str) -> torch.dtype | None:
-    """In which forward and backward run with one of Lightning's precisions, where parameters are wider."""
+    """The dtype of forward and backward under one of Lightning's precisions, if parameters are wider."""
     return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
 
 
@@ -195,7 +195,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def find_units(module: nn.Module, wrap: Sequence[str] = ()) -> list[nn.Module]:
-    """The modules that are gathered and freed one at a time, inner ones first; the root, the rest, is not among them.
+    """The modules that are gathered and freed one at a time, inner ones first; without the root, which has the rest.
 
     A module whose parameter is also used outside of it (tied) is left out: the root holds what both use.
 
@@ -304,13 +304,13 @@ def without_gradient_sync(module: nn.Module) -> Iterator[None]:
 
 
 def check_gradients_arrived(module: nn.Module) -> None:
-    """Before a step that the module takes inside its forward pass, as with manual optimization.
+    """Checks gradients before a step that the module takes inside its forward pass, as with manual optimization.
 
-    FSDP2 averages a unit's gradients when a backward pass reaches the outputs of the unit's forward. That of the root
-    has not ended yet: where no other unit is reached, the root's gradients stay with its gathered parameters.
+    FSDP2 averages a unit's gradients when a backward pass reaches the outputs of the unit's forward. The root's forward
+    has not ended yet: if no other unit is reached, the root's gradients stay with its gathered parameters.
 
     Raises:
-        RuntimeError: some have; the optimizer would never see them.
+        RuntimeError: some have stayed there; the optimizer would never see them.
     """
     lost = [name for name, each in module.named_parameters() if each.grad is not None and not isinstance(each, DTensor)]
     if lost:
@@ -325,17 +325,17 @@ def check_gradients_arrived(module: nn.Module) -> None:
 
 
 def _reduce_dtype(divides: bool, wide: bool) -> torch.dtype | None:
-    """In which FSDP2 adds up gradients. In fp64 it divides by itself, whatever the group makes of a mean."""
+    """The dtype in which FSDP2 adds up gradients. In fp64 it divides by itself, whatever the group makes of a mean."""
     if not divides:
         return torch.float64
     return torch.float32 if wide else None
 
 
 class _AfterEvaluation:
-    """Lets go of gathered parameters after a forward pass without gradients, which no backward pass follows.
+    """Frees gathered parameters after a forward pass without gradients, which no backward pass follows.
 
-    FSDP2 would keep the root's: ``module.parameters()`` would then give the gathered copies, also to whoever builds the
-    next optimizer.
+    FSDP2 would keep the root's. Then ``module.parameters()`` would give the gathered copies, also to the next optimizer
+    that is built.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -357,9 +357,9 @@ class _AfterEvaluation:
 
 
 class ThroughForward(nn.Module):
-    """Calls a sharded module by way of its ``forward``, for it gathers its parameters there.
+    """Calls a sharded module through its ``forward``, because it gathers its parameters there.
 
-    Lightning calls ``training_step`` of a module directly, unless the strategy's model is another one.
+    Lightning calls a module's ``training_step`` directly, unless the strategy's model is another one.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -367,7 +367,7 @@ class ThroughForward(nn.Module):
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
+        """The module's own forward."""
         with explained_messages():
             return self.module(*args, **kwargs)
 
@@ -377,7 +377,7 @@ class ThroughForward(nn.Module):
 
 
 def explain_forward(precision: Any) -> None:
-    """A message that fails in a forward pass under this plugin of Fabric says what that means."""
+    """Explains failed messages in forward passes under this plugin of Fabric."""
     plain = precision.forward_context
 
     @contextlib.contextmanager
@@ -407,7 +407,7 @@ def whole_state_dict(state_dict: Mapping[str, Any], keep: bool) -> dict[str, Any
 
 
 def _take_whole_states(module: nn.Module) -> None:
-    """From now on ``load_state_dict`` takes whole tensors, of which each rank keeps its rows."""
+    """Makes ``load_state_dict`` take whole tensors, of which each rank keeps its rows."""
     for each in module.modules():
         if any(isinstance(tensor, DTensor) for tensor in _own(each)):
             each.register_load_state_dict_pre_hook(_cut_to_rows)

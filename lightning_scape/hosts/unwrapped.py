@@ -28,18 +28,18 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
 
     Every optimizer comes through :attr:`optimizers`: those of ``configure_optimizers``, those of another
     ``setup_optimizers`` in mid-training, and what a callback puts there. From the beginning of a fit to its teardown
-    they are put under the method, and those that leave are let go; both are collective.
+    they are put under the method, and replaced ones are let go; both are collective.
     """
 
     def __init__(self, *options: Any, **more: Any) -> None:
         super().__init__(*options, **more)
         self._attached: list[Method] = []
         self._first: Method | None = None
-        """The one of them that steps first."""
+        """The attached method that steps first."""
         self._attaching = False
         self._watch: Watch | None = None
         self._steps: float | None = None
-        """Of the run, where they are known; set when the training starts."""
+        """Steps of the run, if known; set when the training starts."""
 
     def __getstate__(self) -> dict[str, Any]:
         """What Lightning copies and pickles of a strategy, without what belongs to this process."""
@@ -49,7 +49,7 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
 
     @property
     def _module(self) -> LightningModule:
-        """The user's; there is one in a fit."""
+        """The user's module; there is one in a fit."""
         assert self.lightning_module is not None
         return self.lightning_module
 
@@ -61,7 +61,7 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
         setup.start_equal(model)
         if warning := self._buffers.at_start(model, type(self).__name__):
             rank_zero_warn(warning)
-        if not hasattr(model, "no_sync"):  # of DDP's wrapper: nothing is sent in the backward pass
+        if not hasattr(model, "no_sync"):  # DDP's wrapper has it; here nothing is sent in the backward pass
             model.no_sync = functools.partial(_without_sync, self._module)  # type: ignore[assignment]
 
     # --------------------------------------------------------------------------------------- the optimizers
@@ -118,7 +118,7 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
         self._steer()
 
     def _steer(self, back: bool = False) -> None:
-        """Makes the schedulers drive what the Trainer steps, or what the user has built."""
+        """Makes the schedulers drive the Trainer's optimizers, or (``back``) those that the user has built."""
         pairs = [(each.given, each.optimizer) for each in self._attached]
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         retarget_schedulers(schedulers, [(b, a) for a, b in pairs] if back else pairs)
@@ -140,7 +140,7 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
     # ------------------------------------------------------------------------------------------- Lightning's messages
 
     def _watched(self, what: str) -> AbstractContextManager[None]:
-        """Around one of a fit: a rank that waits in it learns of another's error."""
+        """Around a message of a fit: a rank that waits in it learns of another's error."""
         known = self._attached if self._attaching else []
         return known[0].communicator.watched.elsewhere(what) if known else nullcontext()
 
@@ -196,7 +196,7 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
 
 
 def _without_sync(module: LightningModule) -> AbstractContextManager[None]:
-    """In the place of ``no_sync`` of DDP's wrapper; a function of the module, which may be copied in a fit."""
+    """Stands for ``no_sync`` of DDP's wrapper; a function of the module, which may be copied in a fit."""
     strategy: Any = module.trainer.strategy
     held: AbstractContextManager[None] = strategy.block_backward_sync()
     return held
