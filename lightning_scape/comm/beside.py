@@ -1,7 +1,7 @@
 """Process groups beside the job's own, for messages that must not meet the others on their way.
 
-A group holds files and threads until the process ends, or the job's own group does. So there is one of each kind, on
-which all fits, strategies and optimizers send.
+A group holds files and threads until the process ends, or the job's own group does. So there is one of each kind,
+for all fits, strategies and optimizers.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ ANSWER_SECONDS = 3.0
 POLL_SECONDS = 0.02
 """Seconds between two looks of a rank that waits for others' keys in the store."""
 _NOBODY_SENDS = 0x5CA9E
-"""A tag of no message."""
+"""A tag that no message has."""
 
 
 class At(NamedTuple):
@@ -170,7 +170,7 @@ class Channel:
 
     def _judge(self, at: At) -> str | None:
         """Whether the message that this rank waits in cannot be answered, and why."""
-        if self._store.check(["verdict"]):  # another rank's, who was the second to come
+        if self._store.check(["verdict"]):  # of another rank, which came second
             return self._store.get("verdict").decode()
         mine = f"{self.rank}|{at.what}"
         first = self._store.compare_set(f"message {at.message}", "", mine).decode()
@@ -219,7 +219,7 @@ def _cut(group: dist.ProcessGroup | None) -> None:
 
 
 def asked(ask: Callable[[], T], seconds: float) -> T | None:
-    """What ``ask`` gives, if it does in time: a store may not answer at all. None, too, where it fails."""
+    """The result of ``ask``, if it comes in time: a store may not answer at all. None, too, if it fails."""
     found: list[T] = []
 
     def run() -> None:
@@ -233,7 +233,7 @@ def asked(ask: Callable[[], T], seconds: float) -> T | None:
 
 
 def missing_words(store: Any, keys: Iterable[str], seconds: float) -> list[str]:
-    """Waits until all keys are in a store, but not longer than so many seconds; those that are not."""
+    """Waits until all keys are in a store, at most so many seconds; returns those that are missing."""
     deadline, missing = time.monotonic() + seconds, list(keys)
     while (missing := [key for key in missing if not store.check([key])]) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)

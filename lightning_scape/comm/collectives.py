@@ -212,7 +212,7 @@ class Communicator:
         self.traffic = Traffic()
         self.side_stream = SideStream()
         """For messages that travel beside the step."""
-        under_way.settle(self.process_group)  # of those who sent on the groups before
+        under_way.settle(self.process_group)  # what others began on the group before
         if self.world_size > 1 and "gloo" in str(dist.get_backend(self.process_group)):
             end_groups_at_exit()
             pairs.let_senders_finish()
@@ -236,7 +236,7 @@ class Communicator:
 
     @classmethod
     def alone(cls) -> Self:
-        """This process, whatever group it is in."""
+        """A communicator of this process alone, whatever group it is in."""
         communicator = cls()
         communicator.rank, communicator.world_size = 0, 1
         return communicator
@@ -336,7 +336,7 @@ class Communicator:
         return values
 
     def meet(self, place: str) -> None:
-        """Waits for the other ranks, where the watch can tell that some never come. Collective.
+        """Waits for the other ranks; the watch ends the wait if some never come. Collective.
 
         Messages under way on the group arrive first. gloo keeps these messages apart from other kinds, whatever another
         rank is in.

@@ -1,4 +1,4 @@
-"""The parameters that an optimizer is over: which, of what dtype, under which name, and what must hold of them."""
+"""The parameters of an optimizer: which they are, their dtypes and names, and what must hold of them."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ class FabricMethodStrategy(FabricCheckpoints):
         """Clips the averaged gradient in the coming step (``p.grad`` stays), or this rank's own. Returns its norm.
 
         The averaged gradient: with ``error_if_nonfinite`` a norm that is not finite is an error on every rank, on the
-        CPU at once, on CUDA in the next step or checkpoint, after a skipped step, so that the host does not wait. This
+        CPU at once, on CUDA in the next step or checkpoint, so that the host does not wait; this step is skipped. This
         rank's own: it raises nothing, for only this rank would raise. The window is dropped on all ranks.
         """
         if not self._method.clips:

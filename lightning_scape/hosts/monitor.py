@@ -107,7 +107,7 @@ class ScapeMonitor(Callback):
         if trainer.is_global_zero:
             try:
                 self._writer = Writer(self.report)
-            except Exception as error:  # a name that is none is no OSError
+            except Exception as error:  # a name that cannot be one is no OSError
                 problem = (
                     f"`report` must name a folder that rank 0 can write to, got {str(self.report)!r}: {error}. Choose"
                     " another one."
@@ -129,7 +129,7 @@ class ScapeMonitor(Callback):
         steps = steps_to_tell(trainer, method.progress().steps)
         self._sum = RunSum(methods, steps, trainer, may_look(pl_module))
         self._last, self._loss, self._losses = -1, None, 0
-        step = steps_taken(trainer)  # of the checkpoint, where the fit goes on from one
+        step = steps_taken(trainer)  # that of the checkpoint, if the fit goes on from one
         self._clock.start(step)
         unit = "step" if method.exchanges_every_step else "exchange"
         about: dict[str, Any] = {"method": method.name, "title": method.title, "unit": unit}

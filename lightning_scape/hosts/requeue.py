@@ -163,7 +163,7 @@ def attach(trainer: Trainer) -> None:
 
 
 def insert(trainer: Trainer, guest: Guest) -> None:
-    """Gives the Trainer a callback: after all that change with a batch, and before what saves by itself."""
+    """Inserts a callback into the Trainer: after those that act on a batch, and before those that save."""
     callbacks = callbacks_of(trainer)
     first = next((index for index, other in enumerate(callbacks) if isinstance(other, Checkpoint)), None)
     callbacks.insert(len(callbacks) if first is None else first, guest)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # Fabric has none
 
 
 def with_prefixes(methods: Sequence[Method]) -> Iterator[tuple[str, Method]]:
-    """Each with its metrics' prefix: ``scape``, or ``scape-0``, ``scape-1``, ... if there are several optimizers."""
+    """Each method with its metrics' prefix: ``scape``, or ``scape-0``, ``scape-1``, ... with several optimizers."""
     for index, method in enumerate(methods):
         yield method.name if len(methods) == 1 else f"{method.name}-{index}", method
 
@@ -97,7 +97,7 @@ class RunSum:
     Args:
         methods: of all optimizers.
         steps: of the whole run; None: not known.
-        trainer: the one that fits.
+        trainer: the one whose fit is followed.
         looks: as :func:`expected` has it.
     """
 

@@ -113,12 +113,12 @@ class Saving:
 def is_shared(folder: Path, ranks: Communicator) -> bool:
     """Whether all ranks read and write in the same folder. Collective; the same on all ranks.
 
-    It is tried: the same path on two machines says nothing. Rank 0 leaves a random word in a new folder inside, the
-    others read it there and leave it in files of their own. All of it is removed. What a file system refuses, or does
-    not do in time, is a no.
+    A trial tells: the same path on two machines says nothing. Rank 0 leaves a random word in a new folder inside, the
+    others read it there and leave it in files of their own. All of it is removed. If a file system refuses anything, or
+    takes too long, the answer is no.
 
     Args:
-        folder: rank 0's path holds; it is made where it is not there.
+        folder: rank 0's path counts; it is made if it is missing.
         ranks: all of them.
     """
     lead = ranks.rank == 0

@@ -118,7 +118,7 @@ class Nodes:
         self.process_group = across if ranks > size else None
 
     def side_group(self, timeout: timedelta | None) -> ProcessGroup | None:
-        """The group for messages beside the step: the ranks with the same rows, or all. Collective at first."""
+        """The group for messages beside the step: ranks with the same rows, or all. The first call is collective."""
         return self.mask_group if self.several else beside.side_group("step", timeout)
 
     # --------------------------------------------------------------------------------------------- the module

@@ -190,7 +190,7 @@ class AdamS(Optimizer):
                 _check_options({**self.defaults, **group})
             ids = chain.from_iterable(group["params"] for group in final["param_groups"])
             params = chain.from_iterable(group["params"] for group in self.param_groups)
-            # Not strict: that the groups match is for torch to check, with its own message.
+            # Not strict: torch checks that the groups match, with its own message.
             for param_id, param in zip(ids, params, strict=False):
                 if param_id in final["state"]:
                     _check_state(final["state"][param_id], param)

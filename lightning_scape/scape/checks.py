@@ -84,7 +84,7 @@ def _check_facts(facts: Any) -> None:
 
 
 def check_directory(common: Mapping[str, Any]) -> None:
-    """Checks the form of a state's facts in a directory: what is read from it is looked for by them.
+    """Checks the form of a state's facts in a directory: they say what is read from it.
 
     Raises:
         ValueError: the first rule that they break.
@@ -203,7 +203,7 @@ def check_mask(mask: Any, block_size: int) -> None:
     """Checks that each block of a mask has distinct positions.
 
     Raises:
-        ValueError: it has not.
+        ValueError: some block has not.
     """
     problem = None
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype not in (torch.uint8, torch.uint16):

@@ -43,7 +43,7 @@ class GradientClipping:
         self.clip_value: float | None = None
         self._factor: Tensor | None = None
         self._measured: list[tuple[Tensor | None, int]] = []
-        """The gradients that the recorded norm is of, and their versions then."""
+        """The gradients of the recorded norm, and their versions then."""
         self._flat: list[Tensor | None] = []
         """The same, flat."""
         self._signs: Tensor | None = None
@@ -60,7 +60,7 @@ class GradientClipping:
         self._strict = False
 
     def measure(self, grads: Sequence[Tensor | None], device: torch.device, standing: Standing) -> Answer:
-        """Measures the norm, and sends the step's first message: a sketch where there is a norm to clip by.
+        """Measures the norm, and sends the step's first message: a sketch if there is a norm to clip by.
 
         Raises:
             RuntimeError, ValueError: as :meth:`FirstMessage.exchange`.
@@ -115,7 +115,7 @@ class GradientClipping:
         return torch.where(usable, factor, torch.zeros_like(factor))
 
     def remember(self, grads: Sequence[Tensor | None], flat: list[Tensor | None]) -> None:
-        """Notes which gradients the recorded norm is of; :meth:`check_unchanged` takes the same tensors.
+        """Notes the gradients of the recorded norm; :meth:`check_unchanged` compares with them.
 
         Args:
             grads: as the backward pass left them.
@@ -124,7 +124,7 @@ class GradientClipping:
         self._measured, self._flat = [(grad, 0 if grad is None else version(grad)) for grad in grads], flat
 
     def flat_of(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients that were measured, flat, where they still lie in that memory; else an empty list.
+        """The measured gradients, flat, if they still lie in that memory; else an empty list.
 
         A flat copy (of another memory order) misses what is written past autograd, as a loss scaler does.
         """
@@ -192,7 +192,7 @@ class GradientClipping:
         self.found_inf = (OnItsWay(found), strict, standing)
 
     def wait_found_inf(self) -> None:
-        """Reads whether the last step was skipped, where that was still on the device; the step is long over by now.
+        """Reads whether the last step was skipped, if that is still on the device; the step is long over by now.
 
         Raises:
             FloatingPointError: as :meth:`record_found_inf`.

@@ -12,11 +12,10 @@ mask       all-gather, uint8 or uint16      (N-1)/N * k * 1 or 2; P/8 at most   
 proposals  all-to-all, uint8                (N-1)/N * (P/B) * (V * (2 or 3) + 1)         during the next step
 ========== ================================ ============================================ ==================
 
-``wire_dtype="int4"`` takes 0.53 bytes for a value, ``"int8"`` 1.03; parameters come back as changes in as many bits, in
-8 while more than half of a block is sent. With ``"bf16"`` and ``"fp32"``, wider parameters come back as changes, too;
-others, and those with masters, come back as values. ``V`` is ``ScapeConfig.proposed``; if it is 0, there is no fifth
-message. Mask and proposals travel on a process group of their own (on CUDA: communicator and stream), so that they
-never queue behind, nor hold up, the messages of the step or of the model.
+``ScapeConfig.wire_dtype`` says how values travel, and whether changes or values come back. ``V`` is
+``ScapeConfig.proposed``; if it is 0, there is no fifth message. Mask and proposals travel on a process group of their
+own (on CUDA: communicator and stream), so that they never queue behind, nor hold up, the messages of the step or of
+the model.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class ScapeCommunicator(Communicator):
     @classmethod
     def with_masks(cls, process_group: ProcessGroup | None, mask_group: ProcessGroup | None) -> Self:
         """As :meth:`of_optimizer`, with a group for the masks. Collective."""
-        under_way.settle(mask_group)  # of those who sent on it before
+        under_way.settle(mask_group)  # what others began on it before
         made = cls.of_optimizer(process_group)
         made.mask_group = mask_group
         return made
@@ -111,7 +110,7 @@ class ScapeCommunicator(Communicator):
         self.gather_elected(full, mine if block_size is None else ops.pack_mask(mine, block_size))
 
     def exchange_proposals(self, proposals: Tensor) -> Tensor:
-        """``[N, R, W]``: every rank's proposals for this rank's shard, of ``[N*R, W]``. Waits."""
+        """``[N, R, W]``: every rank's proposals for this rank's shard, from those of each, ``[N*R, W]``. Waits."""
         received = torch.empty_like(proposals)
         with explained_loss():
             pairs.all_to_all_into(received, proposals, self.mask_group)

@@ -55,7 +55,7 @@ def load_foreign(snapshot: Snapshot, source: Source, rank: int, groups: Sequence
 def by_number(saved: Mapping[str, Any], names: Mapping[int, str]) -> Mapping[str, Any]:
     """A dense optimizer's state by parameters' numbers, also where it was saved by their names.
 
-    By names are the whole states that torch's ``get_optimizer_state_dict`` gives, and Lightning's strategies for FSDP2.
+    torch's ``get_optimizer_state_dict`` and Lightning's strategies for FSDP2 save whole states by names.
 
     Args:
         saved: the state.
@@ -100,7 +100,7 @@ def add_second_moment(whole: Mapping[str, Any]) -> None:
 
 
 def dense_state(saved: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """A whole state of :class:`ScapeOptimizer` as one of ``torch.optim.AdamW``, and in words what carries over.
+    """A whole state of :class:`ScapeOptimizer` as one of ``torch.optim.AdamW``, and a sentence on what carries over.
 
     The update of AdamS has no second moment: it is set to the first one's square, as AdamS's denominator has it.
     """

@@ -1,4 +1,4 @@
-"""The mask's whole way: how many entries at which step, choice, proposals, exchange, merge, and the delay of one step.
+"""All about masks: number of entries at each step, choice, proposals, exchange, merge, and the delay of one step.
 
 Two of SCAPE's five points live here (docs/design.md, 1). *Partitioned mask generation*: each rank makes the mask of its
 own shard. *Delayed mask*: it is made in step t-1 from the residual which that step leaves, exchanged during forward and
@@ -56,7 +56,7 @@ class SparsitySchedule:
         return min(self.quota.block_size, max(self.quota.sent, round(density * self.quota.block_size)))
 
     def sent_by_step(self, steps: int, first: int = 0) -> Counter[int]:
-        """By q: how many of the steps from ``first`` up to, not including, ``steps`` send so many entries."""
+        """For each q, how many of the steps from ``first`` up to (not including) ``steps`` send so many entries."""
         begun = range(first, min(steps, max(first, self.dense_steps + self.warmup_steps)))
         counts = Counter(map(self.sent, begun))
         counts[self.quota.sent] += max(0, steps - first - len(begun))

@@ -369,7 +369,7 @@ class ScapeOptimizer(AsksGradScaler, torch.optim.Optimizer):
 
         The moments lie on all ranks, and are not part of it: a warning says so.
         """
-        mine: ScapeOptimizer = self.__dict__.get(IN_WRAPPER, self)  # inside Fabric's, which imitates the class
+        mine: ScapeOptimizer = self.__dict__.get(IN_WRAPPER, self)  # inside Fabric's wrapper, which imitates the class
         if mine.steps_taken:
             warnings.warn(
                 f"A copy or pickle of a ScapeOptimizer is the {type(mine.dense).__name__} that it stands in for, with"

@@ -222,7 +222,7 @@ def _read_shard(snapshot: Snapshot, source: Source, rank: int) -> None:
     if "change_error" in names and (packs or snapshot.parameters.need_masters):
         state.change_error = torch.zeros_like(state.exp_avg)
     if state.exp_avg_sq is not None and "noise" in names and "exp_avg_sq" not in names:
-        state.local_exp_avg_sq = torch.zeros_like(state.exp_avg_sq)  # AdamS's gives AdamW's its second moment
+        state.local_exp_avg_sq = torch.zeros_like(state.exp_avg_sq)  # of AdamS's update; AdamW's takes it over
     pieces = snapshot.layout.local(rank).pieces
     targets: dict[str, Chunk] = {}
     for name, shard in snapshot.shard():

@@ -200,7 +200,7 @@ def _remote_sweep(optimizer: ScapeOptimizer) -> Callable[[], None]:
 
 
 def as_a_whole(optimizer: ScapeOptimizer, repeats: int) -> tuple[float, float]:
-    """Likewise where the CPU only queues the work: a step is timed to its end, and divided as its memory traffic is.
+    """The same if the CPU only queues the work: times a step to its end, and divides that as its memory traffic.
 
     One rank alone proposes nothing; the traffic counts proposals, which are few bytes.
     """

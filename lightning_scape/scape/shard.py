@@ -21,7 +21,7 @@ SAMPLE_INTERVAL = 8
 SAMPLE_WEIGHT = 0.1
 """AdamS: weight of the newest sample, for a memory of about 80 steps."""
 MEAN_SQUARE_FLOOR = 1 / 20
-"""AdamS: times the mean wait B/q, and at most 1, it is the share of the mean square that bounds the denominator."""
+"""AdamS: the share of the mean square that bounds the denominator is this times B/q, the mean wait; at most 1."""
 
 
 class Outgoing:

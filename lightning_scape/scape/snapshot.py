@@ -54,7 +54,7 @@ class Snapshot:
         return {index: count for index, count in zip(self.parameters.indices, missed, strict=False) if count}
 
     def set_steps(self, step: int, missed: Mapping[int, int], rank: int) -> None:
-        """Sets the step and the missed steps; and as the last step of the rank's entries their parameter's own step."""
+        """Sets step and missed steps, and the last step of the rank's entries to their parameter's own step."""
         self.state.step.fill_(step)
         self.state.last_step.fill_(step)  # right for pads
         for piece in self.layout.local(rank).pieces:

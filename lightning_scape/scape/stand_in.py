@@ -25,7 +25,7 @@ _HERE = "_scape_stand_in"
 
 
 def put_in_place(dense: Optimizer, scape: ScapeOptimizer) -> None:
-    """From now on ``scape`` does what ``dense`` is asked to. It lives as long as ``dense`` does."""
+    """From now on ``dense`` passes its calls on to ``scape``, which lives as long as ``dense``."""
     _carry_over(dense, scape)
 
     @wraps(scape.step)
@@ -60,7 +60,7 @@ def give_back(dense: Optimizer) -> None:
 
 
 def _carry_over(dense: Optimizer, scape: ScapeOptimizer) -> None:
-    """Lets the new optimizer go on where the old one stood with its schedulers."""
+    """Lets the new optimizer go on with the schedulers where the old one stood."""
     # A scheduler warns of a missing optimizer step unless step() is marked and notes its calls, which the constructor
     # of the scheduler arranges on its optimizer (torch/optim/lr_scheduler.py, patch_track_step_called). Whichever of
     # the two a scheduler holds, before or after the swap, it finds both.

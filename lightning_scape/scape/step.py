@@ -257,10 +257,7 @@ class Engine:
         self._masters_stale, self.opening.compared = True, False
 
     def mark_masters_stale(self) -> None:
-        """Notes that parameters were overwritten from outside: the next step or save reads their masters anew.
-
-        Without it, an entry's master is read anew when the entry is updated.
-        """
+        """See :meth:`ScapeOptimizer.mark_masters_stale`."""
         self._masters_stale, self.consolidated = True, None
 
     def _refresh_masters(self, state: ScapeState) -> None:

@@ -321,7 +321,7 @@ class Windows:
         self._restored = None
         self._writes.forget()
         if self.state is None:
-            return  # the first step sets out from where the parameters are
+            return  # the first step makes the parameters the starting point
         self._parameters.flatten()
         if self.progress.under_way:
             weights = [flat.clone() for flat in self._parameters.flat]

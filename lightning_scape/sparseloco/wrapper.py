@@ -175,7 +175,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
         """Ends the window that has begun, if any: all ranks hold the same parameters afterwards. Collective.
 
         For the end of training, and wherever ranks have to be equal. The window counts as a whole one. What was written
-        into parameters after the last step, such as an average, stays: where ranks differ, their mean.
+        into parameters after the last step, such as an average, stays; where ranks differ, their mean does.
 
         Raises:
             RuntimeError: ranks have taken different numbers of steps; on every rank.
@@ -216,7 +216,7 @@ class SparseLoCo(setup.NotCopied, Stoppable):
 
     @property
     def stats(self) -> ExchangeStats | None:
-        """Figures of the last exchange that has ended, None before the first, and after a load.
+        """Figures of the last exchange that has ended; None before the first, and after a load.
 
         Made when asked for (then kept until the next exchange has ended): reads the error feedback once, and on CUDA
         waits for the device.
