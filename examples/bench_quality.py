@@ -234,7 +234,7 @@ def dense_vectors(ranks: SimulatedRanks, on: bool) -> None:
 
 
 def second_moment_ema(ranks: SimulatedRanks, weight: float) -> None:
-    """Divides by an average over an entry's visits of ``A**2 / tau``, ``weight`` for the newest, kept by the owner."""
+    """Divides by an average over an entry's updates of ``A**2 / tau``, ``weight`` for the newest, kept by the owner."""
     for optimizer in ranks.optimizers:
         optimizer.engine.shard = EmaShard(optimizer.engine.shard, weight)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-LONGEST_MOVE = 25  # of an entry in one visit, in learning rates
+LONGEST_MOVE = 25  # of an entry in one update, in learning rates
 
 
 class Scape:
@@ -51,7 +51,7 @@ class Scape:
         rows = self.blocks(self.parameters).shape
         self.residual = torch.zeros(ranks, *rows)  # of each rank: its gradients that were not sent yet
         self.m, self.v = torch.zeros(rows), torch.zeros(rows)  # of the owners
-        self.last = torch.zeros(rows, dtype=torch.int64)  # step of each entry's last visit
+        self.last = torch.zeros(rows, dtype=torch.int64)  # step of each entry's last update
         self.error = torch.zeros(rows)  # what rounding has left of its changes
         self.everything = torch.arange(self.block).expand(rows)
 

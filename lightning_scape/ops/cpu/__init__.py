@@ -13,7 +13,7 @@ gather_params, scatter_params, fold        bitwise
 accumulate_exp_avg_sq                      bitwise
 sweep, mean, changes                       bitwise
 gather_blocks, scatter_blocks              bitwise
-update_adams, update_adamw                 moments and last steps bitwise for entries visited in the step before, else
+update_adams, update_adamw                 moments and last steps bitwise for entries updated in the step before, else
                                            within rounding: ``exp``, and torch's ``sqrt``, which is not correctly
                                            rounded
 squared_norm, sketch                       another order of summation, the same at every run and number of threads

@@ -202,7 +202,7 @@ def _read(last_step, exp_avg, other, row, stop, places, steps, m, n, sink):
 
 @jit
 def _waits(now, steps, tau):
-    """The steps since each entry's last visit, raised to 1. Returns how many were exactly 1 before."""
+    """The steps since each entry's last update, raised to 1. Returns how many were exactly 1 before."""
     again = 0
     for j in range(len(tau)):
         wait = np.int32(now - steps[j])
@@ -221,7 +221,7 @@ def _write(matrix, places, values):
 
 @jit
 def _write_steps(last_step, places, now):
-    """The step of the last visit."""
+    """The step of the last update."""
     flat = last_step.reshape(-1)
     for j in range(len(places)):
         flat[places[j]] = now

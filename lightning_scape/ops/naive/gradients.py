@@ -97,7 +97,7 @@ def within(bound: float, dtype: torch.dtype) -> float:
 def accumulate_exp_avg(
     exp_avg: Tensor, exp_avg_sum: Tensor, grad: Tensor, beta1: float, scale: Tensor, clip_value: float | None
 ) -> None:
-    """One step of a rank's own first moment, and its sum since each entry's last visit (``"first_moment"``).
+    """One step of a rank's own first moment, and its sum since each entry's last update (``"first_moment"``).
 
     ``exp_avg = beta1 * exp_avg + ((1 - beta1) * scale) * grad``, then ``exp_avg_sum += exp_avg``; all flat, in place.
     A scale of 0 changes nothing.
@@ -120,7 +120,7 @@ def accumulate_exp_avg_sq(
     """AdamW's second moment from the owner's own gradient: ``v = (1 - w) * v + w * (scale * grad)**2 / N``, in place.
 
     An average over N ranks whose gradients are noise has an N-th of one rank's mean square. What the ranks have in
-    common is added where the entry is visited: :func:`adamw_step`. It stays finite.
+    common is added where the entry is updated: :func:`adamw_step`. It stays finite.
 
     Args:
         moments: v of each piece of the shard, flat, fp32 or fp64.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 LONGEST_MOVE = 25.0
-"""The largest move of an entry in one visit, in learning rates (AdamW)."""
+"""The largest move of an entry in one update, in learning rates (AdamW)."""
 
 
 SELECTED_BY_TURNS = 32
@@ -134,7 +134,7 @@ def adams_step(
 ) -> TauStep:
     """``tau`` steps of AdamS at once, from the sum of their gradients (docs/design.md, 4; AdamS: arXiv 2505.16363).
 
-    With ``g = A / tau``, the mean gradient since the last visit, the first moment's tau steps are one step of backward
+    With ``g = A / tau``, the mean gradient since the last update, the first moment's tau steps are one step of backward
     Euler::
 
         bt    = b1/(b1 + (1-b1)*tau)
@@ -159,9 +159,9 @@ def adams_step(
 
     Args:
         theta: parameter values.
-        exp_avg: m, first moment after the last visit.
-        tau: steps since the last visit, >= 1.
-        total: A, mean over ranks of the gradients summed since the last visit.
+        exp_avg: m, first moment after the last update.
+        tau: steps since the last update, >= 1.
+        total: A, mean over ranks of the gradients summed since the last update.
         hyper: lr, betas, eps, weight decay.
         correction: divides both first moments; ``1 - b1**t``, or 1 for none.
         local_exp_avg_sq: n, mean square of the averaged gradient per step; None is not known.
@@ -212,7 +212,7 @@ def adamw_step(
     ``u`` estimates AdamW's ``v/c2``, the mean square of the averaged gradient per step. The owner has no message for
     it. It has v, to which an N-th of its own gradient's square was added in every step
     (:func:`accumulate_exp_avg_sq`): right where the gradients of the ranks are noise. It also has A, and its own part
-    of it, a, so at a visit v takes what the ranks have in common::
+    of it, a, so at an update v takes what the ranks have in common::
 
         x = A**2 for tau = 1, a*A for tau > 1
         v = max(0, v + min((1-b2)/tau, 1/tau**2) * (x - a**2/N))     # AdamW's (1-b2) * A**2 at least for tau = 1
@@ -220,14 +220,14 @@ def adamw_step(
 
     For ``tau = 1`` that is AdamW, term for term: what the owner has added of this step goes, the averaged gradient
     takes its place. Entries that wait are chosen by their sums, so A**2 would be no fair sample of noise; the product
-    with the others' noise is. For ``tau > 1`` a visit is also held to what tau steps of AdamW would do::
+    with the others' noise is. For ``tau > 1`` an update is also held to what tau steps of AdamW would do::
 
         v = v + (1-b2) * max(0, A**2 - N * tau**2 * v/c2)     # what the owner cannot have seen
         u = max(v/c2, (m'/c1)**2, (S/c1 / L)**2)              # L is LONGEST_MOVE
 
     The first line is for an entry that has a gradient on other ranks only: a mean over tau steps cannot exceed the
     owner's root mean square unless others saw what the owner did not. It is then taken for the gradient of one step,
-    and remembered as AdamW remembers one. The last term of u holds a visit to a move of L learning rates: AdamW moves
+    and remembered as AdamW remembers one. The last term of u holds an update to a move of L learning rates: AdamW moves
     an entry by about one in a step, and old gradients are not worth more.
 
     Without ``mine``, everything is sent: A is the averaged gradient itself, and nothing was added to v before::
@@ -238,10 +238,10 @@ def adamw_step(
 
     Args:
         theta: parameter values.
-        exp_avg: m, first moment after the last visit, not corrected.
+        exp_avg: m, first moment after the last update, not corrected.
         exp_avg_sq: v, not corrected.
-        tau: steps since the last visit, >= 1.
-        total: A, mean over ranks of the gradients summed since the last visit.
+        tau: steps since the last update, >= 1.
+        total: A, mean over ranks of the gradients summed since the last update.
         mine: a, the owner's sum of them; None where everything is sent.
         hyper: lr, betas, eps, weight decay.
         corrections: c1 and c2.

@@ -28,7 +28,7 @@ def update_adams(
         floor: as in :func:`adams_step`.
 
     Returns:
-        0-dim int64: how many of the entries were visited in the step before too.
+        0-dim int64: how many of the entries were updated in the step before too.
     """
     local, first = shard.exp_avg_sq, numbers.first
     hyper = numbers.hyper.rows(numbers.group)
@@ -60,7 +60,7 @@ def update_adamw(
         ranks: N.
 
     Returns:
-        0-dim int64: how many of the entries were visited in the step before too.
+        0-dim int64: how many of the entries were updated in the step before too.
     """
     assert shard.exp_avg_sq is not None
     assert isinstance(numbers.first, Tensor)
@@ -73,7 +73,7 @@ def update_adamw(
 
 
 def _waits(shard: ShardState, mask: Tensor | None, step: Tensor) -> Tensor:
-    """Steps since each masked entry's last visit, at least 1: ``[R, q]`` of theta's dtype."""
+    """Steps since each masked entry's last update, at least 1: ``[R, q]`` of theta's dtype."""
     return (column(step) - gather_blocks(shard.last_step, mask)).clamp(min=1).to(shard.theta.dtype)
 
 
@@ -85,7 +85,7 @@ def _write(
     exp_avg: Tensor,
     exp_avg_sq: Tensor | None,
 ) -> Tensor:
-    """Writes an update's result, but for rows of scale 0; counts entries that were visited in the step before."""
+    """Writes an update's result, but for rows of scale 0; counts entries that were updated in the step before."""
     last_step = gather_blocks(shard.last_step, mask)
     step, applied = column(numbers.step).to(last_step), column(numbers.scale) != 0
     again = (applied & (step - last_step == 1)).sum()
