@@ -73,6 +73,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--turns", nargs="+", help=argparse.SUPPRESS)
     parser.set_defaults(validations=VALIDATIONS, batch=4)  # windows of a rank's step, as in pretrain_python.py
     args = parser.parse_args()
+    if "plan" in args.methods and args.worker is None:
+        parser.error("--methods must name runs, got plan, which goes before those of each link anyway")
     for link in args.links:
         try:
             bits_per_second(link)
