@@ -61,7 +61,9 @@ def predicted(method: str, job: Job, link: Link, machine: Machine, wire: str | N
     return dense[method]() if method in dense else None
 
 
-def measure(model: torch.nn.Module, batch_size: int, context: int, rate: float) -> dict[str, Any]:
+def measure(
+    model: torch.nn.Module, batch_size: int, context: int, rate: float, fused: bool | None = None
+) -> dict[str, Any]:
     """What ``lightning-scape plan --measure`` would find here, for :func:`inputs`. Collective.
 
     Args:
@@ -69,10 +71,11 @@ def measure(model: torch.nn.Module, batch_size: int, context: int, rate: float) 
         batch_size: sequences of a rank's step.
         context: tokens of a sequence.
         rate: of the link, bits a second.
+        fused: torch's option of AdamW, as :func:`measuring.measure_machine` takes it.
     """
     link = measuring.measure_link(megabytes=min(4.0, rate / 8e6 / 10))
     step_compute = measuring.measure_compute(model, batch_size, context)
-    machine = measuring.measure_machine(list(model.parameters()), sparsities=(0.0, 0.9, 0.99), repeats=3)
+    machine = measuring.measure_machine(list(model.parameters()), sparsities=(0.0, 0.9, 0.99), repeats=3, fused=fused)
     return {
         "step_compute": step_compute,
         "link": vars(link),

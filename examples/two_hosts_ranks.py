@@ -37,7 +37,7 @@ def work(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     with contextlib.redirect_stdout(sys.stderr):
         model = build(model_name)
-        measured = predicted_steps.measure(model, args.batch_size, args.context, bits_per_second(args.links[0]))
+        measured = predicted_steps.measure(model, args.batch_size, args.context, bits_per_second(args.links[0]), True)
         weights = measured.pop("weights")
         del model
         found = {method: run_method(method, model_name, args) for method in args.methods}

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -467,10 +468,22 @@ def test_compute_is_measured_in_the_precision_asked_for(
     precision: str, computed: torch.dtype, kept: torch.dtype
 ) -> None:
     model = _Tiny().to(kept)
-    assert measuring.measure_compute(model, 2, 3, repeats=1, precision=precision) > 0
+    assert measuring.measure_compute(model, 2, 3, seconds=0, precision=precision) > 0
     assert model.computed == {computed}
     assert model.head.weight.grad is not None
     assert model.head.weight.grad.dtype == kept
+
+
+def _computed_beside_a_slow_rank(rank: int, world_size: int) -> float:
+    model = _Tiny()
+    if rank == 1:
+        model.head.register_forward_hook(lambda *_: time.sleep(0.05))
+    return measuring.measure_compute(model, 2, 3, seconds=0)
+
+
+def test_a_step_takes_as_long_as_the_slowest_rank_computes(run_ranks: Any) -> None:
+    fast, slow = run_ranks(_computed_beside_a_slow_rank, 2)
+    assert fast == slow > 0.05
 
 
 def test_a_step_timed_as_a_whole_is_divided_as_its_traffic_is() -> None:

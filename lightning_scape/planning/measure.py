@@ -4,53 +4,63 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
+from statistics import fmean, median
 
 import torch
 from torch import Tensor, nn
 
-from lightning_scape.comm.collectives import Communicator
+from lightning_scape.comm.collectives import Communicator, is_distributed
 from lightning_scape.planning.cost_model import Link, Machine, nodes_share, step_costs
 
 CPU = torch.device("cpu")
 
 
 def measure_compute(
-    model: nn.Module, batch_size: int, context: int, repeats: int = 5, precision: str = "32-true"
+    model: nn.Module, batch_size: int, context: int, seconds: float = 5.0, precision: str = "32-true"
 ) -> float:
-    """Median seconds of forward and backward on this rank, where the model is; leaves gradients behind.
+    """Seconds of forward and backward in a step, where the model is: the mean over steps. Collective.
+
+    Each step counts as long as it takes on the slowest rank, for which the others wait. Gradients are left behind.
 
     Args:
         model: a LitGPT model; for ``bf16-true``, converted already.
         batch_size: sequences of a step.
         context: tokens of a sequence.
-        repeats: steps that are timed, after one that is not.
+        seconds: for how long steps are timed: 5 to 40 of them, after two that are not.
         precision: ``bf16-mixed`` computes under autocast.
     """
     device = next(model.parameters()).device
     vocabulary = int(model.config.padded_vocab_size)  # type: ignore[union-attr,arg-type]
     tokens = torch.randint(0, vocabulary, (batch_size, context + 1), dtype=torch.int64, device=device)
-    times = []
-    for _ in range(repeats + 1):
+    ranks = Communicator() if is_distributed() else Communicator.alone()
+
+    def step() -> float:
         model.zero_grad()
         began = _now(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
             logits = model(tokens[:, :-1])
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
-        times.append(_now(device) - began)
-    return median(times[1:])
+        return _now(device) - began
+
+    step()
+    once = max(ranks.all_gather_object(step()))
+    times = ranks.all_gather_object([step() for _ in range(min(max(5, round(seconds / once)), 40))])
+    return fmean(map(max, zip(*times, strict=True)))
 
 
-def measure_machine(parameters: Sequence[Tensor], sparsities: Sequence[float], repeats: int = 4) -> Machine:
+def measure_machine(
+    parameters: Sequence[Tensor], sparsities: Sequence[float], repeats: int = 4, fused: bool | None = None
+) -> Machine:
     """What the optimizers cost here, per parameter; parameters must have gradients, and are changed.
 
-    Methods are timed in a group of this rank alone: messages are the link's, not the machine's.
+    Methods are timed in a group of this rank alone: messages are the link's, not the machine's. ``fused`` is torch's
+    option of AdamW; None: as LitGPT sets it, True on CUDA alone.
     """
     device = parameters[0].device
     count = sum(parameter.numel() for parameter in parameters)
     clip = median_seconds(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9), repeats, device)
-    dense = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
+    dense = torch.optim.AdamW(parameters, lr=1e-6, fused=device.type == "cuda" if fused is None else fused)
     adamw = median_seconds(dense.step, repeats, device)
     del dense
     own = {name: cost.measure(parameters, sparsities, repeats) for name, cost in step_costs().items()}
