@@ -24,7 +24,13 @@ from lightning.fabric.plugins import MixedPrecision
 from torch import Tensor, nn
 from warm_python import warm_python
 
-from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
+from lightning_scape import (
+    FabricScapeStrategy,
+    FabricSparseLoCoStrategy,
+    ScapeConfig,
+    ScapeOptimizer,
+    ScapeStrategy,
+)
 from lightning_scape.checkpoint import saver
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.tensors import OnItsWay
@@ -267,6 +273,18 @@ def test_an_unsupported_optimizer_is_refused_on_every_rank(run_ranks: RunRanks) 
     for error in run_ranks(set_up_sgd, 2, expect_errors=True):
         assert isinstance(error, TypeError)
         assert "must be torch.optim.AdamW" in str(error)
+
+
+@pytest.mark.parametrize("strategy", [FabricScapeStrategy, FabricSparseLoCoStrategy])
+def test_a_scheduler_in_the_place_of_an_optimizer_is_refused(strategy: Any) -> None:
+    """`fabric.setup(model, optimizer, scheduler)` was an AttributeError of a StepLR without `param_groups`."""
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy=strategy())
+    fabric.launch()
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    with pytest.raises(TypeError, match=r"must set up optimizers of torch's, got StepLR.*scheduler=scheduler"):
+        fabric.setup(model, optimizer, scheduler)
 
 
 def test_the_name_scape_stands_for_the_default_strategy() -> None:

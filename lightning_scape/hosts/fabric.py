@@ -160,6 +160,7 @@ class FabricMethodStrategy(FabricCheckpoints):
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        _check_optimizer(optimizer)
         self._nodes.follow_replaced(optimizer)
         self.known.close_those_replaced_by(optimizer)
         named = [pair for module in self.known.modules for pair in module.named_parameters()]
@@ -362,6 +363,14 @@ class Known:
         untold = set(self._numbers) - set(self._told)
         self._told |= untold
         return find_all(untold)
+
+
+def _check_optimizer(given: object) -> None:
+    if not isinstance(given, Optimizer):
+        raise TypeError(
+            f"Fabric must set up optimizers of torch's, got {type(given).__name__}. Leave it out; give a scheduler by"
+            " its name: `fabric.setup(model, optimizer, scheduler=scheduler)`."
+        )
 
 
 def _finish(saver: weakref.ref[Saver]) -> None:
