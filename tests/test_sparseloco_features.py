@@ -136,6 +136,7 @@ def test_unfreezing_in_mid_training_is_an_error_that_says_so_on_every_rank(run_r
     for error in run_ranks(_unfreeze, 2, expect_errors=True):
         assert isinstance(error, ValueError)
         assert "must be frozen, unfrozen and added before" in str(error)
+        assert "the Trainer's `trainer.strategy.setup_optimizers(trainer)` and Fabric's" in str(error)
 
 
 def rows_of_table() -> list[tuple[str, str, str]]:

@@ -105,7 +105,8 @@ def check(everyone: Sequence[Place]) -> None:
         raise ValueError(
             "Parameters must be frozen, unfrozen and added before SparseLoCo wraps the optimizer, got others now on"
             f" {_ranks(elsewhere)}. All ranks have ended the window with those that were wrapped: call close(), and"
-            " wrap the optimizer anew on every rank; Fabric's `setup_optimizers` does both."
+            " wrap the optimizer anew on every rank; the Trainer's `trainer.strategy.setup_optimizers(trainer)` and"
+            " Fabric's `setup_optimizers` do both."
         )
     if len({place.number for place in everyone}) > 1:
         named = _by_kind([f"SparseLoCo number {place.number}" for place in everyone])
