@@ -24,6 +24,7 @@ from lightning_scape import (
     SparseLoCoStrategy,
 )
 from lightning_scape.comm import channel
+from lightning_scape.core.words import show_error
 from lightning_scape.scape.first_message import Standing, difference
 
 pytestmark = MARKS
@@ -535,8 +536,14 @@ def test_an_error_in_the_module_of_one_rank_reaches_the_others_while_its_process
     first, second = run_ranks(fit_and_fail, 2, expect_errors=True, timeout=100.0)
     assert isinstance(second, KeyError)
     assert "got an error on rank 1 in place of its message" in str(first)
-    assert 'KeyError: "the model\'s own mistake"' in str(first)
+    assert 'KeyError: "the model\'s own mistake". Restart all ranks' in str(first)
     assert time.monotonic() - began < 60
+
+
+def test_an_error_is_a_sentence_also_where_it_has_no_words() -> None:
+    """A rank that was interrupted was told of as "KeyboardInterrupt:  Restart all ranks"."""
+    assert show_error(KeyboardInterrupt()) == "KeyboardInterrupt."
+    assert show_error(ValueError("It must be 3. Make it so.\n")) == "ValueError: It must be 3. Make it so."
 
 
 LIGHTNINGS: dict[str, Callable[[Any], Any]] = {

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # without marks for mypy
 
 from lightning_scape.core.private_names import default_store
+from lightning_scape.core.words import show_error
 
 T = TypeVar("T")
 LOOK_SECONDS = 0.5
@@ -112,8 +113,7 @@ class Channel:
 
         ``ends``: nothing follows from this rank, so it also tells ranks that wait in a message of somebody else's.
         """
-        said = f"{type(error).__name__}: {str(error)[:300]}"
-        self._error = f"{self._at.message}|{self.rank}|{'ends' if ends else ''}|{said}"
+        self._error = f"{self._at.message}|{self.rank}|{'ends' if ends else ''}|{show_error(error)[:330]}"
 
     # ------------------------------------------------------------------------------------------- what the watch does
 

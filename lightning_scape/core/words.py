@@ -44,6 +44,12 @@ def show_bandwidth(value: float | None) -> str:
     return f"{show_times(bits * 1e-9)} Gbit/s" if bits >= 1e9 else f"{show_times(bits * 1e-6)} Mbit/s"
 
 
+def show_error(error: BaseException) -> str:
+    """``KeyError(3)`` is ``"KeyError: 3."``, ``KeyboardInterrupt()`` is ``"KeyboardInterrupt."``."""
+    words = str(error).rstrip(". \n")
+    return f"{type(error).__name__}: {words}." if words else f"{type(error).__name__}."
+
+
 def no_option(name: str, received: str, now: str) -> str:
     """The error for an option of earlier versions: ``received`` says what was given, ``now`` what holds for all."""
     return f"`{name}` is no option any more, {received}: {now}. Leave it out."

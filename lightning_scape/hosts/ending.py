@@ -6,6 +6,8 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterable
 
+from lightning_scape.core.words import show_error
+
 
 def run_all(parts: Iterable[Callable[[], object]], quiet: bool) -> None:
     """Calls each part, whatever becomes of the others.
@@ -23,7 +25,7 @@ def run_all(parts: Iterable[Callable[[], object]], quiet: bool) -> None:
             part()
         except Exception as error:
             if quiet or first is not None:
-                mention(f"At the end of the run, after another error: {type(error).__name__}: {error}")
+                mention(f"At the end of the run, after another error: {show_error(error)}")
             else:
                 first = error
     if first is not None:
