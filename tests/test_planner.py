@@ -486,6 +486,18 @@ def test_a_step_takes_as_long_as_the_slowest_rank_computes(run_ranks: Any) -> No
     assert fast == slow > 0.05
 
 
+def _computed_where_one_has_no_room(rank: int, world_size: int) -> None:
+    model = _Tiny()
+    if rank == 1:
+        model.head.register_forward_hook(lambda *_: torch.empty(1 << 60))
+    measuring.measure_compute(model, 2, 3, seconds=0)
+
+
+def test_a_step_that_does_not_fit_on_one_rank_is_an_error_on_all(run_ranks: Any) -> None:
+    errors = run_ranks(_computed_where_one_has_no_room, 2, expect_errors=True)
+    assert ["allocate" in str(error) for error in errors] == [True, True]
+
+
 def test_a_step_timed_as_a_whole_is_divided_as_its_traffic_is() -> None:
     """What CUDA takes, where phases cannot be timed from the host; the code is the same on a CPU."""
     weight = nn.Parameter(torch.randn(2000, 100))

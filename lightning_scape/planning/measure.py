@@ -43,7 +43,7 @@ def measure_compute(
         loss.backward()
         return _now(device) - began
 
-    step()
+    ranks.raise_on_all_ranks(step)  # it may not fit into one's memory
     once = max(ranks.all_gather_object(step()))
     times = ranks.all_gather_object([step() for _ in range(min(max(5, round(seconds / once)), 40))])
     return fmean(map(max, zip(*times, strict=True)))
