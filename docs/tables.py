@@ -56,10 +56,8 @@ def source(link: Link, data: str, command: str) -> str:
 # ----------------------------------------------------------------------------------------------------------- training
 
 
-EARLIER = "quality/quality.json"
-"""Made with AdamW's second moment as it was up to 0.3.0, and values in bf16."""
 TODAY = "quality/today/quality.json"
-"""Made with today's, and values in 4 bits."""
+"""Made with today's second moment. Runs with that of 0.3.0, and with the update of AdamS, lie in quality/."""
 
 
 def trained(link: Link, suites: str) -> str:
@@ -76,13 +74,12 @@ def quality(
     size: str = "0.03M",
     windows: tuple[int, int] = (8, 64),
     precision: str = "fp32",
-    data: str = EARLIER,
     ranks: int = 4,
 ) -> dict[str, Any] | None:
     """One method of the drop-in suite: AdamW at its best learning rate, SCAPE at that very rate."""
     size, batch = (size, [ranks, *windows]) if task == "python" else ("", [4, 8, 1])
     wanted = [size, *batch, steps, task, betas]
-    found = [r for r in load(data) if [*r["setting"], "fp32"][:8] == [*wanted, precision]]  # older ones do not say it
+    found = [r for r in load(TODAY) if [*r["setting"], "fp32"][:8] == [*wanted, precision]]  # older ones do not say it
     return max((row for row in found if row["label"] == label), key=lambda row: len(row["seeds"]), default=None)
 
 
@@ -120,7 +117,7 @@ def drop_in(steps: int, link: Link) -> str:
     for label in (DENSE, *SPARSE):
         row = [label]
         for betas in BETAS.values():
-            found, base = quality(label, betas, steps, data=TODAY), quality(DENSE, betas, steps, data=TODAY)
+            found, base = quality(label, betas, steps), quality(DENSE, betas, steps)
             assert found is not None
             assert base is not None
             row += [f"{found['lr']:g}", str(len(found["seeds"]))]
@@ -157,7 +154,7 @@ def largest(link: Link) -> str:
 def large(size: str, label: str) -> dict[str, Any]:
     """One method of those suites."""
     betas = BETAS["(0.9, 0.95)"]
-    row = quality(label, betas, 4000, size=size, windows=(4, 128), precision="bf16-mixed", data=TODAY)
+    row = quality(label, betas, 4000, size=size, windows=(4, 128), precision="bf16-mixed")
     assert row is not None
     return row
 
@@ -189,34 +186,58 @@ LABELS = "python examples/finetune_labels.py FOLDER --steps 150 --rates 3e-4 --a
 def many_ranks(link: Link) -> str:
     """One global batch of 32 windows, dealt out to 2 to 32 ranks: AdamW is the same for all."""
     betas = BETAS["(0.9, 0.999)"]
-    base = quality(DENSE, betas, 3000, data=TODAY)
+    base = quality(DENSE, betas, 3000)
     assert base is not None
     rows = [["any", DENSE, str(len(base["seeds"])), value(base), ""]]
     for ranks, label in itertools.product((2, 4, 8, 16, 32), SPARSE):
-        row = quality(label, betas, 3000, windows=(32 // ranks, 64), data=TODAY, ranks=ranks)
+        row = quality(label, betas, 3000, windows=(32 // ranks, 64), ranks=ranks)
         assert row is not None
         rows.append([str(ranks), label, str(len(row["seeds"])), value(row), gap(row, base)])
     head = ["ranks", "0.03M parameters, 3,000 steps", "seeds", "validation loss", "against AdamW"]
     return table(head, *rows) + "\n" + trained(link, "many_ranks")
 
 
-WIRES = (("0.03M", 1000), ("0.03M", 10_000), ("0.2M", 10_000))
+WIRES = (("0.03M", 1000), ("0.03M", 10_000), ("0.2M", 10_000), ("1M", 6000))
 
 
 def wires(link: Link) -> str:
     """Values in 4 bits beside bf16, paired by seed, with today's second moment."""
     rows = []
     for (size, steps), (name, betas), label in itertools.product(WIRES, BETAS.items(), SPARSE):
+        windows = (4 if size == "1M" else 8, 64)
         named = (label, f"{label}, wire_dtype=bf16")
-        packed, plain = (quality(each, betas, steps, size=size, data=TODAY) for each in named)
-        if packed is None or plain is None:
-            continue
-        mine, theirs = paired(packed, plain)
-        gaps = [loss / other - 1 for loss, other in zip(mine, theirs, strict=True)]
-        losses = (value({"losses": each}) for each in (theirs, mine))
-        rows.append([size, f"{steps:,}", name, label, str(len(gaps)), *losses, averaged(gaps)])
+        packed, plain = (quality(each, betas, steps, size=size, windows=windows) for each in named)
+        if packed is not None and plain is not None:
+            rows.append([size, f"{steps:,}", name, label, *wire_cells(*paired(packed, plain))])
+    found = example_losses()
+    for label in SPARSE:
+        mine, theirs = found[label + BOTH_CHANGES], found[f"{label}, wire_dtype=bf16"]
+        seeds = sorted(mine.keys() & theirs.keys())
+        cells = wire_cells([mine[seed] for seed in seeds], [theirs[seed] for seed in seeds])
+        rows.append(["3M, two ranks", "1,200", next(iter(BETAS)), label, *cells])
     head = ["parameters", "steps", "betas", "", "seeds", '`"bf16"`', '`"int4"`', "difference, by seed"]
-    return table(head, *rows) + "\n" + trained(link, "drop_in_short drop_in_long drop_in_0.2M wires")
+    return table(head, *rows) + "\n" + trained(link, "drop_in_short drop_in_long drop_in_0.2M drop_in_1M wires")
+
+
+def wire_cells(packed: list[float], plain: list[float]) -> list[str]:
+    """Seeds, the mean of either, and the mean difference with its standard error."""
+    gaps = [loss / other - 1 for loss, other in zip(packed, plain, strict=True)]
+    difference = averaged(gaps) if len(gaps) > 1 else f"{gaps[0]:+.1%}"
+    return [str(len(gaps)), value({"losses": plain}), value({"losses": packed}), difference]
+
+
+BOTH_CHANGES = ", own values in bf16, changes in 8 bits at first"
+
+
+def example_losses() -> dict[str, dict[int, float]]:
+    """Final losses of the first command's model over simulated ranks, by label and seed."""
+    losses: dict[str, dict[int, float]] = {}
+    folders = (("runs", ""), ("own_bf16", BOTH_CHANGES.rpartition(",")[0]), ("changes_8", BOTH_CHANGES))
+    for folder, now in folders:
+        for path in sorted((ROOT / RESULTS / "quality/example" / folder).glob("*.json")):
+            result = load(f"quality/example/{folder}/{path.name}")
+            losses.setdefault(run_of(result).label + now, {})[result["run"]["seed"]] = result["loss"]
+    return losses
 
 
 def wires_digits(link: Link) -> str:
@@ -224,7 +245,7 @@ def wires_digits(link: Link) -> str:
     rows = []
     for (task, network), label in itertools.product(DIGITS.items(), SPARSE):
         named = (label, f"{label}, wire_dtype=bf16")
-        packed, plain = (quality(each, [0.9, 0.999], 1500, task, data=TODAY) for each in named)
+        packed, plain = (quality(each, [0.9, 0.999], 1500, task) for each in named)
         assert packed is not None
         assert plain is not None
         mine, theirs = paired(packed, plain, "accuracies")
@@ -236,41 +257,34 @@ def wires_digits(link: Link) -> str:
 
 
 def sizes(link: Link) -> str:
-    """Larger models, and 99.9% of the smallest: each beside AdamW at the same rate."""
+    """Larger models, each beside AdamW at the same rate."""
     rows = []
     for size, steps, windows in (("0.03M", 10_000, (8, 64)), ("0.2M", 10_000, (8, 64)), ("1M", 6000, (4, 64))):
         for name, betas in BETAS.items():
-            base = quality(DENSE, betas, steps, size=size, windows=windows)
-            sparse = [quality(label, betas, steps, size=size, windows=windows) for label in (*SPARSE, "SCAPE 99.9%")]
+            found = [quality(label, betas, steps, size=size, windows=windows) for label in (DENSE, *SPARSE)]
+            base, *sparse = found
             if base is not None and any(sparse):
-                cells = ["-" if r is None else f"{value(r)} ({gap(r, base).split(' ±')[0]})" for r in sparse]
-                seeds = ", ".join("-" if r is None else str(len(r["seeds"])) for r in (base, *sparse))
+                cells = ["-" if r is None else f"{value(r)} ({gap(r, base)})" for r in sparse]
+                seeds = ", ".join("-" if r is None else str(len(r["seeds"])) for r in found)
                 rows.append([size, f"{steps:,}", name, f"{base['lr']:g}", seeds, value(base), *cells])
-    head = ["parameters", "steps", "betas", "lr", "seeds", DENSE, *SPARSE, "SCAPE 99.9%"]
-    return table(head, *rows) + "\n" + source(link, EARLIER, "python examples/bench_quality.py")
+    head = ["parameters", "steps", "betas", "lr", "seeds", DENSE, *SPARSE]
+    return table(head, *rows) + "\n" + trained(link, "drop_in_long drop_in_0.2M drop_in_1M")
 
 
 def rates(link: Link) -> str:
     """Seed 0 after 3,000 steps, torch's betas, over the learning rate."""
     losses: dict[tuple[str, float], float] = {}
-    for path in (ROOT / RESULTS / "quality" / "runs").glob("*_0.03M_N4x8x64_3000_*_seed0_betas-0.9-0.999*.json"):
+    folder = f"{TODAY.rpartition('/')[0]}/runs"
+    for path in (ROOT / RESULTS / folder).glob("*_0.03M_N4x8x64_3000_*_seed0_betas-0.9-0.999*.json"):
         content = json.loads(path.read_text())
         run, options = content["run"], dict(content["run"]["options"])
-        wire = options.pop("wire_dtype", None)
-        if run["method"] == "adamw":
-            losses[DENSE, run["lr"]] = content["loss"]
-        elif options in ({"sparsity": 0.9, "update": "adamw"}, {"sparsity": 0.99, "update": "adamw"}):
-            losses[f"SCAPE {options['sparsity']:.0%}{'' if wire == 'int4' else f', {wire}'}", run["lr"]] = content[
-                "loss"
-            ]
-    sparse = sorted({label for label, _ in losses} - {DENSE}, key=lambda label: ("," in label, label))
+        label = DENSE if run["method"] == "adamw" else f"SCAPE {options['sparsity']:.0%}"
+        losses[label, run["lr"]] = content["loss"]
     rows = []
     for lr in sorted({lr for _, lr in losses}):
-        base, here = losses[DENSE, lr], [losses.get((label, lr)) for label in sparse]
-        cells = ["-" if loss is None else f"{loss:.4f} ({loss / base - 1:+.1%})" for loss in here]
-        rows.append([f"{lr:g}", f"{base:.4f}", *cells])
-    text = table(["learning rate", DENSE, *sparse], *rows)
-    return text + "\n" + source(link, "quality/runs", "python examples/bench_quality.py")
+        base, *here = (losses[label, lr] for label in (DENSE, *SPARSE))
+        rows.append([f"{lr:g}", f"{base:.4f}", *(f"{loss:.4f} ({loss / base - 1:+.1%})" for loss in here)])
+    return table(["learning rate", DENSE, *SPARSE], *rows) + "\n" + trained(link, "drop_in_sweep")
 
 
 DIGITS = {"digits-conv": "convolutional", "digits-gru": "recurrent"}
@@ -281,8 +295,7 @@ def digits(link: Link) -> str:
     for label in (DENSE, *SPARSE):
         found = [quality(label, [0.9, 0.999], 1500, task) for task in DIGITS]
         rows.append([label, *(value(row, "accuracies", 100, 2, "%") for row in found if row is not None)])
-    text = table(["share of digits named right", *DIGITS.values()], *rows)
-    return text + "\n" + source(link, EARLIER, "python examples/bench_quality.py")
+    return table(["share of digits named right", *DIGITS.values()], *rows) + "\n" + trained(link, "drop_in_digits")
 
 
 # -------------------------------------------------------------------------------------------------------------- speed
@@ -297,7 +310,7 @@ def cell(name: str, model: str, link: str) -> dict[str, Any]:
 def first(link: Link) -> str:
     """The README's rows."""
     betas = BETAS["(0.9, 0.999)"]
-    found = [quality(label, betas, 10_000, data=TODAY) for label in (DENSE, *SPARSE)]
+    found = [quality(label, betas, 10_000) for label in (DENSE, *SPARSE)]
     small_ones = [row for row in found if row is not None]
     large_ones = {size: [large(size, label) for label in (DENSE, *SPARSE)] for size in LARGE}
     right = [f"{asked.accuracy(answers(label)['all'])[0]:.1%}" for label in (DENSE, *SPARSE)]
@@ -380,8 +393,10 @@ def two_hosts(folder: str, options: str, link: Link, who: str = "rank") -> str:
 
 END_TO_END = "end_to_end/end_to_end.json"
 """The run of examples/pretrain_python.py between two hosts, whole."""
-STOPPED = "end_to_end/stopped/end_to_end.json"
-"""Some of them again, on another machine; runs that wait are stopped."""
+AGAIN = "end_to_end/today/end_to_end.json"
+"""SCAPE again, with today's wire, on another machine; runs that wait are stopped."""
+SLOWEST = "end_to_end/slow/end_to_end.json"
+"""What ends at 10 Mbit/s in reasonable time."""
 WHOLE = {**METHODS, "sparseloco-30": "SparseLoCo, every 30 steps"}
 
 
@@ -391,42 +406,32 @@ def above(row: dict[str, Any], dense: dict[str, Any]) -> str:
 
 
 def end_to_end(link: Link, name: str = END_TO_END) -> str:
-    """All runs: what they take and send in all, and when they come to AdamW's final loss plus 2%."""
+    """All runs: what they take and send in all, and when they come to AdamW's final loss plus 2%.
+
+    A link without a run of DDP has AdamW's loss from another: a link changes no loss.
+    """
     rows, links = [], load(name)["links"]
     for rate, found in links.items():
         methods = found["methods"]
-        dense, compute = methods["ddp"], methods["compute"]
+        beside, compute = methods.get("ddp"), methods.get("compute")
+        dense = beside or load(END_TO_END)["links"]["100mbit"]["methods"]["ddp"]
         for method, row in methods.items():
             alone = method == "compute"
-            loss = "-" if alone else above(row, dense)
-            reached = None if alone else row["reached"]
-            sooner = "never" if reached is None else f"{reached:,.0f} s ({dense['reached'] / reached:.1f}x)"
-            taken = f"{row['seconds']:,.0f} s ({row['seconds'] / compute['seconds']:.2f}x)"
-            rows.append(
-                [LINKS[rate], WHOLE[method], loss, "-" if alone else sooner, taken, f"{row['sent'] / 1e6:,.0f} MB"]
-            )
+            reached = None if alone else seconds_to(MARGIN * dense["loss"], row["points"])
+            sooner = "never" if reached is None else f"{reached:,.0f} s"
+            if beside and reached is not None:
+                sooner += f" ({beside['reached'] / reached:.1f}x)"
+            taken = f"{row['seconds']:,.0f} s"
+            if compute:
+                taken += f" ({row['seconds'] / compute['seconds']:.2f}x)"
+            loss = ["-", "-"] if alone else [above(row, dense), sooner]
+            rows.append([LINKS[rate], WHOLE[method], *loss, taken, f"{row['sent'] / 1e6:,.0f} MB"])
     head = ["link", "method", "final loss (above AdamW)", "AdamW's final loss + 2% after (DDP's time over it)"]
     text = table([*head, "the whole run (over compute only)", "sent by a host"], *rows)
     command = f"sudo python examples/bench_end_to_end.py --links {' '.join(links)}"
     if name != END_TO_END:  # else all that the script runs by itself
         command += f" --methods {' '.join(next(iter(links.values()))['methods'])}"
     return text + "\n" + source(link, name, command)
-
-
-def end_to_end_slow(link: Link) -> str:
-    """The same at 10 Mbit/s, of what ends there in reasonable time; AdamW's loss is that of the faster links."""
-    name = "end_to_end/slow/end_to_end.json"
-    dense = load(END_TO_END)["links"]["100mbit"]["methods"]["ddp"]
-    rows = []
-    for method, row in load(name)["links"]["10mbit"]["methods"].items():
-        reached = seconds_to(MARGIN * dense["loss"], row["points"])
-        sooner = "never" if reached is None else f"{reached:,.0f} s"
-        rows.append(
-            [WHOLE[method], above(row, dense), sooner, f"{row['seconds']:,.0f} s", f"{row['sent'] / 1e6:,.0f} MB"]
-        )
-    head = ["10 Mbit/s", "final loss (above AdamW)", "AdamW's final loss + 2% after", "the whole run", "sent by a host"]
-    command = "sudo python examples/bench_end_to_end.py --links 10mbit --methods scape-0.99 sparseloco-15 sparseloco-30"
-    return table(head, *rows) + "\n" + source(link, name, command)
 
 
 SEEDS = {0: (END_TO_END, "1gbit"), **{n: (f"end_to_end/seed{n}/end_to_end.json", "10gbit") for n in (1, 2)}}
@@ -469,12 +474,7 @@ def wires_3m(link: Link) -> str:
 
 def wires_3m_parts(link: Link) -> str:
     """The same model over simulated ranks: by what is packed, beside bf16 and AdamW, seed by seed."""
-    losses: dict[str, dict[int, float]] = {}
-    later = ", own values in bf16"
-    for folder, now in (("runs", ""), ("own_bf16", later), ("changes_8", f"{later}, changes in 8 bits at first")):
-        for path in sorted((ROOT / RESULTS / "quality/example" / folder).glob("*.json")):
-            result = load(f"quality/example/{folder}/{path.name}")
-            losses.setdefault(run_of(result).label + now, {})[result["run"]["seed"]] = result["loss"]
+    losses = example_losses()
     rows = []
     for label in (DENSE, *sorted(losses.keys() - {DENSE})):
         mine, sparsity = losses[label], "90%" if "90%" in label else "99%"
@@ -636,8 +636,8 @@ TABLES: dict[str, Callable[[Link], str]] = {
     "two-hosts": lambda link: two_hosts("two_hosts/adamw", ADAMW, link),
     "two-hosts-aims": lambda link: two_hosts("two_hosts/aims", AIMS, link),
     "end-to-end": end_to_end,
-    "end-to-end-stopped": lambda link: end_to_end(link, STOPPED),
-    "end-to-end-slow": end_to_end_slow,
+    "end-to-end-again": lambda link: end_to_end(link, AGAIN),
+    "end-to-end-slow": lambda link: end_to_end(link, SLOWEST),
     "end-to-end-seeds": end_to_end_seeds,
     "wires-3m": wires_3m,
     "wires-3m-parts": wires_3m_parts,
