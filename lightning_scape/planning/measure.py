@@ -9,7 +9,7 @@ from statistics import fmean, median
 import torch
 from torch import Tensor, nn
 
-from lightning_scape.comm.collectives import Communicator, is_distributed
+from lightning_scape.comm.collectives import Communicator
 from lightning_scape.planning.cost_model import Link, Machine, nodes_share, step_costs
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def measure_compute(
     device = next(model.parameters()).device
     vocabulary = int(model.config.padded_vocab_size)  # type: ignore[union-attr,arg-type]
     tokens = torch.randint(0, vocabulary, (batch_size, context + 1), dtype=torch.int64, device=device)
-    ranks = Communicator() if is_distributed() else Communicator.alone()
+    ranks = Communicator()
 
     def step() -> float:
         model.zero_grad()
