@@ -62,8 +62,7 @@ TODAY = "quality/today/quality.json"
 
 def trained(link: Link, suites: str) -> str:
     """The source of today's runs: the script's own folder holds earlier ones, some of the same names."""
-    out = f"{RESULTS}/{TODAY.rpartition('/')[0]}"
-    return source(link, TODAY, f"python examples/bench_quality.py --suite {suites} --out {out}")
+    return source(link, TODAY, f"python examples/bench_quality.py --suite {suites} --out {RESULTS}/quality/today")
 
 
 def quality(
@@ -197,14 +196,15 @@ def many_ranks(link: Link) -> str:
     return table(head, *rows) + "\n" + trained(link, "many_ranks")
 
 
-WIRES = (("0.03M", 1000), ("0.03M", 10_000), ("0.2M", 10_000), ("1M", 6000))
+LONG = (("0.03M", 10_000, (8, 64)), ("0.2M", 10_000, (8, 64)), ("1M", 6000, (4, 64)))
+"""Sizes, the steps of their longest runs, and a rank's windows."""
 
 
 def wires(link: Link) -> str:
     """Values in 4 bits beside bf16, paired by seed, with today's second moment."""
     rows = []
-    for (size, steps), (name, betas), label in itertools.product(WIRES, BETAS.items(), SPARSE):
-        windows = (4 if size == "1M" else 8, 64)
+    short = ("0.03M", 1000, (8, 64))
+    for (size, steps, windows), (name, betas), label in itertools.product((short, *LONG), BETAS.items(), SPARSE):
         named = (label, f"{label}, wire_dtype=bf16")
         packed, plain = (quality(each, betas, steps, size=size, windows=windows) for each in named)
         if packed is not None and plain is not None:
@@ -214,7 +214,7 @@ def wires(link: Link) -> str:
         mine, theirs = found[label + BOTH_CHANGES], found[f"{label}, wire_dtype=bf16"]
         seeds = sorted(mine.keys() & theirs.keys())
         cells = wire_cells([mine[seed] for seed in seeds], [theirs[seed] for seed in seeds])
-        rows.append(["3M, two ranks", "1,200", next(iter(BETAS)), label, *cells])
+        rows.append(["3M, two ranks", "1,200", "(0.9, 0.95)", label, *cells])
     head = ["parameters", "steps", "betas", "", "seeds", '`"bf16"`', '`"int4"`', "difference, by seed"]
     return table(head, *rows) + "\n" + trained(link, "drop_in_short drop_in_long drop_in_0.2M drop_in_1M wires")
 
@@ -259,7 +259,7 @@ def wires_digits(link: Link) -> str:
 def sizes(link: Link) -> str:
     """Larger models, each beside AdamW at the same rate."""
     rows = []
-    for size, steps, windows in (("0.03M", 10_000, (8, 64)), ("0.2M", 10_000, (8, 64)), ("1M", 6000, (4, 64))):
+    for size, steps, windows in LONG:
         for name, betas in BETAS.items():
             found = [quality(label, betas, steps, size=size, windows=windows) for label in (DENSE, *SPARSE)]
             base, *sparse = found
@@ -274,12 +274,9 @@ def sizes(link: Link) -> str:
 def rates(link: Link) -> str:
     """Seed 0 after 3,000 steps, torch's betas, over the learning rate."""
     losses: dict[tuple[str, float], float] = {}
-    folder = f"{TODAY.rpartition('/')[0]}/runs"
-    for path in (ROOT / RESULTS / folder).glob("*_0.03M_N4x8x64_3000_*_seed0_betas-0.9-0.999*.json"):
-        content = json.loads(path.read_text())
-        run, options = content["run"], dict(content["run"]["options"])
-        label = DENSE if run["method"] == "adamw" else f"SCAPE {options['sparsity']:.0%}"
-        losses[label, run["lr"]] = content["loss"]
+    for path in (ROOT / RESULTS / "quality/today/runs").glob("*_0.03M_N4x8x64_3000_*_seed0_betas-0.9-0.999*.json"):
+        result = json.loads(path.read_text())
+        losses[run_of(result).label, result["run"]["lr"]] = result["loss"]
     rows = []
     for lr in sorted({lr for _, lr in losses}):
         base, *here = (losses[label, lr] for label in (DENSE, *SPARSE))
