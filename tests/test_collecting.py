@@ -13,7 +13,7 @@ import torch.distributed as dist
 from test_parts import Tiny, said, state_of
 
 from lightning_scape.checkpoint.atomic_files import load_file, save_file
-from lightning_scape.checkpoint.collecting import Uncollected
+from lightning_scape.checkpoint.collecting import copied
 from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.checkpoint.saver import Saver
 from lightning_scape.comm.collectives import Communicator
@@ -90,5 +90,5 @@ def test_what_goes_wrong_is_told_on_every_rank_and_none_waits(run_ranks: RunRank
 
 def test_tied_tensors_stay_tied_in_the_copy() -> None:
     weight = torch.arange(4.0)
-    copy = Uncollected.of({"a": {"one": weight, "other": weight.view(2, 2)}}, Communicator.alone()).rest["a"]
+    copy = copied({"a": {"one": weight, "other": weight.view(2, 2)}})["a"]
     assert copy["one"].data_ptr() == copy["other"].data_ptr() != weight.data_ptr()

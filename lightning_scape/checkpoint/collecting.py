@@ -1,10 +1,9 @@
-"""The content of a file whose optimizers' states are still on all ranks, copied so that training may go on."""
+"""The content of a file whose optimizers' states are still on all ranks: as values, or in a list."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -13,48 +12,8 @@ from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.comm.collectives import Communicator
 
 _Key = TypeVar("_Key")
-_Where = tuple[str, int | None]
+Where = tuple[str, int | None]
 """In a file's content: a name, and the place in the list that it has there."""
-
-
-@dataclass(frozen=True)
-class Uncollected:
-    """A copy of this rank's part of the content, in host memory."""
-
-    states: dict[_Where, OwnParts]
-    """The same places on all ranks."""
-    rest: dict[str, Any]
-    """Empty on all ranks but rank 0."""
-
-    @classmethod
-    def of(cls, content: Mapping[str, Any], ranks: Communicator) -> Uncollected:
-        """Collective.
-
-        Args:
-            content: rank 0's counts. Optimizers' states are ``OwnParts``, as values or in a list.
-            ranks: all of them.
-
-        Raises:
-            ValueError: a rank lacks an optimizer that rank 0 saves; on every rank.
-            Exception: what cannot be written; on every rank.
-        """
-        own = of_rank_0(dict(_states(content)), ranks)
-
-        def copied() -> Uncollected:
-            states = {where: parts.copied() for where, parts in own.items()}
-            return cls(states, _copied(content) if ranks.rank == 0 else {})
-
-        return ranks.raise_on_all_ranks(copied)
-
-    def collected(self, collect: Callable[[OwnParts], Any]) -> dict[str, Any]:
-        """The whole content on rank 0. Collective; gives up what it holds.
-
-        Args:
-            collect: gives a whole state of its parts.
-        """
-        for where in [*self.states]:
-            _put(self.rest, where, collect(self.states.pop(where)))
-        return self.rest
 
 
 def of_rank_0(own: Mapping[_Key, OwnParts], ranks: Communicator) -> dict[_Key, OwnParts]:
@@ -73,14 +32,16 @@ def of_rank_0(own: Mapping[_Key, OwnParts], ranks: Communicator) -> dict[_Key, O
     return {where: own[where] for where in first}
 
 
-def _states(content: Mapping[str, Any]) -> Iterator[tuple[_Where, OwnParts]]:
+def states_in(content: Mapping[str, Any]) -> Iterator[tuple[Where, OwnParts]]:
+    """This rank's, with their places."""
     for name, value in content.items():
         for place, each in enumerate(value) if isinstance(value, list) else ((None, value),):
             if isinstance(each, OwnParts):
                 yield (name, place), each
 
 
-def _put(content: dict[str, Any], where: _Where, state: Any) -> None:
+def put(content: dict[str, Any], where: Where, state: Any) -> None:
+    """Puts a state into its place, if the content has it: that of other ranks is empty."""
     name, place = where
     if place is None:
         content[name] = state
@@ -88,11 +49,11 @@ def _put(content: dict[str, Any], where: _Where, state: Any) -> None:
         content[name][place] = state
 
 
-def _copied(content: Mapping[str, Any]) -> dict[str, Any]:
+def copied(content: Mapping[str, Any]) -> dict[str, Any]:
     """All but the states, as the file will have it: what cannot be written fails now, and tied tensors stay tied."""
     rest = {name: list(value) if isinstance(value, list) else value for name, value in content.items()}
-    for where, _ in _states(content):
-        _put(rest, where, None)
+    for where, _ in states_in(content):
+        put(rest, where, None)
     file = io.BytesIO()
     torch.save(rest, file)
     file.seek(0)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint.checks import check_mapping, check_ranks
-from lightning_scape.checkpoint.collecting import Uncollected, of_rank_0
+from lightning_scape.checkpoint.collecting import copied, of_rank_0, put, states_in
 from lightning_scape.checkpoint.dcp import REST, Chunk, Directory, Moved, as_bytes, write_directory
 from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.checkpoint.paths import local_path
@@ -234,11 +234,15 @@ class Saver:
         self.wait()
         if path is not None:
             _make_folder(path, communicator)
-        copies = Uncollected.of(content, communicator)
+        own, lead = of_rank_0(dict(states_in(content)), communicator), communicator.rank == 0
+        states, whole = communicator.raise_on_all_ranks(
+            lambda: ({where: parts.copied() for where, parts in own.items()}, copied(content) if lead else {})
+        )
 
         def collect_and_write() -> None:
-            whole = copies.collected(lambda own: self.collected(own, communicator))
-            communicator.raise_on_all_ranks(lambda: write(whole) if communicator.rank == 0 else None)
+            for where in [*states]:  # each is given up as it is collected
+                put(whole, where, self.collected(states.pop(where), communicator))
+            communicator.raise_on_all_ranks(lambda: write(whole) if lead else None)
 
         self._begin(collect_and_write, communicator)
 
