@@ -126,8 +126,6 @@ def explained_oserror(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if "checkpoints before it are untouched" in str(error):
-            raise
         remedy = _REMEDIES.get(error.errno or 0, "Save elsewhere, or mend the disk.")
         raise OSError(
             error.errno or errno.EIO,
