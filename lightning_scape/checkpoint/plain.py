@@ -5,16 +5,14 @@ They become Python's, which are equal, and which ``weights_only`` reads.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
+
+import numpy as np
 
 
 def plain_number(value: Any) -> Any:
     """A number of NumPy's as Python's; anything else as it is."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, (numpy.number, numpy.bool_)):
-        return value.item()
-    return value
+    return value.item() if isinstance(value, (np.number, np.bool_)) else value
 
 
 def with_plain_numbers(value: Any) -> Any:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-import sys
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,15 +14,12 @@ from lightning_scape.checkpoint.regular import CheckpointError
 
 
 def rng_state() -> Tensor:
-    """States of the generators of Python, NumPy (where imported), torch and this process's CUDA device; uint8."""
+    """States of the generators of Python, NumPy, torch and this process's CUDA device; uint8."""
     states = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        import numpy as np
-
-        current: Any = np.random.get_state()
-        if isinstance(current, tuple):  # else a generator of the user's own choice, of which NumPy gives a dict
-            kind, keys, *rest = current
-            states["numpy"] = (kind, [int(key) for key in keys], *rest)
+    current: Any = np.random.get_state()
+    if isinstance(current, tuple):  # else a generator of the user's own choice, of which NumPy gives a dict
+        kind, keys, *rest = current
+        states["numpy"] = (kind, [int(key) for key in keys], *rest)
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return pack(states)
@@ -48,8 +45,6 @@ def set_rng_state(saved: Tensor) -> None:
         random.setstate(states["python"])
         torch.set_rng_state(states["torch"])
         if "numpy" in states:
-            import numpy as np
-
             np.random.set_state(states["numpy"])
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])

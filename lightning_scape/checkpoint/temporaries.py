@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import re
@@ -259,12 +260,10 @@ def _create(path: Path, inside: str | None = None) -> IO[bytes]:
 def _lock(handle: int) -> bool | None:
     """Whether this process has the file's lock now; None where the file system has no locks."""
     try:
-        import fcntl
-
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except (ImportError, OSError):
+    except OSError:
         return None
     return True
 

@@ -97,7 +97,7 @@ def averages(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def receivers() -> list[int]:
-    """Numbers of the threads of this process that receive for gloo. Empty where the system does not say (not Linux)."""
+    """Numbers of the threads of this process that receive for gloo. Empty where the system does not say."""
     found = []
     with contextlib.suppress(OSError):
         for task in Path("/proc/self/task").iterdir():
@@ -112,8 +112,6 @@ def let_senders_finish() -> None:
 
     Threads with another policy than the default keep it. If the system forbids the change, all works as before.
     """
-    if not hasattr(os, "SCHED_BATCH"):
-        return
     for thread in receivers():
         with contextlib.suppress(OSError):
             if os.sched_getscheduler(thread) == os.SCHED_OTHER:

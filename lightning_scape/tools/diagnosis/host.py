@@ -57,7 +57,7 @@ def check_devices(device: torch.device, ranks_here: int) -> list[Finding]:
 
 def cores() -> int:
     """Cores that this process may use: by its affinity, and by the limit of its container."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0))
     try:
         quota, period = CPU_LIMIT.read_text().split()
         return min(allowed, max(1, math.ceil(int(quota) / int(period))))
