@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
-from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.wrappers import _FabricOptimizer
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar
@@ -62,7 +61,6 @@ def _scheduled() -> torch.optim.SGD:
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "_get_default_store": (dist.distributed_c10d._get_default_store, []),
-    "_destroy_dist_connection": (_destroy_dist_connection, []),
     "_validate_keys_for_strict_loading": (
         of_fabrics._validate_keys_for_strict_loading,
         ["requested_keys", "checkpoint_keys", "strict"],

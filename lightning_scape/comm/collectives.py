@@ -213,8 +213,9 @@ class Communicator:
         self.side_stream = SideStream()
         """For messages that travel beside the step."""
         under_way.settle(self.process_group)  # what others began on the group before
-        if self.world_size > 1 and "gloo" in str(dist.get_backend(self.process_group)):
+        if is_distributed():
             end_groups_at_exit()
+        if self.world_size > 1 and "gloo" in str(dist.get_backend(self.process_group)):
             pairs.let_senders_finish()
 
     @classmethod

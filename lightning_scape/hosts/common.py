@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +32,7 @@ from lightning_scape.hosts import registration, rendezvous, setup, two_level
 from lightning_scape.hosts.buffers import Buffers
 from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.hosts.own_clipping import watch_gradients
-from lightning_scape.hosts.private_names import Opened, WrappingIO, destroy_process_group
+from lightning_scape.hosts.private_names import Opened, WrappingIO
 from lightning_scape.hosts.run_sum import said_before
 from lightning_scape.hosts.saving import Saving, StateDictType
 
@@ -120,16 +119,11 @@ class CommonStrategy(Opened):
     def setup_distributed(self) -> None:
         """Starts the process group as the host does, with advice where ranks do not meet, and those beside it."""
         host: Any = self
-        starting = not is_distributed()
         with rendezvous.explained_rendezvous(host.cluster_environment):
             host.set_world_ranks()
             backend = self.chosen_backend
             rendezvous.start_process_group(host.cluster_environment, backend, self.patience, host.root_device)
             super().setup_distributed()  # type: ignore[misc]
-        if starting:
-            # Lightning does so for NCCL alone. A thread of gloo that still holds the last message's tensors when the
-            # interpreter ends aborts the process (seen with plain DDP, too: torch 2.13, 4 of 40 runs).
-            atexit.register(destroy_process_group)
         check_same_setup(Communicator(), self._alike, None, host.root_device)
         self._nodes.set_up(host.num_processes, host.root_device, self.patience)  # collective, as the next
         self._nodes.side_group(self.patience)

@@ -16,7 +16,6 @@ import lightning.pytorch.strategies as of_trainer
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher as FabricsLauncher
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
-from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.pytorch import Trainer
 from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import _MockOptimizer
@@ -31,8 +30,6 @@ WrappingIO = _WrappingCheckpointIO
 """Such a plugin keeps another one inside; ours goes there if it was given none."""
 NoOptimizer = _MockOptimizer
 """What the Trainer steps where ``configure_optimizers`` returns None."""
-destroy_process_group = _destroy_dist_connection
-"""What Lightning registers at exit for NCCL alone; the same function for gloo, too."""
 check_strictly = _validate_keys_for_strict_loading
 """Raises for names that are asked for and not in a checkpoint, as Fabric does."""
 
