@@ -180,10 +180,6 @@ class WindowLoader(DataLoader[Tensor]):
         super().__init__(windows, batch_size=None, num_workers=0)
         self._windows = windows
 
-    def __len__(self) -> int:
-        """Batches per epoch, the same on every rank."""
-        return len(self._windows)
-
     def state_dict(self) -> dict[str, Any]:
         """The position after the batches handed out so far, the same on every rank."""
         return self._windows.state_dict()
