@@ -30,7 +30,6 @@ def _replaced(rank: int, world_size: int, votes: int) -> None:
     del optimizer
     gc.collect()
     under_way.settle()
-    assert under_way.settled()
 
 
 @pytest.mark.few(1)

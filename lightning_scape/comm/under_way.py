@@ -65,11 +65,6 @@ def _wait(messages: Iterable[Message]) -> None:
             message.wait()
 
 
-def settled() -> bool:
-    """Whether nothing is under way."""
-    return all(message.done() for messages in _of.values() for message in messages)
-
-
 def _settle_at_exit() -> None:
     """For ``LEAVE_SECONDS`` at most: other ranks may be gone. Threads are waited for where they are ended."""
     messages = [message for each in _of.values() for message in each if not isinstance(message, Future)]
