@@ -45,7 +45,7 @@ from lightning_scape.planning.cost_model import (
 from lightning_scape.planning.measure import CPU, measure_compute, measure_link, measure_machine
 from lightning_scape.planning.run import Run, advice_on_run, message_load, predict_run
 from lightning_scape.planning.two_level import predict_nodes
-from lightning_scape.tools.arguments import import_matplotlib, launched, of_launcher
+from lightning_scape.tools.arguments import launched, of_launcher
 
 
 def run(args: Namespace) -> int:
@@ -432,12 +432,7 @@ class Plan:
         return show_bytes(p.memory) + (", too much" if p.memory > self.memory else "")
 
     def plot(self, path: Path) -> None:
-        """Step time over the link's bandwidth, and over the number of ranks.
-
-        Raises:
-            ValueError: matplotlib is not installed.
-        """
-        import_matplotlib("`--plot`")
+        """Step time over the link's bandwidth, and over the number of ranks, into a file that can be written."""
         import matplotlib.pyplot as plt
 
         given = self.machine, self.sparsities
@@ -456,7 +451,6 @@ class Plan:
         over_bandwidth.legend(fontsize="small")
         ranks, bandwidth = self.job.ranks, show_bandwidth(self.link.bandwidth)
         figure.suptitle(f"{self.model}, predicted; left: {ranks} ranks, right: {bandwidth}")
-        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
         plt.close(figure)
 
