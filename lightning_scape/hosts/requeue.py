@@ -23,10 +23,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined] # without marks for mypy
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # without a mark for mypy
 from typing_extensions import override
 
-from lightning_scape.comm.collectives import is_distributed
 from lightning_scape.core.method import find_all
 from lightning_scape.core.private_names import default_store
 from lightning_scape.hosts.private_names import REQUEUE_HANDLER, signals
@@ -112,8 +111,7 @@ class Requeue(Guest):
     def _last(self, exchanges: Exchanges, trainer: Trainer) -> int | None:
         """The largest number of begun exchanges that a rank has written; None until all have written theirs."""
         if self._store is None:
-            root = default_store() if is_distributed() else HashStore()
-            self._store = PrefixStore(f"{_KEY}/{self._fit}/{self._obeyed}", root)
+            self._store = PrefixStore(f"{_KEY}/{self._fit}/{self._obeyed}", default_store())
             self._store.set(str(trainer.global_rank), str(exchanges.begun))
         ranks = [str(rank) for rank in range(trainer.world_size)]
         if not self._store.check(ranks):  # answered after this rank's number is there
