@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from trainer_helpers import MARKS, GivenRanks, Regression, make_trainer
 
@@ -133,6 +134,43 @@ def test_an_optimizer_without_a_host_names_a_lazy_parameter() -> None:
         ScapeOptimizer(lazy.parameters(), config=ScapeConfig())
     with pytest.raises(ValueError, match="got weight, which"):
         ScapeOptimizer(lazy.parameters(), config=ScapeConfig(), named_parameters=lazy.named_parameters())
+
+
+class OddBuffer(Regression):
+    """With a buffer whose memory does not read as its entries do."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        table: Any = {
+            "sparse": lambda: torch.eye(3).to_sparse(),
+            "csr": lambda: torch.eye(3).to_sparse_csr(),
+            "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+            "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+            "expanded": lambda: torch.ones(1).expand(5),
+            "conjugate": lambda: torch.complex(torch.ones(3), torch.full((3,), dist.get_rank() + 2.0)).conj(),
+            "negative": lambda: torch.complex(torch.ones(3), torch.full((3,), dist.get_rank() + 2.0)).conj().imag,
+        }[kind]()
+        self.register_buffer("odd", table)
+
+
+def fit_odd_buffer(rank: int, world_size: int, kind: str) -> list[complex]:
+    module = OddBuffer(kind)
+    for strategy in (ScapeStrategy(sparsity=0.5), ScapeStrategy(sparsity=0.5, broadcast_buffers=True)):
+        make_trainer(strategy, max_steps=1).fit(module)
+    return module.odd.tolist()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", ["quantized", "expanded", "sparse", "csr", "nested"])
+def test_a_buffer_that_cannot_be_sent_is_named(run_ranks: RunRanks, kind: str) -> None:
+    """A quantized one ended the process without a word."""
+    for error in run_ranks(fit_odd_buffer, 2, kind, expect_errors=True):
+        assert "must be dense, not quantized, nested or expanded, as with DDP, got 'odd' (torch." in str(error), error
+
+
+@pytest.mark.parametrize(("kind", "value"), [("conjugate", 1 - 2j), ("negative", -2.0)])
+def test_a_buffer_that_reads_as_a_conjugate_is_made_equal(run_ranks: RunRanks, kind: str, value: complex) -> None:
+    assert run_ranks(fit_odd_buffer, 2, kind) == [[value] * 3] * 2
 
 
 def start_with_any_dtype(rank: int, world_size: int) -> bool:

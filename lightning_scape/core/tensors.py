@@ -40,9 +40,22 @@ def flatten_like(gradient: Tensor, parameter: Tensor) -> Tensor:
     return gradient.detach().as_strided((gradient.numel(),), (1,))
 
 
+def entries_of(tensor: Tensor) -> Tensor:
+    """Flat: the entries as they read, in their order; a copy where memory has another order, or a conjugate."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
 def bytes_of(tensor: Tensor) -> Tensor:
-    """uint8, flat: the entries' memory, in their order; a copy where they do not lie one behind the other."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    """uint8, flat: the memory of :func:`entries_of`."""
+    return entries_of(tensor).view(torch.uint8)
+
+
+def can_be_sent(tensor: Tensor) -> bool:
+    """Whether each entry has memory of its own, from which it can be read and into which it can be written."""
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        return False
+    expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return not (expanded and tensor.numel())
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -21,6 +21,7 @@ from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator, ProcessGroup, broadcast_tensors, world_size
 from lightning_scape.core.local_shards import first_entry, local
 from lightning_scape.core.private_names import IGNORED_BY_DDP, BatchNorm
+from lightning_scape.core.tensors import can_be_sent, entries_of
 
 STEPS_BEFORE_A_LOOK = 100
 
@@ -168,7 +169,7 @@ def _sent_by_ddp(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> Iter
     """Those that DDP would send: not what the user told it to leave alone, nor rows of a sharded tensor."""
     ignored = getattr(module, IGNORED_BY_DDP, ())
     for name, tensor in named:
-        plain = tensor.layout == torch.strided and not tensor.is_meta and not isinstance(tensor, DTensor)
+        plain = can_be_sent(tensor) and not tensor.is_meta and not isinstance(tensor, DTensor)
         if plain and tensor.numel() and name not in ignored:
             yield name, tensor
 
@@ -178,7 +179,7 @@ def _different(own: Mapping[str, Tensor]) -> list[str]:
 
     A rank without tensors takes part, too: one may appear on one rank first.
     """
-    sums = {name: ops.checksum(each.detach().contiguous().view(-1)).tolist() for name, each in own.items()}
+    sums = {name: ops.checksum(entries_of(each)).tolist() for name, each in own.items()}
     mine = {name: f"{tuple(each.shape)} {each.dtype} {sums[name]}" for name, each in own.items()}
     everyone = Communicator().all_gather_object(mine)
     return [name for name, each in mine.items() if any(other.get(name, each) != each for other in everyone)]

@@ -17,6 +17,7 @@ from lightning_scape.core import method
 from lightning_scape.core.parameters import problem_of_lazy
 from lightning_scape.core.private_names import IGNORED_BY_DDP, scaler_device
 from lightning_scape.core.replicas import check_same_setup
+from lightning_scape.core.tensors import can_be_sent
 
 
 def resolve_config(name: str | None, config: Any, options: Mapping[str, Any]) -> Any:
@@ -174,11 +175,19 @@ def module_state(module: nn.Module) -> list[Tensor]:
     Untrained ones that DDP was told to leave alone are left out: they are each rank's own.
 
     Raises:
-        ValueError: one has no shape yet.
+        ValueError: one has no shape yet, or is of a kind that cannot be made equal on several ranks.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in named:
         if is_lazy(tensor):
             raise ValueError(problem_of_lazy(name))
     ignored = getattr(module, IGNORED_BY_DDP, ())
-    return [tensor for name, tensor in named if tensor.requires_grad or name not in ignored]
+    shared = {name: tensor for name, tensor in named if tensor.requires_grad or name not in ignored}
+    for name, tensor in shared.items() if world_size() > 1 else ():
+        if not can_be_sent(tensor):
+            raise ValueError(
+                "Parameters and buffers must be dense, not quantized, nested or expanded, as with DDP, got"
+                f" {name!r} ({tensor.dtype}, {tensor.layout}). Make it dense (`.to_dense()`, `.dequantize()`,"
+                " `.contiguous()`), or keep it as a plain attribute in place of a buffer."
+            )
+    return [*shared.values()]
