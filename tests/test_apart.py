@@ -12,6 +12,7 @@ import lightning as L
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from trainer_helpers import BATCHES, MARKS, Regression, make_trainer, scape_optimizers, weights
 
@@ -140,6 +141,20 @@ def clip_on_one_rank(rank: int, world_size: int, until: int, rule: str) -> None:
 @pytest.mark.parametrize(("until", "rule"), [(0, "sketch"), (2, "sketch"), (2, "local")])
 def test_ranks_that_do_not_clip_alike_are_an_error_and_no_abort(run_ranks: RunRanks, until: int, rule: str) -> None:
     for text in texts(run_ranks(clip_on_one_rank, 2, until, rule, expect_errors=True, timeout=60.0)):
+        assert "got max_norm=1.0 on rank 0 and max_norm=None on rank 1" in text
+
+
+def clip_where_no_backend_is_named(rank: int, world_size: int, store: str) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group(store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    assert dist.get_backend() != "gloo"  # which it is all the same
+    clip_on_one_rank(rank, world_size, 0, "sketch")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there torch takes NCCL")
+def test_they_are_where_init_process_group_was_given_no_backend(run_ranks: RunRanks, tmp_path: Path) -> None:
+    store = str(tmp_path / "second store")
+    for text in texts(run_ranks(clip_where_no_backend_is_named, 2, store, expect_errors=True, timeout=60.0)):
         assert "got max_norm=1.0 on rank 0 and max_norm=None on rank 1" in text
 
 

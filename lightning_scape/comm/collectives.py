@@ -213,9 +213,8 @@ class Communicator:
         self.side_stream = SideStream()
         """For messages that travel beside the step."""
         under_way.settle(self.process_group)  # what others began on the group before
-        if is_distributed():
+        if is_distributed() and pairs.by_gloo(self.process_group):
             end_groups_at_exit()
-        if self.world_size > 1 and "gloo" in str(dist.get_backend(self.process_group)):
             pairs.let_senders_finish()
 
     @classmethod
@@ -230,7 +229,7 @@ class Communicator:
         if base is None or world_size(base) == 1:
             return cls(own_group or process_group)
         number = next(_numbers.setdefault(base, itertools.count()))
-        if "gloo" not in str(dist.get_backend(base)):
+        if not pairs.by_gloo(base):
             return cls(own_group or process_group, Watched(number=number))
         channel = Channel.beside(base, lambda: own_group or new_group_like(process_group))
         return cls(channel.group, Watched(channel, number))

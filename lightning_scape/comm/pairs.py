@@ -55,8 +55,13 @@ def _exchange_by_pairs(received: list[Tensor], sent: list[Tensor], group: Proces
     return _Handles(list(zip([*names, *names], works, strict=True)))
 
 
+def by_gloo(group: ProcessGroup | None) -> bool:
+    """Whether gloo carries what lies in host memory, also where ``init_process_group()`` was given no backend."""
+    return "cpu:gloo" in dist.get_backend_config(group)
+
+
 def _by_pairs(tensor: Tensor, group: ProcessGroup | None) -> bool:
-    return tensor.device.type == "cpu" and dist.get_backend(group) == "gloo"
+    return tensor.device.type == "cpu" and by_gloo(group)
 
 
 def all_to_all_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, async_op: bool = False) -> Any:

@@ -133,7 +133,7 @@ _ends_groups = threading.Event()
 
 
 def end_groups_at_exit() -> None:
-    """Notes that this process has a process group, whose threads its end has to wait for."""
+    """Notes that this process has a group over gloo, whose threads its end has to wait for."""
     _ends_groups.set()
 
 
