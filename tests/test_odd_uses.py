@@ -167,6 +167,27 @@ def test_it_trains_as_under_ddp(run_ranks: Any, name: str) -> None:
     torch.testing.assert_close(first, expected, rtol=0, atol=2e-5)
 
 
+def _in_one_memory(rank: int, world_size: int) -> Tensor:
+    torch.manual_seed(0)
+    first = nn.Parameter(torch.randn(1000, dtype=torch.bfloat16))
+    both = [first, nn.Parameter(first.data)]
+    config = ScapeConfig(sparsity=0.5, sparsity_warmup_steps=0, update="adamw")
+    optimizer = ScapeOptimizer(both, lr=1e-2, config=config)
+    torch.manual_seed(1 + rank)
+    for _ in range(20):
+        for parameter in both:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    optimizer.drain()
+    return first.detach()
+
+
+def test_parameters_in_one_memory_stay_equal_on_all_ranks(run_ranks: Any) -> None:
+    """Their changes are rounded one after the other: that was in another order on each rank."""
+    first, *others = run_ranks(_in_one_memory, 3)
+    assert all(torch.equal(first, other) for other in others)
+
+
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
 def test_parameters_in_one_memory_are_both_stepped_on_one_rank_too(dtype: torch.dtype, atol: float) -> None:
     ends = []

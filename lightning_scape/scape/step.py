@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from lightning_scape import ops
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.work import Work
-from lightning_scape.core.layout import Layout
+from lightning_scape.core.layout import Layout, Piece
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.ranges import profiler_range
 from lightning_scape.core.replicas import check_replicas
@@ -73,6 +74,9 @@ class Engine:
         self._clip_seconds = 0.0
         """Seconds spent on measuring the norm before the step."""
         self._masters_stale = False
+        self._one_by_one = parameters.share_memory
+        """Whether parameters that share memory are written one after the other, in the same order on all ranks: each
+        sum is rounded, and a GPU would write two at once."""
 
     # ------------------------------------------------------------------------------------------- the step
 
@@ -159,15 +163,29 @@ class Engine:
 
     def _write(self, step: Step, update: Tensor, arriving: Work) -> None:
         """Applies the owners' updates: my own while the others' travel. Skipped parameters are not written."""
-        flat, block_size, add = self.parameters.flat, self.layout.block_size, self.shard.as_changes
-        mask, scale = step.mask, step.scale
+        own, others = self.shard.region, self.outgoing.region
+        mask, scale, error = step.mask, step.scale, self.shard.error_of_rounding(step.state)
+        if self._one_by_one:
+            everyone = self.shard.read(step, arriving.wait(), others.rows)
+            before = sum(piece.row < self.shard.rows.start for piece in others.pieces)
+            for piece in others.pieces[:before]:
+                self._scatter([piece], mask.everyone, everyone, scale.blocks)
+            for piece in own.pieces:
+                self._scatter([piece], mask.mine, update, scale.mine, error)
+            for piece in others.pieces[before:]:
+                self._scatter([piece], mask.everyone, everyone, scale.blocks)
+            return
         try:  # the moments have gone on, and so must all parameters
-            entries = ops.ParamEntries(flat, self.shard.region.pieces, mask.mine, block_size)
-            ops.scatter_params(entries, update, add, scale.mine, self.shard.error_of_rounding(step.state))
+            self._scatter(own.pieces, mask.mine, update, scale.mine, error)
         finally:
-            everyone = self.shard.read(step, arriving.wait(), self.outgoing.region.rows)
-            entries = ops.ParamEntries(flat, self.outgoing.region.pieces, mask.everyone, block_size)
-            ops.scatter_params(entries, everyone, add, scale.blocks)
+            everyone = self.shard.read(step, arriving.wait(), others.rows)
+            self._scatter(others.pieces, mask.everyone, everyone, scale.blocks)
+
+    def _scatter(
+        self, pieces: Sequence[Piece], mask: Tensor | None, values: Tensor, scale: Tensor, error: Tensor | None = None
+    ) -> None:
+        entries = ops.ParamEntries(self.parameters.flat, pieces, mask, self.layout.block_size)
+        ops.scatter_params(entries, values, self.shard.as_changes, scale, error)
 
     def _end(self, step: Step) -> None:
         state, every = step.state, self.config.check_replicas_every
