@@ -223,3 +223,15 @@ def test_measured_runs_stand_beside_their_predictions() -> None:
     slow = measured(example.at_speed(rank, 1.5))  # another has come to use the machine
     assert all(error > 0.2 for _, error in compared(slow))
     assert compared(slow, as_fast_as_alone=True) == [("scape-0.99", 0.0)]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("bandwidth", "advice"),
+    [("55gbit", "Stay with"), ("45gbit", "Use SCAPE"), ("640mbit", "Use SCAPE"), ("520mbit", "Take SparseLoCo")],
+)
+def test_the_advice_turns_where_the_page_says(capsys: pytest.CaptureFixture[str], bandwidth: str, advice: str) -> None:
+    """In docs/planning.md: at messages of 0.64 and of 55 times the computation."""
+    there = "--model=pythia-160m --nodes=8 --step-compute=0.3s --memory-bandwidth=1500 --precision=bf16-mixed"
+    said = planned(capsys, *there.split(), "--steps=10000", f"--bandwidth={bandwidth}")
+    assert said.split("\n\n")[1].startswith(advice), said
