@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from test_sharded import assert_equal
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from trainer_helpers import GivenRanks, scape_optimizers
 
 from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeOptimizer, ScapeStrategy
@@ -131,7 +132,7 @@ class Module(L.LightningModule):
         return loss_of(self.model, batch, bad and self.trainer.strategy.world_size > 1)
 
     def validation_step(self, batch: Tensor) -> None:
-        loss_of(self.model, batch, False)
+        self.model(batch.to(self.model.gain.dtype), True)  # draws nothing: see Generators
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -142,6 +143,8 @@ class Module(L.LightningModule):
 def fit(rank: int, world_size: int, precision: Any, options: dict[str, Any], **more: Any) -> tuple[Module, L.Trainer]:
     seed_all(100 * rank + (7 if "ckpt_path" in more else 1))
     module, path = Module(), more.pop("ckpt_path", None)
+    loaders = more.pop("loaders", [Loader(rank, world_size, draws=True)])
+    usual = {"limit_val_batches": 2, "num_sanity_val_steps": 0}
     trainer = L.Trainer(
         accelerator="cpu",
         devices=world_size,
@@ -154,11 +157,9 @@ def fit(rank: int, world_size: int, precision: Any, options: dict[str, Any], **m
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        limit_val_batches=2,
-        num_sanity_val_steps=0,
-        **more,
+        **{**usual, **more},
     )
-    trainer.fit(module, Loader(rank, world_size, draws=True), ckpt_path=path)
+    trainer.fit(module, *loaders, ckpt_path=path)
     return module, trainer
 
 
@@ -178,6 +179,34 @@ def trainer_stops_and_goes(rank: int, world_size: int, folder: str, precision: A
         assert_same(expected, everything(optimizer))
         assert resumed.batches == straight.batches[-len(resumed.batches) :]
     return len(STOPS)
+
+
+ENDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "saved by steps, a validation follows": ({"every_n_train_steps": 1}, {}),
+    "saved by steps, validations inside the epoch": ({"every_n_train_steps": 1}, {"val_check_interval": 3}),
+    "saved by steps, none is validated": ({"every_n_train_steps": 1}, {"limit_val_batches": 0}),
+    "saved after the validation of every second epoch": ({}, {"check_val_every_n_epoch": 2}),
+}
+"""How the last step of an epoch was saved, and the Trainer's options."""
+
+
+def epochs_end_and_go(rank: int, world_size: int, folder: str, case: str) -> list[str]:
+    """torch's loaders draw when they are set up, which a resumed fit does in another order and more often."""
+    warnings.simplefilter("ignore")
+    saved, validated = ENDS[case]
+    data = torch.randn(EPOCH * world_size * 4, WIDTH, generator=torch.Generator().manual_seed(5))
+
+    def run(**more: Any) -> dict[str, Any]:
+        loaders = [DataLoader(data, batch_size=4, shuffle=True), DataLoader(data[:16], batch_size=4)]
+        _, trainer = fit(rank, world_size, "32-true", {}, loaders=loaders, **validated, **more)
+        (optimizer,) = scape_optimizers(trainer.optimizers)
+        return everything(optimizer)
+
+    expected = run(callbacks=[ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **saved)])
+    ends = [path for path in (f"{folder}/step=4.ckpt", f"{folder}/step=8.ckpt") if Path(path).exists()]
+    for path in ends:
+        assert_same(expected, run(enable_checkpointing=False, ckpt_path=path))
+    return ends
 
 
 # ------------------------------------------------------------------------------------------------ Fabric
@@ -256,6 +285,15 @@ def test_resume_at_any_step_is_bitwise_never_having_stopped(
 ) -> None:
     folder = tmp_path / "checkpoints"
     assert run_ranks(host, 2, str(folder), precision, FORMATS[kind]) == [len(STOPS)] * 2
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("case", ENDS)
+def test_a_fit_resumed_at_an_epochs_end_draws_as_one_that_never_stopped(
+    run_ranks: RunRanks, tmp_path: Path, case: str
+) -> None:
+    """Dropout drew other numbers after a save by steps in the last batch of an epoch."""
+    assert run_ranks(epochs_end_and_go, 2, str(tmp_path), case)[0]
 
 
 # ------------------------------------------------------------------------------------------------ the hosts' own ways

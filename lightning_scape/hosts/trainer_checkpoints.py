@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
@@ -17,12 +18,12 @@ from typing_extensions import override
 from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.checkpoint.paths import directory_path, local_path
 from lightning_scape.checkpoint.plain import with_plain_numbers
-from lightning_scape.checkpoint.rng import rng_state, set_rng_state
+from lightning_scape.checkpoint.rng import rng_state
 from lightning_scape.checkpoint.saver import RNG, SavedContent, host_checkpoint, host_content, is_directory
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.together import Together
 from lightning_scape.core.method import find
-from lightning_scape.hosts import last_window
+from lightning_scape.hosts import generators, last_window
 from lightning_scape.hosts.private_names import checkpoints
 from lightning_scape.hosts.requeue import callbacks_of
 from lightning_scape.hosts.resume import Resumption
@@ -44,6 +45,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
         self._resumption, self._together = resumption, Dump()
         self._alike["resume"] = resumption.resume
         self._saved_rng: Tensor | None = None
+        self._generators: generators.Generators | None = None
 
     @property
     @override
@@ -117,8 +119,8 @@ class TrainerCheckpoints(UnwrappedStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         Communicator().raise_on_all_ranks(lambda: self._take_up(checkpoint))
-        if self._saved_rng is not None:
-            set_rng_state(self._saved_rng)
+        saved, self._saved_rng = self._saved_rng, None
+        self._generators = None if saved is None else generators.attach(self._module.trainer, saved)
 
     def _take_up(self, checkpoint: Mapping[str, Any]) -> None:
         # As Lightning does: without a state (emptied in `on_load_checkpoint`) an optimizer begins anew.
@@ -130,13 +132,20 @@ class TrainerCheckpoints(UnwrappedStrategy):
             states[place] = with_live(config.scheduler, state)
 
     @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self._module.trainer.training:
+            self._begin_batches()
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._saved_rng is not None:
-            # In the middle of an epoch: the data loaders, set up again, have drawn what they had drawn before the save.
-            if self._module.trainer.fit_loop.restarted_mid_epoch:
-                set_rng_state(self._saved_rng)
-            self._saved_rng = None
+        self._begin_batches()  # of a step that takes `dataloader_iter`, and fetches its batches itself
         return super().training_step(*args, **kwargs)
+
+    def _begin_batches(self) -> None:
+        if self._generators is not None:
+            self._generators.begin_batches(self._module.trainer)
+            self._generators = None
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -1,0 +1,87 @@
+"""When a resumed fit takes up the saved random number generators: each draw counts once, as in a run without a stop.
+
+Lightning sets up data loaders anew, and a loader draws a number when it does: in the middle of an epoch it has drawn
+that before the save. Before the next epoch it may be set up twice. A validation that was due right after the save is
+left out: its loaders draw as they would have done, its steps do not. After an epoch's last batch its loaders may draw
+where none was due.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_scape.checkpoint.rng import rng_state, set_rng_state
+from lightning_scape.hosts import requeue
+
+
+class Generators(requeue.Guest):
+    """Sets the generators where a fit begins, and again where draws have been made that must not count.
+
+    Args:
+        saved: their states.
+    """
+
+    def __init__(self, saved: Tensor) -> None:
+        self._saved: Tensor | None = saved
+        self._at_first_batch: Tensor | None = None
+        self._inside = self._at_once = False
+        set_rng_state(saved)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loop = trainer.fit_loop
+        ended = loop.epoch_loop.batch_progress.is_last_batch
+        self._inside = loop.restarted_mid_epoch and not ended
+        self._at_once = _draws_at_once(trainer.train_dataloader)
+        if self._inside and self._at_once:
+            self._set()
+        if loop.restarted_mid_epoch and ended and self._at_once and not _validation_was_due(trainer):
+            self._at_first_batch = rng_state()  # the next epoch's loader is set up
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loop = trainer.fit_loop
+        set_up_again = trainer.current_epoch > 0 and not loop.is_resuming and not loop.epoch_loop.restarting
+        if self._at_once and set_up_again:
+            self._set()
+
+    def begin_batches(self, trainer: Trainer) -> None:
+        """When the first batch is there: sets the generators for the last time, if need be."""
+        counts = self._at_once and trainer.fit_loop.epoch_loop.restarted_on_train_batch_end
+        if self._inside and not counts:
+            self._set()
+        elif self._at_first_batch is not None:
+            set_rng_state(self._at_first_batch)
+        self._saved = self._at_first_batch = None
+
+    def _set(self) -> None:
+        if self._saved is not None:
+            set_rng_state(self._saved)
+
+
+def _draws_at_once(loader: Any) -> bool:
+    """Whether the loader draws when it is set up, and not with its first batch, as a generator function does."""
+    return isinstance(loader, DataLoader) and not inspect.isgeneratorfunction(type(loader).__iter__)
+
+
+def _validation_was_due(trainer: Trainer) -> bool:
+    """After the batch at which an epoch ended, and before Lightning counts the next epoch's batches."""
+    done, every, interval = trainer.fit_loop.epoch_loop, trainer.check_val_every_n_epoch, trainer.val_check_batch
+    if not trainer.enable_validation or interval is None or (every is not None and trainer.current_epoch % every):
+        return False
+    batches = (done.total_batch_idx if every is None else done.batch_idx) + 1
+    return interval == math.inf or batches % interval == 0
+
+
+def attach(trainer: Trainer, saved: Tensor) -> Generators:
+    """While a fit takes up a checkpoint: before all other callbacks, which may draw."""
+    guest = Generators(saved)
+    requeue.callbacks_of(trainer).insert(0, guest)
+    return guest
