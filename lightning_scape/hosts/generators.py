@@ -31,19 +31,24 @@ class Generators(requeue.Guest):
     def __init__(self, saved: Tensor) -> None:
         self._saved: Tensor | None = saved
         self._at_first_batch: Tensor | None = None
-        self._inside = self._at_once = False
+        """Their states when the first batch is there, if what was drawn before it must not count."""
+        self._at_once = False
         set_rng_state(saved)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loop = trainer.fit_loop
-        ended = loop.epoch_loop.batch_progress.is_last_batch
-        self._inside = loop.restarted_mid_epoch and not ended
         self._at_once = _draws_at_once(trainer.train_dataloader)
-        if self._inside and self._at_once:
+        if not loop.restarted_mid_epoch:
+            return
+        if loop.epoch_loop.batch_progress.is_last_batch:
+            if self._at_once and not _validation_was_due(trainer):
+                self._at_first_batch = rng_state()  # the next epoch's loader is set up
+            return
+        if self._at_once:
             self._set()
-        if loop.restarted_mid_epoch and ended and self._at_once and not _validation_was_due(trainer):
-            self._at_first_batch = rng_state()  # the next epoch's loader is set up
+        if not (self._at_once and loop.epoch_loop.restarted_on_train_batch_end):
+            self._at_first_batch = self._saved
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -52,12 +57,9 @@ class Generators(requeue.Guest):
         if self._at_once and set_up_again:
             self._set()
 
-    def begin_batches(self, trainer: Trainer) -> None:
+    def begin_batches(self) -> None:
         """When the first batch is there: sets the generators for the last time, if need be."""
-        counts = self._at_once and trainer.fit_loop.epoch_loop.restarted_on_train_batch_end
-        if self._inside and not counts:
-            self._set()
-        elif self._at_first_batch is not None:
+        if self._at_first_batch is not None:
             set_rng_state(self._at_first_batch)
         self._saved = self._at_first_batch = None
 

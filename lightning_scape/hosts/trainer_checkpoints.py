@@ -144,7 +144,7 @@ class TrainerCheckpoints(UnwrappedStrategy):
 
     def _begin_batches(self) -> None:
         if self._generators is not None:
-            self._generators.begin_batches(self._module.trainer)
+            self._generators.begin_batches()
             self._generators = None
 
     @override
