@@ -29,6 +29,7 @@ if not torch.cuda.is_available():
 import torch.distributed as dist
 from example_modules import load_example
 from hypothesis import settings
+from poison import poisoned_empty
 
 torch.set_num_threads(1)
 
@@ -116,10 +117,31 @@ def _has_network_namespaces() -> bool:
     return subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode == 0
 
 
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, launcher.World]]:
+    """The ranks of a module of tests, by how many they are."""
+    found: dict[int, launcher.World] = {}
+    yield found
+    for world in found.values():
+        world.end()
+
+
 @pytest.fixture
-def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
-    """``run_ranks(fn, world_size, *args, timeout=120.0, expect_errors=False)``: see :func:`launcher.run_ranks`."""
-    return functools.partial(launcher.run_ranks, workdir=tmp_path)
+def run_ranks(worlds: dict[int, launcher.World], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    """``run_ranks(fn, world_size, *args, timeout=120.0, expect_errors=False)``: see :meth:`launcher.World.run`.
+
+    Ranks are those of the module's earlier tests. With ``expect_errors`` and ``fresh`` they are new ones.
+    """
+
+    def run(fn: Callable[..., Any], size: int, *args: Any, fresh: bool = False, **options: Any) -> list[Any]:
+        __tracebackhide__ = True
+        if fresh or options.get("expect_errors") or size not in worlds or not worlds[size].alive:
+            if size in worlds:
+                worlds.pop(size).end()
+            worlds[size] = launcher.World(size, tmp_path_factory.mktemp("ranks"))
+        return worlds[size].run(fn, *args, **options)
+
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -157,5 +179,5 @@ def _clean_process() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
     """Code that reads memory it never wrote meets NaN, here and on every rank."""
-    with launcher.poisoned_empty():
+    with poisoned_empty():
         yield
