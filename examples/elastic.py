@@ -34,9 +34,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from python_source import PythonSource
 from torch import Tensor, nn
 
-from lightning_scape import PythonSource, ScapeStrategy, __version__
+from lightning_scape import ScapeStrategy, __version__
 
 BATCHES_PER_STEP = 4
 """On all ranks together: the global batch, however many ranks there are."""
@@ -142,7 +143,7 @@ def train(arguments: argparse.Namespace) -> None:
         enable_model_summary=False,
     )
     L.seed_everything(0)
-    trainer.fit(NextByte(), PythonSource(batch_size=2, context_length=64, max_bytes=400_000))
+    trainer.fit(NextByte(), PythonSource(batch_size=2, context_length=64))
 
 
 # ------------------------------------------------------------------------------------- the demonstration: two machines

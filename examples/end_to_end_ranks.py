@@ -18,12 +18,12 @@ import torch.distributed as dist
 from dense_strategies import BY_NAME, PowerSGD
 from lightning.pytorch.callbacks import ModelCheckpoint
 from pretrain_python import SIZES, Pretraining, build_gpt, make_parser
+from python_source import PythonSource
 from turns import Turns
 from two_hosts import bits_per_second, sent_bytes
 
 from lightning_scape import ScapeStrategy, SparseLoCoStrategy
 from lightning_scape.core.method import find_all
-from lightning_scape.data import PythonSource
 
 
 def work(args: argparse.Namespace) -> None:

@@ -11,9 +11,10 @@ import argparse
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from python_source import PythonSource
 from torch import Tensor, nn
 
-from lightning_scape import FabricScapeStrategy, PythonSource
+from lightning_scape import FabricScapeStrategy
 
 
 class ByteModel(nn.Module):

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from python_source import PythonSource
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_scape import PythonSource, ScapeMonitor, ScapeStrategy
+from lightning_scape import ScapeMonitor, ScapeStrategy
 
 if TYPE_CHECKING:  # --help works without it
     from transformers import LlamaForCausalLM

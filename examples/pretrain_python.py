@@ -41,13 +41,13 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from litgpt import GPT, Config
 from litgpt.generate.base import generate
+from python_source import VOCABULARY, PythonSource
 from torch.nn.functional import cross_entropy
 from torchmetrics import MeanMetric
 from torchmetrics.text import Perplexity
 
 import lightning_scape
 from lightning_scape import AdamS, ScapeConfig, ScapeMonitor, ScapeStrategy, newest_checkpoint
-from lightning_scape.data import VOCABULARY, PythonSource
 from lightning_scape.tools.console import ends_quietly
 
 matplotlib.use("Agg")
@@ -304,14 +304,12 @@ def train(args: argparse.Namespace) -> None:
     """One run; every rank comes here."""
     folder = folder_of(args)
     seed_everything(args.seed)
-    source = PythonSource(args.batch_size, args.context, seed=args.seed, max_bytes=args.max_bytes)
+    source = PythonSource(args.batch_size, args.context, seed=args.seed)
     model = build_gpt(f"python-{args.size}", args.context, SIZES[args.size])
     module = Pretraining(model, args)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     try:
         trainer, figures = build_trainer(args, parameters, folder)
-        source.trainer = trainer
-        source.setup()  # as Lightning does later on, inside a traceback
     except (ValueError, MisconfigurationException) as error:  # an option that Lightning or PythonSource refuses
         make_parser().error(str(error))
     start = find_start(folder) if args.resume else None
@@ -524,7 +522,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--size", choices=tuple(SIZES), default="small")
     add("--batch-size", type=whole(1), default=4, help="windows per rank")
     add("--context", type=whole(len(PROMPT) + 1), default=128, help="bytes per window; the sample starts with 4")
-    add("--max-bytes", type=whole(1), help="use only so much of the corpus")
     add("--val-batches", type=whole(1), default=40, help="validation batches per rank")
     add("--devices", type=whole(1), default=2, help="ranks on this node")
     add("--nodes", type=whole(1), default=1)

@@ -33,7 +33,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_scape.data import END_OF_FILE, Corpus, read_corpus
+from python_source import Corpus, read_corpus
+
 from lightning_scape.tools.arguments import count as whole
 from lightning_scape.tools.console import ends_quietly
 
@@ -161,7 +162,7 @@ KINDS: dict[str, Callable[[Source], Iterator[Place]]] = {
 
 def held_out(corpus: Corpus) -> dict[str, Source]:
     """The validation files that are text, by name."""
-    contents = bytes(corpus.validation.tolist()).split(bytes([END_OF_FILE]))[:-1]
+    contents = bytes(corpus.validation.tolist()).split(b"\0")[:-1]
     found = {}
     for name, content in zip(corpus.validation_files, contents, strict=True):
         try:

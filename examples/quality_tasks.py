@@ -11,13 +11,7 @@ from typing import Any, Protocol
 import torch
 from litgpt import GPT
 from pretrain_python import build_gpt
-from quality_runs import SIZES, Run
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torchmetrics import MeanMetric
-from torchmetrics.classification import MulticlassAccuracy
-
-from lightning_scape.data import (
+from python_source import (
     VOCABULARY,
     Corpus,
     Shard,
@@ -26,6 +20,11 @@ from lightning_scape.data import (
     WindowLoader,
     read_corpus,
 )
+from quality_runs import SIZES, Run
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 
 class Batches(Protocol):

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from lightning_scape.checkpoint.atomic_files import CheckpointError
     from lightning_scape.checkpoint.inspection import newest_checkpoint, resume_path
     from lightning_scape.comm.restarts import init_process_group
-    from lightning_scape.data import PythonSource
     from lightning_scape.hosts.fabric import FabricMethodStrategy
     from lightning_scape.hosts.monitor import ScapeMonitor
     from lightning_scape.hosts.trainer import MethodStrategy
@@ -40,7 +39,6 @@ __all__ = [
     "FabricScapeStrategy",
     "FabricSparseLoCoStrategy",
     "MethodStrategy",
-    "PythonSource",
     "ScapeConfig",
     "ScapeMonitor",
     "ScapeOptimizer",
@@ -64,7 +62,6 @@ HOMES = {
     "FabricScapeStrategy": "strategies",
     "FabricSparseLoCoStrategy": "strategies",
     "MethodStrategy": "hosts.trainer",
-    "PythonSource": "data",
     "ScapeConfig": "scape.config",
     "ScapeMonitor": "hosts.monitor",
     "ScapeOptimizer": "scape.optimizer",

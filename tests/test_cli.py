@@ -120,7 +120,7 @@ def test_the_saved_hyperparameters_record_every_option(straight: tuple[Path, str
     assert recorded(straight[0] / checkpoint) == ScapeConfig(sparsity=0.8).as_dict()
     litgpts = yaml.safe_load((straight[0] / checkpoint / "hyperparameters.yaml").read_text())
     assert litgpts["train"]["max_tokens"] == 8 * STEP
-    assert litgpts["data"]["class_path"] == "lightning_scape.hosts.litgpt_data.LitGPTPythonSource"
+    assert litgpts["data"]["class_path"] == "examples.python_source.PythonSource"
 
 
 def test_a_resumed_run_takes_its_options_from_the_checkpoint_and_ends_bitwise_the_same(

@@ -296,7 +296,6 @@ def test_violation_is_found(module, source, complaint):
         ),
         ("hosts.trainer", "from torch.distributed import ProcessGroup\nself.broadcast(x)"),
         ("hosts.setup", "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler"),
-        ("data.python_source", "import torch.distributed as dist\ndist.get_rank()"),
         ("scape.optimizer", "from functools import reduce\nreduce(f, x)\nself.collectives.all_gather(x)"),
         (
             "ops.cuda.masks",

@@ -21,6 +21,7 @@ import short_form
 import torch
 import torch.distributed as dist
 import yaml
+from python_source import PythonSource
 from torch import Tensor
 
 pytest.importorskip("litgpt", reason="tests of LitGPT need litgpt")
@@ -33,12 +34,10 @@ from litgpt.utils import chunked_cross_entropy
 
 from lightning_scape import (
     FabricScapeStrategy,
-    PythonSource,
     ScapeConfig,
     ScapeOptimizer,
     ScapeStrategy,
 )
-from lightning_scape.hosts.litgpt_data import LitGPTPythonSource
 from lightning_scape.tools import litgpt_cli
 
 RunRanks = Callable[..., list[Any]]
@@ -157,7 +156,7 @@ TINY = Config(
 )
 SCAPE = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0)
 LR, STEPS, MICRO, ACCUMULATE = 1e-2, 4, 2, 2
-DATA = {"seed": 3, "max_bytes": 200_000}
+DATA = {"seed": 3}
 
 
 def initial_weights() -> dict[str, Tensor]:
@@ -203,7 +202,7 @@ def train_litgpt(rank: int, world_size: int, folder: str, compiled: bool = False
             initial_checkpoint_dir=loaded,
             resume=False,
             config=TINY,
-            data=LitGPTPythonSource(**DATA),
+            data=PythonSource(**DATA),
             out_dir=Path(folder, "out"),
             tokenizer_dir=None,
             tokenizer=None,
@@ -444,8 +443,7 @@ def run_files(rank: int, world_size: int, folder: str, names: list[str]) -> None
         if "n_query_groups" in read(name)["model_config"]:
             shrunk["n_query_groups"] = 2
         options = {f"model_config.{key}": value for key, value in shrunk.items()} | {
-            "data": "lightning_scape.hosts.litgpt_data.LitGPTPythonSource",
-            "data.max_bytes": 300_000,
+            "data": "examples.python_source.PythonSource",
             "devices": world_size,
             "num_nodes": 1,
             "out_dir": f"{folder}/{name}",
@@ -491,17 +489,3 @@ def test_the_byte_tokenizer_maps_every_byte_to_its_value_and_back() -> None:
     assert tokens.tolist() == list(text.encode())
     assert tokenizer.decode(tokens) == text
     assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.bos_id) == (256, 0, None)
-
-
-def test_the_data_module_gives_the_batches_of_the_python_source() -> None:
-    data = LitGPTPythonSource(**DATA)
-    with pytest.raises(RuntimeError, match="`connect` must be called before"):
-        data.setup()
-    data.connect(tokenizer=None, batch_size=MICRO, max_seq_length=TINY.block_size)
-    data.prepare_data()
-    data.setup()
-    plain = python_source()
-    for mine, theirs in zip(data.train_dataloader(), plain.train_dataloader(), strict=True):
-        assert torch.equal(mine, theirs)
-    assert torch.equal(next(iter(data.val_dataloader())), next(iter(plain.val_dataloader())))
-    assert not torch.equal(next(iter(data.train_dataloader())), next(iter(data.val_dataloader())))

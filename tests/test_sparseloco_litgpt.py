@@ -37,7 +37,7 @@ def _train(rank: int, world_size: int, out: str, steps: int, *more: str) -> str:
     options = {
         **{f"model_config.{key}": 32 for key in ("n_embd", "block_size")},
         **{"model_config.n_layer": 1, "model_config.intermediate_size": 64, "out_dir": out},
-        **{"data.max_bytes": 300_000, "tokenizer_dir": ROOT / "configs" / "byte_tokenizer"},
+        **{"tokenizer_dir": ROOT / "configs" / "byte_tokenizer"},
         **{"train.global_batch_size": 8, "train.micro_batch_size": 2, "train.max_tokens": steps * 8 * 32},
         **{"train.lr_warmup_steps": 1, "train.save_interval": 5, "eval.max_iters": 1, "devices": world_size},
     }
