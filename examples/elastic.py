@@ -195,7 +195,8 @@ def machines(arguments: argparse.Namespace) -> Iterator[tuple[Machine, Machine, 
     script += [f"--timeout={arguments.timeout}", f"--save-every={arguments.save_every}"]
     with contextlib.ExitStack() as stack:
         if arguments.two_hosts:
-            from two_hosts import Hosts
+            sys.path.append(str(Path(__file__).parent / "benchmarks"))
+            from namespaces import Hosts
 
             hosts = stack.enter_context(Hosts(2, rate="1gbit"))
             addresses = [host.address for host in hosts]

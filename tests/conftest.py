@@ -146,8 +146,8 @@ def run_ranks(worlds: dict[int, launcher.World], tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="session")
 def bench_gpu() -> ModuleType:
-    """``examples/bench_gpu.py``, whose ranks without a network the tests on a GPU use, too."""
-    return load_example("bench_gpu")
+    """``examples/benchmarks/gpu.py``, whose ranks without a network the tests on a GPU use, too."""
+    return load_example("gpu")
 
 
 @pytest.fixture

@@ -8,12 +8,15 @@ from pathlib import Path
 from types import ModuleType
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+BENCHMARKS = EXAMPLES / "benchmarks"
 
 
 def load_example(name: str) -> ModuleType:
-    """``examples/<name>.py``, which may import its neighbours."""
-    sys.path.insert(0, str(EXAMPLES))
+    """``examples/<name>.py`` or ``examples/benchmarks/<name>.py``, which may import its neighbours."""
+    folders = [str(BENCHMARKS), str(EXAMPLES)]
+    sys.path[:0] = folders
     try:
         return importlib.import_module(name)
     finally:
-        sys.path.remove(str(EXAMPLES))
+        for folder in folders:
+            sys.path.remove(folder)

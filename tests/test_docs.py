@@ -118,32 +118,6 @@ def test_the_commands_behind_the_data_are_there(page: str) -> None:
         assert (ROOT / script).is_file(), command
 
 
-def test_commands_of_todays_runs_name_their_folder() -> None:
-    """The script's own folder holds earlier runs, some of the same names: it would take those for done."""
-    commands = [(data, command) for page in PAGES for data, command in SOURCE.findall(prose(page))]
-    of_today = [command for data, command in commands if data.endswith("quality/today/quality.json")]
-    assert len(of_today) > 3
-    assert [command for command in of_today if "--out examples/results/quality/today" not in command] == []
-
-
-def test_tables_made_of_data_are_what_the_data_say() -> None:
-    tables = load("tables")
-    stale = [path for path in tables.pages() if tables.updated(path) != path.read_text(encoding="utf-8")]
-    assert stale == [], "run python docs/tables.py"
-    used = {name for page in PAGES for name in re.findall(r"<!-- table: ([\w-]+) -->", (ROOT / page).read_text())}
-    assert used == set(tables.TABLES)
-
-
-def test_a_changed_table_is_found(tmp_path: Path) -> None:
-    tables = load("tables")
-    changed = tmp_path / "quality.md"
-    changed.write_text(
-        (ROOT / "docs" / "quality.md").read_text().replace("<!-- /table -->", "| made up |\n<!-- /table -->", 1)
-    )
-    assert "| made up |" in changed.read_text()
-    assert "| made up |" not in tables.updated(changed)
-
-
 def test_the_readme_is_short_and_keeps_its_test_command() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     lines = text.splitlines()

@@ -18,9 +18,9 @@ import pytest
 from warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(ROOT / "examples" / "benchmarks"))
 
-from two_hosts import Hosts  # noqa: E402 - a script's helper, not a package's module
+from namespaces import Hosts  # noqa: E402 - a script's helper, not a package's module
 
 JOB = str(Path(__file__).with_name("link_job.py"))
 ports = itertools.count(29600)

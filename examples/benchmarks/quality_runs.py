@@ -1,0 +1,254 @@
+"""What `quality.py` trains: the settings of a run, and the suites."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+SIZES = {
+    "0.03M": {"n_layer": 1, "n_embd": 32, "n_head": 2, "intermediate_size": 96},
+    "0.2M": {"n_layer": 2, "n_embd": 72, "n_head": 2, "intermediate_size": 216},
+    "1M": {"n_layer": 4, "n_embd": 128, "n_head": 4, "intermediate_size": 384},
+    "3M": {"n_layer": 6, "n_embd": 192, "n_head": 6, "intermediate_size": 576},
+    "10M": {"n_layer": 8, "n_embd": 320, "n_head": 5, "intermediate_size": 960},
+    "30M": {"n_layer": 10, "n_embd": 512, "n_head": 8, "intermediate_size": 1536},
+}
+BETAS = (0.9, 0.95)
+TORCH_BETAS = (0.9, 0.999)
+"""torch's default."""
+
+
+class Setting(NamedTuple):
+    """What methods that are compared have in common."""
+
+    task: str
+    size: str
+    steps: int
+    betas: tuple[float, float]
+    precision: str
+    windows: int
+    """Of a step, over all ranks."""
+    context: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that decides the result of a run."""
+
+    method: str
+    """adamw, adams, scape or sparseloco."""
+    task: str = "python"
+    """python (a GPT of ``size`` predicts the next of ``context`` bytes), digits-conv or digits-gru (images)."""
+    size: str = "0.2M"
+    ranks: int = 4
+    batch: int = 8
+    """Windows, or images, per rank and step."""
+    context: int = 64
+    steps: int = 3000
+    lr: float = 2e-3
+    betas: tuple[float, float] = BETAS
+    precision: str = "fp32"
+    """fp32; or bf16-mixed: the model is compiled and computes in bf16, parameters and gradients are fp32."""
+    seed: int = 0
+    warmup: float = 0.1
+    """Share of the steps in which the learning rate rises linearly; a cosine to a tenth follows."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """Of ScapeConfig, or of SparseLoCo."""
+
+    @property
+    def of_text(self) -> bool:
+        """Whether a GPT reads bytes."""
+        return not self.task.startswith("digits")
+
+    @property
+    def name(self) -> str:
+        """Also the name of its row."""
+        windows = (
+            f"{self.size}_N{self.ranks}x{self.batch}x{self.context}" if self.of_text else f"N{self.ranks}x{self.batch}"
+        )
+        parts = [self.method, *([self.task] if self.task != "python" else []), windows, f"{self.steps}"]
+        parts += [f"lr{self.lr:g}", f"seed{self.seed}"]
+        parts += [f"betas-{self.betas[0]:g}-{self.betas[1]:g}"] if self.betas != BETAS else []
+        parts += [self.precision] if self.precision != "fp32" else []
+        parts += [f"{key}-{value}" for key, value in self.options]
+        return "_".join(parts)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether a picture shows its loss over the steps."""
+        return self.size in ("10M", "30M")
+
+    @property
+    def label(self) -> str:
+        """What tells methods apart in a table: the defaults go without saying."""
+        options = dict(self.options)
+        if self.method in ("adamw", "adams"):
+            return {"adamw": "AdamW", "adams": "AdamS"}[self.method]
+        if self.method == "sparseloco":
+            return ", ".join([f"SparseLoCo every {options.pop('sync_every')} steps", *shown(options)])
+        parts = [f"SCAPE {options.pop('sparsity'):.1%}".replace(".0%", "%")]
+        if options.pop("update") == "adams":
+            parts.append("AdamS's update")
+        warmup = options.pop("sparsity_warmup_steps", None)
+        if warmup is not None:
+            parts.append(f"warm-up {warmup:,}" if warmup else "no warm-up")
+        if options["wire_dtype"] == "int4":
+            options.pop("wire_dtype")
+        return ", ".join([*parts, *shown(options)])
+
+    @property
+    def setting(self) -> Setting:
+        """What it shares with the runs it is compared with: one batch may be dealt out to any number of ranks."""
+        size, context = (self.size, self.context) if self.of_text else ("", 1)
+        windows = self.ranks * self.batch
+        return Setting(self.task, size, self.steps, self.betas, self.precision, windows, context)
+
+    def at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        warmup = max(1, round(self.warmup * self.steps))
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        return self.lr * (0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, self.steps - warmup)))
+
+
+def shown(options: dict[str, Any]) -> list[str]:
+    """Options for a label."""
+    return [f"{key}={value}" for key, value in options.items()]
+
+
+def run_of(row: dict[str, Any]) -> Run:
+    """The run of a row of results."""
+    given = row["settings"]
+    options = tuple((key, value) for key, value in given["options"])
+    return Run(**{**given, "seed": row["seed"], "betas": tuple(given["betas"]), "options": options})
+
+
+# --------------------------------------------------------------------------------------------------- making suites
+
+
+def scape(sparsity: float = 0.99, **options: Any) -> dict[str, Any]:
+    """Arguments of a SCAPE run: AdamW's update, values in 4 bits, the default warm-up, if nothing else is said."""
+    options = {"update": "adamw", "wire_dtype": "int4", **options}
+    return {"method": "scape", "options": (("sparsity", sparsity), *sorted(options.items()))}
+
+
+def paper(sparsity: float = 0.99, **options: Any) -> dict[str, Any]:
+    """The same with the update of AdamS, without a warm-up, and with values in bf16."""
+    return scape(sparsity, **{"update": "adams", "sparsity_warmup_steps": 0, "wire_dtype": "bf16", **options})
+
+
+def sparseloco(sync_every: int, **options: Any) -> dict[str, Any]:
+    """Arguments of a run of SparseLoCo."""
+    return {"method": "sparseloco", "options": (("sync_every", sync_every), *sorted(options.items()))}
+
+
+def sweep(
+    settings: Iterable[dict[str, Any]], lrs: Iterable[float], seeds: Iterable[int] = (0,), **more: Any
+) -> list[Run]:
+    """One run for every combination."""
+    found = itertools.product(settings, lrs, seeds)
+    return [Run(**{**setting, **more, "lr": lr, "seed": seed}) for setting, lr, seed in found]
+
+
+def drop_in(
+    lr: float,
+    others: Iterable[float] = (),
+    seeds: Iterable[int] = (0,),
+    sparsities: Iterable[float] = (0.9, 0.99),
+    **more: Any,
+) -> list[Run]:
+    """AdamW and SCAPE at one learning rate, seed by seed; on the first seed AdamW at other rates, to know its best."""
+    first, *rest = seeds
+    methods = [ADAMW, *map(scape, sparsities)]
+    runs = [*sweep(methods, [lr], [first], **more), *sweep([ADAMW], others, [first], **more)]
+    return runs + [run for seed in rest for run in sweep(methods, [lr], [seed], **more)]
+
+
+def in_bf16(run: Run) -> Run:
+    """The same run with values in bf16, to be paired with it."""
+    return dataclasses.replace(run, options=tuple({**dict(run.options), "wire_dtype": "bf16"}.items()))
+
+
+# -------------------------------------------------------------------------------------------------------- the suites
+
+ADAMW: dict[str, Any] = {"method": "adamw"}
+ADAMS: dict[str, Any] = {"method": "adams"}
+TINY: dict[str, Any] = {"size": "0.03M", "ranks": 2, "batch": 2, "context": 32, "steps": 4}
+DIGITS: dict[str, Any] = {"steps": 1500, "betas": TORCH_BETAS}
+LARGE: dict[str, Any] = {"batch": 4, "context": 128, "precision": "bf16-mixed"}
+"""Where a step takes seconds."""
+EXAMPLE: dict[str, Any] = {"size": "3M", "ranks": 2, "batch": 4, "context": 128, "steps": 1200, "warmup": 0.05}
+"""As pretrain_python.py trains."""
+LONG: dict[str, Any] = {"size": "0.03M", "steps": 10_000}
+SHORT = [
+    *sweep([ADAMW, ADAMS, paper(0.9), paper(0.99), paper(0.999)], [2e-3], **TINY),
+    *sweep([scape(0.9), scape(0.99), scape(0.999)], [2e-3], **TINY),
+    *sweep([ADAMW, scape(0.9), scape(sparsity_warmup_steps=0)], [2e-3, 4e-3], betas=TORCH_BETAS, **TINY),
+    *(
+        run
+        for task in ("digits-conv", "digits-gru")
+        for run in sweep([ADAMW, scape(0.9)], [1e-3], (0, 1), task=task, ranks=2, steps=4, betas=TORCH_BETAS)
+    ),
+    *sweep([paper(wire_dtype="fp32"), paper(wire_dtype="int4"), paper(clip_norm="local")], [2e-3], **TINY),
+    *sweep([paper(sparsity_warmup_steps=600), sparseloco(2)], [2e-3], **TINY),
+]
+"""Every method, a few steps each: whether all works, and whether a change moves a loss."""
+SUITES: dict[str, list[Run]] = {
+    "1000_steps": [
+        *drop_in(16e-3, [8e-3, 32e-3], range(3), size="0.03M", steps=1000),
+        *drop_in(8e-3, [4e-3, 16e-3], range(10), size="0.03M", steps=1000, betas=TORCH_BETAS),
+    ],
+    "10000_steps": [
+        *drop_in(8e-3, [4e-3, 16e-3], range(3), **LONG),
+        *drop_in(8e-3, [4e-3, 16e-3], range(3), betas=TORCH_BETAS, **LONG),
+        *drop_in(8e-3, [], range(3, 6), [0.9], betas=TORCH_BETAS, **LONG),
+    ],
+    "rates": [
+        run
+        for lr in (8e-3, 16e-3, 4e-3, 32e-3, 2e-3)
+        for run in sweep([ADAMW, scape(0.9), scape(0.99)], [lr], size="0.03M", betas=TORCH_BETAS)
+    ],
+    "digits": [
+        *drop_in(16e-3, [8e-3, 32e-3], range(10), task="digits-conv", **DIGITS),
+        *drop_in(16e-3, [8e-3, 32e-3], range(10), task="digits-gru", **DIGITS),
+    ],
+    "sizes": [
+        *drop_in(4e-3, [2e-3, 8e-3], range(6), size="0.2M", steps=10_000, betas=TORCH_BETAS),
+        *drop_in(2e-3, [4e-3], size="1M", batch=4, steps=6000),
+    ],
+    "3M": sweep([ADAMW, scape(0.9), scape(0.99)], [1e-3], range(9), **EXAMPLE),
+    "largest_rates": [
+        *sweep([ADAMW], [1e-3, 5e-4, 2.5e-4], size="10M", steps=600, **LARGE),
+        *sweep([ADAMW], [1e-3, 5e-4, 2.5e-4], size="30M", steps=600, **LARGE),
+    ],
+    "largest": [
+        *drop_in(5e-4, seeds=(0, 1, 2), size="10M", steps=4000, **LARGE),
+        *drop_in(5e-4, seeds=(0, 1), size="30M", steps=4000, **LARGE),
+    ],
+    "ranks": [
+        *sweep([ADAMW], [8e-3], (0, 1), size="0.03M", betas=TORCH_BETAS),
+        *(
+            run
+            for ranks in (4, 32, 16, 8, 2)
+            for run in sweep(
+                *([scape(0.9), scape(0.99)], [8e-3], (0, 1)),
+                **{"size": "0.03M", "betas": TORCH_BETAS, "ranks": ranks, "batch": 32 // ranks},
+            )
+        ),
+    ],
+    "sparseloco": [
+        *sweep([ADAMW, *map(sparseloco, (1, 5, 15, 30, 100))], [16e-3, 8e-3, 4e-3], size="0.03M"),
+        *sweep([ADAMW], [2e-3, 8e-3], size="0.2M", steps=10_000),
+        *sweep([ADAMW, sparseloco(15)], [4e-3], (0, 1), size="0.2M", steps=10_000),
+        *sweep([sparseloco(5)], [4e-3], size="0.2M", steps=10_000),
+    ],
+}
+"""By name; a suite of small models takes hours of one core, the largest models want a GPU."""
+PACKED = [run for name in ("1000_steps", "10000_steps", "sizes", "digits", "3M") for run in SUITES[name]]
+PACKED += sweep([scape(0.9)], [8e-3], range(6, 9), betas=TORCH_BETAS, **LONG)
+SUITES["wires"] = [each for run in PACKED if run.method == "scape" for each in (run, in_bf16(run))]
+"""Values in 4 bits, and in bf16."""
