@@ -23,11 +23,8 @@ IDLE = (1, 2)
 """Parameters without a gradient on any rank."""
 PRECISIONS = {
     "bf16": [torch.bfloat16] * 5,
-    "fp16": [torch.float16] * 5,
     "fp32": [torch.float32] * 5,
-    "fp64": [torch.float64] * 5,
-    "mixed": [torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.bfloat16],
-    "mixed with fp64": [torch.float64, torch.float32, torch.bfloat16, torch.float64, torch.float32],
+    "mixed": [torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.bfloat16],
 }
 
 
@@ -71,10 +68,7 @@ def _write_the_idle(rank: int, world_size: int, dtypes: list[torch.dtype], choic
         assert all(bool(p.isfinite().all()) for place, p in enumerate(params) if place not in IDLE)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("precision", "choice"), [*((precision, "cpu") for precision in PRECISIONS), ("mixed", "naive"), ("fp32", "naive")]
-)
+@pytest.mark.parametrize(("precision", "choice"), [("mixed", "cpu"), ("fp32", "naive")])
 def test_a_parameter_without_a_gradient_stays_as_the_user_wrote_it(
     run_ranks: RunRanks, precision: str, choice: str
 ) -> None:
@@ -99,23 +93,8 @@ def _write_the_idle_in_nodes(rank: int, world_size: int, dtype: torch.dtype, spa
         assert (holder.whole()[place] == 2.5).all()
 
 
-@pytest.mark.few(0)
 def test_nor_do_its_rows_in_nodes_of_several_ranks(run_ranks: RunRanks) -> None:
     run_ranks(_write_the_idle_in_nodes, 4, torch.bfloat16, 0.9)
-
-
-def test_a_row_without_a_part_is_in_no_message() -> None:
-    """Not even what is no number, for which NCCL may look."""
-    params = of_dtypes(PRECISIONS["bf16"])
-    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
-    sent: list[Tensor] = []
-    gather = optimizer.communicator.all_gather
-    optimizer.communicator.all_gather = lambda message: sent.append(message) or gather(message)  # type: ignore
-    set_gradients(params, 0, 0)
-    params[2].grad = None
-    params[2].data.fill_(float("nan"))
-    optimizer.step()
-    assert bool(sent[0].isfinite().all())
 
 
 # --------------------------------------------------------------------------------------- what the user writes
@@ -144,10 +123,7 @@ def _overwrite(rank: int, world_size: int, dtypes: list[torch.dtype], choice: st
         assert_replicas_equal(both[0])
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("precision", "choice"), [("bf16", "cpu"), ("fp32", "cpu"), ("mixed", "cpu"), ("mixed", "naive")]
-)
+@pytest.mark.parametrize(("precision", "choice"), [("fp32", "cpu"), ("mixed", "naive")])
 def test_training_goes_on_from_weights_that_the_user_has_written(
     run_ranks: RunRanks, precision: str, choice: str
 ) -> None:

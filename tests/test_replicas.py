@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -83,9 +84,7 @@ def train_odd(rank: int, world_size: int, sparsity: float, dtype: torch.dtype, o
     return dict(zip(names, changed, strict=True)), losses
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("sparsity", [0.9, 0.99, 0.999])
-@pytest.mark.parametrize(("world_size", "update"), [(2, "adams"), (2, "adamw"), (3, "adamw")])
+@pytest.mark.parametrize(("sparsity", "world_size", "update"), [(0.9, 3, "adamw"), (0.99, 2, "adams")])
 def test_replicas_are_bitwise_equal_after_every_step(
     run_ranks: RunRanks, world_size: int, update: str, sparsity: float
 ) -> None:
@@ -93,22 +92,13 @@ def test_replicas_are_bitwise_equal_after_every_step(
         assert changed == {name: not name.startswith("frozen") for name in changed}
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
         (torch.bfloat16, {}),
         (torch.float16, {"wire_dtype": "fp32", "update": "adamw"}),
-        (torch.float64, {"update": "adamw"}),
-        (torch.float32, {"mask_statistic": "first_moment"}),
-        (torch.float32, {"mask_statistic": "first_moment", "update": "adamw"}),
-        (torch.float32, {"second_moment": "reconstructed"}),
         (torch.bfloat16, {"mask_votes": 2, "update": "adamw"}),
-        (torch.float32, {"mask_votes": 250}),
-        (torch.float32, {"update": "adamw"}),
-        (torch.float32, {"dense_steps": 2, "sparsity_warmup_steps": 4, "update": "adamw"}),
-        (torch.float32, {"clip_norm": "local", "bias_correction": True, "residual_device": "cpu"}),
-        (torch.bfloat16, {"clip_norm": "local", "residual_device": "cpu", "update": "adamw"}),
+        (torch.float32, {"sparsity_warmup_steps": 4, "clip_norm": "local", "update": "adamw"}),
     ],
 )
 def test_replicas_are_bitwise_equal_under_every_option(
@@ -144,16 +134,11 @@ def train_with_flags(rank: int, world_size: int, on_device: bool, options: dict[
     return values(params) + kept
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "options", [{"update": "adamw"}, {"mask_statistic": "first_moment", "bias_correction": True}], ids=str
-)
-def test_ranks_on_devices_that_do_not_know_whether_all_have_gradients_train_alike(
-    run_ranks: RunRanks, options: dict[str, Any]
-) -> None:
+def test_ranks_on_devices_that_do_not_know_whether_all_have_gradients_train_alike(run_ranks: RunRanks) -> None:
     """On CUDA the flags stay on the device, and every step goes by rows."""
+    options = {"update": "adamw"}
     known = run_ranks(train_with_flags, 2, False, options)
-    for mine, theirs in zip(run_ranks(train_with_flags, 2, True, options), known, strict=True):
+    for mine, theirs in zip(run_ranks(train_with_flags, 2, True, options, fresh=True), known, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=0.0)
 
@@ -178,9 +163,7 @@ def train_small(rank: int, world_size: int, sizes: tuple[tuple[int, ...], ...]) 
     return values(params)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("sizes", [((1,),), ((0,), (50,), (3, 0, 2), (9,)), ((7,), (2,))])
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("world_size", "sizes"), [(1, ((0,), (50,), (3, 0, 2), (9,))), (3, ((1,),))])
 def test_empty_parameters_and_more_ranks_than_blocks_are_fine(
     run_ranks: RunRanks, world_size: int, sizes: tuple[tuple[int, ...], ...]
 ) -> None:
@@ -225,22 +208,15 @@ def test_a_process_group_that_does_not_start_at_rank_zero_trains_alike(run_ranks
 def build_differently(rank: int, world_size: int, kind: str) -> None:
     sizes: tuple[tuple[int, ...], ...] = SIZES
     sparsity = 0.9
-    dtype = torch.float32
     if rank == 1 and kind == "shape":
         sizes = ((37, 12), *SIZES[1:])
-    if rank == 1 and kind == "count":
-        sizes = SIZES[:-1]
     if rank == 1 and kind == "sparsity":
         sparsity = 0.99
-    if rank == 1 and kind == "dtype":
-        dtype = torch.bfloat16
     if rank == 1 and kind == "bad lr":
         ScapeOptimizer(parameters(), lr=-1, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
     if rank == 1 and kind == "version":
         sys.modules[ScapeOptimizer.__module__].__version__ = "9.9"  # type: ignore[attr-defined]
-    params = parameters(sizes, dtype)
-    if rank == 1 and kind == "order":
-        params = params[::-1]
+    params = parameters(sizes)
     if rank == 1 and kind == "values":
         params[3].data[0, 0] += 1
     lr = 0.5 if rank == 1 and kind == "lr" else 1e-3
@@ -250,15 +226,11 @@ def build_differently(rank: int, world_size: int, kind: str) -> None:
     optimizer.step()
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         ("shape", r"got a difference: parameters .*\[0\] is .*\(37, 12\).* on rank 1 and .*\(37, 11\).* on rank 0"),
-        ("count", r"the number of parameters .* is 5 on rank 1 and 6 on rank 0"),
         ("sparsity", r"config\[0\] is 'sparsity=0.99' on rank 1 and 'sparsity=0.9' on rank 0"),
-        ("dtype", r"parameters .*\[0\] is .*torch.bfloat16.* on rank 1"),
-        ("order", r"parameters .*\[0\] is .* on rank 1 and .*\(37, 11\).* on rank 0"),
         ("version", r"lightning_scape's version is '9.9' on rank 1"),
         ("bad lr", r"On rank 1: `lr` must be >= 0, got -1"),
         ("lr", r"parameter groups\[0\] is .*'lr': 0.5.* on rank 1 and .*'lr': 0.001.* on rank 0"),
@@ -266,8 +238,6 @@ def build_differently(rank: int, world_size: int, kind: str) -> None:
     ],
 )
 def test_ranks_that_differ_get_the_same_error_everywhere(run_ranks: RunRanks, kind: str, words: str) -> None:
-    import re
-
     errors = run_ranks(build_differently, 2, kind, expect_errors=True)
     assert all(isinstance(error, (ValueError, RuntimeError)) for error in errors)
     assert re.search(words, str(errors[0]))
@@ -289,14 +259,3 @@ def test_check_replicas_names_the_first_parameter_that_differs(run_ranks: RunRan
     for error in errors:
         assert isinstance(error, RuntimeError)
         assert "got 'parameter 4' of 27 entries different from rank 0's on rank 1" in str(error)
-
-
-def build_with_tensors(rank: int, world_size: int, apart: float) -> None:
-    lr = torch.tensor(1e-3 + rank * apart)
-    ScapeOptimizer(parameters(), lr=lr, config=ScapeConfig(sparsity_warmup_steps=0))  # type: ignore[arg-type]
-
-
-def test_learning_rates_that_are_tensors_are_compared_as_numbers(run_ranks: RunRanks) -> None:
-    run_ranks(build_with_tensors, 2, 0.0)
-    with pytest.raises(ValueError, match=r"All ranks must be set up alike, got a difference: parameter groups"):
-        run_ranks(build_with_tensors, 2, 1e-8)

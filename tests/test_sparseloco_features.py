@@ -6,33 +6,24 @@ optimizers stand in test_sparseloco_hosts.py, nodes of several ranks in test_spa
 
 from __future__ import annotations
 
-import csv
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
     EarlyStopping,
     GradientAccumulationScheduler,
-    LearningRateMonitor,
     ModelCheckpoint,
 )
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.tuner import Tuner
-from test_features import Backbone, History, Synced
+from test_features import History, Synced
 from torch import Tensor
 from trainer_helpers import BATCHES, MARKS, Regression, make_trainer, weights
 
-from lightning_scape import SparseLoCo, SparseLoCoMonitor, SparseLoCoStrategy
-from lightning_scape.sparseloco.stats import PHASES
+from lightning_scape import SparseLoCo, SparseLoCoStrategy
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:You requested to overfit")]
-TESTS = Path(__file__).resolve().parent
-PAGE = TESTS.parent / "docs" / "sparseloco.md"
 
 
 def strategy() -> SparseLoCoStrategy:
@@ -89,25 +80,6 @@ def test_callbacks_and_debugging_aids_work(run_ranks: Any, tmp_path: Path) -> No
         assert found["quick"] == (2, [])
 
 
-def _log(rank: int, world_size: int, folder: str) -> tuple[list[float], set[str]]:
-    model = Synced(scheduler="lambda")
-    callbacks = [LearningRateMonitor(logging_interval="step"), SparseLoCoMonitor()]
-    options: dict[str, Any] = {"logger": [CSVLogger(folder, "csv")], "callbacks": callbacks, "log_every_n_steps": 1}
-    make_trainer(strategy(), **options).fit(model)
-    deep = PyTorchProfiler(folder, "trace", export_to_chrome=False, schedule=None, row_limit=-1)
-    make_trainer(strategy(), profiler=deep).fit(Regression())
-    return [lr for lr, _ in model.lrs], {event.name for event in deep.function_events or []}
-
-
-@pytest.mark.few(0)
-def test_loggers_get_learning_rates_and_figures_and_profilers_see_the_phases(run_ranks: Any, tmp_path: Path) -> None:
-    rates, events = run_ranks(_log, 2, str(tmp_path))[0]
-    lines = list(csv.DictReader((tmp_path / "csv" / "version_0" / "metrics.csv").open()))
-    assert [float(line["lr-AdamW"]) for line in lines if line["lr-AdamW"]] == pytest.approx(rates)
-    assert any(line["sparseloco/delta_norm"] for line in lines)
-    assert {f"sparseloco::{phase}" for phase in PHASES if phase not in ("average", "return", "wait")} <= events
-
-
 def _find_rate(rank: int, world_size: int, folder: str) -> tuple[int, float, Tensor, Tensor]:
     # One folder for all ranks: the finder keeps the model there while it looks.
     trainer, model = (
@@ -126,33 +98,3 @@ def test_the_learning_rate_finder_suggests_one_rate_and_puts_the_weights_back(ru
     assert first[0] == 30
     for _, _, _, after in (first, second):
         assert torch.equal(after, first[2])  # rank 0's, with which all begin
-
-
-def _unfreeze(rank: int, world_size: int) -> None:
-    make_trainer(strategy(), max_epochs=3, callbacks=[BackboneFinetuning(1, verbose=False)]).fit(Backbone())
-
-
-def test_unfreezing_in_mid_training_is_an_error_that_says_so_on_every_rank(run_ranks: Any) -> None:
-    for error in run_ranks(_unfreeze, 2, expect_errors=True):
-        assert isinstance(error, ValueError)
-        assert "must be frozen, unfrozen and added before" in str(error)
-        assert "the Trainer's `trainer.strategy.setup_optimizers(trainer)` and Fabric's" in str(error)
-
-
-def rows_of_table() -> list[tuple[str, str, str]]:
-    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
-    cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
-    return [(row[0], row[1], row[3]) for row in cells if len(row) == 4 and row[0] != "feature"]
-
-
-def test_every_row_of_the_table_names_a_test_that_exists() -> None:
-    rows = rows_of_table()
-    assert len(rows) >= 15
-    for feature, works, named in rows:
-        assert works in ("yes", "no", "in part"), feature
-        found = re.findall(r"`(test_\w+)\.py::(test_\w+)`", named)
-        assert found, feature
-        for module, test in found:
-            assert re.search(rf"^def {test}\(", (TESTS / f"{module}.py").read_text(encoding="utf-8"), re.MULTILINE), (
-                test
-            )

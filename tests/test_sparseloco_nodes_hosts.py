@@ -31,7 +31,7 @@ def _resume(rank: int, world_size: int, folder: str, kind: str) -> tuple[Tensor,
     saved = ModelCheckpoint(folder, "at-{epoch}", every_n_epochs=1, save_top_k=-1)
     options: dict[str, Any] = {"max_epochs": 2, "gradient_clip_val": 0.5}
     straight, resumed = Blocks(), Blocks(lr=9.0)
-    kinds = {"collected": {"async_save": True}, "full": {}, "sharded": {"state_dict_type": "sharded"}}
+    kinds = {"collected": {"async_save": True}, "sharded": {"state_dict_type": "sharded"}}
     strategy = SparseLoCoStrategy(**OPTIONS, **kinds[kind])
     fitted = make_trainer(strategy, callbacks=[saved], enable_checkpointing=True, **options)
     fitted.fit(straight)
@@ -43,8 +43,7 @@ def _resume(rank: int, world_size: int, folder: str, kind: str) -> tuple[Tensor,
     return weights(straight), weights(resumed), torch.cat([p.detach().flatten() for p in Blocks().parameters()])
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("kind", ["full", "collected", "sharded"])
+@pytest.mark.parametrize("kind", ["collected", "sharded"])
 def test_a_resumed_fit_on_nodes_ends_as_an_uninterrupted_one(run_ranks: Any, tmp_path: Path, kind: str) -> None:
     ends = run_ranks(_resume, 4, str(tmp_path), kind)
     for straight, resumed, untrained in ends:

@@ -37,8 +37,7 @@ def _stop(rank: int, world_size: int, told: tuple[int, ...], messages_at: int) -
     return 0
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("told", "messages_at"), [((0,), 8), ((2,), 8), ((0, 1, 2), 6), ((1,), 1000)])
+@pytest.mark.parametrize(("told", "messages_at"), [((2,), 8), ((0, 1, 2), 6)])
 def test_all_ranks_stop_after_the_same_step(run_ranks: Any, told: tuple[int, ...], messages_at: int) -> None:
     steps = run_ranks(_stop, 3, told, messages_at, timeout=30)
     assert len(set(steps)) == 1

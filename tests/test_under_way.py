@@ -32,7 +32,6 @@ def _replaced(rank: int, world_size: int, votes: int) -> None:
     under_way.settle()
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("votes", [0, 2])
 def test_a_new_optimizer_never_meets_the_mask_of_the_one_before(run_ranks: Any, votes: int) -> None:
     run_ranks(_replaced, 2, votes)

