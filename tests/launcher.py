@@ -5,12 +5,15 @@ A rank lives as long as the tests of its module, and each claim gets a process g
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
+import io
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
+import runpy
 import shutil
 import sys
 import time
@@ -199,3 +202,24 @@ def _pack(rank: int, value: Any, error: BaseException | None, text: str) -> byte
         text = text or traceback.format_exc()
         return pickle.dumps((None, RankError(f"rank {rank} {said}"), text, time.monotonic()))
     return packed
+
+
+def run_script(rank: int, world_size: int, *words: str) -> str:
+    """For ``run_ranks``: what ``python <words>`` says, with a script or ``-m`` and a module, and their arguments.
+
+    Raises:
+        RuntimeError: it ended with another status than 0; with what it said.
+    """
+    sys.argv = list(words[1:] if words[0] == "-m" else words)
+    sys.path.insert(0, str(Path(words[0]).parent.resolve()))
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            if words[0] == "-m":
+                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as ended:
+        if ended.code:
+            raise RuntimeError(f"{' '.join(words)} ended with {ended.code}, and said: {said.getvalue()}") from None
+    return said.getvalue()

@@ -98,3 +98,13 @@ def test_an_early_rank_cuts_off_no_late_one_and_fresh_memory_is_poisoned(run_ran
     for floats, integers in run_ranks(late, 2):
         assert floats.isnan().all()
         assert integers.item() == torch.iinfo(torch.int32).max
+
+
+def test_a_script_runs_as_if_by_python(run_ranks, tmp_path):
+    (tmp_path / "neighbour.py").write_text("name = 'friend'")
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys, neighbour\nprint(neighbour.name, __name__, sys.argv[1], os.environ['RANK'])")
+    assert run_ranks(launcher.run_script, 2, str(script), "x") == [f"friend __main__ x {rank}\n" for rank in range(2)]
+    script.write_text("import sys\nprint('why')\nsys.exit(2)")
+    with pytest.raises(RuntimeError, match="ended with 2, and said: why"):
+        run_ranks(launcher.run_script, 1, str(script))
