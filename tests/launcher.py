@@ -27,6 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from poison import poisoned_empty
+from torch.distributed.device_mesh import DeviceMesh
 
 TESTS = Path(__file__).resolve().parent
 
@@ -64,7 +65,7 @@ class World:
     """``size`` ranks. Whoever has one ends it."""
 
     def __init__(self, size: int, folder: Path) -> None:
-        self.folder, self.calls, self.alive = folder, 0, True
+        self.folder, self.calls, self.alive, self.spent = folder, 0, True, False
         folder.mkdir(parents=True, exist_ok=True)
         context = start_server()
         self.ranks = []
@@ -106,7 +107,7 @@ class World:
             # They leave their process group together, only now: none has its connection cut while it still works.
             for _, connection in self.ranks:
                 connection.send_bytes(b"")
-            self.alive = True
+            self.alive = not self.spent
         values = [outcomes[rank][:2] for rank in range(len(self.ranks))]
         return [value if error is None else error for value, error in values]
 
@@ -119,13 +120,14 @@ class World:
     def _receive(self, rank: int) -> tuple[Any, BaseException | None, float]:
         process, connection = self.ranks[rank]
         try:
-            value, error, text, at = pickle.loads(connection.recv_bytes())
+            value, error, text, at, last = pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionError):
             process.join(5.0)
             error = RankError(f"rank {rank} died without a result, exit code {process.exitcode}.")
             return None, error, time.monotonic()
         if error is not None:
             error.__cause__ = RemoteTraceback(rank, text)
+        self.spent |= last
         return value, error, at
 
     def _describe(self, timeout: float, outcomes: dict[int, Any]) -> str:
@@ -135,9 +137,16 @@ class World:
         return "\n".join(lines + [f"rank {rank} had ended: {outcomes[rank]}" for rank in outcomes])
 
 
+_meshes: list[int] = []
+"""One for each device mesh. DTensor remembers meshes, and finds them again when their process groups are gone: a rank
+that has made one makes no further call."""
+
+
 def _live(rank: int, size: int, folder: Path, connection: Connection) -> None:
     """The life of a rank: one call after the other, until its parent hangs up."""
     torch.set_num_threads(1)
+    init = DeviceMesh.__init__
+    DeviceMesh.__init__ = lambda mesh, *args, **options: _meshes.append(1) or init(mesh, *args, **options)
     stack = open(folder / f"stack-{rank}", "w")  # noqa: SIM115 - open until the process ends
     while True:
         call = connection.recv_bytes()
@@ -195,12 +204,12 @@ def reset_rank_zero(rank: int = 0) -> None:
 def _pack(rank: int, value: Any, error: BaseException | None, text: str) -> bytes:
     """By plain pickle: torch's own reducers would pass file descriptors. The clock is the whole machine's."""
     try:
-        packed = pickle.dumps((value, error, text, time.monotonic()))
+        packed = pickle.dumps((value, error, text, time.monotonic(), _meshes != []))
         pickle.loads(packed)  # an exception with arguments of its own may pickle and yet not come back
     except Exception as failure:
         said = f"raised {type(error).__qualname__}: {error}" if error else f"gave what cannot be pickled: {failure}"
         text = text or traceback.format_exc()
-        return pickle.dumps((None, RankError(f"rank {rank} {said}"), text, time.monotonic()))
+        return pickle.dumps((None, RankError(f"rank {rank} {said}"), text, time.monotonic(), True))
     return packed
 
 
