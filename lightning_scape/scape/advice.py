@@ -18,7 +18,7 @@ from lightning_scape.scape.optimizer import ScapeOptimizer
 from lightning_scape.scape.stats import StepStats
 
 FEW_UPDATES = 50
-"""Updates of an entry: with fewer in the whole run SCAPE ends well behind dense training (``docs/quality.md``)."""
+"""Updates of an entry: with fewer in the whole run SCAPE ends well behind dense training (``docs/results.md``)."""
 SHORTEST_RUN = 100
 """Steps: a shorter one tries out whether things work."""
 WARN_BELOW = 0.95

@@ -319,7 +319,7 @@ class ScapeConfig:
         """Bits of a change on its way back, in a step that sends so many entries of a block; None: it is not packed.
 
         8 while more than half is sent: with 4 bits, the changes of these first steps cost a small model 0.3% of loss
-        (docs/research-log.md).
+        (examples/benchmarks/research-log.md).
         """
         return 8 if self.wire_bits is not None and 2 * sent > self.quota.block_size else self.wire_bits
 

@@ -52,13 +52,13 @@ class SparseLoCoConfig:
     that sent the entry (the authors' code), or ``"geometric"``, their geometric mean sqrt(N n). Ranks choose different
     entries, so most of the N say nothing about an entry. Where all ranks send it, all three are the mean. None is
     ``"geometric"`` where messages are gathered, and ``"all"`` where the reduction is sharded, or everything is sent
-    (docs/methods.md)."""
+    (docs/results.md)."""
 
     reduction: Reduction | None = None
     """How what the ranks send is averaged. ``"sharded"``: by the owners of the entries, who send their selection back;
     a rank sends ``2 k (N-1)/N`` entries. ``"gathered"``: by every rank, which gets all messages (the authors' way);
     a rank sends ``k (N-1)``, and nothing waits at an owner. None is gathered on up to 4 ranks, where it trains better
-    for the same bytes (docs/methods.md). It is sharded on more, with ``return_density``, and, on more than two ranks,
+    for the same bytes (docs/results.md). It is sharded on more, with ``return_density``, and, on more than two ranks,
     where everything is sent."""
 
     return_density: float | None = None
