@@ -141,23 +141,6 @@ def test_the_step_sees_what_was_written_past_autograd_since_it_asked(change: str
     assert torch.equal(ledger.totals()[0], torch.full((48,), 0.5).double().view_as(ledger.totals()[0]))
 
 
-@pytest.mark.parametrize("change", ["other gradients", "mended", "spoilt"])
-def test_whether_all_is_finite_is_asked_anew(change: str) -> None:
-    params = parameters()
-    optimizer = ScapeOptimizer(params, config=ScapeConfig())
-    set_gradients(params, 0, 0)
-    assert params[0].grad is not None
-    params[0].grad.view(-1)[3] = torch.inf
-    assert not optimizer.all_finite()
-    if change == "other gradients":
-        for parameter in params:  # as the module's zero_grad() does
-            parameter.grad = None
-        set_gradients(params, 0, 1)
-    else:
-        params[0].grad.nan_to_num_(posinf=0.0 if change == "mended" else torch.nan)
-    assert optimizer.all_finite() == (change != "spoilt")
-
-
 @pytest.mark.parametrize(
     ("change", "then", "kind"), [("in place", "step", "norm"), ("another", "clip", "value"), ("gone", "step", "value")]
 )
@@ -260,21 +243,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(
     run_ranks: RunRanks, bad: float, clip: bool, update: str
 ) -> None:
     assert run_ranks(train_through_nan, 2, bad, clip, update) == [3, 3]
-
-
-@pytest.mark.filterwarnings("ignore:The gradient norm was not finite")
-@pytest.mark.parametrize("dense_steps", [0, 2])
-def test_a_mask_made_in_a_step_that_is_skipped_is_made_anew(dense_steps: int) -> None:
-    params = parameters()
-    config = ScapeConfig(sparsity=0.9, dense_steps=dense_steps, sparsity_warmup_steps=0)
-    optimizer = ScapeOptimizer(params, config=config)
-    for step in range(dense_steps + 3):
-        set_gradients(params, 0, step)
-        if step in (dense_steps, dense_steps + 1):  # the first sparse step has nothing but its own gradient to rank
-            params[0].grad.fill_(float("nan"))  # type: ignore[union-attr]
-        optimizer.step()
-    assert optimizer.stats is not None
-    assert optimizer.stats.energy_captured > 0.3  # the top tenth; an arbitrary tenth would have 0.1
 
 
 def skip_forever(rank: int, world_size: int) -> None:

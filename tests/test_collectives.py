@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -75,22 +72,6 @@ def test_a_dense_step_needs_no_mask(run_ranks: Any) -> None:
 def test_a_step_without_votes_sends_four_messages(run_ranks: Any) -> None:
     for rank in run_ranks(_count_messages, 2, 3, 8, 0.9, True):
         assert rank[1:] == [{**MESSAGES, "all_to_all_into": 1}] * 3
-
-
-def _alone(rank: int, world: int) -> float:
-    if rank == 0:
-        return 0.0
-    parameter = torch.nn.Parameter(torch.ones(400))
-    parameter.grad = torch.ones(400)
-    optimizer = ScapeOptimizer(
-        [parameter], config=ScapeConfig(sparsity=0.5, sparsity_warmup_steps=0), communicator=ScapeCommunicator.alone()
-    )
-    optimizer.step()
-    return float(parameter.detach().sum())
-
-
-def test_a_rank_may_step_alone_while_the_others_do_not(run_ranks: Any) -> None:
-    assert 0.0 < run_ranks(_alone, 2)[1] < 400.0
 
 
 WRITTEN = {"second_moment": "squares", "proposals": "proposals", "next_mask": "next mask"}
@@ -217,29 +198,6 @@ def test_an_error_beside_a_message_breaks_no_later_one(run_ranks: Any, where: st
     assert first.isfinite().all()
 
 
-def _policies(rank: int, world: int) -> set[int]:
-    """Those of gloo's receiving threads under an optimizer."""
-    parameter = nn.Parameter(torch.full((400,), float(rank)))
-    parameter.data.zero_()
-    optimizer = ScapeOptimizer([parameter], lr=0.1, config=ScapeConfig(sparsity=0.99, sparsity_warmup_steps=0))
-    for _ in range(3):
-        parameter.grad = torch.ones(400) * (rank + 1)
-        optimizer.step()
-    optimizer.drain()
-    return {os.sched_getscheduler(thread) for thread in pairs.receivers()}
-
-
-_named = pytest.mark.skipif(
-    not hasattr(os, "SCHED_BATCH") or torch.__version__.startswith("2.7."),
-    reason="scheduling policies are Linux's, and torch 2.7 gives gloo's threads no name to know them by",
-)
-
-
-@_named
-def test_threads_that_receive_do_not_take_a_core_from_one_that_sends(run_ranks: Any) -> None:
-    assert run_ranks(_policies, 2) == [{os.SCHED_BATCH}] * 2
-
-
 def _broadcast_strided(rank: int, world_size: int) -> list[Tensor]:
     table = torch.arange(14.0).view(7, 2) + 100 * rank
     tensors = [table[:, 1], torch.full((2, 3), float(rank)).t(), torch.tensor(rank), torch.zeros(0)]
@@ -269,26 +227,3 @@ def test_a_state_of_one_rank_reaches_all_whatever_its_dtypes(run_ranks: Any) -> 
     for mask, error in run_ranks(_share, 2):
         assert mask.tolist() == [3, 999]
         assert error in ("AttributeError", "PicklingError")
-
-
-def test_objects_travel_by_way_of_the_parameters_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over NCCL they took the current device: that of rank 0 on all ranks of a script without `set_device`."""
-    inside: list[torch.device] = []
-    seen: list[list[torch.device]] = []
-
-    @contextlib.contextmanager
-    def device(given: torch.device) -> Iterator[None]:
-        inside.append(given)
-        yield
-        inside.pop()
-
-    monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(dist, "all_gather_object", lambda *_, **__: seen.append([*inside]))
-    ranks = Communicator.alone()
-    ranks.world_size, ranks.device = 2, torch.device("cuda", 1)
-    ranks.all_gather_object("")
-    ranks.device = torch.device("cpu")
-    ranks.all_gather_object("")
-    assert seen == [[torch.device("cuda", 1)], []]
-    parameter = torch.nn.Parameter(torch.ones(3))
-    assert ScapeOptimizer([parameter], config=ScapeConfig()).communicator.device == parameter.device

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,10 +15,7 @@ from torch.optim import lr_scheduler
 from trainer_helpers import MARKS, Regression, make_trainer
 
 from lightning_scape import (
-    AdamS,
-    ScapeConfig,
     ScapeMonitor,
-    ScapeOptimizer,
     ScapeStrategy,
     SparseLoCo,
     SparseLoCoMonitor,
@@ -90,21 +86,6 @@ def _fit(rank: int, world_size: int, method: str) -> bool:
 @pytest.mark.parametrize("method", ["scape", "sparseloco"])
 def test_what_ddp_copies_is_copied_before_during_and_after_a_fit(run_ranks: Any, method: str) -> None:
     assert run_ranks(_fit, 2, method) == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("copied", "update", "kind"), [(copy.deepcopy, "adamw", torch.optim.AdamW), (written, "adams", AdamS)]
-)
-def test_a_copied_optimizer_is_the_dense_one_that_it_stands_in_for(
-    copied: Callable[[Any], Any], update: Any, kind: type
-) -> None:
-    parameter = nn.Parameter(torch.zeros(4))
-    config = ScapeConfig(update=update)
-    ours = ScapeOptimizer([{"params": [parameter], "lr": 0.3}], betas=(0.8, 0.9), config=config)
-    there = copied(ours)
-    assert type(there) is kind
-    assert (there.param_groups[0]["lr"], there.param_groups[0]["betas"]) == (0.3, (0.8, 0.9))
-    assert there.param_groups[0]["params"][0] is not parameter
 
 
 def test_what_holds_messages_under_way_is_named_where_it_is_copied() -> None:

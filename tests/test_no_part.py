@@ -9,7 +9,6 @@ import pytest
 import torch
 from optimizer_helpers import RunRanks, assert_replicas_equal, parameters, set_gradients
 from torch import Tensor, nn
-from two_level_helpers import Holder, make_mesh, mean_gradient, node_of, sharded
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 
@@ -73,28 +72,6 @@ def test_a_parameter_without_a_gradient_stays_as_the_user_wrote_it(
     run_ranks: RunRanks, precision: str, choice: str
 ) -> None:
     run_ranks(_write_the_idle, 2, PRECISIONS[precision], choice)
-
-
-def _write_the_idle_in_nodes(rank: int, world_size: int, dtype: torch.dtype, sparsity: float) -> None:
-    mesh = make_mesh(2)
-    holder, reference = sharded(Holder(SIZES, dtype), mesh), Holder(SIZES, dtype)
-    config = ScapeConfig(sparsity=sparsity, sparsity_warmup_steps=0, update="adamw")
-    group = mesh["replicate"].get_group()
-    optimizer = ScapeOptimizer(holder.parameters(), 0.01, config=config, process_group=group)
-    for step in range(3):
-        grads: list[Tensor | None] = list(mean_gradient(reference, node_of(rank, 2), step))
-        for place in IDLE if step else ():
-            grads[place] = None
-            with torch.no_grad():
-                holder.held[place].fill_(step + 0.5)
-        holder.set_gradients(grads)
-        optimizer.step()
-    for place in IDLE:
-        assert (holder.whole()[place] == 2.5).all()
-
-
-def test_nor_do_its_rows_in_nodes_of_several_ranks(run_ranks: RunRanks) -> None:
-    run_ranks(_write_the_idle_in_nodes, 4, torch.bfloat16, 0.9)
 
 
 # --------------------------------------------------------------------------------------- what the user writes

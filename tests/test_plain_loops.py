@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_scape import ScapeConfig, ScapeOptimizer, SparseLoCo
@@ -27,38 +25,6 @@ def _scape(net: nn.Module, **options: Any) -> ScapeOptimizer:
 
 def _backward(net: nn.Module, step: int, rank: int = 0) -> None:
     net(torch.linspace(-1, 1, 7).add(step + 0.1 * rank)).square().sum().backward()
-
-
-# --------------------------------------------------------------------------------------------------- overlapping groups
-
-
-def _in_two_groups(rank: int, world_size: int, build: Callable[..., Any]) -> list[Tensor]:
-    """Rank 1 trains one model with rank 0 and another with rank 2."""
-    ended = []
-    for ranks, group in [(ranks, dist.new_group(ranks)) for ranks in ([0, 1], [1, 2])]:
-        if rank in ranks:
-            net = _net()
-            optimizer = build(net, process_group=group)
-            for step in range(2):
-                _backward(net, step, rank)
-                optimizer.step()
-                optimizer.zero_grad()
-            ended.append(net.weight.detach())
-    return ended
-
-
-def _loco(net: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(net.parameters(), 1e-2)
-    SparseLoCo(optimizer, sync_every=1, **PLAIN, **options)
-    return optimizer
-
-
-@pytest.mark.parametrize("build", [_scape, _loco])
-def test_groups_may_have_ranks_in_common(run_ranks: Any, build: Callable[..., Any]) -> None:
-    (first,), (with_first, with_last), (last,) = run_ranks(_in_two_groups, 3, build)
-    assert torch.equal(first, with_first)
-    assert torch.equal(last, with_last)
-    assert not torch.equal(first, last)
 
 
 # ---------------------------------------------------------------------------------------- compiled code, inference mode
@@ -82,17 +48,6 @@ def _trained(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Tens
 
 def test_a_step_in_compiled_code_is_the_step() -> None:
     assert torch.equal(_trained(torch.compile(backend="eager")), _trained(lambda step: step))
-
-
-def test_an_exchange_in_compiled_code_is_the_exchange() -> None:
-    net = _net()
-    optimizer = torch.optim.SGD(net.parameters(), 1e-2)
-    with SparseLoCo(optimizer, sync_every=2) as loco:
-        step = torch.compile(optimizer.step, backend="eager")
-        for number in range(4):
-            _backward(net, number)
-            step()
-        assert (loco.progress.steps, loco.progress.exchanges) == (4, 2)
 
 
 def _steps_in_inference_mode(rank: int, world_size: int) -> Tensor:

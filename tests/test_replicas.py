@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from optimizer_helpers import (
     SIZES,
     RunRanks,
@@ -168,38 +167,6 @@ def test_empty_parameters_and_more_ranks_than_blocks_are_fine(
     run_ranks: RunRanks, world_size: int, sizes: tuple[tuple[int, ...], ...]
 ) -> None:
     run_ranks(train_small, world_size, sizes)
-
-
-def train_subgroup(rank: int, world_size: int) -> list[Tensor] | None:
-    group = dist.new_group([1, 2])
-    if rank == 0:
-        return None
-    params = parameters()
-    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0), process_group=group)
-    for step in range(4):
-        set_gradients(params, rank - 1, step)
-        optimizer.step()
-    optimizer.consolidate_state_dict(to=1)
-    if rank == 2:
-        assert len(optimizer.state_dict()["scape"]["residuals"]) == 2
-    return values(params)
-
-
-def train_pair(rank: int, world_size: int) -> list[Tensor]:
-    params = parameters()
-    optimizer = ScapeOptimizer(params, config=ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0))
-    for step in range(4):
-        set_gradients(params, rank, step)
-        optimizer.step()
-    return values(params)
-
-
-def test_a_process_group_that_does_not_start_at_rank_zero_trains_alike(run_ranks: RunRanks) -> None:
-    _, second, third = run_ranks(train_subgroup, 3)
-    pair = run_ranks(train_pair, 2)[0]
-    for a, b, c in zip(second, third, pair, strict=True):
-        assert torch.equal(a, b)
-        assert torch.equal(a, c)
 
 
 # ------------------------------------------------------------------------------------------ ranks that differ

@@ -80,52 +80,6 @@ def test_everything_sent_is_plain_averaging_of_the_nodes(run_ranks: Any) -> None
         assert torch.equal(end, ends[0])
 
 
-def _owed(loco: SparseLoCo, blocks: Tensor) -> Tensor:
-    pieces = loco.layout.everything().pieces
-    return torch.cat([blocks.view(-1)[piece.of_blocks(loco.layout.block_size)] for piece in pieces])
-
-
-def _conservation(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor, float]:
-    """With SGD: the way gone plus what is owed, the mean of all pseudo-gradients, and what two messages lost."""
-    holder, optimizer, loco = build(2, {**SPARSE, "error_decay": 1.0}, sgd=True)
-    first, lost = rows(holder), []
-    for wire in (loco.exchange.wire, loco.exchange.back):
-
-        def watched(blocks: Tensor, wire: Any = wire, take: Any = wire.take) -> Tensor:
-            there = blocks.double()
-            message = take(blocks)
-            entries, sent = wire.read(message), torch.zeros_like(there)
-            entries._replace(values=entries.values.double()).add_to(sent)
-            lost.append(float((sent + blocks.double() - there).abs().max()))
-            return message
-
-        object.__setattr__(wire, "take", watched)
-    go_on(holder, optimizer, 2, 0, 6)
-    assert loco.state is not None
-    assert len(lost) == 4
-    owner = torch.zeros_like(loco.state.error)
-    owner[loco.layout.rows_of(loco.communicator.rank)] = loco.state.owner_error
-    owed = _owed(loco, loco.state.error) / 2 + _owed(loco, owner)
-    dist.all_reduce(owed, group=loco.communicator.process_group)
-    way = first - rows(holder)
-    plain = Holder(SHAPES)
-    total = [torch.zeros_like(p) for p in plain.held]
-    for step in range(6):
-        for sum_, gradient in zip(total, mean_gradient(plain, range(4), step), strict=True):
-            sum_ += 0.01 * gradient
-    plain.set_gradients(total)
-    holder.set_gradients(total)
-    moved = torch.cat([local(p.grad).flatten() for p in holder.held if p.grad is not None])
-    return way, owed, moved, max(lost)
-
-
-def test_nothing_is_lost_between_nodes(run_ranks: Any) -> None:
-    for way, owed, moved, lost in run_ranks(_conservation, 4):
-        assert lost == 0.0
-        assert float(owed.abs().max()) > 0
-        torch.testing.assert_close(way + owed, moved, rtol=1e-4, atol=1e-6)
-
-
 def save(loco: SparseLoCo, path: Path, kind: str) -> None:
     if kind == "whole":
         loco.consolidate_state_dict()
@@ -166,55 +120,6 @@ def test_training_goes_on_bit_for_bit_on_the_same_mesh(
     for straight, resumed in ends:
         assert torch.equal(straight, resumed)
     assert not torch.equal(ends[0][0], ends[2][0])  # inside a window nodes differ
-
-
-def _reshard(rank: int, world_size: int, folder: str, kind: str, before: int, now: int) -> list[list[Tensor]]:
-    """Whole starting point, mean of what ranks and owners owe, mean parameters, and a moment; before and after."""
-    path, found = Path(folder) / "saved", []
-    holder, optimizer, loco = build(before, SPARSE)
-    go_on(holder, optimizer, before, 0, 4)
-    save(loco, path, kind)
-    other, second, again = build(now, SPARSE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        again.load_state_dict(read(path, kind))
-    for net, inner, each in ((holder, optimizer, loco), (other, second, again)):
-        state, shape = each.state, torch.empty(0)
-        assert state is not None
-        owner = torch.zeros_like(state.error)
-        owner[each.layout.rows_of(each.communicator.rank)] = state.owner_error
-        here = rows(net)
-        moments = torch.cat([local(inner.state[p]["exp_avg"]).flatten() for p in net.held])
-        parts = [_owed(each, state.start) if len(here) else shape, _owed(each, state.error), _owed(each, owner), here]
-        # By rank: whoever reads them puts rows together.
-        gathered: list[Any] = [None] * world_size
-        lengths = [local(p).numel() for p in net.held]
-        dist.all_gather_object(gathered, (parts, moments, lengths))
-        found.append(_put_together(gathered, before if net is holder else now))
-    return found
-
-
-def _put_together(gathered: list[Any], nodes: int) -> list[Tensor]:
-    size = len(gathered) // nodes
-    replicas = []
-    for node in range(nodes):
-        ranks = gathered[node * size : (node + 1) * size]
-        whole = []
-        for number in range(5):
-            tensors = [(*parts, moments)[number].split(lengths) for parts, moments, lengths in ranks]
-            whole.append(torch.cat([piece for pieces in zip(*tensors, strict=True) for piece in pieces]))
-        replicas.append(whole)
-    start, error, owner, here, _ = (torch.stack(each) for each in zip(*replicas, strict=True))
-    return [start[0], error.mean(dim=0), owner.sum(dim=0), here.mean(dim=0), replicas[0][4]]
-
-
-@pytest.mark.parametrize(("kind", "before", "now"), [("sharded", 4, 2), ("whole", 2, 1)])
-def test_another_mesh_takes_up_the_same_means(run_ranks: Any, tmp_path: Path, kind: str, before: int, now: int) -> None:
-    """Flat ranks, two nodes, one node: starting point and owed sums carry over, a rank's rows get their own moments."""
-    for saved, loaded in run_ranks(_reshard, 4, str(tmp_path), kind, before, now):
-        for was, is_ in zip(saved, loaded, strict=True):
-            torch.testing.assert_close(is_, was, rtol=1e-5, atol=1e-6)
-        assert bool(saved[1].any()) == (before > 1)  # a node alone owes nothing
 
 
 def _faults(rank: int, world_size: int) -> tuple[int, Tensor]:
