@@ -218,7 +218,6 @@ def test_every_option_of_the_config_can_be_given() -> None:
             "pretrain --scape.sparcity 0.9",
             "must be one of sparsity, update, .*; got '--scape.sparcity'.* mean sparsity?",
         ),
-        ("pretrain --scape.catch_up=implicit", "`catch_up` is no option any more, got '--scape.catch_up.*Leave it out"),
         ("pretrain --scape {}", "must be one of sparsity, .*; got '--scape'"),
         ("pretrain --scape.sparsity", "--scape.sparsity must be followed by a value, got none"),
         ("pretrain --scape.sparsity --seed 1", "--scape.sparsity must be followed by a value, got none"),
@@ -335,14 +334,6 @@ def test_the_command_line_goes_before_the_checkpoint_and_that_before_the_file(
     assert "sparsity is 0.8 by the checkpoint, not 0.7" in said
     start(monkeypatch, *given)
     assert seen[-1][0] == ScapeConfig(sparsity=0.7, dense_steps=9, wire_dtype="fp32")
-
-
-def test_options_of_an_earlier_version_that_a_checkpoint_records_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seen: list[Any]
-) -> None:
-    make_checkpoint(tmp_path, "scape: {sparsity: 0.8, catch_up: implicit, residual_dtype: torch.float32}\n")
-    start(monkeypatch, "pretrain", "pythia-14m", f"--out_dir={tmp_path}", "--resume=auto")
-    assert seen[-1][0] == ScapeConfig(sparsity=0.8)
 
 
 def test_a_checkpoint_of_plain_litgpt_leaves_the_given_options(

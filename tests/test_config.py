@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_scape import FabricScapeStrategy, ScapeConfig, ScapeStrategy
+from lightning_scape import ScapeConfig
 from lightning_scape.core.quota import MAX_BYTE_BLOCK, Quota, quota_for
 
 
@@ -85,31 +83,6 @@ def test_config_is_frozen_and_keyword_only() -> None:
         ScapeConfig(sparsity_warmup_steps=0).sparsity = 0.5  # type: ignore[misc]
     with pytest.raises(TypeError):
         ScapeConfig(0.9, sparsity_warmup_steps=0)  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        (
-            {"catch_up": "summed"},
-            "`catch_up` is no option any more, got 'summed': an entry goes `tau` .* Leave it",
-        ),
-        (
-            {"residual_dtype": torch.float32},
-            "`residual_dtype` is no option any more, got torch.float32: .*. Leave",
-        ),
-        (
-            {"mask_interval": 4},
-            "`mask_interval` is no option any more, got 4: each step has a mask of its own.*. Leave it out",
-        ),
-    ],
-)
-@pytest.mark.parametrize("takes", [ScapeConfig, ScapeStrategy, FabricScapeStrategy])
-def test_an_option_of_earlier_versions_is_refused_with_what_holds_now(
-    takes: Callable[..., object], option: dict[str, object], words: str
-) -> None:
-    with pytest.raises(TypeError, match=words):
-        takes(sparsity=0.9, **option)
 
 
 def test_as_dict_holds_only_plain_values_and_builds_the_same_config() -> None:

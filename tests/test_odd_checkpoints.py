@@ -34,7 +34,6 @@ from lightning_scape import (
     SparseLoCoStrategy,
     newest_checkpoint,
 )
-from lightning_scape.checkpoint.inspection import verify
 from lightning_scape.checkpoint.rng import rng_state, set_rng_state
 from lightning_scape.checkpoint.saver import RNG, consolidate
 from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
@@ -399,24 +398,6 @@ def test_fabric_loads_a_directory_by_the_users_word(tmp_path: Path) -> None:
     state["own"] = None
     fabric.load(tmp_path / "c", state, weights_only=False)
     assert state["own"].number == 3
-
-
-def test_a_file_of_torch_saves_older_format_is_loaded(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    content = {"state_dict": {"a": torch.arange(6.0).view(2, 3).t()}, "global_step": 7}
-    torch.save(content, path, _use_new_zipfile_serialization=False)
-    verify(path)
-    assert newest_checkpoint(tmp_path) == path
-    loaded = ScapeCheckpointIO().load_checkpoint(path)
-    assert torch.equal(loaded["state_dict"]["a"], content["state_dict"]["a"])
-    whole = path.read_bytes()
-    for length in (20, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError):
-            verify(path)
-    torch.save({"own": Own()}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match="executing its code"):
-        verify(path)
 
 
 def test_a_state_is_made_adamws_wherever_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,9 +68,13 @@ def test_the_last_one_to_be_complete_stays(tmp_path: Path) -> None:
 def test_what_killed_writers_left_is_removed_and_what_is_written_stays(tmp_path: Path) -> None:
     killed, living = tmp_path / f".a.{'0' * 16}.partial", tmp_path / f".a.{'1' * 16}.partial"
     strange = [tmp_path / name for name in (".a.b.partial", f".a.b.{'0' * 16}.partial", ".a.partial.txt")]
-    for file in (killed, living, tmp_path / ".a.partial", *strange):
+    for file in (killed, living, *strange):
         file.write_bytes(b"half")
-    folders = [tmp_path / f".a.{'2' * 16}.partial", tmp_path / ".a.previous", tmp_path / f".a.{'3' * 16}.partial"]
+    folders = [
+        tmp_path / f".a.{'2' * 16}.partial",
+        tmp_path / f".a.{'5' * 16}.previous",
+        tmp_path / f".a.{'3' * 16}.partial",
+    ]
     for folder in folders:
         folder.mkdir()
         (folder / temporaries.LOCKED).write_bytes(b"")

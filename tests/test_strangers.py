@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import os
-import pathlib
 import pickle
 import random
 import shutil
@@ -24,7 +23,6 @@ from test_checkpoint import build, train
 from test_files import leaves, replace
 from test_sharded import mutate, numbered, save
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from lightning_scape import CheckpointError, ScapeConfig, SparseLoCo, newest_checkpoint, resume_path
 from lightning_scape.checkpoint import atomic_files as files
@@ -83,16 +81,6 @@ def change(folder: Path, act: Callable[[dict[str, Any]], Any]) -> None:
     seal(folder, json.dumps(content))
 
 
-def make_old(folder: Path, act: Callable[[Metadata], Any] = lambda metadata: None) -> None:
-    """As version 0.2.0 wrote it: torch's index alone."""
-    with open(folder / ".metadata", "rb") as file:
-        metadata = pickle.load(file)
-    metadata.planner_data = None
-    act(metadata)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    change(folder, lambda content: content.pop("tensors"))
-
-
 # ------------------------------------------------------------------------------------------------ the index
 
 
@@ -104,9 +92,6 @@ def test_the_index_is_data_of_ours_and_torch_reads_its_own(folder: Path, tmp_pat
     dcp_to_torch_save(folder, tmp_path / "torch.pt")
     content = torch.load(tmp_path / "torch.pt", weights_only=True)
     assert torch.equal(content["m.w"], WEIGHTS)
-    with open(folder / ".metadata", "rb") as opened:
-        metadata = pickle.load(opened)
-    assert metadata.planner_data == {key: (key,) for key in content}  # torch 2.7 looks tensors up in it
 
 
 def check_content(folder: Path) -> None:
@@ -116,12 +101,6 @@ def check_content(folder: Path) -> None:
     assert model["n"].shape == ()
     assert int(model["n"]) == 7
     assert model["e"].shape == (0, 3)
-
-
-def test_directories_of_before_load(folder: Path) -> None:
-    check_content(folder)
-    make_old(folder)
-    check_content(folder)
 
 
 def part(content: dict[str, Any], key: str = "m.w") -> list[Any]:
@@ -227,7 +206,6 @@ def described(name: str, size: Any = 1, digest: Any = "0" * 32) -> Callable[[dic
         (lambda c: c.update(files={}), "in a file with a digest"),
         (lambda c: c["files"].pop("meta.pt"), "must list meta.pt"),
         (lambda c: c["files"].pop("__0_0.distcp"), "in a file with a digest"),
-        (lambda c: c["files"].pop(".metadata"), "the manifest does not list it"),
         (described("../secret"), "plain names"),
         (described("/etc/passwd"), "plain names"),
         (described("a\\b"), "plain names"),
@@ -323,90 +301,6 @@ def test_an_optimizers_facts_of_odd_shape_are_refused_in_words(tmp_path: Path, n
 # ------------------------------------------------------------------------------------------------ pickles
 
 
-def named(metadata: Metadata, act: Callable[[Any], Any]) -> None:
-    for place in metadata.storage_data.values():
-        act(place)
-
-
-def entry(metadata: Metadata) -> Any:
-    return metadata.state_dict_metadata["m.w"]
-
-
-@pytest.mark.parametrize(
-    ("act", "words"),
-    [
-        (lambda m: named(m, lambda p: setattr(p, "relative_path", "/etc/passwd")), "in a file with a digest"),
-        (lambda m: named(m, lambda p: setattr(p, "relative_path", Path("/dev/zero"))), "in a file with a digest"),
-        (lambda m: named(m, lambda p: setattr(p, "offset", -1)), "4 whole numbers"),
-        (lambda m: named(m, lambda p: setattr(p, "length", 10**15)), "must lie in"),
-        (lambda m: setattr(entry(m), "size", torch.Size((10**12, 4))), "must be all of its"),
-        (lambda m: setattr(entry(m), "size", (3, 4)), "must hold sizes"),
-        (lambda m: setattr(entry(m), "size", None), "must hold sizes"),
-        (lambda m: entry(m).chunks.clear(), "must be all of its"),
-        (lambda m: entry(m).chunks.append(entry(m).chunks[0]), "each of its rows once"),
-        (lambda m: setattr(entry(m).chunks[0], "sizes", torch.Size((3, 3))), "must be whole rows"),
-        (lambda m: setattr(entry(m), "chunks", 3), "must hold a list"),
-        (lambda m: m.storage_data.clear(), "does not say where"),
-        (lambda m: m.storage_data.update({MetadataIndex("x", torch.Size((0,))): 3}), "must hold a filesystem"),
-        (lambda m: setattr(m, "state_dict_metadata", []), "must hold a dict"),
-        (lambda m: m.state_dict_metadata.update({"m.w": Path("x")}), "must hold a metadata.TensorStorageMetadata"),
-    ],
-)
-def test_an_index_of_before_is_held_to_the_same_rules(folder: Path, act: Any, words: str) -> None:
-    make_old(folder, act)
-    with pytest.raises(CheckpointError, match=words):
-        verify(folder)
-    with pytest.raises(CheckpointError, match=words):
-        dcp.Directory(folder).tensor("m.w")
-
-
-def set_on(module: str, name: str, attributes: dict[str, Any]) -> bytes:
-    """A pickle that sets attributes of a class."""
-    return f"c{module}\n{name}\n".encode() + pickle.dumps((None, attributes), 2)[2:-1] + b"b"
-
-
-@pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize(
-    ("target", "module", "name"),
-    [(pathlib.Path, "pathlib", "Path"), (Metadata, "torch.distributed.checkpoint.metadata", "Metadata")],
-)
-def test_an_index_changes_no_class(folder: Path, old: bool, target: type, module: str, name: str) -> None:
-    """``pathlib.Path.unlink`` was another function for the rest of the process, and `verify` called it complete."""
-    if old:
-        make_old(folder)
-    with open(folder / ".metadata", "rb") as file:
-        good = pickle.dumps(pickle.load(file), 2)
-    before = dict(vars(target))
-    (folder / ".metadata").write_bytes(b"\x80\x02" + set_on(module, name, {"unlink": 1, "hacked": 1}) + b"0" + good[2:])
-    change(folder, lambda content: None)
-    with pytest.raises(CheckpointError, match="must be an index of torch"):
-        verify(folder)
-    if old:
-        with pytest.raises(CheckpointError, match="must be an index of torch"):
-            SavedContent(folder)
-    else:
-        assert torch.equal(SavedContent(folder).model("m")["w"], WEIGHTS)  # from our index
-    assert dict(vars(target)) == before
-
-
-def test_torchs_index_must_say_what_ours_does_and_name_nothing_else(folder: Path) -> None:
-    """Torch's reader makes whatever its index names: `verify` does not call that one complete."""
-    with open(folder / ".metadata", "rb") as file:
-        metadata = pickle.load(file)
-    for name, value in (("planner_data", os.system), ("storage_data", {})):
-        before, _ = getattr(metadata, name), setattr(metadata, name, value)
-        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-        change(folder, lambda content: None)
-        with pytest.raises(CheckpointError, match="it names posix.system|does not say where"):
-            verify(folder)
-        setattr(metadata, name, before)
-    metadata.storage_data[MetadataIndex("m.w", torch.Size((0, 0)), 0)].offset += 1
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    change(folder, lambda content: None)
-    with pytest.raises(CheckpointError):
-        verify(folder)
-
-
 def nested(depth: int, width: int = 1) -> bytes:
     """A dict with one key: tuples in tuples, each of which has the one before ``width`` times."""
     again = b"q\x00" + b"h\x00" * (width - 1) + (b"\x85" if width == 1 else b"\x86")
@@ -490,21 +384,17 @@ def test_any_part_may_be_another_and_is_refused_in_words_or_harmless(tmp_path: P
     """A hundred directories whose checksums are right: never an error of another kind."""
     params, optimizer = build(ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0), torch.float32)
     train(params, optimizer, 0, range(2))
-    for name in ("new", "old"):
-        save(tmp_path / name, optimizer, numbered(params), step=2)
-    make_old(tmp_path / "old")
+    save(tmp_path / "new", optimizer, numbered(params), step=2)
     index, table = manifest(tmp_path / "new"), files.load_file(tmp_path / "new" / "meta.pt")
     rng, refused = random.Random(0), 0
     for turn in range(100):
         path = tmp_path / "c"
-        shutil.copytree(tmp_path / ("old" if turn % 4 == 0 else "new"), path)
-        if turn % 4 == 0:
-            (path / ".metadata").write_bytes(mutate((path / ".metadata").read_bytes(), rng))
-        elif turn % 4 == 1:
+        shutil.copytree(tmp_path / "new", path)
+        if turn % 3 == 0:
             (path / "meta.pt").write_bytes(dcp.as_bytes(spoiled_part(table, rng)))
-        elif turn % 4 == 2:
+        elif turn % 3 == 1:
             (path / "meta.pt").write_bytes(with_pickle(dcp.as_bytes(table), lambda data: mutate(data, rng)))
-        if turn % 4 == 3:
+        if turn % 3 == 2:
             seal(path, json.dumps(spoiled_part(index, rng)))
         else:
             change(path, lambda content: None)
@@ -514,21 +404,15 @@ def test_any_part_may_be_another_and_is_refused_in_words_or_harmless(tmp_path: P
 
 
 @pytest.mark.few(0)
-@pytest.mark.parametrize("name", ["sparseloco-format-1", "sparseloco"])
-def test_any_fact_of_a_method_with_an_inner_optimizer_may_be_another(tmp_path: Path, name: str) -> None:
+def test_any_fact_of_a_method_with_an_inner_optimizer_may_be_another(tmp_path: Path) -> None:
     """Sixty tables whose checksums are right: never an error of another kind."""
-    if name == "sparseloco":
-        net = torch.nn.Linear(6, 5)
-        optimizer = torch.optim.AdamW(net.parameters())
-        with SparseLoCo(optimizer, sync_every=3) as loco:
-            net(torch.ones(6)).sum().backward()
-            optimizer.step()
-            content = Content(optimizers={"optimizer": loco.sharded_state_dict()})
-            Saver(asynchronous=False).save(tmp_path / "new", content, Communicator.alone())
-    else:
-        shutil.copytree(
-            Path(__file__).parent / "data" / "checkpoints_0_2_0" / "sparseloco" / "sharded", tmp_path / "new"
-        )
+    net = torch.nn.Linear(6, 5)
+    optimizer = torch.optim.AdamW(net.parameters())
+    with SparseLoCo(optimizer, sync_every=3) as loco:
+        net(torch.ones(6)).sum().backward()
+        optimizer.step()
+        content = Content(optimizers={"optimizer": loco.sharded_state_dict()})
+        Saver(asynchronous=False).save(tmp_path / "new", content, Communicator.alone())
     table = files.load_file(tmp_path / "new" / "meta.pt")
     rng, refused = random.Random(1), 0
     for _ in range(60):

@@ -14,7 +14,6 @@ import errno
 import hashlib
 import io
 import json
-import mmap
 import os
 import pickle
 import re
@@ -332,18 +331,15 @@ def read_pickle(path: Path, inside: bool = False) -> Any:
     """
     with open_regular(path, inside) as file:
         size = os.fstat(file.fileno()).st_size
-        with _no_damage(str(path), size):
-            if file.read(len(_LEGACY)) == _LEGACY:
-                return _legacy_pickle(file)
-            with zipfile.ZipFile(file) as archive:
-                found = archive.infolist()
-                if min(info.header_offset for info in found):  # zipfile looks for the last table that is whole
-                    raise ValueError("its end is missing, and what is found is the end of an archive inside it")
-                (record,) = (info for info in found if info.filename.partition("/")[2] == "data.pkl")
-                if record.compress_type or record.file_size > size:
-                    raise ValueError("its pickle is compressed")
-                with contextlib.suppress(pickles.UnknownOpcode):
-                    return pickles.read(archive.read(record))
+        with _no_damage(str(path), size), zipfile.ZipFile(file) as archive:
+            found = archive.infolist()
+            if min(info.header_offset for info in found):  # zipfile looks for the last table that is whole
+                raise ValueError("its end is missing, and what is found is the end of an archive inside it")
+            (record,) = (info for info in found if info.filename.partition("/")[2] == "data.pkl")
+            if record.compress_type or record.file_size > size:
+                raise ValueError("its pickle is compressed")
+            with contextlib.suppress(pickles.UnknownOpcode):
+                return pickles.read(archive.read(record))
     return None
 
 
@@ -380,17 +376,13 @@ def _load(file: BinaryIO, name: str, map_location: Any, weights_only: bool | Non
 def _check_whole(file: BinaryIO, name: str) -> None:
     """Compares a file with its seal. One without, of plain torch.save: each record with its CRC-32, if it has any."""
     file.seek(0)
-    magic = file.read(len(_LEGACY))
+    magic = file.read(4)
     size = file.seek(0, os.SEEK_END)
     if not size:
         raise CheckpointError(f"The checkpoint {name!r} is torn: it is empty. {_OLDER}")
-    if magic == _LEGACY:
-        with _no_damage(name, size):
-            _legacy_pickle(file)
-        return
-    if magic[:4] != b"PK\x03\x04":
+    if magic != b"PK\x03\x04":
         raise CheckpointError(
-            f"The file {name!r} must be a zip archive of torch.save, got one that starts with {magic[:4]!r}: another"
+            f"The file {name!r} must be a zip archive of torch.save, got one that starts with {magic!r}: another"
             f" program's, or damaged. {_OLDER}"
         )
     file.seek(max(0, size - _SEAL_BYTES))
@@ -401,17 +393,6 @@ def _check_whole(file: BinaryIO, name: str) -> None:
             f"The checkpoint {name!r} ({size} bytes) is damaged: it is not as it was written (CRC-32). {_OLDER}"
         )
     _check_records(file, name, size, compare=not sealed)
-
-
-_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""How torch.save begins a file that is no zip archive: without checksums. Pickles, then the tensors' bytes."""
-
-
-def _legacy_pickle(file: BinaryIO) -> Any:
-    """What the pickle of the content says; None if we cannot tell. It is the fourth, of five."""
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, contextlib.suppress(pickles.UnknownOpcode):
-        pickles.read(data, number=4)
-        return pickles.read(data, number=3)
 
 
 def _crc_before(file: BinaryIO, end: int) -> int:

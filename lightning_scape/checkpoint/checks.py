@@ -31,7 +31,8 @@ def check_mapping(name: str, value: Any) -> None:
 
 def check_ranks(facts: Mapping[str, Any], ranks: int) -> None:
     """Raises ValueError if a state in a directory is of more ranks than wrote the directory."""
-    replicas, shards = facts.get("world_size"), facts.get("shards", 1)
+    replicas: Any = facts.get("world_size")
+    shards: Any = facts.get("shards")
     if not is_size(replicas) or not is_size(shards) or replicas * shards > ranks:
         raise ValueError(
             f"A state in a directory of {ranks} ranks must be of no more, got `world_size` {said(replicas)} and"

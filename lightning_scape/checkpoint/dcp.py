@@ -24,7 +24,7 @@ import itertools
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -43,7 +43,7 @@ from torch.futures import Future
 from lightning_scape.checkpoint import atomic_files as files
 from lightning_scape.checkpoint import index
 from lightning_scape.checkpoint.regular import open_regular
-from lightning_scape.checkpoint.temporaries import LOCKED, MANIFEST, NewFolder, check_replaceable
+from lightning_scape.checkpoint.temporaries import LOCKED, NewFolder, check_replaceable
 from lightning_scape.comm.collectives import Communicator
 
 REST = "meta.pt"
@@ -314,39 +314,14 @@ class Directory:
         self._index = communicator.raise_on_all_ranks(self._read_index)
 
     def _read_index(self) -> dict[str, index.Entry]:
-        if "tensors" not in self.manifest:  # of version 0.2.0
-            return self._read_torch_index()
-        rule = f"The manifest of {str(self.path)!r} must hold an index of tensors"
-        return self._checked(rule, lambda: self.manifest["tensors"])
-
-    def _read_torch_index(self) -> dict[str, index.Entry]:
-        rule = f"{str(self.path / _INDEX)!r} must be an index of torch.distributed.checkpoint"
-        return self._checked(rule, lambda: index.of_pickle(self._listed(_INDEX)))
-
-    def _checked(self, rule: str, told: Callable[[], Any]) -> dict[str, index.Entry]:
+        sizes = {name: size for name, (size, _) in self.manifest["files"].items()}
         try:
-            return index.checked(told(), {name: size for name, (size, _) in self.manifest["files"].items()})
+            return index.checked(self.manifest.get("tensors"), sizes)
         except ValueError as error:
-            raise files.CheckpointError(f"{rule}, got what is none: {error}. Load another checkpoint.") from error
-
-    def check_torch_index(self) -> None:
-        """Checks torch's index, which is not read here: torch's own reader executes what it names.
-
-        Raises:
-            CheckpointError: it is none, or says something else than ours.
-        """
-        if self._read_torch_index() != self._index:
             raise files.CheckpointError(
-                f"{str(self.path / _INDEX)!r} must say where tensors are as {MANIFEST} does, got another index."
-                " Load another checkpoint."
-            )
-
-    def _listed(self, name: str) -> bytes:
-        """The content of a file that has a digest."""
-        if name not in self.manifest["files"]:
-            raise ValueError("the manifest does not list it")
-        with open_regular(self.path / name, inside=True) as file:
-            return file.read()
+                f"The manifest of {str(self.path)!r} must hold an index of tensors, got what is none: {error}. Load"
+                " another checkpoint."
+            ) from error
 
     @property
     def world_size(self) -> int:

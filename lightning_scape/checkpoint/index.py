@@ -5,8 +5,7 @@ It is plain data in ``manifest.json``, under ``tensors``, and checked as a whole
     {"model.weight": {"dtype": "float32", "shape": [6, 40],
                       "parts": [["__0_0.distcp", 0, 1577, 0, 3], ["__1_0.distcp", 0, 1577, 3, 3]]}}
 
-A part is: file, place and length in bytes, first row, number of rows. A tensor without dimensions is one row. Version
-0.2.0 had the index of torch alone, a pickle; :func:`of_pickle` reads what it says and makes nothing that it names.
+A part is: file, place and length in bytes, first row, number of rows. A tensor without dimensions is one row.
 """
 
 from __future__ import annotations
@@ -18,24 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_scape.checkpoint import pickles
-
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _MOST_DIMENSIONS = 64
 _LIMIT = 2**63
-_OF_TORCH = "torch.distributed.checkpoint."
-_NAMES = frozenset(
-    {
-        *(f"{_OF_TORCH}metadata.{name}" for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata")),
-        *(f"{_OF_TORCH}metadata.{name}" for name in ("MetadataIndex", "StorageMeta", "TensorProperties")),
-        *(f"{_OF_TORCH}metadata.{name}" for name in ("TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
-        *(f"{_OF_TORCH}filesystem._StorageInfo", "torch.Size", "torch.serialization._get_layout"),
-        *(f"pathlib.{name}" for name in ("Path", "PosixPath", "PurePosixPath")),
-        *(f"pathlib._local.{name}" for name in ("Path", "PosixPath", "PurePosixPath")),
-        *(f"torch.{name}" for name in _DTYPES),
-    }
-)
-"""What torch's index names. Torch's own reader makes whatever an index names."""
 
 
 class Part(NamedTuple):
@@ -68,75 +52,13 @@ def of_torch(metadata: Metadata) -> dict[str, Any]:
     found = {}
     for key, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata), key
-        chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-        found[key] = _plain(key, str(entry.properties.dtype), tuple(entry.size), chunks, places)
+        parts = [
+            [*places[key, tuple(chunk.offsets)], *(chunk.offsets[:1] or (0,)), *(chunk.sizes[:1] or (1,))]
+            for chunk in entry.chunks
+        ]
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        found[key] = {"dtype": dtype, "shape": list(entry.size), "parts": parts}
     return found
-
-
-def of_pickle(data: bytes) -> dict[str, Any]:
-    """What torch's index says, as plain data.
-
-    Raises:
-        ValueError: the pickle is something else.
-    """
-    said = pickles.read(data, may_name=lambda named: ".".join(named) in _NAMES)
-    index = _fields(said, "metadata.Metadata")
-    places = {}
-    for at, info in _of(index.get("storage_data"), pickles.Pairs, "dict"):
-        key, place = _fields(at, "metadata.MetadataIndex"), _fields(info, "filesystem._StorageInfo")
-        offset = () if key.get("offset") is None else _size(key["offset"])
-        where = tuple(place.get(each) for each in ("relative_path", "offset", "length"))
-        places[_of(key.get("fqn"), str, "name"), offset] = where
-    found = {}
-    for key, entry in _of(index.get("state_dict_metadata"), pickles.Pairs, "dict"):
-        if _of(key, str, "name") in found:
-            raise ValueError(f"it has {key!r} twice")
-        tensor = _fields(entry, "metadata.TensorStorageMetadata")
-        (dtype, *_) = _state(tensor.get("properties"), "metadata.TensorProperties", tuple)
-        chunks = [_fields(chunk, "metadata.ChunkStorageMetadata") for chunk in _of(tensor.get("chunks"), list, "list")]
-        ranges = [(_size(chunk.get("offsets")), _size(chunk.get("sizes"))) for chunk in chunks]
-        named = f"{dtype.module}.{dtype.name}" if isinstance(dtype, pickles.Named) else ""
-        found[key] = _plain(key, named, _size(tensor.get("size")), ranges, places)
-    return found
-
-
-def _plain(key: str, dtype: str, shape: Any, chunks: list[Any], places: Mapping[Any, Any]) -> dict[str, Any]:
-    parts = []
-    for offsets, sizes in chunks:
-        if any(offsets[1:]) or sizes[1:] != shape[1:] or not len(offsets) == len(sizes) == len(shape):
-            raise ValueError(f"a part of {_short(key)} must be whole rows, got {_short(sizes)} at {_short(offsets)}")
-        if (key, offsets) not in places:
-            raise ValueError(f"it does not say where the part of {_short(key)} at {_short(offsets)} is")
-        parts.append([*places[key, offsets], *(offsets[:1] or (0,)), *(sizes[:1] or (1,))])
-    return {"dtype": dtype.removeprefix("torch."), "shape": list(shape), "parts": parts}
-
-
-def _state(made: Any, name: str, kind: type) -> Any:
-    if not isinstance(made, pickles.Made) or not isinstance(made.maker, pickles.Named):
-        raise ValueError(f"it must hold a {name}, got a {type(made).__name__}")
-    called = ".".join(made.maker)
-    if called != _OF_TORCH + name or made.arguments != () or not isinstance(made.state, kind) or not made.state:
-        raise ValueError(f"it must hold a {name}, and it names {called[:100]}")
-    return made.state
-
-
-def _fields(made: Any, name: str) -> dict[str, Any]:
-    return {_of(key, str, "name"): value for key, value in _state(made, name, pickles.Pairs)}
-
-
-def _of(value: Any, kind: type, noun: str) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError(f"it must hold a {noun}, got a {type(value).__name__}")
-    return value
-
-
-def _size(value: Any) -> tuple[int, ...]:
-    """Of a ``torch.Size``."""
-    if isinstance(value, pickles.Made) and value.maker == ("torch", "Size") and isinstance(value.arguments, tuple):
-        numbers = value.arguments[0] if len(value.arguments) == 1 else None
-        if isinstance(numbers, tuple) and all(type(number) is int for number in numbers):
-            return numbers
-    raise ValueError("it must hold sizes of whole numbers, got something else")
 
 
 # ------------------------------------------------------------------------------------------------ checks
@@ -149,7 +71,7 @@ def checked(index: Any, sizes: Mapping[str, int]) -> dict[str, Entry]:
     larger than the bytes that hold it.
 
     Args:
-        index: from a manifest, or of :func:`of_pickle`.
+        index: from a manifest.
         sizes: of the checkpoint's files, in bytes, by name; each of them has a digest.
 
     Raises:

@@ -47,14 +47,14 @@ def inner_for(source: Source, place: Place) -> dict[str, Any]:
     On another number of ranks it is that of rank r modulo their number.
     """
     replica = place.replica % source.facts["world_size"]
-    if source.facts.get("shards", 1) != place.shards:
+    if source.facts["shards"] != place.shards:
         return inner_of(source, replica)
     return _of_rank(source, place._replace(replica=replica))
 
 
 def inner_of(source: Source, replica: int) -> dict[str, Any]:
     """The state dict of a whole replica, from those of the ranks that hold it together."""
-    shards = source.facts.get("shards", 1)
+    shards = source.facts["shards"]
     each = [_of_rank(source, Place(replica, shard, shards)) for shard in range(shards)]
     shapes = {index: shape for index, shape in source.facts["shapes"].items() if shape}
     return each[0] if shards == 1 else joined(each, shapes)

@@ -30,8 +30,7 @@ def verify(path: str | os.PathLike[str], weights_only: bool | None = None) -> No
 
     Every byte is compared with its checksum, and all that is in the checkpoint is loaded; no more than its largest
     tensor (of SparseLoCo, than one rank's part) is kept in memory. Whether it fits a model only the model can tell. Of
-    a folder that LitGPT saved, its ``lit_model.pth``. The index that a directory holds for torch's own reader, which
-    loading does not read, must say the same as ours: torch would execute what it names.
+    a folder that LitGPT saved, its ``lit_model.pth``.
 
     Args:
         path: of the checkpoint.
@@ -45,7 +44,6 @@ def verify(path: str | os.PathLike[str], weights_only: bool | None = None) -> No
     files.check_there(path)
     if path.is_dir():
         saved = SavedContent(path, weights_only=weights_only)
-        saved.directory.check_torch_index()
         for key in saved.directory.shapes():
             saved.directory.tensor(key)
         for rank in range(saved.directory.world_size if saved.optimizers else 0):
@@ -209,9 +207,8 @@ def _candidates(folder: Path, pattern: str) -> Iterator[Path]:
         is_one = not path.is_dir() or (path / MANIFEST).exists() or files.has_parts(path)
         if is_one and not path.name.startswith("."):
             yield path
-    ends = ("partial", "previous", "*.partial", "*.previous")  # version 0.2.0 wrote the first two
     *above, name = pattern.rsplit("/", 1)
-    patterns = ["/".join([*above, f".{name}.{end}"]) for end in ends]
+    patterns = ["/".join([*above, f".{name}.*.{kind}"]) for kind in ("partial", "previous")]
     for unfinished in dict.fromkeys(path for each in patterns for path in folder.glob(each)):
         if unfinished.is_dir() and (unfinished / MANIFEST).exists():
             yield unfinished

@@ -18,7 +18,6 @@ import pickle
 import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from mmap import mmap
 from typing import Any, NamedTuple
 
 _HASHING = frozenset(("set", "frozenset", "Counter", "OrderedDict"))
@@ -27,7 +26,7 @@ _MOST_NODES = 1000
 
 
 class UnknownOpcode(ValueError):
-    """The pickle has an instruction that neither torch's checkpoints nor its indexes have."""
+    """The pickle has an instruction that torch's checkpoints do not have."""
 
 
 class Pairs(list[tuple[Any, Any]]):
@@ -52,24 +51,16 @@ class Made:
     """Items that are set on it, if it is a dict of a kind."""
 
 
-def read(data: bytes | mmap, may_name: Callable[[Named], bool] | None = None, number: int = 0) -> Any:
+def read(data: bytes) -> Any:
     """What a pickle says.
-
-    Args:
-        data: the pickle, or several, one after another.
-        may_name: whether it may name a class or function; None: any.
-        number: which of several; all up to it are read.
 
     Raises:
         ValueError: it is none, or damaged; or what it says cannot be built (a dict's key of more than 1000 parts).
         UnknownOpcode: see there.
     """
-    stream = io.BytesIO(data) if isinstance(data, bytes) else data
-    stream.seek(0)
-    machine = _Machine(stream, may_name)
+    machine = _Machine(io.BytesIO(data))
     try:
-        for _ in range(number + 1):
-            machine.run()
+        machine.run()
     except (IndexError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"it is damaged ({type(error).__name__})") from error
     if len(machine.stack) != 1:
@@ -86,15 +77,14 @@ def entry(holder: Any, name: str) -> Any:
 
 
 class _Machine:
-    def __init__(self, stream: Any, may_name: Callable[[Named], bool] | None) -> None:
+    def __init__(self, stream: io.BytesIO) -> None:
         self._stream = stream
-        self._may_name = may_name
-
-    def run(self) -> None:
-        """To the end of the pickle; again to that of the next one."""
         self.stack: list[Any] = []
         self._below: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
+
+    def run(self) -> None:
+        """To the end of the pickle."""
         while (code := self._stream.read(1)) != pickle.STOP:
             if not code:
                 raise ValueError("it is cut off")
@@ -174,19 +164,13 @@ class _Machine:
         pairs.extend(zip(items[::2], items[1::2], strict=True))
 
     def do_global(self) -> None:
-        self._name(self._line(), self._line())
+        self.stack.append(Named(self._line(), self._line()))
 
     def do_stack_global(self) -> None:
         module, name = self._last(2)
         if not isinstance(module, str) or not isinstance(name, str):
             raise ValueError("it names a class by something else than strings")
-        self._name(module, name)
-
-    def _name(self, module: str, name: str) -> None:
-        named = Named(module, name)
-        if self._may_name is not None and not self._may_name(named):
-            raise ValueError(f"it names {module[:100]}.{name[:100]}")
-        self.stack.append(named)
+        self.stack.append(Named(module, name))
 
     def do_reduce(self) -> None:
         maker, arguments = self._last(2)

@@ -91,7 +91,7 @@ class Form:
     def shapes(self, common: Mapping[str, Any]) -> Iterator[tuple[str, list[int] | None]]:
         """The keys of all tensors, and their shapes; None is not known."""
         facts = self.facts(common)
-        ranks, shards = facts["world_size"], facts.get("shards", 1)
+        ranks, shards = facts["world_size"], facts["shards"]
         for part in self.parts(common):
             if part.by_parameter:
                 for rank in range(ranks if part.on_other_ranks == "mean" else 1):

@@ -27,8 +27,8 @@ LOCKED = "README.txt"
 """In a directory that is being written: the file that its writer holds locked."""
 _LONGEST_STEM = 200
 """Bytes; file systems allow 255 for a name."""
-_END = re.compile(r"(?P<token>[0-9a-f]{16}\.)?(?P<kind>partial|previous)")
-"""Of a temporary's name; version 0.2.0 had no token."""
+_END = re.compile(r"[0-9a-f]{16}\.(?P<kind>partial|previous)")
+"""Of a temporary's name."""
 _MOST_TURNS = 1000
 _LONG_AGO = 24 * 3600.0
 """Seconds, after which a temporary is left behind where the file system has no locks."""
@@ -116,11 +116,11 @@ def put_in_place(partial: Path, path: Path) -> None:
         raise
     sync_folder(path.parent)
     _remove(previous)
-    for entry, kind, token in before:
+    for entry, kind in before:
         if kind == "previous":
             _remove(entry)
         else:
-            _remove_if_left_behind(entry, token)
+            _remove_if_left_behind(entry)
 
 
 def check_replaceable(path: Path) -> None:
@@ -183,33 +183,30 @@ def sync_folder(folder: Path) -> None:
 
 def remove_left_behind(path: Path) -> None:
     """Removes what killed saves to ``path`` have left, but for complete checkpoints: there may be no other."""
-    for entry, kind, token in _temporaries(path):
+    for entry, kind in _temporaries(path):
         if kind == "partial" and not (entry / MANIFEST).exists():
-            _remove_if_left_behind(entry, token)
+            _remove_if_left_behind(entry)
 
 
-def _temporaries(path: Path) -> Iterator[tuple[Path, str, bool]]:
-    """Those of a path: each with its kind, and whether it has a token."""
+def _temporaries(path: Path) -> Iterator[tuple[Path, str]]:
+    """Those of a path, each with its kind."""
     start = f".{_stem(path)}."
     with contextlib.suppress(OSError):
         for entry in list(path.parent.iterdir()):
             found = _END.fullmatch(entry.name, len(start)) if entry.name.startswith(start) else None
             if found is not None:
-                yield entry, found["kind"], found["token"] is not None
+                yield entry, found["kind"]
 
 
-def _remove_if_left_behind(partial: Path, has_token: bool) -> None:
+def _remove_if_left_behind(partial: Path) -> None:
     """Removes a temporary that nobody holds, and holds it meanwhile: one just made is not locked yet."""
     held = partial / LOCKED if partial.is_dir() else partial
     try:
         if not stat.S_ISREG(held.lstat().st_mode):
             return
         handle = os.open(held, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except FileNotFoundError:  # a directory of version 0.2.0, or one that has just been made
-        if has_token:
-            _remove_empty(partial)
-        else:
-            _remove(partial)
+    except FileNotFoundError:  # a directory that has just been made
+        _remove_empty(partial)
         return
     except OSError:
         return

@@ -121,8 +121,6 @@ class Method(ABC):
     """Whether all ranks hold the same parameters after every step. Else they do after :meth:`finish`."""
     clips: ClassVar[bool] = False
     """Whether it has a :attr:`clipping`. Else the host clips this rank's own gradient."""
-    removed: ClassVar[Mapping[str, str]] = {}
-    """Options that earlier versions had, and what holds now: an error, but in an old checkpoint's record."""
     told: ClassVar[frozenset[str] | None] = frozenset()
     """Options that :meth:`summary` mentions; None: all that matter."""
     compares_ends: ClassVar[bool] = False

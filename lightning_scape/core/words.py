@@ -48,8 +48,3 @@ def show_error(error: BaseException) -> str:
     """``KeyError(3)`` is ``"KeyError: 3."``, ``KeyboardInterrupt()`` is ``"KeyboardInterrupt."``."""
     words = str(error).rstrip(". \n")
     return f"{type(error).__name__}: {words}." if words else f"{type(error).__name__}."
-
-
-def no_option(name: str, received: str, now: str) -> str:
-    """The error for an option of earlier versions: ``received`` says what was given, ``now`` what holds for all."""
-    return f"`{name}` is no option any more, {received}: {now}. Leave it out."

@@ -18,10 +18,16 @@ from lightning_scape.scape.keys import held, residual_key, state_key
 FORMAT = 1
 """The version of a state's facts and tensors, in memory and in a directory."""
 _SAME_MODEL = "Load it into the same model with the same parameter groups."
-_COUNTS = ("format", "world_size", "block_size", "step", "calls", "mask_uses", "skipped_in_row", "skipped_total")
-_FROM_ONE = _COUNTS[:3]
-_LATER_COUNTS = ("noise_samples", "second_moment_since", "warmup_steps")
-"""Older states lack them."""
+_FROM_ONE = ("format", "world_size", "shards", "block_size")
+_FROM_ZERO = (
+    "step",
+    "calls",
+    "noise_samples",
+    "second_moment_since",
+    "warmup_steps",
+    "skipped_in_row",
+    "skipped_total",
+)
 _SHAPES = get_args(WarmupShape)
 
 
@@ -63,10 +69,9 @@ def _check_facts(facts: Any) -> None:
             f"The state's format must be at most {FORMAT}, got {version}: it was written by a newer lightning_scape."
             " Upgrade this installation."
         )
-    check_mapping("missed", facts.get("missed", {}))
-    counts = {name: facts.get(name) for name in _COUNTS}
-    counts |= {name: facts[name] for name in _LATER_COUNTS if name in facts}
-    counts |= {f"missed[{index!r}]": count for index, count in facts.get("missed", {}).items()}
+    check_mapping("missed", facts.get("missed"))
+    counts = {name: facts.get(name) for name in (*_FROM_ONE, *_FROM_ZERO)}
+    counts |= {f"missed[{index!r}]": count for index, count in facts["missed"].items()}
     for name, value in counts.items():
         least = int(name in _FROM_ONE)
         if not isinstance(value, int) or not least <= value < 2**31:  # clocks are int32
@@ -74,7 +79,7 @@ def _check_facts(facts: Any) -> None:
                 f"`{name}` of a SCAPE state must be a whole number from {least} to 2**31 - 1, got {said(value)}."
                 f" {DAMAGED}"
             )
-    shape = facts.get("warmup_shape", "geometric")
+    shape = facts.get("warmup_shape")
     if shape not in _SHAPES:
         raise ValueError(
             f"`warmup_shape` of a SCAPE state must be one of {list(_SHAPES)}, got {said(shape)}. {DAMAGED}"
@@ -180,7 +185,7 @@ def _check_entry(source: Source, index: int, called: str, parameter: Tensor, nam
 
 
 def _check_tensor(tensor: Any, name: str, parameter: Tensor, *, integer: bool = False) -> None:
-    """Checks kind and shape of a saved tensor. One without entries may have any kind: older files have a wrong one."""
+    """Checks kind and shape of a saved tensor. One without entries may have any kind."""
     kind = "integer" if integer else "floating-point"
     got: Any = None
     if not isinstance(tensor, Tensor):

@@ -5,15 +5,13 @@ Symbols: ``rho = 1 - sparsity`` is the density, ``B`` the block length, ``q`` th
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from lightning_scape.core.quota import MAX_BLOCK, Quota, check_local_group_size, density_of, quota_for
-from lightning_scape.core.words import no_option
 
 MaskStatistic = Literal["residual", "first_moment"]
 WireDtype = Literal["int4", "int8", "bf16", "fp32"]
@@ -32,48 +30,14 @@ _FEW = 5
 
 _WIRE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _WIRE_BITS = {"int8": 8, "int4": 4}
-_T = TypeVar("_T")
 
 
-class Removed(NamedTuple):
-    """An option that is no option any more."""
-
-    now: object
-    """The value that holds for all, as ``as_dict`` had it."""
-    sentence: str
-    """What that means."""
-
-
-REMOVED_OPTIONS = {
-    "mask_interval": Removed(1, "each step has a mask of its own, for one that served several trained worse"),
-    "catch_up": Removed("implicit", "an entry goes `tau` times along its new first moment, which was 'implicit'"),
-    "residual_dtype": Removed("torch.float32", "the residual is fp32"),
-}
-"""Options of earlier versions, which measured worse or equal."""
-
-
-def _refusing_removed(config: type[_T]) -> type[_T]:
-    """Makes a dataclass raise an error for options that are no options any more."""
-    construct = config.__init__
-
-    @functools.wraps(construct)
-    def checked(self: _T, /, *args: Any, **options: Any) -> None:
-        for name in options.keys() & REMOVED_OPTIONS.keys():
-            raise TypeError(no_option(name, f"got {options[name]!r}", REMOVED_OPTIONS[name].sentence))
-        construct(self, *args, **options)
-
-    config.__init__ = checked  # type: ignore[assignment]
-    return config
-
-
-@_refusing_removed
 @dataclass(kw_only=True, frozen=True)
 class ScapeConfig:
     """Every option of SCAPE (arXiv 2607.01678); immutable, checked when made.
 
     Raises:
         ValueError: an option is outside its rule; the message gives rule, value and remedy.
-        TypeError: an option of :data:`REMOVED_OPTIONS` is given; the message says what holds now.
     """
 
     sparsity: float = 0.99

@@ -106,7 +106,7 @@ def dense_state(saved: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """
     kept = has_second(saved["scape"])
     betas = {index: group["betas"][1] for group in saved["param_groups"] for index in group["params"]}
-    since = saved["scape"].get("second_moment_since", 0)
+    since = saved["scape"]["second_moment_since"]
 
     def second(index: int, entry: Mapping[str, Any]) -> Tensor:
         if not kept:

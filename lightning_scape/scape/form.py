@@ -7,7 +7,7 @@ A whole state is tensors, numbers and strings only (``torch.load(weights_only=Tr
       "param_groups": [...],                            # as torch writes them
       "scape": {"format": 1, "config": {...}, "world_size": N, "step": t, "calls": n, "names": {i: name},
                 "residuals": [{i: e}, ...],             # one dict per rank
-                "mask": [blocks, q] or None, "mask_uses": n, "block_size": B, "skipped_in_row": n, "skipped_total": n},
+                "mask": [blocks, q] or None, "block_size": B, "skipped_in_row": n, "skipped_total": n},
     }
 
 ``i`` counts all parameters of the groups, as in torch's own state dicts; every tensor by parameter has its shape.
@@ -45,8 +45,6 @@ class ScapeForm(Form):
         """The facts, with ``tensors``, the names of those by parameter; the masks' shapes stand among the facts."""
         about: dict[str, Any] = super().common(facts, parts, parameters, ranks, shards)[self.name]
         about["tensors"] = [name for name, _, others in about.pop("parts") if others == "cut"]
-        if shards == 1:  # as older versions know it
-            del about["shards"]
         return about
 
     @override
@@ -84,7 +82,7 @@ class ScapeForm(Form):
             facts.pop(name, None)
         masks: dict[str, Any] = {"masks": {}} if facts.pop("mask_shapes", None) is not None else {}
         residuals: list[dict[int, Tensor]] = [{} for _ in range(facts["world_size"])]
-        missed = facts.get("missed", {})
+        missed = facts["missed"]
         return {
             "state": {index: {"step": facts["step"] - missed.get(index, 0)} for index in shapes},
             "param_groups": groups,

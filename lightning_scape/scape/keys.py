@@ -10,14 +10,11 @@ from lightning_scape.checkpoint.dcp import Chunk
 from lightning_scape.checkpoint.parts import Part, Place, Source
 from lightning_scape.scape.state import SHARD_TENSORS
 
-_OLDER_NAMES = {"local_exp_avg_sum": "evidence", "local_exp_avg_sq": "noise"}
-SAVED_AS = {name: _OLDER_NAMES.get(name, name) for name in SHARD_TENSORS}
-"""The shard's tensors and the names they are saved by."""
 _Held = Mapping[int | None, Chunk]
 
 
 def owned(name: str, held: _Held = MappingProxyType({})) -> Part:
-    """A tensor of the shard, by the name that it is saved by."""
+    """A tensor of the shard."""
     return Part(name, "owned", "cut", held)
 
 
@@ -43,9 +40,9 @@ def residual_key(rank: int, index: int) -> str:
 
 def held(source: Source) -> set[str]:
     """Names of the tensors that any parameter has; unknown names are left out."""
-    return set().union(*source.entries.values()) & set(SAVED_AS.values())
+    return set().union(*source.entries.values()) & set(SHARD_TENSORS)
 
 
 def has_second(facts: Mapping[str, Any]) -> bool:
     """Whether the run that wrote the state kept second moments, by its facts: the update of AdamS does not."""
-    return bool(facts["config"].get("update", "adams") == "adamw")
+    return bool(facts["config"].get("update") == "adamw")

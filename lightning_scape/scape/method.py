@@ -14,7 +14,7 @@ from typing_extensions import Self, override
 from lightning_scape.checkpoint.parts import OwnParts
 from lightning_scape.core.method import Clipping, Method, Progress, Spelling, Surroundings
 from lightning_scape.scape import advice, stand_in
-from lightning_scape.scape.config import REMOVED_OPTIONS, ScapeConfig
+from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.convert import has_state
 from lightning_scape.scape.cost import norm_bytes
 from lightning_scape.scape.form import FORM
@@ -68,7 +68,6 @@ class ScapeMethod(Method):
     config_class = ScapeConfig
     form = FORM
     shown = ("compression", "grad_norm")
-    removed = {name: option.sentence for name, option in REMOVED_OPTIONS.items()}
     told = frozenset({"sparsity", "sparsity_warmup_steps", "dense_steps", "update"})
     exchanges_every_step = clips = compares_ends = True
     step_cost = ScapeCost()

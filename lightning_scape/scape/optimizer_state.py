@@ -27,7 +27,7 @@ from lightning_scape.core.method import of_state
 from lightning_scape.core.private_names import before_load
 from lightning_scape.scape import keys
 from lightning_scape.scape.checks import FORMAT, check, check_foreign, check_mask, check_whole
-from lightning_scape.scape.config import REMOVED_OPTIONS, ScapeConfig, usual_wire
+from lightning_scape.scape.config import ScapeConfig, usual_wire
 from lightning_scape.scape.foreign import by_number, guess_second_moment, load_foreign
 from lightning_scape.scape.form import FORM
 from lightning_scape.scape.mask import SparsitySchedule
@@ -87,7 +87,6 @@ def _facts(snapshot: Snapshot) -> dict[str, Any]:
         "warmup_shape": snapshot.masks.schedule.shape,
         "missed": snapshot.missed(),
         "names": dict(zip(snapshot.parameters.indices, snapshot.parameters.names, strict=True)),
-        "mask_uses": 0,  # for older versions, where a mask could serve several steps
         "block_size": snapshot.layout.block_size,
         "skipped_in_row": snapshot.clipping.skipped_in_row,
         "skipped_total": snapshot.clipping.skipped_total,
@@ -183,7 +182,7 @@ def _load(snapshot: Snapshot, source: Source, rank: int, groups: Sequence[Mappin
     snapshot = replace(snapshot, config=config)
     changed = frozen_since(source.entries, snapshot.parameters)
     new = dict.fromkeys(set(snapshot.parameters.indices) - set(source.entries), common["step"])
-    snapshot.set_steps(common["step"], {**common.get("missed", {}), **new}, rank)
+    snapshot.set_steps(common["step"], {**common["missed"], **new}, rank)
     snapshot.state.calls = common["calls"]
     _read_shard(snapshot, source, rank)
     _set_second_moment(snapshot, source, rank, _from_now_on(groups, common["param_groups"]))
@@ -221,7 +220,7 @@ def _read_shard(snapshot: Snapshot, source: Source, rank: int) -> None:
     # fp32 parameters lose it when the wire changes: it is less than a unit in an entry's last place.
     if "change_error" in names and (packs or snapshot.parameters.need_masters):
         state.change_error = torch.zeros_like(state.exp_avg)
-    if state.exp_avg_sq is not None and "noise" in names and "exp_avg_sq" not in names:
+    if state.exp_avg_sq is not None and "local_exp_avg_sq" in names and "exp_avg_sq" not in names:
         state.local_exp_avg_sq = torch.zeros_like(state.exp_avg_sq)  # of AdamS's update; AdamW's takes it over
     pieces = snapshot.layout.local(rank).pieces
     targets: dict[str, Chunk] = {}
@@ -230,9 +229,9 @@ def _read_shard(snapshot: Snapshot, source: Source, rank: int) -> None:
             part = snapshot.owned(name, shard, pieces)
             targets |= {part.key(index, Place()): chunk for index, chunk in part.held.items() if index in known}
     source.read(targets)
-    if state.local_exp_avg_sq is not None and "noise" in names:
+    if state.local_exp_avg_sq is not None and "local_exp_avg_sq" in names:
         # The estimate is for the averaged gradient: it holds on any number of ranks with the same global batch.
-        state.local_samples = source.common.get("noise_samples", source.common["calls"])
+        state.local_samples = source.common["noise_samples"]
 
 
 def _set_second_moment(snapshot: Snapshot, source: Source, rank: int, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -241,7 +240,7 @@ def _set_second_moment(snapshot: Snapshot, source: Source, rank: int, groups: Se
     if state.exp_avg_sq is None:
         return
     if "exp_avg_sq" in keys.held(source):
-        state.exp_avg_sq_since = common.get("second_moment_since", 0)
+        state.exp_avg_sq_since = common["second_moment_since"]
         return
     measured, state.local_exp_avg_sq = state.local_exp_avg_sq, None
     if measured is None or not state.local_samples:
@@ -263,7 +262,7 @@ def _read_residual(snapshot: Snapshot, source: Source, rank: int) -> list[str]:
     fill(source, snapshot.residual(), now, Place(rank))
     if before == now:
         return []
-    flat = snapshot.node.world_size == source.common.get("shards", 1) == 1
+    flat = snapshot.node.world_size == source.common["shards"] == 1
     who, what = ("ranks", "masters and masks") if flat else ("replicas", "masters")
     return [
         f"The checkpoint was written by {before} {who}, this run has {now}: moments, last steps, {what}"
@@ -274,7 +273,7 @@ def _read_residual(snapshot: Snapshot, source: Source, rank: int) -> list[str]:
 def _read_mask(snapshot: Snapshot, source: Source) -> tuple[Tensor | None, list[str]]:
     """The saved mask, completed for all blocks. If it does not fit this run's blocks: None, and a warning."""
     layout, block_size, node = snapshot.layout, source.common["block_size"], snapshot.node
-    if (saved := source.common.get("shards", 1)) != node.world_size:
+    if (saved := source.common["shards"]) != node.world_size:
         if source.find(keys.mask().key(None, Place(shards=saved))) is None:
             return None, []
         return None, [
@@ -299,10 +298,9 @@ def _read_mask(snapshot: Snapshot, source: Source) -> tuple[Tensor | None, list[
 def _schedule(snapshot: Snapshot, common: Mapping[str, Any]) -> SparsitySchedule:
     """The sparsity schedule after the load: a default warm-up goes on as in the run that wrote the state."""
     schedule, saved = snapshot.masks.schedule, common["config"]
-    warmup = common.get("warmup_steps", saved.get("sparsity_warmup_steps"))
-    if snapshot.config.sparsity_warmup_steps is None and warmup is not None and saved.get("sparsity"):
-        shape = common.get("warmup_shape", "geometric")  # older states: there was no other
-        return replace(schedule, warmup_steps=0 if snapshot.config.dense else warmup, shape=shape)
+    if snapshot.config.sparsity_warmup_steps is None and saved.get("sparsity"):
+        warmup = 0 if snapshot.config.dense else common["warmup_steps"]
+        return replace(schedule, warmup_steps=warmup, shape=common["warmup_shape"])
     return schedule
 
 
@@ -326,18 +324,12 @@ def _differences(config: ScapeConfig, saved: Mapping[str, Any]) -> list[str]:
     silent = ["residual_device", "max_skipped", "check_replicas_every", "local_group_size", "reshard_after_forward"]
     if mine["sparsity_warmup_steps"] is None:  # then the checkpoint's holds
         silent.append("sparsity_warmup_steps")
-    saved = {**saved, "update": saved.get("update", "adams")}  # the only one before there was a choice
     if saved.get("wire_dtype") is None and isinstance(sparsity := saved.get("sparsity"), (int, float)):
-        saved["wire_dtype"] = usual_wire(sparsity)
+        saved = {**saved, "wire_dtype": usual_wire(sparsity)}
     differ = [
         f"{name}={saved.get(name)!r} (now {value!r})"
         for name, value in mine.items()
         if name not in silent and repr(saved.get(name)) != repr(value)
-    ]
-    differ += [
-        f"{name}={saved[name]!r} (now always {removed.now!r})"
-        for name, removed in REMOVED_OPTIONS.items()
-        if name in saved and repr(saved[name]) != repr(removed.now)
     ]
     if not differ:
         return []

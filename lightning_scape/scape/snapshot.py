@@ -16,7 +16,7 @@ from lightning_scape.scape import keys
 from lightning_scape.scape.clipping import GradientClipping
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.mask import Masks
-from lightning_scape.scape.state import ScapeState
+from lightning_scape.scape.state import SHARD_TENSORS, ScapeState
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Snapshot:
     """The ranks that hold the other rows of the same replica."""
 
     def shard(self) -> Iterator[tuple[str, Tensor]]:
-        """The shard's tensors ``[R, B]``, each with the name that it is saved by."""
-        for name, saved_as in keys.SAVED_AS.items():
+        """The shard's tensors ``[R, B]``, by name."""
+        for name in SHARD_TENSORS:
             tensor: Tensor | None = getattr(self.state, name)
             if tensor is not None:
-                yield saved_as, tensor
+                yield name, tensor
 
     def owned(self, name: str, shard: Tensor, pieces: Iterable[Piece]) -> Part:
         """Some pieces of one of the shard's tensors."""

@@ -14,19 +14,18 @@ part             on others    what it is
 ================ ============ ==========================================================================================
 
 :class:`~lightning_scape.checkpoint.source.Form` shows how it is written; ``state`` and ``param_groups`` of a whole
-state are the inner optimizer's, of rank 0. :mod:`.older` reads format 1.
+state are the inner optimizer's, of rank 0.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_scape.checkpoint.checks import check_model, frozen_since
 from lightning_scape.checkpoint.inner import inner_for, inner_part
@@ -36,38 +35,13 @@ from lightning_scape.comm.collectives import Communicator
 from lightning_scape.core.layout import Layout
 from lightning_scape.core.method import Method, of_whole
 from lightning_scape.core.parameters import Parameters
-from lightning_scape.sparseloco import older
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
-from lightning_scape.sparseloco.older import KEY
 from lightning_scape.sparseloco.state import LocoState
 
-FORMAT = 2
-
-
-class LocoForm(Form):
-    """The common form, in format 2; a directory of format 1 is made one file as it was written."""
-
-    @override
-    def shapes(self, common: Mapping[str, Any]) -> Iterator[tuple[str, list[int] | None]]:
-        return older.keys(common) if older.is_older(common) else super().shapes(common)
-
-    @override
-    def check(self, common: Mapping[str, Any]) -> None:
-        if older.is_older(common):
-            older.check(common[KEY])
-        else:
-            super().check(common)
-
-    @override
-    def packed_names(self, key: str) -> set[str]:
-        return older.IN_A_PART if key.startswith("rank.") else super().packed_names(key)
-
-    @override
-    def whole_of(self, saved: SavedShards) -> dict[str, Any]:
-        return older.whole_of(saved) if older.is_older(saved.common) else super().whole_of(saved)
-
-
-FORM = LocoForm(KEY)
+FORMAT = 1
+KEY = "sparseloco"
+"""Key of the facts in SparseLoCo's states."""
+FORM = Form(KEY)
 
 
 class Rule(NamedTuple):
@@ -85,15 +59,6 @@ class Rule(NamedTuple):
     def of(cls, config: SparseLoCoConfig, ranks: int) -> Rule:
         """The rule of a run."""
         return cls("gathered" if config.gathers(ranks) else "sharded", config.averages(ranks))
-
-    @classmethod
-    def saved(cls, facts: Mapping[str, Any]) -> Rule:
-        """The rule of the run that has saved a state. Where older ones do not store it, their options tell it."""
-        if {"reduction", "average"} <= set(facts):
-            return cls(facts["reduction"], facts["average"])
-        known = {each.name for each in fields(SparseLoCoConfig)}
-        options = {name: value for name, value in facts["config"].items() if name in known and name != "device"}
-        return cls.of(SparseLoCoConfig(**options), facts["world_size"])
 
     def __str__(self) -> str:
         return f"{self.reduction!r} with average={self.average!r}"
@@ -246,15 +211,13 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
     if not isinstance(content, Mapping) or KEY not in content:
         return _load_inner(saved, live)
     source: Source = saved if isinstance(saved, SavedShards) else WholeState(FORM, saved, live.parameters)
-    if older.is_older(content):
-        source = older.OlderState(saved, live.parameters)
     facts = source.facts
     _check(facts, live)
     before, now, place = facts["world_size"], live.communicator.world_size, live.place
     inner = inner_for(source, place)
     _check_groups(inner, live.optimizer)
     notes = _differences(live.config.as_dict(), facts["config"])
-    if (rule := Rule.saved(facts)) != live.rule:
+    if (rule := Rule(facts["reduction"], facts["average"])) != live.rule:
         notes.append(
             f"The reduction was {rule}, and is now {live.rule}: it goes by the number of ranks where it is not given."
         )
@@ -289,7 +252,7 @@ def load(live: Live, saved: Mapping[str, Any] | SavedShards) -> Loaded:
 
 
 def _carry(source: Source, live: Live) -> None:
-    """Takes up what the owners owe. Older states hold zeros where messages were gathered."""
+    """Takes up what the owners owe."""
     state = live.state
     owed = torch.zeros_like(state.start)
     fill(source, Part("owner_error", "owned", "cut", live.blocks(owed)), live.communicator.world_size, live.place)
@@ -383,9 +346,8 @@ def _check_groups(inner: Mapping[str, Any], optimizer: torch.optim.Optimizer) ->
 
 def _check_optimizer(facts: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
     """Its class must be the same, and its options, except for those that another release of torch adds or drops."""
-    saved, here = (set(each.get("options", mine["options"])) for each in (facts, mine))
-    name = facts.get("optimizer", mine["optimizer"])
-    if name != mine["optimizer"]:
+    saved, here = (set(each["options"]) for each in (facts, mine))
+    if (name := facts["optimizer"]) != mine["optimizer"]:
         said = f"one of {name}, and SparseLoCo wraps {mine['optimizer']}"
     elif not (saved <= here or here <= saved):
         said = f"one with the options {sorted(saved)}, and {mine['optimizer']} has {sorted(here)}"

@@ -35,7 +35,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from lightning_scape.core.method import Method, Spelling, find, for_config, named, names, plain
-from lightning_scape.core.words import no_option
 from lightning_scape.hosts.fabric import FabricMethodStrategy
 
 COMMANDS = ("pretrain", "finetune_full")
@@ -144,8 +143,6 @@ def _kind(hint: Any) -> str:
 
 
 def _check_name(option: str, received: str, name: str) -> None:
-    if (now := named(name).removed.get(option)) is not None:
-        raise ValueError(no_option(option, received, now))
     known = [field.name for field in fields(named(name).config_class)]
     if option not in known:
         (near,) = get_close_matches(str(option), known, n=1) or [""]
@@ -228,8 +225,8 @@ def _read_mapping(source: str | Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _sections(content: Mapping[str, Any], source: str | Path, recorded: bool = False) -> Options:
-    """Those of our methods that a file has; one that a checkpoint's run has recorded may be an earlier version's."""
+def _sections(content: Mapping[str, Any], source: str | Path) -> Options:
+    """Those of our methods that a file has."""
     found: Options = {}
     for name in [name for name in names() if name in content]:
         section = content[name]
@@ -239,8 +236,6 @@ def _sections(content: Mapping[str, Any], source: str | Path, recorded: bool = F
                 f"`{name}:` in {source} must be a mapping, got {section!r}. Write the options under it, one a line:"
                 f" `{first.name}: {first.default}`."
             )
-        if recorded:
-            section = {option: value for option, value in section.items() if option not in named(name).removed}
         for option in section:
             _check_name(option, f"got {option!r} under `{name}:` in {source}", name)
         found[name] = {option: _read_value(value) for option, value in section.items()}
@@ -265,7 +260,7 @@ def _resolve(rest: Sequence[str], given: Options, in_files: Options) -> tuple[st
     parsed = _parse(rest)
     checkpoint = None if parsed is None else find_recorded(parsed)
     total_steps = None if parsed is None else steps_of_run(rest[0], parsed)
-    recorded = {} if checkpoint is None else _sections(_read_mapping(checkpoint), checkpoint, recorded=True)
+    recorded = {} if checkpoint is None else _sections(_read_mapping(checkpoint), checkpoint)
     name = method_asked_for(given, in_files, recorded)
     by_hand, by_file, saved = (options.get(name, {}) for options in (given, in_files, recorded))
     config = named(name).config_class(**{**by_file, **saved, **by_hand})
