@@ -41,7 +41,5 @@ def take_steps() -> None:
 
 
 torch.set_num_threads(1)
-for name in lightning_scape.__all__:
-    getattr(lightning_scape, name)  # imports the module that it lies in
 take_steps()
 gc.freeze()

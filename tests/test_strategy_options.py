@@ -16,12 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor
 from trainer_helpers import BATCHES, MARKS, Regression, weights
 from warm_python import warm_python
 
-import lightning_scape
 from lightning_scape import (
     FabricScapeStrategy,
     MethodStrategy,
@@ -89,16 +87,6 @@ def test_none_counts_as_not_given() -> None:
 def test_an_option_outside_its_rule_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"`sparsity` must be a number in \[0, 1\), got 1.5"):
         ScapeStrategy(sparsity=1.5)
-
-
-def test_importing_registers_the_name_and_registering_again_is_harmless() -> None:
-    ScapeStrategy.register_strategies(StrategyRegistry)
-    assert "scape" in StrategyRegistry
-    assert isinstance(StrategyRegistry.get("scape"), ScapeStrategy)
-
-
-def test_every_public_name_exists() -> None:
-    assert all(hasattr(lightning_scape, name) for name in lightning_scape.__all__)
 
 
 def test_the_trainer_of_pytorch_lightning_gets_a_clear_error() -> None:

@@ -1,0 +1,42 @@
+"""The public names."""
+
+from lightning_scape.checkpoint.atomic_files import CheckpointError
+from lightning_scape.checkpoint.inspection import newest_checkpoint, resume_path
+from lightning_scape.comm.restarts import init_process_group
+from lightning_scape.hosts.fabric import FabricMethodStrategy
+from lightning_scape.hosts.monitor import ScapeMonitor
+from lightning_scape.hosts.trainer import MethodStrategy
+from lightning_scape.scape.adams import AdamS
+from lightning_scape.scape.config import ScapeConfig
+from lightning_scape.scape.optimizer import ScapeOptimizer
+from lightning_scape.scape.stats import StepStats
+from lightning_scape.sparseloco import ExchangeStats, SparseLoCo, SparseLoCoConfig
+from lightning_scape.strategies import (
+    FabricScapeStrategy,
+    FabricSparseLoCoStrategy,
+    ScapeStrategy,
+    SparseLoCoMonitor,
+    SparseLoCoStrategy,
+)
+
+__all__ = [
+    "AdamS",
+    "CheckpointError",
+    "ExchangeStats",
+    "FabricMethodStrategy",
+    "FabricScapeStrategy",
+    "FabricSparseLoCoStrategy",
+    "MethodStrategy",
+    "ScapeConfig",
+    "ScapeMonitor",
+    "ScapeOptimizer",
+    "ScapeStrategy",
+    "SparseLoCo",
+    "SparseLoCoConfig",
+    "SparseLoCoMonitor",
+    "SparseLoCoStrategy",
+    "StepStats",
+    "init_process_group",
+    "newest_checkpoint",
+    "resume_path",
+]
