@@ -1,7 +1,6 @@
 """Private names of torch's, each with the reason: no other file of the package uses one.
 
-There is a second such file, hosts/private_names.py, for Lightning's: only the hosts know that. What stands here is
-needed below them. ``tests/test_private_names.py`` holds all of them against the installed packages.
+There is a second such file, hosts/private_names.py, for Lightning's: only the hosts know that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Private names of Lightning's, each with the reason: no other file of the package uses one.
 
 Those of torch's, which layers below the hosts need, stand in core/private_names.py.
-``tests/test_private_names.py`` holds all of them against the installed packages.
 """
 
 from __future__ import annotations
