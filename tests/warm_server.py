@@ -271,8 +271,6 @@ if __name__ == "__main__":
     try:
         for module in PRELOADED:
             importlib.import_module(module)
-        for name in (scape := sys.modules["lightning_scape"]).__all__:
-            getattr(scape, name)  # imports the module that it lies in
         importlib.import_module("compile_once").patch()
         load_loops()
     except BaseException:

@@ -69,9 +69,9 @@ def _check_facts(facts: Any) -> None:
             f"The state's format must be at most {FORMAT}, got {version}: it was written by a newer lightning_scape."
             " Upgrade this installation."
         )
-    check_mapping("missed", facts.get("missed"))
     counts = {name: facts.get(name) for name in (*_FROM_ONE, *_FROM_ZERO)}
-    counts |= {f"missed[{index!r}]": count for index, count in facts["missed"].items()}
+    missed = facts.get("missed")
+    counts |= {f"missed[{i!r}]": count for i, count in missed.items()} if isinstance(missed, Mapping) else {}
     for name, value in counts.items():
         least = int(name in _FROM_ONE)
         if not isinstance(value, int) or not least <= value < 2**31:  # clocks are int32
@@ -84,7 +84,7 @@ def _check_facts(facts: Any) -> None:
         raise ValueError(
             f"`warmup_shape` of a SCAPE state must be one of {list(_SHAPES)}, got {said(shape)}. {DAMAGED}"
         )
-    for name in ("config", "names"):
+    for name in ("config", "names", "missed"):
         check_mapping(name, facts.get(name))
 
 
