@@ -75,6 +75,8 @@ class World:
             process.start()
             theirs.close()
             self.ranks.append((process, ours))
+        for _, connection in self.ranks:
+            connection.recv_bytes()  # it is there: what it had to import counts in nobody's timeout
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, expect_errors: bool = False) -> list[Any]:
         """``fn(rank, world_size, *args)`` of every rank, which sees the caller's environment and torchrun's variables.
@@ -148,6 +150,7 @@ def _live(rank: int, size: int, folder: Path, connection: Connection) -> None:
     init = DeviceMesh.__init__
     DeviceMesh.__init__ = lambda mesh, *args, **options: _meshes.append(1) or init(mesh, *args, **options)
     stack = open(folder / f"stack-{rank}", "w")  # noqa: SIM115 - open until the process ends
+    connection.send_bytes(b"")
     while True:
         call = connection.recv_bytes()
         value, error, text = None, None, ""

@@ -17,7 +17,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import launcher
 import lightning as L
 import pytest
 import torch
@@ -72,7 +71,6 @@ def rank_1_is_named(errors: list[Any]) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("at", "slower"), [(0, 0.0), (3, 2.0)])
 def test_a_killed_rank_makes_the_others_stop_and_say_why(run_ranks: RunRanks, at: int, slower: float) -> None:
-    launcher.start_server()  # its imports do not count
     began = time.monotonic()
     errors = run_ranks(lose_a_rank, 3, at, slower, expect_errors=True, timeout=60.0)
     assert time.monotonic() - began < 30
