@@ -7,8 +7,8 @@
 
 Each run adds its row to <out>/quality.json; the report writes a table a suite, <out>/quality-<suite>.md, and the plots.
 A run that was stopped goes on from its last snapshot, in <out>/snapshots, bit for bit. One that has a row is not run
-again; with --again it is, if another commit made the row. Runs in bf16-mixed (10M and 30M parameters) compile the
-model, for which torch wants a C++ compiler.
+again; with --again it is, if another commit made the row. Runs in bf16-mixed (10M and 30M parameters) and of the
+one-page version compile the model, for which torch wants a C++ compiler.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning.fabric.utilities import move_data_to_device
 from quality_report import report
 from quality_runs import SHORT, SUITES, Run
 from quality_tasks import task_of
-from simulated_ranks import DenseRanks, Ranks, SimulatedRanks, SparseLoCoRanks
+from simulated_ranks import DenseRanks, OnePage, Ranks, SimulatedRanks, SparseLoCoRanks
 from torch import Tensor, nn
 
 from lightning_scape import AdamS, ScapeConfig
@@ -47,6 +47,8 @@ def build_ranks(run: Run, model: nn.Module) -> Ranks:
         return SimulatedRanks(model, run.ranks, config, {**settings, "total_steps": run.steps})
     if run.method == "sparseloco":
         return SparseLoCoRanks(model, run.ranks, settings, **dict(run.options))
+    if run.method == "one-page":
+        return OnePage(model, run.ranks, settings, **dict(run.options))
     make = {"adamw": torch.optim.AdamW, "adams": AdamS}[run.method]
     return DenseRanks(model, run.ranks, make(model.parameters(), **settings))
 
@@ -67,7 +69,8 @@ class Training:
         run = self.run
         self.task = task_of(run)
         self.model = self.task.build_model().to(self.device)
-        self.computed = torch.compile(self.model, dynamic=False) if self.mixed else self.model
+        compiled = self.mixed or run.method == "one-page"
+        self.computed = torch.compile(self.model, dynamic=False) if compiled else self.model
         self.ranks = build_ranks(run, self.model)
         self.loaders = self.task.loaders()
         self._batches = self._read()

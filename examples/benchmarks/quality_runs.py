@@ -40,9 +40,10 @@ class Run:
     """Everything that decides the result of a run."""
 
     method: str
-    """adamw, adams, scape or sparseloco."""
+    """adamw, adams, scape or sparseloco; one-page is SCAPE as scape_simple.py has it, with a compiled model."""
     task: str = "python"
-    """python (a GPT of ``size`` predicts the next of ``context`` bytes), digits-conv or digits-gru (images)."""
+    """python (a GPT of ``size`` predicts the next of ``context`` bytes), domains (each rank reads another of four kinds
+    of text) or domains-even (the same, dealt out evenly), digits-conv or digits-gru (images)."""
     size: str = "0.2M"
     ranks: int = 4
     batch: int = 8
@@ -88,6 +89,8 @@ class Run:
         options = dict(self.options)
         if self.method in ("adamw", "adams"):
             return {"adamw": "AdamW", "adams": "AdamS"}[self.method]
+        if self.method == "one-page":
+            return f"SCAPE {options['sparsity']:.1%}, on one page".replace(".0%", "%")
         if self.method == "sparseloco":
             return ", ".join([f"SparseLoCo every {options.pop('sync_every')} steps", *shown(options)])
         parts = [f"SCAPE {options.pop('sparsity'):.1%}".replace(".0%", "%")]
@@ -141,6 +144,11 @@ def paper(sparsity: float = 0.99, **options: Any) -> dict[str, Any]:
     return scape(sparsity, **{"update": "adams", "sparsity_warmup_steps": 0, "wire_dtype": "bf16", **options})
 
 
+def one_page(sparsity: float) -> dict[str, Any]:
+    """Arguments of a run of the one-page version, with its defaults: a tenth of the package's time a step."""
+    return {"method": "one-page", "options": (("sparsity", sparsity),)}
+
+
 def sparseloco(sync_every: int, **options: Any) -> dict[str, Any]:
     """Arguments of a run of SparseLoCo."""
     return {"method": "sparseloco", "options": (("sync_every", sync_every), *sorted(options.items()))}
@@ -166,6 +174,14 @@ def drop_in(
     methods = [ADAMW, *map(scape, sparsities)]
     runs = [*sweep(methods, [lr], [first], **more), *sweep([ADAMW], others, [first], **more)]
     return runs + [run for seed in rest for run in sweep(methods, [lr], [seed], **more)]
+
+
+def on_one_page(
+    lr: float, seeds: Iterable[int], settings: list[dict[str, Any]], sparsities: Iterable[float] = (0.9, 0.99, 0.98)
+) -> list[Run]:
+    """AdamW and the one-page version in all settings, seed by seed."""
+    methods = [ADAMW, *map(one_page, sparsities)]
+    return [run for seed in seeds for each in settings for run in sweep(methods, [lr], [seed], **each)]
 
 
 def in_bf16(run: Run) -> Run:
@@ -248,6 +264,18 @@ SUITES: dict[str, list[Run]] = {
     ],
 }
 """By name; a suite of small models takes hours of one core, the largest models want a GPU."""
+FOUR_DOMAINS = [{"task": task, "steps": 10_000} for task in ("domains", "domains-even")]
+DOMAINS = [
+    *on_one_page(8e-3, range(5), [{**each, "size": "0.03M", "betas": TORCH_BETAS} for each in FOUR_DOMAINS]),
+    *on_one_page(8e-3, range(5), [{**each, "size": "0.03M"} for each in FOUR_DOMAINS]),
+    *on_one_page(4e-3, range(3), [{**each, "size": "0.2M", "betas": TORCH_BETAS} for each in FOUR_DOMAINS]),
+]
+OF_MANY_RANKS = [
+    {"size": "0.03M", "betas": TORCH_BETAS, "ranks": ranks, "batch": batch}
+    for ranks, batch in ((16, 2), (32, 1), (16, 4), (32, 4))
+]
+MANY_RANKS = on_one_page(8e-3, range(2), OF_MANY_RANKS, (0.99, 0.9, 0.98, 0.95, 0.995))
+SUITES |= {"domains": DOMAINS, "many_ranks": MANY_RANKS}
 PACKED = [run for name in ("1000_steps", "10000_steps", "sizes", "digits", "3M") for run in SUITES[name]]
 PACKED += sweep([scape(0.9)], [8e-3], range(6, 9), betas=TORCH_BETAS, **LONG)
 SUITES["wires"] = [each for run in PACKED if run.method == "scape" for each in (run, in_bf16(run))]

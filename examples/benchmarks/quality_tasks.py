@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from litgpt import GPT, Config
+from quality_domains import DomainWindows, domains, held_out
 from quality_runs import SIZES, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -131,6 +132,22 @@ class Python:
             accuracy.update(logits, targets)
         value = float(loss.compute())
         return {"loss": value, "bits_per_byte": value / math.log(2), "accuracy": float(accuracy.compute())}
+
+
+class FourDomains(Python):
+    """The same GPT reads four kinds of text; with the task "domains" each rank one, with "domains-even" all alike."""
+
+    def __init__(self, run: Run) -> None:
+        if run.ranks % 4:
+            raise SystemExit(f"error: the four domains need a multiple of 4 ranks, got {run.ranks}.")
+        self.run = run
+        self.validation = held_out(run.context)
+        self.fingerprint = domains().fingerprint
+
+    def loaders(self) -> list[Batches]:
+        """Each rank's windows."""
+        run, apart = self.run, self.run.task == "domains"
+        return [DomainWindows(run.ranks, run.batch, run.context, run.seed, rank, apart) for rank in range(run.ranks)]
 
 
 class Digits:
@@ -255,5 +272,11 @@ class Recurrent(nn.Module):
         return self.head(self.rows(images)[0][:, -1])
 
 
-TASKS: dict[str, Callable[[Run], Task]] = {"python": Python, "digits-conv": Digits, "digits-gru": Digits}
+TASKS: dict[str, Callable[[Run], Task]] = {
+    "python": Python,
+    "domains": FourDomains,
+    "domains-even": FourDomains,
+    "digits-conv": Digits,
+    "digits-gru": Digits,
+}
 """By the name that a run gives; those that begin with "digits" have no size and no context."""

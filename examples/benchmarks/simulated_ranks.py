@@ -9,9 +9,11 @@ ranks the results equal those of two real processes bit for bit (sums of two num
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,9 @@ from lightning_scape.comm.work import SideStream, Work
 from lightning_scape.scape.communicator import ScapeCommunicator
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.optimizer import ScapeOptimizer
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from scape_simple import Scape  # noqa: E402 - an example
 
 OPENING_BYTES = 40
 """Of the first message of an exchange, to each other rank: a norm, two counts, a number, three digests of 8 bytes."""
@@ -241,6 +246,50 @@ class DenseRanks(Ranks):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The reverse of :meth:`state_dict`."""
         self.optimizer.load_state_dict(state_dict)
+
+
+class OnePage(Ranks):
+    """N ranks of the method on one page, scape_simple.py, clipped by the exact norm.
+
+    Args:
+        model: its parameters are every rank's.
+        world_size: N.
+        settings: lr, betas, ...
+        sparsity: the share that is not sent.
+    """
+
+    _STATE = ("t", "mask", "residual", "m", "v", "last", "error")
+
+    def __init__(self, model: nn.Module, world_size: int, settings: dict[str, Any], sparsity: float) -> None:
+        super().__init__(model, world_size)
+        self.scape = Scape(self.parameters, world_size, sparsity, **settings)
+        self.gradients: list[tuple[Tensor, ...]] = []
+
+    def backward(
+        self, batches: Sequence[Any], loss: Callable[[Any], Tensor], join: Callable[[Sequence[Any]], Any]
+    ) -> None:
+        """Rank after rank."""
+        self.gradients = [torch.autograd.grad(loss(batch), self.parameters) for batch in batches]
+
+    def step(self, lr: float, max_norm: float) -> None:
+        """One step of all ranks, clipped."""
+        means = [sum(own) / self.world_size for own in zip(*self.gradients, strict=True)]
+        norm = torch.stack([mean.norm() for mean in means]).norm()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self.scape.lr = lr
+        self.scape.step([[gradient * factor for gradient in own] for own in self.gradients])
+
+    def bytes_sent(self) -> int:
+        """Nothing is counted here."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the parameters."""
+        return {name: getattr(self.scape, name) for name in self._STATE}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The reverse of :meth:`state_dict`."""
+        vars(self.scape).update(state_dict)
 
 
 class Turns:
