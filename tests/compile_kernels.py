@@ -1,4 +1,4 @@
-"""Compiles every kernel launch of a few operations for GPUs that are not there: `compile_kernels.py 90 80 [--few]`.
+"""Compiles every kernel launch of a few operations for GPUs that are not there: `compile_kernels.py 90 80`.
 
 Run without TRITON_INTERPRET. Launches are recorded on CPU tensors instead of run, and each is compiled, with the very
 arguments and constants it was given, to machine code by the assembler that comes with Triton.
@@ -265,9 +265,9 @@ def check(launch: Launch, ptx: str, used: Resources) -> None:
 
 def main() -> None:
     launches = list(record().values())
-    if "--few" in sys.argv:  # the first of each kernel, and an eighth of the others
-        first = {launch.kernel.__name__: launch for launch in reversed(launches)}
-        launches = [launch for place, launch in enumerate(launches) if place % 8 == 0 or launch in first.values()]
+    # The first of each kernel, and an eighth of the others.
+    first = {launch.kernel.__name__: launch for launch in reversed(launches)}
+    launches = [launch for place, launch in enumerate(launches) if place % 8 == 0 or launch in first.values()]
     capabilities = [int(argument) for argument in sys.argv[1:] if argument.isdecimal()] or [90]
     most: dict[str, int] = {}
     for launch in launches:

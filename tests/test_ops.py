@@ -359,7 +359,6 @@ def test_a_visit_in_every_step_is_torchs_adamw_whatever_the_owners_part(ranks: i
         torch.testing.assert_close(second, dense.state[twin]["exp_avg_sq"], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("common", [0.0, 1.0])
 def test_the_second_moment_is_that_of_the_average(common: float) -> None:
     """Noise of four ranks, and what they share, new in each step; visits after 1 to 4 steps."""

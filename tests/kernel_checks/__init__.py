@@ -16,14 +16,12 @@ from kernel_checks.inputs import (
 from kernel_checks.masks import MaskChecks
 from kernel_checks.messages import MessageChecks
 from kernel_checks.parameters import ParameterChecks
-from kernel_checks.sweeps import SWEEPING_RANKS, SWEEPS, SWEPT, SweepChecks, SweepJob
+from kernel_checks.sweeps import SWEPT, SweepChecks, SweepJob
 from kernel_checks.trainings import TrainingChecks
 from kernel_checks.updates import UpdateChecks
 
 __all__ = [
     "FAR",
-    "SWEEPING_RANKS",
-    "SWEEPS",
     "SWEPT",
     "FarAway",
     "KernelChecks",

@@ -18,7 +18,9 @@ from lightning_scape.ops.cuda import gradients, launch
 from lightning_scape.ops.naive.wire import GROUP
 from lightning_scape.ops.registry import CUDA
 
-FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+FLOATS = [torch.float32, torch.bfloat16]
+if torch.cuda.is_available():  # for a processor each of them is compiled by itself, and these are not its own
+    FLOATS += [torch.float16, torch.float64]
 BOTH = ["naive", "own"]
 """The twin, and the implementation that a class of checks is for."""
 FAR = 2**31 + 64

@@ -31,8 +31,7 @@ class MessageChecks(Checks):
         read = self.module.dequantize(message, width, count)
         assert_same_bits(read.cpu(), naive.dequantize(message.cpu(), width, count))
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    @pytest.mark.parametrize("sent", [3, None])
+    @pytest.mark.parametrize(("dtype", "sent"), [(torch.float32, 3), (torch.float64, None)])
     def test_quantize_with_error_equals_its_twin(self, dtype: torch.dtype, sent: int | None) -> None:
         theirs, values = torch.randn(70, 50, dtype=dtype), torch.randn(70, sent or 50, dtype=dtype)
         mask = None if sent is None else naive.select(theirs, sent)
@@ -54,9 +53,15 @@ class MessageChecks(Checks):
         assert_same_bits(self.module.quantize(ours, width).cpu(), naive.quantize(theirs, width))
         assert_same_bits(ours.cpu(), theirs)
 
-    @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
-    @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.float64])
-    @pytest.mark.parametrize("sent", [1, 2, 200, None])
+    @pytest.mark.parametrize(
+        ("wire", "residual_dtype", "sent"),
+        [
+            (torch.float32, torch.float32, 1),
+            (torch.bfloat16, torch.float32, 2),
+            (torch.bfloat16, torch.float64, 200),
+            (torch.float16, torch.float32, None),
+        ],
+    )
     def test_compact_equals_its_twin(self, wire: torch.dtype, residual_dtype: torch.dtype, sent: int | None) -> None:
         residual = awkward(11, 200).to(residual_dtype)
         residual[8, :3] = torch.tensor([3.4e38, -3.4e38, 65520.0])  # beyond the wire's range, or rounded up to it
@@ -70,8 +75,7 @@ class MessageChecks(Checks):
         assert_same_bits(ours.nan_to_num(), theirs.nan_to_num())
         assert_same_bits(own.nan_to_num(), residual.nan_to_num())
 
-    @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.float64])
-    @pytest.mark.parametrize("sent", [2, None])
+    @pytest.mark.parametrize(("residual_dtype", "sent"), [(torch.float32, 2), (torch.float64, None)])
     def test_compact_leaves_rows_alone_whose_scale_is_zero(self, residual_dtype: torch.dtype, sent: int | None) -> None:
         residual, scale = awkward(600, 20).to(residual_dtype), torch.tensor([0.5, 0.0, 1.0]).repeat(200)
         mask = None if sent is None else naive.select(residual, sent)

@@ -20,8 +20,7 @@ class ParameterChecks(Checks):
     """Gathering, scattering, checksums."""
 
     @pytest.mark.parametrize("dtype", FLOATS)
-    @pytest.mark.parametrize("masked", [True, False])
-    @pytest.mark.parametrize("rank", [None, 0, 2])
+    @pytest.mark.parametrize(("masked", "rank"), [(True, None), (False, 0), (True, 2)])
     def test_gather_and_scatter_equal_their_twins(self, dtype: torch.dtype, masked: bool, rank: int | None) -> None:
         sizes = [1000, 7, 4096, 33, 1]
         layout = Layout(sizes, [0] * len(sizes), 50, 3)
@@ -77,8 +76,7 @@ class ParameterChecks(Checks):
         self.module.gather_params(ops.ParamEntries(own, pieces, own_mask, 50), own_masters, renew=True)
         assert_same_bits(own_masters.cpu(), masters)
 
-    @pytest.mark.parametrize("add", [True, False])
-    @pytest.mark.parametrize("masked", [True, False])
+    @pytest.mark.parametrize(("masked", "add"), [(True, True), (False, False)])
     def test_scatter_writes_no_row_of_scale_0(self, masked: bool, add: bool) -> None:
         sizes = [40, 7, 100, 20]
         layout = Layout(sizes, [0] * len(sizes), 20, 1)

@@ -14,8 +14,8 @@ from kernel_checks.inputs import (
 )
 from lightning_scape import ScapeConfig, ScapeOptimizer, ops
 
-LENGTHS = pytest.mark.parametrize("steps", [14, pytest.param(50, marks=pytest.mark.slow)])
-"""Of a training: skipped steps and gaps are in the short one, too."""
+STEPS = 14
+"""Of a training: skipped steps and gaps are among them."""
 
 
 class Trained(NamedTuple):
@@ -31,22 +31,17 @@ class Trained(NamedTuple):
 class TrainingChecks(Checks):
     """Of a few steps of the optimizer."""
 
-    @pytest.mark.few(2)
     @pytest.mark.parametrize(
         ("sparsity", "dtype", "options"),
         [
             (0.99, torch.bfloat16, {}),
             (0.9, torch.float32, {"update": "adamw"}),
-            (0.9, torch.float32, {"mask_statistic": "first_moment"}),
         ],
     )
-    @LENGTHS
-    def test_steps_on_given_gradients(
-        self, sparsity: float, dtype: torch.dtype, options: dict[str, Any], steps: int
-    ) -> None:
+    def test_steps_on_given_gradients(self, sparsity: float, dtype: torch.dtype, options: dict[str, Any]) -> None:
         config = ScapeConfig(sparsity=sparsity, dense_steps=2, sparsity_warmup_steps=3, **options)
-        theirs = train(config, "naive", "cpu", dtype, steps, follow=False)
-        ours = train(config, self.choice, self.device, dtype, steps, follow=False)
+        theirs = train(config, "naive", "cpu", dtype, STEPS, follow=False)
+        ours = train(config, self.choice, self.device, dtype, STEPS, follow=False)
         # The gradient does not depend on the parameters: every entry is chosen alike, and what is left is the same.
         assert_same_bits(ours.residual.cpu(), theirs.residual)
         assert_same_bits(ours.last_step.cpu(), theirs.last_step)
@@ -55,18 +50,14 @@ class TrainingChecks(Checks):
             torch.testing.assert_close(ours.exp_avg_sq.cpu(), theirs.exp_avg_sq, rtol=1e-5, atol=1e-5)
         self.compare_parameters(ours, theirs, dtype)
 
-    @pytest.mark.few(1)
-    @pytest.mark.parametrize("update", ["adams", "adamw"])
-    @LENGTHS
-    def test_steps_whose_gradients_follow_the_parameters(self, update: str, steps: int) -> None:
-        config = ScapeConfig(sparsity=0.99, sparsity_warmup_steps=0, update=update)
-        theirs = train(config, "naive", "cpu", torch.float32, steps, follow=True)
-        ours = train(config, self.choice, self.device, torch.float32, steps, follow=True)
+    def test_steps_whose_gradients_follow_the_parameters(self) -> None:
+        config = ScapeConfig(sparsity=0.99, sparsity_warmup_steps=0, update="adamw")
+        theirs = train(config, "naive", "cpu", torch.float32, STEPS, follow=True)
+        ours = train(config, self.choice, self.device, torch.float32, STEPS, follow=True)
         self.compare_parameters(ours, theirs, torch.float32)
         torch.testing.assert_close(ours.residual.cpu(), theirs.residual, rtol=0, atol=1e-4)
 
-    @pytest.mark.parametrize("update", ["adams", "adamw"])
-    @pytest.mark.parametrize("dense_steps", [0, 20])
+    @pytest.mark.parametrize(("update", "dense_steps"), [("adamw", 0), ("adams", 20)])
     def test_pads_stay_zero_when_a_state_with_missed_steps_is_loaded(self, update: str, dense_steps: int) -> None:
         config = ScapeConfig(
             sparsity=0.5, block_size=10, update=update, dense_steps=dense_steps, sparsity_warmup_steps=0

@@ -65,44 +65,43 @@ class Shard(NamedTuple):
 class UpdateChecks(Checks):
     """Of both updates."""
 
-    @pytest.mark.parametrize("masked", [True, False])
-    @pytest.mark.parametrize("by_row", [True, False])
-    @pytest.mark.parametrize("correction", [1.0, 0.3, "scalar", "rows"])
+    @pytest.mark.parametrize(
+        ("masked", "by_row", "correction"),
+        [(True, False, 1.0), (False, False, 0.3), (True, True, "scalar"), (False, True, "rows")],
+    )
     def test_update_equals_its_twin_within_rounding(self, masked: bool, by_row: bool, correction: Any) -> None:
         self.compare_update(masked, by_row, correction, torch.float32, rtol=2e-6)
 
     def test_update_in_fp64_equals_its_twin_within_rounding(self) -> None:
         self.compare_update(True, False, 1.0, torch.float64, rtol=1e-14)
 
-    @pytest.mark.parametrize("masked", [True, False])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize(("masked", "dtype"), [(True, torch.float32), (False, torch.float64)])
     def test_update_with_measured_noise_equals_its_twin_within_rounding(self, masked: bool, dtype: torch.dtype) -> None:
         rtol = 2e-6 if dtype is torch.float32 else 1e-14
         self.compare_update(masked, False, 0.3, dtype, rtol=rtol, noisy=True)
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    @pytest.mark.parametrize("noisy", [True, False])
+    @pytest.mark.parametrize(("dtype", "noisy"), [(torch.float32, True), (torch.float64, False)])
     def test_update_by_row_equals_its_twin_within_rounding(self, noisy: bool, dtype: torch.dtype) -> None:
         rtol = 2e-6 if dtype is torch.float32 else 1e-14
         self.compare_update(True, True, "rows", dtype, rtol=rtol, noisy=noisy)
 
-    @pytest.mark.parametrize("decay", [0.0, 1000.0, 1500.0])  # 1 - lr * decay is 1, 0, -0.5
-    @pytest.mark.parametrize("beta1", [0.0, 0.999])
+    @pytest.mark.parametrize(("decay", "beta1"), [(0.0, 0.999), (1000.0, 0.0), (1500.0, 0.999)])
     def test_update_with_extreme_hyperparameters(self, decay: float, beta1: float) -> None:
         self.compare_update(True, False, 1.0, torch.float32, rtol=2e-6, decay=decay, beta1=beta1)
 
-    @pytest.mark.parametrize("masked", [True, False])
-    @pytest.mark.parametrize("by_row", [True, False])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize(
+        ("masked", "by_row", "dtype"),
+        [(True, False, torch.float32), (False, True, torch.float32), (True, True, torch.float64)],
+    )
     def test_adamws_update_equals_its_twin_within_rounding(
         self, masked: bool, by_row: bool, dtype: torch.dtype
     ) -> None:
         rtol = 2e-6 if dtype is torch.float32 else 1e-14
         self.compare_adamw(masked, by_row, dtype, rtol, ranks=1 if masked == by_row else 4)
 
-    @pytest.mark.parametrize("decay", [0.0, 1000.0, 1500.0])
-    @pytest.mark.parametrize("beta1", [0.0, 0.999])
-    @pytest.mark.parametrize("masked", [True, False])
+    @pytest.mark.parametrize(
+        ("decay", "beta1", "masked"), [(0.0, 0.999, True), (1000.0, 0.0, False), (1500.0, 0.999, True)]
+    )
     def test_adamws_update_with_extreme_hyperparameters(self, decay: float, beta1: float, masked: bool) -> None:
         self.compare_adamw(masked, False, torch.float32, 2e-6, ranks=4, decay=decay, beta1=beta1)
 
