@@ -186,6 +186,13 @@ def weights(module: nn.Module) -> Tensor:
     return torch.cat([tensor.detach().double().flatten() for tensor in module.parameters()])
 
 
+def gathered(tensor: Tensor) -> Tensor:
+    """A row for each rank."""
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, tensor.contiguous())
+    return torch.stack(everyone)
+
+
 def scape_optimizers(optimizers: Any) -> list[Any]:
     """What steps in the place of the given ones."""
     return [method.optimizer for method in find_all(optimizers)]
