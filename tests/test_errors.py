@@ -1,0 +1,468 @@
+"""Ranks never train apart without a word: what differs between them is an error on all, and nothing is folded.
+
+An error of the user's own comes out as it is; the launcher then ends the job, as under DDP.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from launcher import RankError
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from trainer_helpers import BATCHES, MARKS, WIDTH, GivenRanks, Regression, make_trainer, weights
+
+from lightning_scape import (
+    FabricScapeStrategy,
+    FabricSparseLoCoStrategy,
+    ScapeConfig,
+    ScapeOptimizer,
+    ScapeStrategy,
+    SparseLoCo,
+    SparseLoCoStrategy,
+)
+
+pytestmark = MARKS
+RunRanks = Callable[..., list[Any]]
+SOON = 30.0
+"""Seconds: nobody waits for a collective's timeout, which is longer."""
+
+
+def strategy(method: str, **options: Any) -> Any:
+    if method == "sparseloco":
+        return SparseLoCoStrategy(sync_every=4, **options)
+    return ScapeStrategy(sparsity=0.9, sparsity_warmup_steps=0, **options)
+
+
+def texts(errors: list[Any]) -> list[str]:
+    assert all(isinstance(error, Exception) and not isinstance(error, RankError) for error in errors), errors
+    return [str(error) for error in errors]
+
+
+def mistake(*_: Any, **__: Any) -> Any:
+    raise KeyError("one rank's mistake")
+
+
+# ------------------------------------------------------------------------------- other steps, orders, hyperparameters
+
+
+def make(entries: int = 300) -> tuple[nn.Parameter, ScapeOptimizer]:
+    parameter = nn.Parameter(torch.ones(entries))
+    config = ScapeConfig(sparsity=0.5, sparsity_warmup_steps=0)
+    return parameter, ScapeOptimizer([parameter], lr=0.1, config=config)
+
+
+def another_order(rank: int, step: int, pairs: list[Any]) -> Iterator[Any]:
+    yield from reversed(pairs) if (rank, step) == (1, 2) else pairs
+
+
+def a_step_left_out(rank: int, step: int, pairs: list[Any]) -> Iterator[Any]:
+    for pair in pairs:
+        if (rank, step) != (1, 2):
+            yield pair
+
+
+def set_on_rank_1(**values: Any) -> Any:
+    def change(rank: int, step: int, pairs: list[Any]) -> Iterator[Any]:
+        if (rank, step) == (1, 2):
+            pairs[0][1].param_groups[0].update(values)
+        yield from pairs
+
+    return change
+
+
+def clipped_on_rank_0(rank: int, step: int, pairs: list[Any]) -> Iterator[Any]:
+    for pair in pairs:
+        if rank == 0 and step == 2:
+            pair[1].clip_grad_norm(1.0)
+        yield pair
+
+
+APART: dict[str, tuple[Any, str]] = {
+    "order": (another_order, "step 3 of optimizer 0 on rank 0 and step 3 of optimizer 1 on rank 1"),
+    "left out": (a_step_left_out, "step 3 of optimizer 0"),
+    "lr": (set_on_rank_1(lr=0.05), "lr = 0.1 on rank 0 and 0.05 on rank 1"),
+    "betas": (set_on_rank_1(betas=(0.9, 0.99)), "beta2 = 0.95 on rank 0 and 0.99 on rank 1"),
+    "decay": (set_on_rank_1(weight_decay=0.0), "weight_decay = 0.1 on rank 0 and 0.0 on rank 1"),
+    "clipping": (clipped_on_rank_0, "max_norm=1.0 on rank 0 and max_norm=None on rank 1"),
+}
+
+
+def step_apart(rank: int, world_size: int, case: str) -> None:
+    pairs = [make(300), make(5000)]
+    for step in range(5):
+        for parameter, optimizer in pairs:
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        for parameter, optimizer in APART[case][0](rank, step, pairs):
+            before = parameter.detach().clone()
+            try:
+                optimizer.step()
+            except (RuntimeError, ValueError):
+                assert torch.equal(parameter, before)
+                raise
+
+
+@pytest.mark.parametrize("case", APART)
+def test_ranks_that_step_apart_are_an_error_and_nothing_is_folded(run_ranks: RunRanks, case: str) -> None:
+    for text in texts(run_ranks(step_apart, 2, case, expect_errors=True, timeout=SOON)):
+        assert APART[case][1] in text
+
+
+def exchange_apart(rank: int, world_size: int) -> None:
+    parameter = nn.Parameter(torch.ones(300))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    SparseLoCo(optimizer, sync_every=3)
+    for step in range(7):
+        parameter.grad = torch.full((300,), float(rank + step))
+        if (rank, step) == (1, 4):
+            optimizer.param_groups[0]["lr"] = 0.05
+        optimizer.step()
+
+
+def test_local_steps_by_another_learning_rate_are_an_error_at_the_exchange(run_ranks: RunRanks) -> None:
+    for text in texts(run_ranks(exchange_apart, 2, expect_errors=True, timeout=SOON)):
+        assert "lr" in text
+        assert "0.05" in text
+
+
+class Guarded(Regression):
+    """Leaves a step out where its own gradients are not finite, as one may under DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.taken: list[int] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.manual_backward(loss * float("nan") if (batch_idx, self.global_rank) == (3, 1) else loss)
+        if all(bool(parameter.grad.isfinite().all()) for parameter in self.parameters()):
+            optimizer.step()
+            self.taken.append(batch_idx)
+
+
+class PassesOver(Regression):
+    """Rank 1 alone leaves a step out, by what no gradient says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.taken: list[int] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.manual_backward(nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+        if (batch_idx, self.global_rank) != (3, 1):
+            self.optimizers().step()
+            self.taken.append(batch_idx)
+        self.zero_grad()
+
+
+def fit_and_tell(rank: int, world_size: int, kind: Any) -> tuple[list[int], Tensor]:
+    module = kind()
+    make_trainer(strategy("scape", timeout=60)).fit(module)
+    return module.taken, weights(module)
+
+
+@pytest.mark.parametrize("kind", [Guarded, PassesOver])
+def test_a_step_that_a_module_leaves_out_is_left_out_on_all_ranks_or_an_error_on_all(
+    run_ranks: RunRanks, kind: Any
+) -> None:
+    ends = run_ranks(fit_and_tell, 2, kind, expect_errors=True, timeout=SOON)
+    if any(isinstance(end, Exception) for end in ends):
+        assert all("batch" in text or "step" in text for text in texts(ends))
+    else:
+        (first, one), (second, other) = ends
+        assert first == second == [0, 1, 2, 4, 5]
+        assert torch.equal(one, other)
+
+
+def scale_alone(rank: int, world_size: int) -> tuple[Tensor, float]:
+    """A plain loop with torch's GradScaler, by which each rank decides for itself."""
+    parameter, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale((parameter * (torch.inf if (step, rank) == (1, 1) else 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return parameter.detach(), float(scaler.get_scale())
+
+
+def test_a_scaler_by_which_one_rank_skips_is_an_error_or_agrees(run_ranks: RunRanks) -> None:
+    ends = run_ranks(scale_alone, 2, expect_errors=True, timeout=SOON)
+    if any(isinstance(end, Exception) for end in ends):
+        assert all("GradScaler" in text or "step" in text for text in texts(ends))
+    else:
+        assert torch.equal(ends[0][0], ends[1][0])
+
+
+# ------------------------------------------------------------------------------------------- loaders of other lengths
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Samples without a known number."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        for number in range(self.samples):
+            yield [torch.full((WIDTH,), float(number)), torch.zeros(3)]
+
+
+class Own(Regression):
+    """As many batches as it is told, by rank."""
+
+    def __init__(self, batches: list[int], known: bool) -> None:
+        super().__init__()
+        self.batches, self.known = batches, known
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        mine = self.batches[dist.get_rank()]
+        if not self.known:
+            return DataLoader(Stream(mine), batch_size=1)
+        return DataLoader(TensorDataset(torch.ones(mine, WIDTH), torch.zeros(mine, 3)), batch_size=1)
+
+    val_dataloader = train_dataloader
+
+
+def fit_own(rank: int, world_size: int, method: str, batches: list[int], known: bool, options: dict[str, Any]) -> int:
+    kind = strategy("scape", local_group_size=2) if method == "nodes" else strategy(method)
+    trainer = make_trainer(kind, use_distributed_sampler=False, **{"max_epochs": 3, **options})
+    trainer.fit(Own(batches, known))
+    return int(trainer.global_step)
+
+
+@pytest.mark.parametrize(
+    ("method", "batches", "known", "options"),
+    [
+        ("scape", [6, 5], True, {}),
+        ("scape", [5, 8], False, {"max_steps": 6}),
+        ("scape", [6, 5], False, {"accumulate_grad_batches": 3}),  # as many steps, yet
+        ("scape", [5, 4], False, {"limit_val_batches": 1}),
+        ("sparseloco", [6, 5], True, {}),
+        ("sparseloco", [6, 5], False, {}),
+        ("nodes", [6, 5, 6, 5], False, {}),
+    ],
+)
+def test_ranks_that_run_out_of_batches_apart_raise_together(
+    run_ranks: RunRanks, method: str, batches: list[int], known: bool, options: dict[str, Any]
+) -> None:
+    ends = run_ranks(fit_own, len(batches), method, batches, known, options, expect_errors=True, timeout=SOON)
+    for text in texts(ends):
+        assert "batch" in text
+        assert "on rank 0" in text
+
+
+@pytest.mark.parametrize("method", ["scape", "sparseloco"])
+def test_ranks_that_end_together_train(run_ranks: RunRanks, method: str) -> None:
+    assert run_ranks(fit_own, 2, method, [5, 5], False, {}, timeout=SOON) == [15, 15]
+    assert run_ranks(fit_own, 2, method, [6, 9], False, {"max_steps": 6}, timeout=SOON) == [6, 6]
+    assert run_ranks(fit_own, 2, method, [9, 7], True, {"limit_train_batches": 5}, timeout=SOON) == [15, 15]
+
+
+# ------------------------------------------------------------------------------------------------ setting up
+
+
+class BuiltApart(Regression):
+    """Rank 1 builds what ``kind`` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind == "another module" and dist.get_rank() == 1:
+            self.net[0] = nn.Linear(WIDTH, 6)
+
+    def configure_optimizers(self) -> Any:
+        if self.global_rank == 0 or self.kind == "another module":
+            return super().configure_optimizers()
+        if self.kind == "a mistake":
+            mistake()
+        return torch.optim.SGD(self.parameters()) if self.kind == "another optimizer" else None
+
+
+def build_apart(rank: int, world_size: int, method: str, kind: str, path: str) -> None:
+    more: dict[str, Any] = {"async_save": True} if kind == "another option" and rank else {}
+    trainer = make_trainer(strategy(method, **more))
+    trainer.fit(BuiltApart(kind), ckpt_path=path if kind == "another checkpoint" and rank == 0 else None)
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "words"),
+    [
+        ("scape", "another module", "on rank 1"),
+        ("scape", "a mistake", "one rank's mistake"),
+        ("scape", "none", "got none on rank 1 and AdamW on rank 0"),
+        ("sparseloco", "another optimizer", "got SGD on rank 1 and AdamW on rank 0"),
+        ("scape", "another option", "async_save is True on rank 1"),
+        ("scape", "another checkpoint", "on rank 0 and none on rank 1"),
+    ],
+)
+def test_what_ranks_set_up_apart_is_an_error_on_all(
+    run_ranks: RunRanks, tmp_path: Path, method: str, kind: str, words: str
+) -> None:
+    path = str(tmp_path / "a.ckpt")
+    for text in texts(run_ranks(build_apart, 2, method, kind, path, expect_errors=True, timeout=SOON)):
+        assert words in text
+
+
+# ------------------------------------------------------------------------------------------------ saving and loading
+
+
+class Saves(pl.Callback):
+    """Saves in mid-fit, where one thing goes wrong on rank 1 (what cannot be pickled: on rank 0, which writes)."""
+
+    def __init__(self, path: str, what: str) -> None:
+        self.path, self.what, self.message = path, what, ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return mistake() if self.what == "a callback's state" and dist.get_rank() == 1 else {}
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: Any) -> None:
+        if self.what == "on_save_checkpoint" and trainer.global_rank == 1:
+            mistake()
+        if self.what == "what cannot be pickled":
+            checkpoint["mine"] = lambda: None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            self.message = message_of(lambda: trainer.save_checkpoint(self.path))
+            trainer.should_stop = True
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    began = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        assert time.monotonic() - began < SOON
+        return str(error)
+    return ""
+
+
+WRONG = {
+    "a callback's state": "one rank's mistake",
+    "on_save_checkpoint": "one rank's mistake",
+    "what cannot be pickled": "lambda",
+}
+
+
+def save_apart(rank: int, world_size: int, folder: str) -> dict[tuple[str, str], str]:
+    found = {}
+    for method, kind in (("scape", "full"), ("sparseloco", "sharded")):
+        for what in WRONG:
+            callback = Saves(f"{folder}/{method}-{what}.ckpt", what)
+            make_trainer(strategy(method, state_dict_type=kind), callbacks=[callback]).fit(Regression())
+            found[method, what] = callback.message
+    return found
+
+
+def test_what_fails_in_saving_on_one_rank_fails_on_all(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for found in run_ranks(save_apart, 2, str(tmp_path)):
+        for (method, what), message in found.items():
+            assert WRONG[what] in message, (method, what, message)
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+FABRICS: dict[str, Callable[..., Any]] = {
+    "scape": lambda **options: FabricScapeStrategy(sparsity=0.5, **options),
+    "sparseloco": lambda **options: FabricSparseLoCoStrategy(sync_every=2, **options),
+}
+
+
+class Broken:
+    """Gives no state on rank 1."""
+
+    def state_dict(self) -> Any:
+        return mistake() if dist.get_rank() == 1 else {}
+
+    def load_state_dict(self, _: Any) -> None: ...
+
+
+def fabric_apart(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
+    found = {}
+    for name, kind in (("scape", "sharded"), ("sparseloco", "full")):
+        path = f"{folder}/{name}"
+        plan = FABRICS[name](state_dict_type=kind)
+        fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=plan, plugins=[GivenRanks()])
+        fabric.launch()
+        model, optimizer = fabric.setup(module := nn.Linear(4, 2), torch.optim.AdamW(module.parameters()))
+        fabric.backward(model(torch.ones(1, 4)).sum())
+        optimizer.step()
+        state = {"model": model, "optimizer": optimizer, "note": 1}
+        fabric.save(path, state)
+        found[name] = [
+            message_of(lambda f=fabric, s=state, p=path: f.save(f"{p}.other", {"broken": Broken(), **s})),
+            message_of(lambda f=fabric, s=state, p=path: f.save(f"{p}.other", {**s, "mine": lambda: None})),
+            message_of(lambda f=fabric, s=state, p=path: f.load(p if dist.get_rank() == 0 else f"{p}.none", s)),
+        ]
+        fabric.load(path, state)
+        assert state["note"] == 1
+    return found
+
+
+def test_under_fabric_what_fails_on_one_rank_fails_on_all(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for found in run_ranks(fabric_apart, 2, str(tmp_path)):
+        for saved, pickled, loaded in found.values():
+            assert "one rank's mistake" in saved
+            assert "lambda" in pickled
+            assert "not found" in loaded or "on rank 1" in loaded
+
+
+class SavesAlone(pl.Callback):
+    """``if trainer.is_global_zero: trainer.save_checkpoint(...)``."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.is_global_zero and trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def save_alone(rank: int, world_size: int, method: str, path: Path, step: int) -> None:
+    make_trainer(strategy(method), callbacks=[SavesAlone(path, step)]).fit(Regression())
+
+
+@pytest.mark.parametrize(("method", "step"), [("scape", 2), ("scape", BATCHES), ("sparseloco", 3)])
+def test_a_save_by_one_rank_alone_is_an_error_on_all(
+    run_ranks: RunRanks, tmp_path: Path, method: str, step: int
+) -> None:
+    path = tmp_path / "a.ckpt"
+    for text in texts(run_ranks(save_alone, 2, method, path, step, expect_errors=True, timeout=60.0)):
+        assert "save" in text
+
+
+# ------------------------------------------------------------------------------------------------ the user's own error
+
+
+def fail_alone(rank: int, world_size: int, method: str, how: str) -> None:
+    class Dies(Regression):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if (batch_idx, self.global_rank) == (3, 1):
+                os.kill(os.getpid(), signal.SIGKILL) if how == "dies" else mistake()
+            return super().training_step(batch, batch_idx)
+
+    make_trainer(strategy(method, timeout=20)).fit(Dies())
+
+
+@pytest.mark.parametrize("method", ["scape", "sparseloco"])
+@pytest.mark.parametrize("how", ["raises", "dies"])
+def test_an_error_of_one_rank_comes_out_as_it_is_and_the_others_end(run_ranks: RunRanks, method: str, how: str) -> None:
+    other, own = run_ranks(fail_alone, 2, method, how, expect_errors=True, timeout=60.0)
+    assert isinstance(own, RankError if how == "dies" else KeyError)
+    assert isinstance(other, Exception)  # its connection was cut
