@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_scape import ScapeStrategy, SparseLoCoStrategy
+from lightning_scape import ScapeStrategy, SparseLoCoStrategy, newest_checkpoint
 
 
 class Module(LightningModule):
@@ -69,6 +69,7 @@ def main(folder: Path, method: str, steps: int, signals: list[int | None], optio
     rank, ranks, nodes = (int(os.environ[f"SLURM_{name}"]) for name in ("PROCID", "NTASKS", "NNODES"))
     accumulate, pause = options.pop("accumulate", 1), options.pop("pause", 0.0)
     every = options.pop("save_every", 5)
+    newest = newest_checkpoint(folder / "saved") if options.pop("newest", False) else None
     count = Count()
     if method == "scape":
         strategy = ScapeStrategy(sparsity=0.5, sparsity_warmup_steps=0, timeout=60, **options)
@@ -91,7 +92,7 @@ def main(folder: Path, method: str, steps: int, signals: list[int | None], optio
         ],
     )
     module = Module(signals[rank] if signals else None, pause)
-    trainer.fit(module, DataLoader(TensorDataset(torch.zeros(400, 1)), batch_size=4))
+    trainer.fit(module, DataLoader(TensorDataset(torch.zeros(400, 1)), batch_size=4), ckpt_path=newest)
     values = [parameter.detach().flatten().tolist() for parameter in module.parameters()]
     (folder / f"ended-{rank}.json").write_text(
         json.dumps({"step": trainer.global_step, "batches": count.batches, "values": values})

@@ -1,4 +1,4 @@
-"""A real SLURM of two nodes: the scripts of examples/, and jobs that it stops and starts again.
+"""A real SLURM of two nodes: the script of examples/, and jobs that it stops and starts again.
 
 Where a signal must come in one step and no other, tests/test_requeue.py stands in for it.
 """
@@ -9,21 +9,19 @@ import functools
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import yaml
 from slurm_cluster import Cluster, missing, wait
-from warm_python import warm_python
 
-from lightning_scape.tools import commands
+from lightning_scape.checkpoint.inspection import verify
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLES = ROOT / "examples"
+SCRIPT = ROOT / "examples" / "slurm.sbatch"
 JOB = ROOT / "tests" / "requeue_job.py"
-OF_CPU = ("--accelerator=cpu", "--precision=32-true", "--size=tiny", "--context=32", "--val-batches=2")
 AT_FIRST = "$([[ $SLURM_RESTART_COUNT ]] && echo -1 || echo 1000000)"
 """Steps: trains until it is stopped; after that, five more."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
@@ -33,11 +31,10 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=f"slurm: {missing(
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Its jobs find `python` and `litgpt-scape` as in an environment with the package."""
+    """Its jobs find `python` as in an environment with the package."""
     tools = tmp_path_factory.mktemp("bin")
-    for name, words in {"python": "", "litgpt-scape": " -m lightning_scape.tools.cli"}.items():
-        (tools / name).write_text(f'#!/bin/sh\nexec "{warm_python()}"{words} "$@"\n')
-        (tools / name).chmod(0o755)
+    (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (tools / "python").chmod(0o755)
     variables = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     variables |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1"}
     with Cluster(variables) as cluster:
@@ -49,7 +46,7 @@ def submit(
 ) -> tuple[str, Path]:
     """tests/requeue_job.py on both nodes; what bash makes of `steps` and `signals`. Its number, and its log."""
     log = folder / "%a.log" if "--array" in " ".join(options) else folder / "job.log"
-    settings = {"resume": "auto", **settings}
+    settings = {"newest": True, **settings}
     words = f"""{folder}/$SLURM_ARRAY_TASK_ID scape {steps} "{signals}" '{json.dumps(settings)}'"""
     script = f"#!/bin/bash\nsrun --kill-on-bad-exit=1 --ntasks=$SLURM_JOB_NUM_NODES python {JOB} {words}\n"
     (folder / "job.sbatch").write_text(script)
@@ -76,47 +73,26 @@ def read(log: Path) -> str:
     return log.read_text() if log.exists() else ""
 
 
-# ------------------------------------------------------------------------------------------- the scripts of examples/
+# ------------------------------------------------------------------------------------------- the script of examples/
 
 
-@pytest.mark.few(0)
-def test_the_trainers_script_trains_on_both_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    options = (*OF_CPU, "--steps=4", "--max-bytes=200000", f"--out={tmp_path}")
+def test_the_script_trains_on_both_nodes(cluster: Cluster, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    job = cluster.submit("--cpus-per-task=1", f"--output={log}", EXAMPLES / "slurm_trainer.sbatch", *options)
-    assert cluster.wait_for(job, *ENDED) == "COMPLETED", read(log)
-    result = json.loads((tmp_path / "scape-99" / "result.json").read_text())
-    assert result["ranks"] == 2
-    assert result["bytes_total"] > 0
-
-
-@pytest.mark.few(0)
-def test_litgpts_script_pretrains_on_both_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    pytest.importorskip("litgpt")
-    options = ["--config", "configs/tiny_cpu.yaml", f"--out_dir={tmp_path}", "--train.max_tokens=8192"]
-    options += ["--eval.max_iters=2", "--train.log_interval=1"]
-    log = tmp_path / "log"
-    job = cluster.submit("--cpus-per-task=1", f"--output={log}", EXAMPLES / "slurm_litgpt.sbatch", *options)
+    options = ("--steps=4", "--strategy=scape", "--accelerator=cpu", "--precision=32-true", f"--out={tmp_path}")
+    job = cluster.submit("--cpus-per-task=1", f"--output={log}", SCRIPT, *options)
     assert cluster.wait_for(job, *ENDED) == "COMPLETED", read(log)
     assert "MEMBER: 1/2" in read(log)
     assert "MEMBER: 2/2" in read(log)
-    assert "step 4 |" in read(log)
-    used = yaml.safe_load((tmp_path / "final" / "hyperparameters.yaml").read_text())
-    assert (used["num_nodes"], used["devices"]) == (2, 1)
-    assert (tmp_path / "final" / "lit_model.pth").is_file()
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("script", ["slurm_trainer.sbatch", "slurm_litgpt.sbatch"])
-def test_a_task_gets_the_cores_that_the_script_asks_for(cluster: Cluster, tmp_path: Path, script: str) -> None:
+def test_a_task_gets_the_cores_that_the_script_asks_for(cluster: Cluster, tmp_path: Path) -> None:
     """SLURM 22.05's `srun` takes `--cpus-per-task` from its own variable only, and not from the job's."""
     (tmp_path / "bin").mkdir()
-    for name in ("python", "litgpt-scape"):
-        (tmp_path / "bin" / name).write_text('#!/bin/sh\nscontrol show step "$SLURM_JOB_ID.$SLURM_STEP_ID"\n')
-        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "bin" / "python").write_text('#!/bin/sh\nscontrol show step "$SLURM_JOB_ID.$SLURM_STEP_ID"\n')
+    (tmp_path / "bin" / "python").chmod(0o755)
     path = f"PATH={tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     log = tmp_path / "log"
-    job = cluster.submit("--nodes=1", f"--output={log}", f"--export=ALL,{path}", EXAMPLES / script)
+    job = cluster.submit("--nodes=1", f"--output={log}", f"--export=ALL,{path}", SCRIPT)
     assert cluster.wait_for(job, *ENDED) == "COMPLETED", read(log)
     assert "TresPerStep=cpu:8" in read(log)
 
@@ -124,7 +100,6 @@ def test_a_task_gets_the_cores_that_the_script_asks_for(cluster: Cluster, tmp_pa
 # --------------------------------------------------------------------------------- jobs that are stopped, and go on
 
 
-@pytest.mark.few(0)
 def test_a_task_of_an_array_requeues_itself_and_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path) -> None:
     """Task 0's ranks get the signal in steps 5 and 7 of their first start; task 1 is never stopped."""
     for task in range(2):
@@ -167,7 +142,6 @@ def timed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return jobs
 
 
-@pytest.mark.few(0)
 def test_a_job_whose_time_is_nearly_over_is_requeued_and_goes_on(cluster: Cluster, timed: dict[str, Timed]) -> None:
     job, log = timed["signal"]
     cluster.wait_for_requeue(job)
@@ -184,10 +158,9 @@ def test_a_job_at_the_end_of_its_time_saves(cluster: Cluster, timed: dict[str, T
     job, log = timed["none"]
     assert cluster.wait_for(job, *ENDED) == "TIMEOUT", read(log)
     (saved,) = (log.parent / "saved").glob("*.ckpt")
-    commands.main(["verify", str(saved)])
+    verify(saved)
 
 
-@pytest.mark.few(0)
 def test_a_job_that_is_requeued_by_hand_saves_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     job, log = submit(cluster, tmp_path, AT_FIRST, pause=0.05)
     wait_for_steps(tmp_path, log)
@@ -198,9 +171,8 @@ def test_a_job_that_is_requeued_by_hand_saves_and_goes_on(cluster: Cluster, tmp_
     assert begins(log)[2] == begins(log)[3] >= 5
 
 
-@pytest.mark.few(0)
 def test_a_job_whose_node_is_lost_goes_on_on_the_one_that_is_left(cluster: Cluster, tmp_path: Path) -> None:
-    job, log = submit(cluster, tmp_path, AT_FIRST, pause=0.05, batches_per_step=2)
+    job, log = submit(cluster, tmp_path, AT_FIRST, pause=0.05)
     wait_for_steps(tmp_path, log)
     cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
     try:
