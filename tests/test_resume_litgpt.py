@@ -8,14 +8,15 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("litgpt", reason="the command line of LitGPT needs litgpt")
 pytest.importorskip("jsonargparse")
 
 from test_cli import ROOT, STEP, TINY, load, run_module
-from test_sharded import assert_equal
 from warm_python import warm_python
 
 from lightning_scape.tools import litgpt_cli
@@ -28,6 +29,17 @@ OPTIONS = (
     "--eval.max_iters=2",
     f"--train.max_tokens={STEPS * STEP}",
 )
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert_equal(value, other[key])
+    else:
+        assert one == other
 
 
 def run_until_killed(out: Path) -> None:

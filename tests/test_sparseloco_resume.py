@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,7 @@ import torch
 from test_sparseloco import SPARSE, flat, gradient, model
 from torch import Tensor
 
-from lightning_scape import ScapeConfig, ScapeOptimizer
-from lightning_scape.checkpoint.atomic_files import CheckpointError
-from lightning_scape.checkpoint.dcp import Chunk, as_bytes
-from lightning_scape.checkpoint.saver import Content, SavedContent, Saver, consolidate
-from lightning_scape.comm.collectives import Communicator
 from lightning_scape.sparseloco import SparseLoCo
-from lightning_scape.tools import commands
 
 STEPS, AFTER = 14, 5
 """Steps in all, and those before the checkpoint: in the middle of the second window of three."""
@@ -37,35 +30,28 @@ def go_on(net: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, fir
         optimizer.step()
 
 
-def _resume(rank: int, world_size: int, folder: str, kind: str, overlap: int, after: int) -> tuple[Tensor, Tensor]:
+def _resume(rank: int, world_size: int, folder: str, overlap: int, after: int) -> tuple[Tensor, Tensor]:
     options = {"overlap_steps": overlap}
     net, optimizer, loco = build(**options)
     go_on(net, optimizer, rank, 0, after)
     path = Path(folder) / "saved"
-    if kind == "whole":
-        loco.consolidate_state_dict()
-        if rank == 0:
-            torch.save({"model": net.state_dict(), "loco": loco.state_dict()}, path)
-    else:
-        content = Content(optimizers={"loco": loco.sharded_state_dict()})
-        Saver(asynchronous=False).save(path, content, Communicator())
+    loco.consolidate_state_dict()
+    if rank == 0:
+        torch.save({"model": net.state_dict(), "loco": loco.state_dict()}, path)
     go_on(net, optimizer, rank, after, STEPS)
     torch.distributed.barrier()
     other, second, again = build(**options)
-    if kind == "whole":
-        saved = torch.load(path, weights_only=True)
-        other.load_state_dict(saved["model"])  # rank 0's: inside a window the others differ
-        again.load_state_dict(saved["loco"])
-    else:
-        again.load_state_dict(SavedContent(path, Communicator()).optimizers["loco"])
+    saved = torch.load(path, weights_only=True)
+    other.load_state_dict(saved["model"])  # rank 0's: inside a window the others differ
+    again.load_state_dict(saved["loco"])
     go_on(other, second, rank, after, STEPS)
     assert again.progress == loco.progress
     return flat(net), flat(other)
 
 
-@pytest.mark.parametrize(("kind", "overlap", "after"), [("whole", 2, 4), ("sharded", 0, AFTER)])
-def test_training_goes_on_bit_for_bit(run_ranks: Any, tmp_path: Path, kind: str, overlap: int, after: int) -> None:
-    ends = run_ranks(_resume, 2, str(tmp_path), kind, overlap, after)
+@pytest.mark.parametrize(("overlap", "after"), [(2, 4), (0, AFTER)])
+def test_training_goes_on_bit_for_bit(run_ranks: Any, tmp_path: Path, overlap: int, after: int) -> None:
+    ends = run_ranks(_resume, 2, str(tmp_path), overlap, after)
     for straight, resumed in ends:
         assert torch.equal(straight, resumed)
     assert not torch.equal(ends[0][0], ends[1][0])  # the run ends inside a window
@@ -175,24 +161,19 @@ def _of(shapes: list[tuple[int, ...]], names: str, kind: type[torch.optim.Optimi
 
 
 @pytest.mark.parametrize(
-    ("shapes", "names", "kind", "complaint", "sharded"),
+    ("shapes", "names", "kind", "complaint"),
     [
-        ([(3, 4), (6,), (6,)], "abc", torch.optim.AdamW, r"got shape \(4, 3\) for 'a', which has \(3, 4\)", False),
-        ([(4, 3), (6,), (6,)], "acb", torch.optim.AdamW, "got 'b' in place 1, where the optimizer has 'c'", True),
-        ([(4, 3), (6,), (6,)], "abc", torch.optim.SGD, "got one of AdamW, and SparseLoCo wraps SGD", False),
+        ([(3, 4), (6,), (6,)], "abc", torch.optim.AdamW, r"got shape \(4, 3\) for 'a', which has \(3, 4\)"),
+        ([(4, 3), (6,), (6,)], "acb", torch.optim.AdamW, "got 'b' in place 1, where the optimizer has 'c'"),
+        ([(4, 3), (6,), (6,)], "abc", torch.optim.SGD, "got one of AdamW, and SparseLoCo wraps SGD"),
     ],
 )
 def test_a_state_of_other_shapes_order_or_optimizer_is_refused_and_changes_nothing(
-    tmp_path: Path, shapes: list[tuple[int, ...]], names: str, kind: Any, complaint: str, sharded: bool
+    shapes: list[tuple[int, ...]], names: str, kind: Any, complaint: str
 ) -> None:
     """Only the numbers of entries were compared: moments of one parameter became another's."""
     saved: Any = _of([(4, 3), (6,), (6,)], "abc", torch.optim.AdamW)
-    if sharded:
-        content = Content(optimizers={"loco": saved.sharded_state_dict()})
-        Saver(asynchronous=False).save(tmp_path / "saved", content, Communicator.alone())
-        saved = SavedContent(tmp_path / "saved").optimizers["loco"]
-    else:
-        saved = saved.state_dict()
+    saved = saved.state_dict()
     loco = _of(shapes, names, kind)
     before, place = copy.deepcopy(loco.optimizer.state_dict()), [flat.clone() for flat in loco.parameters.flat]
     state = loco.state
@@ -207,105 +188,11 @@ def test_state_dict_of_several_ranks_must_be_collected_first(run_ranks: Any) -> 
     assert run_ranks(_uncollected, 2) == ["must be collected"] * 2
 
 
-def test_a_directory_of_sparseloco_is_made_the_file_of_a_full_save(tmp_path: Path) -> None:
-    net, optimizer, loco = build()
-    go_on(net, optimizer, 0, 0, 2)
-    content = Content(optimizers={"loco": loco.sharded_state_dict()})
-    Saver(asynchronous=False).save(tmp_path / "saved", content, Communicator.alone())
-    made, given = consolidate(tmp_path / "saved")["loco"], loco.state_dict()
-    assert repr(made) == repr(given)
-    for key, tensor in made["sparseloco"]["tensors"].items():
-        if not key.startswith("inner"):
-            torch.testing.assert_close(tensor, given["sparseloco"]["tensors"][key], rtol=0, atol=0)
-    loco.load_state_dict(made)
-    assert "consolidate --optimizer adamw" in (tmp_path / "saved" / "README.txt").read_text()
-    with pytest.warns(UserWarning, match="SparseLoCo's state as AdamW's.*What ranks have not yet sent is lost"):
-        for_adamw = consolidate(tmp_path / "saved", "adamw")["loco"]
-    torch.optim.AdamW(model().parameters()).load_state_dict(for_adamw)
-    scape = ScapeOptimizer(model().parameters(), config=ScapeConfig())
-    with pytest.raises(ValueError, match=r"must be one of SCAPE, got one of SparseLoCo.*state_dict_type=\"full\""):
-        scape.load_state_dict(SavedContent(tmp_path / "saved").optimizers["loco"])
-    with pytest.warns(UserWarning, match="was not written by SCAPE"):
-        scape.load_state_dict(loco.state_dict())
-
-
 def _uncollected(rank: int, world_size: int) -> str:
     _, _, loco = build()
     with pytest.raises(RuntimeError, match="must be collected"):
         loco.state_dict()
     return "must be collected"
-
-
-class Bait:
-    """Makes a directory when it is unpickled."""
-
-    def __init__(self, bait: Path) -> None:
-        self.bait = bait
-
-    def __reduce__(self) -> Any:
-        return (os.mkdir, (str(self.bait),))
-
-
-@pytest.mark.parametrize("content", ["bomb", "cut"])
-def test_verify_reads_what_loading_reads_of_every_ranks_part(tmp_path: Path, capsys: Any, content: str) -> None:
-    """Verify called a directory complete whose part of a rank executed code when it was loaded."""
-    net, optimizer, loco = build()
-    go_on(net, optimizer, 0, 0, 2)
-    shards, path, bait = loco.sharded_state_dict(), tmp_path / "saved", tmp_path / "executed"
-    packed = shards.tensors["inner.0"].tensor
-    bad = {
-        "bomb": torch.frombuffer(bytearray(as_bytes({"state": Bait(bait)})), dtype=torch.uint8),
-        "cut": packed[:-100],
-    }[content]
-    said = {"bomb": "only executing its code", "cut": "torn or damaged"}[content]
-    for tensor, complaint in ((packed, None), (bad, said)):
-        shards.tensors["inner.0"] = Chunk.whole(tensor)
-        Saver(asynchronous=False).save(path, Content(optimizers={"loco": shards}), Communicator.alone())
-        assert commands.main(["verify", str(path)]) == (0 if complaint is None else 1)
-        assert complaint is None or complaint in capsys.readouterr().err
-        if complaint is not None:
-            with pytest.raises(CheckpointError, match=complaint):
-                loco.load_state_dict(SavedContent(path).optimizers["loco"])
-    assert not bait.exists()
-
-
-def _scape_state(rank: int, world_size: int, path: str) -> list[Tensor]:
-    net = model()
-    config = ScapeConfig(sparsity=0.9, sparsity_warmup_steps=0, update="adamw")
-    optimizer = ScapeOptimizer(net.parameters(), lr=3e-3, config=config)
-    go_on(net, optimizer, rank, 0, 4)  # type: ignore[arg-type]
-    optimizer.consolidate_state_dict()
-    if rank == 0:
-        torch.save(optimizer.state_dict(), f"{path}.file")
-    content = Content(optimizers={"it": optimizer.sharded_state_dict()})
-    Saver(asynchronous=False).save(Path(f"{path}.folder"), content, Communicator())
-    assert optimizer.engine.state is not None
-    return [optimizer.engine.state.residual.norm()]
-
-
-def test_a_state_of_scape_becomes_the_inner_optimizers_and_says_what_is_dropped(run_ranks: Any, tmp_path: Path) -> None:
-    """It was refused, where plain AdamW takes it."""
-    norms = [norm for (norm,) in run_ranks(_scape_state, 2, str(tmp_path / "saved"))]
-    mass = float(torch.stack(norms).square().mean().sqrt())
-    whole = torch.load(tmp_path / "saved.file", weights_only=True)
-    for saved in (whole, SavedContent(tmp_path / "saved.folder").optimizers["it"]):
-        net, optimizer, loco = build()
-        with pytest.warns(UserWarning, match=f"trained with SCAPE: both moments.*an L2 norm of {mass:.3g} "):
-            loco.load_state_dict(copy.deepcopy(saved) if saved is whole else saved)  # torch keeps its tensors
-        assert optimizer.param_groups[0]["lr"] == 3e-3
-        for number, parameter in enumerate(net.parameters()):
-            assert float(optimizer.state[parameter]["step"]) == 4
-            assert torch.equal(optimizer.state[parameter]["exp_avg"], whole["state"][number]["exp_avg"])
-            assert torch.equal(optimizer.state[parameter]["exp_avg_sq"], whole["state"][number]["exp_avg_sq"])
-        go_on(net, optimizer, 0, 4, 8)
-        assert loco.progress.exchanges == 1
-    sgd = SparseLoCo(torch.optim.SGD(model().parameters(), 0.1))
-    with pytest.raises(ValueError, match="must wrap AdamW or Adam to go on from a state of SCAPE, got SGD"):
-        sgd.load_state_dict(whole)
-    other = torch.nn.Sequential(torch.nn.Linear(8, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3))
-    unfit = SparseLoCo(torch.optim.AdamW(other.parameters()))
-    with pytest.raises(ValueError, match=r"first moments of shape \(40, 8\) for parameter 0, which has \(30, 8\)"):
-        unfit.load_state_dict(whole)
 
 
 def _change(rank: int, world_size: int, change: str, overlap: int) -> Any:
