@@ -100,27 +100,6 @@ def test_a_task_gets_the_cores_that_the_script_asks_for(cluster: Cluster, tmp_pa
 # --------------------------------------------------------------------------------- jobs that are stopped, and go on
 
 
-def test_a_task_of_an_array_requeues_itself_and_goes_on_bit_for_bit(cluster: Cluster, tmp_path: Path) -> None:
-    """Task 0's ranks get the signal in steps 5 and 7 of their first start; task 1 is never stopped."""
-    for task in range(2):
-        (tmp_path / str(task)).mkdir()
-    signals = "$([[ $SLURM_ARRAY_TASK_ID$SLURM_RESTART_COUNT == 0 ]] && echo [5,7] || echo [])"
-    steps = "$([[ $SLURM_ARRAY_TASK_ID$SLURM_RESTART_COUNT == 0 ]] && echo 1000000 || echo 14)"
-    job, _ = submit(cluster, tmp_path, steps, "--array=0-1", signals=signals, pause=0.02)
-    cluster.wait_for_requeue(f"{job}_0")
-    for task in range(2):
-        assert cluster.wait_for(f"{job}_{task}", *ENDED) == "COMPLETED", read(tmp_path / f"{task}.log")
-    assert re.findall(r"all ranks save after step (\d+)", read(tmp_path / "0.log")) == ["8"]
-    # `scontrol requeue` ends the ranks by SIGTERM: a step or more later, and saved again.
-    first, second, *starts = begins(tmp_path / "0.log")
-    assert first == second == 0
-    assert len(starts) == 2
-    assert 8 <= starts[0] == starts[1] < 14
-    assert begins(tmp_path / "1.log") == [0, 0]
-    ended = [json.loads((tmp_path / f"{task}/ended-{rank}.json").read_text()) for task in range(2) for rank in range(2)]
-    assert all(end == ended[0] for end in ended)
-
-
 class Timed(NamedTuple):
     """A job whose time SLURM has been told to shorten; it looks at jobs' times every 30 s."""
 
@@ -169,16 +148,3 @@ def test_a_job_that_is_requeued_by_hand_saves_and_goes_on(cluster: Cluster, tmp_
     assert cluster.wait_for(job, *ENDED) == "COMPLETED", read(log)
     assert len(begins(log)) == 4, read(log)
     assert begins(log)[2] == begins(log)[3] >= 5
-
-
-def test_a_job_whose_node_is_lost_goes_on_on_the_one_that_is_left(cluster: Cluster, tmp_path: Path) -> None:
-    job, log = submit(cluster, tmp_path, AT_FIRST, pause=0.05)
-    wait_for_steps(tmp_path, log)
-    cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")
-    try:
-        cluster.wait_for_requeue(job, NumNodes="1", NumTasks="1")
-        assert cluster.wait_for(job, *ENDED) == "COMPLETED", read(log)
-    finally:
-        cluster.run("scontrol", "update", "nodename=n2", "state=resume")
-    assert len(begins(log)) == 3, read(log)
-    assert begins(log)[2] >= 5

@@ -344,8 +344,7 @@ def _resume(rank: int, world_size: int, dtype: torch.dtype) -> tuple[Tensor, Ten
     return ends[0], ends[1]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_a_resumed_run_has_the_owners_rounding_errors_too(run_ranks: Any, dtype: torch.dtype) -> None:
     for straight, resumed in run_ranks(_resume, 2, dtype):
         assert torch.equal(straight, resumed)
@@ -378,8 +377,7 @@ def _count_bytes(rank: int, world_size: int, dtype: torch.dtype) -> list[float]:
     return found
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32])
 def test_a_late_step_sends_a_twentieth_of_a_byte_and_a_mask_at_most_a_bit_for_each_parameter(
     run_ranks: Any, dtype: torch.dtype
 ) -> None:

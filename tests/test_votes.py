@@ -110,8 +110,7 @@ def train_watching_votes(rank: int, world_size: int, votes: int) -> None:
         assert torch.equal(masks.active, torch.cat(gathered(elected)))
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2])
 def test_owners_elect_from_the_votes_of_all_ranks(run_ranks: RunRanks, world_size: int) -> None:
     run_ranks(train_watching_votes, world_size, 3)
 
@@ -147,10 +146,7 @@ def count_votes(rank: int, world_size: int, options: dict[str, Any]) -> None:
     assert optimizer.bytes_per_step() == stats.bytes_total - stats.bytes_norm
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "options", [{"sparsity": 0.99, "mask_votes": 2}, {"sparsity": 0.999, "mask_votes": 4, "update": "adamw"}]
-)
+@pytest.mark.parametrize("options", [{"sparsity": 0.99, "mask_votes": 2, "update": "adamw"}])
 def test_votes_are_one_message_more_and_counted(run_ranks: RunRanks, options: dict[str, Any]) -> None:
     run_ranks(count_votes, 2, options)
 
@@ -279,8 +275,7 @@ def test_noise_floors_the_denominator_of_old_entries_only(share: float) -> None:
     assert with_noise[2].item() == pytest.approx(float(moved[2] / (floor + 0.05 * 900 / 9) ** 0.5))
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("sparsity", "share"), [(0.5, 0.1), (0.9, 0.5), (0.95, 1.0), (0.99, 1.0), (0.999, 1.0)])
+@pytest.mark.parametrize(("sparsity", "share"), [(0.9, 0.5), (0.99, 1.0)])
 def test_the_share_of_the_noise_grows_with_the_interval_between_visits(
     sparsity: float, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,8 +338,7 @@ def train_two(rank: int, world_size: int, votes: tuple[int, int]) -> None:
             optimizer.step()
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("votes", [(2, 2), (2, 0)])
+@pytest.mark.parametrize("votes", [(2, 0)])
 def test_optimizers_that_share_a_mask_group_keep_their_messages_apart(
     run_ranks: RunRanks, votes: tuple[int, int]
 ) -> None:
