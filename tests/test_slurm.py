@@ -41,13 +41,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def submit(
-    cluster: Cluster, folder: Path, steps: str, *options: str, signals: str = "[]", **settings: Any
-) -> tuple[str, Path]:
-    """tests/requeue_job.py on both nodes; what bash makes of `steps` and `signals`. Its number, and its log."""
-    log = folder / "%a.log" if "--array" in " ".join(options) else folder / "job.log"
-    settings = {"newest": True, **settings}
-    words = f"""{folder}/$SLURM_ARRAY_TASK_ID scape {steps} "{signals}" '{json.dumps(settings)}'"""
+def submit(cluster: Cluster, folder: Path, steps: str, *options: str, **settings: Any) -> tuple[str, Path]:
+    """tests/requeue_job.py on both nodes; what bash makes of `steps`. Its number, and its log."""
+    log, settings = folder / "job.log", {"newest": True, **settings}
+    words = f"""{folder}/ scape {steps} "[]" '{json.dumps(settings)}'"""
     script = f"#!/bin/bash\nsrun --kill-on-bad-exit=1 --ntasks=$SLURM_JOB_NUM_NODES python {JOB} {words}\n"
     (folder / "job.sbatch").write_text(script)
     common = (f"--output={log}", "--open-mode=append", "--requeue", "--ntasks-per-node=1", "--job-name=scape")
