@@ -44,7 +44,7 @@ cpu kernels litgpt two_hosts apart report cli slurm example doctor unwrapped cra
 strategy_advice sparseloco_litgpt two_level strangers two_level_litgpt strategy_life sparseloco_resume sparseloco
 strategy_options sparseloco_hosts odd_uses two_level_trainer fabric optimizer_life scape_simple browser features
 sweep_cuda strategy restarts two_level_fabric sparseloco_features imports two_level_checkpoint failing value_wire
-link_faults preemption
+preemption
 """.split()  # noqa: SIM905 - a list would take a line for each
 """Files whose tests take longest. They come first, so that no worker is left alone with one of them at the end.
 

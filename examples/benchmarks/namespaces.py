@@ -84,7 +84,7 @@ class Host:
 
     def start(
         self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
-    ) -> subprocess.Popen:
+    ) -> subprocess.Popen[bytes]:
         """Starts a program in a process group of its own, with ``env`` added to this environment."""
         environ = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, **(env or {})}
         return subprocess.Popen(self.command(command), env=environ, start_new_session=True, **options)
@@ -159,18 +159,6 @@ class Hosts:
             _run("ip", "-n", namespace, "link", "set", interface, "gso_max_size", str(_burst(rate) * 2 // 3))
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", *_bucket(rate))
 
-    def set_netem(self, *impairment: str) -> None:
-        """Loses, delays or reorders packets on every link, in both directions, in place of its rate.
-
-        Args:
-            impairment: as netem takes it: ``"loss", "1%"``, or ``"delay", "10ms", "reorder", "25%"``.
-
-        Raises:
-            OSError: this kernel has no netem (``sch_netem``), or does not know the impairment.
-        """
-        for host in self._members:
-            _run("tc", "-n", host.namespace, "qdisc", "replace", "dev", INTERFACE, "root", "netem", *impairment)
-
     def _build(self) -> None:
         for host in self._members:
             _run("ip", "netns", "add", host.namespace)
@@ -217,42 +205,36 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
 
 
-def torchrun(
-    hosts: Hosts,
-    command: Sequence[str],
-    logs: Path,
-    timeout: float,
-    *,
-    ranks_per_host: int = 1,
-    port: int = 29500,
+def run_ranks(
+    hosts: Hosts, command: Sequence[str], logs: Path, timeout: float, *, ranks_per_host: int = 1, port: int = 29500
 ) -> None:
-    """Runs a Python script on every host, by torchrun, each host pinned to a core; ends when all have.
+    """Runs a Python script on every host, with what torchrun tells a rank, pinned to a core of its host's own.
 
     Args:
         hosts: the hosts.
         command: the script and its arguments.
-        logs: what a host's processes say goes to ``<logs>.host<i>.log``.
+        logs: what a rank says goes to ``<logs>.rank<i>.log``.
         timeout: seconds.
         ranks_per_host: processes of a host.
         port: where they meet, of the first host; each of several at a time needs its own.
 
     Raises:
-        RuntimeError: a host has failed, or time is up; the others are killed, with all else that runs on these hosts.
+        RuntimeError: a rank has failed, or time is up; the others are killed.
     """
-    cores = sorted(os.sched_getaffinity(0))
-    paths = [logs.with_name(f"{logs.name}.host{index}.log") for index in range(len(hosts))]
-    running: list[subprocess.Popen] = []
-    environ = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    cores, size = sorted(os.sched_getaffinity(0)), len(hosts) * ranks_per_host
+    paths = [logs.with_name(f"{logs.name}.rank{rank}.log") for rank in range(size)]
+    everyone = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": port, "WORLD_SIZE": size}
+    everyone |= {"LOCAL_WORLD_SIZE": ranks_per_host, "TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": 1}
+    everyone["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    running: list[subprocess.Popen[bytes]] = []
     try:
-        for index, (host, log) in enumerate(zip(hosts, paths, strict=True)):
-            launcher = [
-                *("taskset", "--cpu-list", str(cores[index % len(cores)])),
-                *(sys.executable, "-m", "torch.distributed.run"),
-                *(f"--nnodes={len(hosts)}", f"--nproc-per-node={ranks_per_host}", "--monitor-interval=1"),
-                *(f"--node-rank={index}", f"--master-addr={hosts[0].address}", f"--master-port={port}"),
-            ]
+        for rank, log in enumerate(paths):
+            index, local = divmod(rank, ranks_per_host)
+            own = {"RANK": rank, "LOCAL_RANK": local, "GROUP_RANK": index}
+            environ = {name: str(value) for name, value in {**everyone, **own}.items()}
+            pinned = ["taskset", "--cpu-list", str(cores[index % len(cores)]), sys.executable, *command]
             with log.open("w") as out:
-                running.append(host.start([*launcher, *command], env=environ, stdout=out, stderr=out))
+                running.append(hosts[index].start(pinned, env=environ, stdout=out, stderr=out))
         deadline = time.monotonic() + timeout
         while any(process.poll() is None for process in running) and not any(process.poll() for process in running):
             if time.monotonic() > deadline:
@@ -262,19 +244,14 @@ def torchrun(
             if process.poll():
                 raise RuntimeError(f"it failed; see {log}:\n{_last_words(log)}")
     finally:
-        for host, process in zip(hosts, running, strict=False):
+        for process in running:
             if process.poll() is None:
-                for pid in host.processes():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
 def _last_words(log: Path) -> str:
-    """The last of what a rank said, without what torchrun says afterwards."""
-    said, _, _ = log.read_text().partition("torch/distributed/elastic/multiprocessing/api.py")
-    lines = said.splitlines()
-    return "\n".join([line for line in lines if line.startswith("[rank")][-15:] or lines[-15:])
+    return "\n".join(log.read_text().splitlines()[-15:])
 
 
 def sent_bytes() -> tuple[int, int]:

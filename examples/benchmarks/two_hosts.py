@@ -6,8 +6,8 @@
     sudo python examples/benchmarks/two_hosts.py steps --ranks-per-host 2 --methods compute hsdp scape-0.99 nodes-0.99
     sudo python examples/benchmarks/two_hosts.py runs --links 10mbit --methods compute scape-0.99 sparseloco-15
 
-Hosts are network namespaces (see namespaces.py), one rank each, pinned to a core with one thread, launched by torchrun.
-All methods of a row of links take turns, so that whatever else the machine does falls on all alike: step by step in
+Hosts are network namespaces (see namespaces.py), one rank each, pinned to a core with one thread.
+All methods at a link take turns, so that whatever else the machine does falls on all alike: step by step in
 the same processes, or whole runs from one validation to the next, while the others wait and their clocks stand still.
 
 A method is a name and its numbers: compute (no messages), ddp, ddp-bf16, powersgd-RANK, fsdp, hsdp,
@@ -38,7 +38,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import record
-from namespaces import Hosts, bits_per_second, missing, torchrun
+from namespaces import Hosts, bits_per_second, missing, run_ranks
 
 RANKS = str(Path(__file__).with_name("two_hosts_ranks.py"))
 STEPS = ["compute", "ddp", "ddp-bf16", "powersgd-1", "fsdp", "scape-0.9", "scape-0.99", "sparseloco-30"]
@@ -129,11 +129,11 @@ def measure(args: argparse.Namespace, hosts: Hosts, link: str) -> dict[str, list
 
 
 def launch(args: argparse.Namespace, hosts: Hosts, folder: Path, given: dict[str, Any], port: int = 29500) -> None:
-    """One torchrun on each host; ends when all have."""
+    """All ranks of one job; ends when all have."""
     logs = args.out / "logs" / f"{args.what}-{given['name']}"
     logs.parent.mkdir(parents=True, exist_ok=True)
     command = [RANKS, json.dumps({**given, "folder": str(folder)})]
-    torchrun(hosts, command, logs, args.timeout, ranks_per_host=args.ranks_per_host, port=port)
+    run_ranks(hosts, command, logs, args.timeout, ranks_per_host=args.ranks_per_host, port=port)
 
 
 def in_turns(args: argparse.Namespace, hosts: Hosts, folder: Path, given: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What two_hosts.py starts on each host by torchrun: the Trainer's jobs, and what they report. Its argument is JSON."""
+"""What two_hosts.py starts on each host: the Trainer's jobs, and what they report. Its argument is JSON."""
 
 from __future__ import annotations
 

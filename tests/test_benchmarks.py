@@ -1,0 +1,157 @@
+"""What all benchmarks share, and that each runs in its short form and leaves a row, a table and a plot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from example_modules import BENCHMARKS, load_example
+from launcher import run_script
+
+RunRanks = Callable[..., list[Any]]
+PNG = b"\x89PNG"
+ORIGIN = {"version", "commit", "dirty", "date", "machine", "seed", "settings"}
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The shared module, in a checkout of one commit; the memory's speed is not measured."""
+    module = load_example("record")
+    kept = tmp_path / "examples/benchmarks/results"
+    kept.mkdir(parents=True)
+    (kept / "step.json").write_text("[]")
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "copy_bandwidth", lambda: 1e9)
+    return module
+
+
+def test_a_tree_that_is_no_commit_is_refused_unless_dirty_is_given(record: ModuleType, tmp_path: Path) -> None:
+    clean = record.origin(dirty=False)
+    assert clean["dirty"] is False
+    assert len(clean["commit"]) == 12
+    (tmp_path / "examples/benchmarks/results/step.json").write_text("[{}]")  # the row before
+    assert record.origin(dirty=False)["dirty"] is False
+    (tmp_path / "new.py").touch()
+    with pytest.raises(SystemExit, match=r"must come from a commit.*got changes in 1 files \(new.py.*give --dirty"):
+        record.origin(dirty=False)
+    assert record.origin(dirty=True)["dirty"] is True
+
+
+def test_no_checkout_is_no_commit(record: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "ROOT", tmp_path / "missing")
+    with pytest.raises(SystemExit, match="got no commit"):
+        record.origin(dirty=False)
+
+
+def test_a_row_replaces_that_of_its_name_and_takes_a_line(record: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    record.Rows(path).add([{"name": "b", "loss": 1.0}, {"name": "a", "loss": 2.0}])
+    record.Rows(path).add([{"name": "b", "loss": 3.0}])
+    assert json.loads(path.read_text()) == [{"name": "a", "loss": 2.0}, {"name": "b", "loss": 3.0}]
+    assert path.read_text().count("\n") == 4
+
+
+def test_kept_results_are_few_and_say_what_made_them() -> None:
+    files = [path for path in (BENCHMARKS / "results").rglob("*") if path.is_file()]
+    assert len(files) <= 60
+    assert sum(path.stat().st_size for path in files) < 2e6
+    for path in BENCHMARKS.glob("results/*.json"):
+        for row in json.loads(path.read_text()):
+            assert set(row) >= ORIGIN, f"{path.name}: {row['name']}"
+
+
+def short(run_ranks: RunRanks, tmp_path: Path, script: str, *options: str) -> list[dict[str, Any]]:
+    """The rows that a benchmark leaves, run in a process that has imported torch."""
+    words = [str(BENCHMARKS / f"{script}.py"), "--short", "--dirty", f"--out={tmp_path}", *options]
+    run_ranks(run_script, 1, *words, timeout=170)
+    rows = json.loads((tmp_path / f"{script}.json").read_text())
+    assert all(set(row) >= ORIGIN for row in rows)
+    return rows
+
+
+def test_quality_trains_every_method_and_runs_none_again(run_ranks: RunRanks, tmp_path: Path) -> None:
+    rows = short(run_ranks, tmp_path, "quality", "--jobs=0")
+    assert {row["settings"]["method"] for row in rows} == {"adamw", "adams", "scape", "sparseloco"}
+    table = (tmp_path / "quality-short.md").read_text()
+    assert "| SCAPE 90% |" in table
+    assert "Code:" in table
+    assert short(run_ranks, tmp_path, "quality", "--jobs=0") == rows
+
+
+def test_gpu_runs_dry_on_a_cpu(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """So that whoever has a GPU finds it working."""
+    (row,) = short(run_ranks, tmp_path, "gpu", "--device=cpu", "--sparsity=0.99", "--ranks=8")
+    assert row["microseconds"]["sweep"] > 0
+    assert "| short | fp32 | 0.99 | 8 |" in (tmp_path / "gpu.md").read_text()
+    assert (tmp_path / "gpu.png").read_bytes().startswith(PNG)
+
+
+def test_step_times_two_wires_in_turns(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "step.py"), "--short", "--dirty", f"--out={tmp_path}", "--against=bf16"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((tmp_path / "step.json").read_text())
+    assert set(row) >= ORIGIN
+    assert {"own", "against", "more", "adamw", "fused", "phase/sweep"} <= set(row["milliseconds"])
+    assert row["peak_bytes"] > 4 * row["parameters"]  # the residual alone
+    assert "(bf16)" in (tmp_path / "step.md").read_text()
+    assert (tmp_path / "step.png").read_bytes().startswith(PNG)
+
+
+def test_no_speed_is_reported_when_kernels_are_wrong(bench_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_gpu, "short_training", lambda args, choice, ranks: {"clock": torch.full((), len(choice))})
+    with pytest.raises(SystemExit, match="disagree on the clock: no speed is reported"):
+        bench_gpu.check(bench_gpu.argparse.Namespace(device="cpu"))
+
+
+def test_hidden_time_is_what_both_streams_have_in_common(bench_gpu: ModuleType) -> None:
+    events = [(7, 0, 10, "_merge_kernel"), (7, 20, 30, "copy"), (1, 5, 22, "gemm"), (1, 0, 99, "scape::sweep")]
+    busy = bench_gpu.by_stream(events)
+    assert bench_gpu.common(bench_gpu.union(busy[7]), bench_gpu.union(busy[1])) == 5 + 2
+    assert bench_gpu.union([(3, 5), (0, 4), (6, 7)]) == [(0, 5), (6, 7)]
+
+
+# ------------------------------------------------------------------------------------------------- the quality report
+
+
+def row_of(run: Any, loss: float) -> dict[str, Any]:
+    settings = load_example("quality").dataclasses.asdict(run)
+    rest = {"accuracy": 0.5, "bytes": 1, "parameters": 1, "curve": None}
+    return {"name": run.name, "seed": settings.pop("seed"), "settings": settings, "loss": loss, **rest}
+
+
+def test_a_row_gives_its_run_back() -> None:
+    runs = load_example("quality_runs")
+    for run in (run for suite in (runs.SHORT, *runs.SUITES.values()) for run in suite):
+        assert runs.run_of(json.loads(json.dumps(row_of(run, 1.0)))) == run
+
+
+def test_methods_are_compared_at_adamws_best_rate_on_the_seeds_that_both_have() -> None:
+    runs, report = load_example("quality_runs"), load_example("quality_report")
+    dense = {(1e-3, 0): 2.2, (2e-3, 0): 2.0, (2e-3, 1): 4.0}
+    found = [row_of(runs.Run(method="adamw", lr=lr, seed=seed), loss) for (lr, seed), loss in dense.items()]
+    for lr, seed, loss in ((2e-3, 0, 2.1), (2e-3, 1, 4.4), (2e-3, 2, 9.0), (1e-3, 0, 1.0)):
+        found.append(row_of(runs.Run(**runs.scape(0.9), lr=lr, seed=seed), loss))
+    text = report.suite_table(report.lines_of(found), "made up")
+    assert "| AdamW | 2 | 3.0000 ± 1.4142 |  |" in text
+    assert "| SCAPE 90% | 3 | 5.1667 ± 3.5133 | +7.5% ± 2.5 |" in text
+    assert "AdamW's loss by learning rate (0.2M): 0.001: 2.2000, 0.002: 2.0000." in text
+    assert "1.0000" not in text
+
+
+def test_one_batch_that_many_ranks_share_is_compared_with_one_adamw() -> None:
+    runs, report = load_example("quality_runs"), load_example("quality_report")
+    found = [row_of(runs.Run(method="adamw", ranks=4, batch=8), 2.0)]
+    found.append(row_of(runs.Run(**runs.scape(0.9), ranks=32, batch=1), 2.1))
+    text = report.suite_table(report.lines_of(found), "made up")
+    assert "| 32 | 1 x 64 bytes | SCAPE 90% | 1 | 2.1000 | +5.0% |" in text
