@@ -137,6 +137,21 @@ def test_local_steps_by_another_learning_rate_are_an_error_at_the_exchange(run_r
         assert "0.05" in text
 
 
+def build_again_and_again(rank: int, world_size: int) -> int:
+    """Each optimizer is dropped while a message of its own is under way, and the next has another length."""
+    for turn in range(12):
+        parameter, optimizer = make((500, 3000)[turn % 2])
+        for step in range(3):
+            generator = torch.Generator().manual_seed(100 * turn + 10 * step + rank)
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+    return 12
+
+
+def test_a_new_optimizer_never_meets_a_message_of_the_one_before(run_ranks: RunRanks) -> None:
+    assert run_ranks(build_again_and_again, 2) == [12, 12]
+
+
 class Guarded(Regression):
     """Leaves a step out where its own gradients are not finite, as one may under DDP."""
 

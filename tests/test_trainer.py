@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import os
 import warnings
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     Callback,
     EarlyStopping,
     EMAWeightAveraging,
@@ -741,6 +743,50 @@ class Replaces(Callback):
             trainer.strategy.optimizers = [torch.optim.AdamW(pl_module.parameters(), 1e-3)]
 
 
+class Finetunes(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = self.net[0], self.net[2]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], self.lr)
+
+
+def unfreeze_by_a_callback(rank: int, method: str, folder: str) -> None:
+    """It adds a group to the optimizer, which would go without a word."""
+    with pytest.raises(ValueError, match=r"`trainer\.strategy\.setup_optimizers\(trainer\)`"):
+        fit(method, Finetunes(), BackboneFinetuning(1, verbose=False), max_epochs=3)
+
+
+class NestedSchedule(Regression):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = Warmup(optimizer, 3, CosineAnnealingLR(optimizer, 12))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def save_a_nested_schedule(rank: int, method: str, folder: str) -> None:
+    """torch's state of a scheduler that keeps another one has the optimizer in it."""
+    straight = NestedSchedule()
+    fit(method, straight, max_epochs=2)
+    fit(method, NestedSchedule(), max_epochs=1).save_checkpoint(f"{folder}/c.ckpt")
+    resumed = NestedSchedule()
+    make_trainer(sparse(method), max_epochs=2).fit(resumed, ckpt_path=f"{folder}/c.ckpt")
+    assert resumed.lrs == straight.lrs[BATCHES:]
+
+
+def pickle_the_trainer(rank: int, method: str, folder: str) -> None:
+    """It is written, or refused in words."""
+    trainer = fit(method, Regression())
+    try:
+        torch.save(trainer, io.BytesIO())
+    except Exception as error:
+        said = str(error)
+    else:
+        said = ""
+    assert "weakref" not in said
+
+
 def put_another_in_its_place(rank: int, method: str, folder: str) -> None:
     """An optimizer that the Trainer steps and that is not under the method is an error, or is put under it."""
     model = Regression()
@@ -782,6 +828,9 @@ LIFE = [
     fit_after_an_error,
     compile_all,
     unfreeze,
+    unfreeze_by_a_callback,
+    save_a_nested_schedule,
+    pickle_the_trainer,
     put_another_in_its_place,
     run_for_a_look,
     hold_no_more_files_and_threads,

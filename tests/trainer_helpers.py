@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_scape import AdamS, ScapeConfig, ScapeOptimizer, ScapeStrategy
-from lightning_scape.core.method import Surroundings, find_all
-from lightning_scape.scape.method import ScapeMethod
+from lightning_scape import AdamS, ScapeStrategy
 
 MARKS = [
     pytest.mark.filterwarnings("ignore:LightningCLI's args parameter"),  # it looks at sys.argv, which is pytest's
@@ -26,24 +24,6 @@ MARKS = [
 """Of every module that uses a Trainer: what Lightning says, and is meant."""
 WIDTH, BATCH, BATCHES = 7, 4, 6
 """Features; samples per rank and batch; batches per rank and epoch, if there are two ranks."""
-
-SCRIPT_MODULE = """
-import os, sys, torch, lightning as L
-os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-
-class Module(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-        torch.nn.init.ones_(self.layer.weight)  # from weights near the aim, eight steps need not improve
-    def training_step(self, batch, index):
-        return self.layer(batch[0]).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 4)), batch_size=2)
-"""
-"""The beginning of a user's script."""
 
 
 class GivenRanks(ClusterEnvironment):
@@ -193,21 +173,6 @@ def gathered(tensor: Tensor) -> Tensor:
     return torch.stack(everyone)
 
 
-def scape_optimizers(optimizers: Any) -> list[Any]:
-    """What steps in the place of the given ones."""
-    return [method.optimizer for method in find_all(optimizers)]
-
-
-def under_scape(given: Any, config: ScapeConfig, total_steps: float | None = None) -> list[Any]:
-    """A ScapeOptimizer in the place of each."""
-    return [ScapeMethod.attach(each, config, Surroundings(total_steps=total_steps)).optimizer for each in given]
-
-
-def ours(trainer: pl.Trainer) -> ScapeOptimizer:
-    (optimizer,) = scape_optimizers(trainer.optimizers)
-    return optimizer
-
-
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": torch.optim.AdamW,
     "Adam": torch.optim.Adam,
@@ -230,10 +195,8 @@ def _chained(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
 
 SCHEDULERS: dict[str, Any] = {
     "lambda": (lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.8**step), "step"),
-    "cosine": (lambda o: lr_scheduler.CosineAnnealingLR(o, 6), "step"),
     "one-cycle": (lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=12), "step"),
     "sequential": (_sequential, "step"),
     "chained": (_chained, "step"),
     "plateau": (lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0), "epoch"),
-    "epoch": (lambda o: lr_scheduler.StepLR(o, 1), "epoch"),
 }
