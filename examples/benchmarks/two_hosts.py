@@ -121,6 +121,7 @@ def measure(args: argparse.Namespace, hosts: Hosts, link: str) -> dict[str, list
         if args.what == "steps":
             for index in range(args.rounds):
                 launch(args, hosts, folder, {**given, "methods": args.methods, "name": str(index)})
+                print(f"{link}: round {index + 1} of {args.rounds} has ended", flush=True)
             found = [json.loads((folder / f"{index}.json").read_text()) for index in range(args.rounds)]
             return {method: [rank[method] for each in found for rank in each] for method in args.methods}
         in_turns(args, hosts, folder, given)
