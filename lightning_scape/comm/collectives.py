@@ -29,7 +29,7 @@ from lightning_scape.comm.channel import Channel
 from lightning_scape.comm.lost_ranks import Watched, explained_loss, forget_losses
 from lightning_scape.comm.work import SideStream
 from lightning_scape.comm.work import Work as Work
-from lightning_scape.comm.worker import end_groups_at_exit, end_safely
+from lightning_scape.comm.worker import end_groups_at_exit
 from lightning_scape.core.private_names import group_timeout, groups_of_rank
 from lightning_scape.core.tensors import bytes_of
 
@@ -67,7 +67,6 @@ def new_group_like(
             timeout=timeout or timeout_of(process_group),
             use_local_synchronization=ranks is not None,
         )
-    end_safely(group, dist.group.WORLD)
     return group
 
 

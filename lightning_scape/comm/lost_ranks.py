@@ -18,8 +18,8 @@ GRACE_SECONDS = 1.5
 """Seconds after a failure in which other ranks may report it, too. Those that do not are named."""
 _NO_ANSWER = "All ranks must answer, got no answer"
 _KEY = "lightning_scape/lost_contact"
-_OF_THIS_RANK = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-"""Errors in a message that no peer causes: memory, and (from torch 2.8) whatever the device did before."""
+_OF_THIS_RANK = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""Errors in a message that no peer causes: memory, and whatever the device did before."""
 
 
 @contextlib.contextmanager

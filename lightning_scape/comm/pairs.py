@@ -6,7 +6,7 @@ lock is free. Where both run on one core, Linux lets a thread that wakes up go f
 some milliseconds to a thread that waits for that very sender. Under ``SCHED_BATCH`` a thread that wakes up waits for
 its turn. On a free core it runs at once, as before. docs/design.md, 3.5, says what that brings.
 
-The threads are found by name. torch 2.7 gives them none: nothing changes there.
+The threads are found by name. Before torch 2.13 they have none: nothing changes there.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from lightning_scape.comm.lost_ranks import explained_loss
 
 ProcessGroup = dist.ProcessGroup
 
@@ -86,16 +84,6 @@ def all_gather_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None, 
         places[dist.get_rank(group)].copy_(tensor)
         return works if async_op else works.wait()
     return call(output, tensor, group=group, async_op=async_op)
-
-
-def averages(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether a reduce-scatter of means gives means: in torch 2.7, gloo's gives sums. Collective."""
-    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # as above
-    ones = torch.ones(group.size(), dtype=torch.float32, device=device)
-    found = torch.zeros(1, dtype=torch.float32, device=device)
-    with explained_loss():
-        call(found, ones, op=dist.ReduceOp.AVG, group=group)
-    return found.item() == 1.0
 
 
 # ------------------------------------------------------------------------------------------------ gloo's threads

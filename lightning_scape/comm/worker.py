@@ -13,14 +13,13 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_scape.comm import under_way
 from lightning_scape.comm.under_way import LEAVE_SECONDS
-from lightning_scape.core.private_names import backends_of
 
 
 class Job(Future[None]):
@@ -111,24 +110,6 @@ def carry_out(job: Job, act: Callable[[], None]) -> None:
         job.set_exception(error)
 
 
-_ended: list[Any] = []
-"""Backends of groups that are gone. Emptied when the next group is made, and when the process ends."""
-_safe: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-
-
-def end_safely(*groups: dist.ProcessGroup | None) -> None:
-    """Makes backends outlive their groups: for each group that we make, and the job's. None is ignored.
-
-    torch 2.7 frees a group under the interpreter's lock. Its gloo then waits for threads of its own, which may wait for
-    that very lock, to free the last message: both for ever. A backend that is freed by itself lets go of the lock.
-    """
-    _ended.clear()
-    for group in groups:
-        if group is not None and group not in _safe:
-            _safe.add(group)
-            weakref.finalize(group, _ended.extend, backends_of(group)).atexit = False
-
-
 _ends_groups = threading.Event()
 
 
@@ -144,7 +125,7 @@ def _end_groups() -> None:
     NCCL alone: 4 of 40 runs of plain DDP over gloo were aborted (torch 2.13). For ``LEAVE_SECONDS`` at most: the wait
     for an interrupted message would last until its timeout.
     """
-    if _ends_groups.is_set() and (_ended or dist.is_initialized()):
+    if _ends_groups.is_set() and dist.is_initialized():
         ending = threading.Thread(target=_destroy_all, daemon=True)
         ending.start()
         ending.join(LEAVE_SECONDS)
@@ -153,7 +134,6 @@ def _end_groups() -> None:
 def _destroy_all() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-    _ended.clear()
 
 
 atexit.register(_end_groups)  # at import: after what others have registered since, who may still send something

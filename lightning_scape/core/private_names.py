@@ -26,7 +26,7 @@ IN_WRAPPER = "_optimizer"
 
 
 def default_store() -> Any:
-    """The store by which the ranks have met: torch 2.7, the oldest we take, has no ``get_group_store``.
+    """The store by which the ranks have met.
 
     Raises:
         ValueError: no process group is up.
@@ -48,17 +48,9 @@ def groups_of_rank() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
-def backends_of(group: Any) -> list[Any]:
-    """What carries a process group's messages. Empty where torch does not say."""
-    try:
-        return [group._get_backend(device) for device in group._device_types]
-    except (AttributeError, RuntimeError):
-        return []
-
-
 def profiler_records() -> bool:
     """Whether torch's profiler records: without one, a range would still cost microseconds."""
-    recording: bool = getattr(torch.autograd, "_profiler_enabled", lambda: True)()
+    recording: bool = torch.autograd._profiler_enabled()
     return recording
 
 
@@ -117,7 +109,7 @@ def mark_tracked(step: Any) -> None:
 
 def scaler_device(scaler: GradScaler) -> str:
     """The type of the device that a GradScaler is for."""
-    device: str = getattr(scaler, "_device", "cuda")
+    device: str = scaler._device
     return device
 
 

@@ -32,7 +32,6 @@ from lightning_scape.comm.collectives import (
     world_size,
 )
 from lightning_scape.comm.lost_ranks import explained_messages
-from lightning_scape.comm.pairs import averages
 from lightning_scape.core.local_shards import local
 
 _prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -135,7 +134,7 @@ class Nodes:
             compute_dtype: the dtype of forward and backward, if it is narrower than the parameters.
         """
         assert self.mesh is not None
-        before, divides = dict(module.named_parameters()), averages(self.mesh["shard"].get_group(), device)
+        before = dict(module.named_parameters())
         for unit in [*find_units(module, self._wrap), module]:
             if isinstance(unit, FSDPModule):
                 continue
@@ -147,12 +146,11 @@ class Nodes:
             policy = MixedPrecisionPolicy(
                 param_dtype=compute_dtype,
                 # Sums over a node's ranks lose nothing, whatever the parameters' dtype.
-                reduce_dtype=_reduce_dtype(divides, narrow or compute_dtype is not None),
+                reduce_dtype=torch.float32 if narrow or compute_dtype is not None else None,
                 cast_forward_inputs=False,  # autocast does it where it should: targets keep their precision
             )
-            # The root keeps torch's default: torch 2.7 does not take the None that later versions have there.
-            given = {} if unit is module else {"reshard_after_forward": self.config.reshard_after_forward}
-            fully_shard(unit, mesh=self.mesh["shard"], mp_policy=policy, **given)
+            reshard = None if unit is module else self.config.reshard_after_forward  # None: torch knows the root
+            fully_shard(unit, mesh=self.mesh["shard"], mp_policy=policy, reshard_after_forward=reshard)
         if self.process_group is not None:  # also what the user has sharded
             broadcast_tensors([local(p.detach()) for p in module.parameters()], self.process_group)
         root = cast(FSDPModule, module)
@@ -322,13 +320,6 @@ def check_gradients_arrived(module: nn.Module) -> None:
             f" unit, got a gradient of {lost[0]!r} that only the root holds: FSDP2 has not averaged it, and the step"
             f" would leave it out. {named if kinds else 'Put it into a module, and name its class in `wrap`.'}"
         )
-
-
-def _reduce_dtype(divides: bool, wide: bool) -> torch.dtype | None:
-    """The dtype in which FSDP2 adds up gradients. In fp64 it divides by itself, whatever the group makes of a mean."""
-    if not divides:
-        return torch.float64
-    return torch.float32 if wide else None
 
 
 class _AfterEvaluation:

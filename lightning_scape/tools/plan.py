@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from lightning_scape.comm.collectives import is_distributed
-from lightning_scape.comm.worker import end_safely
 from lightning_scape.core.method import named, names
 from lightning_scape.core.words import show_bandwidth, show_bytes, show_seconds, show_times
 from lightning_scape.planning.conclusions import (
@@ -218,7 +217,6 @@ def _process_group(device: torch.device) -> Iterator[None]:
         yield
         return
     torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    end_safely(torch.distributed.group.WORLD)
     try:
         yield
     finally:

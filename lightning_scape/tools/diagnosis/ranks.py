@@ -15,7 +15,6 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch 
 
 from lightning_scape.comm.collectives import Communicator
 from lightning_scape.comm.round_trips import neighbours, round_trip
-from lightning_scape.comm.worker import end_safely
 from lightning_scape.core.words import show_bandwidth, show_bytes, show_seconds
 from lightning_scape.hosts.rendezvous import explained_rendezvous
 from lightning_scape.planning.measure import measure_link, median_seconds
@@ -94,7 +93,6 @@ def check_messages(meeting: Meeting, device: torch.device, at: Callable[[str], N
                 timeout=timedelta(seconds=meeting.seconds),
             )
         joined = True
-        end_safely(dist.group.WORLD)
         return _measured(meeting, device, backend, at)
     except (RuntimeError, ValueError) as error:
         return [Finding(TOPIC, "broken", f"Ranks have met, but messages fail on {place.name}: {error}")]
