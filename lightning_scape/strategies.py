@@ -6,7 +6,6 @@ what it does not name goes on to that.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 from collections.abc import Collection
@@ -18,10 +17,8 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import Self
 
-from lightning_scape.core.method import named, when_registered
 from lightning_scape.hosts.fabric import FabricMethodStrategy
 from lightning_scape.hosts.monitor import ScapeMonitor
-from lightning_scape.hosts.registration import register_in
 from lightning_scape.hosts.trainer import MethodStrategy
 from lightning_scape.scape.config import ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
 from lightning_scape.sparseloco.config import Average, Reduction, SparseLoCoConfig
@@ -242,18 +239,7 @@ class SparseLoCoMonitor(ScapeMonitor):
         super().__init__(report=report)
 
 
-def _register(method: str) -> None:
-    """A method that comes later, by the strategies of any method."""
-    for registry, general in ((StrategyRegistry, MethodStrategy), (STRATEGY_REGISTRY, FabricMethodStrategy)):
-        register_in(registry, method, functools.partial(_make, general, method))
-
-
-def _make(general: type[Any], method: str, **options: Any) -> Any:
-    return general(named(method).config_class(), **options)
-
-
 ScapeStrategy.register_strategies(StrategyRegistry)
 SparseLoCoStrategy.register_strategies(StrategyRegistry)
 FabricScapeStrategy.register_strategies(STRATEGY_REGISTRY)
 FabricSparseLoCoStrategy.register_strategies(STRATEGY_REGISTRY)
-when_registered(_register)

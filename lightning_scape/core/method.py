@@ -1,10 +1,4 @@
-"""Method: what a host, a checkpoint, a monitor and a planner may ask of a method of training, and nothing else.
-
-To add a method, write a frozen dataclass with its options and a subclass of :class:`Method`, and call :func:`register`
-once, before the strategy is made. From then on ``MethodStrategy(MyConfig(...))`` trains with it under Lightning's
-Trainer, ``FabricMethodStrategy(MyConfig(...))`` under Fabric, both know it by its name (``strategy="mine"``), and
-``ScapeMonitor`` logs its figures and writes their report. ``examples/third_method/`` is one.
-"""
+"""Method: what a host, a checkpoint, a monitor and a planner may ask of a method of training, and nothing else."""
 
 from __future__ import annotations
 
@@ -260,20 +254,6 @@ _methods: dict[str, str | type[Method]] = {
     "scape": "lightning_scape.scape.method:ScapeMethod",
     "sparseloco": "lightning_scape.sparseloco.method:SparseLoCoMethod",
 }
-_listeners: list[Callable[[str], object]] = []
-
-
-def register(method: type[Method]) -> type[Method]:
-    """Makes a method known, by its ``name``; again is no error. Also a decorator of its class."""
-    _methods[method.name] = method
-    for tell in _listeners:
-        tell(method.name)
-    return method
-
-
-def when_registered(tell: Callable[[str], object]) -> None:
-    """Calls ``tell`` with the name of each method that is registered from now on."""
-    _listeners.append(tell)
 
 
 def names() -> list[str]:
@@ -294,14 +274,13 @@ def of_state(facts: Mapping[str, Any]) -> type[Method]:
     """The method that has written a state. Its facts stand under its name; those of SCAPE may stand bare.
 
     Raises:
-        ValueError: no registered method has written it.
+        ValueError: neither method has written it.
     """
     found = of_whole(facts)
     if found is None and not {"format", "config"} & set(facts):
         raise ValueError(
-            "A state must be of a method that is registered, got one with"
-            f" {[repr(each)[:100] for each in sorted(map(str, facts))][:3]}. Import the module that registers it"
-            " (`lightning-scape verify` and `consolidate` take `--import MODULE`), or load another checkpoint."
+            f"A state must be of {' or '.join(names())}, got one with"
+            f" {[repr(each)[:100] for each in sorted(map(str, facts))][:3]}. Load another checkpoint."
         )
     return found or named("scape")
 
@@ -324,7 +303,7 @@ def for_config(config: object) -> type[Method]:
             return method
     raise TypeError(
         f"`config` must be one of {', '.join(method.config_class.__name__ for method in known)}, got {config!r}. Give"
-        " the options of a method, or register yours (lightning_scape.core.method.register)."
+        " the options of a method."
     )
 
 

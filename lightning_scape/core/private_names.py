@@ -50,7 +50,7 @@ def groups_of_rank() -> int:
 
 def profiler_records() -> bool:
     """Whether torch's profiler records: without one, a range would still cost microseconds."""
-    recording: bool = torch.autograd._profiler_enabled()
+    recording: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     return recording
 
 

@@ -286,7 +286,7 @@ def _progress_of(inner: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load_other(method: type[Method], saved: Mapping[str, Any], live: Live) -> Loaded:
-    """A state of another method, SCAPE or one that is registered."""
+    """A state of SCAPE."""
     dense = method.form.as_dense(saved)
     if not isinstance(live.optimizer, (torch.optim.AdamW, torch.optim.Adam)):
         raise ValueError(
