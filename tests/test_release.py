@@ -1,4 +1,4 @@
-"""The wheel, made from the sdist, holds what an installation needs: it trains where nothing of the repository is."""
+"""The wheel holds what an installation needs: it trains where nothing of the repository is."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ def run(*command: object, cwd: Path, **variables: str) -> None:
 
 @pytest.mark.timeout(600)
 def test_the_wheel_installs_and_trains(tmp_path: Path) -> None:
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, ROOT, cwd=tmp_path)
+    pip = (sys.executable, "-m", "pip")
+    run(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, ROOT, cwd=tmp_path)
     wheel = tmp_path / f"lightning_scape-{lightning_scape.__version__}-py3-none-any.whl"
     target = tmp_path / "installed"
-    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, wheel, cwd=tmp_path)
+    run(*pip, "install", "-q", "--no-deps", "--target", target, wheel, cwd=tmp_path)
     script = tmp_path / "elsewhere" / "smoke.py"  # Python puts a script's folder on the path
     script.parent.mkdir()
     script.write_text(SMOKE)
