@@ -11,8 +11,9 @@ def notebook(method: str) -> str:
 
 
 def register_in(registry: Any, method: str, strategy: Any) -> None:
-    """Registers a method's strategy, a class or what makes one, under its names; again is no error."""
-    what = f"lightning_scape's method {method!r}"
-    registry.register(method, strategy, description=what, override=True)
-    notebooks = f"{what}; processes are forked, for notebooks"
-    registry.register(notebook(method), strategy, notebooks, override=True, start_method="fork")
+    """Registers a method's strategy under its names; what has them already stays, as that of ``litgpt-scape``."""
+    if method not in registry:
+        what = f"lightning_scape's method {method!r}"
+        notebooks = f"{what}; processes are forked, for notebooks"
+        registry.register(method, strategy, description=what)
+        registry.register(notebook(method), strategy, description=notebooks, start_method="fork")
