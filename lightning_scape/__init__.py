@@ -18,6 +18,6 @@ else:
 
     def __getattr__(name: str) -> Any:
         """A public name, imported when it is first asked for."""
-        if find_spec(f"{__name__}.{name}") is not None:  # a module, which Python imports itself
+        if name.startswith("_") or find_spec(f"{__name__}.{name}"):  # a module, which Python imports itself
             raise AttributeError(f"module {__name__!r} has not yet imported {name!r}")
         return getattr(import_module(f"{__name__}.api"), name)

@@ -2,6 +2,6 @@
 
 import sys
 
-from lightning_scape.tools.commands import main
+from lightning_scape.tools.cli import main
 
 sys.exit(main())

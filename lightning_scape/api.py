@@ -15,7 +15,6 @@ from lightning_scape.strategies import (
     FabricScapeStrategy,
     FabricSparseLoCoStrategy,
     ScapeStrategy,
-    SparseLoCoMonitor,
     SparseLoCoStrategy,
 )
 
@@ -33,7 +32,6 @@ __all__ = [
     "ScapeStrategy",
     "SparseLoCo",
     "SparseLoCoConfig",
-    "SparseLoCoMonitor",
     "SparseLoCoStrategy",
     "StepStats",
     "init_process_group",

@@ -1,4 +1,4 @@
-"""The package's own methods by name: their options, their strategies for both hosts, and a monitor.
+"""The package's own methods by name: their options, and their strategies for both hosts.
 
 All that they do is the hosts'. A base with the options, by name and as ``config``, stands before the host's strategy;
 what it does not name goes on to that.
@@ -7,7 +7,6 @@ what it does not name goes on to that.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Collection
 from dataclasses import fields
 from typing import Any, ClassVar, Literal
@@ -18,7 +17,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import Self
 
 from lightning_scape.hosts.fabric import FabricMethodStrategy
-from lightning_scape.hosts.monitor import ScapeMonitor
 from lightning_scape.hosts.trainer import MethodStrategy
 from lightning_scape.scape.config import ClipNorm, MaskStatistic, ScapeConfig, SecondMoment, Update, WireDtype
 from lightning_scape.sparseloco.config import Average, Reduction, SparseLoCoConfig
@@ -219,24 +217,6 @@ class FabricSparseLoCoStrategy(SparseLoCoOptions, FabricMethodStrategy):
     Its options: those of :class:`SparseLoCoOptions`, then those of
     :class:`~lightning_scape.FabricMethodStrategy`.
     """
-
-
-class SparseLoCoMonitor(ScapeMonitor):
-    """Logs the figures of every exchange of SparseLoCo, as :class:`~lightning_scape.ScapeMonitor` does under it.
-
-    Args:
-        report: folder of the page; None for none. Needs matplotlib (extra ``plots``).
-
-    Raises:
-        ValueError: rank 0 cannot write to ``report`` (at the start of the fit, on every rank).
-        ModuleNotFoundError: matplotlib is missing.
-    """
-
-    method = "sparseloco"
-    _needs = "`Trainer(strategy=SparseLoCoStrategy(...))`"
-
-    def __init__(self, report: str | os.PathLike[str] | None = None) -> None:
-        super().__init__(report=report)
 
 
 ScapeStrategy.register_strategies(StrategyRegistry)

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import typing
-import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -156,24 +155,6 @@ def test_a_cli_run_trains_and_the_configuration_it_saves_runs_again(run_ranks: A
     for sparsity, trained in (*first, *run_ranks(cli_fit, 2, str(tmp_path))):
         assert sparsity == 0.9
         assert torch.equal(trained, first[0][1])
-
-
-# ------------------------------------------------------------------------------------------------ what a run says
-
-
-def fit_and_listen(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        make_trainer(ScapeStrategy(**options), max_epochs=20).fit(Regression())  # 120 steps
-    return [str(each.message) for each in caught if "SCAPE" in str(each.message) or "steps" in str(each.message)]
-
-
-def test_a_run_too_short_for_its_sparsity_is_told_so_once_by_rank_0(run_ranks: Any) -> None:
-    first, second = run_ranks(fit_and_listen, 2, {"sparsity": 0.99, "sparsity_warmup_steps": 0})
-    assert len([text for text in first if "updated at least" in text]) == 1
-    assert not [text for text in second if "updated at least" in text]
-    first, _ = run_ranks(fit_and_listen, 2, {"sparsity": 0.0})
-    assert not [text for text in first if "updated at least" in text]
 
 
 # ------------------------------------------------------------------------------------------------ launchers

@@ -1,9 +1,8 @@
-"""LitGPT on nodes of several ranks: its model families sharded, and its command line."""
+"""LitGPT on nodes of several ranks: its model families sharded."""
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -14,7 +13,6 @@ pytest.importorskip("litgpt", reason="LitGPT's models need litgpt")
 pytest.importorskip("jsonargparse")
 
 from litgpt.utils import chunked_cross_entropy
-from test_cli import load, recorded, run_tiny
 from test_litgpt import FAMILIES, family_model
 from two_level_helpers import whole
 
@@ -73,33 +71,3 @@ def test_sparse_families_learn_as_fast_as_on_flat_ranks(run_ranks: Any, names: l
         fall = flat[0][0] - flat[0][-1]
         assert fall > 0.5, name
         assert nodes[0][-1] < flat[0][-1] + 0.2 * fall, (name, flat, nodes)  # nodes rank by less noisy gradients
-
-
-@pytest.mark.few(0)
-def test_the_command_line_shards_over_a_node(tmp_path: Path) -> None:
-    run_tiny(tmp_path, 2, "--scape.local_group_size", "node", "--scape.reshard_after_forward=false")
-    saved = load(tmp_path / "final")
-    assert recorded(tmp_path / "final")["local_group_size"] == "node"
-    assert saved["optimizer"]["scape"]["world_size"] == 1
-    assert saved["optimizer"]["scape"]["shards"] == 2
-    shapes = {name: tuple(value.shape) for name, value in saved["model"].items()}
-    assert shapes["lm_head.weight"] == shapes["transformer.wte.weight"]  # whole ones
-
-
-@pytest.mark.slow
-def test_the_command_line_shards_and_resumes_exactly(tmp_path: Path) -> None:
-    options = (
-        "--devices=4",
-        "--train.micro_batch_size=4",
-        "--scape.local_group_size=2",
-        "--scape.sparsity_warmup_steps=0",
-    )
-    run_tiny(tmp_path / "straight", 4, *options, "--train.save_interval=2")
-    straight = load(tmp_path / "straight" / "final")
-    assert recorded(tmp_path / "straight" / "final")["local_group_size"] == 2
-    resume = f"--resume={tmp_path / 'straight' / 'step-00000002' / 'lit_model.pth'}"
-    run_tiny(tmp_path / "resumed", 4, *options, resume)
-    resumed = load(tmp_path / "resumed" / "final")
-    assert straight["optimizer"]["scape"]["shards"] == 2
-    for name, value in straight["model"].items():
-        assert torch.equal(value, resumed["model"][name]), name

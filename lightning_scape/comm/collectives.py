@@ -135,6 +135,12 @@ def broadcast_tensors(tensors: Iterable[Tensor], process_group: ProcessGroup | N
                     tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
+def all_reduce_bytes(parameters: Iterable[Tensor], ranks: int) -> int:
+    """What a rank sends for the ring all-reduces of gradients of these parameters, in their own dtypes (DDP)."""
+    size: int = sum(p.numel() * p.element_size() for p in parameters)
+    return 2 * (ranks - 1) * size // ranks
+
+
 def in_messages(given: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
     """Puts things, given with their sizes, in order into lists of at most ``limit``; a larger thing is alone."""
     together: list[T] = []
@@ -195,8 +201,6 @@ class Communicator:
     process_group: ProcessGroup | None = None
     watched: Watched = field(default_factory=Watched)
     """What the messages are for, as the watch over their group is told."""
-    at_once: bool = False
-    """Whether to wait for every message where it is launched, so that ``traffic.seconds`` holds its whole time."""
     device: torch.device | None = None
     """The parameters' device, through which NCCL carries objects; None: the current one, perhaps another rank's."""
 
@@ -277,10 +281,7 @@ class Communicator:
         return self._under_way(full, shard, handle, "parameters")
 
     def _under_way(self, result: Tensor, sent: Tensor, handle: Any, kind: str) -> Work:
-        work = Work(result, sent, handle, waiting=functools.partial(self._message, kind, begins=False))
-        if self.at_once:
-            work.wait()
-        return work
+        return Work(result, sent, handle, waiting=functools.partial(self._message, kind, begins=False))
 
     def gather(self, flat: Tensor, to: int, device: torch.device, at_once: int = 1 << 22) -> list[Tensor] | None:
         """Every rank's ``flat`` (same length on all) on rank ``to`` in host memory, None elsewhere; for checkpoints.

@@ -30,6 +30,20 @@ _KEY = "lightning_scape/start"
 _POLL_SECONDS = 0.01
 
 
+def start_process_group(environment: Any, backend: str, timeout: timedelta | None, device: torch.device) -> None:
+    """Starts the process group where torchrun's agent keeps the store; elsewhere the host does it by itself.
+
+    Args:
+        environment: a cluster environment of Lightning's.
+        backend: ``"gloo"`` or ``"nccl"``.
+        timeout: how long ranks wait for each other.
+        device: of this rank.
+    """
+    mine = (environment.global_rank(), environment.world_size())
+    if uses_agent_store() and mine == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])):
+        init_process_group(backend, timeout=timeout, device_id=device if device.type != "cpu" else None)
+
+
 def init_process_group(
     backend: str | None = None, *, timeout: timedelta | None = None, device_id: torch.device | None = None
 ) -> None:

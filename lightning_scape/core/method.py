@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from typing_extensions import Self
 
 if TYPE_CHECKING:  # the package knows its methods by name before torch is imported
-    import torch
     from torch import Tensor
     from torch.optim import Optimizer
 
@@ -27,8 +26,6 @@ class Progress(NamedTuple):
     """Exchanges that have begun."""
     ended: int
     """Exchanges that have ended."""
-    shown: Mapping[str, float] = {}
-    """What a progress bar shows after every step."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +41,6 @@ class Surroundings:
     """A second group over the same ranks, for messages that travel beside the step's."""
     total_steps: float | None = None
     """Steps of the whole run; None: not known."""
-
-
-Spelling = Callable[[Mapping[str, str]], str]
-"""Writes options down as a user of the host would: those of a call, or flags."""
 
 
 class Clipping(ABC):
@@ -77,22 +70,6 @@ class Clipping(ABC):
         None: there are no other ranks.
         """
 
-    def bytes_after_backward(self, clips: bool) -> int:
-        """Bytes that a rank sends for that; ``clips`` says whether the norm is bounded, too."""
-        return 0
-
-
-class Advice:
-    """What a method warns the user of; by default of nothing."""
-
-    def at_start(self, steps: float | None) -> str | None:
-        """A sentence if a run of so many steps is too short; the host asks the first optimizer's."""
-        return None
-
-    def after_step(self, device: torch.device) -> str | None:
-        """A sentence, at most once; the host asks after each step of the optimizer that steps first."""
-        return None
-
 
 class Method(ABC):
     """One of the user's optimizers under a method of training. Several such objects may stand for the same one.
@@ -115,12 +92,8 @@ class Method(ABC):
     """Whether all ranks hold the same parameters after every step. Else they do after :meth:`finish`."""
     clips: ClassVar[bool] = False
     """Whether it has a :attr:`clipping`. Else the host clips this rank's own gradient."""
-    told: ClassVar[frozenset[str] | None] = frozenset()
-    """Options that :meth:`summary` mentions; None: all that matter."""
     compares_ends: ClassVar[bool] = False
     """Whether the step's own message says where an epoch ends (:meth:`announce_batch`). Else the host sends one."""
-    step_cost: ClassVar[Any] = None
-    """What its steps cost and send (``planning.cost_model.StepCost``); None: ``lightning-scape plan`` leaves it out."""
 
     form: ClassVar[Any]
     """How its states are written: a ``checkpoint.source.Form``."""
@@ -135,7 +108,6 @@ class Method(ABC):
     """Sends its messages."""
     clipping: Clipping | None = None
     """Clips the averaged gradient, and says whether that is finite."""
-    advice: Advice = Advice()
 
     @classmethod
     @abstractmethod
@@ -223,16 +195,24 @@ class Method(ABC):
         ``bytes_total``, ``bytes_dense``, ``bytes_<kind>`` and ``seconds/<phase>``. Any other name is logged.
         """
 
-    @classmethod
     @abstractmethod
-    def summary(cls, methods: Sequence[Self], steps: float | None, spell: Spelling) -> list[str]:
-        """Lines for the start of a run: what is sent, how often.
+    def summary(self) -> str:
+        """A line for the start of a run: what is sent, how often."""
+
+    def bytes_of_steps(self, first: int, last: int, clips: bool) -> int:
+        """Bytes that this rank sends from step ``first`` up to (not including) ``last``; 0: nothing, or not known.
 
         Args:
-            methods: all of the run, built from the same options.
-            steps: of the whole run; None: not known.
-            spell: how the user writes options.
+            first: steps that were taken before.
+            last: steps of the whole run.
+            clips: whether the norm of the gradient is clipped.
         """
+        return 0
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes that a rank would send in a step of DDP; 0: not known."""
+        return 0
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 

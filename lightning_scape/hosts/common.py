@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,22 +25,16 @@ from lightning_scape.checkpoint.paths import local_path
 from lightning_scape.checkpoint.saver import Saver
 from lightning_scape.comm.beside import side_group
 from lightning_scape.comm.collectives import Communicator, is_distributed, world_size
+from lightning_scape.comm.restarts import start_process_group
 from lightning_scape.comm.together import Together
-from lightning_scape.core.method import Method, Spelling, Surroundings, find, for_config
+from lightning_scape.core.method import Method, Surroundings, find, for_config
 from lightning_scape.core.replicas import check_same_setup
-from lightning_scape.hosts import registration, rendezvous, setup, two_level
+from lightning_scape.hosts import registration, setup, two_level
 from lightning_scape.hosts.buffers import Buffers
 from lightning_scape.hosts.checkpoint_io import ScapeCheckpointIO
 from lightning_scape.hosts.own_clipping import watch_gradients
 from lightning_scape.hosts.private_names import Opened, WrappingIO
-from lightning_scape.hosts.run_sum import said_before
 from lightning_scape.hosts.saving import Saving, StateDictType
-
-
-def as_call(*names: str) -> Spelling:
-    """``ScapeStrategy(sparsity=...)``; with two names ``MethodStrategy(ScapeConfig(sparsity=...))``."""
-    before, after = "(".join(names), ")" * len(names)
-    return lambda options: f"{before}({', '.join(f'{option}={value}' for option, value in options.items())}{after}"
 
 
 class CommonStrategy(Opened):
@@ -94,10 +88,6 @@ class CommonStrategy(Opened):
         given = {name: value for name, value in vars(self.config).items() if name == first or value != defaults[name]}
         return f"<{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})>"
 
-    def spelling(self) -> Spelling:
-        """How the user writes the options."""
-        return as_call(type(self).__name__, *([type(self.config).__name__] if self.method is None else []))
-
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Called by Lightning for each strategy that it knows."""
@@ -117,13 +107,11 @@ class CommonStrategy(Opened):
         super().setup_environment()  # type: ignore[misc]
 
     def setup_distributed(self) -> None:
-        """Starts the process group as the host does, with advice where ranks do not meet, and those beside it."""
+        """Starts the process group as the host does, and those beside it."""
         host: Any = self
-        with rendezvous.explained_rendezvous(host.cluster_environment):
-            host.set_world_ranks()
-            backend = self.chosen_backend
-            rendezvous.start_process_group(host.cluster_environment, backend, self.patience, host.root_device)
-            super().setup_distributed()  # type: ignore[misc]
+        host.set_world_ranks()
+        start_process_group(host.cluster_environment, self.chosen_backend, self.patience, host.root_device)
+        super().setup_distributed()  # type: ignore[misc]
         check_same_setup(Communicator(), self._alike, None, host.root_device)
         self._nodes.set_up(host.num_processes, host.root_device, self.patience)  # collective, as the next
         self._nodes.side_group(self.patience)
@@ -140,15 +128,6 @@ class CommonStrategy(Opened):
         if attached.clips and host.world_size > 1 and getattr(precision, "scaler", None) is None:
             watch_gradients(attached, clip, rank_zero_warn)
         return attached
-
-    def _tell_of_run(self, methods: Sequence[Method], steps: float | None, clipped: bool, looks: bool = False) -> None:
-        """Before the first step: what is sent, in a step and in the whole run, and whether that is too short."""
-        for line in self._method.summary(methods, steps, self.spelling()):
-            rank_zero_info(line)
-        if whole := said_before(methods, steps, clipped, self, looks):
-            rank_zero_info(whole)
-        if warning := methods[0].advice.at_start(steps):
-            rank_zero_warn(warning)
 
     @property
     def device_mesh(self) -> DeviceMesh | None:

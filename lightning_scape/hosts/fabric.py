@@ -122,8 +122,6 @@ class FabricMethodStrategy(FabricCheckpoints):
         )
         self.hold_back_by(_GradientSync())
         self.total_steps = total_steps
-        self._clips = False
-        """Whether the norm of the averaged gradient was clipped."""
         self.known = Known()
         """What was set up with this strategy."""
 
@@ -184,7 +182,8 @@ class FabricMethodStrategy(FabricCheckpoints):
         return result
 
     def _tell(self, methods: list[Method]) -> None:
-        self._tell_of_run(methods, self.total_steps, self._clips)
+        for each in methods:
+            rank_zero_info(each.summary())
         if self.total_steps is None and not self._method.exchanges_every_step and self.world_size > self._nodes.size:
             rank_zero_info(f"The number of steps is not known: {self.how_to_end}")
 
@@ -252,7 +251,6 @@ class FabricMethodStrategy(FabricCheckpoints):
                 " gradient, and only its Euclidean norm can be estimated from sketches. Leave it at 2."
             )
         self.precision.unscale_gradients(optimizer)
-        self._clips = True
         return setup.clipping(optimizer).norm(float(max_norm), error_if_nonfinite)
 
     @override

@@ -34,12 +34,6 @@ def steps_of_optimizer(trainer: Trainer, taken: int) -> float | None:
     return None if steps is None else steps - trainer.global_step + taken
 
 
-def steps_to_tell(trainer: Trainer, taken: int) -> float | None:
-    """The same; None if the module steps several optimizers: nobody knows how many steps are whose."""
-    automatic = trainer.lightning_module.automatic_optimization
-    return steps_of_optimizer(trainer, taken) if automatic or len(trainer.optimizers) == 1 else None
-
-
 def _by_epochs(trainer: Trainer) -> list[float]:
     """Steps if a schedule over epochs accumulates batches, of which Lightning's estimate knows nothing."""
     batches, epochs = trainer.num_training_batches, trainer.max_epochs

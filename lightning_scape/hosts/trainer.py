@@ -20,10 +20,10 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import ModelPruning, ProgressBar, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -43,11 +43,9 @@ from lightning_scape.hosts.run_length import (
     ends_epoch,
     steps_of_optimizer,
     steps_of_run,
-    steps_to_tell,
 )
-from lightning_scape.hosts.run_sum import clips, with_prefixes
 from lightning_scape.hosts.saving import StateDictType
-from lightning_scape.hosts.shared_nans import SharedNans, may_look
+from lightning_scape.hosts.shared_nans import SharedNans
 from lightning_scape.hosts.trainer_checkpoints import TrainerCheckpoints
 
 _OF_WHOLE_PARAMETERS = (ModelPruning, StochasticWeightAveraging, WeightAveraging)
@@ -139,7 +137,6 @@ class MethodStrategy(TrainerCheckpoints):
             start_method=start_method,
         )
         self._interrupted = False
-        self._progress_bar: DensityBar | None = None
         self._shared_nans = SharedNans()
 
     @override
@@ -205,10 +202,7 @@ class MethodStrategy(TrainerCheckpoints):
         self._steps, taken = steps_of_run(trainer), methods[0].progress().steps
         for each in methods:
             each.expect_steps(steps_of_optimizer(trainer, taken))
-        steps = steps_to_tell(trainer, taken)
-        self._tell_of_run(methods, steps, clips(trainer), may_look(self._module))
-        if trainer.progress_bar_callback is not None:
-            self._progress_bar = DensityBar(trainer.progress_bar_callback, self)
+            rank_zero_info(each.summary())
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -243,9 +237,6 @@ class MethodStrategy(TrainerCheckpoints):
             self._look_at_buffers(occasion)
         if method is None:
             return result
-        self._first = self._first or method
-        if method is self._first and (verdict := method.advice.after_step(self.root_device)):
-            rank_zero_warn(f'{verdict} Use `strategy="ddp"`, or see `lightning-scape plan --help`.')
         # The step counts only afterwards. What is saved at the end of the fit is then the model that it ends with.
         if self._module.automatic_optimization and self._steps == self._module.global_step + 1:
             method.finish()
@@ -302,8 +293,6 @@ class MethodStrategy(TrainerCheckpoints):
         """Puts the Trainer's own parts back."""
         vars(self.precision_plugin).pop("clip_gradients", None)
         self._shared_nans.detach(self.precision_plugin)
-        if self._progress_bar is not None:
-            self._progress_bar.take_off()
 
     def _tear_down(self) -> None:
         if not self._nodes.several:
@@ -315,36 +304,3 @@ class MethodStrategy(TrainerCheckpoints):
         assert self.accelerator is not None
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             part.teardown()
-
-
-class DensityBar:
-    """Adds what methods show in every step (``Progress.shown``, such as SCAPE's density) to the bar's ``get_metrics``.
-
-    Logged with ``prog_bar=True``, it would be a tensor on the device, for which the bar waits.
-
-    Args:
-        bar: the Trainer's.
-        strategy: the one whose optimizers it looks at.
-    """
-
-    def __init__(self, bar: ProgressBar, strategy: Any) -> None:
-        self._bar, self._own, self._strategy = bar, bar.get_metrics, strategy
-        bar.get_metrics = self  # type: ignore[method-assign]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What the bar would have given, and that. The methods' figures get short names: a bar has little room."""
-        given = self._own(*args, **kwargs)
-        methods = list(with_prefixes(find_all(self._strategy.optimizers)))
-        for prefix, method in methods:
-            given |= {f"{prefix}/{name}": value for name, value in method.progress().shown.items()}
-        places = {prefix: "" if len(methods) == 1 else prefix.rpartition("-")[2] + "/" for prefix, _ in methods}
-        short: dict[str, Any] = {}
-        for name, value in given.items():
-            prefix, _, own = name.rpartition("/")
-            brief = places[prefix] + own if prefix in places else name
-            short[name if brief in given else brief] = value
-        return short
-
-    def take_off(self) -> None:
-        """The bar is as it was."""
-        vars(self._bar).pop("get_metrics", None)

@@ -34,7 +34,6 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
     def __init__(self, *options: Any, **more: Any) -> None:
         super().__init__(*options, **more)
         self._attached: list[Method] = []
-        self._first: Method | None = None
         """The attached method that steps first."""
         self._attaching = False
         self._watch: Watch | None = None
@@ -43,7 +42,7 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
 
     def __getstate__(self) -> dict[str, Any]:
         """What Lightning copies and pickles of a strategy, without what belongs to this process."""
-        return {**super().__getstate__(), "_attached": [], "_first": None, "_attaching": False, "_watch": None}
+        return {**super().__getstate__(), "_attached": [], "_attaching": False, "_watch": None}
 
     # ------------------------------------------------------------------------------------------- the module
 
@@ -103,7 +102,7 @@ class UnwrappedStrategy(CommonStrategy, OpenedTrainers):
         if self._attaching:  # again, in mid-training: the user's schedulers may come with the user's optimizers
             self._steer(back=True)
         else:
-            self._attached, self._first, self._steps = [], None, None
+            self._attached, self._steps = [], None
             self._buffers.forget()
         self._attaching = False  # until it is known that all ranks have built the same
         Communicator().raise_on_all_ranks(functools.partial(super().setup_optimizers, trainer))

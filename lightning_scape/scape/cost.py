@@ -1,4 +1,4 @@
-"""What a step of SCAPE costs: bytes of its messages, memory that it keeps, memory that its kernels move."""
+"""What SCAPE sends and keeps: bytes of a step's messages, of a run's, and memory for each parameter."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ from lightning_scape.core.layout import Layout
 from lightning_scape.scape.clipping import SKETCH_WIDTHS
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.first_message import DIGITS
+from lightning_scape.scape.mask import SparsitySchedule
 from lightning_scape.wire.flags import packed_size
 from lightning_scape.wire.values import packed_bytes
-
-PACKING_BYTES = 66
-"""Memory that packing into 8 or 4 bits touches for each value and its change, beyond what bf16 does: to round them, to
-keep the errors, to read them back. It moves as fast as what AdamW touches."""
-_SECTOR_BYTES = 32
-"""Memory of a GPU moves in parts of this size."""
 
 
 def scape_bytes(
@@ -43,6 +38,18 @@ def scape_bytes(
     return message_bytes(config, blocks, ranks, back, sent) | {
         "norm": norm_bytes(config, len(numels), ranks, clip=clip)
     }
+
+
+def run_bytes(numels: Sequence[int], ranks: int, config: ScapeConfig, steps: int) -> int:
+    """Bytes that a rank sends in a run of so many steps with clipping, warm-up included; fp32 parameters."""
+    schedule = SparsitySchedule.of(config, steps)
+
+    def of(sent: int) -> dict[str, int]:
+        return scape_bytes(numels, ranks, config, sent=sent)
+
+    whole = sum(count * sum(of(sent).values()) for sent, count in schedule.sent_by_step(steps).items())
+    following = of(schedule.sent(steps))  # each step sends the mask of the next one, the first its own, too
+    return whole + following["mask"] + following["votes"]
 
 
 def norm_bytes(config: ScapeConfig, parameters: int, ranks: int, *, clip: bool) -> int:
@@ -76,46 +83,8 @@ def message_bytes(
     return {kind: size * (ranks - 1) // ranks for kind, size in buffers.items()}
 
 
-def state_bytes(config: ScapeConfig, ranks: int, parameter_bytes: int) -> float:
-    """Bytes that a rank keeps for each parameter of the model: the residual, and its part of what owners keep."""
+def state_bytes(config: ScapeConfig, ranks: int) -> float:
+    """Bytes that a rank keeps for each fp32 parameter of the model: the residual, and its part of what owners keep."""
     mean_square = config.update != "adams" or config.measures_noise  # AdamW's second moment, or AdamS's floor
-    lacking = parameter_bytes < 4 or config.wire_bits is not None  # masters, or errors of changes that come back packed
+    lacking = config.wire_bits is not None  # the errors of changes that come back packed
     return 4 + (8 + 4 * mean_square + 4 * lacking) / ranks
-
-
-def scape_traffic(
-    density: float, *, proposed: bool, parameter_bytes: int = 4, wire_bytes: int = 2
-) -> tuple[float, float]:
-    """Bytes of memory that the kernels of SCAPE's step move: per parameter of the model, and of the shard.
-
-    Memory moves in sectors of 32 bytes. A sector moves as a whole if one of its entries is in the mask.
-
-    - norm: the gradient is read;
-    - sweep: the gradient is read, the residual is read and written, and so is the owner's second moment;
-    - merge: the owner's residual is read, where ranks propose entries;
-    - update: masked entries of the shard's parameters, moments and last steps are read and written;
-    - write-back: masked entries of all parameters are written, and read where they travel as changes;
-    - wire: what is sent is written once, what arrives is read once. The messages themselves are left out.
-
-    Args:
-        density: share of the entries that is sent.
-        proposed: whether ranks propose entries to the owners.
-        parameter_bytes: of a parameter, and of its gradient.
-        wire_bytes: of a value on the wire.
-    """
-
-    def lines(width: int) -> float:
-        return width * (1 - (1 - density) ** (_SECTOR_BYTES // width))
-
-    mask = density if density < 1 else 0.0
-    changes = parameter_bytes > wire_bytes
-    proposals = 2.5 * density if proposed else 0.0  # a position and a value for each, and one more byte for each block
-    arrives = mask + density * wire_bytes
-    norm, sweep = parameter_bytes, 8 + parameter_bytes + mask + density * wire_bytes
-    write_back = arrives + lines(parameter_bytes) * (2 if changes else 1)
-    whole = norm + sweep + 2 * proposals + write_back
-    second_moment, chosen = (8.0, density) if density < 1 else (0.0, 0.0)
-    merge = 4.0 if proposed else 0.0
-    read = mask + lines(parameter_bytes) + 4 * density
-    update = mask + 12 * density + 6 * lines(4)
-    return whole, second_moment + merge + chosen + read + update

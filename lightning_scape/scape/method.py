@@ -12,17 +12,21 @@ from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_scape.checkpoint.parts import OwnParts
-from lightning_scape.core.method import Clipping, Method, Progress, Spelling, Surroundings
-from lightning_scape.scape import advice, stand_in
+from lightning_scape.comm.collectives import all_reduce_bytes
+from lightning_scape.core.method import Clipping, Method, Progress, Surroundings
+from lightning_scape.core.words import show_bytes
+from lightning_scape.scape import stand_in
 from lightning_scape.scape.config import ScapeConfig
 from lightning_scape.scape.convert import has_state
 from lightning_scape.scape.cost import norm_bytes
 from lightning_scape.scape.form import FORM
 from lightning_scape.scape.optimizer import ScapeOptimizer
-from lightning_scape.scape.plan import ScapeCost
 
 _trained: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """The user's optimizers that an earlier fit has trained."""
+
+
+_UPDATES = {"adamw": "AdamW's, your lr, betas and eps hold", "adams": "AdamS's, as in SCAPE's paper"}
 
 
 class ScapeClipping(Clipping):
@@ -54,11 +58,6 @@ class ScapeClipping(Clipping):
         optimizer = self._optimizer
         return optimizer.engine.opening.norm_after_backward(optimizer.param_groups, optimizer.steps_taken, grads)
 
-    @override
-    def bytes_after_backward(self, clips: bool) -> int:
-        optimizer, on_gloo = self._optimizer, self._optimizer.communicator.watched.channel is not None
-        return norm_bytes(optimizer.config, 0, optimizer.communicator.world_size, clip=clips and on_gloo)
-
 
 class ScapeMethod(Method):
     """The host steps a :class:`ScapeOptimizer` over the same parameter groups, in the user's optimizer's place."""
@@ -67,15 +66,13 @@ class ScapeMethod(Method):
     title = "SCAPE"
     config_class = ScapeConfig
     form = FORM
-    shown = ("compression", "grad_norm")
-    told = frozenset({"sparsity", "sparsity_warmup_steps", "dense_steps", "update"})
+    shown = ("density", "compression", "grad_norm")
     exchanges_every_step = clips = compares_ends = True
-    step_cost = ScapeCost()
     optimizer: ScapeOptimizer
 
     def __init__(self, given: Optimizer, optimizer: ScapeOptimizer) -> None:
         self.given, self.optimizer, self.communicator = given, optimizer, optimizer.communicator
-        self.clipping, self.advice = ScapeClipping(optimizer), advice.ScapeAdvice(optimizer)
+        self.clipping = ScapeClipping(optimizer)
 
     @classmethod
     @override
@@ -145,21 +142,39 @@ class ScapeMethod(Method):
 
     @override
     def progress(self) -> Progress:
-        """With the density, as long as the warm-up lasts."""
-        schedule, steps = self.optimizer.schedule, self.optimizer.steps_taken
-        warms_up = bool(steps) and advice.still_dense(self.optimizer)
-        shown = {"density": schedule.sent(steps - 1) / schedule.quota.block_size} if warms_up else {}
-        return Progress(steps, steps, steps, shown)
+        steps = self.optimizer.steps_taken
+        return Progress(steps, steps, steps)
 
     @override
     def stats(self) -> dict[str, float]:
         stats = self.optimizer.stats
         return {} if stats is None else stats.as_dict("")
 
-    @classmethod
     @override
-    def summary(cls, methods: Sequence[Self], steps: float | None, spell: Spelling) -> list[str]:
-        return [advice.summary([method.optimizer for method in methods], steps, spell)]
+    def summary(self) -> str:
+        config, schedule, nodes = self.optimizer.config, self.optimizer.schedule, self.optimizer.engine.node.world_size
+        sent = self.optimizer.bytes_per_step()
+        where = f" between nodes of {nodes} ranks" if nodes > 1 else ""
+        how_much = f"{show_bytes(sent)} per rank{where}" if sent else "which costs nothing with one rank"
+        begun = schedule.dense_steps + schedule.warmup_steps
+        after = f" after a warm-up of {begun:,} steps" if begun and not config.dense else ""
+        return (
+            f"SCAPE: sends {100 * (1 - config.sparsity):.3g}% of the entries per step (sparsity={config.sparsity:g}),"
+            f" {how_much},{after or ' from the first step on'}. Update: {_UPDATES[str(config.update)]}."
+        )
+
+    @override
+    def bytes_of_steps(self, first: int, last: int, clips: bool) -> int:
+        optimizer = self.optimizer
+        counts = optimizer.schedule.sent_by_step(last, first)
+        tensors, ranks = len(optimizer.engine.parameters.local), self.communicator.world_size
+        norm = norm_bytes(optimizer.config, tensors, ranks, clip=clips)
+        return sum(count * (optimizer.bytes_per_step(sent) + norm) for sent, count in counts.items())
+
+    @property
+    @override
+    def dense_bytes(self) -> int:
+        return all_reduce_bytes(self.optimizer.engine.parameters.local, self.communicator.world_size)
 
     @override
     def sharded_state_dict(self) -> OwnParts:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields
 from torch import Tensor
 
 from lightning_scape import ops
+from lightning_scape.comm.collectives import all_reduce_bytes
 from lightning_scape.core.layout import Layout, Piece
 from lightning_scape.core.ranges import timed_range
-from lightning_scape.planning.cost_model import all_reduce_bytes
 from lightning_scape.scape.communicator import KINDS
 
 PHASES = ("norm", "wait", "mask", "sweep", "exchange", "update", "write", "launch")

@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_scape.checkpoint.parts import OwnParts
-from lightning_scape.core.method import Advice, Method, Progress, Spelling, Surroundings
-from lightning_scape.core.words import show_bytes, show_times
-from lightning_scape.planning.cost_model import all_reduce_bytes
+from lightning_scape.comm.collectives import all_reduce_bytes
+from lightning_scape.core.method import Method, Progress, Surroundings
+from lightning_scape.core.words import show_bytes
 from lightning_scape.sparseloco.checkpoint import FORM
 from lightning_scape.sparseloco.config import OF_THE_MESH, SparseLoCoConfig
-from lightning_scape.sparseloco.cost import SparseLoCoCost
+from lightning_scape.sparseloco.cost import OPENING_BYTES
 from lightning_scape.sparseloco.wrapper import SparseLoCo
 
 _LET_GO = "_lightning_scape_let_go"
 """Attribute of the user's optimizer, which it neither copies nor pickles: what has wrapped it in a fit."""
-
-
-class SparseLoCoAdvice(Advice):
-    """Warns if a run has no whole window.
-
-    Args:
-        loco: the one that it judges.
-    """
-
-    def __init__(self, loco: SparseLoCo) -> None:
-        self._loco = loco
-
-    @override
-    def at_start(self, steps: float | None) -> str | None:
-        every = self._loco.config.sync_every
-        if steps is None or steps >= every:
-            return None
-        return (
-            f"This run has {steps:.0f} steps, fewer than sync_every={every}: ranks exchange once, at its end. Lower"
-            " `sync_every`, or train longer."
-        )
 
 
 class SparseLoCoMethod(Method):
@@ -50,13 +28,11 @@ class SparseLoCoMethod(Method):
     config_class = SparseLoCoConfig
     form = FORM
     shown = ("compression", "delta_norm")
-    told = None
-    step_cost = SparseLoCoCost()
 
     def __init__(self, loco: SparseLoCo) -> None:
         self.loco = loco
         self.given = self.optimizer = loco.optimizer
-        self.communicator, self.advice = loco.communicator, SparseLoCoAdvice(loco)
+        self.communicator = loco.communicator
 
     @classmethod
     @override
@@ -124,10 +100,27 @@ class SparseLoCoMethod(Method):
     def stats(self) -> dict[str, float]:
         return {} if self.loco.stats is None else self.loco.stats.as_dict("")
 
-    @classmethod
     @override
-    def summary(cls, methods: Sequence[Self], steps: float | None, spell: Spelling) -> list[str]:
-        return [summary(method.loco) for method in methods]
+    def summary(self) -> str:
+        loco, nodes = self.loco, self.loco.node.world_size
+        config, sent = loco.config, loco.bytes_per_exchange()
+        how = f"{config.quota.density:.3g} of the entries" + ("" if config.bits is None else f" in {config.bits} bits")
+        where = f" between nodes of {nodes} ranks" if nodes > 1 else ""
+        how_much = f"{show_bytes(sent)} per rank{where}" if sent else "which costs nothing with one rank"
+        return f"SparseLoCo: {config.sync_every} local steps, then an exchange of {how}, {how_much}."
+
+    @override
+    def bytes_of_steps(self, first: int, last: int, clips: bool) -> int:
+        """A run ends with an exchange, however short its last window is."""
+        every, ranks = self.loco.config.sync_every, self.communicator.world_size
+        began = self.loco.progress.steps - self.loco.progress.in_window  # a fit before it has ended its own last window
+        exchanges = -(-(last - began) // every) - (first - began) // every
+        return exchanges * (self.loco.bytes_per_exchange() + OPENING_BYTES * (ranks - 1))
+
+    @property
+    @override
+    def dense_bytes(self) -> int:
+        return all_reduce_bytes(self.loco.parameters.local, self.communicator.world_size)
 
     @override
     def sharded_state_dict(self) -> OwnParts:
@@ -136,20 +129,3 @@ class SparseLoCoMethod(Method):
     @override
     def load_state_dict(self, state_dict: Any) -> None:
         self.loco.load_state_dict(state_dict)
-
-
-def summary(loco: SparseLoCo) -> str:
-    """One line for the user: how often ranks exchange, and how much."""
-    config, ranks = loco.config, loco.communicator.world_size
-    dense = all_reduce_bytes(loco.parameters.local, ranks)
-    nodes = f" between nodes of {loco.node.world_size} ranks" if loco.node.world_size > 1 else ""
-    sent = loco.bytes_per_exchange()
-    how = f"{config.quota.density:.3g} of the entries" + ("" if config.bits is None else f" in {config.bits} bits")
-    if not sent:
-        alone = "one rank" if not nodes else f"one node of {loco.node.world_size} ranks"
-        return f"SparseLoCo: {alone}, nothing is sent; a window ends every {config.sync_every} steps."
-    return (
-        f"SparseLoCo: {config.sync_every} local steps, then an exchange of {how}, {show_bytes(sent)} per rank{nodes}"
-        f" ({show_times(dense / sent)}x fewer bytes than an all-reduce of the gradient,"
-        f" {show_times(dense / sent * config.sync_every)}x fewer over a window)."
-    )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_scape.comm.collectives import Communicator
+from lightning_scape.comm.collectives import Communicator, all_reduce_bytes
 from lightning_scape.comm.under_way import settle
 from lightning_scape.comm.work import Work
 from lightning_scape.comm.worker import Job
@@ -18,7 +18,6 @@ from lightning_scape.core.layout import Layout
 from lightning_scape.core.local_shards import local
 from lightning_scape.core.parameters import Parameters
 from lightning_scape.core.tensors import OnItsWay, bytes_of
-from lightning_scape.planning.cost_model import all_reduce_bytes
 from lightning_scape.sparseloco import phase
 from lightning_scape.sparseloco.config import SparseLoCoConfig
 from lightning_scape.sparseloco.exchange import Exchange

@@ -1,38 +1,155 @@
-"""``litgpt-scape``: LitGPT's command line, training with SCAPE or SparseLoCo (:mod:`.litgpt_cli`).
+"""``lightning-scape COMMAND``: what is done outside of training.
 
-What needs neither LitGPT nor torch is answered here, at once.
+Each command's function imports what it works with: help, and the word on a mistyped option, come at once.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from jsonargparse import ArgumentParser, Namespace
+from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from lightning_scape.__about__ import __version__
-from lightning_scape.tools.console import ends_quietly
-
-HELP = """usage: litgpt-scape COMMAND [options]
-
-LitGPT's command line, training with SCAPE or SparseLoCo.
-
-  pretrain       LitGPT's command, with --scape.OPTION or --sparseloco.OPTION in addition
-  finetune_full  likewise
-  ...            every other command is LitGPT's own: `litgpt --help` lists them
-
-COMMAND --help lists all options."""
 
 
-@ends_quietly
-def main() -> None:
-    """The console script; reads ``sys.argv``. Ends the process with status 2 where an option of ours is wrong."""
-    if sys.argv[1:2] == ["--version"]:
-        print(__version__)
-    elif sys.argv[1:] in (["-h"], ["--help"]):
-        print(HELP)
-    else:
-        from lightning_scape.tools.litgpt_cli import main as train
+def _plan(
+    ranks: PositiveInt,
+    bandwidth: str,
+    compute: PositiveFloat,
+    steps: PositiveInt = 10_000,
+    parameters: PositiveFloat | None = None,
+    model: str | None = None,
+) -> int:
+    """Say what DDP, SCAPE and SparseLoCo would send, take and need, and which to use.
 
-        train()
+    Args:
+        ranks: Processes that train together, at least 2.
+        bandwidth: What one rank can send, such as 10gbit or 500mbit. Ranks that share a network card share it.
+        compute: Seconds of a step on one rank alone: forward, backward and optimizer.
+        steps: Steps of the run.
+        parameters: Of the model, such as 160e6.
+        model: Instead of their number, the name of a LitGPT model, such as pythia-160m.
+    """
+    from lightning_scape.tools import plan as planning
+
+    if ranks < 2:
+        raise ValueError(f"`--ranks` must be at least 2, got {ranks}: one rank sends nothing. Give those of the job.")
+    if (parameters is None) == (model is None):
+        got = "neither" if model is None else "both"
+        raise ValueError(f"One of `--parameters` and `--model` must be given, got {got}. Add --parameters 160e6.")
+    numels = [int(parameters)] if parameters is not None else planning.numels_of(str(model))
+    rate = planning.bytes_per_second(bandwidth)
+    print(planning.report(planning.plan(numels, ranks, rate, compute, steps)))
+    return 0
+
+
+def _doctor(timeout: PositiveFloat = 30.0) -> int:
+    """Say what does not work on this machine and, under torchrun, between all ranks.
+
+    To look at the network run on every node: torchrun --nnodes N --node_rank I --master_addr HOST --nproc_per_node K
+    -m lightning_scape doctor
+
+    Args:
+        timeout: Seconds to wait for other ranks.
+    """
+    from lightning_scape.tools.doctor import run
+
+    return run(timeout)
+
+
+def _report(path: Path) -> int:
+    """Draw a run's loss, bytes and waiting as one PNG, and print a table, from what ScapeMonitor logged to a CSV file.
+
+    Args:
+        path: A metrics.csv, or a folder; of a folder the newest metrics.csv in it.
+    """
+    from lightning_scape.tools.report import report as write
+
+    print(write(path))
+    return 0
+
+
+def _verify(paths: list[Path]) -> int:
+    """Read checkpoints as loading does, and say whether they load.
+
+    Args:
+        paths: Checkpoints, files or directories.
+    """
+    from lightning_scape.checkpoint.inspection import verify as read
+
+    damaged = 0
+    for path in paths:
+        try:
+            read(path)
+        except (ValueError, OSError) as error:
+            print(f"lightning-scape: {error}", file=sys.stderr)
+            damaged += 1
+        else:
+            print(f"{path}: complete and undamaged, and it loads")
+    return 1 if damaged else 0
+
+
+def _consolidate(
+    checkpoint: Path, file: Path, optimizer: Literal["kept", "adamw"] = "kept", force: bool = False
+) -> int:
+    """Make one file of a checkpoint, as it was saved or for plain AdamW.
+
+    Args:
+        checkpoint: A directory, or a file to convert.
+        file: Where the one file goes.
+        optimizer: Whose state the file holds: the method's as it was saved (kept), or AdamW's, with what carries over.
+        force: Replace the file if it exists, when the new one is whole.
+    """
+    from lightning_scape.checkpoint import atomic_files as files
+    from lightning_scape.checkpoint import saver
+    from lightning_scape.checkpoint.inspection import checkpoint_in
+
+    source = checkpoint_in(checkpoint)
+    files.check_there(source)
+    if file.is_dir() or (file.exists() and (not force or file.samefile(source))):
+        raise ValueError(f"FILE must be a free name, got {str(file)!r}. Name a new one, or --force to replace a file.")
+    with warnings.catch_warnings(record=True) as said:
+        whole = saver.consolidate(source, optimizer)
+    for each in said:  # without the place in our code
+        print(f"lightning-scape: {each.message}", file=sys.stderr)
+    files.save_file(whole, file)
+    print(f"{file}: {file.stat().st_size:,} bytes")
+    return 0
+
+
+COMMANDS = {each.__name__[1:]: each for each in (_plan, _doctor, _report, _verify, _consolidate)}
+"""By name. The functions are private, for jsonargparse looks for public ones in the whole package, and imports it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 0, or 1 with the reason on stderr. 2 ends a wrong command line."""
+    parser = ArgumentParser(
+        prog="lightning-scape", description="What is done outside of training.", version=__version__
+    )
+    commands = parser.add_subcommands()
+    for name, command in COMMANDS.items():
+        said = str(command.__doc__).partition("\n\n    Args:")[0]
+        one = ArgumentParser(description=said)
+        apart: set[str | int] = {"paths", "force"}  # which are not one value each
+        one.add_function_arguments(command, as_group=False, as_positional=command is not _plan, skip=apart)
+        if command is _verify:
+            one.add_argument("paths", nargs="+", type=Path, help="Checkpoints, files or directories.")
+        if command is _consolidate:
+            one.add_argument("--force", action="store_true", help="Replace the file if it exists.")
+        commands.add_subcommand(name, one, help=said.partition("\n")[0])  # type: ignore[no-untyped-call]
+    given = parser.parse_args(arguments)
+    options: Namespace = given[given.subcommand]
+    try:
+        return COMMANDS[given.subcommand](**options.as_dict())
+    except (ValueError, OSError) as error:
+        print(f"lightning-scape: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""What ``lightning-scape doctor`` looks at: what is installed, this host, its network, and the other ranks."""
