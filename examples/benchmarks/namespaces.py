@@ -89,10 +89,6 @@ class Host:
         environ = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, **(env or {})}
         return subprocess.Popen(self.command(command), env=environ, start_new_session=True, **options)
 
-    def set_link(self, state: str) -> None:
-        """Takes this host's interface ``"down"``, as a cable that is pulled, or ``"up"`` again."""
-        _run("ip", "-n", self.namespace, "link", "set", INTERFACE, state)
-
     def processes(self) -> list[int]:
         """Process ids of what runs here."""
         found = subprocess.run(
