@@ -45,7 +45,8 @@ class NextByte(L.LightningModule):
 
 
 class Progress(Callback):
-    told = 0
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.told = trainer.global_step
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
         if trainer.is_global_zero and trainer.global_step > self.told:  # else batches are accumulated
