@@ -25,7 +25,6 @@ pytest.importorskip("litgpt", reason="tests of LitGPT need litgpt")
 from litgpt import GPT, Config, Tokenizer
 from litgpt.args import EvalArgs, TrainArgs
 from litgpt.pretrain import main as pretrain_main
-from litgpt.pretrain import setup as pretrain_setup
 from litgpt.utils import chunked_cross_entropy
 
 from lightning_scape import (
@@ -409,21 +408,6 @@ def test_help_names_the_options_of_both_methods() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ configuration files
-
-
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
-def test_litgpts_parser_takes_every_file(file: Path) -> None:
-    from jsonargparse import capture_parser
-    from litgpt.utils import CLI
-
-    sections, rest = command.take_sections([f"--config={file}"])
-    command.options_parser().parse_args(sections)
-    content = yaml.safe_load(file.read_text())
-    # litdata's data modules are named, not imported before a loader is asked for.
-    parsed = capture_parser(lambda: CLI(pretrain_setup)).parse_args(rest)
-    assert parsed.train.max_tokens == content["train"]["max_tokens"]
-    with torch.device("meta"):
-        GPT(Config(**content["model_config"]))
 
 
 def test_the_byte_tokenizer_maps_every_byte_to_its_value_and_back() -> None:
