@@ -126,6 +126,6 @@ def _ask_for_name(store: Store, rank: int, world_size: int, deadline: float) -> 
 def _missing(found: str, world_size: int) -> RuntimeError:
     return RuntimeError(
         f"All {world_size} ranks must meet at torchrun's store before `timeout` ends, got {found} there. If the nodes"
-        " name different MASTER_ADDR, start the job by `lightning-scape torchrun` in place of torchrun: it makes a new"
-        " store at each restart."
+        " name different MASTER_ADDR, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun: it then makes a new store"
+        " at each restart."
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 
 def show_bytes(size: float) -> str:
     """``1_234_567`` is ``"1.23 MB"``."""
@@ -19,29 +17,12 @@ def show_times(ratio: float, digits: int = 3) -> str:
     return short if "e+" not in short else f"{float(f'{ratio:.3g}'):,.0f}"
 
 
-def show_bytes_beside(size: float, other: float) -> str:
-    """``6e6, 2e6`` is ``"6 MB, 3 times as much"``."""
-    return f"{show_bytes(size)}, {show_times(size / other)} times as much"
-
-
 def show_seconds(seconds: float) -> str:
     """``0.0123`` is ``"12.3 ms"``, ``5000`` is ``"83.3 min"``."""
     for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit:
             return f"{show_times(seconds / unit)} {name}"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{show_times(seconds * 1e3)} ms"
-
-
-def show_bandwidth(value: float | None) -> str:
-    """Bytes per second as bits: ``1.25e9`` is ``"10 Gbit/s"``."""
-    if value is None:
-        return "never"
-    if math.isinf(value):
-        return "always"
-    bits = value * 8
-    if bits >= 1e12:
-        return f"{show_times(bits * 1e-12)} Tbit/s"
-    return f"{show_times(bits * 1e-9)} Gbit/s" if bits >= 1e9 else f"{show_times(bits * 1e-6)} Mbit/s"
 
 
 def show_error(error: BaseException) -> str:
