@@ -13,21 +13,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import compile_once
 import launcher
 import pytest
-import short_form
 import torch
-import warm_python
 
 if not torch.cuda.is_available():
     # Before Triton is imported: kernels then run on CPU tensors, in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch.distributed as dist
-from example_modules import load_example
 from hypothesis import settings
 from poison import poisoned_empty
 
@@ -35,75 +30,11 @@ torch.set_num_threads(1)
 
 # No deadline: the machine is shared with other ranks. Derandomized: a change is to blame for a failure, not the draw.
 settings.register_profile("scape", deadline=None, derandomize=True, max_examples=25, database=None)
-settings.register_profile("scape-slow", settings.get_profile("scape"), max_examples=100)
 settings.load_profile("scape")
 
 
-LONGEST = """
-cpu kernels litgpt two_hosts apart report cli slurm example doctor unwrapped crash resume sharded release planner
-strategy_advice sparseloco_litgpt two_level strangers two_level_litgpt strategy_life sparseloco_resume sparseloco
-strategy_options sparseloco_hosts odd_uses two_level_trainer fabric optimizer_life scape_simple browser features
-sweep_cuda strategy restarts two_level_fabric sparseloco_features imports two_level_checkpoint failing value_wire
-preemption
-""".split()  # noqa: SIM905 - a list would take a line for each
-"""Files whose tests take longest. They come first, so that no worker is left alone with one of them at the end.
-
-Of these, those that start new interpreters come when numba's loops lie on disk: each would compile them for itself.
-"""
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--whole", action="store_true", help="run all cases, also of the tests marked few")
-    parser.addoption("--run-slow", action="store_true", help="--whole, and the tests marked slow (minutes each)")
-    parser.addoption("--fresh-processes", action="store_true", help="every process of a test imports all it needs")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    short_form.whole = _is_whole(config)
-    if config.getoption("--run-slow"):
-        settings.load_profile("scape-slow")
-    if config.getoption("--fresh-processes"):
-        warm_python.wanted = False
-    elif warm_python.wanted and config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        warm_python.start()  # one for all workers, and in time for their first tests
-    if hasattr(config, "workerinput"):
-        compile_once.patch()
-    config.option.loadscopereorder = False  # --dist loadfile: the order is ours, not that of the numbers of tests
-
-
-def _is_whole(config: pytest.Config) -> bool:
-    """Who names a test wants all of it."""
-    named = any("::" in argument for argument in config.args)
-    return named or config.getoption("--whole") or config.getoption("--run-slow")
-
-
-def pytest_report_header(config: pytest.Config) -> str | None:
-    return None if short_form.whole else "the short form: a few cases of the tests marked few; --whole runs all"
-
-
-def _keep_few(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test's cases as many as its mark says, spread evenly."""
-    cases: dict[str, list[pytest.Item]] = {}
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("few") and "slow" not in item.keywords:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out: set[pytest.Item] = set()
-    for each in cases.values():
-        (count,) = each[0].get_closest_marker("few").args
-        kept = {number * len(each) // count for number in range(count)}
-        left_out.update(item for number, item in enumerate(each) if number not in kept)
-    config.hook.pytest_deselected(items=list(left_out))
-    items[:] = [item for item in items if item not in left_out]
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not short_form.whole:
-        _keep_few(config, items)
-    begun_first = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: begun_first.get(item.path.name, len(LONGEST)))
-    for item in items:
-        if "slow" in item.keywords and not config.getoption("--run-slow"):
-            item.add_marker(pytest.mark.skip(reason="slow: needs --run-slow"))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="gpu: needs a CUDA device"))
         if "two_host" in item.keywords and not _has_network_namespaces():
@@ -142,12 +73,6 @@ def run_ranks(worlds: dict[int, launcher.World], tmp_path_factory: pytest.TempPa
         return worlds[size].run(fn, *args, **options)
 
     return run
-
-
-@pytest.fixture(scope="session")
-def bench_gpu() -> ModuleType:
-    """``examples/benchmarks/gpu.py``, whose ranks without a network the tests on a GPU use, too."""
-    return load_example("gpu")
 
 
 @pytest.fixture
