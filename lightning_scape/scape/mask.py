@@ -62,10 +62,6 @@ class SparsitySchedule:
         counts[self.quota.sent] += max(0, steps - first - len(begun))
         return counts
 
-    def updates(self, steps: int) -> float:
-        """How often an entry is updated in the first ``steps`` steps, on average."""
-        return sum(sent * count for sent, count in self.sent_by_step(steps).items()) / self.quota.block_size
-
 
 class Masks:
     """The mask in use and the one under way.
