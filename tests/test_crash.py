@@ -107,15 +107,16 @@ def test_killed_at_file_operations_training_ends_bitwise_as_without(
     straight = run_ranks(go_on, 2, str(tmp_path / "straight"), method, kind, None, STEPS + 1)
     folder = tmp_path / "killed"
     folder.mkdir()
-    for kill in [(-1, 9), (0, 16), (1, 7), (-1, 21)]:
+    kills = 0
+    for kill in [(-1, 9), (0, 12), (-1, 5), (1, 7)]:
         ends = run_ranks(go_on, 2, str(folder), method, kind, kill, expect_errors=True, timeout=60.0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             newest = newest_checkpoint(folder)
         if newest is not None:
             verify(newest)
-        if not any(isinstance(end, RankError) for end in ends):
-            break  # it came to the end before
+        kills += any(isinstance(end, RankError) for end in ends)
+    assert kills >= 2  # the others came to the end before
     ends = run_ranks(go_on, 2, str(folder), method, kind, None, STEPS + 1)
     for end, whole in zip(ends, straight, strict=True):
         assert end

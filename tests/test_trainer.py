@@ -506,20 +506,27 @@ class Overwrite(Callback):
 
 
 def overwrite_weights(rank: int, method: str, folder: str) -> None:
+    """Also where an fp32 copy of narrower weights is kept."""
+    wires: list[dict[str, Any]] = [{}, {"wire_dtype": "bf16"}] if method == "scape" else [{}]
     for precision in ("32-true", "bf16-true"):
         for by_hand in (True, False):
-            model = Regression(lr=1e-3)
-            fit(method, model, Overwrite(by_hand), precision=precision)
-            assert alike(model)
-            assert 4.9 < float(weights(model).min()) <= float(weights(model).max()) < 5.1
+            for wire in wires:
+                model = Regression(lr=1e-3)
+                callbacks = [Overwrite(by_hand)]
+                make_trainer(sparse(method, **wire), callbacks=callbacks, precision=precision).fit(model)
+                assert alike(model)
+                assert 4.9 < float(weights(model).min()) <= float(weights(model).max()) < 5.1
 
 
 def stop_early(rank: int, method: str, folder: str) -> None:
+    """Which nobody knew: of SparseLoCo a window is open, and ends with the fit."""
     # The loss falls, so the larger-is-better rule sees no improvement after the first epoch.
-    trainer = fit(
-        method, Synced(), EarlyStopping("val_loss", mode="max", patience=1), max_epochs=9, limit_val_batches=1.0
-    )
+    stopping, model = EarlyStopping("val_loss", mode="max", patience=1), Synced()
+    strategy = sparse(method, **({"sync_every": 5} if method == "sparseloco" else {}))
+    trainer = make_trainer(strategy, callbacks=[stopping], max_epochs=9, limit_val_batches=1.0)
+    trainer.fit(model)
     assert (trainer.current_epoch, trainer.global_step) == (2, 2 * BATCHES)
+    assert alike(model)
 
 
 def keep_the_best(rank: int, method: str, folder: str) -> None:
