@@ -181,10 +181,8 @@ class _Writer(FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: Any) -> None:  # noqa: D102 - as in the base class
-        # torch 2.10's own reader wants each tensor's path in the state dict.
-        metadata.planner_data = {key: (key,) for key in metadata.state_dict_metadata}
         super().finish(metadata, results)
-        self.index, self.results = index.of_torch(metadata), results
+        self.index, self.results = index.of_torch(metadata, results), results
 
 
 def _write_tensors(

@@ -10,12 +10,14 @@ A part is: file, place and length in bytes, first row, number of rows. A tensor 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
 
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _MOST_DIMENSIONS = 64
@@ -43,12 +45,17 @@ class Entry(NamedTuple):
     """By their rows, which are all of the tensor's; none of a tensor without entries."""
 
 
-def of_torch(metadata: Metadata) -> dict[str, Any]:
-    """Torch's index, which this process has just written, as plain data."""
-    places = {
-        (at.fqn, tuple(at.offset or ())): (info.relative_path, info.offset, info.length)
-        for at, info in metadata.storage_data.items()
-    }
+def of_torch(metadata: Metadata, results: Iterable[Sequence[WriteResult]]) -> dict[str, Any]:
+    """Torch's index, which this process has just written, as plain data.
+
+    Args:
+        metadata: the tensors.
+        results: of each rank, what it has written where.
+    """
+    places = {}
+    for written in itertools.chain.from_iterable(results):
+        at, info = written.index, written.storage_data
+        places[at.fqn, tuple(at.offset or ())] = (info.relative_path, info.offset, info.length)
     found = {}
     for key, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata), key

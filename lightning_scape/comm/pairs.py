@@ -6,7 +6,7 @@ lock is free. Where both run on one core, Linux lets a thread that wakes up go f
 some milliseconds to a thread that waits for that very sender. Under ``SCHED_BATCH`` a thread that wakes up waits for
 its turn. On a free core it runs at once, as before. docs/design.md, 3.5, says what that brings.
 
-The threads are found by name. Before torch 2.13 they have none: nothing changes there.
+The threads are found by name.
 """
 
 from __future__ import annotations
@@ -73,8 +73,6 @@ def all_to_all_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None, 
 
 def all_gather_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None, *, async_op: bool = False) -> Any:
     """Every all-gather of a step: each rank's ``tensor``, in rank order, in ``output``."""
-    # 2.13 renamed this call (the old name warns there); older releases have only the old one.
-    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     if output.dtype == torch.uint16:  # neither gloo nor NCCL knows the type
         output, tensor = output.view(torch.uint8), tensor.view(torch.uint8)
     if _by_pairs(output, group):
@@ -83,7 +81,7 @@ def all_gather_into(output: Tensor, tensor: Tensor, group: ProcessGroup | None, 
         works = _exchange_by_pairs(places, [tensor] * ranks, group)
         places[dist.get_rank(group)].copy_(tensor)
         return works if async_op else works.wait()
-    return call(output, tensor, group=group, async_op=async_op)
+    return dist.all_gather_single(output, tensor, group=group, async_op=async_op)
 
 
 # ------------------------------------------------------------------------------------------------ gloo's threads

@@ -154,9 +154,8 @@ class Nodes:
         if self.process_group is not None:  # also what the user has sharded
             broadcast_tensors([local(p.detach()) for p in module.parameters()], self.process_group)
         root = cast(FSDPModule, module)
-        if hasattr(root, "set_reduce_scatter_unused_params"):  # from torch 2.13
-            # Else ranks that use different experts of a mixture would reduce different gradients with one another.
-            root.set_reduce_scatter_unused_params(True)
+        # Else ranks that use different experts of a mixture would reduce different gradients with one another.
+        root.set_reduce_scatter_unused_params(True)
         if module not in _prepared:  # else an earlier fit has done it
             _prepared.add(module)
             _take_whole_states(module)
