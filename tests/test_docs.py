@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from torch import Tensor, nn
 
 import lightning_scape
@@ -107,8 +108,8 @@ def missing(text: str, capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
             if not re.search(rf"^{extra} = \[", PYPROJECT, re.MULTILINE):
                 yield extra
         if words[0] in OURS and words[1:] != ["--version"]:
-            with mock.patch("sys.argv", [words[0], words[1], "--help"]), pytest.raises(SystemExit):
-                pkgutil.resolve_name(OURS[words[0]])()
+            with mock.patch.dict(STRATEGY_REGISTRY), mock.patch("sys.argv", [words[0], words[1], "--help"]):
+                pytest.raises(SystemExit, pkgutil.resolve_name(OURS[words[0]]))
             known = capsys.readouterr().out
         yield from (flag for flag in flags if not (flag.removeprefix("--") in known or flag.startswith("--data.")))
 
