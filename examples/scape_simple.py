@@ -43,7 +43,6 @@ class Scape:
         self.quota = int(density * self.block)
         wait = 50 * max(1.0, 10 * float(density) ** 0.5)  # of the warm-up: the density at step i is 1 / (1 + i/wait)
         self.warmup = -int(-wait * (1 / float(density) - 1) // 1)
-        self.proposed = self.quota if self.quota <= 5 else 0  # proposals of each rank, where few entries are sent
         self.parameters, self.ranks = list(parameters), ranks
         self.lr, (self.b1, self.b2), self.eps, self.weight_decay = lr, betas, eps, weight_decay
         self.t = 0
@@ -77,25 +76,22 @@ class Scape:
         if mask is not None:  # the owner's v takes its own gradient for the ranks' mean; noise averages down by N
             self.v = self.b2 * self.v + ((1 - self.b2) / self.ranks) * self.owned(grads).square()
         at = self.everything if mask is None else mask
-        values, errors = self.take(at)  # all-to-all: to the owners, in 4 bits
+        values = self.take(at)  # all-to-all: to the owners, in 4 bits
         mean = sum(values) / self.ranks  # in rank order: every implementation gets the same bits
         changes = self.update(mask, at, mean, self.owned(values))  # all-gather: back, in 4 bits, at first 8
         self.write(at, changes)
         # Behind the next forward and backward: the mask of the next step, from what is left.
         following = self.sent(self.t)
         self.mask = self.new_mask(following) if mask is not None and following < self.block else None
-        self.residual += errors
 
-    def take(self, at: Tensor) -> tuple[Tensor, Tensor]:
-        """The masked entries leave the residuals, as [N, rows, q]; and their rounding errors, which go back later."""
+    def take(self, at: Tensor) -> Tensor:
+        """The masked entries leave the residuals, as [N, rows, q]; their rounding errors stay."""
         there = self.residual.gather(2, at := at.expand(self.ranks, -1, -1))
         parts = there.reshape(self.ranks**2, -1)  # of each rank for each owner
         sent, own = in_bits(parts, 7), slice(None, None, self.ranks + 1)
-        sent[own] = parts[own].bfloat16().float()  # does not travel; what is left of it ranks the entry at once
-        left, stays = parts - sent, torch.zeros_like(parts)
-        stays[own], left[own] = left[own], 0.0
-        self.residual.scatter_(2, at, stays.reshape_as(there))
-        return sent.reshape_as(there), torch.zeros_like(self.residual).scatter_(2, at, left.reshape_as(there))
+        sent[own] = parts[own].bfloat16().float()  # does not travel
+        self.residual.scatter_(2, at, (parts - sent).reshape_as(there))
+        return sent.reshape_as(there)
 
     def mask_of_step(self, q: int) -> Tensor | None:
         """None sends everything. The first sparse step makes its own mask, from its own gradient."""
@@ -106,15 +102,10 @@ class Scape:
         return self.mask
 
     def new_mask(self, q: int) -> Tensor:
-        """Each owner scores its residual, and what the other ranks propose for its shard."""
-        statistic = self.owned(self.residual).clone()
-        owner = torch.arange(len(statistic)) * self.ranks // len(statistic)
-        for rank in range(self.ranks if self.proposed else 0):  # all-to-all
-            positions = largest(self.residual[rank], self.proposed)
-            values = as_byte(self.residual[rank].gather(1, positions))
-            statistic.scatter_add_(1, positions, values.masked_fill((owner == rank)[:, None], 0.0))
-        mask = largest(statistic, q)  # all-gather: positions, or, if that is shorter, a bit for each entry, in order
-        return mask if 8 * q <= self.block + 7 else mask.sort().values
+        """In step t rank (j + t) mod N makes the mask of shard j, from its own residual there: so each has its turn."""
+        shards = self.residual.view(self.ranks, self.ranks, -1, self.block)
+        mask = largest(torch.cat([shards[(j + self.t) % self.ranks, j] for j in range(self.ranks)]), q)
+        return mask if 8 * q <= self.block + 7 else mask.sort().values  # all-gather: positions, or bits, if shorter
 
     def update(self, mask: Tensor | None, at: Tensor, mean: Tensor, own: Tensor) -> Tensor:
         """tau steps of AdamW at once on the masked entries, each by its owner; returns how far they move."""
@@ -169,12 +160,6 @@ def largest(statistic: Tensor, count: int) -> Tensor:
     low = (1 << ((length := statistic.shape[1]) - 1).bit_length()) - 1
     keys = statistic.view(torch.int32) & (0x7FFFFFFF & ~low) | (low - torch.arange(length, dtype=torch.int32))
     return (low - (keys.topk(count, dim=1).values & low)).long()
-
-
-def as_byte(values: Tensor) -> Tensor:
-    """What is left of proposed values in 8 bits, in units of a power of two for each block."""
-    scale = torch.exp2(torch.floor(torch.log2(values[:, :1].abs().clamp(min=2.0**-126))) + 1)
-    return (values * (127 / scale)).round() * (scale / 127)
 
 
 def main(steps: int = 1000, ranks: int = 4) -> None:
